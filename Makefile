@@ -1,0 +1,74 @@
+# `make help` lists the targets. Everything runs in .venv, which `make setup` creates from pinned requirements.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# Two workers on two cores: a second thread in each would only take turns with the other.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+PY ?= 3.12
+ARCH ?= x86_64
+OFFLINE := build/offline-py$(PY)-$(ARCH)
+OFFLINE_STAMP := $(OFFLINE)/.installed
+PLATFORMS := $(foreach tag,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(tag)_$(ARCH))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-long check format offline-deps clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## create .venv and install the pinned dependencies
+
+demo: $(STAMP) ## train a nano M2 on this machine and generate a sample
+	@$(BIN)/python examples/nano.py
+
+test: $(STAMP) ## run the tests on 2 workers (ARGS="-k name" is passed on)
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-long: $(STAMP) ## run the tests with many more random cases, and those marked long
+	M2FORGE_LONG=1 $(ONE_THREAD) $(BIN)/python -m pytest -n 2 $(ARGS)
+
+check: $(STAMP) ## check format, lint, strict types and the contract of the code base
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_contract.py
+
+format: $(STAMP) ## format the code and fix what lint can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+offline-deps: $(OFFLINE_STAMP) ## unpack the runtime dependencies for another Python (PY=3.12 ARCH=x86_64)
+	@echo "$(OFFLINE) is for Python $(PY) on $(ARCH), beside an installed torch, numpy and safetensors:"
+	@echo "  PYTHONPATH=$(OFFLINE) python -m m2forge --help"
+
+clean: ## remove build outputs and caches (.venv and runs/ stay)
+	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find m2forge tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later found; name one with PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): $(wildcard requirements/*.txt) pyproject.toml | $(BIN)/python
+	@echo "installing the pinned dependencies into $(VENV); torch is large, this may take minutes"
+	@$(PIP) install -r requirements/dev.txt
+	@$(PIP) install --no-deps -r requirements/nodeps.txt
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Built beside its place and renamed, so that the folder is whole whenever it exists.
+$(OFFLINE_STAMP): requirements/portable.txt | $(BIN)/python
+	rm -rf $(OFFLINE).partial
+	$(PIP) install --target $(OFFLINE).partial --python-version $(PY) --implementation cp \
+		$(PLATFORMS) --only-binary=:all: --no-deps --no-compile -r requirements/portable.txt
+	rm -rf $(OFFLINE).partial/bin $(OFFLINE).partial/*.dist-info/licenses
+	find $(OFFLINE).partial -name __pycache__ -type d -prune -exec rm -rf {} +
+	touch $(OFFLINE).partial/.installed
+	rm -rf $(OFFLINE)
+	mv $(OFFLINE).partial $(OFFLINE)

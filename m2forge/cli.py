@@ -1,0 +1,138 @@
+"""The `m2forge` command: arguments in, exit status out.
+
+0 is success; 2 is bad input, explained on standard error with nothing written; 130 is an interrupt. Each command is
+one function that imports what it needs when it runs, so that `m2forge --help` loads neither torch nor pydantic.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from m2forge import __version__
+from m2forge.errors import ConfigError, M2ForgeError, NotFoundError, suggest
+
+DTYPES = ("bfloat16", "float32", "float16")
+BYTES_PER_GB = 10**9
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _refuse_unknown_command(arguments)
+        args = _make_parser().parse_args(arguments)
+        from m2forge.observe.log import set_up_logging
+
+        set_up_logging()
+        args.run(args)
+        sys.stdout.flush()
+    except M2ForgeError as error:
+        print(f"m2forge: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("m2forge: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left, as `| head` does; Python must not flush into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return 0
+
+
+def command_params(args: argparse.Namespace) -> None:
+    from m2forge.model import count
+    from m2forge.model.resolve import resolve_config
+
+    config = resolve_config(args.model, layers=args.layers, overrides=args.set)
+    report = count.count(config)
+    print(json.dumps(report.to_dict()) if args.json else count.render(report))
+
+
+def command_presets(args: argparse.Namespace) -> None:
+    from m2forge.model.preset import DESCRIPTIONS
+
+    width = max(len(name) for name in DESCRIPTIONS)
+    for name, description in DESCRIPTIONS.items():
+        print(f"{name:<{width}}  {description}")
+
+
+def command_import(args: argparse.Namespace) -> None:
+    from m2forge.model.exchange import import_model
+
+    print(import_model(args.source, args.dest, dtype=args.dtype).describe())
+    print(f"next: m2forge params {args.dest}")
+
+
+def command_export(args: argparse.Namespace) -> None:
+    if not 0 < args.max_shard_gb < float("inf"):
+        raise ConfigError(f"--max-shard-gb {args.max_shard_gb}: expected a finite size above 0")
+    from m2forge.model.exchange import export_model
+
+    max_shard_bytes = int(args.max_shard_gb * BYTES_PER_GB)
+    print(export_model(args.folder, args.dest, dtype=args.dtype, max_shard_bytes=max_shard_bytes).describe())
+    print(f'next: transformers.AutoModelForCausalLM.from_pretrained("{args.dest}")')
+
+
+def _add_params(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a preset, a TOML file or a model folder")
+    parser.add_argument("--layers", type=int, metavar="N", help="count a slice of N layers")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_presets(parser: argparse.ArgumentParser) -> None:
+    """This command takes no arguments."""
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a Hugging Face folder or a GGUF file")
+    parser.add_argument("dest", type=Path, metavar="DEST", help="the folder to write; must not exist or be empty")
+    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: as they are stored)")
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the model folder to read")
+    parser.add_argument("dest", type=Path, metavar="DEST", help="the folder to write; must not exist or be empty")
+    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: as they are stored)")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="largest file (default: 5)")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One row of the command table."""
+
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
+
+
+COMMANDS = {
+    "params": Command("count a model's parameters, memory and FLOPs", _add_params, command_params),
+    "presets": Command("list the model presets", _add_presets, command_presets),
+    "import": Command("bring a published model into a model folder", _add_import, command_import),
+    "export": Command("write a model folder in the Hugging Face layout", _add_export, command_export),
+}
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="m2forge", description="Train M2-style mixture-of-experts models.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"m2forge {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.summary, description=command.summary, allow_abbrev=False)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    return parser
+
+
+def _refuse_unknown_command(arguments: Sequence[str]) -> None:
+    """argparse lists all commands for an unknown one; name the near one instead."""
+    name = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if name is not None and name not in COMMANDS:
+        raise NotFoundError(f"unknown command {name!r}; {suggest(name, COMMANDS)}")

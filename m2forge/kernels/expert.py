@@ -1,0 +1,240 @@
+"""The experts of a mixture layer as one differentiable function.
+
+    out[n] = Σ_k  weight[n,k] · W2[e] ( silu(W1[e] x[n]) * W3[e] x[n] ),   e = expert[n,k]
+
+Tokens are sorted by expert once, so that each weight matrix meets all its tokens in one product. The weight multiplies
+the activation rather than the product's output: the same sum, and the output need not be kept for the backward pass,
+which stores only the two pre-activations and recomputes the rest. Every reduction has a fixed order.
+
+Shapes: N tokens, K experts per token, S = N·K rows, E experts, D hidden size, F expert width.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from m2forge.kernels import native
+from m2forge.kernels.grouped import grouped_rows, grouped_weights
+from m2forge.kernels.precision import raised
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Where each (token, expert) pair goes in the rows sorted by expert."""
+
+    order_S: Tensor
+    """Row → flat pair index n·K + k."""
+    slot_NK: Tensor
+    """Pair → row: the inverse of `order_S`."""
+    ends_E: Tensor
+    """Cumulative rows per expert, int32."""
+
+    @property
+    def load_E(self) -> Tensor:
+        """Rows per expert."""
+        return torch.diff(self.ends_E, prepend=self.ends_E.new_zeros(1))
+
+
+def dispatch(expert_NK: Tensor, num_experts: int) -> Dispatch:
+    # Sixteen-bit keys take a quarter of the radix passes of 64-bit ones.
+    keys_S = expert_NK.flatten().to(torch.int16) if expert_NK.is_cuda else expert_NK.flatten()
+    sorted_S, order_S = torch.sort(keys_S, stable=True)
+    rows_S = torch.arange(order_S.shape[0], device=order_S.device)
+    slot_NK = torch.empty_like(order_S).scatter(0, order_S, rows_S).view(expert_NK.shape)
+    bounds_E = torch.arange(num_experts, device=order_S.device, dtype=sorted_S.dtype)
+    ends_E = torch.searchsorted(sorted_S, bounds_E, right=True, out_int32=True)
+    return Dispatch(order_S, slot_NK, ends_E)
+
+
+def expert_ffn(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, where: Dispatch) -> Tensor:
+    """`w13_EGD` holds W1 above W3 (G = 2F). `weight_NK` is in at least float32."""
+    indices = (where.order_S, where.slot_NK, where.ends_E)
+    out_ND: Tensor = _expert_ffn(x_ND, w13_EGD, w2_EDF, weight_NK, *indices)[0]
+    return out_ND
+
+
+def expert_ffn_plain(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
+    """The formula above, read off expert by expert: the twin that `expert_ffn` must equal."""
+    out_ND = torch.zeros_like(x_ND)
+    for expert in range(w2_EDF.shape[0]):
+        token, k = torch.where(expert_NK == expert)
+        gate, up = (x_ND[token] @ w13_EGD[expert].t()).chunk(2, dim=-1)
+        y = (F.silu(gate) * up) @ w2_EDF[expert].t()
+        out_ND = out_ND.index_add(0, token, (y * weight_NK[token, k, None]).to(x_ND.dtype))
+    return out_ND
+
+
+# -- pieces, by device ------------------------------------------------------------------------------------------------
+
+
+def _spread(x_ND: Tensor, order_S: Tensor, slot_NK: Tensor) -> Tensor:
+    """Rows sorted by expert: row s is the token of pair s."""
+    if x_ND.is_cuda:
+        from m2forge.kernels.expert_triton import spread
+
+        return spread(x_ND, slot_NK)
+    return x_ND.index_select(0, order_S // slot_NK.shape[1])
+
+
+def _collect(y_SD: Tensor, slot_NK: Tensor) -> Tensor:
+    """Sum over each token's rows."""
+    if y_SD.is_cuda:
+        from m2forge.kernels.expert_triton import collect
+
+        return collect(y_SD, slot_NK)
+    num_tokens, num_chosen = slot_NK.shape
+    return y_SD.index_select(0, slot_NK.flatten()).view(num_tokens, num_chosen, -1).sum(1)
+
+
+def _activate(h_SG: Tensor, weight_S: Tensor) -> Tensor:
+    """weight · silu(gate) · up."""
+    if h_SG.is_cuda:
+        from m2forge.kernels.expert_triton import activate
+
+        return activate(h_SG, weight_S)
+    gate, up = raised(h_SG).chunk(2, dim=-1)
+    return F.silu(gate).mul_(up).mul_(weight_S[:, None]).to(h_SG.dtype)
+
+
+def _activate_backward(grad_SF: Tensor, h_SG: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of h, gradient of the weights, the activation again)."""
+    if h_SG.is_cuda:
+        from m2forge.kernels.expert_triton import activate_backward
+
+        return activate_backward(grad_SF, h_SG, weight_S)
+    gate, up = raised(h_SG).chunk(2, dim=-1)
+    grad_SF = raised(grad_SF)
+    silu = F.silu(gate)
+    bare_SF = silu * up
+    grad_weight_S = torch.linalg.vecdot(grad_SF, bare_SF)
+    grad_bare_SF = grad_SF * weight_S[:, None]
+    grad_gate = torch.ops.aten.silu_backward(grad_bare_SF * up, gate)
+    grad_h_SG = torch.cat((grad_gate, silu.mul_(grad_bare_SF)), dim=-1)
+    return grad_h_SG.to(h_SG.dtype), grad_weight_S, bare_SF.mul_(weight_S[:, None]).to(h_SG.dtype)
+
+
+# -- all at once, in native.c -----------------------------------------------------------------------------------------
+
+
+def _native_forward(
+    x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_S: Tensor, order_S: Tensor, slot_NK: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    x_ND, (num_experts, dim, width) = x_ND.contiguous(), w2_EDF.shape
+    num_rows, (num_tokens, num_chosen) = order_S.shape[0], slot_NK.shape
+    h_SG, y_SD, out_ND = (torch.empty(*shape) for shape in ((num_rows, 2 * width), (num_rows, dim), x_ND.shape))
+    sizes = (num_tokens, num_chosen, num_experts, dim, width)
+    where = (order_S // num_chosen, slot_NK, ends_E)
+    native.call("expert_forward", x_ND, w13_EGD, w2_EDF, weight_S, *where, *sizes, h_SG, y_SD, out_ND)
+    return out_ND, h_SG
+
+
+def _native_backward(
+    grad_ND: Tensor,
+    x_ND: Tensor,
+    w13_EGD: Tensor,
+    w2_EDF: Tensor,
+    weight_S: Tensor,
+    order_S: Tensor,
+    slot_NK: Tensor,
+    ends_E: Tensor,
+    h_SG: Tensor,
+    for_matrices: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x_ND, grad_ND, (num_experts, dim, width) = x_ND.contiguous(), grad_ND.contiguous(), w2_EDF.shape
+    num_rows, (num_tokens, num_chosen) = order_S.shape[0], slot_NK.shape
+    scratch = (torch.empty(num_rows, 2 * width), torch.empty(num_rows, width), torch.empty(num_rows, dim))
+    grad_x_ND, grad_weight_S = torch.empty_like(x_ND), torch.empty_like(weight_S)
+    grad_w13, grad_w2 = (torch.empty(w.shape if for_matrices else 0) for w in (w13_EGD, w2_EDF))
+    sizes = (num_tokens, num_chosen, num_experts, dim, width)
+    where = (order_S // num_chosen, slot_NK, ends_E)
+    grads = (grad_x_ND, *((grad_w13, grad_w2) if for_matrices else (None, None)), grad_weight_S)
+    native.call("expert_backward", grad_ND, x_ND, w13_EGD, w2_EDF, weight_S, *where, h_SG, *sizes, *scratch, *grads)
+    return grad_x_ND, grad_w13, grad_w2, grad_weight_S.index_select(0, slot_NK.flatten()).view(slot_NK.shape)
+
+
+# -- the operator -----------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("m2forge::expert_ffn", mutates_args=())
+def _expert_ffn(
+    x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, order_S: Tensor, slot_NK: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    weight_S = weight_NK.flatten().index_select(0, order_S)
+    if native.serves(x_ND, w13_EGD, w2_EDF):
+        return _native_forward(x_ND, w13_EGD, w2_EDF, weight_S, order_S, slot_NK, ends_E)
+    h_SG = grouped_rows(_spread(x_ND, order_S, slot_NK), w13_EGD.transpose(1, 2), ends_E)
+    y_SD = grouped_rows(_activate(h_SG, weight_S), w2_EDF.transpose(1, 2), ends_E)
+    return _collect(y_SD, slot_NK), h_SG
+
+
+@_expert_ffn.register_fake
+def _(
+    x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, order_S: Tensor, slot_NK: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_ND), x_ND.new_empty(order_S.shape[0], w13_EGD.shape[1])
+
+
+@torch.library.custom_op("m2forge::expert_ffn_backward", mutates_args=())
+def _expert_ffn_backward(
+    grad_ND: Tensor,
+    x_ND: Tensor,
+    w13_EGD: Tensor,
+    w2_EDF: Tensor,
+    weight_NK: Tensor,
+    order_S: Tensor,
+    slot_NK: Tensor,
+    ends_E: Tensor,
+    h_SG: Tensor,
+    for_matrices: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    weight_S = weight_NK.flatten().index_select(0, order_S)
+    if native.serves(x_ND, w13_EGD, w2_EDF):
+        where = (order_S, slot_NK, ends_E)
+        return _native_backward(grad_ND, x_ND, w13_EGD, w2_EDF, weight_S, *where, h_SG, for_matrices)
+    grad_y_SD = _spread(grad_ND.contiguous(), order_S, slot_NK)
+    grad_a_SF = grouped_rows(grad_y_SD, w2_EDF, ends_E)
+    grad_h_SG, grad_weight_S, a_SF = _activate_backward(grad_a_SF, h_SG, weight_S)
+    grad_w2 = grouped_weights(grad_y_SD, a_SF, ends_E) if for_matrices else w2_EDF.new_empty(0)
+    del grad_y_SD, a_SF, grad_a_SF
+    grad_x_ND = _collect(grouped_rows(grad_h_SG, w13_EGD, ends_E), slot_NK)
+    grad_w13 = w13_EGD.new_empty(0)
+    if for_matrices:
+        grad_w13 = grouped_weights(grad_h_SG, _spread(x_ND, order_S, slot_NK), ends_E)
+    grad_weight_NK = grad_weight_S.index_select(0, slot_NK.flatten()).view(slot_NK.shape)
+    return grad_x_ND, grad_w13, grad_w2, grad_weight_NK
+
+
+@_expert_ffn_backward.register_fake
+def _(
+    grad_ND: Tensor,
+    x_ND: Tensor,
+    w13_EGD: Tensor,
+    w2_EDF: Tensor,
+    weight_NK: Tensor,
+    order_S: Tensor,
+    slot_NK: Tensor,
+    ends_E: Tensor,
+    h_SG: Tensor,
+    for_matrices: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    matrices = (w13_EGD, w2_EDF) if for_matrices else (w13_EGD.new_empty(0), w2_EDF.new_empty(0))
+    grad_w13, grad_w2 = (torch.empty_like(w) for w in matrices)
+    return torch.empty_like(x_ND), grad_w13, grad_w2, torch.empty_like(weight_NK)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad_ND: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    for_matrices = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+    grad_x, grad_w13, grad_w2, grad_weight = _expert_ffn_backward(grad_ND, *ctx.saved_tensors, for_matrices)
+    matrices = (grad_w13, grad_w2) if for_matrices else (None, None)
+    return grad_x, *matrices, grad_weight, None, None, None
+
+
+_expert_ffn.register_autograd(_backward, setup_context=_save)

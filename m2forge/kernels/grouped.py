@@ -1,0 +1,57 @@
+"""Grouped matrix products: rows sorted by group, one matrix per group.
+
+    rows:     out[s] = a[s] @ b[g]            for every row s of group g     (S, I) x (G, I, O) -> (S, O)
+    weights:  out[g] = Σ_{s in g} a[s]ᵀ b[s]                                 (S, I), (S, O) -> (G, I, O)
+
+`ends` (G, int32) holds the cumulative row counts; groups may be empty. `torch.nn.functional.grouped_mm` serves where it
+can; elsewhere (float64, odd strides, float32 on CUDA) a loop over the groups that have rows gives the same result.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+ALIGNMENT_BYTES = 16
+"""`grouped_mm` refuses operands whose rows do not start at multiples of this."""
+
+
+def _is_native(a: Tensor, b: Tensor) -> bool:
+    native_dtypes = (torch.bfloat16,) if a.is_cuda else (torch.bfloat16, torch.float32)
+    return a.dtype in native_dtypes and all(_is_aligned(x) for x in (a, b))
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """One of the last two strides is 1, every other one a multiple of 16 bytes, and so is the start."""
+    *outer, rows, columns = x.stride()
+    if 1 not in (rows, columns) or x.data_ptr() % ALIGNMENT_BYTES:
+        return False
+    leading = columns if rows == 1 else rows
+    return all(stride * x.element_size() % ALIGNMENT_BYTES == 0 for stride in (*outer, leading))
+
+
+def _spans(ends: Tensor) -> list[tuple[int, int, int]]:
+    """(group, first row, end row) of every group that has rows."""
+    spans, start = [], 0
+    for group, end in enumerate(ends.tolist()):
+        if end > start:
+            spans.append((group, start, end))
+        start = end
+    return spans
+
+
+def grouped_rows(a_SI: Tensor, b_GIO: Tensor, ends_G: Tensor) -> Tensor:
+    if _is_native(a_SI, b_GIO):
+        return grouped_mm(a_SI, b_GIO, offs=ends_G)
+    out_SO = a_SI.new_empty(a_SI.shape[0], b_GIO.shape[2])
+    for group, start, end in _spans(ends_G):
+        torch.mm(a_SI[start:end], b_GIO[group], out=out_SO[start:end])
+    return out_SO
+
+
+def grouped_weights(a_SI: Tensor, b_SO: Tensor, ends_G: Tensor) -> Tensor:
+    if _is_native(a_SI, b_SO):
+        return grouped_mm(a_SI.t(), b_SO, offs=ends_G)
+    out_GIO = a_SI.new_zeros(ends_G.shape[0], a_SI.shape[1], b_SO.shape[1])
+    for group, start, end in _spans(ends_G):
+        torch.mm(a_SI[start:end].t(), b_SO[start:end], out=out_GIO[group])
+    return out_GIO

@@ -1,0 +1,1 @@
+"""The network: configuration, attention plans, router, experts, multi-token prediction, checkpoints."""

@@ -1,0 +1,26 @@
+"""Networks without weights, and networks with fresh ones."""
+
+import torch
+
+from m2forge.model.config import ModelConfig
+from m2forge.model.transformer import Transformer
+
+
+def skeleton(config: ModelConfig) -> Transformer:
+    """On the meta device: shapes and names, no memory."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def empty(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Transformer:
+    """Memory for every weight, its contents undefined."""
+    return skeleton(config).to(dtype).to_empty(device=device)
+
+
+def build(
+    config: ModelConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Transformer:
+    """Freshly initialised."""
+    model = empty(config, device, dtype)
+    model.init_weights(seed)
+    return model

@@ -1,0 +1,112 @@
+"""Networks from model folders and back.
+
+The one format on disk is the Hugging Face folder: config.json and safetensors under the family's public names. Loading
+compares all names and shapes before it takes memory, then copies tensor by tensor from the memory map, so that a load
+needs little more than the model itself. Saving builds the folder aside and renames it: it is whole or not there.
+
+What only we know (multi-token prediction, how the router learns) travels in config.json under the key `m2forge`, which
+other programs ignore. A network its family cannot express is saved under `model_type` "m2forge", so that no other
+program takes it for something else.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from m2forge.errors import CheckpointError
+from m2forge.files import staged_folder, write_atomic
+from m2forge.model.build import empty
+from m2forge.model.config import ModelConfig
+from m2forge.model.family import OWN_KEY, public_parts, to_public
+from m2forge.model.folder import CONFIG_FILE, FolderSource
+from m2forge.model.shard import Written, write_shards
+from m2forge.model.source import (
+    TOKEN_ID_KEYS,
+    ModelSource,
+    Source,
+    TensorHeader,
+    refuse_misfits,
+    usual_dtype,
+)
+from m2forge.model.transformer import Transformer
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
+    """The network in `folder`, on `device`, in `dtype` or else the one most of its weights are stored in (8-bit
+    weights count as bfloat16). Selection biases stay in at least float32."""
+    source = FolderSource(folder)
+    refuse_misfits(source)
+    model = empty(source.config, device, dtype or usual_dtype(source))
+    fill(model, source)
+    return model
+
+
+def save_model(
+    model: Transformer,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    public_only: bool = False,
+) -> Written:
+    """Write `model` to `folder`, which must not exist or be empty. `public_only` leaves out all that is ours alone
+    and refuses a network that the public family cannot express."""
+    return write_model(
+        ModelSource(model), folder, dtype=dtype, max_shard_bytes=max_shard_bytes, public_only=public_only
+    )
+
+
+@torch.no_grad()
+def fill(model: Transformer, source: Source) -> None:
+    """Copy every tensor of `source`, which must fit, into the weights of `model`."""
+    state = model.state_dict()
+    for name, part in public_parts(model.config):
+        weight = part.of(state[part.name])
+        weight.copy_(source.read(name, weight.dtype))
+
+
+def write_model(
+    source: Source,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    public_only: bool = False,
+    companions: tuple[Path, ...] = (),
+) -> Written:
+    """Stream a `source` that fits its configuration into `folder`, with copies of `companions` beside it."""
+    config = source.config.model_copy(update={"num_mtp": 0}) if public_only else source.config
+    headers = {
+        name: TensorHeader(source.headers[name].shape, _written_dtype(name, dtype or source.headers[name].dtype))
+        for name, _ in public_parts(config)
+    }
+    content = _config_json(source, config, dtype or usual_dtype(source), public_only)
+    with staged_folder(folder) as partial:
+        written = write_shards(partial, headers, source.read, max_shard_bytes)
+        write_atomic(partial / CONFIG_FILE, content)
+        for path in companions:
+            write_atomic(partial / path.name, path.read_bytes())
+    return written
+
+
+def _written_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    if name.endswith("e_score_correction_bias"):
+        return torch.promote_types(dtype, torch.float32)
+    return dtype
+
+
+def _config_json(source: Source, config: ModelConfig, dtype: torch.dtype, public_only: bool) -> str:
+    try:
+        public = to_public(config)
+    except CheckpointError:
+        if public_only:
+            raise
+        public = {"model_type": OWN_KEY}
+    # Written even when unknown: a reader's defaults are the ids of another model's vocabulary.
+    ids: dict[str, Any] = {key: source.token_ids.get(key) for key in TOKEN_ID_KEYS}
+    ours = {} if public_only else {OWN_KEY: config.model_dump_json()}
+    return json.dumps(public | {"dtype": str(dtype).removeprefix("torch.")} | ids | ours, indent=2) + "\n"

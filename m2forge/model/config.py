@@ -1,0 +1,137 @@
+"""What a network is: one configuration that expresses the `minimax_m2`, `llama`, `qwen3` and `qwen3_moe` families.
+
+A family fixes the public tensor names (family.py); everything that shapes the arithmetic is a field here.
+"""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from m2forge.config import Config
+
+FamilyName = Literal["minimax_m2", "llama", "qwen3", "qwen3_moe"]
+
+
+class RopeScaling(Config):
+    """How rotary frequencies are stretched beyond the context they were trained on."""
+
+    kind: Literal["linear", "llama3"]
+    factor: float = Field(gt=0)
+    low_frequency_factor: float = 1.0
+    """llama3: wavelengths longer than original_context / this are divided by `factor`."""
+    high_frequency_factor: float = 4.0
+    """llama3: wavelengths shorter than original_context / this are left alone."""
+    original_context: int = Field(default=8192, gt=0)
+
+
+class WindowConfig(Config):
+    """Hybrid sliding-window attention: the layers named here see `size` tokens back, the others everything."""
+
+    size: int = Field(gt=0)
+    """Tokens visible, the current one included."""
+    layers: tuple[int, ...]
+    num_sinks: int = Field(default=0, ge=0)
+    """First tokens of a document that stay visible to every later one."""
+
+
+class AttentionConfig(Config):
+    num_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    rotary_dim: int = Field(gt=0)
+    """Leading dimensions of a head that rotate; the rest carry no position."""
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    qk_norm: Literal["none", "flat", "head"] = "none"
+    """flat: one RMSNorm over all heads of q (and of k) together; head: one over each head."""
+    window: WindowConfig | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        if self.rotary_dim > self.head_dim or self.rotary_dim % 2:
+            raise ValueError(f"rotary_dim ({self.rotary_dim}) must be even and at most head_dim ({self.head_dim})")
+        return self
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+class MoEConfig(Config):
+    num_experts: int = Field(gt=0)
+    top_k: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    scoring: Literal["sigmoid", "softmax"] = "sigmoid"
+    normalize: bool = True
+    """Divide the chosen experts' scores by their sum."""
+    selection_bias: bool = True
+    """A per-expert bias added to the scores for the choice alone, never for the weights."""
+    bias_update: Literal["sign", "gradient", "none"] = "sign"
+    """How the selection bias learns: the centred sign rule, the auxiliary loss's gradient, or not at all."""
+    bias_rate: float = Field(default=1e-3, ge=0)
+    """Step of the sign rule. Ours: the report does not disclose it."""
+    aux_loss_weight: float = Field(default=0.0, ge=0)
+    """Weight of the auxiliary balance loss. Ours: off unless asked for."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that keep a dense feed-forward network of ModelConfig.intermediate_size."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k ({self.top_k}) exceeds num_experts ({self.num_experts})")
+        if self.bias_update == "gradient" and not (self.selection_bias and self.aux_loss_weight > 0):
+            raise ValueError('bias_update = "gradient" needs selection_bias = true and aux_loss_weight > 0')
+        return self
+
+
+class ModelConfig(Config):
+    family: FamilyName = "minimax_m2"
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    num_layers: int = Field(gt=0)
+    attention: AttentionConfig
+    moe: MoEConfig | None = None
+    intermediate_size: int | None = None
+    """Width of dense feed-forward layers; needed when any layer is dense."""
+    norm_eps: float = Field(default=1e-6, gt=0)
+    tied_head: bool = False
+    """The head is the embedding."""
+    float32_head: bool = False
+    """Logits are computed and kept in at least float32."""
+    max_context: int = Field(default=4096, gt=0)
+    num_mtp: int = Field(default=0, ge=0)
+    """Multi-token prediction modules, chained."""
+    init_std: float = Field(default=0.02, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        window = self.attention.window
+        named = (*(window.layers if window else ()), *(self.moe.dense_layers if self.moe else ()))
+        if any(layer not in range(self.num_layers) for layer in named):
+            raise ValueError(f"window.layers and moe.dense_layers must lie in 0..{self.num_layers - 1}, got {named}")
+        if self.intermediate_size is None and any(not self.is_sparse(layer) for layer in range(self.num_layers)):
+            raise ValueError("intermediate_size is needed: some layers have a dense feed-forward network")
+        return self
+
+    def is_sparse(self, layer: int) -> bool:
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    def is_windowed(self, layer: int) -> bool:
+        window = self.attention.window
+        return window is not None and layer in window.layers
+
+    def with_layers(self, num_layers: int) -> "ModelConfig":
+        """The same network with its first `num_layers` layers only."""
+        data = self.model_dump(exclude_none=True) | {"num_layers": num_layers}
+        if self.moe:
+            data["moe"]["dense_layers"] = tuple(layer for layer in self.moe.dense_layers if layer < num_layers)
+        if self.attention.window:
+            layers = tuple(layer for layer in self.attention.window.layers if layer < num_layers)
+            data["attention"]["window"]["layers"] = layers
+        return ModelConfig.model_validate(data)

@@ -1,0 +1,237 @@
+"""How large a network is and what it costs: parameters by component, memory, FLOPs per token.
+
+Counted on a skeleton without memory, so the real M2 takes seconds. With c the context length, per token:
+
+    active    = all parameters of the layers, of the experts only top_k
+    forward   = 2 · (active + head) + Σ over layers 4 · q_width · (keys a query sees, on average c/2)
+    training  = 3 · forward, the multi-token prediction modules included
+    cache     = 2 · kv_width · 2 bytes in every layer that sees the whole context
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from m2forge.model.build import skeleton
+from m2forge.model.config import ModelConfig
+from m2forge.model.preset import PRESETS
+
+CONTEXTS = (4096, 32_768, 196_608)
+BYTES_PER_WEIGHT = 2
+"""bfloat16."""
+COMPONENTS = ("embedding", "attention", "router", "experts", "dense ffn", "norms", "head", "mtp")
+LAYERS = ("attention", "router", "experts", "dense ffn", "norms")
+
+PUBLISHED_TOTAL = 229.9e9
+PUBLISHED_ACTIVE = 9.8e9
+"""What the technical report of M2 states."""
+
+
+@dataclass(frozen=True)
+class Component:
+    name: str
+    total: int
+    active: int
+    """Read for one token at inference."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """At one context length."""
+
+    context: int
+    forward_flops: int
+    training_flops: int
+    cache_bytes: int
+    """Keys and values of a whole sequence."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """The report's figures, and the sum that gives its total."""
+
+    total: int
+    active: int
+    embedding_and_head_twice: int
+    """Our total with embedding and head counted once more."""
+
+
+@dataclass(frozen=True)
+class Report:
+    family: str
+    num_layers: int
+    components: tuple[Component, ...]
+    total: int
+    """Without multi-token prediction."""
+    total_with_mtp: int
+    active_in_layers: int
+    active: int
+    """With embedding and head."""
+    weight_bytes: int
+    """Of everything, in bfloat16."""
+    cache_bytes_per_token: int
+    """Growth with each further token, in bfloat16; sliding-window layers stop growing and are not in it."""
+    costs: tuple[Cost, ...]
+    published: Published | None
+    """For the released M2 alone."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def count(config: ModelConfig, contexts: tuple[int, ...] = CONTEXTS) -> Report:
+    """The report on `config`; costs are given for those of `contexts` that the network was made for."""
+    components = _components(config)
+    by_name = {component.name: component for component in components}
+    total_with_mtp = sum(component.total for component in components)
+    total = total_with_mtp - by_name["mtp"].total
+    in_layers = sum(by_name[name].active for name in LAYERS)
+    ends = by_name["embedding"].total + by_name["head"].total
+    full_layers = sum(not config.is_windowed(layer) for layer in range(config.num_layers))
+    fitting = tuple(context for context in contexts if context <= config.max_context) or (config.max_context,)
+    return Report(
+        family=config.family,
+        num_layers=config.num_layers,
+        components=components,
+        total=total,
+        total_with_mtp=total_with_mtp,
+        active_in_layers=in_layers,
+        active=in_layers + ends,
+        weight_bytes=total_with_mtp * BYTES_PER_WEIGHT,
+        cache_bytes_per_token=full_layers * _cache_bytes(config),
+        costs=tuple(_cost(config, by_name, context) for context in fitting),
+        published=Published(int(PUBLISHED_TOTAL), int(PUBLISHED_ACTIVE), total + ends) if _is_m2(config) else None,
+    )
+
+
+def _components(config: ModelConfig) -> tuple[Component, ...]:
+    totals = dict.fromkeys(COMPONENTS, 0)
+    for name, tensor in skeleton(config).state_dict().items():
+        totals[_component_of(name, tensor.dim())] += tensor.numel()
+    active = dict(totals)
+    if config.moe is not None:
+        active["experts"] = totals["experts"] // config.moe.num_experts * config.moe.top_k
+    active["mtp"] = 0
+    return tuple(Component(name, totals[name], active[name]) for name in COMPONENTS)
+
+
+def _component_of(name: str, num_dims: int) -> str:
+    top = name.split(".")[0]
+    if top in ("mtp", "embedding", "head"):
+        return top
+    if ".router." in name:
+        return "router"
+    if "norm.weight" in name:
+        return "norms"
+    if ".attention." in name:
+        return "attention"
+    assert ".ffn." in name, name
+    return "experts" if num_dims == 3 else "dense ffn"
+
+
+def _is_m2(config: ModelConfig) -> bool:
+    return config == PRESETS["m2"].model_copy(update={"num_mtp": config.num_mtp})
+
+
+# -- costs ------------------------------------------------------------------------------------------------------------
+
+
+def _cost(config: ModelConfig, components: Mapping[str, Component], context: int) -> Cost:
+    # A lookup multiplies nothing, so the embedding is free; a tied head multiplies by the embedding.
+    head = config.vocab_size * config.hidden_size
+    attention = [_attention_flops(config, layer, context) for layer in range(config.num_layers)]
+    forward = 2 * (sum(components[name].active for name in LAYERS) + head) + sum(attention)
+    modules = (
+        2 * (_active_mtp(config, components["mtp"].total) + config.num_mtp * head) + config.num_mtp * attention[-1]
+    )
+    cache = sum(_keys_kept(config, layer, context) for layer in range(config.num_layers)) * _cache_bytes(config)
+    return Cost(context, forward, 3 * (forward + modules), cache)
+
+
+def _active_mtp(config: ModelConfig, total: int) -> int:
+    """A module has the last layer's block, so of its experts too only top_k run."""
+    if config.moe is None or not config.is_sparse(config.num_layers - 1):
+        return total
+    per_expert = 3 * config.hidden_size * config.moe.intermediate_size
+    return total - config.num_mtp * (config.moe.num_experts - config.moe.top_k) * per_expert
+
+
+def _attention_flops(config: ModelConfig, layer: int, context: int) -> int:
+    """Scores and mixing, each 2 · q_width for every key a query sees, averaged over the queries of a sequence."""
+    keys = _keys_kept(config, layer, context)
+    seen = keys - keys * keys / (2 * context)
+    return round(4 * config.attention.q_width * seen)
+
+
+def _keys_kept(config: ModelConfig, layer: int, context: int) -> int:
+    window = config.attention.window
+    if window is None or not config.is_windowed(layer):
+        return context
+    return min(context, window.size + window.num_sinks)
+
+
+def _cache_bytes(config: ModelConfig) -> int:
+    """Of one token in one layer."""
+    return 2 * config.attention.kv_width * BYTES_PER_WEIGHT
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def render(report: Report) -> str:
+    """The report as a table to read."""
+    rows = [(part.name, _short(part.total), _short(part.active)) for part in report.components if part.total]
+    in_layers = sum(part.total for part in report.components if part.name in LAYERS)
+    lines = [
+        f"{report.family}, {report.num_layers} layers",
+        "",
+        _row("parameters", "total", "active"),
+        *(_row(*row) for row in rows),
+        "-" * 46,
+        _row("in layers", _short(in_layers), _short(report.active_in_layers)),
+        _row("with embedding, head", _short(report.total), _short(report.active)),
+    ]
+    if report.total_with_mtp != report.total:
+        lines.append(_row("with mtp", _short(report.total_with_mtp), ""))
+    lines += [
+        "",
+        _row("weights", f"{_short(report.weight_bytes, 'KMGT')}B", "bfloat16"),
+        _row("cache per token", f"{_short(report.cache_bytes_per_token, 'KMGT')}B", "bfloat16"),
+        "",
+        _row("FLOPs per token", "forward", "training", "cache"),
+    ]
+    for cost in report.costs:
+        flops = _short(cost.forward_flops, "KMGT"), _short(cost.training_flops, "KMGT")
+        lines.append(_row(f"  context {cost.context:,}", *flops, f"{_short(cost.cache_bytes, 'KMGT')}B"))
+    lines.append("attention counted as its causal half; training as forward and backward; cache of a whole context")
+    return "\n".join(lines + _render_published(report))
+
+
+def _render_published(report: Report) -> list[str]:
+    published = report.published
+    if published is None:
+        return []
+    total = f"{published.total / 1e9:.1f}B"
+    lines = [
+        "",
+        _row("beside the report", "counted", "report"),
+        _row("total", _short(report.total), total),
+        _row("active in layers", _short(report.active_in_layers), f"{published.active / 1e9:.1f}B"),
+    ]
+    twice = published.embedding_and_head_twice
+    if f"{twice / 1e9:.1f}B" == total:
+        ends = _short(twice - report.total)
+        lines.append(f"embedding and head are {ends}; with these counted twice the total is {_short(report.total)} +")
+        lines.append(f"{ends} = {_short(twice)}, the report's {total}: it appears to count them twice")
+    return lines
+
+
+def _row(name: str, *cells: str) -> str:
+    return f"{name:<22}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+def _short(number: int, units: str = "KMBT") -> str:
+    for power, unit in reversed(list(enumerate(units, 1))):
+        if number >= 1000**power:
+            return f"{number / 1000**power:.2f}{unit}"
+    return str(number)

@@ -1,0 +1,322 @@
+"""The public side of a network: tensor names and `config.json` of the four families.
+
+`public_parts` lists every public tensor with the place it holds in ours: a parameter, an expert in it, a range of rows.
+`from_public` and `to_public` translate configurations; what a family cannot express is refused by name.
+Multi-token prediction modules were never released, so their names are ours: `model.mtp_layers.N.*`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from m2forge.errors import CheckpointError, suggest
+from m2forge.model.config import AttentionConfig, FamilyName, ModelConfig, MoEConfig, RopeScaling, WindowConfig
+
+ARCHITECTURES: dict[FamilyName, str] = {
+    "minimax_m2": "MiniMaxM2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+OWN_KEY = "m2forge"
+"""Where config.json carries our whole configuration, as JSON text."""
+QK_NORM: dict[str, Literal["none", "flat", "head"]] = {
+    "minimax_m2": "flat",
+    "llama": "none",
+    "qwen3": "head",
+    "qwen3_moe": "head",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a public tensor lies in our state: parameter `name`, one `expert` of it, rows `start` to `stop`."""
+
+    name: str
+    expert: int | None = None
+    start: int = 0
+    stop: int | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        whole = tensor if self.expert is None else tensor[self.expert]
+        return whole[self.start : self.stop]
+
+
+def public_parts(config: ModelConfig) -> Iterator[tuple[str, Part]]:
+    """(public name, part) of every tensor, each element of the state exactly once."""
+    yield "model.embed_tokens.weight", Part("embedding.weight")
+    for layer in range(config.num_layers):
+        yield from _block_parts(config, layer, f"model.layers.{layer}.", f"blocks.{layer}.")
+    yield "model.norm.weight", Part("norm.weight")
+    if not config.tied_head:
+        yield "lm_head.weight", Part("head.weight")
+    for module in range(config.num_mtp):
+        public, ours = f"model.mtp_layers.{module}.", f"mtp.{module}."
+        yield public + "hidden_layernorm.weight", Part(ours + "state_norm.weight")
+        yield public + "token_layernorm.weight", Part(ours + "embedding_norm.weight")
+        yield public + "input_proj.weight", Part(ours + "projection.weight")
+        yield public + "final_layernorm.weight", Part(ours + "norm.weight")
+        yield from _block_parts(config, config.num_layers - 1, public, ours + "block.")
+
+
+def _block_parts(config: ModelConfig, layer: int, public: str, ours: str) -> Iterator[tuple[str, Part]]:
+    q, kv = config.attention.q_width, config.attention.kv_width
+    yield public + "input_layernorm.weight", Part(ours + "attention_norm.weight")
+    yield public + "post_attention_layernorm.weight", Part(ours + "ffn_norm.weight")
+    qkv = ours + "attention.qkv.weight"
+    yield public + "self_attn.q_proj.weight", Part(qkv, start=0, stop=q)
+    yield public + "self_attn.k_proj.weight", Part(qkv, start=q, stop=q + kv)
+    yield public + "self_attn.v_proj.weight", Part(qkv, start=q + kv, stop=q + 2 * kv)
+    yield public + "self_attn.o_proj.weight", Part(ours + "attention.out.weight")
+    if config.attention.qk_norm != "none":
+        yield public + "self_attn.q_norm.weight", Part(ours + "attention.q_norm.weight")
+        yield public + "self_attn.k_norm.weight", Part(ours + "attention.k_norm.weight")
+    if config.moe is not None and config.is_sparse(layer):
+        yield from _mixture_parts(config.family, config.moe, public, ours + "ffn.")
+    else:
+        yield from _swiglu_parts(public + "mlp.{}_proj.weight", ours + "ffn.{}.weight", config.intermediate_size or 0)
+
+
+def _mixture_parts(family: FamilyName, moe: MoEConfig, public: str, ours: str) -> Iterator[tuple[str, Part]]:
+    public += "block_sparse_moe." if family == "minimax_m2" else "mlp."
+    yield public + "gate.weight", Part(ours + "router.weight")
+    if moe.selection_bias:
+        yield public + "e_score_correction_bias", Part(ours + "router.bias")
+    names = {"gate": "w1", "up": "w3", "down": "w2"} if family == "minimax_m2" else None
+    for expert in range(moe.num_experts):
+        pattern = public + f"experts.{expert}." + ("{}.weight" if names else "{}_proj.weight")
+        yield from _swiglu_parts(pattern, ours + "{}", moe.intermediate_size, expert, names)
+
+
+def _swiglu_parts(
+    public: str, ours: str, width: int, expert: int | None = None, names: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, Part]]:
+    names = names or {"gate": "gate", "up": "up", "down": "down"}
+    yield public.format(names["gate"]), Part(ours.format("w13"), expert, 0, width)
+    yield public.format(names["up"]), Part(ours.format("w13"), expert, width, 2 * width)
+    yield public.format(names["down"]), Part(ours.format("w2"), expert)
+
+
+# -- configurations ---------------------------------------------------------------------------------------------------
+
+
+def from_public(public: Mapping[str, Any]) -> ModelConfig:
+    """Our configuration from the contents of a public `config.json`."""
+    if OWN_KEY in public:
+        return _from_own(public)
+    family = public.get("model_type")
+    if family not in ARCHITECTURES:
+        raise CheckpointError(f"model_type {family!r} is not supported; {suggest(str(family), ARCHITECTURES)}")
+    for field in ("attention_bias", "mlp_bias"):
+        if public.get(field):
+            raise CheckpointError(f"{field} = true is not supported: every projection here is free of biases")
+    if public.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"hidden_act {public['hidden_act']!r} is not supported; every family here uses silu")
+    moe = {"minimax_m2": _minimax_moe, "qwen3_moe": _qwen_moe}.get(family)
+    return ModelConfig(
+        family=family,
+        vocab_size=public["vocab_size"],
+        hidden_size=public["hidden_size"],
+        num_layers=public["num_hidden_layers"],
+        attention=_attention_from_public(family, public),
+        moe=moe(public) if moe else None,
+        intermediate_size=None if family == "minimax_m2" else public["intermediate_size"],
+        norm_eps=float(public.get("rms_norm_eps", 1e-6)),
+        tied_head=bool(public.get("tie_word_embeddings", False)),
+        max_context=public.get("max_position_embeddings", 4096),
+        init_std=float(public.get("initializer_range", 0.02)),
+    )
+
+
+def _from_own(public: Mapping[str, Any]) -> ModelConfig:
+    """Our own configuration, unless another program has changed the public keys around it."""
+    config = ModelConfig.model_validate_json(public[OWN_KEY])
+    try:
+        stated = from_public(to_public(config))
+    except CheckpointError:
+        return config  # the family cannot express it, so there is nothing public to compare
+    around = from_public({key: value for key, value in public.items() if key != OWN_KEY})
+    differing = _differences(stated.model_dump(), around.model_dump())
+    if differing:
+        raise CheckpointError(
+            f"the key {OWN_KEY!r} and the public keys disagree on {', '.join(differing)}: another program changed the "
+            f"model; remove the key {OWN_KEY!r} to read it as that program left it"
+        )
+    return config
+
+
+def _attention_from_public(family: str, public: Mapping[str, Any]) -> AttentionConfig:
+    heads = public["num_attention_heads"]
+    head_dim = public.get("head_dim") or public["hidden_size"] // heads
+    rope = dict(public.get("rope_parameters") or {}) or {**(public.get("rope_scaling") or {})}
+    theta = rope.get("rope_theta", public.get("rope_theta", 5e6 if family == "minimax_m2" else 1e4))
+    rotary_dim = head_dim
+    if family == "minimax_m2":  # the others rotate whole heads, whatever their config.json says
+        factor = rope.get("partial_rotary_factor", public.get("partial_rotary_factor"))
+        rotary_dim = int(head_dim * factor) if factor is not None else public.get("rotary_dim") or head_dim
+    return AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=public.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        rope_theta=float(theta),
+        rope_scaling=_scaling_from_public(rope),
+        qk_norm=QK_NORM[family],
+        window=_window_from_public(family, public),
+    )
+
+
+def _scaling_from_public(rope: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=float(rope["factor"]))
+    if kind == "llama3":
+        return RopeScaling(
+            kind="llama3",
+            factor=float(rope["factor"]),
+            low_frequency_factor=float(rope["low_freq_factor"]),
+            high_frequency_factor=float(rope["high_freq_factor"]),
+            original_context=rope["original_max_position_embeddings"],
+        )
+    raise CheckpointError(f"rope_type {kind!r} is not supported; known: default, linear, llama3")
+
+
+def _window_from_public(family: str, public: Mapping[str, Any]) -> WindowConfig | None:
+    windowed = family in ("qwen3", "qwen3_moe") and public.get("use_sliding_window")
+    if not windowed or not public.get("sliding_window"):
+        return None
+    num_layers = public["num_hidden_layers"]
+    if family == "qwen3_moe":  # its published code has no layer types: all layers or none
+        return WindowConfig(size=public["sliding_window"], layers=tuple(range(num_layers)))
+    first = public.get("max_window_layers", num_layers)
+    types = public.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
+    layers = tuple(layer for layer, kind in enumerate(types[:num_layers]) if kind == "sliding_attention")
+    return WindowConfig(size=public["sliding_window"], layers=layers) if layers else None
+
+
+def _minimax_moe(public: Mapping[str, Any]) -> MoEConfig:
+    if public.get("scoring_func", "sigmoid") != "sigmoid":
+        raise CheckpointError(f"scoring_func {public['scoring_func']!r} is not supported for minimax_m2; it is sigmoid")
+    return MoEConfig(
+        num_experts=public["num_local_experts"],
+        top_k=public["num_experts_per_tok"],
+        intermediate_size=public["intermediate_size"],
+    )
+
+
+def _qwen_moe(public: Mapping[str, Any]) -> MoEConfig:
+    step, dense = public.get("decoder_sparse_step", 1), set(public.get("mlp_only_layers") or ())
+    layers = range(public["num_hidden_layers"])
+    return MoEConfig(
+        num_experts=public.get("num_experts") or public["num_local_experts"],
+        top_k=public["num_experts_per_tok"],
+        intermediate_size=public["moe_intermediate_size"],
+        scoring="softmax",
+        normalize=bool(public.get("norm_topk_prob", False)),
+        selection_bias=False,
+        bias_update="none",
+        dense_layers=tuple(layer for layer in layers if layer in dense or (layer + 1) % step),
+    )
+
+
+def to_public(config: ModelConfig) -> dict[str, Any]:
+    """The public `config.json`; refuses a network that the family cannot express."""
+    attention, moe = config.attention, config.moe
+    if moe is None and config.family in ("minimax_m2", "qwen3_moe"):
+        raise CheckpointError(f"the public {config.family} format cannot express a network without experts")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": attention.rope_theta}
+    if attention.rotary_dim != attention.head_dim:
+        rope["partial_rotary_factor"] = attention.rotary_dim / attention.head_dim
+    if attention.rope_scaling is not None:
+        rope |= _scaling_to_public(attention.rope_scaling)
+    public: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[config.family]],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "rope_parameters": rope,
+        "rope_theta": attention.rope_theta,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied_head,
+        "max_position_embeddings": config.max_context,
+        "initializer_range": config.init_std,
+        "hidden_act": "silu",
+        "intermediate_size": config.intermediate_size,
+    }
+    if moe is not None and config.family == "minimax_m2":
+        public |= {
+            "rotary_dim": attention.rotary_dim,
+            "intermediate_size": moe.intermediate_size,
+            "num_local_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "scoring_func": moe.scoring,
+            "use_qk_norm": True,
+            "use_routing_bias": True,
+        }
+    elif moe is not None:
+        public |= {
+            "num_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.intermediate_size,
+            "intermediate_size": config.intermediate_size or moe.intermediate_size,
+            "norm_topk_prob": moe.normalize,
+            "mlp_only_layers": list(moe.dense_layers),
+            "decoder_sparse_step": 1,
+        }
+    if attention.window is not None:
+        sliding = set(attention.window.layers)
+        kinds = ("sliding_attention" if i in sliding else "full_attention" for i in range(config.num_layers))
+        public |= {"use_sliding_window": True, "sliding_window": attention.window.size, "layer_types": list(kinds)}
+        public["max_window_layers"] = config.num_layers
+    _refuse_inexpressible(config, public)
+    return public
+
+
+def _scaling_to_public(scaling: RopeScaling) -> dict[str, Any]:
+    public: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        public |= {
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    return public
+
+
+_OURS_ALONE = ("num_mtp", "float32_head")
+"""Fields that train or draft but do not change what the public network computes."""
+
+
+def _refuse_inexpressible(config: ModelConfig, public: Mapping[str, Any]) -> None:
+    """The public form read back must be the same network."""
+    back = from_public(public).model_dump()
+    mine = config.model_dump()
+    for name in _OURS_ALONE:
+        back[name] = mine[name]
+    if mine["moe"] and back["moe"]:
+        for name in ("bias_update", "bias_rate", "aux_loss_weight"):
+            back["moe"][name] = mine["moe"][name]
+    if config.moe is not None and not config.moe.dense_layers:
+        back["intermediate_size"] = mine["intermediate_size"]
+    differing = _differences(mine, back)
+    if differing:
+        raise CheckpointError(f"the public {config.family} format cannot express {', '.join(differing)}")
+
+
+def _differences(mine: Mapping[str, Any], back: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key, value in mine.items():
+        other = back.get(key)
+        if isinstance(value, dict) and isinstance(other, dict):
+            found += _differences(value, other, f"{prefix}{key}.")
+        elif value != other:
+            found.append(prefix + key)
+    return found

@@ -1,0 +1,54 @@
+"""Feed-forward layers: a dense SwiGLU network, or a mixture of them behind a router."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from m2forge.kernels.expert import dispatch, expert_ffn
+from m2forge.model.config import ModelConfig, MoEConfig
+from m2forge.model.router import Router
+
+
+class Balance(NamedTuple):
+    """What one mixture layer saw: rows per expert, and P of the auxiliary loss."""
+
+    load_E: Tensor
+    affinity_E: Tensor
+
+
+class DenseFFN(nn.Module):
+    """W2 (silu(W1 x) * W3 x), with W1 above W3 in one matrix."""
+
+    def __init__(self, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.w13 = nn.Linear(hidden_size, 2 * width, bias=False)
+        self.w2 = nn.Linear(width, hidden_size, bias=False)
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, None]:
+        gate, up = self.w13(x_ND).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * up), None
+
+
+class MixtureFFN(nn.Module):
+    def __init__(self, hidden_size: int, config: MoEConfig) -> None:
+        super().__init__()
+        width = config.intermediate_size
+        self.num_experts = config.num_experts
+        self.router = Router(hidden_size, config)
+        self.w13 = nn.Parameter(torch.empty(config.num_experts, 2 * width, hidden_size))
+        self.w2 = nn.Parameter(torch.empty(config.num_experts, hidden_size, width))
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Balance]:
+        routing = self.router(x_ND)
+        where = dispatch(routing.expert_NK, self.num_experts)
+        out_ND = expert_ffn(x_ND, self.w13, self.w2, routing.weight_NK, where)
+        return out_ND, Balance(where.load_E, routing.affinity_E)
+
+
+def build_ffn(config: ModelConfig, layer: int) -> DenseFFN | MixtureFFN:
+    if config.moe is not None and config.is_sparse(layer):
+        return MixtureFFN(config.hidden_size, config.moe)
+    assert config.intermediate_size is not None
+    return DenseFFN(config.hidden_size, config.intermediate_size)

@@ -1,0 +1,206 @@
+"""Reading a GGUF file of the llama architecture, the format of llama.cpp, through the `gguf` library.
+
+A `Source`: the configuration from the file's metadata, tensors under Hugging Face names, quantised ones dequantised one
+at a time (in float32, as that library does). llama.cpp rotates neighbouring dimensions where we rotate halves, so its
+files hold the rows of q and k reordered; reading puts them back:
+
+    ours[head, half · K/2 + i] = stored[head, 2i + half],      half in {0, 1}, K the head dimension
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m2forge.errors import CheckpointError, NotFoundError
+from m2forge.model.config import AttentionConfig, ModelConfig, RopeScaling
+from m2forge.model.rope import frequencies
+from m2forge.model.source import TensorHeader, TokenIds
+
+ARCHITECTURE = "llama"
+_ROPE_FACTORS = "rope_freqs.weight"
+_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_TOKEN_IDS = {
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
+_BLOCK_NAMES = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+
+
+class GGUFSource:
+    """See `Source`. The file stays mapped as long as this lives."""
+
+    def __init__(self, path: Path) -> None:
+        self.origin = str(path)
+        self._gguf = _library()
+        reader = self._read(path)
+        self._tensors = {_public_name(tensor.name): tensor for tensor in reader.tensors}
+        self._fields = reader.fields
+        self.config = self._read_config()
+        self.token_ids: TokenIds = {key: self._metadata(stored) for key, stored in _TOKEN_IDS.items()}
+        self._tensors.pop(_ROPE_FACTORS, None)
+        self.headers = {name: self._header(tensor) for name, tensor in self._tensors.items()}
+        self.problems = tuple(
+            f"{name} is stored as {tensor.tensor_type.name}, which the gguf library cannot dequantise"
+            for name, tensor in self._tensors.items()
+            if not self._can_dequantize(tensor.tensor_type)
+        )
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        tensor = self._tensors[name]
+        values = np.asarray(self._gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        attention = self.config.attention
+        if name.endswith("q_proj.weight"):
+            values = _put_back(values, attention.num_heads)
+        elif name.endswith("k_proj.weight"):
+            values = _put_back(values, attention.num_kv_heads)
+        # A mapped file is read-only and a tensor must not be, so values that are still the file's are copied.
+        return torch.from_numpy(values if values.flags.writeable else values.copy()).to(dtype)
+
+    def _read(self, path: Path) -> Any:
+        try:
+            return self._gguf.GGUFReader(path)
+        except (ValueError, IndexError, KeyError, OverflowError, OSError, TypeError) as error:
+            # The library raises whatever its parsing meets first in a damaged file.
+            raise CheckpointError(f"{path} is not a whole GGUF file: {error}; fetch it again") from error
+
+    def _header(self, tensor: Any) -> TensorHeader:
+        kept = {"F16": torch.float16, "BF16": torch.bfloat16}
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        return TensorHeader(shape, kept.get(tensor.tensor_type.name, torch.float32))
+
+    def _can_dequantize(self, kind: Any) -> bool:
+        _, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+        try:
+            self._gguf.dequantize(np.zeros((1, block_bytes), dtype=np.uint8), kind)
+        except NotImplementedError:
+            return False
+        return True
+
+    # -- configuration ------------------------------------------------------------------------------------------------
+
+    def _read_config(self) -> ModelConfig:
+        self._refuse_other_networks()
+        heads = self._number("attention.head_count")
+        width, scaling = self._number("embedding_length"), self._scaling()
+        head_dim = self._number("attention.key_length", width // max(heads, 1))
+        try:
+            config = ModelConfig(
+                family="llama",
+                vocab_size=self._vocab_size(),
+                hidden_size=width,
+                num_layers=self._number("block_count"),
+                attention=AttentionConfig(
+                    num_heads=heads,
+                    num_kv_heads=self._number("attention.head_count_kv", heads),
+                    head_dim=head_dim,
+                    rotary_dim=self._number("rope.dimension_count", head_dim),
+                    rope_theta=self._float("rope.freq_base", 10_000.0),
+                    rope_scaling=scaling,
+                ),
+                intermediate_size=self._number("feed_forward_length"),
+                norm_eps=self._float("attention.layer_norm_rms_epsilon", 1e-5),
+                tied_head="lm_head.weight" not in self._tensors,
+                max_context=self._number("context_length", 4096),
+            )
+        except ValueError as error:
+            raise CheckpointError(f"{self.origin}: its metadata cannot be used: {error}") from error
+        if config.attention.rotary_dim != head_dim:
+            raise CheckpointError(
+                f"{self.origin}: rope.dimension_count {config.attention.rotary_dim} differs from the head dimension "
+                f"{head_dim}; the llama family rotates whole heads"
+            )
+        return config if scaling is not None else self._with_rope_factors(config)
+
+    def _metadata(self, key: str, default: Any = None) -> Any:
+        return self._fields[key].contents() if key in self._fields else default
+
+    def _refuse_other_networks(self) -> None:
+        architecture = self._metadata("general.architecture")
+        if architecture != ARCHITECTURE:
+            raise CheckpointError(
+                f"{self.origin}: architecture {architecture!r} is not supported; from GGUF only {ARCHITECTURE!r} is, "
+                "other models are imported from their Hugging Face folder"
+            )
+        num_parts = self._metadata("split.count", 1)
+        if num_parts > 1:
+            raise CheckpointError(f"{self.origin} is one of {num_parts} parts; merge them with llama-gguf-split first")
+        for key in ("expert_count", "attention.sliding_window"):
+            if self._number(key, 0):
+                raise CheckpointError(f"{self.origin}: {key} = {self._number(key)} is not supported for llama")
+
+    def _number(self, key: str, default: int | None = None) -> int:
+        value = self._metadata(f"{ARCHITECTURE}.{key}", default)
+        if not isinstance(value, int):
+            problem = "is missing" if value is None else f"is {value!r}, expected one whole number for all layers"
+            raise CheckpointError(f"{self.origin}: {ARCHITECTURE}.{key} {problem}")
+        return value
+
+    def _float(self, key: str, default: float) -> float:
+        """The shortest decimal that is this float32: the file's 9.99999974e-06 was 1e-05 before it was stored."""
+        return float(str(np.float32(self._metadata(f"{ARCHITECTURE}.{key}", default))))
+
+    def _vocab_size(self) -> int:
+        embedding = self._tensors.get("model.embed_tokens.weight")
+        return self._number("vocab_size", None if embedding is None else int(embedding.shape[-1]))
+
+    def _scaling(self) -> RopeScaling | None:
+        kind = self._metadata(f"{ARCHITECTURE}.rope.scaling.type", "none")
+        if kind == "none":
+            return None
+        if kind != "linear":
+            raise CheckpointError(f"{self.origin}: rope.scaling.type {kind!r} is not supported; known: none, linear")
+        return RopeScaling(kind="linear", factor=self._float("rope.scaling.factor", 1.0))
+
+    def _with_rope_factors(self, config: ModelConfig) -> ModelConfig:
+        """llama.cpp stores the llama3 scaling as one factor per frequency; this finds the settings that give them."""
+        tensor = self._tensors.get(_ROPE_FACTORS)
+        if tensor is None:
+            return config
+        factors = torch.tensor(np.array(tensor.data, dtype=np.float32))
+        scaling = RopeScaling(kind="llama3", factor=float(factors.max()))
+        attention = config.attention.model_copy(update={"rope_scaling": scaling})
+        expected = frequencies(config.attention) / frequencies(attention)
+        if factors.shape != expected.shape or not torch.allclose(factors, expected, rtol=1e-4):
+            raise CheckpointError(f"{self.origin}: {_ROPE_FACTORS} is not the llama3 scaling known here")
+        return config.model_copy(update={"attention": attention})
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise NotFoundError(
+            "reading GGUF files needs the gguf library, which is not installed; run: pip install 'm2forge[gguf]'"
+        ) from error
+    return gguf
+
+
+def _public_name(name: str) -> str:
+    """The Hugging Face name; an unknown one stays as it is, to be reported."""
+    parts = name.split(".", 2)
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
+        return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}"
+    return _NAMES.get(name, name)
+
+
+def _put_back(stored: np.ndarray, num_heads: int) -> np.ndarray:
+    pairs = stored.reshape(num_heads, -1, 2, stored.shape[-1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(stored.shape)

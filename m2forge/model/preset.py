@@ -1,0 +1,62 @@
+"""Named configurations: the released model and three small relatives of the same shape."""
+
+from m2forge.errors import NotFoundError, suggest
+from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
+
+PRESETS: dict[str, ModelConfig] = {
+    "m2": ModelConfig(
+        vocab_size=200_064,
+        hidden_size=3072,
+        num_layers=62,
+        attention=AttentionConfig(
+            num_heads=48, num_kv_heads=8, head_dim=128, rotary_dim=64, rope_theta=5e6, qk_norm="flat"
+        ),
+        moe=MoEConfig(num_experts=256, top_k=8, intermediate_size=1536),
+        max_context=196_608,
+    ),
+    "m2-mini": ModelConfig(
+        vocab_size=32_000,
+        hidden_size=1024,
+        num_layers=12,
+        attention=AttentionConfig(
+            num_heads=16, num_kv_heads=4, head_dim=64, rotary_dim=32, rope_theta=5e6, qk_norm="flat"
+        ),
+        moe=MoEConfig(num_experts=64, top_k=8, intermediate_size=512),
+        max_context=32_768,
+    ),
+    "m2-tiny": ModelConfig(
+        vocab_size=1024,
+        hidden_size=128,
+        num_layers=4,
+        attention=AttentionConfig(
+            num_heads=8, num_kv_heads=2, head_dim=32, rotary_dim=16, rope_theta=5e6, qk_norm="flat"
+        ),
+        moe=MoEConfig(num_experts=32, top_k=8, intermediate_size=64),
+        max_context=4096,
+        num_mtp=1,
+    ),
+    "m2-nano": ModelConfig(
+        vocab_size=512,
+        hidden_size=128,
+        num_layers=4,
+        attention=AttentionConfig(
+            num_heads=4, num_kv_heads=2, head_dim=32, rotary_dim=16, rope_theta=1e5, qk_norm="flat"
+        ),
+        moe=MoEConfig(num_experts=8, top_k=2, intermediate_size=128),
+        max_context=1024,
+        num_mtp=1,
+    ),
+}
+
+DESCRIPTIONS = {
+    "m2": "the released MiniMax-M2: 62 layers, 256 experts, top-8",
+    "m2-mini": "1.3B total, 0.2B active: trains on one GPU",
+    "m2-tiny": "M2's proportions at 1/24 of its width: a training step in a third of a second on two CPU cores",
+    "m2-nano": "the demo's model: learns to write code-like text in a minute on two CPU cores",
+}
+
+
+def preset(name: str) -> ModelConfig:
+    if name not in PRESETS:
+        raise NotFoundError(f"unknown preset {name!r}; {suggest(name, PRESETS)}")
+    return PRESETS[name]

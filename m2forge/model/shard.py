@@ -1,0 +1,71 @@
+"""Writing tensors as safetensors: one file, or shards of a bounded size and the index that lists them.
+
+Shapes and dtypes are known beforehand, so the files are planned first and filled one after another: memory holds one
+shard at most.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from m2forge.files import write_atomic
+from m2forge.model.folder import INDEX_FILE, WEIGHTS_FILE
+from m2forge.model.source import TensorHeader
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a write left on disk."""
+
+    num_tensors: int
+    num_bytes: int
+    num_files: int
+
+
+def write_shards(
+    folder: Path, headers: Mapping[str, TensorHeader], read: Callable[[str, torch.dtype], Tensor], max_shard_bytes: int
+) -> Written:
+    """Write each tensor of `headers`, cast to its dtype, into `folder`, in their order. A tensor larger than
+    `max_shard_bytes` has a file of its own."""
+    shards = plan_shards(headers, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file_name = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: _taken(read, name, headers[name].dtype) for name in names}
+        save_file(tensors, folder / file_name, metadata={"format": "pt"})
+        # The library makes files for their owner alone; these are to be read by whoever may read the folder.
+        (folder / file_name).chmod(folder.stat().st_mode & 0o666)
+        weight_map |= dict.fromkeys(names, file_name)
+        del tensors
+    num_bytes = sum(_num_bytes(header) for header in headers.values())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        write_atomic(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+    return Written(len(headers), num_bytes, len(shards))
+
+
+def plan_shards(headers: Mapping[str, TensorHeader], max_shard_bytes: int) -> list[list[str]]:
+    """The names of each file's tensors."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, header in headers.items():
+        size = _num_bytes(header)
+        if not shards or size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _taken(read: Callable[[str, torch.dtype], Tensor], name: str, dtype: torch.dtype) -> Tensor:
+    return read(name, dtype).to("cpu", dtype).contiguous()
+
+
+def _num_bytes(header: TensorHeader) -> int:
+    return torch.Size(header.shape).numel() * header.dtype.itemsize

@@ -1,0 +1,168 @@
+"""The network: embedding, blocks, final norm, head, and the chain of multi-token prediction modules.
+
+Token ids in; hidden states out, with what the routers saw. Logits are a separate step, because training needs them only
+where there is a loss (kernels/cross_entropy.py). Masks come from an attention plan; parallelism stays outside.
+
+Shapes: B rows, L their length, N flat tokens, D hidden size, V vocabulary, E experts.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from m2forge.kernels.linear import linear_float32
+from m2forge.model.block import Block
+from m2forge.model.config import ModelConfig
+from m2forge.model.ffn import Balance, MixtureFFN
+from m2forge.model.mtp import MTPModule, MTPSource, copied_module
+from m2forge.model.norm import RMSNorm
+from m2forge.model.plan import Attend, AttentionPlan, CausalRows
+from m2forge.model.rope import frequencies, rotation
+from m2forge.model.router import Router, aux_loss, update_bias
+
+
+@dataclass(frozen=True)
+class Output:
+    hidden_ND: Tensor
+    """After the final norm: what the head takes."""
+    mtp_hidden_ND: tuple[Tensor, ...]
+    """The same from each multi-token prediction module."""
+    load_LE: Tensor | None
+    """Rows per expert of every mixture layer, modules included; None for a dense network."""
+    aux_loss: Tensor | None
+    """The auxiliary balance loss, unweighted; None where its weight is 0."""
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mtp = nn.ModuleList(MTPModule(config) for _ in range(config.num_mtp))
+        self.head = None if config.tied_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.recompute: Literal["none", "block"] = "none"
+        """block: keep only each block's input and run the block again in the backward pass."""
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def forward(self, tokens: Tensor, plan: AttentionPlan | None = None) -> Output:
+        """`tokens`: (B, L) rows, or (N,) flat with the plan that explains them."""
+        if plan is None:
+            plan = CausalRows(*_rows(tokens), tokens.device)
+        tokens_N = tokens.flatten()
+        embedding_ND = self.embedding(tokens_N)
+        turn = rotation(plan.position_N, frequencies(self.config.attention, tokens.device), embedding_ND.dtype)
+        full, windowed = plan.bind(None), self._windowed(plan)
+        x_ND, balances = embedding_ND, []
+        with _fastest_attention(tokens.device):
+            for layer, block in enumerate(self.blocks):
+                x_ND, balance = self._run(block, x_ND, turn, windowed if self.config.is_windowed(layer) else full)
+                balances.append(balance)
+            state_ND, mtp_hidden = x_ND, []
+            last = windowed if self.config.is_windowed(self.config.num_layers - 1) else full
+            for module in self.mtp:
+                state_ND, balance = self._run(module, plan.to_parent(state_ND), embedding_ND, turn, last)
+                balances.append(balance)
+                assert isinstance(module, MTPModule)
+                mtp_hidden.append(module.norm(state_ND))
+        return Output(self.norm(x_ND), tuple(mtp_hidden), *self._balance(balances))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """All logits of the given hidden states, in at least float32 where the configuration asks for it."""
+        if self.config.float32_head:
+            flat: Tensor = linear_float32(hidden.flatten(0, -2), self.head_weight)
+            return flat.view(*hidden.shape[:-1], -1)
+        return F.linear(hidden, self.head_weight)
+
+    def _windowed(self, plan: AttentionPlan) -> Attend:
+        return plan.bind(self.config.attention.window)
+
+    def _run(self, module: nn.Module, *inputs: object) -> tuple[Tensor, Balance | None]:
+        if self.recompute == "block" and torch.is_grad_enabled():
+            return checkpoint(module, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
+        return module(*inputs)  # type: ignore[no-any-return]
+
+    def _balance(self, balances: list[Balance | None]) -> tuple[Tensor | None, Tensor | None]:
+        seen = [balance for balance in balances if balance is not None]
+        if not seen:
+            return None, None
+        load_LE = torch.stack([balance.load_E for balance in seen])
+        if self.config.moe is None or self.config.moe.aux_loss_weight == 0:
+            return load_LE, None
+        return load_LE, aux_loss(load_LE, torch.stack([balance.affinity_E for balance in seen]))
+
+    # -- care of the network ------------------------------------------------------------------------------------------
+
+    def init_weights(self, seed: int = 0) -> None:
+        """Matrices normal with `init_std`, norms 1, biases 0; drawn on the device the weights are on."""
+        generator = torch.Generator(self.embedding.weight.device).manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0.0, self.config.init_std, generator=generator)
+            else:
+                parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+        for router in self.routers():
+            if router.bias is not None:
+                router.bias.data.zero_()
+
+    def compile_blocks(self) -> None:
+        """Compile each block on its own: one graph serves all layers of a shape."""
+        for block in (*self.blocks, *self.mtp):
+            block.compile()
+
+    def routers(self) -> Iterator[Router]:
+        """In the order of `Output.load_LE`."""
+        for block in (*self.blocks, *(module.block for module in self.mtp)):
+            if isinstance(block.ffn, MixtureFFN):
+                yield block.ffn.router
+
+    def update_router_biases(self, load_LE: Tensor) -> None:
+        """One step of the sign rule from the loads of a whole optimizer step; frozen routers stay as they are."""
+        for router, load_E in zip(self.routers(), load_LE, strict=True):
+            learns = router.config.bias_update == "sign" and router.weight.requires_grad
+            if router.bias is not None and learns:
+                update_bias(router.bias, load_E, router.config.bias_rate)
+
+    def expand_mtp(self, num_modules: int, source: MTPSource = "main") -> None:
+        """Lengthen the chain to `num_modules` by copies; the modules there are stay as they are."""
+        if not self.mtp:
+            raise ValueError("there is no first module to copy projection and norms from; start with num_mtp = 1")
+        if num_modules < len(self.mtp):
+            raise ValueError(f"cannot expand from {len(self.mtp)} modules to {num_modules}")
+        first, last = self.mtp[0], self.blocks[-1]
+        assert isinstance(first, MTPModule)
+        assert isinstance(last, Block)
+        for _ in range(len(self.mtp), num_modules):
+            self.mtp.append(copied_module(first, last, self.norm, source))
+        self.config = self.config.model_copy(update={"num_mtp": num_modules})
+
+    def freeze_main(self, frozen: bool = True) -> None:
+        """Only the multi-token prediction modules learn while the main model is frozen."""
+        for name, parameter in self.named_parameters():
+            if not name.startswith("mtp."):
+                parameter.requires_grad_(not frozen)
+
+
+def _rows(tokens: Tensor) -> tuple[int, int]:
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens of shape {tuple(tokens.shape)} need a plan; without one give (rows, length)")
+    return tokens.shape[0], tokens.shape[1]
+
+
+def _fastest_attention(device: torch.device) -> AbstractContextManager[None]:
+    """cuDNN first: half as fast again as the default on Hopper."""
+    if device.type != "cuda":
+        return nullcontext()
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)

@@ -1,0 +1,245 @@
+"""The nouns that travel the whole ring: tasks, completion calls, episodes, groups and their rewards.
+
+Records are frozen and hold no torch object, so they cross processes and outlive a run. A field that cannot be true is
+refused here, with a `RecordError` naming record and field, and never reaches a trainer. Token fields are read-only
+numpy arrays: int32 ids and versions, float32 log-probabilities.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import NoReturn, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from m2forge.errors import RecordError
+
+JsonValue: TypeAlias = bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"] | None
+IntArray: TypeAlias = npt.NDArray[np.int32]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+LOGPROB_SLACK = 1e-4
+"""A log-probability may exceed 0 by this much: the rounding of a float32 log-softmax over a large vocabulary."""
+
+
+class Domain(StrEnum):
+    """What a task exercises; stages mix the domains at set ratios."""
+
+    REASONING = "reasoning"
+    CODING = "coding"
+    AGENT = "agent"
+    GENERAL = "general"
+
+
+class FinishReason(StrEnum):
+    """Why the engine stopped a completion."""
+
+    STOP = "stop"
+    """An end token or a stop string was sampled."""
+    LENGTH = "length"
+    """The token limit was reached."""
+    ABORT = "abort"
+    """The client hung up or the engine gave the request up."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyVersion:
+    """One state of the weights."""
+
+    lineage: str
+    """The run whose weights these are; steps of different lineages say nothing about each other."""
+    step: int
+    """Optimizer steps behind these weights within the lineage; 0 is where it started."""
+
+    def __post_init__(self) -> None:
+        _require_text("PolicyVersion", "lineage", self.lineage)
+        if self.step < 0:
+            _refuse("PolicyVersion", "step", self.step, "expected 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do, before anybody has tried."""
+
+    id: str
+    domain: Domain
+    instruction: str
+    """What the agent is told."""
+    difficulty: float = 0.0
+    """Larger is harder; the scale is the task family's own."""
+    metadata: Mapping[str, JsonValue] = field(default_factory=dict)
+    """What its verifier needs, and where it came from. JSON values only."""
+
+    def __post_init__(self) -> None:
+        _require_text("Task", "id", self.id)
+        _require_text(f"Task {self.id}", "instruction", self.instruction)
+        _require_finite(f"Task {self.id}", "difficulty", self.difficulty)
+        _require_json(f"Task {self.id}", "metadata", self.metadata)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One completion call: the context as sent (the state) and the whole completion (the action)."""
+
+    prompt_ids: IntArray
+    response_ids: IntArray
+    """Sampled tokens; none for an empty action."""
+    logprobs: FloatArray
+    """Log-probability of each response token under the distribution it was sampled from."""
+    versions: IntArray
+    """Step of the policy that sampled each response token: a completion may span a weight update."""
+    finish_reason: FinishReason
+    started_s: float
+    """Wall clock, seconds since the epoch."""
+    finished_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_ids", "response_ids", "versions"):
+            object.__setattr__(self, name, _int_array("Call", name, getattr(self, name)))
+        object.__setattr__(self, "logprobs", _logprob_array("Call", "logprobs", self.logprobs))
+        if not self.prompt_ids.size:
+            _refuse("Call", "prompt_ids", [], "expected at least one token, which predicts the first sampled one")
+        for name in ("logprobs", "versions"):
+            if getattr(self, name).size != self.response_ids.size:
+                size = getattr(self, name).size
+                _refuse("Call", name, f"{size} values", f"expected one per response token, {self.response_ids.size}")
+        _require_finite("Call", "started_s", self.started_s)
+        _require_finite("Call", "finished_s", self.finished_s)
+        if self.finished_s < self.started_s:
+            _refuse("Call", "finished_s", self.finished_s, f"expected at least started_s, {self.started_s}")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Call):
+            return NotImplemented
+        return (
+            self.finish_reason == other.finish_reason
+            and self.started_s == other.started_s
+            and self.finished_s == other.finished_s
+            and np.array_equal(self.prompt_ids, other.prompt_ids)
+            and np.array_equal(self.response_ids, other.response_ids)
+            and np.array_equal(self.logprobs, other.logprobs)
+            and np.array_equal(self.versions, other.versions)
+        )
+
+    def __reduce__(self) -> tuple[type["Call"], tuple[object, ...]]:
+        # Through the constructor, because unpickled arrays would be writeable.
+        return Call, tuple(getattr(self, item.name) for item in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """What an episode earned: total = α·process + β·speed + perf, with the weights of the composition that made it."""
+
+    process: float
+    """Penalties for malformed calls and language mixing, credit for well-structured steps."""
+    speed: float
+    """A decreasing function of the time taken over the task's baseline time."""
+    perf: float
+    """The verdict of the task's verifier."""
+    total: float
+    evidence: Mapping[str, JsonValue] = field(default_factory=dict)
+    """What the verifier saw. JSON values only."""
+
+    def __post_init__(self) -> None:
+        for name in ("process", "speed", "perf", "total"):
+            _require_finite("Reward", name, getattr(self, name))
+        _require_json("Reward", "evidence", self.evidence)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One attempt at a task: every completion call of one agent, sub-agents included, in the order they finished."""
+
+    id: str
+    task: Task
+    calls: tuple[Call, ...]
+    reward: Reward | None = None
+    """None until it is known; feedback may come long after the last call."""
+    failure: str | None = None
+    """What broke, if the attempt itself did (a crash, a time limit); a task merely not solved is no failure."""
+
+    def __post_init__(self) -> None:
+        _require_text("Episode", "id", self.id)
+        object.__setattr__(self, "calls", tuple(self.calls))
+        if self.failure is not None:
+            _require_text(f"Episode {self.id}", "failure", self.failure)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Several attempts at one task: each is judged against the others."""
+
+    task: Task
+    episodes: tuple[Episode, ...]
+
+    def __post_init__(self) -> None:
+        record = f"Group of task {self.task.id}"
+        object.__setattr__(self, "episodes", tuple(self.episodes))
+        if not self.episodes:
+            _refuse(record, "episodes", (), "expected at least one")
+        strangers = sorted({episode.task.id for episode in self.episodes} - {self.task.id})
+        if strangers:
+            _refuse(record, "episodes", strangers, f"expected attempts at {self.task.id} alone")
+        ids = [episode.id for episode in self.episodes]
+        repeated = sorted({id for id in ids if ids.count(id) > 1})
+        if repeated:
+            _refuse(record, "episodes", repeated, "expected each episode once")
+
+
+def _refuse(record: str, name: str, value: object, expected: str) -> NoReturn:
+    raise RecordError(f"{record}: {name}: {expected}, received {value!r}")
+
+
+def _require_text(record: str, name: str, value: str) -> None:
+    if not value:
+        _refuse(record, name, value, "expected text")
+
+
+def _require_finite(record: str, name: str, value: float) -> None:
+    if not math.isfinite(value):
+        _refuse(record, name, value, "expected a finite number")
+
+
+def _require_json(record: str, name: str, value: Mapping[str, JsonValue]) -> None:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"{record}: {name}: expected JSON values only ({error})") from error
+
+
+def _int_array(record: str, name: str, values: npt.ArrayLike) -> IntArray:
+    """A read-only int32 copy; one that is read-only int32 already is kept."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        _refuse(record, name, f"shape {array.shape} of {array.dtype}", "expected a row of integers")
+    if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
+        bad = array[(array < 0) | (array > np.iinfo(np.int32).max)][0]
+        _refuse(record, name, int(bad), "expected integers from 0 to 2147483647")
+    return _freeze(array, np.int32)
+
+
+def _logprob_array(record: str, name: str, values: npt.ArrayLike) -> FloatArray:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "fiu"):
+        _refuse(record, name, f"shape {array.shape} of {array.dtype}", "expected a row of numbers")
+    with np.errstate(over="ignore"):
+        frozen = _freeze(array, np.float32)
+    wrong = ~np.isfinite(frozen) | (frozen > LOGPROB_SLACK)
+    if wrong.any():
+        place = int(wrong.argmax())
+        _refuse(record, f"{name}[{place}]", float(frozen[place]), "expected a finite number, at most 0")
+    return frozen
+
+
+_Number = TypeVar("_Number", np.int32, np.float32)
+
+
+def _freeze(array: npt.NDArray[np.generic], dtype: type[_Number]) -> npt.NDArray[_Number]:
+    if array.dtype == dtype and not array.flags.writeable:
+        return array.view(dtype)
+    frozen = array.astype(dtype)
+    frozen.flags.writeable = False
+    return frozen

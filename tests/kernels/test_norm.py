@@ -1,0 +1,39 @@
+"""The native norm equals the plain one, values and gradients."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2forge.kernels.norm import rms_norm, rms_norm_plain
+
+
+@given(
+    rows=st.integers(1, 600),
+    dim=st.integers(4, 70),
+    offset=st.integers(0, 5),
+    heads=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_norm_equals_its_plain_twin(rows: int, dim: int, offset: int, heads: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(rows, dim + offset, generator=generator)
+    weight = torch.randn(dim, generator=generator)
+    grad = torch.randn(rows, dim, generator=generator)
+
+    def run(function: object, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).clone().requires_grad_() for x in (wide, weight)]
+        x = leaves[0][:, offset:]
+        x = x[:, None] if heads else x
+        out = function(x, leaves[1], 1e-6)  # type: ignore[operator]
+        out.backward(grad.to(dtype).view(out.shape))
+        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    exact = run(rms_norm_plain, torch.float64)
+    for ours, plain in zip(run(rms_norm, torch.float32), exact, strict=True):
+        # float32 sums over up to 600 rows, relative to the largest entry.
+        assert (ours.double() - plain).abs().max() <= 1e-5 * plain.abs().max() + 1e-6
+
+
+def test_bfloat16_and_float64_keep_their_type() -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        assert rms_norm(torch.randn(3, 8, dtype=dtype), torch.ones(8, dtype=dtype), 1e-6).dtype == dtype

@@ -1,0 +1,79 @@
+"""Sizes and costs, against the released model's figures and against networks with memory."""
+
+import json
+
+import pytest
+
+from m2forge import cli
+from m2forge.model.build import build
+from m2forge.model.config import WindowConfig
+from m2forge.model.count import count, render
+from m2forge.model.preset import PRESETS
+
+NANO = PRESETS["m2-nano"]
+
+
+def test_m2_has_the_released_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["params", "m2"]) == 0
+    out = capsys.readouterr().out
+    rows = {line[:22].strip(): line[22:].split() for line in out.splitlines()}
+    assert rows["with embedding, head"][0] == "228.69B"
+    assert rows["in layers"][1] == "9.80B"
+    assert rows["total"] == ["228.69B", "229.9B"]
+    assert "1.23B = 229.92B, the report's 229.9B" in out
+
+
+def test_json_holds_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["params", "m2", "--layers", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_layers"] == 4
+    assert report["published"] is None
+    # 4 layers · (8 KV heads · 128) · (keys and values) · 2 bytes
+    assert report["cache_bytes_per_token"] == 4 * 1024 * 2 * 2
+
+
+def test_components_add_up_to_the_network() -> None:
+    report = count(NANO)
+    model = build(NANO)
+    held = sum(tensor.numel() for tensor in model.state_dict().values())
+    assert report.total_with_mtp == sum(part.total for part in report.components) == held
+    assert report.total == held - sum(tensor.numel() for tensor in model.mtp.state_dict().values())
+    by_name = {part.name: part for part in report.components}
+    assert by_name["experts"].active * 4 == by_name["experts"].total  # 2 of 8
+    assert by_name["mtp"].active == 0
+    assert "with mtp" in render(report)
+
+
+def test_flops_follow_the_formula() -> None:
+    config = NANO.model_copy(update={"num_mtp": 0})
+    report = count(config, contexts=(512,))
+    (cost,) = report.costs
+    attention = 4 * 4 * 128 * 512 // 2  # layers · 4 · q_width · half the context
+    assert cost.forward_flops == 2 * (report.active_in_layers + 512 * 128) + attention
+    assert cost.training_flops == 3 * cost.forward_flops
+    (with_mtp,) = count(NANO, contexts=(512,)).costs
+    assert with_mtp.forward_flops == cost.forward_flops
+    block = report.active_in_layers // 4 + 2 * 128 * 128
+    extra = 2 * (block + 512 * 128) + attention // 4
+    # Norms make the difference: a module has three more, the main model a final one.
+    assert with_mtp.training_flops - cost.training_flops == pytest.approx(3 * extra, rel=0.01)
+
+
+def test_a_tied_head_is_held_once_and_still_multiplied() -> None:
+    untied, tied = (count(NANO.model_copy(update={"tied_head": tied})) for tied in (False, True))
+    assert untied.total - tied.total == 512 * 128
+    assert untied.costs == tied.costs
+
+
+def test_windowed_layers_stop_growing() -> None:
+    window = WindowConfig(size=60, layers=(0, 1, 2), num_sinks=4)
+    config = NANO.model_copy(update={"attention": NANO.attention.model_copy(update={"window": window})})
+    report = count(config, contexts=(1024,))
+    assert report.cache_bytes_per_token == 256
+    assert report.costs[0].cache_bytes == 256 * (1024 + 3 * 64)
+    assert report.costs[0].forward_flops < count(NANO, contexts=(1024,)).costs[0].forward_flops
+
+
+def test_every_preset_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["presets"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(PRESETS)

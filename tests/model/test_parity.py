@@ -1,0 +1,92 @@
+"""Logits and gradients equal transformers' on random small networks of all four families."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import Module
+
+from m2forge.kernels.cross_entropy import linear_cross_entropy
+from m2forge.model.build import build
+from m2forge.model.config import FamilyName, ModelConfig
+from m2forge.model.family import from_public, public_parts, to_public
+from m2forge.model.preset import PRESETS
+from m2forge.model.router import Router
+from m2forge.model.transformer import Transformer
+from tests.model.draw import FAMILIES, model_configs
+from tests.model.peer import grad_of, set_router_biases, transformers_twin, twin_gradient
+
+ROUTING_MARGIN = 1e-5
+"""Below this the two float32 computations may choose different experts; such cases say nothing."""
+
+
+def routing_margin(model: Transformer, tokens: torch.Tensor) -> float:
+    """Smallest gap between the last chosen and the first refused expert."""
+    margins = [float("inf")]
+
+    def watch(router: Module, inputs: tuple[torch.Tensor], _: object) -> None:
+        assert isinstance(router, Router)
+        logits = inputs[0] @ router.weight.t()
+        scores = logits.sigmoid() if router.config.scoring == "sigmoid" else logits.softmax(-1)
+        ranked = (scores if router.bias is None else scores + router.bias).sort(-1, descending=True).values
+        k = router.config.top_k
+        if k < ranked.shape[-1]:
+            margins.append((ranked[:, k - 1] - ranked[:, k]).min().item())
+
+    hooks = [router.register_forward_hook(watch) for router in model.routers()]
+    with torch.no_grad():
+        model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return min(margins)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+def test_logits_and_gradients_equal_transformers(family: FamilyName, data: st.DataObject) -> None:
+    config = data.draw(model_configs(family))
+    seed = data.draw(st.integers(0, 2**20))
+    generator = torch.Generator().manual_seed(seed)
+    shape = (data.draw(st.integers(1, 3)), data.draw(st.integers(3, 24)))
+    tokens = torch.randint(0, config.vocab_size, shape, generator=generator)
+    model = build(config, seed=seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.dim() > 1 else 1).add_(0.1 if parameter.dim() == 1 else 0)
+    set_router_biases(model, std=0.1, seed=seed)
+    if routing_margin(model, tokens) < ROUTING_MARGIN:
+        return
+    twin = transformers_twin(model)
+
+    output = model(tokens)
+    logits = model.logits(output.hidden_ND).view(*shape, -1)
+    expected = twin(tokens, use_cache=False).logits
+    # float32 rounding over at most three layers of width 30.
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+    position = torch.arange(tokens.numel()).view(shape)[:, :-1].flatten()
+    loss, _ = linear_cross_entropy(output.hidden_ND, model.head_weight, tokens[:, 1:].flatten(), position_M=position)
+    expected_loss = twin(tokens, labels=tokens, use_cache=False).loss
+    torch.testing.assert_close(loss, expected_loss, atol=1e-5, rtol=1e-5)
+    loss.backward()
+    expected_loss.backward()
+    gradients = {name: grad_of(parameter) for name, parameter in model.named_parameters()}
+    # A gradient that is zero in exact arithmetic is rounding noise here: measured against the largest one.
+    noise = 1e-6 * max(gradient.norm() for gradient in gradients.values())
+    for name, part in public_parts(config):
+        if part.name not in gradients:
+            continue  # the selection bias has no gradient on either side
+        ours, theirs = part.of(gradients[part.name]), twin_gradient(name, twin, config.family == "minimax_m2")
+        error, scale = (ours - theirs).norm(), theirs.norm()
+        assert error <= 1e-4 * scale + noise, f"{name}: relative error {error / scale:.1e}"
+
+
+@given(config=model_configs())
+def test_public_configuration_reads_back_equal(config: ModelConfig) -> None:
+    assert from_public(to_public(config)) == config
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_expressible_in_the_public_format(name: str) -> None:
+    config = PRESETS[name]
+    assert from_public(to_public(config)).model_copy(update={"num_mtp": config.num_mtp}) == config

@@ -1,0 +1,36 @@
+"""The log goes to standard error at the level the environment names."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from m2forge.errors import ConfigError
+from m2forge.observe.log import set_up_logging
+
+PROGRAM = """
+import logging
+from m2forge.observe.log import set_up_logging
+set_up_logging()
+set_up_logging()
+logging.getLogger("m2forge.model").info("told [once]")
+logging.getLogger("m2forge.model").debug("detail")
+logging.getLogger("elsewhere").info("not ours")
+"""
+
+
+@pytest.mark.parametrize(("level", "shown"), [("debug", [1, 1, 0]), ("INFO", [1, 0, 0]), ("error", [0, 0, 0])])
+def test_lines_by_level(level: str, shown: list[int]) -> None:
+    environment = os.environ | {"M2FORGE_LOG": level}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == ""
+    assert [result.stderr.count(text) for text in ("told [once]", "detail", "not ours")] == shown
+
+
+def test_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("M2FORGE_LOG", "loud")
+    with pytest.raises(ConfigError, match="M2FORGE_LOG=LOUD: no such log level; use one of DEBUG"):
+        set_up_logging()

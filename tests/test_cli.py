@@ -1,0 +1,96 @@
+"""The command line: exit statuses, and errors in one place."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from m2forge import __version__, cli
+from m2forge.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+
+
+def replace_presets(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(args: object) -> None:
+        raise error
+
+    command = cli.Command("fails", cli.COMMANDS["presets"].add_arguments, fail)
+    monkeypatch.setitem(cli.COMMANDS, "presets", command)
+
+
+def test_version_and_help_exit_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"m2forge {__version__}\n"
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(command.summary in out for command in cli.COMMANDS.values())
+
+
+@pytest.mark.parametrize("name", list(cli.COMMANDS))
+def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([name, "--help"])
+    assert cli.COMMANDS[name].summary in capsys.readouterr().out
+
+
+def test_unknown_command_suggests_the_near_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["parms", "m2"]) == 2
+    assert capsys.readouterr().err == "m2forge: error: unknown command 'parms'; did you mean 'params'?\n"
+    assert cli.main(["zebra"]) == 2
+    assert "known: export, import, params, presets" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["params"], ["params", "m2", "--lay", "4"], ["import", "a", "b", "--dtype", "int8"]]
+)
+def test_wrong_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(argv)
+    assert "error:" in capsys.readouterr().err
+
+
+def test_bad_input_is_one_message_without_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replace_presets(monkeypatch, ConfigError("a.toml: steps: missing"))
+    assert cli.main(["presets"]) == 2
+    assert capsys.readouterr().err == "m2forge: error: a.toml: steps: missing\n"
+
+
+def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    replace_presets(monkeypatch, KeyboardInterrupt())
+    assert cli.main(["presets"]) == 130
+    assert capsys.readouterr().err == "m2forge: interrupted\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_presets(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["presets"])
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf"])
+def test_shard_size_must_be_a_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", "a", "b", f"--max-shard-gb={size}"]) == 2
+    assert "expected a finite size above 0" in capsys.readouterr().err
+
+
+def test_reader_that_leaves_early_is_no_error() -> None:
+    program = (
+        "import sys; from m2forge import cli; c = cli.COMMANDS['presets'];"
+        "cli.COMMANDS['presets'] = cli.Command('', c.add_arguments, lambda args: print('x' * 10**6));"
+        "sys.exit(cli.main(['presets']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 141

@@ -1,0 +1,79 @@
+"""Files and folders appear whole or not at all."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from m2forge.errors import ExistsError
+from m2forge.files import staged_folder, write_atomic
+
+
+def test_write_atomic_replaces_text_and_makes_parents(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.txt"
+    write_atomic(path, "first")
+    write_atomic(path, "zweites ü")
+    assert path.read_text(encoding="utf-8") == "zweites ü"
+    assert [entry.name for entry in path.parent.iterdir()] == ["b.txt"]
+
+
+def test_write_atomic_takes_bytes_with_the_usual_permissions(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_bytes(b"")
+    write_atomic(tmp_path / "atomic", b"\x00\xff")
+    assert (tmp_path / "atomic").read_bytes() == b"\x00\xff"
+    assert stat.S_IMODE((tmp_path / "atomic").stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+
+def test_failed_write_leaves_no_partial_file(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "inside").touch()
+    with pytest.raises(OSError, match="folder"):
+        write_atomic(tmp_path / "folder", "cannot replace a folder")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
+
+
+def test_staged_folder_appears_on_success_only(tmp_path: Path) -> None:
+    dest = tmp_path / "deep" / "model"
+    with staged_folder(dest) as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "weights").write_bytes(b"w")
+        assert not dest.exists()
+    assert (dest / "sub" / "weights").read_bytes() == b"w"
+    assert [entry.name for entry in dest.parent.iterdir()] == ["model"]
+
+
+def test_staged_folder_is_removed_on_failure(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), staged_folder(tmp_path / "model") as folder:
+        (folder / "half").touch()
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_staged_folder_takes_the_place_of_an_empty_folder(tmp_path: Path) -> None:
+    with staged_folder(tmp_path) as folder:
+        (folder / "x").touch()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_staged_folder_refuses_an_occupied_destination(tmp_path: Path, kind: str) -> None:
+    dest = tmp_path / "dest"
+    if kind == "folder":
+        dest.mkdir()
+        (dest / "precious").touch()
+    elif kind == "file":
+        dest.touch()
+    else:
+        dest.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ExistsError, match="dest exists and is not") as raised, staged_folder(dest):
+        pytest.fail("the block must not run")
+    assert isinstance(raised.value, FileExistsError)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["dest"]
+
+
+def test_a_destination_filled_meanwhile_is_kept(tmp_path: Path) -> None:
+    dest = tmp_path / "dest"
+    with pytest.raises(ExistsError), staged_folder(dest):
+        dest.mkdir()
+        (dest / "other").touch()
+    assert [entry.name for entry in tmp_path.rglob("*")] == ["dest", "other"]

@@ -1,0 +1,154 @@
+"""Records refuse what cannot be true, naming record and field, and cannot be changed afterwards."""
+
+import dataclasses
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2forge.errors import RecordError
+from m2forge.records import Call, Domain, Episode, FinishReason, Group, PolicyVersion, Reward, Task
+
+
+def make_call(**changes: Any) -> Call:
+    fields: dict[str, Any] = {
+        "prompt_ids": np.array([1, 2, 3], np.int32),
+        "response_ids": np.array([4, 5], np.int32),
+        "logprobs": np.array([-0.5, 0.0], np.float32),
+        "versions": np.array([7, 8], np.int32),
+        "finish_reason": FinishReason.STOP,
+        "started_s": 10.0,
+        "finished_s": 11.0,
+    }
+    return Call(**(fields | changes))
+
+
+def make_task(**changes: Any) -> Task:
+    return Task(**({"id": "t1", "domain": Domain.CODING, "instruction": "add"} | changes))
+
+
+def test_token_fields_are_read_only_copies_of_the_right_type() -> None:
+    ids = np.array([1, 2], np.int64)
+    call = make_call(prompt_ids=ids)
+    ids[0] = 9
+    assert call.prompt_ids.tolist() == [1, 2]
+    assert call.prompt_ids.dtype == call.response_ids.dtype == call.versions.dtype == np.int32
+    assert call.logprobs.dtype == np.float32
+    with pytest.raises(ValueError, match="read-only"):
+        call.prompt_ids[0] = 5
+
+
+def test_a_frozen_array_is_shared_not_copied() -> None:
+    first = make_call()
+    assert np.shares_memory(make_call(prompt_ids=first.prompt_ids).prompt_ids, first.prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_ids": np.array([1, -2])}, "Call: prompt_ids: expected integers from 0 to 2147483647, received -2"),
+        ({"prompt_ids": np.array([2**31])}, "Call: prompt_ids: expected integers from 0"),
+        ({"prompt_ids": np.array([1.0])}, r"Call: prompt_ids: expected a row of integers, received 'shape \(1,\) of"),
+        ({"prompt_ids": np.array([[1]])}, r"Call: prompt_ids: expected a row of integers"),
+        ({"prompt_ids": np.array([True])}, r"Call: prompt_ids: expected a row of integers"),
+        ({"prompt_ids": np.array([], np.int32)}, "Call: prompt_ids: expected at least one token"),
+        ({"logprobs": np.array([-1.0])}, "Call: logprobs: expected one per response token, 2, received '1 values'"),
+        ({"versions": np.array([1, 2, 3])}, "Call: versions: expected one per response token, 2"),
+        ({"logprobs": np.array([-1.0, math.nan])}, r"Call: logprobs\[1\]: expected a finite number, .* received nan"),
+        ({"logprobs": np.array([-math.inf, -1.0])}, r"Call: logprobs\[0\]: expected a finite number"),
+        ({"logprobs": np.array([-1e300, -1.0])}, r"Call: logprobs\[0\]: expected a finite number"),
+        ({"logprobs": np.array([-1.0, 0.01])}, r"Call: logprobs\[1\]: expected a finite number, at most 0"),
+        ({"logprobs": np.array(["a", "b"])}, "Call: logprobs: expected a row of numbers"),
+        ({"started_s": math.nan}, "Call: started_s: expected a finite number, received nan"),
+        ({"finished_s": 9.0}, "Call: finished_s: expected at least started_s, 10.0, received 9.0"),
+    ],
+)
+def test_broken_call_is_refused_by_field(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        make_call(**changes)
+
+
+def test_empty_action_is_a_call() -> None:
+    assert make_call(response_ids=[], logprobs=[], versions=[]).response_ids.size == 0
+
+
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=5)
+
+
+@given(ids.filter(bool), ids, st.data())
+def test_calls_survive_pickling_equal_and_read_only(
+    prompt: list[int], response: list[int], data: st.DataObject
+) -> None:
+    size = len(response)
+    logprobs = data.draw(st.lists(st.floats(-1e30, 0.0), min_size=size, max_size=size))
+    call = make_call(prompt_ids=prompt, response_ids=response, logprobs=logprobs, versions=[3] * size)
+    again = pickle.loads(pickle.dumps(call))
+    assert again == call
+    assert not again.prompt_ids.flags.writeable
+
+
+OTHER_VALUES: dict[str, Any] = {
+    "prompt_ids": [1, 2],
+    "response_ids": [4, 6],
+    "logprobs": [-0.5, -1.0],
+    "versions": [8, 8],
+    "finish_reason": FinishReason.LENGTH,
+    "started_s": 9.5,
+    "finished_s": 12.0,
+}
+
+
+@pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(Call)])
+def test_calls_are_equal_unless_a_field_differs(name: str) -> None:
+    assert make_call() == make_call()
+    assert make_call(**{name: OTHER_VALUES[name]}) != make_call()
+
+
+def test_records_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_task().id = "other"  # type: ignore[misc]  # the point of the test
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"id": ""}, "Task: id: expected text, received ''"),
+        ({"instruction": ""}, "Task t1: instruction: expected text"),
+        ({"difficulty": math.inf}, "Task t1: difficulty: expected a finite number"),
+        ({"metadata": {"x": object()}}, "Task t1: metadata: expected JSON values only"),
+        ({"metadata": {"x": math.nan}}, "Task t1: metadata: expected JSON values only"),
+    ],
+)
+def test_broken_task_is_refused_by_field(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        make_task(**changes)
+
+
+def test_broken_reward_and_version_are_refused_by_field() -> None:
+    with pytest.raises(RecordError, match="Reward: total: expected a finite number, received nan"):
+        Reward(process=0.0, speed=0.0, perf=1.0, total=math.nan)
+    with pytest.raises(RecordError, match="PolicyVersion: step: expected 0 or more, received -1"):
+        PolicyVersion("run", -1)
+
+
+def test_group_holds_distinct_attempts_at_its_task() -> None:
+    task = make_task()
+    first, second = Episode("e1", task, (make_call(),)), Episode("e2", task, (), failure="time limit")
+    assert Group(task, (first, second)).episodes == (first, second)
+    with pytest.raises(
+        RecordError, match="Group of task t1: episodes: expected each episode once, received \\['e1'\\]"
+    ):
+        Group(task, (first, first))
+    with pytest.raises(RecordError, match="expected attempts at t2 alone, received \\['t1'\\]"):
+        Group(make_task(id="t2"), (first,))
+    with pytest.raises(RecordError, match="expected at least one"):
+        Group(task, ())
+
+
+def test_episode_needs_a_name_for_its_failure() -> None:
+    with pytest.raises(RecordError, match="Episode e1: failure: expected text"):
+        Episode("e1", make_task(), (), failure="")
