@@ -43,30 +43,30 @@ def document_attention_plain(
 def _causal_attention(q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
     q, k, v = (_head_contiguous(x) for x in (q_NHK, k_NGK, v_NGK))
     out_NHK = torch.empty(q.shape)
-    lse_HN = torch.empty(q.shape[1], q.shape[0])
-    native.call("attention_forward", q, k, v, *_geometry(q, k, v, lengths), out_NHK, lse_HN)
-    return out_NHK, lse_HN
+    lse_NH = torch.empty(q.shape[0], q.shape[1])
+    native.call("attention_forward", q, k, v, *_geometry(q, k, v, lengths), out_NHK, lse_NH)
+    return out_NHK, lse_NH
 
 
 @_causal_attention.register_fake
 def _(q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    return q_NHK.new_empty(q_NHK.shape), q_NHK.new_empty(q_NHK.shape[1], q_NHK.shape[0])
+    return q_NHK.new_empty(q_NHK.shape), q_NHK.new_empty(q_NHK.shape[:2])
 
 
 @torch.library.custom_op("m2forge::causal_attention_backward", mutates_args=())
 def _causal_attention_backward(
-    grad_NHK: Tensor, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, out_NHK: Tensor, lse_HN: Tensor, lengths: list[int]
+    grad_NHK: Tensor, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, out_NHK: Tensor, lse_NH: Tensor, lengths: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (_head_contiguous(x) for x in (q_NHK, k_NGK, v_NGK))
     grads = torch.empty(q.shape), torch.zeros(k.shape), torch.zeros(v.shape)
     geometry = _geometry(q, k, v, lengths)
-    native.call("attention_backward", grad_NHK.contiguous(), q, k, v, out_NHK, lse_HN, *geometry, *grads)
+    native.call("attention_backward", grad_NHK.contiguous(), q, k, v, out_NHK, lse_NH, *geometry, *grads)
     return grads
 
 
 @_causal_attention_backward.register_fake
 def _(
-    grad_NHK: Tensor, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, out_NHK: Tensor, lse_HN: Tensor, lengths: list[int]
+    grad_NHK: Tensor, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, out_NHK: Tensor, lse_NH: Tensor, lengths: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q_NHK.new_empty(q_NHK.shape), k_NGK.new_empty(k_NGK.shape), v_NGK.new_empty(v_NGK.shape)
 

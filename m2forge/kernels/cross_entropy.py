@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from m2forge.kernels import native
 from m2forge.kernels.linear import linear_float32
 from m2forge.kernels.precision import at_least_float32, raised
 
@@ -105,6 +106,10 @@ def _nll_and_grad(logits_CV: Tensor, target_C: Tensor, weight_C: Tensor) -> tupl
 
         return nll_and_grad_(logits_CV, target_C, weight_C), logits_CV
     logits_CV = raised(logits_CV)
+    if native.serves(logits_CV, weight_C):
+        nll_C = torch.empty_like(weight_C)
+        native.call("nll_and_grad", logits_CV, target_C.contiguous(), weight_C.contiguous(), *logits_CV.shape, nll_C)
+        return nll_C, logits_CV
     lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
     target_C1 = target_C[:, None]
     nll_C1 = lse_C1 - logits_CV.gather(1, target_C1)

@@ -124,10 +124,10 @@ def _native_forward(
 ) -> tuple[Tensor, Tensor]:
     x_ND, (num_experts, dim, width) = x_ND.contiguous(), w2_EDF.shape
     num_rows, (num_tokens, num_chosen) = order_S.shape[0], slot_NK.shape
-    h_SG, y_SD, out_ND = (torch.empty(*shape) for shape in ((num_rows, 2 * width), (num_rows, dim), x_ND.shape))
+    h_SG, out_ND = torch.empty(num_rows, 2 * width), torch.empty(x_ND.shape)
     sizes = (num_tokens, num_chosen, num_experts, dim, width)
     where = (order_S // num_chosen, slot_NK, ends_E)
-    native.call("expert_forward", x_ND, w13_EGD, w2_EDF, weight_S, *where, *sizes, h_SG, y_SD, out_ND)
+    native.call("expert_forward", x_ND, w13_EGD, w2_EDF, weight_S, *where, *sizes, h_SG, out_ND)
     return out_ND, h_SG
 
 
@@ -144,14 +144,13 @@ def _native_backward(
     for_matrices: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x_ND, grad_ND, (num_experts, dim, width) = x_ND.contiguous(), grad_ND.contiguous(), w2_EDF.shape
-    num_rows, (num_tokens, num_chosen) = order_S.shape[0], slot_NK.shape
-    scratch = (torch.empty(num_rows, 2 * width), torch.empty(num_rows, width), torch.empty(num_rows, dim))
+    num_tokens, num_chosen = slot_NK.shape
     grad_x_ND, grad_weight_S = torch.empty_like(x_ND), torch.empty_like(weight_S)
     grad_w13, grad_w2 = (torch.empty(w.shape if for_matrices else 0) for w in (w13_EGD, w2_EDF))
     sizes = (num_tokens, num_chosen, num_experts, dim, width)
     where = (order_S // num_chosen, slot_NK, ends_E)
     grads = (grad_x_ND, *((grad_w13, grad_w2) if for_matrices else (None, None)), grad_weight_S)
-    native.call("expert_backward", grad_ND, x_ND, w13_EGD, w2_EDF, weight_S, *where, h_SG, *sizes, *scratch, *grads)
+    native.call("expert_backward", grad_ND, x_ND, w13_EGD, w2_EDF, weight_S, *where, h_SG, *sizes, *grads)
     return grad_x_ND, grad_w13, grad_w2, grad_weight_S.index_select(0, slot_NK.flatten()).view(slot_NK.shape)
 
 

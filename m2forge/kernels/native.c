@@ -17,10 +17,14 @@ enum { LANES = 8, MR = 6, NV = 2 };
 #else
 enum { LANES = 4, MR = 12, NV = 2 };
 #endif
-enum { NR = LANES * NV, KC = 256, NC = 384, ROWS = 252, QUERIES = 72 };
+enum { NR = LANES * NV, KC = 256, NC = 384, ROWS = 252, TILE = 96 };
 
 typedef float vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+/* Threads of the calling thread's next regions: torch's number, which a second OpenMP library would not know. */
+static _Thread_local int threads = 1;
+void use_threads(int64_t count) { threads = count; }
 
 /* Element (i, k) of an operand is base[index_i * i_stride + index_k * k_stride], an index looked up where a map is given. */
 typedef struct {
@@ -55,25 +59,19 @@ static inline void transpose(const float *const row[4], float *out, int64_t full
 static void pack(const Operand *x, int64_t i0, int64_t width, int64_t full, int64_t k0, int64_t depth, float *out) {
     if (!x->k_map && x->k_stride == 1) { /* rows contiguous along k */
         static const float zeros[KC] = {0};
-        int64_t i = 0;
-        for (; i + 4 <= full; i += 4) {
+        for (int64_t i = 0; i < full; i += 4) {
             const float *row[4];
             for (int64_t j = 0; j < 4; j++) {
                 int64_t at = i0 + i + j;
                 row[j] = i + j < width ? x->base + (x->i_map ? x->i_map[at] : at) * x->i_stride + k0 : zeros;
             }
-            int64_t k = 0;
-            for (; k + 4 <= depth; k += 4) {
+            int64_t k = 0, lines = full - i < 4 ? full - i : 4;
+            for (; lines == 4 && k + 4 <= depth; k += 4) {
                 const float *here[4] = {row[0] + k, row[1] + k, row[2] + k, row[3] + k};
                 transpose(here, out + k * full + i, full);
             }
             for (; k < depth; k++)
-                for (int64_t j = 0; j < 4; j++) out[k * full + i + j] = row[j][k];
-        }
-        for (; i < full; i++) {
-            int64_t at = i0 + i;
-            const float *row = i < width ? x->base + (x->i_map ? x->i_map[at] : at) * x->i_stride + k0 : zeros;
-            for (int64_t k = 0; k < depth; k++) out[k * full + i] = row[k];
+                for (int64_t j = 0; j < lines; j++) out[k * full + i + j] = row[j][k];
         }
         return;
     }
@@ -131,13 +129,14 @@ static void block(int64_t depth, const float *restrict a, const float *restrict 
             c[i * c_stride + j] = (add ? c[i * c_stride + j] : 0) + edge[i * NR + j];
 }
 
-typedef struct {
+/* Kept by each thread between calls: fresh pages would cost more than the arithmetic on them. */
+static _Thread_local struct {
     float a[MR * KC], b[NC * KC];
-} Packs;
+} packs;
 
 /* c[i, j] (+)= sum over k of a(i, k) b(j, k). */
 static void product(int64_t m, int64_t n, int64_t depth, const Operand *a, const Operand *b, float *c, int64_t c_stride,
-                    int add, Packs *packs) {
+                    int add) {
     if (depth == 0 && !add)
         for (int64_t i = 0; i < m; i++) memset(c + i * c_stride, 0, n * sizeof(float));
     for (int64_t k0 = 0; k0 < depth; k0 += KC) {
@@ -145,34 +144,53 @@ static void product(int64_t m, int64_t n, int64_t depth, const Operand *a, const
         for (int64_t n0 = 0; n0 < n; n0 += NC) {
             int64_t width = n - n0 < NC ? n - n0 : NC;
             for (int64_t j = 0; j < width; j += NR)
-                pack(b, n0 + j, width - j < NR ? width - j : NR, NR, k0, k, packs->b + j * k);
+                pack(b, n0 + j, width - j < NR ? width - j : NR, NR, k0, k, packs.b + j * k);
             for (int64_t i = 0; i < m; i += MR) {
                 int64_t rows = m - i < MR ? m - i : MR;
-                pack(a, i, rows, MR, k0, k, packs->a);
+                pack(a, i, rows, MR, k0, k, packs.a);
                 for (int64_t j = 0; j < width; j += NR)
-                    block(k, packs->a, packs->b + j * k, c + i * c_stride + n0 + j, c_stride, rows,
+                    block(k, packs.a, packs.b + j * k, c + i * c_stride + n0 + j, c_stride, rows,
                           width - j < NR ? width - j : NR, add || k0 > 0);
             }
         }
     }
 }
 
+/* Scratch memory of the calling thread, kept likewise. */
+static float *scratch(int which, int64_t count) {
+    static _Thread_local struct {
+        float *memory;
+        int64_t count;
+    } kept[3];
+    if (kept[which].count < count) {
+        free(kept[which].memory);
+        kept[which].memory = malloc(count * sizeof(float));
+        kept[which].count = count;
+    }
+    return kept[which].memory;
+}
+
 /* ---- functions of a vector ------------------------------------------------------------------------------------- */
 
-static inline vec least(vec x, vec y) { return (vec)(((ivec)x & (x < y)) | ((ivec)y & ~(x < y))); }
 static inline vec most(vec x, vec y) { return (vec)(((ivec)x & (x > y)) | ((ivec)y & ~(x > y))); }
 
-/* exp to about one unit in the last place: 2^n times a polynomial in the remainder. */
+/* exp of x <= 88 to about one unit in the last place: 2^n times a polynomial in the remainder; 0 below -87. */
 static inline vec exp_vec(vec x) {
-    x = most(least(x, splat(88.0f)), splat(-87.0f));
     vec shifted = x * 1.44269504f + 12582912.0f; /* adding 1.5 * 2^23 rounds to a whole number */
     vec n = shifted - 12582912.0f;
     vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
     vec p = ((((r * 1.9875691500e-4f + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r +
              1.6666665459e-1f) * r + 5.0000001201e-1f;
     vec y = p * r * r + r + 1.0f;
-    ivec power = (((ivec)shifted - 0x4B400000) + 127) << 23;
-    return y * (vec)power;
+    ivec power = (ivec)shifted + (127 - 0x4B400000);
+    return (vec)((ivec)(y * (vec)(power << 23)) & ~(x < -87.0f)); /* a NaN is not below, and stays */
+}
+
+static inline vec sigmoid_vec(vec x) {
+    vec e = exp_vec((vec)((ivec)x | INT32_MIN)); /* exp(-|x|) never overflows */
+    vec one = splat(1.0f);
+    ivec negative = x < 0.0f;
+    return (vec)(((ivec)e & negative) | ((ivec)one & ~negative)) / (1.0f + e);
 }
 
 static inline float highest(const float *row, int64_t count) {
@@ -211,7 +229,7 @@ static inline void store_some(float *p, vec x, int64_t left) {
 /* y = x * scale * weight, scale = 1 / sqrt(mean(x * x) + eps); x_stride: floats from one row to the next. */
 void norm_forward(const float *x, const float *weight, int64_t x_stride, int64_t rows, int64_t d, float eps, float *y,
                   float *scale) {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t r = 0; r < rows; r++) {
         const float *row = x + r * x_stride;
         vec total = {0};
@@ -229,7 +247,7 @@ void norm_forward(const float *x, const float *weight, int64_t x_stride, int64_t
  * grad * xhat over ROWS rows each (ceil(rows / ROWS) x D). */
 void norm_backward(const float *grad, const float *x, const float *weight, const float *scale, int64_t x_stride, int64_t rows,
                    int64_t d, float *grad_x, float *partial) {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t first = 0; first < rows; first += ROWS) {
         float *sums = partial + first / ROWS * d;
         memset(sums, 0, d * sizeof(float));
@@ -254,7 +272,7 @@ void norm_backward(const float *grad, const float *x, const float *weight, const
 /* Rotates the leading 2 * half dimensions of each head by the token's angles, forwards (sign 1) or back (sign -1). */
 void rotate(const float *x, const float *cos, const float *sin, int64_t x_stride, int64_t n, int64_t heads, int64_t dim,
             int64_t half, float sign, float *y) {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t token = 0; token < n; token++)
         for (int64_t head = 0; head < heads; head++) {
             const float *from = x + token * x_stride + head * dim;
@@ -267,6 +285,27 @@ void rotate(const float *x, const float *cos, const float *sin, int64_t x_stride
             }
             memcpy(to + 2 * half, from + 2 * half, (dim - 2 * half) * sizeof(float));
         }
+}
+
+/* ---- cross-entropy --------------------------------------------------------------------------------------------- */
+
+/* nll = logsumexp(z) - z[target] of each row of V logits; z becomes weight * (softmax(z) - one-hot(target)). */
+void nll_and_grad(float *z, const int64_t *target, const float *weight, int64_t rows, int64_t v, float *nll) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t r = 0; r < rows; r++) {
+        float *row = z + r * v, top = highest(row, v), goal = row[target[r]];
+        vec total = {0};
+        for (int64_t i = 0; i < v; i += LANES) {
+            vec e = exp_vec(load_some(row + i, v - i) - top);
+            for (int64_t lane = v - i; lane < LANES; lane++) e[lane] = 0;
+            store_some(row + i, e, v - i);
+            total += e;
+        }
+        float sum = sum_lanes(total), scale = weight[r] / sum;
+        nll[r] = top + logf(sum) - goal;
+        for (int64_t i = 0; i < v; i += LANES) store_some(row + i, load_some(row + i, v - i) * scale, v - i);
+        row[target[r]] -= weight[r];
+    }
 }
 
 /* ---- experts --------------------------------------------------------------------------------------------------- */
@@ -288,7 +327,7 @@ static Span *split(const int32_t *ends, int64_t num_experts, int64_t rows, int64
 
 /* out[n] = sum over k of y[slot[n, k]] */
 static void collect(const float *y, const int64_t *slot, int64_t n, int64_t k, int64_t d, float *out) {
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t token = 0; token < n; token++)
         for (int64_t i = 0; i < d; i += LANES) {
             vec total = {0};
@@ -297,15 +336,15 @@ static void collect(const float *y, const int64_t *slot, int64_t n, int64_t k, i
         }
 }
 
-/* token[s]: the token of row s; weight[s]: its weight. h receives both pre-activations, y is scratch of S x D. */
+/* token[s]: the token of row s; weight[s]: its weight. h receives both pre-activations. */
 void expert_forward(const float *x, const float *w13, const float *w2, const float *weight, const int64_t *token,
                     const int64_t *slot, const int32_t *ends, int64_t n, int64_t k, int64_t e, int64_t d, int64_t f,
-                    float *h, float *y, float *out) {
+                    float *h, float *out) {
     int64_t count;
+    float *y = scratch(0, n * k * d);
     Span *spans = split(ends, e, ROWS, &count);
-#pragma omp parallel
+#pragma omp parallel num_threads(threads)
     {
-        Packs *packs = malloc(sizeof(Packs));
         float *a = malloc(ROWS * f * sizeof(float));
 #pragma omp for schedule(dynamic)
         for (int64_t t = 0; t < count; t++) {
@@ -313,184 +352,213 @@ void expert_forward(const float *x, const float *w13, const float *w2, const flo
             int64_t rows = span.end - span.start;
             Operand xs = {x, d, 1, token + span.start, NULL};
             Operand up = matrix(w13 + span.expert * 2 * f * d, d, 1), down = matrix(w2 + span.expert * d * f, f, 1);
-            product(rows, 2 * f, d, &xs, &up, h + span.start * 2 * f, 2 * f, 0, packs);
+            product(rows, 2 * f, d, &xs, &up, h + span.start * 2 * f, 2 * f, 0);
             for (int64_t s = 0; s < rows; s++) {
                 const float *row = h + (span.start + s) * 2 * f;
                 for (int64_t i = 0; i < f; i += LANES) {
                     vec gate = load_some(row + i, f - i), other = load_some(row + f + i, f - i);
-                    store_some(a + s * f + i, gate / (1.0f + exp_vec(-gate)) * other * weight[span.start + s], f - i);
+                    store_some(a + s * f + i, gate * sigmoid_vec(gate) * other * weight[span.start + s], f - i);
                 }
             }
             Operand as = matrix(a, f, 1);
-            product(rows, d, f, &as, &down, y + span.start * d, d, 0, packs);
+            product(rows, d, f, &as, &down, y + span.start * d, d, 0);
         }
         free(a);
-        free(packs);
     }
     free(spans);
     collect(y, slot, n, k, d, out);
 }
 
-/* grad_h (S x 2F), a (S x F) and y (S x D) are scratch; grad_w13 and grad_w2 may be NULL. */
+/* Gradients of `rows` rows of one expert. grad_h (rows x 2F) and a (rows x F) are scratch and stay in the cache. */
+static void activation_backward(const float *h, const float *grad_a, const float *weight, int64_t rows, int64_t f,
+                                float *grad_h, float *a, float *grad_weight) {
+    for (int64_t s = 0; s < rows; s++) {
+        vec total = {0};
+        for (int64_t i = 0; i < f; i += LANES) {
+            vec gate = load_some(h + s * 2 * f + i, f - i), other = load_some(h + s * 2 * f + f + i, f - i);
+            vec g = load_some(grad_a + s * f + i, f - i);
+            vec sigmoid = sigmoid_vec(gate), silu = gate * sigmoid;
+            total += g * silu * other;
+            g *= weight[s];
+            store_some(grad_h + s * 2 * f + i, g * other * sigmoid * (1.0f + gate * (1.0f - sigmoid)), f - i);
+            store_some(grad_h + s * 2 * f + f + i, g * silu, f - i);
+            store_some(a + s * f + i, silu * other * weight[s], f - i);
+        }
+        grad_weight[s] = sum_lanes(total);
+    }
+}
+
+/* One expert at a time, ROWS rows at a time; grad_w13 and grad_w2 may be NULL. */
 void expert_backward(const float *grad, const float *x, const float *w13, const float *w2, const float *weight,
                      const int64_t *token, const int64_t *slot, const int32_t *ends, const float *h, int64_t n, int64_t k,
-                     int64_t e, int64_t d, int64_t f, float *grad_h, float *a, float *y, float *grad_x, float *grad_w13,
-                     float *grad_w2, float *grad_weight) {
-    int64_t count;
-    Span *spans = split(ends, e, ROWS, &count);
-#pragma omp parallel
+                     int64_t e, int64_t d, int64_t f, float *grad_x, float *grad_w13, float *grad_w2,
+                     float *grad_weight) {
+    float *y = scratch(0, n * k * d);
+#pragma omp parallel num_threads(threads)
     {
-        Packs *packs = malloc(sizeof(Packs));
-        float *grad_a = malloc(ROWS * f * sizeof(float));
+        float *grad_h = scratch(1, ROWS * 4 * f), *a = grad_h + ROWS * 2 * f, *grad_a = a + ROWS * f;
 #pragma omp for schedule(dynamic)
-        for (int64_t t = 0; t < count; t++) {
-            Span span = spans[t];
-            int64_t rows = span.end - span.start;
-            Operand gs = {grad, d, 1, token + span.start, NULL};
-            Operand down = matrix(w2 + span.expert * d * f, 1, f), up = matrix(w13 + span.expert * 2 * f * d, 1, d);
-            product(rows, f, d, &gs, &down, grad_a, f, 0, packs);
-            for (int64_t s = 0; s < rows; s++) {
-                int64_t row = span.start + s;
-                vec total = {0};
-                for (int64_t i = 0; i < f; i += LANES) {
-                    vec gate = load_some(h + row * 2 * f + i, f - i), other = load_some(h + row * 2 * f + f + i, f - i);
-                    vec g = load_some(grad_a + s * f + i, f - i);
-                    vec sigmoid = 1.0f / (1.0f + exp_vec(-gate)), silu = gate * sigmoid;
-                    total += g * silu * other;
-                    g *= weight[row];
-                    store_some(grad_h + row * 2 * f + i, g * other * sigmoid * (1.0f + gate * (1.0f - sigmoid)), f - i);
-                    store_some(grad_h + row * 2 * f + f + i, g * silu, f - i);
-                    store_some(a + row * f + i, silu * other * weight[row], f - i);
-                }
-                grad_weight[row] = sum_lanes(total);
+        for (int64_t expert = 0; expert < e; expert++) {
+            int64_t begin = expert ? ends[expert - 1] : 0, end = ends[expert];
+            float *to_w13 = grad_w13 ? grad_w13 + expert * 2 * f * d : NULL;
+            float *to_w2 = grad_w2 ? grad_w2 + expert * d * f : NULL;
+            Operand down = matrix(w2 + expert * d * f, 1, f), up = matrix(w13 + expert * 2 * f * d, 1, d);
+            if (begin == end && grad_w13) {
+                memset(to_w13, 0, 2 * f * d * sizeof(float));
+                memset(to_w2, 0, d * f * sizeof(float));
             }
-            Operand hs = matrix(grad_h + span.start * 2 * f, 2 * f, 1);
-            product(rows, d, 2 * f, &hs, &up, y + span.start * d, d, 0, packs);
+            for (int64_t s = begin; s < end; s += ROWS) {
+                int64_t rows = end - s < ROWS ? end - s : ROWS;
+                Operand gs = {grad, d, 1, token + s, NULL}, hs = matrix(grad_h, 2 * f, 1);
+                product(rows, f, d, &gs, &down, grad_a, f, 0);
+                activation_backward(h + s * 2 * f, grad_a, weight + s, rows, f, grad_h, a, grad_weight + s);
+                product(rows, d, 2 * f, &hs, &up, y + s * d, d, 0);
+                if (grad_w13) {
+                    Operand ht = matrix(grad_h, 1, 2 * f), xt = {x, 1, d, NULL, token + s};
+                    Operand gt = {grad, 1, d, NULL, token + s}, at = matrix(a, 1, f);
+                    product(2 * f, d, rows, &ht, &xt, to_w13, d, s > begin);
+                    product(d, f, rows, &gt, &at, to_w2, f, s > begin);
+                }
+            }
         }
-        free(grad_a);
-        if (grad_w13)
-#pragma omp for schedule(dynamic)
-            for (int64_t task = 0; task < 2 * e; task++) { /* W13 of every expert, then W2 of every expert */
-                int64_t expert = task % e, start = expert ? ends[expert - 1] : 0, rows = ends[expert] - start;
-                if (task < e) {
-                    Operand hs = matrix(grad_h + start * 2 * f, 1, 2 * f), xs = {x, 1, d, NULL, token + start};
-                    product(2 * f, d, rows, &hs, &xs, grad_w13 + expert * 2 * f * d, d, 0, packs);
-                } else {
-                    Operand gs = {grad, 1, d, NULL, token + start}, as = matrix(a + start * f, 1, f);
-                    product(d, f, rows, &gs, &as, grad_w2 + expert * d * f, f, 0, packs);
-                }
-            }
-        free(packs);
     }
-    free(spans);
     collect(y, slot, n, k, d, grad_x);
 }
 
 /* ---- attention ------------------------------------------------------------------------------------------------- */
 
-/* p[i, j] = exp(scale * s[i, j] - shift[i]), zero where key j lies after query first + i. */
-static void causal_exp(float *s, int64_t rows, int64_t keys, int64_t first, float scale, const float *shift) {
-    for (int64_t i = 0; i < rows; i++) {
-        float *row = s + i * keys;
-        int64_t seen = first + i + 1;
-        for (int64_t j = 0; j < seen; j += LANES)
-            store_some(row + j, exp_vec(load_some(row + j, keys - j) * scale - shift[i]), keys - j);
-        for (int64_t j = seen; j < keys; j++) row[j] = 0;
+/* One call's tensors. Documents lie end to end, document t from start[t] to start[t + 1]. q and out: N x H x K; k and v:
+ * N x G x K; x_stride: floats from one token to the next. lse (N x H): log-sum-exp of each query's scores. */
+typedef struct {
+    const float *q, *k, *v;
+    int64_t q_stride, k_stride, v_stride;
+    const int64_t *start;
+    int64_t documents, h, g, dim;
+    float scale;
+} Attention;
+
+/* Some queries of all the heads (up to TILE of both) that share a key head: they meet the same keys, so one product
+ * serves them all. Row i of a tile is query first + i % queries. */
+typedef struct {
+    int64_t rows, queries, first, keys, base;
+    int64_t q_at[TILE], out_at[TILE], lse_at[TILE];
+} Tile;
+
+static void place(Tile *tile, const Attention *x, int64_t document, int64_t head, int64_t heads, int64_t first) {
+    int64_t base = x->start[document], length = x->start[document + 1] - base, queries = TILE / heads;
+    tile->queries = length - first < queries ? length - first : queries;
+    tile->rows = heads * tile->queries;
+    tile->first = first;
+    tile->keys = first + tile->queries;
+    tile->base = base;
+    for (int64_t i = 0; i < tile->rows; i++) {
+        int64_t token = base + first + i % tile->queries, at = head + i / tile->queries;
+        tile->q_at[i] = token * x->q_stride + at * x->dim;
+        tile->lse_at[i] = token * x->h + at;
+        tile->out_at[i] = tile->lse_at[i] * x->dim;
     }
 }
 
-/* Documents laid end to end, document t from start[t] to start[t + 1]. q, out: N x H x K; k, v: N x G x K; x_stride: floats
- * from one token to the next. lse (H x N) receives the log-sum-exp of each query's scores. */
+/* p[i, j] = exp(scale * s[i, j] - shift[i]), zero where key j lies after the query; total[i] sums row i. */
+static void causal_exp(const Tile *tile, float *s, float scale, const float *shift, float *total) {
+    int64_t keys = tile->keys;
+    for (int64_t i = 0; i < tile->rows; i++) {
+        float *row = s + i * keys;
+        int64_t seen = tile->first + i % tile->queries + 1;
+        vec sum = {0};
+        for (int64_t j = 0; j < seen; j += LANES) {
+            vec p = exp_vec(load_some(row + j, keys - j) * scale - shift[i]);
+            for (int64_t lane = seen - j; lane < LANES; lane++) p[lane] = 0;
+            store_some(row + j, p, keys - j);
+            sum += p;
+        }
+        for (int64_t j = seen; j < keys; j++) row[j] = 0;
+        total[i] = sum_lanes(sum);
+    }
+}
+
+static void forward_tile(const Attention *x, const Tile *tile, int64_t kv, float *s, float *mixed, float *out, float *lse) {
+    int64_t rows = tile->rows, keys = tile->keys, dim = x->dim;
+    Operand qs = {x->q, 1, 1, tile->q_at, NULL}, ps = matrix(s, keys, 1);
+    Operand ks = matrix(x->k + tile->base * x->k_stride + kv * dim, x->k_stride, 1);
+    Operand vs = matrix(x->v + tile->base * x->v_stride + kv * dim, 1, x->v_stride);
+    float top[TILE], total[TILE];
+    product(rows, keys, dim, &qs, &ks, s, keys, 0);
+    for (int64_t i = 0; i < rows; i++) top[i] = x->scale * highest(s + i * keys, tile->first + i % tile->queries + 1);
+    causal_exp(tile, s, x->scale, top, total);
+    product(rows, dim, keys, &ps, &vs, mixed, dim, 0);
+    for (int64_t i = 0; i < rows; i++) {
+        lse[tile->lse_at[i]] = top[i] + logf(total[i]);
+        for (int64_t j = 0; j < dim; j++) out[tile->out_at[i] + j] = mixed[i * dim + j] / total[i];
+    }
+}
+
+static void backward_tile(const Attention *x, const Tile *tile, int64_t kv, const float *grad, const float *out,
+                          const float *lse, float *p, float *dp, float *mixed, float *grad_q, float *grad_k, float *grad_v) {
+    int64_t rows = tile->rows, keys = tile->keys, dim = x->dim;
+    const float *k = x->k + tile->base * x->k_stride + kv * dim, *v = x->v + tile->base * x->v_stride + kv * dim;
+    Operand qs = {x->q, 1, 1, tile->q_at, NULL}, gs = {grad, 1, 1, tile->out_at, NULL};
+    Operand ks = matrix(k, x->k_stride, 1), vs = matrix(v, x->v_stride, 1);
+    float shift[TILE], total[TILE];
+    product(rows, keys, dim, &qs, &ks, p, keys, 0);
+    product(rows, keys, dim, &gs, &vs, dp, keys, 0);
+    for (int64_t i = 0; i < rows; i++) shift[i] = lse[tile->lse_at[i]];
+    causal_exp(tile, p, x->scale, shift, total);
+    for (int64_t i = 0; i < rows; i++) {
+        vec dot = {0};
+        for (int64_t j = 0; j < dim; j += LANES)
+            dot += load_some(grad + tile->out_at[i] + j, dim - j) * load_some(out + tile->out_at[i] + j, dim - j);
+        float delta = sum_lanes(dot);
+        for (int64_t j = 0; j < keys; j += LANES) {
+            vec d = (load_some(dp + i * keys + j, keys - j) - delta) * x->scale;
+            store_some(dp + i * keys + j, load_some(p + i * keys + j, keys - j) * d, keys - j);
+        }
+    }
+    Operand pt = matrix(p, 1, keys), st = matrix(dp, 1, keys), ss = matrix(dp, keys, 1), kt = matrix(k, 1, x->k_stride);
+    Operand gt = {grad, 1, 1, NULL, tile->out_at}, qt = {x->q, 1, 1, NULL, tile->q_at};
+    int64_t at = (tile->base * x->g + kv) * dim;
+    product(keys, dim, rows, &pt, &gt, grad_v + at, x->g * dim, 1);
+    product(keys, dim, rows, &st, &qt, grad_k + at, x->g * dim, 1);
+    product(rows, dim, keys, &ss, &kt, mixed, dim, 0);
+    for (int64_t i = 0; i < rows; i++) memcpy(grad_q + tile->out_at[i], mixed + i * dim, dim * sizeof(float));
+}
+
+/* Runs every tile of every document and key head; forwards where grad is NULL. grad_k and grad_v arrive zeroed. */
+static void attend(Attention x, float *out, float *lse, const float *grad, float *grad_q, float *grad_k, float *grad_v) {
+    int64_t longest = 0, group = x.h / x.g;
+    for (int64_t t = 0; t < x.documents; t++)
+        longest = x.start[t + 1] - x.start[t] > longest ? x.start[t + 1] - x.start[t] : longest;
+#pragma omp parallel num_threads(threads)
+    {
+        float *p = scratch(0, TILE * longest), *dp = grad ? scratch(1, TILE * longest) : NULL;
+        float *mixed = scratch(2, TILE * x.dim);
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int64_t t = 0; t < x.documents; t++)
+            for (int64_t kv = 0; kv < x.g; kv++)
+                for (int64_t some = 0; some < group; some += TILE) {
+                    int64_t heads = group - some < TILE ? group - some : TILE;
+                    for (int64_t first = 0; first < x.start[t + 1] - x.start[t]; first += TILE / heads) {
+                        Tile tile;
+                        place(&tile, &x, t, kv * group + some, heads, first);
+                        if (grad)
+                            backward_tile(&x, &tile, kv, grad, out, lse, p, dp, mixed, grad_q, grad_k, grad_v);
+                        else
+                            forward_tile(&x, &tile, kv, p, mixed, out, lse);
+                    }
+                }
+    }
+}
+
 void attention_forward(const float *q, const float *k, const float *v, int64_t q_stride, int64_t k_stride, int64_t v_stride,
                        const int64_t *start, int64_t documents, int64_t h, int64_t g, int64_t dim, float scale, float *out,
                        float *lse) {
-    int64_t n = start[documents], longest = 0;
-    for (int64_t t = 0; t < documents; t++)
-        longest = start[t + 1] - start[t] > longest ? start[t + 1] - start[t] : longest;
-#pragma omp parallel
-    {
-        Packs *packs = malloc(sizeof(Packs));
-        float *s = malloc(QUERIES * longest * sizeof(float)), *mixed = malloc(QUERIES * dim * sizeof(float));
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int64_t t = 0; t < documents; t++)
-            for (int64_t head = 0; head < h; head++) {
-                int64_t base = start[t], length = start[t + 1] - base, kv = head / (h / g);
-                for (int64_t first = 0; first < length; first += QUERIES) {
-                    int64_t rows = length - first < QUERIES ? length - first : QUERIES, keys = first + rows;
-                    Operand qs = matrix(q + (base + first) * q_stride + head * dim, q_stride, 1);
-                    Operand ks = matrix(k + base * k_stride + kv * dim, k_stride, 1);
-                    Operand vs = matrix(v + base * v_stride + kv * dim, 1, v_stride);
-                    Operand ps = matrix(s, keys, 1);
-                    float top[QUERIES], total[QUERIES];
-                    product(rows, keys, dim, &qs, &ks, s, keys, 0, packs);
-                    for (int64_t i = 0; i < rows; i++) {
-                        top[i] = scale * highest(s + i * keys, first + i + 1);
-                    }
-                    causal_exp(s, rows, keys, first, scale, top);
-                    for (int64_t i = 0; i < rows; i++) {
-                        vec sum = {0};
-                        for (int64_t j = 0; j < keys; j += LANES) sum += load_some(s + i * keys + j, keys - j);
-                        total[i] = sum_lanes(sum);
-                        lse[head * n + base + first + i] = top[i] + logf(total[i]);
-                    }
-                    product(rows, dim, keys, &ps, &vs, mixed, dim, 0, packs);
-                    for (int64_t i = 0; i < rows; i++)
-                        for (int64_t j = 0; j < dim; j++)
-                            out[((base + first + i) * h + head) * dim + j] = mixed[i * dim + j] / total[i];
-                }
-            }
-        free(mixed);
-        free(s);
-        free(packs);
-    }
+    Attention x = {q, k, v, q_stride, k_stride, v_stride, start, documents, h, g, dim, scale};
+    attend(x, out, lse, NULL, NULL, NULL, NULL);
 }
 
-/* grad_q: N x H x K, grad_k and grad_v: N x G x K, zeroed by the caller; grad and out: N x H x K. */
-void attention_backward(const float *grad, const float *q, const float *k, const float *v, const float *out,
-                        const float *lse, int64_t q_stride, int64_t k_stride, int64_t v_stride, const int64_t *start,
-                        int64_t documents, int64_t h, int64_t g, int64_t dim, float scale, float *grad_q, float *grad_k,
-                        float *grad_v) {
-    int64_t n = start[documents], longest = 0;
-    for (int64_t t = 0; t < documents; t++)
-        longest = start[t + 1] - start[t] > longest ? start[t + 1] - start[t] : longest;
-#pragma omp parallel
-    {
-        Packs *packs = malloc(sizeof(Packs));
-        float *p = malloc(QUERIES * longest * sizeof(float)), *dp = malloc(QUERIES * longest * sizeof(float));
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int64_t t = 0; t < documents; t++)
-            for (int64_t kv = 0; kv < g; kv++)
-                for (int64_t head = kv * (h / g); head < (kv + 1) * (h / g); head++) {
-                    int64_t base = start[t], length = start[t + 1] - base;
-                    for (int64_t first = 0; first < length; first += QUERIES) {
-                        int64_t rows = length - first < QUERIES ? length - first : QUERIES, keys = first + rows;
-                        int64_t at = ((base + first) * h + head) * dim;
-                        const float *q_at = q + (base + first) * q_stride + head * dim;
-                        Operand qs = matrix(q_at, q_stride, 1), gs = matrix(grad + at, h * dim, 1);
-                        Operand ks = matrix(k + base * k_stride + kv * dim, k_stride, 1);
-                        Operand vs = matrix(v + base * v_stride + kv * dim, v_stride, 1);
-                        product(rows, keys, dim, &qs, &ks, p, keys, 0, packs);
-                        product(rows, keys, dim, &gs, &vs, dp, keys, 0, packs);
-                        causal_exp(p, rows, keys, first, scale, lse + head * n + base + first);
-                        for (int64_t i = 0; i < rows; i++) {
-                            float delta = 0;
-                            for (int64_t j = 0; j < dim; j++)
-                                delta += grad[at + i * h * dim + j] * out[at + i * h * dim + j];
-                            for (int64_t j = 0; j < keys; j += LANES) {
-                                vec d = load_some(dp + i * keys + j, keys - j) - delta;
-                                store_some(dp + i * keys + j, load_some(p + i * keys + j, keys - j) * d * scale, keys - j);
-                            }
-                        }
-                        Operand pt = matrix(p, 1, keys), st = matrix(dp, 1, keys), ss = matrix(dp, keys, 1);
-                        Operand gt = matrix(grad + at, 1, h * dim), qt = matrix(q_at, 1, q_stride);
-                        Operand kt = matrix(k + base * k_stride + kv * dim, 1, k_stride);
-                        product(keys, dim, rows, &pt, &gt, grad_v + (base * g + kv) * dim, g * dim, 1, packs);
-                        product(keys, dim, rows, &st, &qt, grad_k + (base * g + kv) * dim, g * dim, 1, packs);
-                        product(rows, dim, keys, &ss, &kt, grad_q + at, h * dim, 0, packs);
-                    }
-                }
-        free(dp);
-        free(p);
-        free(packs);
-    }
+void attention_backward(const float *grad, const float *q, const float *k, const float *v, float *out, float *lse,
+                        int64_t q_stride, int64_t k_stride, int64_t v_stride, const int64_t *start, int64_t documents,
+                        int64_t h, int64_t g, int64_t dim, float scale, float *grad_q, float *grad_k, float *grad_v) {
+    Attention x = {q, k, v, q_stride, k_stride, v_stride, start, documents, h, g, dim, scale};
+    attend(x, out, lse, grad, grad_q, grad_k, grad_v);
 }

@@ -75,9 +75,10 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def call(function: str, *arguments: Tensor | int | float | None) -> None:
-    """Call `function` of the library: tensors as pointers, ints as int64, floats as float32."""
+    """Call `function` of the library on torch's threads: tensors as pointers, ints as int64, floats as float32."""
     loaded = library()
     assert loaded is not None
+    loaded.use_threads(ctypes.c_int64(torch.get_num_threads()))
     getattr(loaded, function)(*(_converted(x) for x in arguments))
 
 
