@@ -9,6 +9,7 @@ transformers.
 
 import gc
 import logging
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -107,10 +108,17 @@ def free() -> None:
 
 
 def matrix_rate() -> float:
-    """FLOP/s of an 8192³ bfloat16 product on random data."""
+    """FLOP/s of an 8192³ bfloat16 product on random data, the median of 30 by the device's own clock."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    # Ten at a time, so that starting and stopping the clock costs nothing.
-    return 10 * 2 * 8192**3 / median_s(lambda: [a @ b for _ in range(10)], 5)
+    times_ms = []
+    for _ in range(35):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        a @ b
+        end.record()
+        torch.cuda.synchronize()
+        times_ms.append(start.elapsed_time(end))
+    return 2 * 8192**3 / (statistics.median(times_ms[5:]) / 1e3)
 
 
 def flops_per_token(config: ModelConfig, length: int, *, head: bool) -> float:

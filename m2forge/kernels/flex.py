@@ -69,7 +69,5 @@ def _compiled() -> Callable[..., Tensor]:
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """(1, heads, N, head dimension) each; compiled on its own unless the caller is being compiled already."""
-    attention: Callable[..., Tensor] = _compiled()
-    if torch.compiler.is_compiling():
-        attention = cast(Callable[..., Tensor], flex_attention)
+    attention = cast(Callable[..., Tensor], flex_attention) if torch.compiler.is_compiling() else _compiled()
     return attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

@@ -7,6 +7,17 @@ from m2forge.model.family import QK_NORM
 
 FAMILIES: tuple[FamilyName, ...] = ("minimax_m2", "llama", "qwen3", "qwen3_moe")
 
+SMALL = ModelConfig(
+    vocab_size=512,
+    hidden_size=128,
+    num_layers=4,
+    attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32, rotary_dim=16, rope_theta=1e5, qk_norm="flat"),
+    moe=MoEConfig(num_experts=8, top_k=2, intermediate_size=128),
+    max_context=1024,
+    num_mtp=1,
+)
+"""A native network for tests that need one and care little which; no preset, so that presets may change."""
+
 
 @st.composite
 def attentions(draw: st.DrawFn, family: FamilyName, num_layers: int) -> AttentionConfig:

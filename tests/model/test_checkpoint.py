@@ -20,16 +20,14 @@ from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.config import FamilyName, ModelConfig, WindowConfig
 from m2forge.model.family import to_public
-from m2forge.model.preset import PRESETS
 from m2forge.model.transformer import Transformer
-from tests.model.draw import FAMILIES, model_configs
+from tests.model.draw import FAMILIES, SMALL, model_configs
 from tests.model.peer import set_router_biases
 
 ROOT = Path(__file__).parent.parent.parent
-NANO = PRESETS["m2-nano"]
 
 
-def small_model(config: ModelConfig = NANO, dtype: torch.dtype = torch.float32, seed: int = 0) -> Transformer:
+def small_model(config: ModelConfig = SMALL, dtype: torch.dtype = torch.float32, seed: int = 0) -> Transformer:
     model = build(config, dtype=dtype, seed=seed)
     set_router_biases(model, std=0.1, seed=seed)
     return model
@@ -136,15 +134,15 @@ def test_public_only_holds_nothing_of_ours(tmp_path: Path) -> None:
     assert "m2forge" not in text
     assert not any("mtp" in name for name in load_file(tmp_path / "m" / "model.safetensors"))
     loaded = load_model(tmp_path / "m")
-    assert loaded.config == NANO.model_copy(update={"num_mtp": 0})
+    assert loaded.config == SMALL.model_copy(update={"num_mtp": 0})
     main = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("mtp.")}
     assert loaded.state_dict().keys() == main.keys()
     assert all(torch.equal(tensor, main[name]) for name, tensor in loaded.state_dict().items())
 
 
 def test_a_network_the_family_cannot_express_is_saved_for_us_alone(tmp_path: Path) -> None:
-    attention = NANO.attention.model_copy(update={"window": WindowConfig(size=8, layers=(0, 2), num_sinks=2)})
-    model = small_model(NANO.model_copy(update={"attention": attention}))
+    attention = SMALL.attention.model_copy(update={"window": WindowConfig(size=8, layers=(0, 2), num_sinks=2)})
+    model = small_model(SMALL.model_copy(update={"attention": attention}))
     with pytest.raises(CheckpointError, match=r"cannot express attention\.window"):
         save_model(model, tmp_path / "public", public_only=True)
     assert list(tmp_path.iterdir()) == []
@@ -199,7 +197,7 @@ def test_a_long_list_of_misfits_is_cut_and_counted(copy: Path) -> None:
 
 
 def test_redundant_tensors_of_older_exporters_are_tolerated(tmp_path: Path) -> None:
-    config = NANO.model_copy(update={"tied_head": True})
+    config = SMALL.model_copy(update={"tied_head": True})
     model = small_model(config)
     save_model(model, tmp_path / "m")
     tensors = load_file(tmp_path / "m" / "model.safetensors")
@@ -373,7 +371,7 @@ print((max(peak, anonymous_bytes()) - before) / held)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 def test_loading_takes_little_more_memory_than_the_model(saved: Path, tmp_path: Path, stored: str) -> None:
-    config = NANO.model_copy(update={"hidden_size": 1024, "vocab_size": 16_384, "num_mtp": 0})
+    config = SMALL.model_copy(update={"hidden_size": 1024, "vocab_size": 16_384, "num_mtp": 0})
     model = build(config, dtype=torch.bfloat16)
     save_model(model, tmp_path / "m", dtype=getattr(torch, stored), max_shard_bytes=50_000_000)
     result = subprocess.run(

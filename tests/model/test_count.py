@@ -9,8 +9,7 @@ from m2forge.model.build import build
 from m2forge.model.config import WindowConfig
 from m2forge.model.count import count, render
 from m2forge.model.preset import PRESETS
-
-NANO = PRESETS["m2-nano"]
+from tests.model.draw import SMALL
 
 
 def test_m2_has_the_released_sizes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,8 +32,8 @@ def test_json_holds_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_components_add_up_to_the_network() -> None:
-    report = count(NANO)
-    model = build(NANO)
+    report = count(SMALL)
+    model = build(SMALL)
     held = sum(tensor.numel() for tensor in model.state_dict().values())
     assert report.total_with_mtp == sum(part.total for part in report.components) == held
     assert report.total == held - sum(tensor.numel() for tensor in model.mtp.state_dict().values())
@@ -45,13 +44,13 @@ def test_components_add_up_to_the_network() -> None:
 
 
 def test_flops_follow_the_formula() -> None:
-    config = NANO.model_copy(update={"num_mtp": 0})
+    config = SMALL.model_copy(update={"num_mtp": 0})
     report = count(config, contexts=(512,))
     (cost,) = report.costs
     attention = 4 * 4 * 128 * 512 // 2  # layers · 4 · q_width · half the context
     assert cost.forward_flops == 2 * (report.active_in_layers + 512 * 128) + attention
     assert cost.training_flops == 3 * cost.forward_flops
-    (with_mtp,) = count(NANO, contexts=(512,)).costs
+    (with_mtp,) = count(SMALL, contexts=(512,)).costs
     assert with_mtp.forward_flops == cost.forward_flops
     block = report.active_in_layers // 4 + 2 * 128 * 128
     extra = 2 * (block + 512 * 128) + attention // 4
@@ -60,18 +59,18 @@ def test_flops_follow_the_formula() -> None:
 
 
 def test_a_tied_head_is_held_once_and_still_multiplied() -> None:
-    untied, tied = (count(NANO.model_copy(update={"tied_head": tied})) for tied in (False, True))
+    untied, tied = (count(SMALL.model_copy(update={"tied_head": tied})) for tied in (False, True))
     assert untied.total - tied.total == 512 * 128
     assert untied.costs == tied.costs
 
 
 def test_windowed_layers_stop_growing() -> None:
     window = WindowConfig(size=60, layers=(0, 1, 2), num_sinks=4)
-    config = NANO.model_copy(update={"attention": NANO.attention.model_copy(update={"window": window})})
+    config = SMALL.model_copy(update={"attention": SMALL.attention.model_copy(update={"window": window})})
     report = count(config, contexts=(1024,))
     assert report.cache_bytes_per_token == 256
     assert report.costs[0].cache_bytes == 256 * (1024 + 3 * 64)
-    assert report.costs[0].forward_flops < count(NANO, contexts=(1024,)).costs[0].forward_flops
+    assert report.costs[0].forward_flops < count(SMALL, contexts=(1024,)).costs[0].forward_flops
 
 
 def test_every_preset_is_described(capsys: pytest.CaptureFixture[str]) -> None:

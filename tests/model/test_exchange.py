@@ -15,9 +15,8 @@ from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.config import WindowConfig
 from m2forge.model.exchange import import_model
-from m2forge.model.preset import PRESETS
+from tests.model.draw import SMALL
 
-NANO = PRESETS["m2-nano"]
 COMPANIONS = {
     "tokenizer.json": "{}",
     "tokenizer_config.json": '{"a": 1}',
@@ -31,7 +30,7 @@ COMPANIONS = {
 def folder(tmp_path: Path) -> Path:
     """A model folder of ours, with multi-token prediction, a tokenizer, and files that are not the model's."""
     folder = tmp_path / "ours"
-    save_model(build(NANO), folder)
+    save_model(build(SMALL), folder)
     for name, text in {**COMPANIONS, "README.md": "x", "optimizer.pt": "x"}.items():
         (folder / name).write_text(text)
     config = json.loads((folder / "config.json").read_text())
@@ -79,14 +78,14 @@ def test_import_keeps_weights_companions_and_token_ids(
     assert names(dest) == {*COMPANIONS, "config.json", "model.safetensors"}
     assert json.loads((dest / "config.json").read_text())["eos_token_id"] == [2, 5]
     loaded, original = load_model(dest), load_model(folder)
-    assert loaded.config == NANO
+    assert loaded.config == SMALL
     for name, tensor in loaded.state_dict().items():
         assert tensor.dtype == (torch.float32 if name.endswith("router.bias") else torch.bfloat16)
         assert torch.equal(tensor, original.state_dict()[name].to(tensor.dtype)), name
 
 
 def test_what_transformers_saves_is_imported(tmp_path: Path) -> None:
-    save_model(build(NANO), tmp_path / "a", public_only=True)
+    save_model(build(SMALL), tmp_path / "a", public_only=True)
     AutoModelForCausalLM.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
     import_model(tmp_path / "b", tmp_path / "c")
     one, other = load_model(tmp_path / "a"), load_model(tmp_path / "c")
@@ -136,8 +135,8 @@ def test_bad_paths_exit_with_2_and_write_nothing(
 
 
 def test_a_network_that_cannot_be_expressed_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    attention = NANO.attention.model_copy(update={"window": WindowConfig(size=8, layers=(0,))})
-    save_model(build(NANO.model_copy(update={"attention": attention})), tmp_path / "ours")
+    attention = SMALL.attention.model_copy(update={"window": WindowConfig(size=8, layers=(0,))})
+    save_model(build(SMALL.model_copy(update={"attention": attention})), tmp_path / "ours")
     assert cli.main(["export", str(tmp_path / "ours"), str(tmp_path / "dest")]) == 2
     assert "cannot express attention.window" in capsys.readouterr().err
     assert names(tmp_path) == {"ours"}

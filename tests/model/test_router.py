@@ -10,10 +10,8 @@ from m2forge.kernels.cross_entropy import linear_cross_entropy
 from m2forge.kernels.expert import dispatch
 from m2forge.model.build import build
 from m2forge.model.config import ModelConfig, MoEConfig
-from m2forge.model.preset import PRESETS
 from m2forge.model.router import Router, aux_loss, max_violation, update_bias
-
-NANO = PRESETS["m2-nano"]
+from tests.model.draw import SMALL
 
 
 def router_of(hidden_size: int = 16, seed: int = 0, **fields: object) -> Router:
@@ -84,7 +82,7 @@ def test_the_bias_keeps_its_exact_value_when_the_model_falls_to_bfloat16(update:
     moe = MoEConfig.model_validate(
         {"num_experts": 8, "top_k": 2, "intermediate_size": 8, "bias_update": update, "aux_loss_weight": 0.01}
     )
-    model = build(NANO.model_copy(update={"moe": moe}))
+    model = build(SMALL.model_copy(update={"moe": moe}))
     exact = [set_bias(router, normal(8, seed=i, dtype=torch.float32) / 3) for i, router in enumerate(model.routers())]
     for cast in (model.bfloat16, lambda: model.to(torch.bfloat16), model.half):
         cast()
@@ -155,13 +153,13 @@ def test_the_auxiliary_loss_pushes_toward_balance() -> None:
 def test_an_idle_auxiliary_loss_leaves_no_trace() -> None:
     routing = router_of(aux_loss_weight=0.0)(normal(5, 16, dtype=torch.float32))
     assert not routing.affinity_E.requires_grad
-    assert build(NANO)(torch.tensor([[1, 2, 3]])).aux_loss is None
+    assert build(SMALL)(torch.tensor([[1, 2, 3]])).aux_loss is None
 
 
 def test_a_gradient_bias_learns_from_the_auxiliary_loss_alone() -> None:
-    assert NANO.moe is not None
-    moe = NANO.moe.model_copy(update={"bias_update": "gradient", "aux_loss_weight": 0.01})
-    model = build(NANO.model_copy(update={"moe": moe}))
+    assert SMALL.moe is not None
+    moe = SMALL.moe.model_copy(update={"bias_update": "gradient", "aux_loss_weight": 0.01})
+    model = build(SMALL.model_copy(update={"moe": moe}))
     names = [name for name, _ in model.named_parameters() if name.endswith("router.bias")]
     assert len(names) == 5  # four layers and one multi-token prediction module
     tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -187,7 +185,7 @@ def test_a_gradient_bias_learns_from_the_auxiliary_loss_alone() -> None:
 
 @pytest.mark.parametrize("update", ["sign", "none"])
 def test_other_biases_are_no_parameters(update: str) -> None:
-    model = build(ModelConfig.model_validate(NANO.model_dump(exclude_none=True) | {"moe": _moe(update)}))
+    model = build(ModelConfig.model_validate(SMALL.model_dump(exclude_none=True) | {"moe": _moe(update)}))
     assert not [name for name, _ in model.named_parameters() if name.endswith("bias")]
     model.update_router_biases(torch.arange(8).repeat(5, 1))
     moved = [bool(router.bias.any()) for router in model.routers() if router.bias is not None]
@@ -195,8 +193,8 @@ def test_other_biases_are_no_parameters(update: str) -> None:
 
 
 def _moe(update: str) -> dict[str, object]:
-    assert NANO.moe is not None
-    return NANO.moe.model_dump() | {"bias_update": update}
+    assert SMALL.moe is not None
+    return SMALL.moe.model_dump() | {"bias_update": update}
 
 
 def violation_after(num_steps: int, *, rate: float) -> float:
