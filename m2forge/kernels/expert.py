@@ -116,7 +116,7 @@ def _activate_backward(grad_SF: Tensor, h_SG: Tensor, weight_S: Tensor) -> tuple
     return grad_h_SG.to(h_SG.dtype), grad_weight_S, bare_SF.mul_(weight_S[:, None]).to(h_SG.dtype)
 
 
-# -- all at once, in native.c -----------------------------------------------------------------------------------------
+# -- all at once, in c/expert.c ---------------------------------------------------------------------------------------
 
 
 def _native_forward(

@@ -1,4 +1,4 @@
-"""The CPU kernels of native.c, compiled on first use by the machine's C compiler and kept in the user's cache.
+"""The CPU kernels of the folder c/, compiled on first use by the machine's C compiler and kept in the user's cache.
 
 Without a compiler, or with M2FORGE_NATIVE=0, `library()` is None and the torch twins serve. The file is built under a
 temporary name and renamed, so that processes starting together never load a half-written one.
@@ -18,8 +18,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("native.c")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
+FOLDER = Path(__file__).with_name("c")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+    "-Wl,-Bsymbolic",
+)
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +47,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def _built(compiler: str) -> Path:
-    source = SOURCE.read_bytes()
-    made_of = (source, compiler.encode(), " ".join(FLAGS).encode(), _cpu().encode())
+    sources = sorted(FOLDER.glob("*.[ch]"))
+    made_of = (*(path.read_bytes() for path in sources), compiler.encode(), " ".join(FLAGS).encode(), _cpu().encode())
     key = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
     target = _cache() / f"native-{key}.so"
     if not target.exists():
@@ -47,7 +56,7 @@ def _built(compiler: str) -> Path:
         handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".so")
         os.close(handle)
         try:
-            command = [compiler, *FLAGS, str(SOURCE), "-o", partial, "-lm"]
+            command = [compiler, *FLAGS, *(str(path) for path in sources if path.suffix == ".c"), "-o", partial, "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True)
             Path(partial).replace(target)
         finally:
@@ -70,8 +79,16 @@ def _cpu() -> str:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the native kernels take these tensors: float32 on a CPU, and a library to be had."""
+    """Whether the native kernels take these tensors: float32 on a CPU, outside compiled regions, with a compiler."""
+    if torch.compiler.is_compiling():
+        return False
     return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors) and library() is not None
+
+
+def head_contiguous(x_NHK: Tensor) -> Tensor:
+    """Each token's heads side by side, tokens at any distance: a slice of a joint projection needs no copy."""
+    is_so = x_NHK.stride(2) == 1 and x_NHK.stride(1) == x_NHK.shape[2]
+    return x_NHK if is_so else x_NHK.contiguous()
 
 
 def call(function: str, *arguments: Tensor | int | float | None) -> None:

@@ -9,12 +9,12 @@ from m2forge.kernels import native
 from m2forge.kernels.precision import raised
 
 _PARTIAL_ROWS = 252
-"""Rows per partial sum of the weight's gradient: ROWS of native.c."""
+"""Rows per partial sum of the weight's gradient: ROWS of c/row.c."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if native.serves(x, weight):
-        y: Tensor = _rms_norm(x, weight, eps)[0]
+        y: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return y
     return rms_norm_plain(x, weight, eps)
 
@@ -25,46 +25,25 @@ def rms_norm_plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return scaled.to(x.dtype) * weight
 
 
-@torch.library.custom_op("m2forge::rms_norm", mutates_args=())
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    x_RD = _rows(x)
-    y, scale_R = torch.empty(x.shape), torch.empty(x_RD.shape[0])
-    native.call("norm_forward", x_RD, weight, x_RD.stride(0), *x_RD.shape, eps, y, scale_R)
-    return y, scale_R
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x_RD = _rows(x)
+        y, scale_R = torch.empty(x.shape), torch.empty(x_RD.shape[0])
+        native.call("norm_forward", x_RD, weight, x_RD.stride(0), *x_RD.shape, eps, y, scale_R)
+        ctx.save_for_backward(x, weight, scale_R)
+        return y
 
-
-@_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel())
-
-
-@torch.library.custom_op("m2forge::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale_R: Tensor) -> tuple[Tensor, Tensor]:
-    x_RD, grad_x = _rows(x), torch.empty(x.shape)
-    partial = torch.empty(-(-x_RD.shape[0] // _PARTIAL_ROWS), x_RD.shape[1])
-    operands = (grad.contiguous(), x_RD, weight, scale_R)
-    native.call("norm_backward", *operands, x_RD.stride(0), *x_RD.shape, grad_x, partial)
-    return grad_x, partial.sum(0)
-
-
-@_rms_norm_backward.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, scale_R: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(weight)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale_R = ctx.saved_tensors
+        x_RD, grad_x = _rows(x), torch.empty(x.shape)
+        partial = torch.empty(-(-x_RD.shape[0] // _PARTIAL_ROWS), x_RD.shape[1])
+        operands = (grad.contiguous(), x_RD, weight, scale_R)
+        native.call("norm_backward", *operands, x_RD.stride(0), *x_RD.shape, grad_x, partial)
+        return grad_x, partial.sum(0), None
 
 
 def _rows(x: Tensor) -> Tensor:
     """(rows, D) with D contiguous and any distance between rows: a slice of a joint projection needs no copy."""
     return x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, x.shape[-1])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _ = inputs
-    ctx.save_for_backward(x, weight, output[1])
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_rms_norm_backward(grad, *ctx.saved_tensors), None
-
-
-_rms_norm.register_autograd(_backward, setup_context=_save)

@@ -16,7 +16,7 @@ from m2forge.kernels import native
 def rotate(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
     """The angles are in at least float32 and so is the rotation; the result has the type of `x_NHK`."""
     if native.serves(x_NHK, cos_NR, sin_NR):
-        turned: Tensor = _rotate(x_NHK, cos_NR, sin_NR, 1.0)
+        turned: Tensor = _Rotate.apply(x_NHK, cos_NR, sin_NR)  # type: ignore[no-untyped-call]
         return turned
     return rotate_plain(x_NHK, cos_NR, sin_NR)
 
@@ -29,27 +29,22 @@ def rotate_plain(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
     return torch.cat((*turned, rest), dim=-1)
 
 
-@torch.library.custom_op("m2forge::rotate", mutates_args=())
-def _rotate(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor, sign: float) -> Tensor:
-    x = x_NHK if x_NHK.stride(2) == 1 and x_NHK.stride(1) == x_NHK.shape[2] else x_NHK.contiguous()
+class _Rotate(torch.autograd.Function):
+    """A rotation's gradient turns back by the same angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_NR, sin_NR)
+        return _turn(x_NHK, cos_NR, sin_NR, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NHK: Tensor) -> tuple[Tensor, None, None]:
+        cos_NR, sin_NR = ctx.saved_tensors
+        return _turn(grad_NHK, cos_NR, sin_NR, -1.0), None, None
+
+
+def _turn(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor, sign: float) -> Tensor:
+    x = native.head_contiguous(x_NHK)
     y = torch.empty(x.shape)
     native.call("rotate", x, cos_NR, sin_NR, x.stride(0), *x.shape, cos_NR.shape[1], sign, y)
     return y
-
-
-@_rotate.register_fake
-def _(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor, sign: float) -> Tensor:
-    return x_NHK.new_empty(x_NHK.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, cos_NR, sin_NR, ctx.sign = inputs
-    ctx.save_for_backward(cos_NR, sin_NR)
-
-
-def _backward(ctx: Any, grad_NHK: Tensor) -> tuple[Tensor | None, ...]:
-    """A rotation's gradient turns back by the same angles."""
-    return _rotate(grad_NHK, *ctx.saved_tensors, -ctx.sign), None, None, None
-
-
-_rotate.register_autograd(_backward, setup_context=_save)
