@@ -40,6 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output left, as `| head` does; Python must not flush into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        # A path that the system refuses: no permission, no space, a name too long.
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"m2forge: error: {place}{error.strerror or error}; give a path that can be used", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -32,7 +32,14 @@ _LONGEST_VALUE = 80
 class Config(BaseModel):
     """Base of every configuration: strict, frozen, no unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        validate_default=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)

@@ -188,7 +188,7 @@ def test_a_none_that_toml_would_lose_is_refused() -> None:
         dump(Lossy(value=None))
 
 
-floats = st.floats(allow_nan=False)
+floats = st.floats(allow_nan=False, allow_infinity=False)
 sources = st.builds(Source, folder=st.text(min_size=1).map(Path), weight=floats)
 optimizers = st.builds(Optimizer, rate=floats, betas=st.tuples(floats, floats), name=st.sampled_from(["adamw", "sgd"]))
 runs = st.builds(

@@ -38,9 +38,9 @@ FORBIDDEN_WORDS = {"util", "utils", "helper", "helpers", "common", "misc", "mana
 MAX_HELP_S = 0.5
 
 
-def sources(root: Path, *folders: str) -> Iterator[Path]:
+def sources(root: Path, *folders: str, pattern: str = "*.py") -> Iterator[Path]:
     for folder in folders:
-        yield from sorted((root / folder).rglob("*.py"))
+        yield from sorted((root / folder).rglob(pattern))
 
 
 def parse(path: Path) -> ast.Module:
@@ -119,11 +119,13 @@ def name_breaches(root: Path) -> list[str]:
 
 def size_breaches(root: Path) -> list[str]:
     breaches = []
+    for pattern in ("*.py", "*.[ch]"):
+        for path in sources(root, *CODE_FOLDERS, pattern=pattern):
+            num_lines = len(path.read_text(encoding="utf-8").splitlines())
+            if num_lines > MAX_FILE_LINES:
+                breaches.append(f"{path.relative_to(root)}: {num_lines} lines, at most {MAX_FILE_LINES}")
     for path in sources(root, *CODE_FOLDERS):
         place = path.relative_to(root)
-        num_lines = len(path.read_text(encoding="utf-8").splitlines())
-        if num_lines > MAX_FILE_LINES:
-            breaches.append(f"{place}: {num_lines} lines, at most {MAX_FILE_LINES}")
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -204,6 +206,7 @@ PLANTED = [
     (name_breaches, "m2forge/model/tensor_utils.py", "", "'tensor_utils' names no thing"),
     (name_breaches, "m2forge/model/a.py", "class CacheManager:\n    pass\n", "'CacheManager' names no thing"),
     (size_breaches, "m2forge/model/a.py", "x = 1\n" * (MAX_FILE_LINES + 1), "401 lines, at most 400"),
+    (size_breaches, "m2forge/kernels/a.c", "int x;\n" * (MAX_FILE_LINES + 1), "a.c: 401 lines, at most 400"),
     (size_breaches, "m2forge/model/a.py", LONG_FUNCTION, "f has 81 lines, at most 80"),
     (torch_breaches, "m2forge/model/__init__.py", "import torch\n", "m2forge.model.config imports torch"),
     (target_breaches, "README.md", "```\nmake demo ARGS=1\n```\n", "README.md: make demo does not exist"),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from m2forge.kernels import native
 from m2forge.kernels.linear import linear_float32
@@ -44,7 +45,10 @@ def linear_cross_entropy(
     if not position_M.shape == target_M.shape == weight_M.shape:
         shapes = [tuple(x.shape) for x in (position_M, target_M, weight_M)]
         raise ValueError(f"positions, targets and weights differ in shape: {shapes}; give one of each per loss")
+    _check_targets(target_M, head_VD.shape[0])
     rows = chunk_rows(hidden_ND, head_VD, chunk_bytes)
+    if not torch.is_grad_enabled():
+        hidden_ND, head_VD = hidden_ND.detach(), head_VD.detach()
     inputs = (hidden_ND, head_VD, position_M, target_M, weight_M, float32_head, rows)
     loss, nll_M = _LinearCrossEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
     return loss, nll_M
@@ -53,6 +57,19 @@ def linear_cross_entropy(
 def linear_cross_entropy_plain(hidden_ND: Tensor, head_VD: Tensor, target_N: Tensor) -> Tensor:
     """The mean over every token with all logits at once: the twin that the chunked form must equal."""
     return F.cross_entropy(raised(hidden_ND @ head_VD.t()), target_N)
+
+
+def _check_targets(target_M: Tensor, vocab_size: int) -> None:
+    if target_M.dtype != torch.int64:
+        raise ValueError(f"targets are {target_M.dtype}; give token ids as torch.int64")
+    if target_M.is_cuda:
+        torch._assert_async(((target_M >= 0) & (target_M < vocab_size)).all())
+    elif target_M.numel() and not 0 <= int(target_M.min()) <= int(target_M.max()) < vocab_size:
+        lowest, highest = int(target_M.min()), int(target_M.max())
+        raise ValueError(
+            f"targets from {lowest} to {highest} leave the vocabulary of {vocab_size}; "
+            "leave positions without a loss out of position_M"
+        )
 
 
 def chunk_rows(hidden_ND: Tensor, head_VD: Tensor, chunk_bytes: int | None) -> int:
@@ -94,9 +111,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return torch.dot(nll_M, weight_M.to(precision)), nll_M
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors)
+        grads = (None if g is None else _scaled(g, grad) for g in ctx.saved_tensors)
         return *grads, None, None, None, None, None
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """The product rounded once: a factor rounded to bfloat16 first would bias every gradient alike."""
+    out = torch.empty_like(gradient)
+    for part, to in zip(gradient.split(1 << 14), out.split(1 << 14), strict=True):
+        to.copy_(raised(part) * factor)
+    return out
 
 
 def _nll_and_grad(logits_CV: Tensor, target_C: Tensor, weight_C: Tensor) -> tuple[Tensor, Tensor]:

@@ -124,9 +124,9 @@ def _native_forward(
 ) -> tuple[Tensor, Tensor]:
     x_ND, (num_experts, dim, width) = x_ND.contiguous(), w2_EDF.shape
     num_rows, (num_tokens, num_chosen) = order_S.shape[0], slot_NK.shape
-    h_SG, out_ND = torch.empty(num_rows, 2 * width), torch.empty(x_ND.shape)
+    h_SG, out_ND = x_ND.new_empty(num_rows, 2 * width), torch.empty_like(x_ND)
     sizes = (num_tokens, num_chosen, num_experts, dim, width)
-    where = (order_S // num_chosen, slot_NK, ends_E)
+    where = (order_S // num_chosen, slot_NK.contiguous(), ends_E)
     native.call("expert_forward", x_ND, w13_EGD, w2_EDF, weight_S, *where, *sizes, h_SG, out_ND)
     return out_ND, h_SG
 
@@ -146,9 +146,9 @@ def _native_backward(
     x_ND, grad_ND, (num_experts, dim, width) = x_ND.contiguous(), grad_ND.contiguous(), w2_EDF.shape
     num_tokens, num_chosen = slot_NK.shape
     grad_x_ND, grad_weight_S = torch.empty_like(x_ND), torch.empty_like(weight_S)
-    grad_w13, grad_w2 = (torch.empty(w.shape if for_matrices else 0) for w in (w13_EGD, w2_EDF))
+    grad_w13, grad_w2 = (w.new_empty(w.shape if for_matrices else 0) for w in (w13_EGD, w2_EDF))
     sizes = (num_tokens, num_chosen, num_experts, dim, width)
-    where = (order_S // num_chosen, slot_NK, ends_E)
+    where = (order_S // num_chosen, slot_NK.contiguous(), ends_E)
     grads = (grad_x_ND, *((grad_w13, grad_w2) if for_matrices else (None, None)), grad_weight_S)
     native.call("expert_backward", grad_ND, x_ND, w13_EGD, w2_EDF, weight_S, *where, h_SG, *sizes, *grads)
     return grad_x_ND, grad_w13, grad_w2, grad_weight_S.index_select(0, slot_NK.flatten()).view(slot_NK.shape)
@@ -162,8 +162,8 @@ def _expert_ffn(
     x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, order_S: Tensor, slot_NK: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor]:
     weight_S = weight_NK.flatten().index_select(0, order_S)
-    if native.serves(x_ND, w13_EGD, w2_EDF):
-        return _native_forward(x_ND, w13_EGD, w2_EDF, weight_S, order_S, slot_NK, ends_E)
+    if native.serves(x_ND, w13_EGD, w2_EDF, weight_NK):
+        return _native_forward(x_ND, w13_EGD.contiguous(), w2_EDF.contiguous(), weight_S, order_S, slot_NK, ends_E)
     h_SG = grouped_rows(_spread(x_ND, order_S, slot_NK), w13_EGD.transpose(1, 2), ends_E)
     y_SD = grouped_rows(_activate(h_SG, weight_S), w2_EDF.transpose(1, 2), ends_E)
     return _collect(y_SD, slot_NK), h_SG
@@ -190,9 +190,9 @@ def _expert_ffn_backward(
     for_matrices: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     weight_S = weight_NK.flatten().index_select(0, order_S)
-    if native.serves(x_ND, w13_EGD, w2_EDF):
-        where = (order_S, slot_NK, ends_E)
-        return _native_backward(grad_ND, x_ND, w13_EGD, w2_EDF, weight_S, *where, h_SG, for_matrices)
+    if native.serves(x_ND, w13_EGD, w2_EDF, weight_NK):
+        where, matrices = (order_S, slot_NK, ends_E), (w13_EGD.contiguous(), w2_EDF.contiguous())
+        return _native_backward(grad_ND, x_ND, *matrices, weight_S, *where, h_SG, for_matrices)
     grad_y_SD = _spread(grad_ND.contiguous(), order_S, slot_NK)
     grad_a_SF = grouped_rows(grad_y_SD, w2_EDF, ends_E)
     grad_h_SG, grad_weight_S, a_SF = _activate_backward(grad_a_SF, h_SG, weight_S)

@@ -23,6 +23,7 @@ FLAGS = (
     "-O3",
     "-march=native",
     "-fopenmp",
+    "-pthread",
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fPIC",
@@ -40,7 +41,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(_built(compiler)))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # no home folder is a RuntimeError
         detail = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
         _log.warning("the native CPU kernels cannot be built, the slower torch ones serve: %s", detail)
         return None
@@ -103,5 +104,7 @@ def _converted(x: Tensor | int | float | None) -> ctypes.c_void_p | ctypes.c_int
     if x is None:
         return ctypes.c_void_p(None)
     if isinstance(x, Tensor):
+        assert x.device.type == "cpu"
+        assert x.dtype in (torch.float32, torch.int32, torch.int64), f"{x.dtype} would be read as something else"
         return ctypes.c_void_p(x.data_ptr())
     return ctypes.c_int64(x) if isinstance(x, int) else ctypes.c_float(x)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from m2forge.kernels import native
 from m2forge.kernels.precision import raised
@@ -29,16 +30,18 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_RD = _rows(x)
-        y, scale_R = torch.empty(x.shape), torch.empty(x_RD.shape[0])
+        y, scale_R = x.new_empty(x.shape), x.new_empty(x_RD.shape[0])
+        weight = weight.contiguous()
         native.call("norm_forward", x_RD, weight, x_RD.stride(0), *x_RD.shape, eps, y, scale_R)
         ctx.save_for_backward(x, weight, scale_R)
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale_R = ctx.saved_tensors
-        x_RD, grad_x = _rows(x), torch.empty(x.shape)
-        partial = torch.empty(-(-x_RD.shape[0] // _PARTIAL_ROWS), x_RD.shape[1])
+        x_RD, grad_x = _rows(x), x.new_empty(x.shape)
+        partial = x.new_empty(-(-x_RD.shape[0] // _PARTIAL_ROWS), x_RD.shape[1])
         operands = (grad.contiguous(), x_RD, weight, scale_R)
         native.call("norm_backward", *operands, x_RD.stride(0), *x_RD.shape, grad_x, partial)
         return grad_x, partial.sum(0), None

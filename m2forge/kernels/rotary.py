@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from m2forge.kernels import native
 
@@ -38,6 +39,7 @@ class _Rotate(torch.autograd.Function):
         return _turn(x_NHK, cos_NR, sin_NR, 1.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_NHK: Tensor) -> tuple[Tensor, None, None]:
         cos_NR, sin_NR = ctx.saved_tensors
         return _turn(grad_NHK, cos_NR, sin_NR, -1.0), None, None
@@ -45,6 +47,6 @@ class _Rotate(torch.autograd.Function):
 
 def _turn(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor, sign: float) -> Tensor:
     x = native.head_contiguous(x_NHK)
-    y = torch.empty(x.shape)
-    native.call("rotate", x, cos_NR, sin_NR, x.stride(0), *x.shape, cos_NR.shape[1], sign, y)
+    y = x.new_empty(x.shape)
+    native.call("rotate", x, cos_NR.contiguous(), sin_NR.contiguous(), x.stride(0), *x.shape, cos_NR.shape[1], sign, y)
     return y

@@ -2,14 +2,18 @@
 
 import torch
 
+from m2forge.errors import ConfigError
 from m2forge.model.config import ModelConfig
 from m2forge.model.transformer import Transformer
 
 
 def skeleton(config: ModelConfig) -> Transformer:
     """On the meta device: shapes and names, no memory."""
-    with torch.device("meta"):
-        return Transformer(config)
+    try:
+        with torch.device("meta"):
+            return Transformer(config)
+    except RuntimeError as error:
+        raise ConfigError(f"a network of these sizes cannot be built: {str(error).splitlines()[0]}") from error
 
 
 def empty(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Transformer:

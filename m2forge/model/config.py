@@ -3,11 +3,16 @@
 A family fixes the public tensor names (family.py); everything that shapes the arithmetic is a field here.
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from m2forge.config import Config
+
+Size = Annotated[int, Field(gt=0, le=1 << 24)]
+"""A width or a count; what lies above the bound would overflow, not run."""
+Context = Annotated[int, Field(gt=0, le=1 << 40)]
+"""A length in tokens."""
 
 FamilyName = Literal["minimax_m2", "llama", "qwen3", "qwen3_moe"]
 
@@ -21,13 +26,13 @@ class RopeScaling(Config):
     """llama3: wavelengths longer than original_context / this are divided by `factor`."""
     high_frequency_factor: float = 4.0
     """llama3: wavelengths shorter than original_context / this are left alone."""
-    original_context: int = Field(default=8192, gt=0)
+    original_context: Context = 8192
 
 
 class WindowConfig(Config):
     """Hybrid sliding-window attention: the layers named here see `size` tokens back, the others everything."""
 
-    size: int = Field(gt=0)
+    size: Size
     """Tokens visible, the current one included."""
     layers: tuple[int, ...]
     num_sinks: int = Field(default=0, ge=0)
@@ -35,10 +40,10 @@ class WindowConfig(Config):
 
 
 class AttentionConfig(Config):
-    num_heads: int = Field(gt=0)
-    num_kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    rotary_dim: int = Field(gt=0)
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Size
+    rotary_dim: Size
     """Leading dimensions of a head that rotate; the rest carry no position."""
     rope_theta: float = Field(default=10_000.0, gt=0)
     rope_scaling: RopeScaling | None = None
@@ -64,9 +69,9 @@ class AttentionConfig(Config):
 
 
 class MoEConfig(Config):
-    num_experts: int = Field(gt=0)
-    top_k: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
+    num_experts: Size
+    top_k: Size
+    intermediate_size: Size
     scoring: Literal["sigmoid", "softmax"] = "sigmoid"
     normalize: bool = True
     """Divide the chosen experts' scores by their sum."""
@@ -92,20 +97,20 @@ class MoEConfig(Config):
 
 class ModelConfig(Config):
     family: FamilyName = "minimax_m2"
-    vocab_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    num_layers: int = Field(gt=0)
+    vocab_size: Size
+    hidden_size: Size
+    num_layers: Size
     attention: AttentionConfig
     moe: MoEConfig | None = None
-    intermediate_size: int | None = None
+    intermediate_size: Size | None = None
     """Width of dense feed-forward layers; needed when any layer is dense."""
     norm_eps: float = Field(default=1e-6, gt=0)
     tied_head: bool = False
     """The head is the embedding."""
     float32_head: bool = False
     """Logits are computed and kept in at least float32."""
-    max_context: int = Field(default=4096, gt=0)
-    num_mtp: int = Field(default=0, ge=0)
+    max_context: Context = 4096
+    num_mtp: int = Field(default=0, ge=0, le=64)
     """Multi-token prediction modules, chained."""
     init_std: float = Field(default=0.02, gt=0)
 

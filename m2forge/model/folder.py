@@ -1,7 +1,7 @@
 """Reading a Hugging Face model folder: config.json and safetensors, in one file or in shards behind an index.
 
-`open_folder` reads headers only. Tensors are then memory-mapped one at a time, FP8 weights dequantised on the way. What
-cannot be read is a CheckpointError that names the file.
+`FolderSource` reads headers only. Tensors are then memory-mapped one at a time, FP8 weights dequantised on the way.
+What cannot be read is a CheckpointError that names the file.
 """
 
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -109,7 +110,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist; a model folder needs it") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}; fetch it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, expected an object; fetch it again")
@@ -123,6 +124,9 @@ def _translate(path: Path, public: Mapping[str, Any]) -> ModelConfig:
         raise CheckpointError(f"{path}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"{path}: the key {error} is missing; add it or fetch the file again") from error
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, e['loc'])) or 'the network'}: {e['msg']}" for e in error.errors())
+        raise CheckpointError(f"{path}: a value cannot be used: {'; '.join(problems)}") from error
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         # The file is the user's: whatever its values break on the way is their error, not ours.
         raise CheckpointError(f"{path}: a value cannot be used: {error}") from error

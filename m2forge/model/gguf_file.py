@@ -140,7 +140,7 @@ class GGUFSource:
                 "other models are imported from their Hugging Face folder"
             )
         num_parts = self._metadata("split.count", 1)
-        if num_parts > 1:
+        if num_parts not in (0, 1):
             raise CheckpointError(f"{self.origin} is one of {num_parts} parts; merge them with llama-gguf-split first")
         for key in ("expert_count", "attention.sliding_window"):
             if self._number(key, 0):
@@ -167,7 +167,10 @@ class GGUFSource:
             return None
         if kind != "linear":
             raise CheckpointError(f"{self.origin}: rope.scaling.type {kind!r} is not supported; known: none, linear")
-        return RopeScaling(kind="linear", factor=self._float("rope.scaling.factor", 1.0))
+        factor = self._float("rope.scaling.factor", 1.0)
+        if not factor > 0:
+            raise CheckpointError(f"{self.origin}: rope.scaling.factor is {factor}, expected a number above 0")
+        return RopeScaling(kind="linear", factor=factor)
 
     def _with_rope_factors(self, config: ModelConfig) -> ModelConfig:
         """llama.cpp stores the llama3 scaling as one factor per frequency; this finds the settings that give them."""

@@ -23,7 +23,7 @@ from m2forge.model.config import ModelConfig
 from m2forge.model.ffn import Balance, MixtureFFN
 from m2forge.model.mtp import MTPModule, MTPSource, copied_module
 from m2forge.model.norm import RMSNorm
-from m2forge.model.plan import Attend, AttentionPlan, CausalRows
+from m2forge.model.plan import AttentionPlan, CausalRows
 from m2forge.model.rope import frequencies, rotation
 from m2forge.model.router import Router, aux_loss, update_bias
 
@@ -61,9 +61,13 @@ class Transformer(nn.Module):
         if plan is None:
             plan = CausalRows(*_rows(tokens), tokens.device)
         tokens_N = tokens.flatten()
+        if plan.position_N.shape != tokens_N.shape:
+            raise ValueError(f"the plan is for {plan.position_N.shape[0]} tokens, got {tokens_N.shape[0]}")
         embedding_ND = self.embedding(tokens_N)
         turn = rotation(plan.position_N, frequencies(self.config.attention, tokens.device), embedding_ND.dtype)
-        full, windowed = plan.bind(None), self._windowed(plan)
+        full = plan.bind(None)
+        window = self.config.attention.window
+        windowed = full if window is None else plan.bind(window)
         x_ND, balances = embedding_ND, []
         with _fastest_attention(tokens.device):
             for layer, block in enumerate(self.blocks):
@@ -84,9 +88,6 @@ class Transformer(nn.Module):
             flat: Tensor = linear_float32(hidden.flatten(0, -2), self.head_weight)
             return flat.view(*hidden.shape[:-1], -1)
         return F.linear(hidden, self.head_weight)
-
-    def _windowed(self, plan: AttentionPlan) -> Attend:
-        return plan.bind(self.config.attention.window)
 
     def _run(self, module: nn.Module, *inputs: object) -> tuple[Tensor, Balance | None]:
         if self.recompute == "block" and torch.is_grad_enabled():

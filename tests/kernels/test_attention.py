@@ -1,14 +1,17 @@
 """The native attention equals the plain form, document by document, values and gradients."""
 
+import shutil
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.kernels import native
 from m2forge.kernels.attention import document_attention, document_attention_plain
 
-needs_native = pytest.mark.skipif(native.library() is None, reason="no C compiler here: the plain form is all there is")
+needs_native = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="no C compiler here: the plain form is all there is"
+)
 
 
 @needs_native
@@ -46,23 +49,30 @@ def test_native_attention_equals_its_plain_twin(
 
 @needs_native
 def test_large_scores_neither_overflow_nor_lose_the_winner() -> None:
+    torch.manual_seed(0)
     q, k, v = (torch.randn(90, 2, 8) * scale for scale in (60.0, 60.0, 1.0))
     out = document_attention(q, k, v, [90], [None])
     expected = document_attention_plain(q.double(), k.double(), v.double(), [90], [None])
-    torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
+    # Scores of up to 30,000 carry an error of 30,000 · 2⁻²⁴ into the exponent.
+    torch.testing.assert_close(out.double(), expected, atol=5e-3, rtol=5e-3)
 
 
 @needs_native
 def test_result_does_not_depend_on_the_number_of_threads() -> None:
-    q, k, v = torch.randn(300, 4, 16, requires_grad=True), torch.randn(300, 2, 16), torch.randn(300, 2, 16)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(300, heads, 16, requires_grad=True) for heads in (4, 2, 2))
     threads = torch.get_num_threads()
     results = []
     for count in (1, 2):
         torch.set_num_threads(count)
-        q.grad = None
         out = document_attention(q, k, v, [100, 200], [None, None])
-        out.square().sum().backward()
-        results.append((out.detach(), q.grad))
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))))
     torch.set_num_threads(threads)
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
+
+
+def test_lengths_that_do_not_add_up_are_refused() -> None:
+    q, k, v = (torch.randn(10, 2, 4) for _ in range(3))
+    with pytest.raises(ValueError, match="documents of 48 tokens cannot explain 10 queries"):
+        document_attention(q, k, v, [4, 44], [None, None])

@@ -86,3 +86,37 @@ def test_no_positions_give_zero_loss_and_zero_gradients() -> None:
     assert nll.shape == (0,)
     assert hidden.grad is not None
     assert hidden.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("target", [-100, 3])
+def test_targets_outside_the_vocabulary_are_refused(target: int) -> None:
+    with pytest.raises(ValueError, match="leave the vocabulary of 3; leave positions without a loss out of position_M"):
+        linear_cross_entropy(torch.randn(2, 2), torch.randn(3, 2), torch.tensor([0, target]))
+
+
+def test_targets_of_another_type_are_refused() -> None:
+    with pytest.raises(ValueError, match="give token ids as"):
+        linear_cross_entropy(torch.randn(2, 2), torch.randn(3, 2), torch.zeros(2, dtype=torch.int32))
+
+
+def test_gradient_is_scaled_without_rounding_the_factor() -> None:
+    torch.manual_seed(0)
+    hidden, head, target = torch.randn(64, 16).bfloat16(), torch.randn(50, 16).bfloat16(), torch.randint(0, 50, (64,))
+    grads = []
+    for factor in (1.0, 0.3):
+        leaf = hidden.clone().requires_grad_()
+        (factor * linear_cross_entropy(leaf, head, target)[0]).backward()
+        assert leaf.grad is not None
+        grads.append(leaf.grad.double())
+    # 0.3 in bfloat16 is 0.30078; each product is rounded by itself, without a common bias.
+    assert (grads[1].norm() / grads[0].norm()).item() == pytest.approx(0.3, rel=5e-4)
+
+
+def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = torch.randn(9, 4, requires_grad=True)
+    products = []
+    monkeypatch.setattr(torch, "zeros_like", lambda *args, **kwargs: products.append(args))
+    with torch.no_grad():
+        loss, _ = linear_cross_entropy(torch.randn(3, 4), head, torch.tensor([1, 2, 3]))
+    assert not loss.requires_grad
+    assert products == []

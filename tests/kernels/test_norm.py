@@ -1,5 +1,6 @@
 """The native norm equals the plain one, values and gradients."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,3 +38,17 @@ def test_norm_equals_its_plain_twin(rows: int, dim: int, offset: int, heads: boo
 def test_bfloat16_and_float64_keep_their_type() -> None:
     for dtype in (torch.bfloat16, torch.float64):
         assert rms_norm(torch.randn(3, 8, dtype=dtype), torch.ones(8, dtype=dtype), 1e-6).dtype == dtype
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_torch_defaults_do_not_matter(default: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(700, 64, requires_grad=True), torch.randn(128)[::2]
+    expected = rms_norm_plain(x, weight, 1e-6)
+    torch.set_default_dtype(default)
+    try:
+        y = rms_norm(x, weight, 1e-6)
+        y.sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(y, expected)

@@ -1,7 +1,13 @@
 /* The experts of a mixture layer: gather, multiply, activate, multiply, sum. See expert.py for the formula. */
 #include "kernel.h"
 
-enum { ROWS = 252 }; /* rows of one expert that are worked on together */
+enum { ROWS = 252 };              /* rows of one expert that are worked on together */
+enum { KEPT_FLOATS = 1 << 24 };   /* results of up to 64 MiB lie in memory that is kept, larger ones are given back */
+
+static float *take_rows(int64_t count) { return count <= KEPT_FLOATS ? scratch(0, count) : take(count * sizeof(float)); }
+static void give_rows(float *rows, int64_t count) {
+    if (count > KEPT_FLOATS) free(rows);
+}
 
 typedef struct {
     int64_t expert, start, end;
@@ -9,7 +15,7 @@ typedef struct {
 
 /* At most ROWS rows of one expert each. */
 static Span *split(const int32_t *ends, int64_t num_experts, int64_t rows, int64_t *count) {
-    Span *spans = malloc((num_experts + ends[num_experts - 1] / rows + 1) * sizeof(Span));
+    Span *spans = take((num_experts + ends[num_experts - 1] / rows + 1) * sizeof(Span));
     int64_t start = 0;
     *count = 0;
     for (int64_t e = 0; e < num_experts; start = ends[e++])
@@ -34,11 +40,11 @@ void expert_forward(const float *x, const float *w13, const float *w2, const flo
                     const int64_t *slot, const int32_t *ends, int64_t n, int64_t k, int64_t e, int64_t d, int64_t f,
                     float *h, float *out) {
     int64_t count;
-    float *y = scratch(0, n * k * d);
+    float *y = take_rows(n * k * d);
     Span *spans = split(ends, e, ROWS, &count);
 #pragma omp parallel num_threads(threads)
     {
-        float *a = malloc(ROWS * f * sizeof(float));
+        float *a = scratch(1, ROWS * f);
 #pragma omp for schedule(dynamic)
         for (int64_t t = 0; t < count; t++) {
             Span span = spans[t];
@@ -56,10 +62,10 @@ void expert_forward(const float *x, const float *w13, const float *w2, const flo
             Operand as = matrix(a, f, 1);
             product(rows, d, f, &as, &down, y + span.start * d, d, 0);
         }
-        free(a);
     }
     free(spans);
     collect(y, slot, n, k, d, out);
+    give_rows(y, n * k * d);
 }
 
 /* Gradients of `rows` rows of one expert. grad_h (rows x 2F) and a (rows x F) are scratch and stay in the cache. */
@@ -86,7 +92,7 @@ void expert_backward(const float *grad, const float *x, const float *w13, const 
                      const int64_t *token, const int64_t *slot, const int32_t *ends, const float *h, int64_t n, int64_t k,
                      int64_t e, int64_t d, int64_t f, float *grad_x, float *grad_w13, float *grad_w2,
                      float *grad_weight) {
-    float *y = scratch(0, n * k * d);
+    float *y = take_rows(n * k * d);
 #pragma omp parallel num_threads(threads)
     {
         float *grad_h = scratch(1, ROWS * 4 * f), *a = grad_h + ROWS * 2 * f, *grad_a = a + ROWS * f;
@@ -116,4 +122,5 @@ void expert_backward(const float *grad, const float *x, const float *w13, const 
         }
     }
     collect(y, slot, n, k, d, grad_x);
+    give_rows(y, n * k * d);
 }

@@ -40,7 +40,11 @@ static inline Operand matrix(const float *base, int64_t i_stride, int64_t k_stri
 /* c[i, j] (+)= sum over k of a(i, k) b(j, k). */
 void product(int64_t m, int64_t n, int64_t depth, const Operand *a, const Operand *b, float *c, int64_t c_stride, int add);
 
-/* Memory of the calling thread, number 0, 1 or 2, kept between calls: fresh pages would cost more than the arithmetic. */
+/* malloc that never returns NULL. */
+void *take(int64_t bytes);
+
+/* Memory of the calling thread, number 0, 1 or 2, kept until the thread ends: fresh pages would cost more than the
+ * arithmetic on them. For small things only. */
 float *scratch(int which, int64_t count);
 
 static inline vec splat(float x) { return x - (vec){0}; }

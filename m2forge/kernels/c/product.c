@@ -1,22 +1,53 @@
 /* The matrix product, and the memory and thread count that a thread keeps. */
 #include "kernel.h"
 
+#include <pthread.h>
+#include <stdio.h>
+
 enum { KC = 256, NC = 384 }; /* depth and width of a packed block: it fits a second-level cache */
 
 _Thread_local int threads = 1;
 void use_threads(int64_t count) { threads = count; }
 
-float *scratch(int which, int64_t count) {
-    static _Thread_local struct {
-        float *memory;
-        int64_t count;
-    } kept[3];
-    if (kept[which].count < count) {
-        free(kept[which].memory);
-        kept[which].memory = malloc(count * sizeof(float));
-        kept[which].count = count;
+void *take(int64_t bytes) {
+    void *memory = malloc(bytes);
+    if (!memory) {
+        fprintf(stderr, "m2forge: the native kernels cannot have %lld bytes of memory\n", (long long)bytes);
+        abort();
     }
-    return kept[which].memory;
+    return memory;
+}
+
+typedef struct {
+    float *memory[3];
+    int64_t count[3];
+} Kept;
+
+static pthread_key_t kept_key;
+static pthread_once_t kept_once = PTHREAD_ONCE_INIT;
+
+static void drop_kept(void *of_thread) {
+    Kept *kept = of_thread;
+    for (int i = 0; i < 3; i++) free(kept->memory[i]);
+    free(kept);
+}
+
+static void make_key(void) { pthread_key_create(&kept_key, drop_kept); }
+
+float *scratch(int which, int64_t count) {
+    pthread_once(&kept_once, make_key);
+    Kept *kept = pthread_getspecific(kept_key);
+    if (!kept) {
+        kept = take(sizeof(Kept));
+        memset(kept, 0, sizeof(Kept));
+        pthread_setspecific(kept_key, kept);
+    }
+    if (kept->count[which] < count) {
+        free(kept->memory[which]);
+        kept->memory[which] = take(count * sizeof(float));
+        kept->count[which] = count;
+    }
+    return kept->memory[which];
 }
 
 typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
