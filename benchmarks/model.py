@@ -19,10 +19,12 @@ from torch import Tensor
 from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
 from m2forge.kernels.cross_entropy import linear_cross_entropy
+from m2forge.model.block import Block
 from m2forge.model.build import build
 from m2forge.model.config import ModelConfig
 from m2forge.model.count import count
 from m2forge.model.family import to_public
+from m2forge.model.ffn import MixtureFFN
 from m2forge.model.preset import preset
 from m2forge.model.transformer import Transformer
 
@@ -56,12 +58,16 @@ def peer(config: ModelConfig, ours: Transformer, experts: str) -> MiniMaxM2ForCa
     dtype, device = ours.embedding.weight.dtype, ours.embedding.weight.device
     hf_config = MiniMaxM2Config(**public, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     with device:
-        model = MiniMaxM2ForCausalLM._from_config(hf_config, experts_implementation=experts, dtype=dtype)
+        model: MiniMaxM2ForCausalLM = MiniMaxM2ForCausalLM._from_config(  # type: ignore[no-untyped-call]
+            hf_config, experts_implementation=experts, dtype=dtype
+        )
     q, kv = config.attention.q_width, config.attention.kv_width
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(ours.embedding.weight)
         model.lm_head.weight.copy_(ours.head_weight)
         for theirs, block in zip(model.model.layers, ours.blocks, strict=True):
+            assert isinstance(block, Block)
+            assert isinstance(block.ffn, MixtureFFN)
             attention = theirs.self_attn
             for projection, rows in zip(
                 (attention.q_proj, attention.k_proj, attention.v_proj),
@@ -73,7 +79,8 @@ def peer(config: ModelConfig, ours: Transformer, experts: str) -> MiniMaxM2ForCa
             theirs.mlp.gate.weight.copy_(block.ffn.router.weight)
             theirs.mlp.experts.gate_up_proj.copy_(block.ffn.w13)
             theirs.mlp.experts.down_proj.copy_(block.ffn.w2)
-    return model.train()
+    model.train()
+    return model
 
 
 def peer_step(model: MiniMaxM2ForCausalLM, tokens_BL: Tensor, *, compiled: bool = False) -> Step:
@@ -118,7 +125,7 @@ def matrix_rate() -> float:
         end.record()
         torch.cuda.synchronize()
         times_ms.append(start.elapsed_time(end))
-    return 2 * 8192**3 / (statistics.median(times_ms[5:]) / 1e3)
+    return float(2 * 8192**3 / (statistics.median(times_ms[5:]) / 1e3))
 
 
 def flops_per_token(config: ModelConfig, length: int, *, head: bool) -> float:
@@ -135,12 +142,12 @@ def mini(rate: float) -> list[Bar]:
     ours = build(config, "cuda", torch.bfloat16)
     results: dict[str, Measured] = {}
     for name in ("transformers, compiled whole", "transformers, compiled by layer"):
-        model, whole = peer(config, ours, "grouped_mm"), name.endswith("whole")
-        if not whole:
+        model, at_once = peer(config, ours, "grouped_mm"), name.endswith("whole")
+        if not at_once:
             for layer in model.model.layers:
                 layer.compile()
         ours.to("cpu")  # each is measured with only its own weights on the device
-        step = peer_step(model, tokens, compiled=whole)
+        step = peer_step(model, tokens, compiled=at_once)
         results[name] = measure(step, 8)
         del model, step
         free()

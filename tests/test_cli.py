@@ -97,7 +97,7 @@ def test_reader_that_leaves_early_is_no_error() -> None:
 
 
 def test_a_path_that_the_system_refuses_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["params", "a" * 300]) == 2
+    assert cli.main(["params", "a" * 300]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("m2forge: error: aaa")
     assert "File name too long" in line
