@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from m2forge.kernels.expert import dispatch, expert_ffn, expert_ffn_plain
 from m2forge.kernels.grouped import grouped_rows, grouped_weights
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}
-"""Relative to the norm: a few roundings of each type."""
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
+"""Relative to the norm plus 1 per entry, the size of what is summed: an entry may cancel to nothing, its error not."""
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     expected = expected.to(torch.float64)
     error = (actual.to(torch.float64) - expected).norm()
-    assert error <= TOLERANCE[dtype] * (expected.norm() + 1e-12)
+    assert error <= TOLERANCE[dtype] * (expected.norm() + expected.numel() ** 0.5)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
