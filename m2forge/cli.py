@@ -25,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _refuse_unknown_command(arguments)
         args = _make_parser().parse_args(arguments)
+        # torch's CPU allocator reads this when it is loaded: keep freed memory for a second, since a training step
+        # takes the same amount again at once.
+        os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
         from m2forge.observe.log import set_up_logging
 
         set_up_logging()
@@ -82,6 +85,54 @@ def command_export(args: argparse.Namespace) -> None:
     print(f'next: transformers.AutoModelForCausalLM.from_pretrained("{args.dest}")')
 
 
+def command_corpus(args: argparse.Namespace) -> None:
+    from m2forge.config import load
+    from m2forge.corpus.config import CorpusConfig
+
+    config = load(CorpusConfig, args.config, args.set)
+    from m2forge.corpus.build import build_corpus
+
+    print("\n".join(build_corpus(config, args.dest, num_workers=args.workers).lines()))
+    print(f"next: m2forge pretrain CONFIG --set corpus={args.dest}")
+
+
+def command_pretrain(args: argparse.Namespace) -> None:
+    from m2forge.config import load
+    from m2forge.pretrain.config import PretrainConfig
+
+    config = load(PretrainConfig, args.config, args.set)
+    from m2forge.pretrain.stage import run_pretrain
+
+    folder = run_pretrain(config, args.runs)
+    print(f"wrote {folder}; metrics in {folder.parent / 'metrics.jsonl'}")
+    print(f"next: m2forge sft CONFIG --set model={folder}, or m2forge eval CONFIG --set model={folder}")
+
+
+def command_sft(args: argparse.Namespace) -> None:
+    from m2forge.config import load
+    from m2forge.sft.config import SFTConfig
+
+    config = load(SFTConfig, args.config, args.set)
+    from m2forge.sft.stage import run_sft
+
+    folder = run_sft(config, args.runs)
+    print(f"wrote {folder}; metrics in {folder.parent / 'metrics.jsonl'}")
+    print(f"next: m2forge eval CONFIG --set model={folder}")
+
+
+def command_eval(args: argparse.Namespace) -> None:
+    from m2forge.config import load
+    from m2forge.evaluate.config import EvalConfig
+
+    config = load(EvalConfig, args.config, args.set)
+    from rich.console import Console
+
+    from m2forge.evaluate.run import run_eval
+
+    run_eval(config, console=Console())
+    print(f"wrote {config.output}: the report, the table and the plots")
+
+
 def _add_params(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a preset, a TOML file or a model folder")
     parser.add_argument("--layers", type=int, metavar="N", help="count a slice of N layers")
@@ -106,6 +157,24 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="largest file (default: 5)")
 
 
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="the TOML file that describes what to do")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
+
+
+def _add_corpus(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("dest", type=Path, metavar="DEST", help="the folder to write; a killed build goes on")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """One row of the command table."""
@@ -120,6 +189,10 @@ COMMANDS = {
     "presets": Command("list the model presets", _add_presets, command_presets),
     "import": Command("bring a published model into a model folder", _add_import, command_import),
     "export": Command("write a model folder in the Hugging Face layout", _add_export, command_export),
+    "corpus": Command("build token shards from documents", _add_corpus, command_corpus),
+    "pretrain": Command("train a base model over a corpus, or go on with it", _add_run, command_pretrain),
+    "sft": Command("fine-tune a model on trajectories, or go on with it", _add_run, command_sft),
+    "eval": Command("measure a model: a table and plots", _add_config, command_eval),
 }
 
 

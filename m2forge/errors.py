@@ -24,6 +24,18 @@ class RecordError(M2ForgeError, ValueError):
     """A record with a field that cannot be true."""
 
 
+class FormatError(M2ForgeError, ValueError):
+    """Messages that a chat format cannot express, or a chat template that fails on them."""
+
+
+class DataError(M2ForgeError, ValueError):
+    """A document, line or archive that cannot be read; the text names file and line."""
+
+
+class TrainingError(M2ForgeError, ArithmeticError):
+    """A run that cannot go on: its numbers are no longer finite."""
+
+
 class NotFoundError(M2ForgeError, LookupError):
     """A name that stands for nothing: a preset, a command, a file."""
 

@@ -23,6 +23,8 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 LOGPROB_SLACK = 1e-4
 """A log-probability may exceed 0 by this much: the rounding of a float32 log-softmax over a large vocabulary."""
+NO_TARGET = -1
+"""In `Pack.targets`: nothing is learnt from what this token predicts."""
 
 
 class Domain(StrEnum):
@@ -189,6 +191,31 @@ class Group:
             _refuse(record, "episodes", repeated, "expected each episode once")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pack:
+    """Documents laid end to end, as a network takes them: each sees itself alone."""
+
+    tokens: IntArray
+    targets: IntArray
+    """For each token the one it should predict, or NO_TARGET."""
+    lengths: IntArray
+    """Tokens of each document; they add up to all tokens."""
+    tags: IntArray
+    """What each document counts as in metrics, such as the index of its domain."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "lengths", "tags"):
+            object.__setattr__(self, name, _int_array("Pack", name, getattr(self, name)))
+        object.__setattr__(self, "targets", _int_array("Pack", "targets", self.targets, least=NO_TARGET))
+        if self.targets.size != self.tokens.size:
+            _refuse("Pack", "targets", f"{self.targets.size} values", f"expected one per token, {self.tokens.size}")
+        if self.tags.size != self.lengths.size:
+            _refuse("Pack", "tags", f"{self.tags.size} values", f"expected one per document, {self.lengths.size}")
+        if not self.lengths.size or self.lengths.min() < 1 or self.lengths.sum() != self.tokens.size:
+            expected = f"expected lengths that add up to {self.tokens.size} tokens"
+            _refuse("Pack", "lengths", self.lengths[:8].tolist(), expected)
+
+
 def _refuse(record: str, name: str, value: object, expected: str) -> NoReturn:
     raise RecordError(f"{record}: {name}: {expected}, received {value!r}")
 
@@ -210,14 +237,14 @@ def _require_json(record: str, name: str, value: Mapping[str, JsonValue]) -> Non
         raise RecordError(f"{record}: {name}: expected JSON values only ({error})") from error
 
 
-def _int_array(record: str, name: str, values: npt.ArrayLike) -> IntArray:
+def _int_array(record: str, name: str, values: npt.ArrayLike, least: int = 0) -> IntArray:
     """A read-only int32 copy; one that is read-only int32 already is kept."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         _refuse(record, name, f"shape {array.shape} of {array.dtype}", "expected a row of integers")
-    if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
-        bad = array[(array < 0) | (array > np.iinfo(np.int32).max)][0]
-        _refuse(record, name, int(bad), "expected integers from 0 to 2147483647")
+    if array.size and (array.min() < least or array.max() > np.iinfo(np.int32).max):
+        bad = array[(array < least) | (array > np.iinfo(np.int32).max)][0]
+        _refuse(record, name, int(bad), f"expected integers from {least} to 2147483647")
     return _freeze(array, np.int32)
 
 

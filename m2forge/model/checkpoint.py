@@ -52,11 +52,17 @@ def save_model(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     public_only: bool = False,
+    companions: tuple[Path, ...] = (),
 ) -> Written:
-    """Write `model` to `folder`, which must not exist or be empty. `public_only` leaves out all that is ours alone
-    and refuses a network that the public family cannot express."""
+    """Write `model` to `folder`, which must not exist or be empty, with copies of `companions` beside the weights.
+    `public_only` leaves out all that is ours alone and refuses a network that the public family cannot express."""
     return write_model(
-        ModelSource(model), folder, dtype=dtype, max_shard_bytes=max_shard_bytes, public_only=public_only
+        ModelSource(model),
+        folder,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        public_only=public_only,
+        companions=companions,
     )
 
 

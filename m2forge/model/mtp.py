@@ -23,7 +23,7 @@ from m2forge.model.norm import RMSNorm
 from m2forge.model.plan import Attend
 from m2forge.model.rope import Rotation
 
-MTPSource = Literal["main", "mtp1"]
+MTPSource = Literal["main", "mtp1", "random"]
 
 
 class MTPModule(nn.Module):

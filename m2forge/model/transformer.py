@@ -107,15 +107,18 @@ class Transformer(nn.Module):
 
     def init_weights(self, seed: int = 0) -> None:
         """Matrices normal with `init_std`, norms 1, biases 0; drawn on the device the weights are on."""
+        self._draw(self, seed)
+
+    def _draw(self, module: nn.Module, seed: int) -> None:
         generator = torch.Generator(self.embedding.weight.device).manual_seed(seed)
-        for name, parameter in self.named_parameters():
+        for name, parameter in module.named_parameters():
             if parameter.dim() > 1:
                 parameter.data.normal_(0.0, self.config.init_std, generator=generator)
             else:
                 parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
-        for router in self.routers():
-            if router.bias is not None:
-                router.bias.data.zero_()
+        for part in module.modules():
+            if isinstance(part, Router) and part.bias is not None:
+                part.bias.data.zero_()
 
     def compile_blocks(self) -> None:
         """Compile each block on its own: one graph serves all layers of a shape."""
@@ -135,8 +138,9 @@ class Transformer(nn.Module):
             if router.bias is not None and learns:
                 update_bias(router.bias, load_E, router.config.bias_rate)
 
-    def expand_mtp(self, num_modules: int, source: MTPSource = "main") -> None:
-        """Lengthen the chain to `num_modules` by copies; the modules there are stay as they are."""
+    def expand_mtp(self, num_modules: int, source: MTPSource = "main", seed: int = 0) -> None:
+        """Lengthen the chain to `num_modules` by copies, or by fresh weights drawn with `seed`; the modules there are
+        stay as they are."""
         if not self.mtp:
             raise ValueError("there is no first module to copy projection and norms from; start with num_mtp = 1")
         if num_modules < len(self.mtp):
@@ -144,8 +148,11 @@ class Transformer(nn.Module):
         first, last = self.mtp[0], self.blocks[-1]
         assert isinstance(first, MTPModule)
         assert isinstance(last, Block)
-        for _ in range(len(self.mtp), num_modules):
-            self.mtp.append(copied_module(first, last, self.norm, source))
+        for index in range(len(self.mtp), num_modules):
+            module = copied_module(first, last, self.norm, source)
+            if source == "random":
+                self._draw(module, seed + index)
+            self.mtp.append(module)
         self.config = self.config.model_copy(update={"num_mtp": num_modules})
 
     def freeze_main(self, frozen: bool = True) -> None:

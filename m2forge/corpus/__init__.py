@@ -1,0 +1,1 @@
+"""Documents to scored, deduplicated, mixed token shards, and their readers."""

@@ -1,0 +1,81 @@
+"""What reading gives: documents, and the problems met on the way, counted by kind with the first places of each."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from m2forge.errors import DataError
+from m2forge.records import JsonValue
+
+MAX_EXAMPLES = 5
+"""Places named per kind of problem."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    text: bytes
+    """UTF-8, whole."""
+    name: str
+    """For a file of a folder, its path below the source; else empty."""
+
+
+class ProblemKind(StrEnum):
+    NOT_JSON = "not_json"
+    NOT_OBJECT = "not_object"
+    MISSING_KEY = "missing_key"
+    NOT_TEXT = "not_text"
+    """The value under the key is no string."""
+    NOT_UTF8 = "not_utf8"
+    TRUNCATED = "truncated"
+    """An archive that ends early; what came before is used."""
+    UNREADABLE = "unreadable"
+    """A file or stretch of it that its format's library refuses."""
+    NO_TEXT = "no_text"
+    """A PDF without any text: scanned pages."""
+
+
+class Problems:
+    """Counts problems; with `strict` the first one is raised as a `DataError` instead."""
+
+    def __init__(self, strict: bool = False) -> None:
+        self.counts: Counter[ProblemKind] = Counter()
+        self.examples: dict[ProblemKind, list[str]] = {}
+        self._strict = strict
+
+    def add(self, kind: ProblemKind, place: str, detail: str) -> None:
+        """`place` is FILE or FILE:LINE."""
+        if self._strict:
+            raise DataError(f"{place}: {detail}; mend or remove it, or set strict = false to leave such input out")
+        self.counts[kind] += 1
+        self._keep(kind, [f"{place}: {detail}"])
+
+    def merge(self, other: "Problems") -> None:
+        self.counts.update(other.counts)
+        for kind, places in other.examples.items():
+            self._keep(kind, places)
+
+    @property
+    def total(self) -> int:
+        return self.counts.total()
+
+    def to_json(self) -> dict[str, JsonValue]:
+        kinds = sorted(self.counts)
+        return {kind.value: {"count": self.counts[kind], "first": self.examples[kind]} for kind in kinds}
+
+    @classmethod
+    def from_json(cls, data: JsonValue) -> "Problems":
+        problems = cls()
+        assert isinstance(data, Mapping)
+        for name, entry in data.items():
+            assert isinstance(entry, Mapping)
+            kind, count, places = ProblemKind(name), entry["count"], entry["first"]
+            assert isinstance(count, int)
+            assert isinstance(places, list)
+            problems.counts[kind] = count
+            problems.examples[kind] = [str(place) for place in places]
+        return problems
+
+    def _keep(self, kind: ProblemKind, places: Iterable[str]) -> None:
+        kept = self.examples.setdefault(kind, [])
+        kept += list(places)[: MAX_EXAMPLES - len(kept)]

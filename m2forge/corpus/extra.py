@@ -1,0 +1,72 @@
+"""The libraries of the extra `corpus`, imported where they are used, with the exceptions that broken files raise."""
+
+import importlib
+import logging
+import struct
+import zlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from m2forge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pyarrow import CompressedInputStream
+    from pyarrow.parquet import ParquetFile
+    from pypdf import PdfReader
+
+
+class Parquet:
+    def __init__(self, arrow: ModuleType, module: ModuleType) -> None:
+        self.ParquetFile: type[ParquetFile] = module.ParquetFile
+        self.errors: tuple[type[Exception], ...] = (arrow.lib.ArrowException, OSError)
+
+
+class Zstd:
+    def __init__(self, arrow: ModuleType) -> None:
+        self._arrow = arrow
+
+    def open(self, path: str) -> "CompressedInputStream":
+        return self._arrow.CompressedInputStream(self._arrow.OSFile(path, "rb"), "zstd")
+
+
+class Pdf:
+    def __init__(self, module: ModuleType) -> None:
+        self.PdfReader: type[PdfReader] = module.PdfReader
+        # What the library raises on a broken file is whatever its parser meets first.
+        self.errors: tuple[type[Exception], ...] = (
+            module.errors.PyPdfError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            NotImplementedError,
+            OSError,
+            RecursionError,
+            struct.error,
+            TypeError,
+            ValueError,
+            zlib.error,
+        )
+
+
+def parquet() -> Parquet:
+    return Parquet(_library("pyarrow", "Parquet files"), _library("pyarrow.parquet", "Parquet files"))
+
+
+def zstd() -> Zstd:
+    return Zstd(_library("pyarrow", ".zst files"))
+
+
+def pdf() -> Pdf:
+    # It logs every oddity of a file; what cannot be read is counted and reported by us.
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)
+    module = _library("pypdf", "PDF files")
+    _library("pypdf.errors", "PDF files")
+    return Pdf(module)
+
+
+def _library(name: str, purpose: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise ConfigError(f"{purpose} need {package}, which is missing: pip install 'm2forge[corpus]'") from error

@@ -1,0 +1,166 @@
+"""Long samples out of the kept training documents, for the stages that extend the context.
+
+Three ways: the code files of a repository joined so that imported files come first; documents that are long by
+themselves; documents on the same topic joined. In a joined sample each document still ends with the end-of-text token,
+and a code file begins with a comment that names it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from m2forge.corpus.config import LongConfig
+from m2forge.corpus.dependency import dependency_order
+from m2forge.corpus.kept import Kept, KeptPart
+from m2forge.corpus.topic import NUM_PLACES, group
+from m2forge.records import IntArray
+from m2forge.text.tokenizer import Tokenizer
+
+Tokens = npt.NDArray[np.integer]
+
+_MAX_GROUPS = 1024
+_HASH_COMMENTS = (".py", ".pyi", ".pyx", ".sh", ".rb", ".r", ".jl", ".pl", ".ps1", ".ex", ".exs", ".coffee")
+
+
+@dataclass(frozen=True, slots=True)
+class LongSample:
+    domain: str
+    tokens: list[Tokens]
+    """Stretches that follow each other."""
+
+
+def long_samples(config: LongConfig, kept: Kept, tokenizer: Tokenizer, work: Path) -> Iterator[LongSample]:
+    """All long samples in a fixed order. `work` is a folder for what memory should not hold."""
+    if config.natural:
+        yield from _natural(config, kept)
+    if config.code:
+        yield from _code(config, kept, tokenizer)
+    if config.related:
+        for index, domain in enumerate(kept.domains):
+            if domain != "code":
+                yield from _related(config, kept, index, work)
+
+
+def _natural(config: LongConfig, kept: Kept) -> Iterator[LongSample]:
+    for part in kept.parts():
+        long_enough = np.diff(part.tokens.offsets) >= config.min_tokens
+        for index in np.flatnonzero(long_enough & ~part.is_held_out).tolist():
+            yield LongSample(kept.domains[part.domain[index]], [part.tokens[index]])
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    part: int
+    index: int
+    num_tokens: int
+
+
+def _code(config: LongConfig, kept: Kept, tokenizer: Tokenizer) -> Iterator[LongSample]:
+    repository: tuple[int, tuple[str, ...]] | None = None
+    files: dict[str, _File] = {}
+    for key, name, file in _code_files(config, kept):
+        if key != repository:
+            yield from _repository(config, kept, tokenizer, files)
+            repository, files = key, {}
+        files[name] = file
+    yield from _repository(config, kept, tokenizer, files)
+
+
+def _code_files(config: LongConfig, kept: Kept) -> Iterator[tuple[tuple[int, tuple[str, ...]], str, _File]]:
+    """Repository, name and place of every code file. Sources are read in order, so a repository's stand together."""
+    if "code" not in kept.domains:
+        return
+    code = kept.domains.index("code")
+    for part in kept.parts():
+        source = part.scanned.count("source")
+        names = part.scanned.texts("name")
+        lengths = np.diff(part.tokens.offsets)
+        for index in np.flatnonzero((part.domain == code) & ~part.is_held_out).tolist():
+            name = names.text(int(part.row[index]))
+            if name:
+                folders = tuple(name.split("/")[:-1])
+                yield (source, folders[: config.repository_depth]), name, _File(part.index, index, int(lengths[index]))
+
+
+def _repository(config: LongConfig, kept: Kept, tokenizer: Tokenizer, files: dict[str, _File]) -> Iterator[LongSample]:
+    if sum(file.num_tokens for file in files.values()) < config.min_tokens or len(files) < 2:
+        return
+    texts = {}
+    for name, file in files.items():
+        part: KeptPart = kept.part(file.part)
+        texts[name] = part.scanned.texts("text").text(int(part.row[file.index]))
+    stretches: list[Tokens] = []
+    filled, num_files = 0, 0
+    for name in dependency_order(texts):
+        mark = "#" if name.lower().endswith(_HASH_COMMENTS) else "//"
+        header = np.array(tokenizer.encode(f"{mark} {name}\n"))
+        tokens = kept.part(files[name].part).tokens[files[name].index]
+        size = len(header) + len(tokens)
+        if filled + size > config.max_tokens:
+            if filled >= config.min_tokens and num_files > 1:
+                yield LongSample("code", stretches)
+            stretches, filled, num_files = [], 0, 0
+        if size <= config.max_tokens:
+            stretches += [header, tokens]
+            filled += size
+            num_files += 1
+    if filled >= config.min_tokens and num_files > 1:
+        yield LongSample("code", stretches)
+
+
+def _related(config: LongConfig, kept: Kept, domain: int, work: Path) -> Iterator[LongSample]:
+    """Groups of one domain's shorter documents, closest groups first, until the share of its tokens is reached."""
+    path = work / f"sketch-{kept.domains[domain]}.bin"
+    place, length, total = _write_sketches(config, kept, domain, path)
+    num_tokens = int(length.sum(dtype=np.int64))
+    if num_tokens < config.min_tokens:
+        return
+    sketches = np.memmap(path, np.int8, mode="r").reshape(-1, NUM_PLACES)
+    num_groups = max(1, min(_MAX_GROUPS, num_tokens // config.max_tokens, len(place) // 4))
+    member, likeness = group(sketches, num_groups)
+    order = np.lexsort((-likeness, member)).astype(np.int32)
+    chosen = _packs(config, member[order], length[order])
+    close = [float(likeness[order[begin:end]].mean()) for begin, end in chosen]
+    left = config.related_share * total
+    for rank in sorted(range(len(chosen)), key=lambda index: (-close[index], index)):
+        rows = order[slice(*chosen[rank])]
+        size = int(length[rows].sum())
+        if size > left:
+            break
+        left -= size
+        yield LongSample(kept.domains[domain], [kept.part(p).tokens[i] for p, i in place[rows].tolist()])
+
+
+def _write_sketches(config: LongConfig, kept: Kept, domain: int, path: Path) -> tuple[IntArray, IntArray, int]:
+    """Put the sketches of a domain's shorter documents in a file. Their places, lengths and the domain's tokens."""
+    places, lengths, total = [np.zeros((0, 2), np.int32)], [np.zeros(0, np.int32)], 0
+    with path.open("wb") as file:
+        for part in kept.parts():
+            length = np.diff(part.tokens.offsets)
+            mine = (part.domain == domain) & ~part.is_held_out
+            total += int(length[mine].sum())
+            index = np.flatnonzero(mine & (length < config.min_tokens))
+            file.write(part.scanned.column("sketch", np.int8, NUM_PLACES)[part.row[index]].tobytes())
+            lengths.append(length[index].astype(np.int32))
+            places.append(np.stack([np.full(len(index), part.index), index], axis=1).astype(np.int32))
+    return np.concatenate(places), np.concatenate(lengths), total
+
+
+def _packs(config: LongConfig, member: IntArray, length: IntArray) -> list[tuple[int, int]]:
+    """Stretches of documents of one group, as long as the limit allows and no shorter than a sample must be."""
+    bounds = np.concatenate([np.flatnonzero(np.diff(member, prepend=-1)), [len(member)]]).tolist()
+    ends = np.zeros(len(length) + 1, np.int64)
+    np.cumsum(length, out=ends[1:])
+    packs = []
+    for begin, end in pairwise(bounds):
+        while begin < end:
+            stop = int(np.searchsorted(ends, ends[begin] + config.max_tokens, side="right")) - 1
+            stop = max(begin + 1, min(stop, end))
+            if ends[stop] - ends[begin] >= config.min_tokens:
+                packs.append((begin, stop))
+            begin = stop
+    return packs

@@ -1,0 +1,175 @@
+"""Write documents' tokens into the shards of a corpus folder, and open a token set by memory map.
+
+Documents go to disk as they come: memory holds nothing per document, neither writing nor reading. What is written
+depends only on the documents and their order.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from m2forge.corpus.manifest import Kind, Manifest, Shard, Split, TokenSet, write_manifest
+from m2forge.errors import ConfigError, DataError
+from m2forge.records import IntArray
+
+DEFAULT_SHARD_TOKENS = 1 << 28
+"""A shard is closed when it holds this many tokens; one document never spans two."""
+
+TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+OffsetArray = npt.NDArray[np.uint64]
+SetKey = tuple[Split, Kind, str]
+
+
+class ShardWriter:
+    """One shard under construction: `add` documents, then `close`."""
+
+    def __init__(self, folder: Path, name: str, token_bytes: int) -> None:
+        self.name = name
+        self.num_documents = 0
+        self.num_tokens = 0
+        self._dtype = np.dtype(f"<u{token_bytes}")
+        stem = folder / name
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        self._tokens = stem.with_name(f"{stem.name}.bin").open("wb", buffering=1 << 20)
+        self._offsets = stem.with_name(f"{stem.name}.idx").open("wb", buffering=1 << 16)
+        self._offsets.write(bytes(8))
+        self._digests = (hashlib.sha256(), hashlib.sha256(bytes(8)))
+
+    def add(self, tokens: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer]) -> None:
+        """Append documents laid end to end."""
+        ends = np.cumsum(lengths, dtype=np.uint64) + np.uint64(self.num_tokens)
+        for file, digest, data in zip(
+            (self._tokens, self._offsets),
+            self._digests,
+            (tokens.astype(self._dtype, copy=False).tobytes(), ends.astype("<u8", copy=False).tobytes()),
+            strict=True,
+        ):
+            file.write(data)
+            digest.update(data)
+        self.num_documents += len(lengths)
+        self.num_tokens += len(tokens)
+
+    def close(self) -> Shard:
+        self._tokens.close()
+        self._offsets.close()
+        whole = hashlib.sha256(b"".join(digest.digest() for digest in self._digests)).hexdigest()
+        return Shard(name=self.name, num_documents=self.num_documents, num_tokens=self.num_tokens, sha256=whole)
+
+
+class CorpusWriter:
+    """Fills a folder with shards, one token set per split, kind and domain, and closes with the manifest.
+
+    `with CorpusWriter(folder, vocab_size=…) as writer:` then `add` and at the end `finish`. The folder is usually a
+    staged one, since without `finish` it holds no manifest and no reader opens it.
+    """
+
+    def __init__(self, folder: Path, *, vocab_size: int, shard_tokens: int = DEFAULT_SHARD_TOKENS) -> None:
+        self.token_bytes: int = 2 if vocab_size <= 1 << 16 else 4
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._shard_tokens = shard_tokens
+        self._open: dict[SetKey, ShardWriter] = {}
+        self._closed: dict[SetKey, list[Shard]] = {}
+
+    def __enter__(self) -> "CorpusWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for key in list(self._open):
+            self._close(key)
+
+    def add(
+        self, domain: str, tokens: Sequence[int] | npt.NDArray[np.integer], *, split: Split, kind: Kind = Kind.PLAIN
+    ) -> None:
+        """Append one document of at least one token."""
+        array = np.asarray(tokens)
+        self.add_many(domain, array, np.array([len(array)]), split=split, kind=kind)
+
+    def add_many(
+        self,
+        domain: str,
+        tokens: npt.NDArray[np.integer],
+        lengths: npt.NDArray[np.integer],
+        *,
+        split: Split,
+        kind: Kind = Kind.PLAIN,
+    ) -> None:
+        """Append documents laid end to end."""
+        if not len(lengths):
+            return
+        if int(np.min(lengths)) < 1 or int(np.sum(lengths)) != len(tokens):
+            raise DataError(f"{domain}: lengths of documents must be at least 1 and sum to {len(tokens)} tokens")
+        if int(np.min(tokens)) < 0 or int(np.max(tokens)) >= self._vocab_size:
+            raise DataError(f"{domain}: token ids must lie in 0 … {self._vocab_size - 1}, found {int(np.max(tokens))}")
+        key = (split, kind, domain)
+        if key not in self._open:
+            name = f"{split}/{kind.value}-{domain}-{len(self._closed.get(key, ())):05d}"
+            self._open[key] = ShardWriter(self._folder, name, self.token_bytes)
+        self._open[key].add(tokens, lengths)
+        if self._open[key].num_tokens >= self._shard_tokens:
+            self._close(key)
+
+    def num_tokens(self, split: Split, kind: Kind = Kind.PLAIN) -> dict[str, int]:
+        """Tokens written so far of each domain."""
+        counts: dict[str, int] = {}
+        for key in sorted({*self._open, *self._closed}):
+            if key[:2] == (split, kind):
+                open_tokens = self._open[key].num_tokens if key in self._open else 0
+                counts[key[2]] = open_tokens + sum(shard.num_tokens for shard in self._closed.get(key, ()))
+        return counts
+
+    def finish(
+        self, mixture: Mapping[str, float] | None = None, *, tokenizer: str = "", end_of_text_id: int | None = None
+    ) -> Manifest:
+        """Close all shards and write the manifest. Without a mixture each domain weighs as many tokens as it has."""
+        for key in list(self._open):
+            self._close(key)
+        shares = dict(mixture) if mixture is not None else {k: float(v) for k, v in self.num_tokens("train").items()}
+        total = sum(shares.values())
+        if total <= 0:
+            raise ConfigError("the corpus has no training document; give it more, or lower thresholds and shares")
+        sets = [
+            TokenSet(domain=key[2], split=key[0], kind=key[1], shards=tuple(self._closed[key]))
+            for key in sorted(self._closed)
+        ]
+        content = json.dumps([token_set.model_dump(mode="json") for token_set in sets], sort_keys=True)
+        manifest = Manifest(
+            fingerprint=hashlib.sha256(content.encode()).hexdigest(),
+            tokenizer=tokenizer,
+            vocab_size=self._vocab_size,
+            token_bytes=2 if self.token_bytes == 2 else 4,
+            end_of_text_id=end_of_text_id,
+            mixture={name: share / total for name, share in sorted(shares.items())},
+            sets=tuple(sets),
+        )
+        write_manifest(self._folder, manifest)
+        return manifest
+
+    def _close(self, key: SetKey) -> None:
+        self._closed.setdefault(key, []).append(self._open.pop(key).close())
+
+
+class ShardView:
+    """One shard by memory map."""
+
+    def __init__(self, folder: Path, shard: Shard, token_bytes: int) -> None:
+        self.num_documents = shard.num_documents
+        self.tokens: TokenArray = _mapped(folder / f"{shard.name}.bin", f"<u{token_bytes}")
+        self.offsets: OffsetArray = _mapped(folder / f"{shard.name}.idx", "<u8")
+
+    def document(self, index: int) -> IntArray:
+        """The tokens of one document."""
+        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
+        return self.tokens[start:end].astype(np.int32)
+
+
+def _mapped(path: Path, dtype: str) -> npt.NDArray[np.unsignedinteger]:
+    # As a plain array: slicing a memmap object costs several times as much.
+    return np.asarray(np.memmap(path, dtype=np.dtype(dtype), mode="r"))

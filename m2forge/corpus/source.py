@@ -1,0 +1,154 @@
+"""Which input there is: sources of a configuration in, parts of about equal size out, in a fixed order.
+
+A part is a list of file spans: whole files, byte ranges of large plain JSONL files, row groups of large Parquet files.
+Parts are made one after the other, so that neither files nor parts need to be held in memory together.
+"""
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from m2forge.corpus.config import Source, SourceKind
+from m2forge.corpus.extra import parquet
+from m2forge.errors import ConfigError, NotFoundError, suggest
+
+_CODE = """.c .cc .cl .clj .coffee .cpp .cs .cu .cuh .cxx .dart .ex .exs .f .f90 .go .h .hh .hpp .hs .java .jl .js .jsx
+.kt .lua .m .ml .mjs .mm .php .pl .ps1 .py .pyi .pyx .r .rb .rs .s .scala .sh .sql .swift .ts .tsx .v .vhd .vue .zig"""
+CODE_SUFFIXES = frozenset(_CODE.split())
+TEXT_SUFFIXES = frozenset((".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".html", ".htm"))
+JSONL_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz", ".jsonl.zst", ".ndjson.zst", ".json.zst")
+SKIPPED_FOLDERS = frozenset(("__pycache__", "node_modules"))
+
+
+@dataclass(frozen=True, slots=True)
+class FileSpan:
+    path: str
+    kind: SourceKind
+    name: str
+    """Path below the source's folder."""
+    begin: int
+    end: int
+    """Bytes of a JSONL file, row groups of a Parquet file; an end of -1 takes the rest."""
+    size: int
+    modified_ns: int
+    """Size and time of the file, by which a resumed build knows that it has not changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    source: int
+    """Index of the source."""
+    spans: tuple[FileSpan, ...]
+    num_bytes: int
+
+
+def list_parts(sources: Sequence[Source], part_bytes: int) -> Iterator[Part]:
+    """The parts of all sources. A source that matches no file is refused."""
+    for index, source in enumerate(sources):
+        spans: list[FileSpan] = []
+        filled, found = 0, False
+        for span, num_bytes in _spans(source, part_bytes):
+            found = True
+            if spans and filled + num_bytes > part_bytes:
+                yield Part(index, tuple(spans), filled)
+                spans, filled = [], 0
+            spans.append(span)
+            filled += num_bytes
+        if not found:
+            kinds = " ".join(source.suffixes) or (source.kind.value if source.kind else "known kind")
+            raise NotFoundError(f"source {source.path!r}: no file of {kinds}; give a file, a folder or a pattern")
+        yield Part(index, tuple(spans), filled)
+
+
+def kind_of(path: str) -> SourceKind | None:
+    """What a file's suffix says it is."""
+    name = path.lower()
+    if name.endswith(JSONL_SUFFIXES):
+        return SourceKind.JSONL
+    suffix = name[name.rfind(".") :] if "." in name else ""
+    match suffix:
+        case ".parquet":
+            return SourceKind.PARQUET
+        case ".pdf":
+            return SourceKind.PDF
+    return SourceKind.FOLDER if suffix in CODE_SUFFIXES or suffix in TEXT_SUFFIXES else None
+
+
+def _spans(source: Source, part_bytes: int) -> Iterator[tuple[FileSpan, int]]:
+    """Every span of a source with the bytes it stands for."""
+    for path, name in _files(source):
+        kind = kind_of(path)
+        if source.kind is not None and (kind is source.kind or not _walks(source)):
+            kind = source.kind
+        if kind is None or (source.kind is not None and kind is not source.kind):
+            continue
+        if source.suffixes and not path.endswith(source.suffixes):
+            continue
+        status = Path(path).stat()
+        size = status.st_size
+        for begin, end, num_bytes in _ranges(path, kind, size, part_bytes):
+            yield FileSpan(path, kind, name, begin, end, size, status.st_mtime_ns), num_bytes
+
+
+def _ranges(path: str, kind: SourceKind, size: int, part_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Where a file is divided: begin, end and bytes of each span."""
+    if size > part_bytes and kind is SourceKind.JSONL and not path.endswith((".gz", ".zst")):
+        for begin in range(0, size, part_bytes):
+            yield begin, min(begin + part_bytes, size), min(part_bytes, size - begin)
+    elif size > part_bytes and kind is SourceKind.PARQUET:
+        yield from _row_group_ranges(path, size, part_bytes)
+    else:
+        yield 0, -1, size
+
+
+def _row_group_ranges(path: str, size: int, part_bytes: int) -> Iterator[tuple[int, int, int]]:
+    library = parquet()
+    try:
+        with library.ParquetFile(path) as file:
+            num_groups = file.metadata.num_row_groups
+    except library.errors:
+        num_groups = 1  # reading it will report what is wrong
+    step = max(1, num_groups * part_bytes // size)
+    for begin in range(0, max(1, num_groups), step):
+        end = min(begin + step, num_groups)
+        yield begin, end, size * (end - begin) // max(1, num_groups)
+
+
+def _walks(source: Source) -> bool:
+    """Whether the source is searched for files, or names one."""
+    return glob.has_magic(source.path) or Path(source.path).is_dir()
+
+
+def _files(source: Source) -> Iterator[tuple[str, str]]:
+    """Path and name of every file, in order of names."""
+    path = source.path
+    if glob.has_magic(path):
+        for match in sorted(glob.glob(path, recursive=True)):  # noqa: PTH207 - Path.glob takes no absolute pattern
+            if Path(match).is_dir():
+                continue
+            yield match, match
+    elif Path(path).is_dir():
+        yield from _walk(path, "")
+    elif Path(path).is_file():
+        if source.kind is None and kind_of(path) is None:
+            known = [kind.value for kind in SourceKind]
+            raise ConfigError(f"source {path!r}: its suffix tells no kind; set kind, {suggest('', known)}")
+        yield path, Path(path).name
+    else:
+        raise NotFoundError(f"source {path!r}: no such file or folder")
+
+
+def _walk(folder: str, name: str) -> Iterator[tuple[str, str]]:
+    """A folder's own files before those of its folders, so that the files of each stand together."""
+    with os.scandir(folder) as entries:
+        names = sorted((entry.is_dir(follow_symlinks=False), entry.name) for entry in entries)
+    for is_folder, entry in names:
+        if entry.startswith("."):
+            continue
+        path, below = f"{folder}/{entry}", f"{name}/{entry}" if name else entry
+        if not is_folder:
+            yield path, below
+        elif entry not in SKIPPED_FOLDERS:
+            yield from _walk(path, below)

@@ -1,0 +1,133 @@
+"""Text to tokens: the tokenizer, loaded or trained on the documents kept, and the tokens of every one of them.
+
+The work is the tokenizer library's own, on all cores; around it batches are kept large, long texts are divided where
+the pre-tokenizer divides them anyway, and ids become arrays without a loop over them in Python.
+"""
+
+import hashlib
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from m2forge.corpus.config import TokenizerConfig
+from m2forge.corpus.permutation import mix
+from m2forge.corpus.table import Stretches, Table, Tables, TableWriter
+from m2forge.files import staged_folder
+from m2forge.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+
+BATCH_BYTES = 1 << 21
+MAX_TEXT_BYTES = 1 << 17
+"""Longer documents are encoded in stretches, so that one does not hold up the other cores or fill the memory."""
+_LINE = re.compile(rb"\n(?=\S)")
+_WORD = re.compile(rb"[A-Za-z](?= [A-Za-z])")
+
+
+def get_tokenizer(
+    config: TokenizerConfig, tables: Tables, is_kept: npt.NDArray[np.bool_], seed: int, folder: Path
+) -> Tokenizer:
+    """The tokenizer in `folder`, put there first where it is missing."""
+    if not folder.exists():
+        if config.path is not None:
+            tokenizer = load_tokenizer(Path(config.path))
+        else:
+            texts = _sample(tables, is_kept, config.train_bytes, seed)
+            tokenizer = train_tokenizer(texts, config.vocab_size, config.specials)
+        with staged_folder(folder) as staged:
+            tokenizer.save(staged)
+    return load_tokenizer(folder)
+
+
+def fingerprint(tokenizer_folder: Path) -> str:
+    """Of what decides the tokens."""
+    return hashlib.sha256((tokenizer_folder / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def tokenise_part(table: Table, is_kept: npt.NDArray[np.bool_], tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the tokens of a part's kept documents, each closed by the end-of-text token where there is one."""
+    texts = table.texts("text")
+    rows = np.flatnonzero(is_kept)
+    num_tokens = 0
+    with staged_folder(folder) as staged, TableWriter(staged) as tokens:
+        for batch in _batches(texts, rows):
+            values, lengths = encode([texts[row].tobytes() for row in batch.tolist()], tokenizer)
+            tokens.append_stretches("tokens", values.tobytes(), lengths)
+            num_tokens += len(values)
+        tokens.append("row", rows)
+        tokens.finish({"num_rows": len(rows), "num_tokens": num_tokens})
+
+
+def token_dtype(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
+    return np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def encode(
+    texts: Sequence[bytes], tokenizer: Tokenizer
+) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
+    """Tokens of all texts end to end, and how many each has."""
+    stretches: list[str] = []
+    num_stretches = np.empty(len(texts), np.int64)
+    for index, text in enumerate(texts):
+        parts = [text] if len(text) <= MAX_TEXT_BYTES else _divide(text)
+        stretches += [part.decode() for part in parts]
+        num_stretches[index] = len(parts)
+    # From a list of int, an array("I") is made several times as fast as any numpy array.
+    arrays = [np.frombuffer(array("I", ids), np.uint32) for ids in tokenizer.encode_batch(stretches)]
+    counts = np.fromiter(map(len, arrays), np.int64, len(arrays))
+    lengths = np.add.reduceat(counts, np.cumsum(num_stretches) - num_stretches)
+    tokens = np.concatenate(arrays).astype(token_dtype(tokenizer))
+    if tokenizer.end_of_text_id is None:
+        return tokens, lengths
+    closed = np.insert(tokens, np.cumsum(lengths), tokenizer.end_of_text_id)
+    return closed, lengths + 1
+
+
+def _divide(text: bytes) -> list[bytes]:
+    """Stretches of at most MAX_TEXT_BYTES, cut before a line or word, where pre-tokenizers begin a word too.
+
+    So the tokens are those of the whole text, unless it has no such place for half that length.
+    """
+    parts, start = [], 0
+    while len(text) - start > MAX_TEXT_BYTES:
+        end = start + MAX_TEXT_BYTES
+        window = text[start + MAX_TEXT_BYTES // 2 : end + 1]
+        found = _LINE.search(window) or _WORD.search(window)
+        stop = start + MAX_TEXT_BYTES // 2 + found.end() if found else end
+        while text[stop] & 0xC0 == 0x80:  # not inside a character
+            stop -= 1
+        parts.append(text[start:stop])
+        start = stop
+    return [*parts, text[start:]]
+
+
+def _batches(texts: Stretches[np.uint8], rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    """Rows whose texts make about BATCH_BYTES."""
+    sizes = texts.offsets[rows + 1] - texts.offsets[rows]
+    group = np.cumsum(sizes) // BATCH_BYTES
+    bounds = np.flatnonzero(np.diff(group, prepend=-1, append=-1))
+    for begin, end in pairwise(bounds.tolist()):
+        yield rows[begin:end]
+
+
+def _sample(tables: Tables, is_kept: npt.NDArray[np.bool_], num_bytes: int, seed: int) -> Iterator[str]:
+    """Texts of kept documents drawn by their hashes, about `num_bytes` of them."""
+    total = 0
+    for part, begin, end in zip(tables.parts, tables.first[:-1], tables.first[1:], strict=True):
+        total += int(np.diff(part.texts("text").offsets)[is_kept[begin:end]].sum())
+    for part, begin, end in zip(tables.parts, tables.first[:-1], tables.first[1:], strict=True):
+        texts = part.texts("text")
+        hashes = part.column("hash", np.uint64)
+        drawn = is_kept[begin:end] & (draw(hashes, seed, "tokenizer") < num_bytes / max(total, 1))
+        for row in np.flatnonzero(drawn).tolist():
+            yield texts.text(row)
+
+
+def draw(hashes: npt.NDArray[np.generic], seed: int, purpose: str) -> npt.NDArray[np.float64]:
+    """A number in 0 … 1 for each document, decided by its content, the seed and the purpose."""
+    salt = int.from_bytes(hashlib.sha256(f"{seed}/{purpose}".encode()).digest()[:8], "little")
+    mixed = mix(hashes.astype(np.uint64) ^ np.uint64(salt))
+    return (mixed >> np.uint64(11)).astype(np.float64) / float(1 << 53)

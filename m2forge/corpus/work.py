@@ -1,0 +1,80 @@
+"""The folder in which a build keeps what its stages have finished, so that a killed one goes on where it stood.
+
+It lies beside the destination as `.NAME.work/FINGERPRINT`, the fingerprint taken over the configuration and over path,
+size and time of every input file: a build of something else never meets it. Everything in it appears whole or not at
+all. A lock keeps a second process from building the same destination at the same time.
+"""
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from m2forge.corpus.config import CorpusConfig, SourceKind
+from m2forge.corpus.source import FileSpan, Part, list_parts
+from m2forge.errors import ExistsError
+
+PARTS_NAME = "parts.jsonl"
+
+
+class Work:
+    def __init__(self, folder: Path, fingerprint: str, num_parts: int) -> None:
+        self.folder = folder
+        self.fingerprint = fingerprint
+        self.num_parts = num_parts
+
+    def parts(self) -> Iterator[Part]:
+        with (self.folder / PARTS_NAME).open(encoding="utf-8") as file:
+            for line in file:
+                data = json.loads(line)
+                spans = tuple(FileSpan(**{**span, "kind": SourceKind(span["kind"])}) for span in data["spans"])
+                yield Part(data["source"], spans, data["num_bytes"])
+
+    def stage(self, name: str, part: int) -> Path:
+        """Where a stage keeps what it makes of a part."""
+        return self.folder / name / f"{part:06d}"
+
+    def stage_folders(self, name: str) -> list[Path]:
+        return [self.stage(name, part) for part in range(self.num_parts)]
+
+
+@contextmanager
+def open_work(config: CorpusConfig, dest: Path) -> Iterator[Work]:
+    """The work folder of a build, begun or found. It is for its user to `remove_work` at the end."""
+    root = _root(dest)
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ExistsError(f"{dest} is being built by another process; wait for it, or end it first") from error
+        listed = root / PARTS_NAME
+        num_parts = 0
+        digest = hashlib.sha256(config.model_dump_json().encode())
+        with listed.open("w", encoding="utf-8") as file:
+            for part in list_parts(config.sources, config.part_bytes):
+                line = json.dumps(asdict(part), sort_keys=True)
+                digest.update(line.encode())
+                file.write(line + "\n")
+                num_parts += 1
+        fingerprint = digest.hexdigest()
+        folder = root / fingerprint[:32]
+        folder.mkdir(exist_ok=True)
+        # What a killed run left half-written.
+        for partial in [*folder.glob(".*.partial"), *folder.glob("*/.*.partial")]:
+            shutil.rmtree(partial)
+        listed.replace(folder / PARTS_NAME)
+        yield Work(folder, fingerprint, num_parts)
+
+
+def remove_work(dest: Path) -> None:
+    shutil.rmtree(_root(dest), ignore_errors=True)
+
+
+def _root(dest: Path) -> Path:
+    dest = dest.absolute()
+    return dest.with_name(f".{dest.name}.work")

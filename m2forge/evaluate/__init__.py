@@ -1,0 +1,1 @@
+"""Evaluation: tasks, scores, a table and a plot."""

@@ -1,0 +1,154 @@
+"""Suites whose prompts come from a file and whose answers the network writes by itself: tool calls and exact match."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from m2forge.errors import DataError, FormatError
+from m2forge.evaluate.completion import complete
+from m2forge.evaluate.config import CompletionConfig
+from m2forge.evaluate.exact_match import AnswerPrompt, matches
+from m2forge.evaluate.predictor import Predictor
+from m2forge.evaluate.prompt_file import PromptFile
+from m2forge.evaluate.readable import readable_bytes, readable_text
+from m2forge.evaluate.report import Cell, Failure, make_cell
+from m2forge.evaluate.tool_call import ToolPrompt, judge
+from m2forge.observe.progress import progress
+from m2forge.text.completion import Completion
+from m2forge.text.format import ChatFormat
+from m2forge.text.message import Tool
+from m2forge.text.tokenizer import Tokenizer
+
+MAX_FAILURES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    cells: tuple[Cell, ...]
+    failures: tuple[Failure, ...]
+    """The first few."""
+    notes: tuple[str, ...]
+
+
+def measure_tool_calls(
+    predictor: Predictor,
+    chat: ChatFormat,
+    file: PromptFile[ToolPrompt],
+    config: CompletionConfig,
+    *,
+    seed: int,
+    max_pack_tokens: int,
+) -> Measured:
+    """Share of valid calls and, where the file has references, share of calls equal to them."""
+    kept, rendered, problems = [], [], list(file.problems)
+    for line, prompt in file.prompts:
+        try:
+            rendered.append(chat.render(prompt.messages, prompt.tools, generation=True).ids)
+            kept.append((line, prompt))
+        except FormatError as error:
+            problems.append(f"{file.path}, line {line}: {error}")
+    _refuse_none(kept, file.path, problems)
+    completions = _complete("tool_calls", predictor, rendered, chat.stop_ids, config, seed, max_pack_tokens)
+    parsed = [_parse(chat, prompt.tools, ids) for (_, prompt), ids in zip(kept, completions, strict=True)]
+    verdicts = [
+        judge(completion, prompt.tools, prompt.reference) for (_, prompt), completion in zip(kept, parsed, strict=True)
+    ]
+    valid = [verdict.is_valid for verdict in verdicts]
+    cells = [make_cell("tool_calls", "tool_calls", [float(each) for each in valid], valid)]
+    equal = [verdict.is_equal for (_, prompt), verdict in zip(kept, verdicts, strict=True) if prompt.reference]
+    if equal:
+        cells.append(make_cell("tool_calls_equal", "tool_calls", [float(each) for each in equal], equal))
+    failures = [
+        Failure(suite="tool_calls", line=line, completion=readable_text(chat.tokenizer, ids), reasons=verdict.reasons)
+        for (line, _), ids, verdict in zip(kept, completions, verdicts, strict=True)
+        if not verdict.is_valid
+    ]
+    return Measured(tuple(cells), tuple(failures[:MAX_FAILURES]), _skipped(problems))
+
+
+def measure_exact_match(
+    predictor: Predictor,
+    tokenizer: Tokenizer,
+    chat: ChatFormat | None,
+    file: PromptFile[AnswerPrompt],
+    config: CompletionConfig,
+    *,
+    seed: int,
+    max_pack_tokens: int,
+) -> Measured:
+    """`chat` is needed where the file holds messages."""
+    if chat is None and any(prompt.messages for _, prompt in file.prompts):
+        raise DataError(f"{file.path}: holds messages, but the network has no chat format; give `chat_format`")
+    kept, rendered, problems = [], [], list(file.problems)
+    for line, prompt in file.prompts:
+        try:
+            rendered.append(_render(prompt, tokenizer, chat))
+            kept.append((line, prompt))
+        except FormatError as error:
+            problems.append(f"{file.path}, line {line}: {error}")
+    _refuse_none(kept, file.path, problems)
+    stop_ids = {*(chat.stop_ids if chat else ())}
+    if tokenizer.end_of_text_id is not None:
+        stop_ids.add(tokenizer.end_of_text_id)
+    completions = _complete("exact_match", predictor, rendered, sorted(stop_ids), config, seed, max_pack_tokens)
+    texts = [
+        _parse(chat, (), ids).content if chat and prompt.messages else _plain(tokenizer, ids, stop_ids)
+        for (_, prompt), ids in zip(kept, completions, strict=True)
+    ]
+    right = [matches(text, prompt) for (_, prompt), text in zip(kept, texts, strict=True)]
+    failures = [
+        Failure(suite="exact_match", line=line, completion=text, reasons=(f"expected {prompt.answers[0]!r}",))
+        for (line, prompt), text, is_right in zip(kept, texts, right, strict=True)
+        if not is_right
+    ]
+    cell = make_cell("exact_match", "exact_match", [float(each) for each in right], right)
+    return Measured((cell,), tuple(failures[:MAX_FAILURES]), _skipped(problems))
+
+
+def _complete(
+    suite: str,
+    predictor: Predictor,
+    prompts: Sequence[Sequence[int]],
+    stop_ids: Sequence[int],
+    config: CompletionConfig,
+    seed: int,
+    max_pack_tokens: int,
+) -> list[list[int]]:
+    with progress(len(prompts), suite) as bar:
+        return complete(
+            predictor,
+            prompts,
+            max_new_tokens=config.max_new_tokens,
+            stop_ids=stop_ids,
+            temperature=config.temperature,
+            seed=seed,
+            max_pack_tokens=max_pack_tokens,
+            advance=bar.advance,
+        )
+
+
+def _render(prompt: AnswerPrompt, tokenizer: Tokenizer, chat: ChatFormat | None) -> list[int]:
+    if chat is not None and prompt.messages:
+        return chat.render(prompt.messages, generation=True).ids
+    return tokenizer.encode(prompt.prompt)
+
+
+def _parse(chat: ChatFormat, tools: Sequence[Tool], ids: Sequence[int]) -> Completion:
+    parser = chat.parser(tools)
+    parser.feed(readable_bytes(chat.tokenizer, ids))
+    return parser.finish()
+
+
+def _plain(tokenizer: Tokenizer, ids: Sequence[int], stop_ids: Collection[int]) -> str:
+    return readable_text(tokenizer, [token for token in ids if token not in stop_ids])
+
+
+def _refuse_none(kept: Sequence[object], path: Path, problems: Sequence[str]) -> None:
+    if not kept:
+        raise DataError(f"{path}: the chat format can express no line ({problems[0]})")
+
+
+def _skipped(problems: Sequence[str]) -> tuple[str, ...]:
+    if not problems:
+        return ()
+    return (f"{len(problems)} lines were left out; the first: {problems[0]}",)

@@ -1,0 +1,88 @@
+"""What evaluation asks of a network: the logits after chosen positions of some documents, in one forward pass.
+
+Everything else (which documents share a pass, what is done with the logits) is the caller's, so that a scripted
+predictor can take the network's place. `batches` bounds the tokens of a pass.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m2forge.model.plan import AttentionPlan, CausalRows, Documents
+from m2forge.model.transformer import Transformer
+from m2forge.records import IntArray
+
+MAX_PADDING = 0.25
+"""Share of padding up to which rows of unequal length still run faster on a GPU than documents behind a mask."""
+
+
+class Predictor(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context(self) -> int: ...
+
+    def logits(self, documents: Sequence[IntArray], positions: Sequence[IntArray]) -> Tensor:
+        """(M, V): the logits of the token after each of `positions[d]` of each document d, in that order."""
+        ...
+
+
+class ModelPredictor:
+    """A network of ours, its documents in one pass: laid end to end, or as rows padded to the longest."""
+
+    def __init__(self, model: Transformer, layout: Literal["auto", "documents", "rows"] = "auto") -> None:
+        """auto: rows on a GPU where they are nearly of one length, else documents. Both give the same logits, up to
+        rounding."""
+        self._model, self._layout = model, layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.config.vocab_size
+
+    @property
+    def max_context(self) -> int:
+        return self._model.config.max_context
+
+    @torch.no_grad()
+    def logits(self, documents: Sequence[IntArray], positions: Sequence[IntArray]) -> Tensor:
+        device = self._model.embedding.weight.device
+        lengths = [len(document) for document in documents]
+        plan: AttentionPlan
+        if self._takes_rows(lengths):
+            longest = max(lengths)
+            tokens, starts = _padded(documents, longest), np.arange(len(lengths)) * longest
+            plan = CausalRows(len(lengths), longest, device)
+        else:
+            tokens, starts = np.concatenate(documents), np.cumsum([0, *lengths[:-1]])
+            plan = Documents(lengths, device)
+        places = np.concatenate([start + where for start, where in zip(starts, positions, strict=True)])
+        hidden_ND = self._model(torch.as_tensor(tokens, dtype=torch.int64).to(device), plan).hidden_ND
+        return self._model.logits(hidden_ND[torch.as_tensor(places, dtype=torch.int64).to(device)])
+
+    def _takes_rows(self, lengths: Sequence[int]) -> bool:
+        if self._layout != "auto":
+            return self._layout == "rows"
+        on_gpu = self._model.embedding.weight.device.type == "cuda"
+        return on_gpu and max(lengths) * len(lengths) <= (1 + MAX_PADDING) * sum(lengths)
+
+
+def batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices into `lengths`, longest first, in groups of at most `max_tokens` tokens when padded to the group's
+    longest; one longer than that goes alone."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > max_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _padded(documents: Sequence[IntArray], length: int) -> IntArray:
+    # Trailing padding follows every real token of its row, so none sees it.
+    return np.concatenate([np.pad(document, (0, length - len(document))) for document in documents])

@@ -1,0 +1,58 @@
+"""Prompts from a file of JSON lines. A line that cannot be used is reported with its number, and the rest goes on."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from m2forge.errors import DataError, FormatError
+from m2forge.records import JsonValue
+
+PromptT = TypeVar("PromptT")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFile(Generic[PromptT]):
+    path: Path
+    prompts: tuple[tuple[int, PromptT], ...]
+    """With the number of the line of each, from 1."""
+    problems: tuple[str, ...]
+    """One for each line that was left out."""
+
+
+def read_prompts(
+    path: Path, parse: Callable[[Mapping[str, JsonValue]], PromptT], max_prompts: int | None = None
+) -> PromptFile[PromptT]:
+    """`parse` refuses a line by a DataError or FormatError. A file without a usable line is refused itself."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); give a file of JSON lines") from error
+    prompts: list[tuple[int, PromptT]] = []
+    problems: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if max_prompts is not None and len(prompts) == max_prompts:
+            break
+        try:
+            record = json.loads(line)
+            if not isinstance(record, Mapping):
+                raise DataError(f"expected an object, received {type(record).__name__}")
+            prompts.append((number, parse(record)))
+        except (ValueError, RecursionError) as error:
+            # JSON and UTF-8 errors, DataError and FormatError are all ValueErrors.
+            problems.append(f"{path}, line {number}: {error}")
+    if not prompts:
+        first = f" ({problems[0]})" if problems else ""
+        raise DataError(f"{path}: no usable line{first}; give JSON lines of prompts")
+    return PromptFile(path, tuple(prompts), tuple(problems))
+
+
+def require_list(record: Mapping[str, JsonValue], name: str) -> list[Mapping[str, JsonValue]]:
+    """The objects under `name`."""
+    value = record.get(name)
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        raise FormatError(f"{name}: expected a list of objects, received {str(value)[:60]!r}")
+    return value

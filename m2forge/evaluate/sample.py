@@ -1,0 +1,83 @@
+"""Samples: token ids in which some spans are answers, to be predicted from everything before them.
+
+A sample flows from a task (needle.py, hop.py, word_count.py, shot.py), which draws it from a random generator, to the
+scorers (score.py). The same sample is a training document: `targets` says which token each one should predict. A task
+draws keys, values and filler afresh for every sample, so nothing but the seed separates training from measuring.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from m2forge.records import NO_TARGET, IntArray, Pack
+
+Span: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    ids: IntArray
+    """Prompt and answers; between two answers may stand tokens that are given, such as the next question."""
+    spans: tuple[Span, ...]
+    """[start, stop) of each answer in `ids`, in order."""
+    size: int
+    """What was asked of the task: tokens of the whole sample or, for many-shot tasks, examples."""
+    depth: float | None = None
+    """Share of the haystack before the queried needle, 0 to 1; None where there is no single one."""
+    references: tuple[str, ...] = ()
+    """The answers as text, for samples made of text."""
+
+    def __post_init__(self) -> None:
+        stops = [0, *(stop for _, stop in self.spans)]
+        in_order = all(before <= start < stop for before, (start, stop) in zip(stops[:-1], self.spans, strict=True))
+        if not self.spans or not in_order or stops[-1] > len(self.ids) or self.spans[0][0] < 1:
+            raise ValueError(f"answers at {self.spans} do not lie in order after the first of {len(self.ids)} tokens")
+
+    @property
+    def prompt_ids(self) -> IntArray:
+        """What a network is given before its first answer."""
+        return self.ids[: self.spans[0][0]]
+
+    @property
+    def answers(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(self.ids[start:stop].tolist()) for start, stop in self.spans)
+
+    @property
+    def answer_ids(self) -> tuple[int, ...]:
+        """All answers, one after the other."""
+        return tuple(token for answer in self.answers for token in answer)
+
+    @property
+    def predicting(self) -> IntArray:
+        """Positions whose next token is part of an answer."""
+        return np.concatenate([np.arange(start - 1, stop - 1, dtype=np.int32) for start, stop in self.spans])
+
+    def targets(self, loss: Literal["answers", "all"] = "answers") -> IntArray:
+        """For each token the one it should predict, or NO_TARGET, as `Pack.targets` takes it."""
+        following = np.append(self.ids[1:], np.int32(NO_TARGET)).astype(np.int32)
+        if loss == "all":
+            return following
+        targets = np.full(len(self.ids), NO_TARGET, np.int32)
+        targets[self.predicting] = following[self.predicting]
+        return targets
+
+
+class Task(Protocol):
+    """Draws samples of one kind. Equal generators give equal samples."""
+
+    def sample(self, rng: np.random.Generator, size: int, depth: float | None = None) -> Sample:
+        """A sample of exactly `size` tokens, or at most `size` where the material comes in indivisible items; for
+        many-shot tasks, of `size` examples. A `depth` of None draws one."""
+        ...
+
+
+def pack_samples(samples: Sequence[Sample], *, loss: Literal["answers", "all"] = "answers", tag: int = 0) -> Pack:
+    """Samples as training documents, laid end to end."""
+    return Pack(
+        tokens=np.concatenate([sample.ids for sample in samples]),
+        targets=np.concatenate([sample.targets(loss) for sample in samples]),
+        lengths=np.array([len(sample.ids) for sample in samples], np.int32),
+        tags=np.full(len(samples), tag, np.int32),
+    )

@@ -1,0 +1,76 @@
+"""Tool-call validity: conversations cut before a call of the assistant; does the network make a well-formed one?
+
+A completion is *valid* if the chat format's parser finds no problem in it, it holds at least one call, and every call
+names a known tool, gives all required arguments, none that the tool does not have, and values of the schema's types. It
+is *equal* if its calls are those of the reference, name by name and argument by argument.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from m2forge.errors import FormatError
+from m2forge.evaluate.prompt_file import require_list
+from m2forge.evaluate.schema import argument_violations
+from m2forge.records import JsonValue
+from m2forge.text.completion import Completion, ProblemKind
+from m2forge.text.message import Message, Tool, ToolCall, message_from_openai, tool_from_openai
+
+_TOLD_BY_PARSER = (ProblemKind.UNKNOWN_TOOL, ProblemKind.BAD_ARGUMENT)
+"""Where the parser has found a call wrong, its own words are enough. It looks at the arguments, not inside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPrompt:
+    messages: tuple[Message, ...]
+    """Up to the call, which is left out."""
+    tools: tuple[Tool, ...]
+    reference: tuple[ToolCall, ...]
+    """The calls that were made there; empty where the record ends before one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    reasons: tuple[str, ...]
+    """Why the completion is not valid; empty if it is."""
+    is_equal: bool
+
+    @property
+    def is_valid(self) -> bool:
+        return not self.reasons
+
+
+def parse_tool_prompt(record: Mapping[str, JsonValue]) -> ToolPrompt:
+    """A line of {"messages", "tools"}: cut before the last assistant turn that calls a tool, or, where the assistant
+    has not spoken yet, taken whole."""
+    messages = tuple(message_from_openai(message) for message in require_list(record, "messages"))
+    tools = tuple(tool_from_openai(tool) for tool in require_list(record, "tools"))
+    if not messages or not tools:
+        raise FormatError("expected at least one message and one tool")
+    calling = [index for index, message in enumerate(messages) if message.tool_calls]
+    if calling and calling[-1] > 0:
+        return ToolPrompt(messages[: calling[-1]], tools, messages[calling[-1]].tool_calls)
+    if any(message.role == "assistant" for message in messages):
+        raise FormatError("the assistant never calls a tool after a message: there is no call to ask for")
+    return ToolPrompt(messages, tools, ())
+
+
+def judge(completion: Completion, tools: Sequence[Tool], reference: Sequence[ToolCall]) -> Verdict:
+    reasons = [f"{problem.kind}: {problem.detail}" for problem in completion.problems]
+    if not completion.tool_calls:
+        reasons.append("no tool call")
+    if not any(problem.kind in _TOLD_BY_PARSER for problem in completion.problems):
+        reasons += _call_violations(completion.tool_calls, tools)
+    made = [(call.name, call.arguments) for call in completion.tool_calls]
+    return Verdict(tuple(reasons), made == [(call.name, call.arguments) for call in reference])
+
+
+def _call_violations(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> list[str]:
+    by_name = {tool.name: tool for tool in tools}
+    violations = []
+    for call in calls:
+        if call.name not in by_name:
+            violations.append(f"unknown tool {call.name!r}")
+        else:
+            wrong = argument_violations(call.arguments, by_name[call.name].parameters)
+            violations += [f"{call.name}: {violation}" for violation in wrong]
+    return violations

@@ -1,0 +1,72 @@
+"""The AdamW step on CUDA: every element of gradient, moments and master is read once and written once.
+
+The twin is `adamw.adamw_plain_`.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from m2forge.kernels.adamw import AdamWRule, AdamWState
+
+BLOCK = 4096
+
+
+@triton.jit
+def _adamw_kernel(
+    weight,
+    master,
+    mean,
+    square,
+    grad,
+    scale,
+    num_elements,
+    keep,
+    rate,
+    beta1,
+    beta2,
+    eps,
+    unbias1,
+    unbias2,
+    HAS_MASTER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    factor = tl.load(scale)
+    # Not finite: NaN fails both comparisons, infinity the second.
+    if (factor == factor) & (tl.abs(factor) < float("inf")):
+        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = index < num_elements
+        g = tl.load(grad + index, mask=mask, other=0.0).to(tl.float32) * factor
+        m = beta1 * tl.load(mean + index, mask=mask, other=0.0) + (1 - beta1) * g
+        v = beta2 * tl.load(square + index, mask=mask, other=0.0) + (1 - beta2) * g * g
+        w = tl.load(master + index, mask=mask, other=0.0)
+        w = keep * w - rate * (m * unbias1) / (tl.sqrt(v * unbias2) + eps)
+        tl.store(mean + index, m, mask=mask)
+        tl.store(square + index, v, mask=mask)
+        tl.store(master + index, w, mask=mask)
+        if HAS_MASTER:
+            tl.store(weight + index, w.to(weight.dtype.element_ty), mask=mask)
+
+
+def adamw_one_(state: AdamWState, grad: Tensor, time: int, scale: Tensor, rule: AdamWRule) -> None:
+    if not all(x.is_contiguous() for x in (state.weight, state.exact, state.mean, state.square)):
+        raise ValueError("weights and their moments must be contiguous")
+    num_elements = state.weight.numel()
+    _adamw_kernel[(triton.cdiv(num_elements, BLOCK),)](
+        state.weight,
+        state.exact,
+        state.mean,
+        state.square,
+        grad.contiguous(),
+        scale,
+        num_elements,
+        1 - rule.rate * rule.decay,
+        rule.rate,
+        *rule.betas,
+        rule.eps,
+        1 / (1 - rule.betas[0] ** time),
+        1 / (1 - rule.betas[1] ** time),
+        state.master is not None,
+        BLOCK,
+        num_warps=8,
+    )

@@ -1,0 +1,92 @@
+"""The pre-training stage: a built corpus and a configuration in, a base model out.
+
+Phases follow one another on the same network: a constant rate, then its decay while the context grows, then more
+prediction modules, frozen first and trained jointly at the end. This file wires corpus, network and train loop.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from m2forge.corpus.manifest import TOKENIZER_NAME, read_manifest
+from m2forge.corpus.reader import CorpusReader, ReaderState
+from m2forge.errors import ConfigError
+from m2forge.model.build import build
+from m2forge.model.checkpoint import load_model
+from m2forge.model.config import ModelConfig
+from m2forge.model.exchange import find_companions
+from m2forge.model.resolve import resolve_config
+from m2forge.model.transformer import Transformer
+from m2forge.pretrain.config import PretrainConfig
+from m2forge.records import JsonValue, Pack
+from m2forge.train.loop import TrainLoop
+from m2forge.train.run_dir import open_run
+
+VOCAB_MULTIPLE = 64
+"""Vocabularies are rounded up to this: matrix products like it."""
+
+
+def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
+    """Train, or go on with, the run `config` describes; returns the finished model's folder."""
+    corpus = Path(config.corpus)
+    network = network_config(config)
+    _check_domains(config, corpus)
+
+    def build_model(device: torch.device, dtype: torch.dtype) -> Transformer:
+        if Path(config.model).is_dir():
+            return load_model(Path(config.model), device=device, dtype=dtype)
+        return build(network, device, dtype, config.seed)
+
+    def open_source(index: int, state: Mapping[str, JsonValue] | None) -> CorpusSource:
+        return CorpusSource(config, index, state)
+
+    run_dir = runs / config.name
+    companions = find_companions(corpus / TOKENIZER_NAME)
+    loop = TrainLoop(run_dir, config.train, config.phases, build_model, open_source, companions)
+    open_run(run_dir, config, loop.position.phase if loop.position.step else None)
+    return loop.run()
+
+
+def network_config(config: PretrainConfig) -> ModelConfig:
+    """The network of a run, with the vocabulary of its corpus."""
+    vocab_size = read_manifest(Path(config.corpus)).vocab_size
+    if Path(config.model).is_dir():
+        network = resolve_config(config.model)
+        if config.model_set:
+            raise ConfigError(f"model_set changes a network that {config.model} has weights for; leave it out")
+        if network.vocab_size < vocab_size:
+            raise ConfigError(f"the corpus has {vocab_size} token ids, {config.model} knows {network.vocab_size}")
+        return network
+    rounded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    return resolve_config(config.model, overrides=(*config.model_set, f"vocab_size={rounded}"))
+
+
+class CorpusSource:
+    """The packs of one phase."""
+
+    def __init__(self, config: PretrainConfig, index: int, state: Mapping[str, JsonValue] | None) -> None:
+        phase = config.phases[index]
+        self._reader = CorpusReader(
+            Path(config.corpus),
+            context=phase.context,
+            pack_tokens=phase.pack_tokens,
+            # Another order in every phase: each reads the corpus from its start.
+            seed=config.seed + index,
+            mixture=phase.mixture,
+            long_share=phase.long_share,
+            state=None if state is None else ReaderState.from_json(state),
+        )
+        self.domains = self._reader.domains
+
+    def next_pack(self) -> Pack:
+        return self._reader.next_pack()
+
+    def state(self) -> Mapping[str, JsonValue]:
+        return self._reader.state().to_json()
+
+
+def _check_domains(config: PretrainConfig, corpus: Path) -> None:
+    """Open every phase's reader once, so that a mixture that cannot be drawn is refused before the first step."""
+    for index in range(len(config.phases)):
+        CorpusSource(config, index, None)

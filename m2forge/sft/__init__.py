@@ -1,0 +1,1 @@
+"""The fine-tuning stage: trajectories with interleaved thinking."""

@@ -1,0 +1,148 @@
+"""Sources in, a `Store` of encoded trajectories out: `prepare` is what a run calls before it trains.
+
+The store is a pure function of the sources' contents, the configuration, the chat format and the seed. These make its
+key: a folder that holds a store of the same key is opened and nothing is encoded again. Problems are counted in the
+report; with `strict` they end the preparation with a `DataError` and leave nothing behind.
+"""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from m2forge.errors import DataError
+from m2forge.files import staged_folder
+from m2forge.sft.config import PromptPart, SFTDataConfig
+from m2forge.sft.distill import draw_dropped, drop_parts, find_part
+from m2forge.sft.encode import Encoded, encode
+from m2forge.sft.report import Note, Rejection, Report
+from m2forge.sft.source import list_files, read_source
+from m2forge.sft.store import META, Store, StoreWriter
+from m2forge.sft.trajectory import Trajectory
+from m2forge.text.format import ChatFormat
+from m2forge.text.message import Message, Tool, ToolCall
+
+LAYOUT = 1
+"""Version of what the store's folder holds; a store of another one is made again."""
+
+_PROBE = (
+    Message("system", "Be brief.\n\n## Rules\nNone."),
+    Message("user", "What is 17 + 25? Äpfel, 東京, 🙂"),
+    Message("assistant", "Let me see.", thinking="Add them.", tool_calls=(ToolCall("add", {"a": 17, "b": 25}, "c1"),)),
+    Message("tool", "42", tool_call_id="c1"),
+    Message("assistant", "It is 42.", thinking="The tool says 42."),
+    Message("user", "def thanks():\n    return None  # 0123456789"),
+    Message("assistant", "Gladly."),
+)
+"""A conversation with something of everything: formats or tokenizers that differ encode it differently."""
+
+
+def prepare(config: SFTDataConfig, chat_format: ChatFormat, folder: Path, seed: int) -> Store:
+    """Encode the sources into `folder`, or open it if that was done before."""
+    key = _key(config, chat_format, seed)
+    store = Store.open_if_current(folder, key)
+    if store is None:
+        if (folder / META).is_file():
+            shutil.rmtree(folder)
+        with staged_folder(folder) as partial:
+            _Preparation(config, chat_format, partial, seed).run(key)
+        store = Store(folder)
+    store.report.log()
+    return store
+
+
+class _Preparation:
+    def __init__(self, config: SFTDataConfig, chat_format: ChatFormat, folder: Path, seed: int) -> None:
+        self._config = config
+        self._format = chat_format
+        self._seed = seed
+        self._writer = StoreWriter(folder)
+        self._report = Report()
+        self._matched = [False] * len(config.prompt_parts)
+        # Parts that always or never go make one prompt, whatever the draw.
+        undecided = any(0 < part.rate < 1 for part in config.prompt_parts)
+        self._num_draws = config.num_prompt_draws if undecided else 1
+
+    def run(self, key: str) -> None:
+        config, report = self._config, self._report
+        try:
+            for index, source in enumerate(config.sources):
+                for number, trajectory in enumerate(read_source(source, report)):
+                    report.num_trajectories += 1
+                    self._add(trajectory, index, f"{index}/{number}")
+            for part, matched in zip(config.prompt_parts, self._matched, strict=True):
+                if not matched:
+                    report.add_note(Note.UNMATCHED_PART, f"{part.kind} {part.match!r}")
+            if config.strict:
+                report.refuse_problems()
+            if not self._writer.num_trajectories:
+                raise DataError(f"no trajectory to train on: {report.describe()}")
+            self._writer.finish(key, config.context, [source.weight for source in config.sources], report)
+        finally:
+            self._writer.close()
+
+    def _add(self, trajectory: Trajectory, source: int, name: str) -> None:
+        """Encode the variants of one trajectory, each distinct prompt once."""
+        self._match_parts(trajectory)
+        by_prompt: dict[tuple[str, ...], Encoded | Note] = {}
+        results = []
+        try:
+            for draw in range(self._num_draws):
+                variant = self._variant(trajectory, name, draw)
+                prompt = tuple(message.content for message in variant.messages if message.role == "system")
+                if prompt not in by_prompt:
+                    by_prompt[prompt] = encode(variant, self._format, self._config.context, self._config.too_long)
+                results.append(by_prompt[prompt])
+        except Rejection as rejection:
+            self._report.add_problem(rejection)
+            return
+        kept = [result for result in results if isinstance(result, Encoded)]
+        if not kept:
+            self._report.add_note(next(result for result in results if isinstance(result, Note)), trajectory.source)
+            return
+        if any(encoded.cut for encoded in kept):
+            self._report.add_note(Note.CUT, trajectory.source)
+        self._write(kept, results, source)
+
+    def _write(self, kept: Sequence[Encoded], results: Sequence[Encoded | Note], source: int) -> None:
+        documents: dict[int, int] = {}
+        for encoded in kept:
+            if id(encoded) not in documents:
+                documents[id(encoded)] = self._writer.add_document(encoded)
+        # A draw whose prompt makes the trajectory too long shows it with the prompt of another draw.
+        shown = [result if isinstance(result, Encoded) else kept[0] for result in results]
+        self._writer.add_trajectory(source, [documents[id(encoded)] for encoded in shown])
+        self._report.num_kept += 1
+        self._report.num_turns += kept[0].num_turns
+        self._report.num_tokens += len(kept[0].ids)
+        self._report.num_trained_tokens += int(kept[0].trained.sum())
+
+    def _variant(self, trajectory: Trajectory, name: str, draw: int) -> Trajectory:
+        parts = self._config.prompt_parts
+        dropped = draw_dropped(parts, self._seed, name, draw)
+        chosen: list[PromptPart] = [part for part, drop in zip(parts, dropped, strict=True) if drop]
+        messages, stays = drop_parts(trajectory.messages, chosen)
+        trained = tuple(flag for flag, stay in zip(trajectory.trained, stays, strict=True) if stay)
+        return dataclasses.replace(trajectory, messages=messages, trained=trained)
+
+    def _match_parts(self, trajectory: Trajectory) -> None:
+        for index, part in enumerate(self._config.prompt_parts):
+            if not self._matched[index]:
+                self._matched[index] = any(
+                    message.role == "system" and find_part(message.content, part) for message in trajectory.messages
+                )
+
+
+def _key(config: SFTDataConfig, chat_format: ChatFormat, seed: int) -> str:
+    """What the store depends on, as one short text."""
+    probe = chat_format.render(_PROBE, (Tool("add", "Add.", {"type": "object", "properties": {}}),))
+    identity = [LAYOUT, seed, config.model_dump(mode="json"), chat_format.name, probe.ids, probe.trained]
+    digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16)
+    for source in config.sources:
+        for file in list_files(source):
+            digest.update(json.dumps(str(file)).encode())
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "blake2b").digest())
+    return digest.hexdigest()

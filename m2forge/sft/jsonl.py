@@ -1,0 +1,148 @@
+"""Trajectories from JSON Lines: one OpenAI-style object `{"messages": [...], "tools": [...]}` per line.
+
+Assistant messages may carry `reasoning_content` and `tool_calls`. A message with `"train": false`, or with the weight 0
+of OpenAI's fine-tuning files, is context without loss. `tools` may also be a JSON string, as tables store it. A broken
+line is reported under its file and line and the next one is read; a file that ends within its archive gives what came
+before the end.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from m2forge.errors import FormatError
+from m2forge.records import JsonValue
+from m2forge.sft.archive import READ_ERRORS, open_archive
+from m2forge.sft.report import Problem, Rejection, Report
+from m2forge.sft.trajectory import Trajectory, check_order, sort_results
+from m2forge.text.message import Message, Tool, message_from_openai, tool_from_openai
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_LONGEST_VALUE = 60
+
+
+def read_jsonl(path: Path, report: Report) -> Iterator[Trajectory]:
+    """The trajectories of one file, in its order."""
+    number = 0
+    try:
+        with open_archive(path) as lines:
+            for line in lines:
+                number += 1
+                line = line.strip()
+                if not line:
+                    continue
+                place = f"{path}:{number}"
+                try:
+                    trajectory = trajectory_from_openai(parse_object(line, place), place)
+                except Rejection as rejection:
+                    report.add_problem(rejection)
+                    continue
+                yield trajectory
+    except READ_ERRORS as error:
+        report.add_problem(Rejection(Problem.TRUNCATED, f"{path}:{number + 1}", f"{error}; the lines before it stand"))
+
+
+def trajectory_from_openai(data: Mapping[str, JsonValue], place: str) -> Trajectory:
+    """Raises `Rejection` with the kind of problem."""
+    items = data.get("messages")
+    if items is None:
+        _reject(Problem.MISSING_KEY, place, f"no 'messages' among the keys {', '.join(data) or '(none)'}")
+    if not isinstance(items, list) or not items:
+        _reject(Problem.BAD_VALUE, place, f"messages must be a list with messages in it, received {show(items)}")
+    pairs = [_message(item, f"messages[{index}]", place) for index, item in enumerate(items)]
+    messages = sort_results([message for message, _ in pairs])
+    try:
+        check_order(messages)
+    except FormatError as error:
+        raise Rejection(Problem.BAD_ORDER, place, str(error)) from error
+    return Trajectory(messages, tools_from_openai(data.get("tools"), place), tuple(flag for _, flag in pairs), place)
+
+
+def tools_from_openai(items: JsonValue, place: str, name: str = "tools") -> tuple[Tool, ...]:
+    if isinstance(items, str):
+        try:
+            items = json.loads(items or "[]")
+        except ValueError as error:
+            raise Rejection(Problem.BROKEN_JSON, place, f"{name} is text that is not JSON ({error})") from error
+    if items is None:
+        return ()
+    if not isinstance(items, list):
+        _reject(Problem.BAD_VALUE, place, f"{name} must be a list, received {show(items)}")
+    tools = []
+    for index, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            _reject(Problem.BAD_VALUE, place, f"{name}[{index}] must be an object, received {show(item)}")
+        try:
+            tools.append(tool_from_openai(item))
+        except FormatError as error:
+            raise Rejection(Problem.BAD_VALUE, place, f"{name}[{index}]: {error}") from error
+    return tuple(tools)
+
+
+def parse_object(data: bytes, place: str) -> Mapping[str, JsonValue]:
+    """One JSON object from UTF-8 bytes, with nothing in it that UTF-8 or JSON lacks."""
+    try:
+        value: JsonValue = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        if b"\\u" in data:
+            # A lone surrogate parses, and would fail much later, in the tokenizer.
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise Rejection(Problem.BROKEN_JSON, place, f"{error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise Rejection(Problem.BROKEN_JSON, place, str(error)) from error
+    if not isinstance(value, Mapping):
+        _reject(Problem.BAD_VALUE, place, f"expected an object, received {show(value)}")
+    return value
+
+
+def show(value: JsonValue) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+
+
+def _message(item: JsonValue, name: str, place: str) -> tuple[Message, bool]:
+    """The message, and whether it is trained."""
+    if not isinstance(item, Mapping):
+        _reject(Problem.BAD_VALUE, place, f"{name} must be an object, received {show(item)}")
+    if "role" not in item:
+        _reject(Problem.MISSING_KEY, place, f"{name} has no 'role'")
+    if item["role"] not in ROLES:
+        _reject(Problem.BAD_ROLE, place, f"{name}: {show(item['role'])}; use one of {', '.join(ROLES)}")
+    _check_arguments(item.get("tool_calls"), name, place)
+    trained = _trained(item, name, place)
+    try:
+        return message_from_openai({key: item[key] for key in item if key not in ("train", "weight")}), trained
+    except FormatError as error:
+        raise Rejection(Problem.BAD_VALUE, place, f"{name}: {error}") from error
+
+
+def _check_arguments(calls: JsonValue, name: str, place: str) -> None:
+    for index, call in enumerate(calls if isinstance(calls, list) else ()):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        if isinstance(arguments, str) and arguments.strip():
+            try:
+                arguments = json.loads(arguments, parse_constant=_refuse_constant)
+            except (ValueError, RecursionError) as error:
+                what = f"{name}.tool_calls[{index}]: {show(arguments)} ({error})"
+                raise Rejection(Problem.BAD_ARGUMENTS, place, what) from error
+        if arguments not in (None, "") and not isinstance(arguments, Mapping):
+            _reject(Problem.BAD_ARGUMENTS, place, f"{name}.tool_calls[{index}]: {show(arguments)}")
+
+
+def _trained(item: Mapping[str, JsonValue], name: str, place: str) -> bool:
+    train, weight = item.get("train", True), item.get("weight", 1)
+    if not isinstance(train, bool):
+        _reject(Problem.BAD_VALUE, place, f"{name}.train must be true or false, received {show(train)}")
+    if weight not in (0, 1):
+        _reject(Problem.BAD_VALUE, place, f"{name}.weight must be 0 or 1, received {show(weight)}")
+    return train and bool(weight)
+
+
+def _reject(problem: Problem, place: str, what: str) -> NoReturn:
+    raise Rejection(problem, place, what)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")

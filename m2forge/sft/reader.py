@@ -1,0 +1,176 @@
+"""A `Store` in, an endless sequence of `Pack`s out: whole trajectories, shuffled anew in each epoch.
+
+A pack holds whole documents of one epoch and at most `pack_tokens` tokens: the oldest document that waits, then, first
+fit, whatever else of the waiting ones still has room. Nothing waits longer than its epoch, so an epoch shows every
+trajectory as often as its source's weight says. Which packs come is a function of store, seed and `pack_tokens` alone;
+`state()` names the place in that sequence, and a reader made with it goes on exactly there.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from m2forge.config import Config
+from m2forge.errors import ConfigError, DataError
+from m2forge.records import NO_TARGET, IntArray, JsonValue, Pack
+from m2forge.sft.store import Store
+
+NUM_WAITING = 64
+"""Documents among which those that fill a pack are looked for."""
+PAD_TAG = 0
+"""Tag of padding; it has no targets, so it adds nothing to the metrics of that source."""
+
+
+class SFTReaderState(Config):
+    """A place in the sequence of packs, and the reading for which it holds."""
+
+    fingerprint: str
+    """Of the store that is read."""
+    seed: int
+    pack_tokens: int
+    epoch: int
+    num_taken: int
+    """Documents of the epoch's order that were packed or wait."""
+    waiting: tuple[int, ...]
+    """Places in the epoch's order of documents that were passed over so far."""
+
+    def to_json(self) -> dict[str, JsonValue]:
+        return dict(self.model_dump(mode="json"))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, JsonValue]) -> "SFTReaderState":
+        try:
+            return cls.model_validate_json(json.dumps(data))
+        except ValidationError as error:
+            raise DataError(f"not the state of a reader of trajectories: {error}") from error
+
+
+class SFTReader:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        pack_tokens: int,
+        seed: int,
+        pad_to: int | None = None,
+        state: SFTReaderState | None = None,
+    ) -> None:
+        """`pad_to`: bring every pack to this many tokens by a last document without targets."""
+        if pack_tokens < store.context:
+            raise ConfigError(f"pack_tokens is {pack_tokens}; a pack must hold the context, {store.context} tokens")
+        if pad_to is not None and pad_to < pack_tokens:
+            raise ConfigError(f"pad_to is {pad_to}; it must be at least pack_tokens, {pack_tokens}")
+        self._store = store
+        self._pack_tokens = pack_tokens
+        self._seed = seed
+        self._pad_to = pad_to
+        if state is None:
+            self._epoch = _Epoch(store, seed, 0)
+            return
+        expected = {"fingerprint": store.fingerprint, "seed": seed, "pack_tokens": pack_tokens}
+        for name, value in expected.items():
+            if getattr(state, name) != value:
+                raise DataError(
+                    f"the reader's state was saved with {name} {getattr(state, name)!r}, and here it is {value!r}; "
+                    "resume with the same data and settings or start another run"
+                )
+        self._epoch = _Epoch(store, seed, state.epoch, state.num_taken, state.waiting)
+
+    @property
+    def epoch(self) -> int:
+        """Of the pack that `next_pack` gives next."""
+        self._leave_finished_epochs()
+        return self._epoch.number
+
+    def next_pack(self) -> Pack:
+        self._leave_finished_epochs()
+        trajectories = self._epoch.take(self._pack_tokens)
+        draw = self._epoch.number % self._store.num_draws
+        documents = self._store.variants[trajectories, draw]
+        lengths = (self._store.offsets[documents + 1] - self._store.offsets[documents]).tolist()
+        tokens, trained = self._store.read(documents.tolist())
+        targets = np.full(len(tokens), NO_TARGET, np.int32)
+        targets[:-1][trained[1:]] = tokens[1:][trained[1:]]
+        targets[np.cumsum(lengths) - 1] = NO_TARGET
+        return self._pad(tokens, targets, lengths, self._store.sources[trajectories].tolist())
+
+    def num_packs(self, epoch: int) -> int:
+        """How many packs an epoch makes."""
+        counted = _Epoch(self._store, self._seed, epoch)
+        num_packs = 0
+        while not counted.is_done:
+            counted.take(self._pack_tokens)
+            num_packs += 1
+        return num_packs
+
+    def state(self) -> SFTReaderState:
+        return SFTReaderState(
+            fingerprint=self._store.fingerprint,
+            seed=self._seed,
+            pack_tokens=self._pack_tokens,
+            epoch=self._epoch.number,
+            num_taken=self._epoch.num_taken,
+            waiting=tuple(self._epoch.waiting),
+        )
+
+    def _leave_finished_epochs(self) -> None:
+        while self._epoch.is_done:
+            self._epoch = _Epoch(self._store, self._seed, self._epoch.number + 1)
+
+    def _pad(self, tokens: IntArray, targets: IntArray, lengths: list[int], tags: list[int]) -> Pack:
+        missing = max(0, (self._pad_to or 0) - len(tokens))
+        # No document is longer than the context, padding neither: positions beyond it may not exist.
+        padding = [self._store.context] * (missing // self._store.context) + [missing % self._store.context]
+        padding = [length for length in padding if length]
+        return Pack(
+            np.concatenate([tokens, np.zeros(missing, np.int32)]),
+            np.concatenate([targets, np.full(missing, NO_TARGET, np.int32)]),
+            np.asarray(lengths + padding, np.int32),
+            np.asarray(tags + [PAD_TAG] * len(padding), np.int32),
+        )
+
+
+class _Epoch:
+    """The order of one epoch and how far it is packed."""
+
+    def __init__(self, store: Store, seed: int, number: int, num_taken: int = 0, waiting: Sequence[int] = ()) -> None:
+        self.number = number
+        self.num_taken = num_taken
+        self.waiting = list(waiting)
+        self._order = _shuffle(store, seed, number)
+        self._lengths = store.lengths(number % store.num_draws)[self._order]
+        self._fill()
+
+    @property
+    def is_done(self) -> bool:
+        return not self.waiting
+
+    def take(self, num_tokens: int) -> IntArray:
+        """The trajectories of one pack of at most `num_tokens`."""
+        chosen = []
+        index = 0
+        while index < len(self.waiting):
+            length = int(self._lengths[self.waiting[index]])
+            if length <= num_tokens:
+                num_tokens -= length
+                chosen.append(self.waiting.pop(index))
+                self._fill()
+            else:
+                index += 1
+        return self._order[chosen]
+
+    def _fill(self) -> None:
+        num_missing = min(NUM_WAITING - len(self.waiting), len(self._order) - self.num_taken)
+        self.waiting += range(self.num_taken, self.num_taken + num_missing)
+        self.num_taken += num_missing
+
+
+def _shuffle(store: Store, seed: int, epoch: int) -> npt.NDArray[np.int32]:
+    """Trajectories in the order of one epoch, each as often as its source's weight says."""
+    generator = np.random.default_rng([seed, epoch])
+    whole, rest = np.divmod(np.asarray(store.weights)[store.sources], 1.0)
+    num_shown = whole.astype(np.int64) + (generator.random(store.num_trajectories) < rest)
+    return generator.permutation(np.repeat(np.arange(store.num_trajectories, dtype=np.int32), num_shown))

@@ -1,0 +1,87 @@
+"""The fine-tuning stage: a model folder and trajectories in, a model that thinks between its actions out.
+
+Trajectories are encoded once into the run directory, packed whole, and trained on for a number of epochs by the same
+loop that pre-trains. This file wires data, network and train loop.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from m2forge.errors import NotFoundError
+from m2forge.model.checkpoint import load_model
+from m2forge.model.exchange import find_companions
+from m2forge.model.transformer import Transformer
+from m2forge.records import JsonValue, Pack
+from m2forge.sft.config import SFTConfig
+from m2forge.sft.dataset import prepare
+from m2forge.sft.reader import SFTReader, SFTReaderState
+from m2forge.sft.store import Store
+from m2forge.text.format import make_format
+from m2forge.text.tokenizer import load_tokenizer
+from m2forge.train.config import PhaseConfig
+from m2forge.train.loop import TrainLoop
+from m2forge.train.machine import choose_device
+from m2forge.train.run_dir import open_run
+
+DATA_FOLDER = "data"
+
+
+def run_sft(config: SFTConfig, runs: Path) -> Path:
+    """Train, or go on with, the run `config` describes; returns the finished model's folder."""
+    start = Path(config.model)
+    if not start.is_dir():
+        raise NotFoundError(f"model {config.model!r} is no folder; give one that `m2forge pretrain` or `import` wrote")
+    chat_format = make_format(config.chat_format, load_tokenizer(start), drop_thinking=config.drop_thinking)
+    run_dir = runs / config.name
+    store = prepare(config.data, chat_format, run_dir / DATA_FOLDER, config.seed)
+    phase = _phase(config, store)
+
+    def build_model(device: torch.device, dtype: torch.dtype) -> Transformer:
+        return load_model(start, device=device, dtype=dtype)
+
+    def open_source(index: int, state: Mapping[str, JsonValue] | None) -> TrajectorySource:
+        return TrajectorySource(config, store, state)
+
+    loop = TrainLoop(run_dir, config.train, [phase], build_model, open_source, find_companions(start))
+    open_run(run_dir, config, loop.position.phase if loop.position.step else None)
+    return loop.run()
+
+
+class TrajectorySource:
+    """The packs of the run."""
+
+    def __init__(self, config: SFTConfig, store: Store, state: Mapping[str, JsonValue] | None) -> None:
+        self._reader = SFTReader(
+            store,
+            pack_tokens=config.pack_tokens,
+            seed=config.seed,
+            # Another shape would compile the network again on CUDA; a CPU is glad of shorter packs.
+            pad_to=config.pack_tokens if choose_device(config.train.machine).type == "cuda" else None,
+            state=None if state is None else SFTReaderState.from_json(state),
+        )
+        self.domains = tuple(Path(source.path).name.split(".")[0] for source in config.data.sources)
+
+    def next_pack(self) -> Pack:
+        return self._reader.next_pack()
+
+    def state(self) -> Mapping[str, JsonValue]:
+        return self._reader.state().to_json()
+
+
+def _phase(config: SFTConfig, store: Store) -> PhaseConfig:
+    """The whole run as one phase: its steps are the packs that the epochs make."""
+    reader = SFTReader(store, pack_tokens=config.pack_tokens, seed=config.seed)
+    num_packs = sum(reader.num_packs(epoch) for epoch in range(config.num_epochs))
+    steps = max(1, num_packs // config.packs_per_step)
+    return PhaseConfig(
+        name="sft",
+        steps=steps,
+        context=config.data.context,
+        pack_tokens=config.pack_tokens,
+        packs_per_step=config.packs_per_step,
+        rate=config.rate,
+        warmup_steps=min(config.warmup_steps, steps),
+        mtp_weight=config.mtp_weight,
+    )

@@ -1,0 +1,130 @@
+"""Encoded trajectories on disk, read by memory map: `StoreWriter` fills a folder, `Store` opens it.
+
+    tokens.bin      uint32 per token, documents end to end; the highest bit says that the token is trained
+    offsets.npy     int64, where each document starts, and the end of the last
+    variants.npy    int32 [trajectory, draw]: the document that shows the trajectory in the epochs of that draw
+    sources.npy     int32 per trajectory: index of its source
+    meta.json       the key of what was encoded, the fingerprint of the result, the report
+
+Trajectories whose prompt has parts to drop exist in several variants; the others have one document for all draws.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from m2forge.errors import DataError
+from m2forge.files import write_atomic
+from m2forge.records import IntArray
+from m2forge.sft.encode import BoolArray, Encoded
+from m2forge.sft.report import Report
+
+META = "meta.json"
+TOKENS = "tokens.bin"
+TRAINED_BIT = 1 << 31
+
+
+class StoreWriter:
+    """Appends documents to a folder that nobody reads yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = (folder / TOKENS).open("xb")
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._offsets = [0]
+        self._variants: list[Sequence[int]] = []
+        self._sources: list[int] = []
+
+    def add_document(self, encoded: Encoded) -> int:
+        """The number of the document, for `add_trajectory`."""
+        words = encoded.ids.astype("<u4") | np.where(encoded.trained, np.uint32(TRAINED_BIT), np.uint32(0))
+        data = words.astype("<u4").tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+        self._offsets.append(self._offsets[-1] + len(words))
+        return len(self._offsets) - 2
+
+    def add_trajectory(self, source: int, documents: Sequence[int]) -> None:
+        """`documents`: one per draw."""
+        self._variants.append(documents)
+        self._sources.append(source)
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self._sources)
+
+    def finish(self, key: str, context: int, weights: Sequence[float], report: Report) -> None:
+        self._file.close()
+        arrays: dict[str, npt.NDArray[np.int32] | npt.NDArray[np.int64]] = {
+            "offsets": np.asarray(self._offsets, np.int64),
+            "variants": np.asarray(self._variants, np.int32),
+            "sources": np.asarray(self._sources, np.int32),
+        }
+        for name, array in arrays.items():
+            np.save(self._folder / f"{name}.npy", array)
+            self._hash.update(array.tobytes())
+        meta = {
+            "key": key,
+            "fingerprint": self._hash.hexdigest(),
+            "context": context,
+            "weights": list(weights),
+            "report": report.to_json(),
+        }
+        write_atomic(self._folder / META, json.dumps(meta, indent=1, ensure_ascii=False))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Store:
+    """Encoded trajectories, as many as disk holds; memory holds the tables only."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            meta = json.loads((folder / META).read_bytes())
+            self.offsets: npt.NDArray[np.int64] = np.load(folder / "offsets.npy")
+            self.variants: npt.NDArray[np.int32] = np.load(folder / "variants.npy")
+            self.sources: npt.NDArray[np.int32] = np.load(folder / "sources.npy")
+            self._words = np.memmap(folder / TOKENS, dtype="<u4", mode="r")
+            self.key = str(meta["key"])
+            self.fingerprint = str(meta["fingerprint"])
+            self.context = int(meta["context"])
+            self.weights = tuple(float(weight) for weight in meta["weights"])
+            self.report = Report.from_json(meta["report"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{folder}: not a folder of encoded trajectories ({error}); remove it") from error
+        if self._words.size != self.offsets[-1]:
+            raise DataError(
+                f"{folder}: {TOKENS} holds {self._words.size} tokens, expected {self.offsets[-1]}; remove the folder"
+            )
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self.sources)
+
+    @property
+    def num_draws(self) -> int:
+        return int(self.variants.shape[1])
+
+    def lengths(self, draw: int) -> npt.NDArray[np.int64]:
+        """Tokens of each trajectory's document in one draw."""
+        documents = self.variants[:, draw]
+        return self.offsets[documents + 1] - self.offsets[documents]
+
+    def read(self, documents: Sequence[int]) -> tuple[IntArray, BoolArray]:
+        """Ids and loss mask of the documents, laid end to end."""
+        words = np.concatenate([self._words[self.offsets[n] : self.offsets[n + 1]] for n in documents])
+        return (words & (TRAINED_BIT - 1)).astype(np.int32), (words >> 31).astype(np.bool_)
+
+    @classmethod
+    def open_if_current(cls, folder: Path, key: str) -> Self | None:
+        """The store, if the folder holds one made with `key`."""
+        if not (folder / META).is_file():
+            return None
+        store = cls(folder)
+        return store if store.key == key else None

@@ -1,0 +1,77 @@
+"""One conversation to learn from: messages, the tools it could call, and which of its messages carry loss.
+
+Readers (jsonl.py, atif.py) make trajectories; encode.py turns them into tokens. What a trajectory promises: it holds
+an assistant message, tool results follow the calls they answer and in their order, and `trained` says for each message
+whether the loss may look at it. Messages of other roles never carry loss, whatever `trained` says.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from m2forge.errors import FormatError
+from m2forge.text.message import Message, Tool
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    trained: tuple[bool, ...]
+    """One per message."""
+    source: str
+    """Where it was read, as "file:line"."""
+
+    def __post_init__(self) -> None:
+        if len(self.trained) != len(self.messages):
+            raise FormatError(
+                f"{self.source}: trained has {len(self.trained)} values, expected one per message, {len(self.messages)}"
+            )
+
+    @property
+    def num_turns(self) -> int:
+        return sum(message.role == "assistant" for message in self.messages)
+
+
+def sort_results(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages with the results of each turn in the order of its calls; tools finish in any order."""
+    ordered: list[Message] = []
+    ids: list[str] = []
+    results: list[Message] = []
+
+    def settle() -> None:
+        if all(result.tool_call_id in ids for result in results):
+            results.sort(key=lambda result: ids.index(result.tool_call_id))
+        ordered.extend(results)
+        results.clear()
+
+    for message in messages:
+        if message.role == "tool":
+            results.append(message)
+            continue
+        settle()
+        ordered.append(message)
+        ids = [call.id for call in message.tool_calls]
+    settle()
+    return tuple(ordered)
+
+
+def check_order(messages: Sequence[Message]) -> None:
+    """Refuse what no conversation can be: nobody answers, or a tool result without the call it belongs to."""
+    if not any(message.role == "assistant" for message in messages):
+        raise FormatError(f"none of the {len(messages)} messages is the assistant's")
+    open_ids: list[str] = []
+    for index, message in enumerate(messages):
+        if message.role == "assistant":
+            open_ids = [call.id for call in message.tool_calls]
+        elif message.role != "tool":
+            open_ids = []
+        elif not open_ids:
+            raise FormatError(f"messages[{index}] is a tool result, but no call before it waits for one")
+        elif message.tool_call_id in open_ids:
+            open_ids.remove(message.tool_call_id)
+        elif message.tool_call_id and all(open_ids):
+            raise FormatError(
+                f"messages[{index}] answers call {message.tool_call_id!r}; those that wait are {', '.join(open_ids)}"
+            )
+        else:
+            open_ids.pop(0)

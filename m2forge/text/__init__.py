@@ -1,0 +1,1 @@
+"""Text in tokens: tokenizers, chat formats, and the parser of completions."""

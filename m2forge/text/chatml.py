@@ -1,0 +1,264 @@
+"""ChatML by the model's own Jinja template (SmolLM2, Qwen): messages in, token ids out; completions by `HermesParser`.
+
+    <|im_start|>role⏎…<|im_end|>⏎
+
+The template decides the text. Three things are added to it:
+
+- **Stable turns.** Templates such as Qwen3's write an assistant's message in one way while it is the last and in
+  another later, without its thinking. Here every assistant's turn is the one that the template writes for a message
+  that just arrived, so thinking stays and history is never rewritten. With `drop_thinking` the template's text stands
+  as it is; then turns that it rewrote are not trained, because nobody would sample them so, and `extend` refuses where
+  the template changes its mind about the history.
+- **The end.** What follows the last `<|im_end|>`, a line end, belongs to the next message, so that a sampled
+  completion, which ends in that token, is a whole turn.
+- **What the template lacks.** Without a place for thinking it is written before the content between `<think>` tags;
+  without a place for tools they are described in the system message in the manner of Hermes, and calls and results
+  are written into assistants' and users' messages.
+
+An assistant's message that could not be read back, because a tag stands where it would be taken for one, is refused.
+A special token named inside any message is text.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NoReturn
+
+from m2forge.errors import FormatError
+from m2forge.records import JsonValue
+from m2forge.text.message import Message, Tool, ToolCall, tool_to_openai
+from m2forge.text.parser import THINK_CLOSE, THINK_OPEN
+from m2forge.text.parser_hermes import CALL_CLOSE, CALL_OPEN, HermesParser
+from m2forge.text.segment import Rendered, Segment, encode_segments, plain
+from m2forge.text.template import ChatTemplate, Data, Guard
+from m2forge.text.tokenizer import Tokenizer
+
+OPEN, END = "<|im_start|>", "<|im_end|>"
+_PROBE = Message("user", "x")
+_HERMES_HEAD = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+_HERMES_TAIL = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    f'{CALL_OPEN}{CALL_CLOSE} XML tags:\n{CALL_OPEN}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n'
+    f"{CALL_CLOSE}"
+)
+
+
+class ChatMLFormat:
+    """See `ChatFormat`."""
+
+    name = "chatml"
+
+    def __init__(self, tokenizer: Tokenizer, *, drop_thinking: bool = False) -> None:
+        if tokenizer.chat_template is None:
+            raise FormatError("the tokenizer came without a chat template, which the chatml format renders")
+        missing = [text for text in (OPEN, END) if text not in tokenizer.special_ids]
+        if missing:
+            raise FormatError(f"the tokenizer lacks {', '.join(missing)}, special tokens of the chatml format")
+        self.tokenizer = tokenizer
+        self.stop_ids: tuple[int, ...] = (tokenizer.special(END),)
+        self._drop_thinking = drop_thinking
+        self._template = ChatTemplate(tokenizer.chat_template, tokenizer.names, tokenizer.special_ids)
+        asked = self._rendered([_PROBE], (), generation=True)
+        starts = [at for at in range(len(asked)) if _is_assistant(asked, at)]
+        self._prompt = asked[starts[-1] :] if starts else []
+        """How the template asks for a completion: the beginning of every assistant's turn."""
+        if not starts or END in (segment.text for segment in self._prompt):
+            raise FormatError(f"the model's chat template asks for a completion by something else than {OPEN}assistant")
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = False) -> Rendered:
+        self._check(messages, tools)
+        turns = self._turns(messages, tools)
+        return encode_segments(self._segments(messages, tools, turns, generation), self.tokenizer)
+
+    def extend(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        generation: bool = False,
+    ) -> Rendered:
+        messages = [*history, *new]
+        self._check(messages, tools)
+        turns = self._turns(messages, tools)
+        before = self._segments(history, tools, turns, generation=False)
+        whole = self._segments(messages, tools, turns, generation)
+        if whole[: len(before)] != before:
+            raise FormatError(
+                f"message {len(history)} ({new[0].role if new else 'none'}): with it the model's chat template writes "
+                "the messages before it otherwise; render the whole conversation, and append results of tools together"
+            )
+        return encode_segments(whole[len(before) :], self.tokenizer)
+
+    def parser(self, tools: Sequence[Tool] = ()) -> HermesParser:
+        starts_thinking = "".join(segment.text for segment in self._prompt).rstrip().endswith(THINK_OPEN)
+        return HermesParser(tools, end_marker=END, starts_thinking=starts_thinking)
+
+    # -- segments -----------------------------------------------------------------------------------------------------
+
+    def _segments(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        stable_turns: Sequence[list[Segment]],
+        generation: bool,
+    ) -> list[Segment]:
+        """The conversation, with each assistant's turn replaced by the stable one unless thinking is dropped."""
+        if not messages and not generation:
+            return []
+        whole = self._rendered(messages, tools, generation=generation)
+        num_written = sum(message.role == "assistant" for message in messages)
+        places = _assistant_turns(whole)
+        if len(places) != num_written:
+            raise FormatError(
+                f"the model's chat template writes {len(places)} assistant turns for {num_written} assistant messages"
+            )
+        segments, at = [], 0
+        for turn, (start, end) in zip(stable_turns, places, strict=False):
+            rewritten = self._drop_thinking and whole[start:end] != turn
+            segments += whole[at:start] + (whole[start:end] if rewritten else self._trained(turn))
+            at = end
+        return segments + whole[at:]
+
+    def _turns(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[list[Segment]]:
+        """Each assistant's turn as the template writes it for a message that has just been sampled."""
+        return [self._turn(message, tools) for message in messages if message.role == "assistant"]
+
+    def _turn(self, message: Message, tools: Sequence[Tool]) -> list[Segment]:
+        whole = self._rendered([_PROBE, message], tools)
+        places = _assistant_turns(whole)
+        return whole[slice(*places[-1])] if places else []
+
+    def _trained(self, turn: list[Segment]) -> list[Segment]:
+        """Cut `turn` after what the generation prompt gives and mark the rest as sampled."""
+        last = len(self._prompt) - 1
+        head, border = turn[:last], turn[last] if last < len(turn) else None
+        asked = self._prompt[last]
+        if head != self._prompt[:last] or border is None or not border.text.startswith(asked.text):
+            raise FormatError("the model's chat template begins an assistant's turn otherwise than it asks for one")
+        rest = [plain(border.text[len(asked.text) :])] if border.text != asked.text else []
+        sampled = [Segment(part.text, part.special, trained=True) for part in [*rest, *turn[last + 1 :]]]
+        return [*self._prompt, *sampled]
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool = False
+    ) -> list[Segment]:
+        """What the template makes of the messages, less what follows the last end marker."""
+        described = [tool_to_openai(tool) for tool in tools]
+        texts = [[message.content, message.thinking] for message in messages]
+        guard = self._template.guard([*described, *texts, *_call_data(messages)])
+        data = [self._data(message, guard) for message in messages]
+        offered = [guard.data(tool) for tool in described]
+        if offered and not self._template.takes_tools:
+            data, offered = _describe_tools(data, offered), []
+        segments = self._template.render(data, offered, guard, generation=generation)
+        if not generation and segments and segments[-1].text.isspace():
+            segments.pop()
+        return segments
+
+    # -- messages as the template takes them --------------------------------------------------------------------------
+
+    def _data(self, message: Message, guard: Guard) -> dict[str, JsonValue]:
+        content = guard.text(message.content)
+        role: str = message.role
+        data: dict[str, JsonValue] = {}
+        if message.thinking:
+            thinking = guard.text(message.thinking)
+            if self._template.takes_thinking:
+                data["reasoning_content"] = thinking
+            else:
+                content = f"{THINK_OPEN}\n{thinking}\n{THINK_CLOSE}\n\n{content}"
+        if message.tool_calls and self._template.takes_tools:
+            data["tool_calls"] = [_function(call, guard) for call in message.tool_calls]
+        elif message.tool_calls:
+            calls = "\n".join(_hermes(call, guard) for call in message.tool_calls)
+            content = f"{content}\n{calls}" if content else calls
+        if role == "tool" and not self._template.takes_tools:
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+        return {"role": role, "content": content} | data
+
+    # -- what cannot be said ------------------------------------------------------------------------------------------
+
+    def _check(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+        """Refuse what the parser would read otherwise."""
+        if (tools or any(message.tool_calls for message in messages)) and not self._writes_hermes:
+            raise FormatError(
+                f"the model's chat template writes calls in another way than as JSON between {CALL_OPEN} tags, which "
+                "is what the chatml format reads"
+            )
+        for index, message in enumerate(messages):
+            if message.role == "assistant":
+                _check_assistant(index, message)
+
+    @cached_property
+    def _writes_hermes(self) -> bool:
+        probe = Message("assistant", "", "", (ToolCall("f", {"k": "v", "n": 1}),))
+        parser = self.parser()
+        for segment in self._trained(self._turn(probe, [Tool("f")])):
+            if segment.trained:
+                parser.feed(segment.text)
+        return parser.finish().tool_calls == probe.tool_calls
+
+
+def _check_assistant(index: int, message: Message) -> None:
+    found = [(END, "thinking"), (THINK_CLOSE, "thinking"), (END, "content"), (CALL_OPEN, "content")]
+    for marker, part in found:
+        if marker in getattr(message, part):
+            _refuse(index, f"{part} holds {marker!r}, which would be read as a marker")
+    if message.content.startswith(THINK_OPEN) and not message.thinking:
+        _refuse(index, f"content begins with {THINK_OPEN!r}; give it as thinking")
+    for call in message.tool_calls:
+        try:
+            text = json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            _refuse(index, f"arguments of {call.name!r} are no JSON values ({error})")
+        if CALL_CLOSE in text:
+            _refuse(index, f"a call of {call.name!r} holds {CALL_CLOSE!r}, which would end it")
+
+
+def _refuse(index: int, reason: str) -> NoReturn:
+    raise FormatError(f"message {index} (assistant): {reason}")
+
+
+def _is_assistant(segments: Sequence[Segment], at: int) -> bool:
+    opened = at + 1 < len(segments) and segments[at].special and segments[at].text == OPEN
+    return opened and segments[at + 1].text.startswith("assistant\n")
+
+
+def _assistant_turns(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Where each closed turn of an assistant begins and ends."""
+    turns, start = [], None
+    for at, segment in enumerate(segments):
+        if _is_assistant(segments, at):
+            start = at
+        elif segment.special and segment.text == END and start is not None:
+            turns.append((start, at + 1))
+            start = None
+    return turns
+
+
+def _call_data(messages: Sequence[Message]) -> list[JsonValue]:
+    return [[call.name, call.arguments] for message in messages for call in message.tool_calls]
+
+
+def _function(call: ToolCall, guard: Guard) -> dict[str, JsonValue]:
+    function: dict[str, JsonValue] = {"name": guard.text(call.name), "arguments": guard.data(call.arguments)}
+    return {"type": "function", "id": call.id, "function": function}
+
+
+def _hermes(call: ToolCall, guard: Guard) -> str:
+    body = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
+    return f"{CALL_OPEN}\n{guard.text(body)}\n{CALL_CLOSE}"
+
+
+def _describe_tools(data: Sequence[dict[str, JsonValue]], tools: Sequence[Data]) -> list[dict[str, JsonValue]]:
+    """The messages with the tools in the system's, which is made where there is none."""
+    listed = "".join("\n" + json.dumps(tool, ensure_ascii=False) for tool in tools)
+    description = f"{_HERMES_HEAD}{listed}{_HERMES_TAIL}"
+    if data and data[0]["role"] == "system":
+        content = f"{data[0]['content']}\n\n{description}" if data[0]["content"] else description
+        return [data[0] | {"content": content}, *data[1:]]
+    return [{"role": "system", "content": description}, *data]

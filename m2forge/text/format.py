@@ -1,0 +1,61 @@
+"""Chat formats: messages in, token ids out, one file each; here what they promise and how one is chosen.
+
+    render(messages)                 the whole conversation
+    extend(history, new)             the ids to append for new messages: render(history) + extend(history, new) is
+                                     render(history + new), and so is a sampled completion that ended in a stop token
+                                     followed by them. History is never encoded again.
+    parser(tools)                    reads a completion back, in pieces
+
+render(messages, generation=True) followed by what the assistant samples is render(messages + [its message]) up to how
+the sampler cut the text into tokens; `trained` marks exactly those ids.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from m2forge.errors import FormatError
+from m2forge.text.chatml import ChatMLFormat
+from m2forge.text.message import Message, Tool
+from m2forge.text.minimax_m2 import MINIMAX_M2_SPECIALS, OPEN, MiniMaxM2Format
+from m2forge.text.parser import CompletionParser
+from m2forge.text.segment import Rendered
+from m2forge.text.tokenizer import Tokenizer
+
+__all__ = ["MINIMAX_M2_SPECIALS", "ChatFormat", "FormatName", "Rendered", "make_format"]
+
+FormatName = Literal["minimax_m2", "chatml", "auto"]
+
+
+class ChatFormat(Protocol):
+    name: str
+    tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
+    """A sampled completion ends with one of these."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = False) -> Rendered:
+        """The conversation from its first token; with `generation`, up to where the assistant begins to sample."""
+        ...
+
+    def extend(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        generation: bool = False,
+    ) -> Rendered:
+        """The ids that follow render(history). Refused where `new` would change what the history looks like."""
+        ...
+
+    def parser(self, tools: Sequence[Tool] = ()) -> CompletionParser: ...
+
+
+def make_format(name: FormatName, tokenizer: Tokenizer, *, drop_thinking: bool = False) -> ChatFormat:
+    """`auto` takes minimax_m2 where the tokenizer has its markers, else chatml."""
+    if name == "auto":
+        name = "minimax_m2" if OPEN in tokenizer.special_ids else "chatml"
+    if name == "minimax_m2":
+        return MiniMaxM2Format(tokenizer, drop_thinking=drop_thinking)
+    if name == "chatml":
+        return ChatMLFormat(tokenizer, drop_thinking=drop_thinking)
+    raise FormatError(f"chat format {name!r} is not known; known: auto, chatml, minimax_m2")

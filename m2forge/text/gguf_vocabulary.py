@@ -1,0 +1,123 @@
+"""The tokenizer inside a GGUF file, from its metadata to a `Vocabulary`.
+
+llama.cpp stores the tokens, their kinds and the merges, but of the splitting only a name; the table here says what each
+name stands for. A name that is not in it is refused: a wrong split gives ids that look right and are not.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+
+from m2forge.errors import DataError, NotFoundError, suggest
+from m2forge.text.vocabulary import WORD_SPLIT, SpecialNames, Vocabulary, byte_level_split, check_byte_level
+
+_CONTROL, _USER_DEFINED = 3, 4
+
+_ONE_DIGIT_SPLIT = WORD_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_CASED_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS: dict[str, str] = (
+    dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "dbrx", "smaug-bpe"), WORD_SPLIT)
+    | {"qwen2": _ONE_DIGIT_SPLIT}
+    | dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _CASED_SPLIT)
+)
+_PLAIN = ("gpt-2",)
+"""Split by the pattern of GPT-2, which the library knows itself."""
+_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
+"""Every digit alone, then as GPT-2."""
+_COMPOSED = ("qwen2",)
+"""Characters are composed (NFC) first."""
+_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")
+"""A piece that is a token as it stands is taken before any merge."""
+
+
+def read_gguf(path: Path) -> Vocabulary:
+    fields = _read_fields(path)
+    kind = _metadata(fields, "tokenizer.ggml.model")
+    if kind != "gpt2":
+        problem = "it has none" if kind is None else f"its tokenizer is {kind!r}"
+        raise DataError(f"{path}: {problem}; from GGUF only 'gpt2', a BPE over bytes, is supported")
+    tokens, merges = _strings(fields, "tokenizer.ggml.tokens", path), _strings(fields, "tokenizer.ggml.merges", path)
+    core = _build(tokens, merges, _split_name(fields, path), path)
+    kinds = _metadata(fields, "tokenizer.ggml.token_type")
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise DataError(f"{path}: tokenizer.ggml.token_type does not say the kind of each of {len(tokens)} tokens")
+    for special, number in ((True, _CONTROL), (False, _USER_DEFINED)):
+        named = [token for token, token_kind in zip(tokens, kinds, strict=True) if token_kind == number]
+        added = [AddedToken(token, special=special, normalized=False) for token in named]
+        core.add_special_tokens(added) if special else core.add_tokens(added)
+    check_byte_level(core, str(path))
+    ids = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
+    names = {part: _token_name(fields, f"tokenizer.ggml.{key}_token_id", tokens, path) for part, key in ids}
+    template = _metadata(fields, "tokenizer.chat_template")
+    return Vocabulary(core, SpecialNames(**names), template if isinstance(template, str) else None)
+
+
+def _build(tokens: list[str], merges: list[str], split: str, path: Path) -> tokenizers.Tokenizer:
+    vocab = {token: id for id, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise DataError(f"{path}: {len(tokens) - len(vocab)} tokens of its vocabulary stand there twice")
+    # A token may begin with a space's sign but never holds a bare space, so the first one after a sign separates.
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    try:
+        core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=split in _WHOLE_WORDS))
+    except Exception as error:  # The library raises bare exceptions for merges of unknown tokens.
+        raise DataError(f"{path}: tokens and merges do not fit together: {error}") from error
+    if split in _SPLITS:
+        core.pre_tokenizer = byte_level_split(_SPLITS[split])
+    else:
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if split in _DIGITS_APART else []
+        core.pre_tokenizer = pre_tokenizers.Sequence([*digits, level])
+    if split in _COMPOSED:
+        core.normalizer = normalizers.NFC()
+    core.decoder = decoders.ByteLevel()
+    return core
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise NotFoundError(
+            "reading GGUF files needs the gguf library, which is not installed; run: pip install 'm2forge[gguf]'"
+        ) from error
+    try:
+        fields: dict[str, Any] = gguf.GGUFReader(path).fields
+    except (ValueError, IndexError, KeyError, OverflowError, OSError, TypeError) as error:
+        # The library raises whatever its parsing meets first in a damaged file.
+        raise DataError(f"{path} is not a whole GGUF file: {error}; fetch it again") from error
+    return fields
+
+
+def _metadata(fields: dict[str, Any], key: str) -> object:
+    return fields[key].contents() if key in fields else None
+
+
+def _strings(fields: dict[str, Any], key: str, path: Path) -> list[str]:
+    value = _metadata(fields, key)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise DataError(f"{path}: {key} is {'missing' if value is None else 'no list of texts'}")
+    return value
+
+
+def _split_name(fields: dict[str, Any], path: Path) -> str:
+    name = _metadata(fields, "tokenizer.ggml.pre")
+    known = [*_SPLITS, *_PLAIN, *_DIGITS_APART]
+    if name not in known:
+        raise DataError(f"{path}: pre-tokenizer {name!r} is not supported; {suggest(str(name), known)}")
+    return str(name)
+
+
+def _token_name(fields: dict[str, Any], key: str, tokens: list[str], path: Path) -> str | None:
+    id = _metadata(fields, key)
+    if id is None:
+        return None
+    if not isinstance(id, int) or not 0 <= id < len(tokens):
+        raise DataError(f"{path}: {key} is {id!r}, expected an id below {len(tokens)}")
+    return tokens[id]

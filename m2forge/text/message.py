@@ -1,0 +1,192 @@
+"""The nouns of a conversation: messages, tool calls, tools; and their OpenAI-style JSON form, in and out.
+
+Everything here is text and JSON values; how a conversation becomes tokens is a chat format's business. A message that
+no format could express (a call by a user, an unknown role) is refused when it is made, with a `FormatError`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
+
+from m2forge.errors import FormatError
+from m2forge.records import JsonValue
+
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """What the assistant asks a tool to do."""
+
+    name: str
+    arguments: Mapping[str, JsonValue]
+    id: str = ""
+    """Given by the server, answered by the result's `tool_call_id`; no chat format shows it to the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn, or one tool's result."""
+
+    role: Role
+    content: str = ""
+    thinking: str = ""
+    """What the assistant thought before it wrote `content`."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    """Which call this result answers; empty when it is the next unanswered one."""
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise FormatError(f"role: expected one of {', '.join(ROLES)}, received {self.role!r}")
+        object.__setattr__(self, "tool_calls", tuple(self.tool_calls))
+        if self.role != "assistant" and (self.thinking or self.tool_calls):
+            raise FormatError(f"a message of role {self.role!r} has thinking or tool calls, which only assistants have")
+        if self.role != "tool" and self.tool_call_id:
+            raise FormatError(f"a message of role {self.role!r} has a tool_call_id, which only results of tools have")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """What the assistant may call."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, JsonValue] = field(default_factory=dict)
+    """JSON schema of the arguments, an object's; empty where nothing is said about them."""
+
+
+# -- OpenAI's form ----------------------------------------------------------------------------------------------------
+
+
+def message_from_openai(data: Mapping[str, JsonValue]) -> Message:
+    """Read one message. Unknown keys are ignored: every server adds its own."""
+    if not isinstance(data, Mapping):
+        raise FormatError(f"message: expected an object, received {_shown(data)}")
+    role = data.get("role")
+    if role == "developer":
+        role = "system"
+    for known in ROLES:
+        if role == known:
+            return Message(
+                role=known,
+                content=_text_of(data.get("content"), "content"),
+                thinking=_thinking_of(data) if known == "assistant" else "",
+                tool_calls=_calls_of(data.get("tool_calls")),
+                tool_call_id=_optional_string(data, "tool_call_id") if known == "tool" else "",
+            )
+    raise FormatError(f"role: expected one of {', '.join(ROLES)} or developer, received {_shown(role)}")
+
+
+def message_to_openai(message: Message) -> dict[str, JsonValue]:
+    """The message as an OpenAI client sends it; arguments are JSON text, thinking is `reasoning_content`."""
+    data: dict[str, JsonValue] = {"role": message.role, "content": message.content}
+    if message.thinking:
+        data["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        data["tool_calls"] = [_call_to_openai(call) for call in message.tool_calls]
+    if message.tool_call_id:
+        data["tool_call_id"] = message.tool_call_id
+    return data
+
+
+def tool_from_openai(data: Mapping[str, JsonValue]) -> Tool:
+    """Read `{"type": "function", "function": {…}}`, or the bare function."""
+    if not isinstance(data, Mapping):
+        raise FormatError(f"tool: expected an object, received {_shown(data)}")
+    if data.get("type", "function") != "function":
+        raise FormatError(f"tool: type: expected 'function', received {_shown(data['type'])}")
+    function = data.get("function", data)
+    if not isinstance(function, Mapping):
+        raise FormatError(f"tool: function: expected an object, received {_shown(function)}")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not name:
+        raise FormatError(f"tool: name: expected text, received {_shown(name)}")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise FormatError(f"tool {name}: parameters: expected a JSON schema, received {_shown(parameters)}")
+    return Tool(name, _optional_string(function, "description"), parameters or {})
+
+
+def tool_to_openai(tool: Tool) -> dict[str, JsonValue]:
+    function: dict[str, JsonValue] = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+    }
+    return {"type": "function", "function": function}
+
+
+def _call_to_openai(call: ToolCall) -> dict[str, JsonValue]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _text_of(value: JsonValue, name: str) -> str:
+    """Text from a string, null, or a list of text parts."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Sequence):
+        raise FormatError(f"{name}: expected text, null or a list of text parts, received {_shown(value)}")
+    texts = []
+    for index, part in enumerate(value):
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if kind != "text" or not isinstance(text, str):
+            raise FormatError(f"{name}[{index}]: expected a part of type text, received {_shown(part)}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _thinking_of(data: Mapping[str, JsonValue]) -> str:
+    for key in ("reasoning_content", "reasoning"):
+        if data.get(key) is not None:
+            return _text_of(data[key], key)
+    return ""
+
+
+def _calls_of(value: JsonValue) -> tuple[ToolCall, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise FormatError(f"tool_calls: expected a list, received {_shown(value)}")
+    return tuple(_call_of(call, f"tool_calls[{index}]") for index, call in enumerate(value))
+
+
+def _call_of(value: JsonValue, place: str) -> ToolCall:
+    if not isinstance(value, Mapping):
+        raise FormatError(f"{place}: expected an object, received {_shown(value)}")
+    function = value.get("function", value)
+    if not isinstance(function, Mapping):
+        raise FormatError(f"{place}.function: expected an object, received {_shown(function)}")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise FormatError(f"{place}.name: expected text, received {_shown(name)}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{place}.arguments: not JSON ({error}), received {_shown(arguments)}") from error
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise FormatError(f"{place}.arguments: expected an object or its JSON text, received {_shown(arguments)}")
+    return ToolCall(name, arguments, _optional_string(value, "id"))
+
+
+def _optional_string(data: Mapping[str, JsonValue], name: str) -> str:
+    value = data.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise FormatError(f"{name}: expected text, received {_shown(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"

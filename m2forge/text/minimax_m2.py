@@ -1,0 +1,234 @@
+"""The chat format of MiniMax-M2: messages in, token ids out; completions back by `XmlCallParser`.
+
+    ]~!b[]~b]system⏎…[e~[⏎
+    ]~b]user⏎…[e~[⏎
+    ]~b]ai⏎<think>⏎thinking⏎</think>⏎⏎content<minimax:tool_call>⏎…</minimax:tool_call>[e~[⏎
+    ]~b]tool⏎<response>…</response>⏎<response>…</response>[e~[⏎
+    ]~b]ai⏎<think>⏎                                                  (the generation prompt)
+
+The text is that of the published template, but for what keeps a conversation's prefix stable:
+
+- Every assistant message begins with the generation prompt, so one without thinking has an empty `<think>` block. The
+  template writes none.
+- Thinking stays in the history. With `drop_thinking` it goes as in the template: messages before the last user's lose
+  their block. That rewrites what was sent before, so `extend` refuses to pass a user's message over them, and since no
+  sampler would write them so, they are not trained.
+- Whatever follows a message belongs to the next: the line end after `[e~[`, and after tool results the `[e~[` itself,
+  because another result may join the block. So a sampled completion, which ends in `[e~[`, is a whole message, and
+  render(history) followed by extend(history, new) is render(history + new) wherever the history ends.
+
+Results carry no names, so they answer the calls in their order. String arguments are written as they are, others as
+JSON. A message that could not be read back as it was is refused: the tags of thinking and calls and the end marker
+where they would be read as such.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from m2forge.errors import FormatError, suggest
+from m2forge.records import JsonValue
+from m2forge.text.message import Message, Tool, ToolCall, tool_to_openai
+from m2forge.text.parser import THINK_CLOSE, THINK_OPEN
+from m2forge.text.parser_xml import CALLS_CLOSE, CALLS_OPEN, PARAMETER_CLOSE, XmlCallParser
+from m2forge.text.segment import Rendered, Segment, encode_segments, mark, plain
+from m2forge.text.tokenizer import END_OF_TEXT, Tokenizer
+
+BEGIN, OPEN, END = "]~!b[", "]~b]", "[e~["
+_NEEDED = (BEGIN, OPEN, END, THINK_OPEN, THINK_CLOSE, CALLS_OPEN, CALLS_CLOSE)
+MINIMAX_M2_SPECIALS: tuple[str, ...] = (END_OF_TEXT, *_NEEDED)
+"""What a tokenizer trained for this format needs: its markers, and the one that separates documents."""
+
+DEFAULT_SYSTEM = "You are a helpful assistant."
+"""Stands where a conversation has no system message; one that is empty stays empty."""
+
+_TOOLS_HEAD = (
+    "\n\n# Tools\nYou may call one or more tools to assist with the user query.\n"
+    "Here are the tools available in JSONSchema format:\n\n<tools>\n"
+)
+_TOOLS_TAIL = "</tools>\n\nWhen making tool calls, use XML format to invoke tools and pass parameters:\n\n"
+_TOOLS_EXAMPLE = (
+    '\n<invoke name="tool-name-1">\n<parameter name="param-key-1">param-value-1</parameter>\n'
+    '<parameter name="param-key-2">param-value-2</parameter>\n...\n</invoke>\n'
+)
+_GENERATION = (mark(OPEN), plain("ai\n"), mark(THINK_OPEN), plain("\n"))
+
+
+class MiniMaxM2Format:
+    """See `ChatFormat`."""
+
+    name = "minimax_m2"
+
+    def __init__(self, tokenizer: Tokenizer, *, drop_thinking: bool = False) -> None:
+        missing = [text for text in _NEEDED if text not in tokenizer.special_ids]
+        if missing:
+            raise FormatError(
+                f"the tokenizer lacks {', '.join(missing)}, special tokens of the minimax_m2 format; "
+                f"{suggest(missing[0], tokenizer.special_ids)}"
+            )
+        self.tokenizer = tokenizer
+        self.stop_ids: tuple[int, ...] = (tokenizer.special(END),)
+        self._drop_thinking = drop_thinking
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = False) -> Rendered:
+        return self.extend((), messages, tools, generation=generation)
+
+    def extend(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        generation: bool = False,
+    ) -> Rendered:
+        segments = list(self._segments(history, new, tools, generation))
+        return encode_segments(segments, self.tokenizer)
+
+    def parser(self, tools: Sequence[Tool] = ()) -> XmlCallParser:
+        return XmlCallParser(tools, end_marker=END, starts_thinking=True)
+
+    def _segments(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool], generation: bool
+    ) -> Iterator[Segment]:
+        messages = [*history, *new]
+        last_user = _last_user(messages) if self._drop_thinking else -1
+        if self._drop_thinking:
+            _refuse_rewriting(history, last_user)
+        if not history and (new or generation):
+            system = messages[0].content if messages and messages[0].role == "system" else DEFAULT_SYSTEM
+            yield from _system(system, tools)
+        for index in range(len(history), len(messages)):
+            message, before = messages[index], messages[index - 1].role if index else None
+            if message.role == "system":
+                if index:
+                    _refuse(index, message, "only the first message may be the system's")
+            elif message.role == "tool":
+                yield from _result(messages, index)
+            else:
+                yield from _opening(before)
+                yield from _user(message) if message.role == "user" else _assistant(index, message, index < last_user)
+        if generation:
+            yield from _opening(messages[-1].role if messages else None)
+            yield from _GENERATION
+
+
+# -- the parts of a conversation --------------------------------------------------------------------------------------
+
+
+def _system(content: str, tools: Sequence[Tool]) -> Iterator[Segment]:
+    yield from (mark(BEGIN), mark(OPEN))
+    if tools:
+        listed = "".join(f"<tool>{_json(tool_to_openai(tool)['function'])}</tool>\n" for tool in tools)
+        yield plain(f"system\n{content}{_TOOLS_HEAD}{listed}{_TOOLS_TAIL}")
+        yield from (mark(CALLS_OPEN), plain(_TOOLS_EXAMPLE), mark(CALLS_CLOSE))
+    else:
+        yield plain(f"system\n{content}")
+    yield mark(END)
+
+
+def _opening(before: str | None) -> Iterator[Segment]:
+    """What the message before has left open."""
+    if before == "tool":
+        yield mark(END)
+    yield plain("\n")
+
+
+def _user(message: Message) -> Iterator[Segment]:
+    yield from (mark(OPEN), plain(f"user\n{message.content}"), mark(END))
+
+
+def _assistant(index: int, message: Message, dropped: bool) -> Iterator[Segment]:
+    """`dropped`: without its thinking, as the published template writes messages before the last user's."""
+    _check_assistant(index, message)
+    trained = not dropped
+    if dropped:
+        yield from (mark(OPEN), plain(f"ai\n{message.content}"))
+    else:
+        yield from _GENERATION
+        yield plain(f"{message.thinking}\n", trained=True)
+        yield mark(THINK_CLOSE, trained=True)
+        yield plain(f"\n\n{message.content}", trained=True)
+    if message.tool_calls:
+        calls = "".join(_call(index, message, call) for call in message.tool_calls)
+        yield mark(CALLS_OPEN, trained=trained)
+        yield plain(f"\n{calls}", trained=trained)
+        yield mark(CALLS_CLOSE, trained=trained)
+    yield mark(END, trained=trained)
+
+
+def _check_assistant(index: int, message: Message) -> None:
+    for marker in (THINK_CLOSE, END):
+        if marker in message.thinking:
+            _refuse(index, message, f"thinking holds {marker!r}, which would end it")
+    # The end marker may begin in the content and end in the one that follows it.
+    following = "" if message.tool_calls else END[:-1]
+    for marker in (CALLS_OPEN, END):
+        if marker in message.content + following:
+            _refuse(index, message, f"content holds {marker!r}, which would be read as a marker")
+
+
+def _call(index: int, message: Message, call: ToolCall) -> str:
+    for name in (call.name, *call.arguments):
+        if '"' in name or ">" in name:
+            _refuse(index, message, f"a tool or parameter is called {name!r}; '\"' and '>' would end the name")
+    parameters = "".join(
+        f'<parameter name="{name}">{_argument(index, message, name, value)}</parameter>\n'
+        for name, value in call.arguments.items()
+    )
+    return f'<invoke name="{call.name}">\n{parameters}</invoke>\n'
+
+
+def _argument(index: int, message: Message, name: str, value: JsonValue) -> str:
+    if not isinstance(value, str):
+        try:
+            # Inside JSON the tag can only stand in a string, where a slash may be escaped.
+            return _json(value).replace(PARAMETER_CLOSE, PARAMETER_CLOSE.replace("/", "\\/"))
+        except (TypeError, ValueError) as error:
+            _refuse(index, message, f"argument {name!r} is no JSON value ({error})")
+    if PARAMETER_CLOSE in value:
+        _refuse(index, message, f"argument {name!r} holds {PARAMETER_CLOSE!r}, which would end it")
+    return value
+
+
+def _result(messages: Sequence[Message], index: int) -> Iterator[Segment]:
+    """One result, in the block of those before it if there are any."""
+    message, first = messages[index], index
+    while first > 0 and messages[first - 1].role == "tool":
+        first -= 1
+    calls = messages[first - 1].tool_calls if first > 0 else ()
+    if index - first >= len(calls):
+        _refuse(index, message, f"no call waits for this result; the message before the results made {len(calls)}")
+    awaited = calls[index - first].id
+    if message.tool_call_id and awaited and message.tool_call_id != awaited:
+        _refuse(
+            index,
+            message,
+            f"answers call {message.tool_call_id!r} but {awaited!r} is next; results carry no names here, so put them "
+            "in the order of the calls",
+        )
+    if index == first:
+        yield from (plain("\n"), mark(OPEN), plain("tool"))
+    yield plain(f"\n<response>{message.content}</response>")
+
+
+# -- what cannot be said ----------------------------------------------------------------------------------------------
+
+
+def _refuse(index: int, message: Message, reason: str) -> NoReturn:
+    raise FormatError(f"message {index} ({message.role}): {reason}")
+
+
+def _last_user(messages: Sequence[Message]) -> int:
+    return max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
+
+
+def _refuse_rewriting(history: Sequence[Message], last_user: int) -> None:
+    if last_user < len(history):
+        return
+    for index in range(_last_user(history) + 1, len(history)):
+        if history[index].role == "assistant":
+            _refuse(index, history[index], "a later user's message drops its thinking; render the whole conversation")
+
+
+def _json(value: JsonValue) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -1,0 +1,272 @@
+"""Bytes of a completion in, in pieces of any size; events and at last a `Completion` out. Nothing raises.
+
+The parser is a small machine over text. Each state looks for the few markers that mean something in it; what lies
+before a marker is passed on, and the end of the text that may yet become a marker is held back. So events never carry
+half a marker, the same bytes give the same result however they were cut, and the work is linear in the text.
+
+Thinking is what lies before `</think>`, less the one line end that stands before that tag; up to two line ends after
+it belong to the tag as well. A tag that means nothing where it stands remains text and is reported.
+"""
+
+import codecs
+import functools
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from m2forge.errors import suggest
+from m2forge.records import JsonValue
+from m2forge.text.argument import argument_problems
+from m2forge.text.completion import (
+    CallFinished,
+    CallStarted,
+    Completion,
+    ContentDelta,
+    Event,
+    Problem,
+    ProblemKind,
+    ThinkingDelta,
+)
+from m2forge.text.message import Tool, ToolCall
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+_LINES_AFTER_THINKING = 2
+_SNIPPET_LENGTH = 60
+
+
+@functools.cache
+def markers_of(*markers: str) -> "Markers":
+    """Made once for each set: every completion has a parser of its own."""
+    return Markers(*markers)
+
+
+class Markers:
+    """Finds the first of some markers, and where the beginning of one may stand at the end."""
+
+    def __init__(self, *markers: str) -> None:
+        ordered = sorted(markers, key=len, reverse=True)
+        self.find = re.compile("|".join(map(re.escape, ordered))).search
+        self.longest = len(ordered[0])
+        self._find_beginning = re.compile("(?:" + "|".join(map(_beginnings, ordered)) + r")\Z").search
+
+    def held(self, text: str, start: int) -> int:
+        """Where the end of `text` begins that may yet become a marker; its length if there is none."""
+        found = self._find_beginning(text, max(start, len(text) - self.longest + 1))
+        return found.start() if found else len(text)
+
+
+class CompletionParser(ABC):
+    """One completion; made by a chat format, fed until the end, finished once."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        *,
+        end_marker: str,
+        call_markers: tuple[str, str],
+        call_lead: str = "",
+        starts_thinking: bool,
+    ) -> None:
+        """`starts_thinking`: the prompt ended in the tag that opens thinking, so the completion begins inside.
+
+        `call_lead` is no content if it stands before the tag that opens a call.
+        """
+        self._tools = {tool.name: tool for tool in tools}
+        self._end_marker = end_marker
+        self._call_open, self._call_close = call_markers
+        self._text, self._at = "", 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._events: list[Event] = []
+        self._thinking: list[str] = []
+        self._content: list[str] = []
+        self._gap: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._problems: list[Problem] = []
+        self._closed, self._surplus = False, False
+        self._num_line_ends = 0
+        self._state: Callable[[bool], bool] = self._think if starts_thinking else self._begin
+        self._think_markers = markers_of(f"\n{THINK_CLOSE}", THINK_CLOSE, THINK_OPEN, self._call_open, end_marker)
+        self._content_markers = markers_of(call_lead + self._call_open, self._call_open, end_marker, *self._strays())
+
+    def feed(self, piece: bytes | str) -> list[Event]:
+        """Take more of the completion; give what is certain."""
+        data = piece.encode(errors="replace") if isinstance(piece, str) else piece
+        return self._advance(self._decoder.decode(data), final=False)
+
+    def finish(self) -> Completion:
+        """The whole completion. Call it once, after the last piece."""
+        events = self._advance(self._decoder.decode(b"", final=True), final=True)
+        self._close_state()
+        if self._surplus:
+            self._report(ProblemKind.TEXT_AFTER_END, f"text after {self._end_marker}")
+        return Completion(
+            thinking="".join(self._thinking),
+            content="".join(self._content),
+            tool_calls=tuple(self._calls),
+            problems=tuple(self._problems),
+            closed=self._closed,
+            final_events=tuple(events),
+        )
+
+    # -- the machine --------------------------------------------------------------------------------------------------
+
+    def _advance(self, text: str, *, final: bool) -> list[Event]:
+        self._text, self._at = self._text[self._at :] + text, 0
+        while self._state(final):
+            pass
+        events, self._events = self._events, []
+        return events
+
+    def _take(self, markers: Markers, final: bool) -> tuple[str, str | None]:
+        """The text up to the next marker, which is passed; without one, all that cannot become one."""
+        found = markers.find(self._text, self._at)
+        if found:
+            before = self._text[self._at : found.start()]
+            self._at = found.end()
+            return before, found.group()
+        end = len(self._text) if final else markers.held(self._text, self._at)
+        before = self._text[self._at : end]
+        self._at = end
+        return before, None
+
+    def _strays(self) -> tuple[str, ...]:
+        """Tags that are reported when they stand in the content."""
+        return THINK_OPEN, THINK_CLOSE, self._call_close
+
+    @abstractmethod
+    def _enter_call(self) -> None:
+        """Set the state that reads what follows the marker of a call."""
+
+    @abstractmethod
+    def _close_call(self) -> bool:
+        """The text ended: drop and report the call it ended in. False if it was in none."""
+
+    # -- states: each passes on what it can and says whether another one, or itself, can go on -------------------------
+
+    def _begin(self, final: bool) -> bool:
+        """The very first characters: thinking, or content."""
+        rest = self._text[self._at :]
+        if not final and len(rest) < len(THINK_OPEN) + 1 and (THINK_OPEN + "\n").startswith(rest):
+            return False
+        self._state = self._write
+        if rest.startswith(THINK_OPEN):
+            self._at += len(THINK_OPEN)
+            self._at += self._text.startswith("\n", self._at)
+            self._state = self._think
+        return True
+
+    def _think(self, final: bool) -> bool:
+        text, marker = self._take(self._think_markers, final)
+        self._add_thinking(text)
+        if marker is None:
+            return False
+        if marker == self._end_marker:
+            self._report(ProblemKind.UNCLOSED_THINKING, f"{marker} before {THINK_CLOSE}")
+            return self._end()
+        if marker.endswith(THINK_CLOSE):
+            self._state, self._num_line_ends = self._skip_line_ends, 0
+            return True
+        self._add_thinking(marker)
+        if marker == self._call_open:
+            self._report(ProblemKind.CALL_IN_THINKING, f"{marker} before {THINK_CLOSE}")
+        else:
+            self._report(ProblemKind.STRAY_TAG, f"{marker} while thinking")
+        return True
+
+    def _skip_line_ends(self, final: bool) -> bool:
+        while self._num_line_ends < _LINES_AFTER_THINKING and self._text.startswith("\n", self._at):
+            self._at += 1
+            self._num_line_ends += 1
+        if self._at == len(self._text) and self._num_line_ends < _LINES_AFTER_THINKING:
+            return False
+        self._state = self._write
+        return True
+
+    def _write(self, final: bool) -> bool:
+        """Content, before or after calls."""
+        text, marker = self._take(self._content_markers, final)
+        self._add_content(text)
+        return marker is not None and self._pass_marker(marker)
+
+    def _after_call(self, final: bool) -> bool:
+        """Between calls, where spaces are none's; words make it content again."""
+        text, marker = self._take(self._content_markers, final)
+        self._gap.append(text)
+        stray = marker is not None and marker != self._end_marker and not marker.endswith(self._call_open)
+        if stray or (text and not text.isspace()):
+            self._add_content("".join(self._gap))
+            self._gap.clear()
+            self._report(ProblemKind.TEXT_AFTER_CALL, "text after a call")
+            self._state = self._write
+        if marker is None:
+            return False
+        self._gap.clear()
+        return self._pass_marker(marker)
+
+    def _pass_marker(self, marker: str) -> bool:
+        """A marker in or after the content: the end, a call, or a stray tag, which is text."""
+        if marker == self._end_marker:
+            return self._end()
+        if marker.endswith(self._call_open):
+            self._enter_call()
+        else:
+            self._add_content(marker)
+            self._report(ProblemKind.STRAY_TAG, f"{marker} in the content")
+        return True
+
+    def _end(self) -> bool:
+        self._closed = True
+        self._state = self._after_end
+        return True
+
+    def _after_end(self, final: bool) -> bool:
+        rest = self._text[self._at :]
+        self._surplus = self._surplus or bool(rest and not rest.isspace())
+        self._at = len(self._text)
+        return False
+
+    def _close_state(self) -> None:
+        if self._state == self._think:
+            self._report(ProblemKind.UNCLOSED_THINKING, f"the text ended before {THINK_CLOSE}")
+        else:
+            self._close_call()
+
+    # -- what was found -----------------------------------------------------------------------------------------------
+
+    def _add_thinking(self, text: str) -> None:
+        if text:
+            self._thinking.append(text)
+            self._events.append(ThinkingDelta(text))
+
+    def _add_content(self, text: str) -> None:
+        if text:
+            self._content.append(text)
+            self._events.append(ContentDelta(text))
+
+    def _start_call(self, name: str) -> None:
+        self._events.append(CallStarted(name))
+        if name not in self._tools:
+            self._report(ProblemKind.UNKNOWN_TOOL, f"{snippet(name)} was not offered; {suggest(name, self._tools)}")
+
+    def _finish_call(self, name: str, arguments: dict[str, JsonValue]) -> None:
+        tool = self._tools.get(name)
+        if tool is not None:
+            for problem in argument_problems(arguments, tool):
+                self._report(ProblemKind.BAD_ARGUMENT, problem)
+        call = ToolCall(name, arguments)
+        self._calls.append(call)
+        self._events.append(CallFinished(call))
+
+    def _report(self, kind: ProblemKind, detail: str) -> None:
+        self._problems.append(Problem(kind, detail))
+
+
+def snippet(text: str) -> str:
+    text = text.strip()
+    return repr(text) if len(text) <= _SNIPPET_LENGTH else f"{text[: _SNIPPET_LENGTH - 1]!r}…"
+
+
+def _beginnings(marker: str) -> str:
+    """A pattern of every proper beginning of `marker`."""
+    signs = [re.escape(sign) for sign in marker[:-1]]
+    return "(?:".join(signs) + ")?" * (len(signs) - 1)

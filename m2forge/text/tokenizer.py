@@ -1,0 +1,189 @@
+"""Text in, token ids out, and back to the exact bytes: byte-level BPE by the `tokenizers` library.
+
+A `Tokenizer` promises two things that the library leaves to its callers:
+
+- `encode` takes plain text. What looks like a special token in it becomes ordinary tokens, so nobody can write a turn
+  marker into a message; a special id is only ever placed by name, with `special`.
+- `decode_bytes` gives the bytes that the ids stand for, also where they end inside a character.
+
+A tokenizer trained here has a token for every byte. A loaded one may not: SmolLM2's lacks 21, and the library leaves
+out the bytes that have none.
+
+Beside the ids it carries what a model folder keeps with them: the names of the first, last and padding token and the
+chat template. `save` writes a folder that transformers loads to the same ids.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from m2forge.errors import DataError, NotFoundError, suggest
+from m2forge.files import write_atomic
+from m2forge.records import JsonValue
+from m2forge.text.gguf_vocabulary import read_gguf
+from m2forge.text.tokenizer_folder import read_core, read_folder
+from m2forge.text.vocabulary import WORD_SPLIT, SpecialNames, Vocabulary, byte_level_split, byte_of_sign
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class Tokenizer:
+    """Immutable after construction."""
+
+    chat_template: str | None
+    """The Jinja template that the model came with."""
+    vocab_size: int
+    """One more than the largest id."""
+    special_ids: Mapping[str, int]
+    """Ids of every token that is never made from text: control tokens and other added ones, such as `<think>`."""
+    end_of_text_id: int | None
+    """Separates documents: `<|endoftext|>` where there is one, else the model's last token, else None."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        core, self.names, self.chat_template = vocabulary.core, vocabulary.names, vocabulary.chat_template
+        self._document = core.to_str()
+        self._core = _text_only(self._document)
+        added = core.get_added_tokens_decoder()
+        self.special_ids = {token.content: id for id, token in added.items() if not _is_text(token)}
+        self.vocab_size = 1 + max(core.get_vocab(with_added_tokens=True).values(), default=-1)
+        end = END_OF_TEXT if END_OF_TEXT in self.special_ids else self.names.eos
+        self.end_of_text_id = None if end is None else core.token_to_id(end)
+        self._bytes_of_id = _TokenBytes(self._core, {id: token.content.encode() for id, token in added.items()})
+
+    def __reduce__(self) -> tuple[type["Tokenizer"], tuple[Vocabulary]]:
+        # Through the constructor, because the library's copies look for special tokens in text again.
+        return Tokenizer, (self._vocabulary,)
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode many texts at once, in parallel unless TOKENIZERS_PARALLELISM says otherwise."""
+        try:
+            encodings = self._core.encode_batch_fast(texts, add_special_tokens=False)
+        except TypeError:
+            _refuse_surrogates(texts)
+            raise
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, specials as their names; bytes that are no UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode(errors="replace")
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """The exact bytes of `ids`, specials as their names. They may begin or end inside a character."""
+        pieces = self._bytes_of_id
+        return b"".join([pieces[id] for id in ids])
+
+    def special(self, text: str) -> int:
+        """The id of a special token."""
+        if text not in self.special_ids:
+            raise NotFoundError(f"the tokenizer has no special token {text!r}; {suggest(text, self.special_ids)}")
+        return self.special_ids[text]
+
+    def with_chat_template(self, template: str) -> "Tokenizer":
+        """The same tokenizer with another Jinja template."""
+        return Tokenizer(replace(self._vocabulary, chat_template=template))
+
+    def save(self, folder: Path) -> None:
+        """Write the files of a Hugging Face tokenizer into `folder`, which may hold a model already."""
+        names = {f"{part}_token": getattr(self.names, part) for part in ("bos", "eos", "pad", "unk")}
+        settings: dict[str, JsonValue] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        settings |= {part: name for part, name in names.items() if name is not None}
+        settings["clean_up_tokenization_spaces"] = False
+        write_atomic(folder / "tokenizer.json", json.dumps(json.loads(self._document), ensure_ascii=False, indent=1))
+        write_atomic(folder / "tokenizer_config.json", json.dumps(settings, ensure_ascii=False, indent=2) + "\n")
+        if self.chat_template is None:
+            (folder / "chat_template.jinja").unlink(missing_ok=True)
+        else:
+            write_atomic(folder / "chat_template.jinja", self.chat_template)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read a Hugging Face folder, a `tokenizer.json`, or the tokenizer inside a GGUF file."""
+    if path.is_dir():
+        return Tokenizer(read_folder(path))
+    if not path.is_file():
+        raise NotFoundError(f"{path} does not exist; give a model folder, a tokenizer.json or a GGUF file")
+    if path.suffix == ".gguf":
+        return Tokenizer(read_gguf(path))
+    return Tokenizer(Vocabulary(read_core(path)))
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[str]) -> Tokenizer:
+    """Learn a byte-level BPE of at most `vocab_size` tokens; `specials` take the first ids, in their order.
+
+    Equal texts give an equal tokenizer, and every text comes back from its ids byte for byte.
+    """
+    if len(set(specials)) != len(specials) or "" in specials:
+        raise DataError(f"special tokens must be different and not empty, received {list(specials)}")
+    least = 256 + len(specials)
+    if vocab_size < least:
+        raise DataError(f"vocab_size: expected at least {least}, 256 bytes and the specials, received {vocab_size}")
+    core = tokenizers.Tokenizer(models.BPE())
+    core.pre_tokenizer = byte_level_split(WORD_SPLIT)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in specials],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    core.train_from_iterator(_checked(texts), trainer)
+    end = END_OF_TEXT if END_OF_TEXT in specials else None
+    return Tokenizer(Vocabulary(core, SpecialNames(eos=end, pad=end)))
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Bytes of each id, found on first use: few runs meet the whole vocabulary."""
+
+    def __init__(self, core: tokenizers.Tokenizer, added: Mapping[int, bytes]) -> None:
+        super().__init__(added)
+        self._core = core
+        self._byte_of_sign = byte_of_sign()
+
+    def __missing__(self, id: int) -> bytes:
+        token = self._core.id_to_token(int(id)) if 0 <= id < 2**32 else None
+        if token is None:
+            raise NotFoundError(f"token id {id} is not in the vocabulary; were the ids made by another tokenizer?")
+        self[int(id)] = bytes(self._byte_of_sign[sign] for sign in token)
+        return self[id]
+
+
+def _is_text(token: AddedToken) -> bool:
+    """Some vocabularies add runs of spaces; a token so plain marks nothing and is found in text."""
+    return not token.special and token.content.isspace()
+
+
+def _text_only(document: str) -> tokenizers.Tokenizer:
+    """A copy that finds no marker in text, whether the document calls it special or, as Qwen's does, only added."""
+    content = json.loads(document)
+    for token in content["added_tokens"]:
+        token["special"] = token["special"] or not token["content"].isspace()
+    content["post_processor"] = content["truncation"] = content["padding"] = None
+    core = tokenizers.Tokenizer.from_str(json.dumps(content))
+    core.encode_special_tokens = True
+    return core
+
+
+def _checked(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        _refuse_surrogates([text])
+        yield text
+
+
+def _refuse_surrogates(texts: Sequence[str]) -> None:
+    for number, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            bad = f"U+{ord(text[error.start]):04X} at character {error.start}"
+            raise DataError(
+                f"text {number} of {len(texts)} is no Unicode: it holds the lone surrogate {bad}"
+            ) from error

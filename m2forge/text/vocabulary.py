@@ -1,0 +1,77 @@
+"""What a tokenizer is made of, wherever it was read from, and the alphabet in which byte-level vocabularies are spelt.
+
+`check_byte_level` is the door: what comes through it splits text into pieces and spells their bytes one sign each, so
+that the bytes of every token are known and pieces of text can be encoded apart.
+"""
+
+import json
+from dataclasses import dataclass, field
+
+import tokenizers
+from tokenizers import Regex, pre_tokenizers
+
+from m2forge.errors import DataError
+
+WORD_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Where merges stop: contractions, words with the sign before them, up to three digits, signs, line ends, spaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialNames:
+    """Which tokens play which part; None where the model names none."""
+
+    bos: str | None = None
+    eos: str | None = None
+    pad: str | None = None
+    unk: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A tokenizer of the library with what a model folder keeps beside it."""
+
+    core: tokenizers.Tokenizer
+    names: SpecialNames = field(default_factory=SpecialNames)
+    chat_template: str | None = None
+
+
+def byte_level_split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """Cut text where `pattern` matches, then spell the pieces in the alphabet of bytes."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def byte_of_sign() -> dict[str, int]:
+    """Printable bytes are spelt as themselves, the others as U+0100 and what follows it."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+def check_byte_level(core: tokenizers.Tokenizer, origin: str) -> None:
+    """Refuse what is no byte-level BPE, or adds to the text it is given."""
+    document = json.loads(core.to_str())
+    kind = document["model"]["type"]
+    if kind != "BPE":
+        raise DataError(f"{origin}: tokenizer model {kind!r} is not supported; known: BPE over bytes")
+    parts = document["pre_tokenizer"] or {}
+    parts = parts.get("pretokenizers", [parts])
+    levels = [part for part in parts if part.get("type") == "ByteLevel"]
+    if not levels:
+        names = ", ".join(str(part.get("type")) for part in parts)
+        raise DataError(f"{origin}: pre-tokenizer {names} is not supported; only vocabularies of bytes (ByteLevel) are")
+    if any(level.get("add_prefix_space") for level in levels):
+        raise DataError(f"{origin}: its pre-tokenizer adds a space before every text (add_prefix_space), not supported")
+    signs = byte_of_sign()
+    added = {token["content"] for token in document["added_tokens"]}
+    vocabulary = core.get_vocab(with_added_tokens=False)
+    strange = [token for token in vocabulary if token not in added and any(sign not in signs for sign in token)]
+    if strange:
+        raise DataError(f"{origin}: {len(strange)} tokens are not spelt in bytes, such as {strange[0]!r}")

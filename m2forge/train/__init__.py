@@ -1,0 +1,1 @@
+"""The train engine: optimizers, schedules, losses, checkpoints, and the step over packed documents."""

@@ -1,0 +1,104 @@
+"""What a training run asks for, whichever stage it belongs to: optimizer, phases, checkpoints, machine."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from m2forge.config import Config
+
+Count = Annotated[int, Field(gt=0)]
+
+
+class OptimizerConfig(Config):
+    kind: Literal["adamw", "muon"] = "adamw"
+    """muon: hidden matrices by Muon; embedding, head, norms and biases stay with AdamW."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-15, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Pull on matrices towards 0, times the rate. Norms, biases and the embedding are not pulled."""
+    max_norm: float = Field(default=1.0, gt=0)
+    """Gradients longer than this are scaled down to it."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    muon_iterations: Count = 5
+    """Newton–Schulz iterations."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas {self.betas} must lie in 0 ≤ β < 1")
+        return self
+
+
+class Curve(Config):
+    """A value that moves from `start` to `end` over a phase."""
+
+    start: float = Field(ge=0)
+    end: float | None = Field(default=None, ge=0)
+    """None: constant."""
+    shape: Literal["linear", "cosine"] = "cosine"
+
+
+class PhaseConfig(Config):
+    """A stretch of training with one context length and one set of curves."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    steps: Count
+    context: Count
+    """Longest document, in tokens."""
+    pack_tokens: Count
+    """Tokens that go through the network at once."""
+    packs_per_step: Count = 1
+    """Packs whose gradients one optimizer step adds up."""
+    rate: Curve
+    """Learning rate."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """The rate rises from near 0 over so many steps first."""
+    mtp_weight: Curve = Curve(start=0.0)
+    """Weight of the multi-token prediction loss, averaged over its modules."""
+    num_mtp: Count | None = None
+    """Lengthen the chain of prediction modules to this many before the phase."""
+    mtp_source: Literal["main", "mtp1", "random"] = "main"
+    """What added modules start from: the main model's last layer, module 1, or fresh random weights."""
+    trains: Literal["all", "mtp"] = "all"
+    """mtp: the main model is frozen."""
+    rope_theta: float | None = Field(default=None, gt=0)
+    """Change the base of the rotary frequencies from here on."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.pack_tokens < self.context:
+            raise ValueError(f"pack_tokens ({self.pack_tokens}) must hold one document of context ({self.context})")
+        if self.warmup_steps > self.steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) exceeds steps ({self.steps})")
+        if self.trains == "mtp" and self.mtp_weight.start == 0:
+            raise ValueError('trains = "mtp" learns nothing with mtp_weight 0')
+        return self
+
+
+class CheckpointConfig(Config):
+    every_steps: Count = 500
+    """A run that dies loses at most so many steps. The end of a phase is always kept."""
+    keep: int = Field(default=2, ge=0)
+    """Checkpoints kept; older ones are removed. 0: none is written, and a run that dies starts over."""
+
+
+class MachineConfig(Config):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and activations; auto is bfloat16 on CUDA, float32 elsewhere. The optimizer keeps float32 masters."""
+    compile_blocks: Literal["auto", "always", "never"] = "auto"
+    """auto: on CUDA."""
+    recompute: Literal["none", "block"] = "none"
+    """block: activations are computed again in the backward pass, to save memory."""
+    num_threads: Count | None = None
+    """CPU threads; results are the same to the bit only at the same number."""
+    deterministic: bool = True
+    """On CPU only algorithms that give the same bits each time. (CUDA sums in no fixed order.)"""
+
+
+class TrainConfig(Config):
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    machine: MachineConfig = MachineConfig()
+    agreement_every: Count = 20
+    """Steps between measurements of draft agreement, which needs extra logits."""

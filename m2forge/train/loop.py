@@ -1,0 +1,200 @@
+"""The training loop that every stage runs: phases, steps, metrics, checkpoints, resume.
+
+A stage supplies the network, the phases and a function that opens the source of a phase; the loop owns the order of
+things and the run directory:
+
+    runs/NAME/  metrics.jsonl  tensorboard/  checkpoints/  model/ (when the run is complete)
+
+A run whose directory holds a checkpoint goes on from it. Everything a phase changes about the network (context,
+prediction modules, what is frozen) is set again on entry, so a resumed run stands where the first one stood.
+"""
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from m2forge.errors import ConfigError, TrainingError
+from m2forge.model.checkpoint import save_model
+from m2forge.model.count import count
+from m2forge.model.transformer import Transformer
+from m2forge.observe.metrics import MetricsWriter
+from m2forge.observe.progress import Progress, progress
+from m2forge.records import JsonValue
+from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, read_position, restore
+from m2forge.train.config import PhaseConfig, TrainConfig
+from m2forge.train.engine import PendingMetrics, TrainEngine
+from m2forge.train.machine import choose_device, choose_dtype, peak_flops, set_up_machine, set_up_model
+from m2forge.train.prefetch import PackSource, Prefetch
+from m2forge.train.schedule import mtp_weight_at, rate_at
+
+OpenSource = Callable[[int, Mapping[str, JsonValue] | None], PackSource]
+"""(index of a phase, state to go on from) → its packs."""
+BuildModel = Callable[[torch.device, torch.dtype], Transformer]
+
+MODEL_FOLDER, CHECKPOINT_FOLDER = "model", "checkpoints"
+MAX_BAD_STEPS = 10
+"""So many steps in a row without a finite gradient end the run."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Pending:
+    """A step whose figures are still on their way from the device."""
+
+    step: int
+    num_tokens: int
+    metrics: PendingMetrics
+    extra: dict[str, float]
+
+
+class TrainLoop:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: TrainConfig,
+        phases: Sequence[PhaseConfig],
+        build_model: BuildModel,
+        open_source: OpenSource,
+        companions: tuple[Path, ...] = (),
+    ) -> None:
+        self.run_dir, self.config, self.phases, self.open_source = run_dir, config, tuple(phases), open_source
+        self.companions = companions
+        self.store = CheckpointStore(run_dir / CHECKPOINT_FOLDER, config.checkpoint, companions)
+        self.device = choose_device(config.machine)
+        set_up_machine(config.machine, self.device)
+        self.dtype = choose_dtype(config.machine, self.device)
+        newest = self.store.newest()
+        if newest is None:
+            model, self.position = build_model(self.device, self.dtype), Position()
+        else:
+            model, self.position = load_checkpoint_model(newest, self.device, self.dtype), read_position(newest)
+            _log.info("going on from %s", newest)
+        self.engine = TrainEngine(model, config.optimizer)
+        if newest is not None:
+            restore(self.engine, newest)
+        if self.position.phase > len(self.phases):
+            raise ConfigError(f"{run_dir} is in phase {self.position.phase + 1}, the configuration has {len(phases)}")
+        set_up_model(model, config.machine, self.device)
+        self._peak_flops = peak_flops(self.device, self.dtype)
+        self._bad_steps = 0
+
+    def run(self) -> Path:
+        """Train what is left of the phases; returns the finished model's folder."""
+        with MetricsWriter(self.run_dir) as writer:
+            for index in range(self.position.phase, len(self.phases)):
+                self._run_phase(index, writer)
+        return self._write_model()
+
+    # -- one phase ----------------------------------------------------------------------------------------------------
+
+    def _run_phase(self, index: int, writer: MetricsWriter) -> None:
+        phase = self.phases[index]
+        self._enter(phase)
+        source = self.open_source(index, self.position.source)
+        self.engine.tag_names = source.domains
+        flops_per_token = self._flops_per_token(phase)
+        description = f"{phase.name}, context {phase.context}"
+        with Prefetch(source, phase.packs_per_step) as ahead, progress(phase.steps, description) as bar:
+            bar.advance(self.position.step_in_phase)
+            pending: _Pending | None = None
+            started_s = time.perf_counter()
+            while self.position.step_in_phase < phase.steps:
+                current = self._step(phase, ahead)
+                # The figures of the step before: the device has them ready while it works on this one.
+                self._report(pending, writer, bar)
+                passed_s = time.perf_counter() - started_s
+                started_s += passed_s
+                current.extra |= _speed(current.num_tokens, passed_s, ahead.waited_s, flops_per_token, self._peak_flops)
+                pending = current
+                if self.position.step % self.config.checkpoint.every_steps == 0:
+                    self._report(pending, writer, bar)
+                    pending = None
+                    self.store.save(self.engine, self.position)
+            self._report(pending, writer, bar)
+        self.position = replace(self.position, phase=index + 1, step_in_phase=0, source=None)
+        self.store.save(self.engine, self.position)
+
+    def _enter(self, phase: PhaseConfig) -> None:
+        model = self.engine.model
+        if phase.num_mtp is not None and phase.num_mtp > len(model.mtp):
+            if not len(model.mtp):
+                raise ConfigError(
+                    f"phase {phase.name}: num_mtp {phase.num_mtp} needs a model that starts with num_mtp 1"
+                )
+            model.expand_mtp(phase.num_mtp, phase.mtp_source)
+            set_up_model(model, self.config.machine, self.device)
+            self.engine.optimizer.follow(model)
+        attention = model.config.attention
+        if phase.rope_theta is not None:
+            attention = attention.model_copy(update={"rope_theta": phase.rope_theta})
+        context = max(model.config.max_context, phase.context)
+        model.config = model.config.model_copy(update={"attention": attention, "max_context": context})
+        model.freeze_main(phase.trains == "mtp")
+
+    def _step(self, phase: PhaseConfig, ahead: Prefetch) -> _Pending:
+        packs, state = ahead.take()
+        done = self.position.step_in_phase
+        rate, mtp_weight = rate_at(phase, done), mtp_weight_at(phase, done)
+        metrics = self.engine.step(
+            packs,
+            rate=rate,
+            mtp_weight=mtp_weight,
+            measure_agreement=bool(self.engine.model.mtp) and self.position.step % self.config.agreement_every == 0,
+        )
+        num_tokens = sum(pack.tokens.size for pack in packs)
+        self.position = replace(
+            self.position,
+            step_in_phase=done + 1,
+            step=self.position.step + 1,
+            num_tokens=self.position.num_tokens + num_tokens,
+            source=state,
+        )
+        extra = {"rate": rate, "num_tokens": float(self.position.num_tokens)}
+        if self.engine.model.mtp:
+            extra["mtp_weight"] = mtp_weight
+        return _Pending(self.position.step, num_tokens, metrics, extra)
+
+    def _report(self, pending: _Pending | None, writer: MetricsWriter, bar: Progress) -> None:
+        if pending is None:
+            return
+        values = pending.metrics.read() | pending.extra
+        writer.write(pending.step, values)
+        bar.advance(1, {"loss": values["loss"], "tokens/s": f"{values['tokens_per_s']:,.0f}"})
+        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        self._bad_steps = 0 if finite else self._bad_steps + 1
+        if self._bad_steps >= MAX_BAD_STEPS:
+            raise TrainingError(
+                f"{MAX_BAD_STEPS} steps in a row had no finite gradient, up to step {pending.step} "
+                f"(loss {values['loss']}); lower the rate, or resume from an older checkpoint of {self.run_dir}"
+            )
+
+    def _flops_per_token(self, phase: PhaseConfig) -> float | None:
+        if phase.trains == "mtp":
+            return None  # most of the backward pass is left out, so the usual count says nothing
+        return float(count(self.engine.model.config, (phase.context,)).costs[0].training_flops)
+
+    def _write_model(self) -> Path:
+        """The finished network; an earlier one stays until this one is whole."""
+        dest = self.run_dir / MODEL_FOLDER
+        fresh = self.run_dir / f".{MODEL_FOLDER}.fresh"
+        shutil.rmtree(fresh, ignore_errors=True)
+        save_model(self.engine.model, fresh, companions=self.companions)
+        shutil.rmtree(dest, ignore_errors=True)
+        fresh.rename(dest)
+        return dest
+
+
+def _speed(
+    num_tokens: int, passed_s: float, waited_s: float, flops_per_token: float | None, peak: float
+) -> dict[str, float]:
+    speed = {"tokens_per_s": num_tokens / passed_s, "data_share": waited_s / passed_s}
+    if flops_per_token is not None:
+        speed["mfu"] = num_tokens * flops_per_token / passed_s / peak
+    return speed

@@ -1,0 +1,1 @@
+"""Losses, one file each, each stating its formula."""

@@ -1,0 +1,69 @@
+"""The language-model loss with multi-token prediction.
+
+    L = L_0 + (λ / K) · Σ_{k=1..K} L_k + w_aux · L_balance
+    L_k = (1 / T) · Σ over loss edges of  −log p_k(target)          T: edges of the whole optimizer step
+
+p_0 is the main model, p_k the prediction of module k for the same token. Dividing by the step's T, not the pack's,
+makes the sum over packs the mean over the step, however edges are spread over packs.
+
+Shapes: M loss edges.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from m2forge.kernels.cross_entropy import linear_cross_entropy
+from m2forge.kernels.precision import at_least_float32
+from m2forge.model.transformer import Output, Transformer
+from m2forge.train.batch import Batch
+
+
+@dataclass(frozen=True)
+class NextTokenLoss:
+    total: Tensor
+    """What to differentiate: this pack's share of the step's loss."""
+    nll_M: Tensor
+    """Of the main model, per edge, without gradient."""
+    mtp_sums: tuple[Tensor, ...]
+    """Loss of each module, summed over this pack's edges, without gradient."""
+
+
+def next_token_loss(
+    model: Transformer, output: Output, batch: Batch, *, num_edges: int, mtp_weight: float, pack_share: float
+) -> NextTokenLoss:
+    """`num_edges`: of the whole step. `pack_share`: this pack's share of the step's balance loss."""
+    precision = at_least_float32(output.hidden_ND.dtype)
+    weight_M = torch.full_like(batch.target_M, 1.0 / max(1, num_edges), dtype=precision)
+
+    def cross_entropy(hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+        return linear_cross_entropy(
+            hidden_ND,
+            model.head_weight,
+            batch.target_M,
+            position_M=batch.position_M,
+            weight_M=weight_M,
+            float32_head=model.config.float32_head,
+        )
+
+    total, nll_M = cross_entropy(output.hidden_ND)
+    mtp_sums = []
+    for hidden_ND in output.mtp_hidden_ND:
+        loss, mtp_nll_M = cross_entropy(hidden_ND)
+        mtp_sums.append(mtp_nll_M.sum())
+        if mtp_weight:
+            total = total + mtp_weight / len(output.mtp_hidden_ND) * loss
+    if output.aux_loss is not None and model.config.moe is not None:
+        total = total + model.config.moe.aux_loss_weight * pack_share * output.aux_loss
+    return NextTokenLoss(total, nll_M, tuple(mtp_sums))
+
+
+@torch.no_grad()
+def draft_agreement(model: Transformer, output: Output, batch: Batch, max_edges: int = 256) -> list[Tensor]:
+    """For each module, the share of edges where its likeliest token is the main model's, over evenly spread edges."""
+    stride = max(1, batch.position_M.shape[0] // max_edges)
+    position_S = batch.position_M[::stride]
+    choice_S = model.logits(output.hidden_ND[position_S]).argmax(-1)
+    drafts = (model.logits(hidden_ND[position_S]).argmax(-1) for hidden_ND in output.mtp_hidden_ND)
+    return [(draft_S == choice_S).float().mean() for draft_S in drafts]

@@ -1,0 +1,48 @@
+"""The directory of a run: made on the first start, checked on every later one.
+
+The resolved configuration lies in it. A run that is started again must mean the same training: what may differ are the
+machine, the checkpoints kept, and phases that have not begun.
+"""
+
+import tomllib
+from pathlib import Path
+
+from m2forge.config import Config, TomlValue, dump, write_resolved
+from m2forge.errors import ConfigError
+
+CONFIG_FILE = "config.toml"
+FREE = ("train.machine", "train.checkpoint")
+"""Tables that may change between starts."""
+
+
+def open_run(run_dir: Path, config: Config, phase: int | None) -> None:
+    """Write the configuration of a run that starts, or check the one of a run that stands in `phase`."""
+    path = run_dir / CONFIG_FILE
+    if phase is not None and path.exists():
+        before = _flat(tomllib.loads(path.read_text(encoding="utf-8")))
+        after = _flat(tomllib.loads(dump(config)))
+        changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+        changed = [key for key in changed if not key.startswith(FREE) and not _is_to_come(key, phase)]
+        if changed:
+            key = changed[0]
+            raise ConfigError(
+                f"{run_dir} was started with {key} = {before.get(key)!r}, now it is {after.get(key)!r}; "
+                "resume with the same configuration, or start a run of another name"
+            )
+    write_resolved(config, path)
+
+
+def _is_to_come(key: str, phase: int) -> bool:
+    """Whether a key belongs to a phase that has not begun."""
+    parts = key.split(".")
+    return parts[0] == "phases" and int(parts[1]) > phase
+
+
+def _flat(value: TomlValue, path: str = "") -> dict[str, TomlValue]:
+    if isinstance(value, dict):
+        pairs = list(value.items())
+    elif isinstance(value, list):
+        pairs = [(str(index), item) for index, item in enumerate(value)]
+    else:
+        return {path: value}
+    return {key: leaf for name, item in pairs for key, leaf in _flat(item, f"{path}.{name}" if path else name).items()}

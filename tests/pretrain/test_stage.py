@@ -1,0 +1,160 @@
+"""Pre-training end to end on a few thousand bytes: phases, metrics, and death at any moment."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from m2forge.config import write_resolved
+from m2forge.errors import ConfigError
+from m2forge.model.checkpoint import load_model
+from m2forge.model.transformer import Transformer
+from m2forge.observe.metrics import read_metrics
+from m2forge.pretrain.config import PretrainConfig
+from m2forge.pretrain.stage import run_pretrain
+from tests.pretrain.small import make_config, write_corpus
+
+NUM_KILLS = 12 if os.environ.get("M2FORGE_LONG") == "1" else 3
+
+
+def assert_same_weights(ours: Transformer, theirs: Transformer) -> None:
+    ours_state, theirs_state = ours.state_dict(), theirs.state_dict()
+    assert ours_state.keys() == theirs_state.keys()
+    different = [name for name in ours_state if not torch.equal(ours_state[name], theirs_state[name])]
+    assert different == []
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def test_all_phases_run_and_report(corpus: Path, tmp_path: Path) -> None:
+    model = load_model(run_pretrain(make_config(corpus), tmp_path))
+    assert len(model.mtp) == 3
+    assert model.config.max_context == 64
+    steps = read_metrics(tmp_path / "small" / "metrics.jsonl")
+    assert [step.step for step in steps] == list(range(1, 23))
+    first, last = steps[0].values, steps[-1].values
+    assert {"loss/code", "loss/web", "mtp_loss/1", "grad_norm", "grad_norm/layer_1", "max_vio", "mfu"} <= first.keys()
+    assert {"draft_agreement/1", "tokens_per_s", "data_share", "rate", "expert_load_max/0"} <= first.keys()
+    assert {"mtp_loss/3", "grad_norm/mtp_2"} <= last.keys()
+    assert first["rate"] == pytest.approx(1e-3)
+    assert last["mtp_weight"] == pytest.approx(0.1)
+    assert last["loss"] < first["loss"]
+
+
+def test_frozen_phase_trains_the_modules_alone(corpus: Path, tmp_path: Path) -> None:
+    config = make_config(corpus)
+    before = load_model(run_pretrain(config.model_copy(update={"phases": config.phases[:2]}), tmp_path / "a"))
+    after = load_model(run_pretrain(config.model_copy(update={"phases": config.phases[:3]}), tmp_path / "b"))
+    state = after.state_dict()
+    main = {name: weight for name, weight in before.state_dict().items() if not name.startswith("mtp.")}
+    assert all(torch.equal(weight, state[name]) for name, weight in main.items())
+    assert not torch.equal(state["mtp.0.projection.weight"], state["mtp.1.projection.weight"])
+
+
+def test_checkpoints_are_kept_to_the_number_asked(corpus: Path, tmp_path: Path) -> None:
+    run_pretrain(make_config(corpus), tmp_path)
+    names = sorted(path.name for path in (tmp_path / "small" / "checkpoints").iterdir())
+    assert names == ["step-00000020", "step-00000022"]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_stopping_after_any_step_changes_no_bit(
+    corpus: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_config(corpus).model_dump(mode="json", exclude_none=True)["train"]
+    config = make_config(corpus, train=data | {"optimizer": {"kind": kind}})
+    whole = load_model(run_pretrain(config, tmp_path / "whole"))
+    from m2forge.train.loop import TrainLoop
+
+    original, left = TrainLoop._step, [0]
+
+    def step(self: TrainLoop, *args: object) -> object:
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return original(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TrainLoop, "_step", step)
+    generator = random.Random(0)
+    for _ in range(40):
+        left[0] = generator.randrange(4, 9)
+        try:
+            folder = run_pretrain(config, tmp_path / "parts")
+            break
+        except KeyboardInterrupt:
+            continue
+    assert_same_weights(load_model(folder), whole)
+
+
+def kill_at_random(config: Path, runs: Path, generator: random.Random, longest_s: float) -> bool:
+    """Start the run and kill it at a random moment; whether it had finished before."""
+    command = [sys.executable, "-m", "m2forge", "pretrain", str(config), "--runs", str(runs)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        process.wait(timeout=generator.uniform(0.5, longest_s))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+    return process.wait() == 0
+
+
+def test_killed_runs_end_in_the_same_weights(corpus: Path, tmp_path: Path) -> None:
+    config = make_config(corpus)
+    path = tmp_path / "small.toml"
+    write_resolved(config, path)
+    started_s = time.monotonic()
+    command = [sys.executable, "-m", "m2forge", "pretrain", str(path), "--runs"]
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+    longest_s = time.monotonic() - started_s
+    generator = random.Random(1)
+    for _ in range(NUM_KILLS):
+        if kill_at_random(path, tmp_path / "killed", generator, longest_s):
+            break
+    subprocess.run([*command, str(tmp_path / "killed")], check=True, capture_output=True)
+    whole, killed = (load_model(tmp_path / name / "small" / "model") for name in ("whole", "killed"))
+    assert_same_weights(killed, whole)
+    lines = (tmp_path / "killed" / "small" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines][-1] == 22
+
+
+def test_a_changed_configuration_is_refused_on_resume(corpus: Path, tmp_path: Path) -> None:
+    config = make_config(corpus)
+    run_pretrain(config, tmp_path)
+    with pytest.raises(ConfigError, match="was started with seed = 0, now it is 1"):
+        run_pretrain(config.model_copy(update={"seed": 1}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"phases": [{"mixture": {"cod": 1.0}}]}, "did you mean 'code'"),
+        ({"phases": [{"context": 128}]}, "pack_tokens .64. must hold one document of context .128."),
+        ({"model": "m2-nan"}, "did you mean 'm2-nano'"),
+        ({"corpus": "nowhere"}, "nowhere"),
+    ],
+)
+def test_bad_configurations_are_refused_before_anything_is_written(
+    corpus: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    data = make_config(corpus).model_dump(mode="json", exclude_none=True)
+    phases = change.pop("phases", None)
+    if isinstance(phases, list):
+        data["phases"][0].update(phases[0])
+    with pytest.raises((ConfigError, LookupError), match=message):
+        run_pretrain(build_pretrain(data | change), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def build_pretrain(data: dict[str, object]) -> PretrainConfig:
+    from m2forge.config import build
+
+    return build(PretrainConfig, data)  # type: ignore[arg-type]

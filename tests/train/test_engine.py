@@ -1,0 +1,131 @@
+"""The engine's step against a loss written out by hand, in float64."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2forge.model.transformer import Transformer
+from m2forge.records import NO_TARGET, Pack
+from m2forge.train.config import OptimizerConfig
+from m2forge.train.engine import TrainEngine
+from tests.train.draw import draw_pack, small_model
+
+CONFIG = OptimizerConfig(max_norm=1e9, weight_decay=0.0)
+
+
+def plain_loss(model: Transformer, packs: list[Pack], mtp_weight: float) -> torch.Tensor:
+    """One document at a time through the network, all logits, the mean over all targets."""
+    main: list[torch.Tensor] = []
+    drafts: list[torch.Tensor] = []
+    num_edges = 0
+    for pack in packs:
+        ends = pack.lengths.cumsum()
+        for start, end in zip(ends - pack.lengths, ends, strict=True):
+            output = model(torch.tensor(pack.tokens[start:end][None].copy(), dtype=torch.int64))
+            target = torch.tensor(pack.targets[start:end].copy(), dtype=torch.int64)
+            num_edges += int((target != NO_TARGET).sum())
+            for hidden, found in ((output.hidden_ND, main), *((mtp, drafts) for mtp in output.mtp_hidden_ND)):
+                found.append(F.cross_entropy(model.logits(hidden), target, ignore_index=NO_TARGET, reduction="sum"))
+    total = torch.stack(main).sum()
+    if drafts:
+        total = total + mtp_weight / len(model.mtp) * torch.stack(drafts).sum()
+    return total / max(1, num_edges)
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=3),
+    num_mtp=st.integers(0, 2),
+)
+def test_a_step_follows_the_gradient_of_the_plain_loss(seed: int, lengths: list[list[int]], num_mtp: int) -> None:
+    model = small_model(num_mtp=num_mtp)
+    packs = [draw_pack(seed + index, found) for index, found in enumerate(lengths)]
+    plain_loss(model, packs, 0.3).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    engine = TrainEngine(model, CONFIG)
+    seen: dict[str, torch.Tensor] = {}
+    step = engine.optimizer.step
+    engine.optimizer.step = lambda rate: (  # type: ignore[method-assign]
+        seen.update(
+            {name: slot.gradient for name, slot in engine.optimizer.slots.items() if slot.gradient is not None}
+        ),
+        step(rate),
+    )[1]
+    engine.step(packs, rate=0.0, mtp_weight=0.3)
+    for name, gradient in expected.items():
+        if gradient is not None:
+            torch.testing.assert_close(seen[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_losses_are_counted_by_tag() -> None:
+    pack = draw_pack(0, [5, 6, 7, 3], num_tags=3)
+    engine = TrainEngine(small_model(), CONFIG, ("web", "code", "books"))
+    alone = copy.deepcopy(engine.model)
+    values = engine.step([pack], rate=0.0).read()
+    for tag, name in enumerate(engine.tag_names):
+        chosen = pack.targets.copy()
+        chosen[(pack.tags != tag).repeat(pack.lengths)] = NO_TARGET
+        part = Pack(tokens=pack.tokens, targets=chosen, lengths=pack.lengths, tags=pack.tags)
+        if (chosen != NO_TARGET).any():
+            assert values[f"loss/{name}"] == pytest.approx(plain_loss(alone, [part], 0.0).item(), rel=1e-9)
+        else:
+            assert f"loss/{name}" not in values
+
+
+def test_clipping_scales_the_whole_gradient() -> None:
+    pack = draw_pack(0, [9, 9])
+    norms = [
+        TrainEngine(small_model(), OptimizerConfig(max_norm=limit)).step([pack], rate=1e-3).read()["grad_norm"]
+        for limit in (1e-3, 1e9)
+    ]
+    assert norms[0] == norms[1] > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_step_without_finite_gradients_changes_no_weight(kind: str) -> None:
+    model = small_model()
+    model.norm.weight.data[0] = math.inf
+    engine = TrainEngine(model, OptimizerConfig.model_validate({"kind": kind}))
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    values = engine.step([draw_pack(0, [9, 9])], rate=1e-2).read()
+    assert not math.isfinite(values["grad_norm"])
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_lowers_the_loss(kind: str, dtype: torch.dtype) -> None:
+    engine = TrainEngine(small_model(dtype), OptimizerConfig.model_validate({"kind": kind}))
+    pack = draw_pack(0, [16, 16])
+    losses = [engine.step([pack], rate=1e-2, mtp_weight=0.3).read()["loss"] for _ in range(30)]
+    assert losses[-1] < losses[0] - 1
+
+
+def test_small_steps_survive_in_the_master_of_bfloat16_weights() -> None:
+    """At a rate of 1e-4 a bfloat16 weight above 0.1 would round every step away."""
+    engine = TrainEngine(small_model(torch.bfloat16), OptimizerConfig(weight_decay=0.0))
+    before = engine.model.embedding.weight.detach().clone()
+    for _ in range(40):
+        engine.step([draw_pack(0, [16])], rate=1e-4)
+    large = before.abs() > 0.1
+    assert (engine.model.embedding.weight != before)[large].float().mean() > 0.2
+
+
+def test_agreement_is_measured_when_asked() -> None:
+    engine = TrainEngine(small_model(), CONFIG)
+    values = engine.step([draw_pack(0, [9])], rate=0.0, measure_agreement=True).read()
+    assert 0 <= values["draft_agreement/1"] <= 1
+    assert "draft_agreement/2" in values
+    assert not any(name.startswith("draft") for name in engine.step([draw_pack(0, [9])], rate=0.0).read())
+
+
+def test_a_pack_without_targets_is_no_error() -> None:
+    engine = TrainEngine(small_model(), CONFIG)
+    values = engine.step([draw_pack(0, [9], share_trained=0.0)], rate=1e-3, mtp_weight=0.3).read()
+    assert values["loss"] == 0
