@@ -24,8 +24,8 @@ help: ## list the targets
 
 setup: $(STAMP) ## create .venv and install the pinned dependencies
 
-demo: $(STAMP) ## train a nano M2 on this machine and generate a sample
-	@$(BIN)/python examples/nano.py
+demo: $(STAMP) ## from the standard library's text to a small agent that calls tools, in minutes
+	@$(BIN)/python examples/agent.py --scale 0.5 --runs runs/demo
 
 test: $(STAMP) ## run the tests on 2 workers (ARGS="-k name" is passed on)
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 $(ARGS)

@@ -173,14 +173,14 @@ def tokenisation(folder: Path, tables: Tables) -> list[Bar]:
     tokenizer.save(folder / "tokenizer")
     sizes = {"library, one call": num_texts, "library, 100 texts a call": 100, "m2forge, tokenise stage": 0}
     seconds: dict[str, list[float]] = {name: [] for name in sizes}
-    for _ in range(3):
+    for _ in range(2):
         for name, size in sizes.items():
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 seconds[name].append(pool.submit(tokenise_s, table, num_texts, folder, size).result())
     best = {name: min(times) for name, times in seconds.items()}
     limit = min(best["library, one call"], best["library, 100 texts a call"])
     print_table(
-        f"Tokenisation of {num_bytes / 1e6:.1f} MB, 4096 tokens in the vocabulary, best of 3 processes",
+        f"Tokenisation of {num_bytes / 1e6:.1f} MB, 4096 tokens in the vocabulary, best of 2 processes",
         ("", "processor s", "MB per processor second", "over the best of the library"),
         [(name, f"{s:.2f}", f"{num_bytes / 1e6 / s:.2f}", f"{s / limit:.2f}x") for name, s in best.items()],
     )

@@ -7,14 +7,15 @@ trained and at the extended length.
 Prediction modules: the chain is lengthened from one module to three, by copies or by random weights, and trained with
 the main model frozen. How many steps do the copies need to reach the loss that random weights end at?
 
-On one GPU `m2-mini` with one module, all of it through `m2forge pretrain`. On a CPU only the modules of `m2-nano`.
+All of it through `m2forge pretrain`, by Muon and the modules by AdamW: `m2-mini` with one module on a GPU, `m2-nano` on
+a CPU, and there with --quick the modules alone.
 
     python benchmarks/phases.py [--json] [--quick]
 """
 
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -66,9 +67,40 @@ class Workload:
 
 
 GPU = Workload(
-    "m2-mini", 16_384, 14_336, 30_000_000, 1024, 8192, 16_000_000, 8192, 2500, 32_768, 150, 32_768, 120, 1e-3, 20
+    model="m2-mini",
+    vocab_size=16_384,
+    text_vocab=14_336,
+    text_bytes=30_000_000,
+    short=1024,
+    long=8192,
+    fact_tokens=16_000_000,
+    base_tokens=16_384,
+    base_steps=1000,
+    extend_tokens=32_768,
+    extend_steps=120,
+    module_tokens=32_768,
+    module_steps=120,
+    rate=1.5e-3,
+    num_samples=20,
 )
-CPU = Workload("m2-nano", 1024, 960, 2_000_000, 128, 1024, 0, 512, 250, 0, 0, 512, 120, 6e-3, 0)
+CPU = Workload(
+    model="m2-nano",
+    vocab_size=1024,
+    text_vocab=960,
+    text_bytes=2_000_000,
+    short=128,
+    long=1024,
+    fact_tokens=1_000_000,
+    base_tokens=1024,
+    base_steps=800,
+    extend_tokens=2048,
+    extend_steps=150,
+    module_tokens=512,
+    module_steps=120,
+    rate=4e-3,
+    num_samples=20,
+)
+QUICK = replace(CPU, fact_tokens=0, base_tokens=512, base_steps=250, extend_steps=0)
 
 
 class Facts:
@@ -82,9 +114,9 @@ class Facts:
         return NeedleTask(self.wording, self.filler, num_needles, num_queries)
 
     def document(self, rng: np.random.Generator, shortest: int, longest: int) -> IntArray:
-        """As many short as long ones on a logarithmic scale, with one to eight facts, all of them asked for."""
-        length = int(shortest * (longest / shortest) ** rng.random())
-        num_needles = int(rng.integers(1, 1 + min(8, length // 12)))
+        """With one to four facts, all of them asked for. Most are short, so that questions come often."""
+        length = int(shortest * (longest / shortest) ** (rng.random() ** 2))
+        num_needles = int(rng.integers(1, 1 + min(4, length // 12)))
         return self.task(num_needles, num_needles).sample(rng, length).ids
 
 
@@ -100,7 +132,7 @@ def write_corpus(load: Workload, folder: Path) -> Facts:
         for row in rows:
             writer.add("code", row, split="train")
         for kind, shortest, longest, num_tokens in (
-            (Kind.PLAIN, 32, load.short, load.fact_tokens),
+            (Kind.PLAIN, 24, load.short, load.fact_tokens),
             (Kind.LONG, load.short // 2, load.long, load.fact_tokens // 2),
         ):
             written = 0
@@ -112,14 +144,16 @@ def write_corpus(load: Workload, folder: Path) -> Facts:
     return facts
 
 
-def run(load: Workload, corpus: Path, runs: Path, name: str, model: str, phase: dict[str, TomlValue]) -> Path:
+def run(
+    load: Workload, corpus: Path, runs: Path, name: str, model: str, phase: dict[str, TomlValue], optimizer: str
+) -> Path:
     """One phase through `m2forge pretrain`; the folder of the model it ends with."""
     data: dict[str, TomlValue] = {
         "name": name,
         "corpus": str(corpus),
         "model": model,
         "model_set": [] if Path(model).is_dir() else ["num_mtp=1", f"max_context={load.short}"],
-        "train": {"optimizer": {"eps": 1e-8}, "checkpoint": {"keep": 0}},
+        "train": {"optimizer": {"kind": optimizer, "eps": 1e-8}, "checkpoint": {"keep": 0}},
         "phases": [phase | {"name": name}],
     }
     return run_pretrain(build(PretrainConfig, data), runs)
@@ -134,7 +168,7 @@ def train_base(load: Workload, corpus: Path, runs: Path) -> Path:
         "rate": {"start": load.rate, "end": load.rate / 4},
         "mtp_weight": {"start": 0.3},
     }
-    return run(load, corpus, runs, "base", load.model, phase)
+    return run(load, corpus, runs, "base", load.model, phase, "muon")
 
 
 def extend(load: Workload, corpus: Path, runs: Path, model: Path) -> Path:
@@ -147,7 +181,7 @@ def extend(load: Workload, corpus: Path, runs: Path, model: Path) -> Path:
         "mtp_weight": {"start": 0.1},
         "long_share": 0.6,
     }
-    return run(load, corpus, runs, "extended", str(model), phase)
+    return run(load, corpus, runs, "extended", str(model), phase, "muon")
 
 
 def retrieval(load: Workload, facts: Facts, folder: Path, num_needles: int) -> dict[int, float]:
@@ -178,7 +212,7 @@ def module_losses(load: Workload, corpus: Path, runs: Path, model: Path, source:
         "trains": "mtp",
     }
     name = f"modules-{source}"
-    run(load, corpus, runs, name, str(model), phase)
+    run(load, corpus, runs, name, str(model), phase, "adamw")
     steps = read_metrics(runs / name / "metrics.jsonl")
     losses = [(step.values["mtp_loss/2"] + step.values["mtp_loss/3"]) / 2 for step in steps]
     smoothed: list[float] = np.convolve(losses, np.ones(SMOOTHED_STEPS) / SMOOTHED_STEPS, mode="valid").tolist()
@@ -228,7 +262,7 @@ def module_bars(load: Workload, corpus: Path, runs: Path, model: Path) -> list[B
 
 def main() -> None:
     options = arguments(__doc__ or "").parse_args()
-    load = GPU if torch.cuda.is_available() and not options.quick else CPU
+    load = QUICK if options.quick else GPU if torch.cuda.is_available() else CPU
     bars: list[Bar] = []
     with tempfile.TemporaryDirectory() as name:
         corpus, runs = Path(name) / "corpus", Path(name) / "runs"

@@ -1,5 +1,6 @@
 """The examples run as a reader would run them."""
 
+import json
 import re
 import subprocess
 import sys
@@ -11,37 +12,33 @@ from m2forge.observe.metrics import read_metrics
 ROOT = Path(__file__).parent.parent
 
 
-def run_nano(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / "nano.py"), *arguments]
+def run_agent(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / "agent.py"), *arguments]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def test_nano_learns_saves_and_writes(tmp_path: Path) -> None:
-    stale = tmp_path / "model" / "left-over"
-    stale.parent.mkdir()
-    stale.write_text("from an earlier run")
-    result = run_nano("--seconds", "3", "--run-dir", str(tmp_path))
+def test_the_agent_goes_from_text_to_calls(tmp_path: Path) -> None:
+    result = run_agent("--scale", "0.01", "--runs", str(tmp_path))
     assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert result.stdout.startswith("import os\nimport sys\n\n\ndef ")
-    assert len(lines[lines.index("-" * 80) + 1 :]) == 10
-    before, after = (float(bits) for bits in re.findall(r"(\d+\.\d+) bits per byte", result.stdout))
-    # Fresh weights are near even over 512 tokens, 9 bits; seconds of training find the common bytes.
-    assert 8.5 < before < 10.5
-    assert after < before - 0.5
+    assert re.search(r"^calls +\d+\.\d% of 200 held-out requests", result.stdout, re.MULTILINE)
+    assert json.loads((tmp_path / "summary.json").read_text())["seconds"].keys() == {
+        "corpus",
+        "pretrain",
+        "data",
+        "sft",
+        "eval",
+    }
+    model = load_model(tmp_path / "nano-agent" / "model")
+    assert model.config.num_mtp == 3
+    assert model.config.max_context == 1024
+    steps = read_metrics(tmp_path / "nano" / "metrics.jsonl")
+    assert steps[-1].values["loss"] < steps[0].values["loss"]
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "model", "tensorboard"]
-    assert not stale.exists()
-    assert load_model(tmp_path / "model").config.num_mtp == 1
-    steps = read_metrics(tmp_path / "metrics.jsonl")
-    assert [record.step for record in steps] == list(range(1, len(steps) + 1))
-    assert steps[0].values.keys() == {"loss", "mtp_loss", "max_vio", "tokens_per_s"}
 
-
-def test_nano_refuses_a_time_that_is_none(tmp_path: Path) -> None:
-    for seconds in ("0", "inf"):
-        result = run_nano(f"--seconds={seconds}", "--run-dir", str(tmp_path / "run"))
+def test_the_agent_refuses_a_scale_that_is_none(tmp_path: Path) -> None:
+    for scale in ("0", "nan", "1000"):
+        result = run_agent(f"--scale={scale}", "--runs", str(tmp_path / "run"))
         assert result.returncode == 2
-        assert "give a finite time of at least 1" in result.stderr
+        assert "give a number above 0, at most 100" in result.stderr
     assert not (tmp_path / "run").exists()

@@ -34,7 +34,7 @@ def test_the_commands_run_after_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save_model(build(preset("m2-nano")), Path("runs/nano/model"))
+    save_model(build(preset("m2-nano")), Path("runs/demo/nano/model"))
     (block,) = code_blocks("console")
     for line in block.splitlines():
         program, *arguments = shlex.split(line, comments=True)
@@ -42,7 +42,7 @@ def test_the_commands_run_after_the_demo(
         status, printed = cli.main(arguments), capsys.readouterr()
         assert status == 0, printed.err
         assert all(figure in printed.out for figure in re.findall(r"\d+\.\d+B", line))
-    assert load_model(Path("runs/nano/bf16")).embedding.weight.dtype.itemsize == 2
+    assert load_model(Path("runs/bf16")).embedding.weight.dtype.itemsize == 2
 
 
 def test_links_lead_to_files() -> None:

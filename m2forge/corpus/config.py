@@ -38,6 +38,8 @@ class Source(Config):
     """None: recognised per document."""
     suffixes: tuple[str, ...] = ()
     """Only files with these suffixes, such as ".py"; empty: all that are known to hold text."""
+    exclude: tuple[str, ...] = ()
+    """Names of folders that are left out of a folder taken whole, wherever in it they lie."""
 
 
 class TokenizerConfig(Config):

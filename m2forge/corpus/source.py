@@ -130,7 +130,7 @@ def _files(source: Source) -> Iterator[tuple[str, str]]:
                 continue
             yield match, match
     elif Path(path).is_dir():
-        yield from _walk(path, "")
+        yield from _walk(path, "", source.exclude)
     elif Path(path).is_file():
         if source.kind is None and kind_of(path) is None:
             known = [kind.value for kind in SourceKind]
@@ -140,7 +140,7 @@ def _files(source: Source) -> Iterator[tuple[str, str]]:
         raise NotFoundError(f"source {path!r}: no such file or folder")
 
 
-def _walk(folder: str, name: str) -> Iterator[tuple[str, str]]:
+def _walk(folder: str, name: str, exclude: Sequence[str]) -> Iterator[tuple[str, str]]:
     """A folder's own files before those of its folders, so that the files of each stand together."""
     with os.scandir(folder) as entries:
         names = sorted((entry.is_dir(follow_symlinks=False), entry.name) for entry in entries)
@@ -150,5 +150,5 @@ def _walk(folder: str, name: str) -> Iterator[tuple[str, str]]:
         path, below = f"{folder}/{entry}", f"{name}/{entry}" if name else entry
         if not is_folder:
             yield path, below
-        elif entry not in SKIPPED_FOLDERS:
-            yield from _walk(path, below)
+        elif entry not in SKIPPED_FOLDERS and entry not in exclude:
+            yield from _walk(path, below, exclude)

@@ -4,7 +4,7 @@ Trajectories are encoded once into the run directory, packed whole, and trained 
 loop that pre-trains. This file wires data, network and train loop.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -61,13 +61,19 @@ class TrajectorySource:
             pad_to=config.pack_tokens if choose_device(config.train.machine).type == "cuda" else None,
             state=None if state is None else SFTReaderState.from_json(state),
         )
-        self.domains = tuple(Path(source.path).name.split(".")[0] for source in config.data.sources)
+        self.domains = _names([source.path for source in config.data.sources])
 
     def next_pack(self) -> Pack:
         return self._reader.next_pack()
 
     def state(self) -> Mapping[str, JsonValue]:
         return self._reader.state().to_json()
+
+
+def _names(paths: Sequence[str]) -> tuple[str, ...]:
+    """What the losses of the sources are called in metrics: their files' names, numbered where two are the same."""
+    stems = [Path(path).name.split(".")[0] for path in paths]
+    return tuple(f"{stem}-{index}" if stems.count(stem) > 1 else stem for index, stem in enumerate(stems))
 
 
 def _phase(config: SFTConfig, store: Store) -> PhaseConfig:
