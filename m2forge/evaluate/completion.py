@@ -1,7 +1,7 @@
-"""Completions of many prompts at once by the plainest batched loop: a full forward pass per token, no cache.
+"""Completions of many prompts at once, token by token.
 
 For each prompt it gives what `m2forge.model.generate.generate` gives (with seed + index for prompt number index), up
-to the rounding of a differently shaped batch. The cost is at most `max_new_tokens` passes over all prompts.
+to the rounding of a differently shaped batch.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -32,27 +32,25 @@ def complete(
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("a prompt is empty; give each at least one token")
     bounds = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    generators = [torch.Generator().manual_seed(seed + index) for index in range(len(prompts))]
-    texts = [np.asarray(prompt, np.int32) for prompt in prompts]
     new: list[list[int]] = [[] for _ in prompts]
-
-    def is_open(index: int) -> bool:
-        return len(new[index]) < bounds[index] and not (new[index] and new[index][-1] in stop_ids)
-
-    num_done = 0
-    while active := [index for index in range(len(prompts)) if is_open(index)]:
-        advance(len(prompts) - len(active) - num_done)
-        num_done = len(prompts) - len(active)
-        for batch in batches([len(texts[index]) for index in active], max_pack_tokens):
-            members = [active[index] for index in batch]
-            last = [np.array([len(texts[index]) - 1], np.int32) for index in members]
-            logits_MV = predictor.logits([texts[index] for index in members], last)
-            for index, token in zip(
-                members, _pick(logits_MV, temperature, [generators[i] for i in members]), strict=True
-            ):
+    wanted = [index for index, bound in enumerate(bounds) if bound > 0]
+    advance(len(prompts) - len(wanted))
+    for batch in batches([len(prompts[index]) + bounds[index] for index in wanted], max_pack_tokens):
+        members = [wanted[place] for place in batch]
+        generators = {index: torch.Generator().manual_seed(seed + index) for index in members}
+        texts = predictor.continuation([np.asarray(prompts[index], np.int32) for index in members])
+        while members:
+            tokens = _pick(texts.logits(), temperature, [generators[index] for index in members])
+            for index, token in zip(members, tokens, strict=True):
                 new[index].append(token)
-                texts[index] = np.append(texts[index], np.int32(token))
-    advance(len(prompts) - num_done)
+            kept = [
+                place
+                for place, (index, token) in enumerate(zip(members, tokens, strict=True))
+                if token not in stop_ids and len(new[index]) < bounds[index]
+            ]
+            texts.extend(tokens, kept)
+            advance(len(members) - len(kept))
+            members = [members[place] for place in kept]
     return new
 
 

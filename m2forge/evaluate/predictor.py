@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from m2forge.evaluate.continuation import Cached, Continuation
 from m2forge.model.plan import AttentionPlan, CausalRows, Documents
 from m2forge.model.transformer import Transformer
 from m2forge.records import IntArray
@@ -28,6 +29,10 @@ class Predictor(Protocol):
 
     def logits(self, documents: Sequence[IntArray], positions: Sequence[IntArray]) -> Tensor:
         """(M, V): the logits of the token after each of `positions[d]` of each document d, in that order."""
+        ...
+
+    def continuation(self, documents: Sequence[IntArray]) -> Continuation:
+        """The documents, to be continued token by token."""
         ...
 
 
@@ -60,8 +65,12 @@ class ModelPredictor:
             tokens, starts = np.concatenate(documents), np.cumsum([0, *lengths[:-1]])
             plan = Documents(lengths, device)
         places = np.concatenate([start + where for start, where in zip(starts, positions, strict=True)])
-        hidden_ND = self._model(torch.as_tensor(tokens, dtype=torch.int64).to(device), plan).hidden_ND
+        tokens_N = torch.as_tensor(tokens, dtype=torch.int64).to(device)
+        hidden_ND = self._model(tokens_N, plan, with_mtp=False).hidden_ND
         return self._model.logits(hidden_ND[torch.as_tensor(places, dtype=torch.int64).to(device)])
+
+    def continuation(self, documents: Sequence[IntArray]) -> Continuation:
+        return Cached(self._model, documents)
 
     def _takes_rows(self, lengths: Sequence[int]) -> bool:
         if self._layout != "auto":

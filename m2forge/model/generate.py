@@ -33,7 +33,7 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     new: list[int] = []
     while len(new) < max_new_tokens and not (new and new[-1] in stop_ids):
-        hidden_ND = model(torch.tensor([tokens + new], device=device)).hidden_ND
+        hidden_ND = model(torch.tensor([tokens + new], device=device), with_mtp=False).hidden_ND
         new.append(_pick(model.logits(hidden_ND[-1:])[0], temperature, generator))
     return new
 

@@ -56,8 +56,9 @@ class Transformer(nn.Module):
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def forward(self, tokens: Tensor, plan: AttentionPlan | None = None) -> Output:
-        """`tokens`: (B, L) rows, or (N,) flat with the plan that explains them."""
+    def forward(self, tokens: Tensor, plan: AttentionPlan | None = None, *, with_mtp: bool = True) -> Output:
+        """`tokens`: (B, L) rows, or (N,) flat with the plan that explains them. Without the prediction modules,
+        which who only asks for logits does not need, the output holds nothing of them."""
         if plan is None:
             plan = CausalRows(*_rows(tokens), tokens.device)
         tokens_N = tokens.flatten()
@@ -75,7 +76,7 @@ class Transformer(nn.Module):
                 balances.append(balance)
             state_ND, mtp_hidden = x_ND, []
             last = windowed if self.config.is_windowed(self.config.num_layers - 1) else full
-            for module in self.mtp:
+            for module in self.mtp if with_mtp else ():
                 state_ND, balance = self._run(module, plan.to_parent(state_ND), embedding_ND, turn, last)
                 balances.append(balance)
                 assert isinstance(module, MTPModule)

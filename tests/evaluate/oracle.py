@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from m2forge.evaluate.continuation import Continuation, Rereading
 from m2forge.evaluate.sample import Sample
 from m2forge.records import IntArray
 
@@ -37,6 +38,9 @@ class Oracle:
             self._choose(document, int(p)) for document, where in zip(documents, positions, strict=True) for p in where
         ]
         return torch.nn.functional.one_hot(torch.tensor(chosen), self.vocab_size).float()
+
+    def continuation(self, documents: Sequence[IntArray]) -> Continuation:
+        return Rereading(self, documents)
 
     def _choose(self, document: IntArray, position: int) -> int:
         for stop in range(position + 1, 0, -1):
