@@ -8,7 +8,7 @@ Five stages, each of which `m2forge` also offers as a command, with the configur
     pretrain   m2-nano from random weights: constant rate, decay, two longer contexts, one → three prediction modules
     data       trajectories made up by rule: think, call a tool, read its answer, think, answer
     sft        fine-tuning on them, with the thinking of every turn kept
-    eval       held-out loss, and calls on requests with names and values that training never used
+    eval       the base model's held-out loss, and the agent's calls on requests with names that training never used
 
 A stage that was killed goes on where it stopped, and one that is complete is not repeated. `--scale 0.5` trains half
 as long.
@@ -49,7 +49,7 @@ from m2forge.text.message import message_from_openai, tool_from_openai
 from m2forge.text.tokenizer import load_tokenizer
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-NUM_TRAIN, NUM_HELD_OUT = 1800, 200
+NUM_TRAIN, NUM_HELD_OUT = 1600, 300
 TRAIN_SEED, HELD_OUT_SEED = 0, 1
 
 Result = TypeVar("Result")
@@ -83,10 +83,16 @@ def fine_tune(model: Path, trajectories: Path, runs: Path) -> Path:
     return run_sft(load(SFTConfig, CONFIGS / "sft" / "nano.toml", settings), runs)
 
 
-def evaluate(model: Path, corpus: Path, prompts: Path, output: Path) -> EvalReport:
-    paths = {"model": model, "output": output, "held_out.corpus": corpus, "tool_calls.prompts": prompts}
+def evaluate(base: Path, agent: Path, corpus: Path, prompts: Path) -> EvalReport:
+    """The report on the agent; the base model's is shown."""
+    run_eval(_eval_config("nano-base", {"model": base, "held_out.corpus": corpus}), console=Console())
+    return run_eval(_eval_config("nano-agent", {"model": agent, "tool_calls.prompts": prompts}), console=Console())
+
+
+def _eval_config(name: str, paths: dict[str, Path]) -> EvalConfig:
+    paths = paths | {"output": paths["model"].parent / "eval"}
     settings = [f"{key}={json.dumps(str(path))}" for key, path in paths.items()]
-    return run_eval(load(EvalConfig, CONFIGS / "eval" / "nano.toml", settings), console=Console())
+    return load(EvalConfig, CONFIGS / "eval" / f"{name}.toml", settings)
 
 
 def show_answer(folder: Path, prompts: Path) -> None:
@@ -128,14 +134,15 @@ def main() -> None:
     base = timed("pretrain", lambda: pretrain(corpus, runs, args.scale))
     train, held_out = timed("data", lambda: make_trajectories(runs / "trajectories", args.scale))
     agent = timed("sft", lambda: fine_tune(base, train, runs))
-    report = timed("eval", lambda: evaluate(agent, corpus, held_out, runs / "eval"))
+    report = timed("eval", lambda: evaluate(base, agent, corpus, held_out))
     show_answer(agent, held_out)
     share = report.score("tool_calls")
     write_atomic(runs / "summary.json", json.dumps({"seconds": seconds, "valid_calls": share}) + "\n")
     print("time       " + ", ".join(f"{name} {passed_s:.0f} s" for name, passed_s in seconds.items()))
     print(f"calls      {share:.1%} of {NUM_HELD_OUT} held-out requests got a well-formed call")
     print(f"model      {agent}, a Hugging Face folder with its tokenizer; the base model is {base}")
-    print(f"metrics    tensorboard --logdir {runs}; tables and plots in {runs / 'eval'}")
+    print(f"right      {report.score('tool_calls_equal'):.1%} of the calls also had the values asked for")
+    print(f"metrics    metrics.jsonl and TensorBoard events in {base.parent} and {agent.parent}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def run_agent(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_agent_goes_from_text_to_calls(tmp_path: Path) -> None:
     result = run_agent("--scale", "0.01", "--runs", str(tmp_path))
     assert result.returncode == 0, result.stderr
-    assert re.search(r"^calls +\d+\.\d% of 200 held-out requests", result.stdout, re.MULTILINE)
+    assert re.search(r"^calls +\d+\.\d% of 300 held-out requests", result.stdout, re.MULTILINE)
     assert json.loads((tmp_path / "summary.json").read_text())["seconds"].keys() == {
         "corpus",
         "pretrain",

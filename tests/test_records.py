@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import RecordError
-from m2forge.records import Call, Domain, Episode, FinishReason, Group, PolicyVersion, Reward, Task
+from m2forge.records import NO_TARGET, Call, Domain, Episode, FinishReason, Group, Pack, PolicyVersion, Reward, Task
 
 
 def make_call(**changes: Any) -> Call:
@@ -152,3 +152,32 @@ def test_group_holds_distinct_attempts_at_its_task() -> None:
 def test_episode_needs_a_name_for_its_failure() -> None:
     with pytest.raises(RecordError, match="Episode e1: failure: expected text"):
         Episode("e1", make_task(), (), failure="")
+
+
+def make_pack(**changes: Any) -> Pack:
+    fields: dict[str, Any] = {"tokens": [1, 2, 3], "targets": [2, NO_TARGET, 4], "lengths": [2, 1], "tags": [0, 1]}
+    return Pack(**(fields | changes))
+
+
+def test_a_pack_takes_rows_of_integers_and_freezes_them() -> None:
+    pack = make_pack()
+    assert pack.targets.tolist() == [2, NO_TARGET, 4]
+    assert pack.tokens.dtype == np.int32
+    with pytest.raises(ValueError, match="read-only"):
+        pack.tokens[0] = 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": [1, 2]}, "Pack: targets: expected one per token, 3, received '2 values'"),
+        ({"targets": [1, 2, -2]}, "Pack: targets: expected integers from -1 to 2147483647, received -2"),
+        ({"tokens": [1, NO_TARGET, 3]}, "Pack: tokens: expected integers from 0"),
+        ({"lengths": [2, 2]}, "Pack: lengths: expected lengths that add up to 3 tokens"),
+        ({"lengths": [3, 0]}, "Pack: lengths: expected lengths that add up to 3 tokens"),
+        ({"tags": [0]}, "Pack: tags: expected one per document, 2"),
+    ],
+)
+def test_a_pack_that_does_not_add_up_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        make_pack(**change)

@@ -46,7 +46,11 @@ def build_corpus(config: CorpusConfig, dest: Path, *, num_workers: int = 1) -> C
     if num_workers < 1:
         raise ConfigError(f"num_workers must be at least 1, received {num_workers}")
     with open_work(config, dest) as work:
-        done = _finished(dest, work)
+        try:
+            done = _finished(dest, work)
+        except ExistsError:
+            remove_work(dest)
+            raise
         if done is None:
             try:
                 done = _build(config, work, dest, num_workers)

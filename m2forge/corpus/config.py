@@ -50,7 +50,7 @@ class TokenizerConfig(Config):
     specials: tuple[str, ...] = ("<|endoftext|>",)
     """Of a trained tokenizer."""
     train_bytes: Count = 50_000_000
-    """Text a tokenizer is trained on, at most; documents are drawn evenly over the corpus."""
+    """Text a tokenizer is trained on, about so much at most, drawn evenly over the corpus."""
 
 
 class Rule(StrEnum):

@@ -45,10 +45,12 @@ class Problems:
 
     def add(self, kind: ProblemKind, place: str, detail: str) -> None:
         """`place` is FILE or FILE:LINE."""
+        # Names of files may be bytes that are no text.
+        told = f"{place}: {detail}".encode(errors="backslashreplace").decode()
         if self._strict:
-            raise DataError(f"{place}: {detail}; mend or remove it, or set strict = false to leave such input out")
+            raise DataError(f"{told}; mend or remove it, or set strict = false to leave such input out")
         self.counts[kind] += 1
-        self._keep(kind, [f"{place}: {detail}"])
+        self._keep(kind, [told])
 
     def merge(self, other: "Problems") -> None:
         self.counts.update(other.counts)

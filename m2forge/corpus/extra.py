@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Parquet:
     def __init__(self, arrow: ModuleType, module: ModuleType) -> None:
         self.ParquetFile: type[ParquetFile] = module.ParquetFile
-        self.errors: tuple[type[Exception], ...] = (arrow.lib.ArrowException, OSError)
+        # The library takes no path that is not UTF-8.
+        self.errors: tuple[type[Exception], ...] = (arrow.lib.ArrowException, OSError, UnicodeEncodeError)
 
 
 class Zstd:

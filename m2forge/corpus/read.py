@@ -32,6 +32,8 @@ def read_span(span: FileSpan, source: Source, problems: Problems) -> Iterator[Do
                 yield from _read_pdf(span, problems)
     except OSError as error:
         problems.add(ProblemKind.UNREADABLE, span.path, f"cannot be read: {error.strerror or error}")
+    except UnicodeEncodeError as error:
+        problems.add(ProblemKind.UNREADABLE, span.path, f"the library takes no name that is not UTF-8: {error.reason}")
 
 
 def _read_file(span: FileSpan, problems: Problems) -> Iterator[Document]:
@@ -95,8 +97,6 @@ def _newlines_before(path: str, end: int) -> int:
             block = file.read(min(_BLOCK_BYTES, end - 1 - place))
             count += block.count(b"\n")
             place += len(block)
-        file.seek(end - 1)
-        file.readline()
     return count + 1
 
 

@@ -118,7 +118,9 @@ class Scanner:
         table.append("hash", hashes[:, 0])
         table.append("hash_rest", hashes[:, 1])
         table.append("domain", np.searchsorted(self.domains, domains[kept]).astype(np.uint8))
-        texts, names = [document.text for document in chosen], [document.name.encode() for document in chosen]
+        texts = [document.text for document in chosen]
+        # A name may be bytes that are no text.
+        names = [document.name.encode(errors="backslashreplace") for document in chosen]
         table.append_stretches("text", b"".join(texts), np.array([len(text) for text in texts]))
         table.append_stretches("name", b"".join(names), np.array([len(name) for name in names]))
         if self._minhash is not None:

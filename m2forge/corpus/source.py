@@ -8,6 +8,7 @@ import glob
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from m2forge.corpus.config import Source, SourceKind
@@ -86,10 +87,17 @@ def _spans(source: Source, part_bytes: int) -> Iterator[tuple[FileSpan, int]]:
             continue
         if source.suffixes and not path.endswith(source.suffixes):
             continue
-        status = Path(path).stat()
-        size = status.st_size
+        size, modified_ns = _size_and_time(path)
         for begin, end, num_bytes in _ranges(path, kind, size, part_bytes):
-            yield FileSpan(path, kind, name, begin, end, size, status.st_mtime_ns), num_bytes
+            yield FileSpan(path, kind, name, begin, end, size, modified_ns), num_bytes
+
+
+def _size_and_time(path: str) -> tuple[int, int]:
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return 0, 0  # a link to nothing, say: reading it will report what is wrong
+    return status.st_size, status.st_mtime_ns
 
 
 def _ranges(path: str, kind: SourceKind, size: int, part_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -125,10 +133,12 @@ def _files(source: Source) -> Iterator[tuple[str, str]]:
     """Path and name of every file, in order of names."""
     path = source.path
     if glob.has_magic(path):
-        for match in sorted(glob.glob(path, recursive=True)):  # noqa: PTH207 - Path.glob takes no absolute pattern
+        root = "/".join(takewhile(lambda part: not glob.has_magic(part), path.split("/")[:-1]))
+        matches = glob.glob(path, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+        for match in sorted(matches, key=_order):
             if Path(match).is_dir():
                 continue
-            yield match, match
+            yield match, match.removeprefix(root).lstrip("/")
     elif Path(path).is_dir():
         yield from _walk(path, "", source.exclude)
     elif Path(path).is_file():
@@ -138,6 +148,12 @@ def _files(source: Source) -> Iterator[tuple[str, str]]:
         yield path, Path(path).name
     else:
         raise NotFoundError(f"source {path!r}: no such file or folder")
+
+
+def _order(path: str) -> list[tuple[bool, str]]:
+    """The order of `_walk`, as a key to sort by."""
+    *folders, name = path.split("/")
+    return [*((True, folder) for folder in folders), (False, name)]
 
 
 def _walk(folder: str, name: str, exclude: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -23,6 +23,8 @@ from m2forge.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 BATCH_BYTES = 1 << 21
 MAX_TEXT_BYTES = 1 << 17
 """Longer documents are encoded in stretches, so that one does not hold up the other cores or fill the memory."""
+SAMPLE_BYTES = 1 << 16
+"""Of a long document, stretches of this size are drawn for the training of a tokenizer, each for itself."""
 _LINE = re.compile(rb"\n(?=\S)")
 _WORD = re.compile(rb"[A-Za-z](?= [A-Za-z])")
 
@@ -114,16 +116,24 @@ def _batches(texts: Stretches[np.uint8], rows: npt.NDArray[np.int64]) -> Iterato
 
 
 def _sample(tables: Tables, is_kept: npt.NDArray[np.bool_], num_bytes: int, seed: int) -> Iterator[str]:
-    """Texts of kept documents drawn by their hashes, about `num_bytes` of them."""
+    """Kept documents, or stretches of long ones, drawn by their hashes: about `num_bytes` of them."""
     total = 0
     for part, begin, end in zip(tables.parts, tables.first[:-1], tables.first[1:], strict=True):
         total += int(np.diff(part.texts("text").offsets)[is_kept[begin:end]].sum())
+    share = num_bytes / max(total, 1)
     for part, begin, end in zip(tables.parts, tables.first[:-1], tables.first[1:], strict=True):
         texts = part.texts("text")
-        hashes = part.column("hash", np.uint64)
-        drawn = is_kept[begin:end] & (draw(hashes, seed, "tokenizer") < num_bytes / max(total, 1))
-        for row in np.flatnonzero(drawn).tolist():
-            yield texts.text(row)
+        rows = np.flatnonzero(is_kept[begin:end])
+        # Few long documents, drawn as wholes, would often be none at all.
+        count = np.maximum(1, np.diff(texts.offsets)[rows] // SAMPLE_BYTES) if share < 1 else np.ones_like(rows)
+        row = np.repeat(rows, count)
+        number = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+        is_last = number == np.repeat(count, count) - 1
+        drawn = draw(part.column("hash", np.uint64)[row] + number.astype(np.uint64), seed, "tokenizer") < share
+        for index in np.flatnonzero(drawn).tolist():
+            start = int(number[index]) * SAMPLE_BYTES
+            stretch = texts[int(row[index])][start : None if is_last[index] else start + SAMPLE_BYTES]
+            yield stretch.tobytes().decode(errors="ignore")  # a cut may fall inside a character
 
 
 def draw(hashes: npt.NDArray[np.generic], seed: int, purpose: str) -> npt.NDArray[np.float64]:

@@ -55,12 +55,19 @@ def open_work(config: CorpusConfig, dest: Path) -> Iterator[Work]:
         listed = root / PARTS_NAME
         num_parts = 0
         digest = hashlib.sha256(config.model_dump_json().encode())
-        with listed.open("w", encoding="utf-8") as file:
-            for part in list_parts(config.sources, config.part_bytes):
-                line = json.dumps(asdict(part), sort_keys=True)
-                digest.update(line.encode())
-                file.write(line + "\n")
-                num_parts += 1
+        try:
+            with listed.open("w", encoding="utf-8") as file:
+                for part in list_parts(config.sources, config.part_bytes):
+                    line = json.dumps(asdict(part), sort_keys=True)
+                    digest.update(line.encode())
+                    file.write(line + "\n")
+                    num_parts += 1
+        except BaseException:
+            # Sources that are refused leave nothing behind, but for what other builds have begun.
+            listed.unlink(missing_ok=True)
+            if not any(path.is_dir() for path in root.iterdir()):
+                remove_work(dest)
+            raise
         fingerprint = digest.hexdigest()
         folder = root / fingerprint[:32]
         folder.mkdir(exist_ok=True)

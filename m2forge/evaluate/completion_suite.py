@@ -2,14 +2,13 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from m2forge.errors import DataError, FormatError
+from m2forge.errors import DataError
 from m2forge.evaluate.completion import complete
 from m2forge.evaluate.config import CompletionConfig
 from m2forge.evaluate.exact_match import AnswerPrompt, matches
 from m2forge.evaluate.predictor import Predictor
-from m2forge.evaluate.prompt_file import PromptFile
+from m2forge.evaluate.prompt_file import PromptFile, RenderedPrompts, render_prompts
 from m2forge.evaluate.readable import readable_bytes, readable_text
 from m2forge.evaluate.report import Cell, Failure, make_cell
 from m2forge.evaluate.tool_call import ToolPrompt, judge
@@ -30,79 +29,80 @@ class Measured:
     notes: tuple[str, ...]
 
 
+def render_tool_prompts(chat: ChatFormat, file: PromptFile[ToolPrompt]) -> RenderedPrompts[ToolPrompt]:
+    return render_prompts(file, lambda prompt: chat.render(prompt.messages, prompt.tools, generation=True).ids)
+
+
 def measure_tool_calls(
     predictor: Predictor,
     chat: ChatFormat,
-    file: PromptFile[ToolPrompt],
+    asked: RenderedPrompts[ToolPrompt],
     config: CompletionConfig,
     *,
     seed: int,
     max_pack_tokens: int,
 ) -> Measured:
     """Share of valid calls and, where the file has references, share of calls equal to them."""
-    kept, rendered, problems = [], [], list(file.problems)
-    for line, prompt in file.prompts:
-        try:
-            rendered.append(chat.render(prompt.messages, prompt.tools, generation=True).ids)
-            kept.append((line, prompt))
-        except FormatError as error:
-            problems.append(f"{file.path}, line {line}: {error}")
-    _refuse_none(kept, file.path, problems)
-    completions = _complete("tool_calls", predictor, rendered, chat.stop_ids, config, seed, max_pack_tokens)
-    parsed = [_parse(chat, prompt.tools, ids) for (_, prompt), ids in zip(kept, completions, strict=True)]
+    completions = _complete("tool_calls", predictor, asked.ids, chat.stop_ids, config, seed, max_pack_tokens)
+    parsed = [_parse(chat, prompt.tools, ids) for prompt, ids in zip(asked.prompts, completions, strict=True)]
     verdicts = [
-        judge(completion, prompt.tools, prompt.reference) for (_, prompt), completion in zip(kept, parsed, strict=True)
+        judge(completion, prompt.tools, prompt.reference)
+        for prompt, completion in zip(asked.prompts, parsed, strict=True)
     ]
     valid = [verdict.is_valid for verdict in verdicts]
     cells = [make_cell("tool_calls", "tool_calls", [float(each) for each in valid], valid)]
-    equal = [verdict.is_equal for (_, prompt), verdict in zip(kept, verdicts, strict=True) if prompt.reference]
+    equal = [verdict.is_equal for prompt, verdict in zip(asked.prompts, verdicts, strict=True) if prompt.reference]
     if equal:
         cells.append(make_cell("tool_calls_equal", "tool_calls", [float(each) for each in equal], equal))
     failures = [
         Failure(suite="tool_calls", line=line, completion=readable_text(chat.tokenizer, ids), reasons=verdict.reasons)
-        for (line, _), ids, verdict in zip(kept, completions, verdicts, strict=True)
+        for line, ids, verdict in zip(asked.lines, completions, verdicts, strict=True)
         if not verdict.is_valid
     ]
-    return Measured(tuple(cells), tuple(failures[:MAX_FAILURES]), _skipped(problems))
+    return Measured(tuple(cells), tuple(failures[:MAX_FAILURES]), _skipped(asked.problems))
+
+
+def render_answer_prompts(
+    tokenizer: Tokenizer, chat: ChatFormat | None, file: PromptFile[AnswerPrompt], begin_ids: Sequence[int] = ()
+) -> RenderedPrompts[AnswerPrompt]:
+    """`chat` is needed where the file holds messages; `begin_ids` stand before plain prompts."""
+    if chat is None and any(prompt.messages for _, prompt in file.prompts):
+        raise DataError(f"{file.path}: holds messages, but the network has no chat format; give `chat_format`")
+
+    def render(prompt: AnswerPrompt) -> list[int]:
+        if chat is not None and prompt.messages:
+            return chat.render(prompt.messages, generation=True).ids
+        return [*begin_ids, *tokenizer.encode(prompt.prompt)]
+
+    return render_prompts(file, render)
 
 
 def measure_exact_match(
     predictor: Predictor,
     tokenizer: Tokenizer,
     chat: ChatFormat | None,
-    file: PromptFile[AnswerPrompt],
+    asked: RenderedPrompts[AnswerPrompt],
     config: CompletionConfig,
     *,
     seed: int,
     max_pack_tokens: int,
 ) -> Measured:
-    """`chat` is needed where the file holds messages."""
-    if chat is None and any(prompt.messages for _, prompt in file.prompts):
-        raise DataError(f"{file.path}: holds messages, but the network has no chat format; give `chat_format`")
-    kept, rendered, problems = [], [], list(file.problems)
-    for line, prompt in file.prompts:
-        try:
-            rendered.append(_render(prompt, tokenizer, chat))
-            kept.append((line, prompt))
-        except FormatError as error:
-            problems.append(f"{file.path}, line {line}: {error}")
-    _refuse_none(kept, file.path, problems)
     stop_ids = {*(chat.stop_ids if chat else ())}
     if tokenizer.end_of_text_id is not None:
         stop_ids.add(tokenizer.end_of_text_id)
-    completions = _complete("exact_match", predictor, rendered, sorted(stop_ids), config, seed, max_pack_tokens)
+    completions = _complete("exact_match", predictor, asked.ids, sorted(stop_ids), config, seed, max_pack_tokens)
     texts = [
         _parse(chat, (), ids).content if chat and prompt.messages else _plain(tokenizer, ids, stop_ids)
-        for (_, prompt), ids in zip(kept, completions, strict=True)
+        for prompt, ids in zip(asked.prompts, completions, strict=True)
     ]
-    right = [matches(text, prompt) for (_, prompt), text in zip(kept, texts, strict=True)]
+    right = [matches(text, prompt) for prompt, text in zip(asked.prompts, texts, strict=True)]
     failures = [
         Failure(suite="exact_match", line=line, completion=text, reasons=(f"expected {prompt.answers[0]!r}",))
-        for (line, prompt), text, is_right in zip(kept, texts, right, strict=True)
+        for line, prompt, text, is_right in zip(asked.lines, asked.prompts, texts, right, strict=True)
         if not is_right
     ]
     cell = make_cell("exact_match", "exact_match", [float(each) for each in right], right)
-    return Measured((cell,), tuple(failures[:MAX_FAILURES]), _skipped(problems))
+    return Measured((cell,), tuple(failures[:MAX_FAILURES]), _skipped(asked.problems))
 
 
 def _complete(
@@ -127,12 +127,6 @@ def _complete(
         )
 
 
-def _render(prompt: AnswerPrompt, tokenizer: Tokenizer, chat: ChatFormat | None) -> list[int]:
-    if chat is not None and prompt.messages:
-        return chat.render(prompt.messages, generation=True).ids
-    return tokenizer.encode(prompt.prompt)
-
-
 def _parse(chat: ChatFormat, tools: Sequence[Tool], ids: Sequence[int]) -> Completion:
     parser = chat.parser(tools)
     parser.feed(readable_bytes(chat.tokenizer, ids))
@@ -141,11 +135,6 @@ def _parse(chat: ChatFormat, tools: Sequence[Tool], ids: Sequence[int]) -> Compl
 
 def _plain(tokenizer: Tokenizer, ids: Sequence[int], stop_ids: Collection[int]) -> str:
     return readable_text(tokenizer, [token for token in ids if token not in stop_ids])
-
-
-def _refuse_none(kept: Sequence[object], path: Path, problems: Sequence[str]) -> None:
-    if not kept:
-        raise DataError(f"{path}: the chat format can express no line ({problems[0]})")
 
 
 def _skipped(problems: Sequence[str]) -> tuple[str, ...]:

@@ -176,6 +176,8 @@ class CompletionConfig(Config):
     temperature: Annotated[float, Field(ge=0)] = 0.0
 
 
+CHARTS = ("by_length", "by_shots")
+"""Names of the charts that all suites share."""
 COMPLETION_SUITES = ("tool_calls", "tool_calls_equal", "exact_match")
 """Names of the suites that read their prompts from a file."""
 
@@ -184,12 +186,15 @@ class EvalConfig(Config):
     model: str
     """A model folder, or a preset's name for a network with random weights."""
     output: Path
-    """The folder for eval.json, eval.toml, table.txt and the plots; what is there of an earlier run is replaced."""
+    """The folder for eval.json, eval.toml, table.txt and the plots; files of these names are replaced."""
     tokenizer: Path | None = None
     """A folder or file with the tokenizer; the model folder's own unless given."""
     chat_format: Literal["auto", "minimax_m2", "chatml"] = "auto"
+    drop_thinking: bool = False
+    """Leave out the thinking of turns before the last question, for a network that was trained so."""
     begin_ids: tuple[int, ...] = ()
-    """What a text begins with for this network, such as its begin-of-text token; for suites of text."""
+    """What a text begins with for this network, such as its begin-of-text token; for suites of text and the plain
+    prompts of exact_match."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """auto: as the weights are stored."""
@@ -212,6 +217,9 @@ class EvalConfig(Config):
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"several suites are called {repeated[0]!r}; give each its own `name`")
+        taken = [name for name in self.suite_names if name in CHARTS]
+        if taken:
+            raise ValueError(f"{taken[0]!r} is a chart of all suites; give the suite another `name`")
         return self
 
     @property

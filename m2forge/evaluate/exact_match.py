@@ -1,8 +1,9 @@
 """Exact-match accuracy: prompts with known answers; is the completion one of them?
 
-Compared after normalisation: Unicode compatibility forms and case folded, white space collapsed, and quotes, brackets'
-outsides and closing punctuation taken off both ends. Of a plain prompt's completion only the first line counts, since a
-base model writes on; of a conversation's, the content without the thinking.
+Compared after normalisation: Unicode compatibility forms and case folded, white space collapsed, and quotes, emphasis
+and punctuation taken off both ends, but for a full stop that begins the text: .5 is not 5. Of a plain prompt's
+completion only the first line counts, since a base model writes on; of a conversation's, the content without the
+thinking.
 """
 
 import unicodedata
@@ -14,7 +15,7 @@ from m2forge.evaluate.prompt_file import require_list
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, message_from_openai
 
-_EDGES = " .,;:!?\"'`*“”‘’"
+_EDGES = " ,;:!?\"'`*“”‘’"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,4 +51,4 @@ def matches(completion: str, prompt: AnswerPrompt) -> bool:
 
 
 def normalised(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).strip(_EDGES)
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).lstrip(_EDGES).rstrip(f".{_EDGES}")

@@ -72,21 +72,19 @@ class Insert:
     depth: float
 
 
-def lay(filling: Filling, inserts: Sequence[Insert]) -> tuple[IntArray, list[int]]:
-    """The filling with every insert at the place nearest to depth × its length, and where each insert starts.
+def lay(filling: Filling, inserts: Sequence[Insert]) -> IntArray:
+    """The filling with every insert at the place nearest to depth × its length.
 
     Inserts that meet in one place stand in the order given.
     """
     wanted = [insert.depth * len(filling.ids) for insert in inserts]
     places = [int(filling.places[np.abs(filling.places - want).argmin()]) for want in wanted]
-    starts, parts, cursor, length = [0] * len(inserts), [], 0, 0
+    parts: list[IntArray] = []
+    cursor = 0
     for index in sorted(range(len(inserts)), key=lambda index: places[index]):
         parts += [filling.ids[cursor : places[index]], np.asarray(inserts[index].ids, np.int32)]
-        length += places[index] - cursor
-        starts[index] = length
-        length += len(inserts[index].ids)
         cursor = places[index]
-    return np.concatenate([*parts, filling.ids[cursor:]]).astype(np.int32), starts
+    return np.concatenate([*parts, filling.ids[cursor:]]).astype(np.int32)
 
 
 def filler_tokens(size: int, num_fixed: int, what: str) -> int:

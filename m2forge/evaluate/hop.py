@@ -39,5 +39,5 @@ class HopTask:
         tail = self.wording.chain_tail(values[0], variables[:per_chain])
         num_fixed = len(head) + sum(len(insert.ids) for insert in inserts) + num_ids(tail)
         filling = self.filler.draw(rng, filler_tokens(size, num_fixed, f"a task of {len(inserts)} assignments"))
-        haystack, _ = lay(filling, inserts)
+        haystack = lay(filling, inserts)
         return compose([*head, *haystack.tolist()], tail, size=size)

@@ -38,7 +38,7 @@ class NeedleTask:
         tail = self.wording.needle_tail(keys[: self.num_queries], values[: self.num_queries])
         num_fixed = len(head) + sum(map(len, needles)) + num_ids(tail)
         filling = self.filler.draw(rng, filler_tokens(size, num_fixed, f"num_needles = {self.num_needles}"))
-        haystack, _ = lay(filling, _inserts(needles, depths))
+        haystack = lay(filling, _inserts(needles, depths))
         asked = depths[0] if self.num_queries == 1 else None
         return compose([*head, *haystack.tolist()], tail, size=size, depth=asked)
 

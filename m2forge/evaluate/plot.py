@@ -4,11 +4,11 @@ Every suite measured at several depths gets a heat map of depth by length; all s
 chart, and so do those measured by number of examples.
 """
 
+from m2forge.evaluate.config import CHARTS
 from m2forge.evaluate.report import Cell, EvalReport, wilson
 from m2forge.evaluate.svg import MARKED, Point, heat_map, line_chart, number
 
-LENGTH_FILE = "by_length.svg"
-SHOTS_FILE = "by_shots.svg"
+LENGTH_FILE, SHOTS_FILE = (f"{name}.svg" for name in CHARTS)
 
 
 def plots(report: EvalReport) -> dict[str, str]:

@@ -22,9 +22,6 @@ MAX_PADDING = 0.25
 
 class Predictor(Protocol):
     @property
-    def vocab_size(self) -> int: ...
-
-    @property
     def max_context(self) -> int: ...
 
     def logits(self, documents: Sequence[IntArray], positions: Sequence[IntArray]) -> Tensor:
@@ -43,10 +40,6 @@ class ModelPredictor:
         """auto: rows on a GPU where they are nearly of one length, else documents. Both give the same logits, up to
         rounding."""
         self._model, self._layout = model, layout
-
-    @property
-    def vocab_size(self) -> int:
-        return self._model.config.vocab_size
 
     @property
     def max_context(self) -> int:

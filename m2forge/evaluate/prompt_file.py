@@ -1,6 +1,8 @@
-"""Prompts from a file of JSON lines. A line that cannot be used is reported with its number, and the rest goes on."""
+"""Prompts from a file of JSON lines, and as the ids that a network is given.
 
-import json
+A line that cannot be used is reported with its number, and the rest goes on; a file without one that can is refused.
+"""
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Generic, TypeVar
 
 from m2forge.errors import DataError, FormatError
 from m2forge.records import JsonValue
+from m2forge.text.json_value import MAX_DOCUMENT_DEPTH, parse_json
 
 PromptT = TypeVar("PromptT")
 
@@ -21,10 +24,19 @@ class PromptFile(Generic[PromptT]):
     """One for each line that was left out."""
 
 
+@dataclass(frozen=True, slots=True)
+class RenderedPrompts(Generic[PromptT]):
+    lines: tuple[int, ...]
+    prompts: tuple[PromptT, ...]
+    ids: tuple[list[int], ...]
+    problems: tuple[str, ...]
+    """Of the file, and of lines that the chat format cannot express."""
+
+
 def read_prompts(
     path: Path, parse: Callable[[Mapping[str, JsonValue]], PromptT], max_prompts: int | None = None
 ) -> PromptFile[PromptT]:
-    """`parse` refuses a line by a DataError or FormatError. A file without a usable line is refused itself."""
+    """`parse` refuses a line by a DataError or FormatError."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -37,17 +49,32 @@ def read_prompts(
         if max_prompts is not None and len(prompts) == max_prompts:
             break
         try:
-            record = json.loads(line)
+            record = parse_json(line.decode("utf-8-sig"), MAX_DOCUMENT_DEPTH)
             if not isinstance(record, Mapping):
                 raise DataError(f"expected an object, received {type(record).__name__}")
             prompts.append((number, parse(record)))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             # JSON and UTF-8 errors, DataError and FormatError are all ValueErrors.
             problems.append(f"{path}, line {number}: {error}")
     if not prompts:
         first = f" ({problems[0]})" if problems else ""
         raise DataError(f"{path}: no usable line{first}; give JSON lines of prompts")
     return PromptFile(path, tuple(prompts), tuple(problems))
+
+
+def render_prompts(file: PromptFile[PromptT], render: Callable[[PromptT], list[int]]) -> RenderedPrompts[PromptT]:
+    """`render` refuses a prompt as `parse` does."""
+    kept: list[tuple[int, PromptT, list[int]]] = []
+    problems = list(file.problems)
+    for line, prompt in file.prompts:
+        try:
+            kept.append((line, prompt, render(prompt)))
+        except (DataError, FormatError) as error:
+            problems.append(f"{file.path}, line {line}: {error}")
+    if not kept:
+        raise DataError(f"{file.path}: the chat format can express no line ({problems[0]})")
+    lines, prompts, ids = zip(*kept, strict=True)
+    return RenderedPrompts(lines, prompts, ids, tuple(problems))
 
 
 def require_list(record: Mapping[str, JsonValue], name: str) -> list[Mapping[str, JsonValue]]:

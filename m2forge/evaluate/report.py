@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from m2forge.errors import DataError
+from m2forge.errors import DataError, NotFoundError
 from m2forge.files import write_atomic
 
 JSON_FILE = "eval.json"
@@ -107,6 +107,10 @@ class EvalReport(_Record):
         path = folder / JSON_FILE
         try:
             return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise NotFoundError(
+                f"{path}: cannot be read ({error.strerror}); give a folder that an eval wrote"
+            ) from error
         except ValidationError as error:
             raise DataError(f"{path}: not an evaluation report ({error.error_count()} problems)") from error
 

@@ -1,7 +1,7 @@
 """One evaluation: a configuration in, a report out, with its table and plots in the output folder.
 
 Everything that can be wrong with the configuration (a missing tokenizer, a length too short for its task, a prompt file
-without prompts) is refused before the network is asked anything.
+without prompts, a chat format that the tokenizer does not have) is refused before the network is asked anything.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,19 @@ from rich.console import Console
 from m2forge.config import write_resolved
 from m2forge.corpus.reader import CorpusReader
 from m2forge.errors import ConfigError, NotFoundError, suggest
-from m2forge.evaluate.completion_suite import Measured, measure_exact_match, measure_tool_calls
+from m2forge.evaluate.completion_suite import (
+    Measured,
+    measure_exact_match,
+    measure_tool_calls,
+    render_answer_prompts,
+    render_tool_prompts,
+)
 from m2forge.evaluate.config import EvalConfig, HeldOutConfig
 from m2forge.evaluate.exact_match import AnswerPrompt, parse_answer_prompt
 from m2forge.evaluate.held_out import byte_lengths, held_out_loss
 from m2forge.evaluate.plot import plots
 from m2forge.evaluate.predictor import ModelPredictor, Predictor
-from m2forge.evaluate.prompt_file import PromptFile, read_prompts
+from m2forge.evaluate.prompt_file import RenderedPrompts, read_prompts
 from m2forge.evaluate.report import Cell, DomainLoss, EvalReport, Failure
 from m2forge.evaluate.sample import Task
 from m2forge.evaluate.suite import Material, make_task, measure_suite, sample_rng
@@ -32,7 +38,7 @@ from m2forge.model.checkpoint import load_model
 from m2forge.model.preset import PRESETS
 from m2forge.model.transformer import Transformer
 from m2forge.observe.progress import progress
-from m2forge.text.format import make_format
+from m2forge.text.format import ChatFormat, make_format
 from m2forge.text.tokenizer import Tokenizer, load_tokenizer
 
 CONFIG_FILE = "eval.toml"
@@ -64,16 +70,14 @@ def run_eval(
     material = Material(model.config.vocab_size, config.alphabet, tokenizer, config.begin_ids)
     tasks = [make_task(suite, material) for suite in config.suites]
     _refuse_short_lengths(config, tasks)
-    reader = None if config.held_out is None else _open_corpus(config.held_out, model, config.seed)
-    prompts = _read_prompts(config)
+    corpus = None if config.held_out is None else _open_corpus(config.held_out, model, config.seed)
+    prompts = None if tokenizer is None else _read_prompts(config, tokenizer)
 
-    losses: list[DomainLoss] = []
-    if config.held_out is not None and reader is not None:
-        losses = _measure_loss(config.held_out, reader, model, tokenizer)
+    losses = [] if corpus is None else _measure_loss(*corpus, model, tokenizer)
     predictor = ModelPredictor(model)
     cells = _measure_suites(config, tasks, predictor, tokenizer)
     failures: list[Failure] = []
-    if tokenizer is not None:
+    if tokenizer is not None and prompts is not None:
         for measured in _measure_completions(config, prompts, predictor, tokenizer):
             cells += measured.cells
             failures += measured.failures
@@ -107,9 +111,8 @@ def write_report(report: EvalReport, config: EvalConfig) -> None:
 
 
 def _measure_loss(
-    config: HeldOutConfig, reader: CorpusReader, model: Transformer, tokenizer: Tokenizer | None
+    reader: CorpusReader, num_packs: int, model: Transformer, tokenizer: Tokenizer | None
 ) -> list[DomainLoss]:
-    num_packs = min(config.num_packs, -(-reader.num_tokens // config.pack_tokens))
     bytes_of_id = None if tokenizer is None else byte_lengths(tokenizer, model.config.vocab_size)
     with progress(num_packs, "held-out loss") as bar:
         return held_out_loss(model, reader, num_packs, bytes_of_id=bytes_of_id, advance=bar.advance)
@@ -136,21 +139,20 @@ def _measure_suites(
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    tool_calls: PromptFile[ToolPrompt] | None
-    answers: PromptFile[AnswerPrompt] | None
+    chat: ChatFormat | None
+    """None where no prompt is a conversation."""
+    tool_calls: RenderedPrompts[ToolPrompt] | None
+    answers: RenderedPrompts[AnswerPrompt] | None
 
 
 def _measure_completions(
     config: EvalConfig, prompts: _Prompts, predictor: Predictor, tokenizer: Tokenizer
 ) -> Iterator[Measured]:
     limits = {"seed": config.seed, "max_pack_tokens": config.max_pack_tokens}
-    if config.tool_calls is not None and prompts.tool_calls is not None:
-        chat = make_format(config.chat_format, tokenizer)
-        yield measure_tool_calls(predictor, chat, prompts.tool_calls, config.tool_calls, **limits)
+    if config.tool_calls is not None and prompts.tool_calls is not None and prompts.chat is not None:
+        yield measure_tool_calls(predictor, prompts.chat, prompts.tool_calls, config.tool_calls, **limits)
     if config.exact_match is not None and prompts.answers is not None:
-        has_messages = any(prompt.messages for _, prompt in prompts.answers.prompts)
-        optional = make_format(config.chat_format, tokenizer) if has_messages else None
-        yield measure_exact_match(predictor, tokenizer, optional, prompts.answers, config.exact_match, **limits)
+        yield measure_exact_match(predictor, tokenizer, prompts.chat, prompts.answers, config.exact_match, **limits)
 
 
 # -- what it is measured on, checked at the door ----------------------------------------------------------------------
@@ -186,33 +188,43 @@ def _refuse_without_tokenizer(config: EvalConfig, tokenizer: Tokenizer | None) -
 
 
 def _refuse_short_lengths(config: EvalConfig, tasks: list[Task]) -> None:
-    """Draw one sample of every suite's smallest size: what does not fit fails here."""
+    """Draw one sample of every suite and size: what does not fit fails here."""
     for suite, task in zip(config.suites, tasks, strict=True):
-        size = min(suite.sizes)
-        task.sample(sample_rng(config.seed, suite.task, size, None, 0), size, suite.places[0])
+        for size in suite.sizes:
+            task.sample(sample_rng(config.seed, suite.task, size, None, 0), size, suite.places[0])
 
 
-def _open_corpus(config: HeldOutConfig, model: Transformer, seed: int) -> CorpusReader:
-    reader = CorpusReader(
-        config.corpus,
-        context=config.context or model.config.max_context,
-        pack_tokens=config.pack_tokens,
-        seed=seed,
-        split="held_out",
-    )
+def _open_corpus(config: HeldOutConfig, model: Transformer, seed: int) -> tuple[CorpusReader, int]:
+    """The held-out part in packs, and their number: as many tokens as are asked for and no more than it has."""
+
+    def read(pack_tokens: int) -> CorpusReader:
+        context = config.context or model.config.max_context
+        return CorpusReader(config.corpus, context=context, pack_tokens=pack_tokens, seed=seed, split="held_out")
+
+    reader = read(config.pack_tokens)
     if reader.manifest.vocab_size > model.config.vocab_size:
         raise ConfigError(
             f"corpus {config.corpus} has ids up to {reader.manifest.vocab_size - 1}, the network's vocabulary ends at "
             f"{model.config.vocab_size - 1}; give the corpus of its tokenizer"
         )
-    return reader
+    num_tokens = min(reader.num_tokens, config.num_packs * config.pack_tokens)
+    num_packs = -(-num_tokens // config.pack_tokens)
+    pack_tokens = num_tokens // num_packs
+    return reader if pack_tokens == config.pack_tokens else read(pack_tokens), num_packs
 
 
-def _read_prompts(config: EvalConfig) -> _Prompts:
+def _read_prompts(config: EvalConfig, tokenizer: Tokenizer) -> _Prompts:
     tools, answers = config.tool_calls, config.exact_match
+    tool_file = None if tools is None else read_prompts(tools.prompts, parse_tool_prompt, tools.max_prompts)
+    answer_file = None if answers is None else read_prompts(answers.prompts, parse_answer_prompt, answers.max_prompts)
+    talks = answer_file is not None and any(prompt.messages for _, prompt in answer_file.prompts)
+    chat = None
+    if tool_file is not None or talks:
+        chat = make_format(config.chat_format, tokenizer, drop_thinking=config.drop_thinking)
     return _Prompts(
-        None if tools is None else read_prompts(tools.prompts, parse_tool_prompt, tools.max_prompts),
-        None if answers is None else read_prompts(answers.prompts, parse_answer_prompt, answers.max_prompts),
+        chat,
+        None if tool_file is None or chat is None else render_tool_prompts(chat, tool_file),
+        None if answer_file is None else render_answer_prompts(tokenizer, chat, answer_file, config.begin_ids),
     )
 
 

@@ -2,13 +2,13 @@
 
 Known keywords: type (also a list of them), enum, const, properties, required, additionalProperties, items, anyOf,
 oneOf (read as anyOf), allOf, and $ref within the schema. Others are not checked. Unlike in JSON Schema,
-`argument_violations` refuses arguments a tool does not name, unless its schema says `additionalProperties`: a call with
-an invented argument is not a valid call.
+`argument_violations` refuses arguments that a tool with `properties` does not name, unless its schema says
+`additionalProperties`: a call with an invented argument is not a valid call.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from m2forge.records import JsonValue
 
@@ -22,10 +22,9 @@ def argument_violations(arguments: Mapping[str, JsonValue], parameters: Mapping[
         # Nothing is said about the arguments, so none is wrong.
         return []
     violations = schema_violations(arguments, {"type": "object", **parameters})
-    if "additionalProperties" in parameters:
+    names = parameters.get("properties")
+    if "additionalProperties" in parameters or not isinstance(names, Mapping):
         return violations
-    known = parameters.get("properties")
-    names = known if isinstance(known, Mapping) else {}
     return violations + [f"unknown argument {name!r}" for name in arguments if name not in names]
 
 
@@ -37,6 +36,8 @@ def schema_violations(value: JsonValue, schema: JsonValue) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class _Checker:
     root: JsonValue
+    followed: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    """Violations by reference and place, each followed once; empty while it is being followed, which ends circles."""
 
     def violations(self, value: JsonValue, schema: JsonValue, where: str, budget: int) -> list[str]:
         if schema is False:
@@ -44,7 +45,11 @@ class _Checker:
         if not isinstance(schema, Mapping) or budget == 0:
             return []
         if "$ref" in schema:
-            return self.violations(value, self._referred(schema["$ref"]), where, budget - 1)
+            place = str(schema["$ref"]), where
+            if place not in self.followed:
+                self.followed[place] = []
+                self.followed[place] = self.violations(value, self._referred(schema["$ref"]), where, budget - 1)
+            return self.followed[place]
         wrong_type = _type_violations(value, schema.get("type"), where)
         if wrong_type:
             return wrong_type
@@ -75,8 +80,8 @@ class _Checker:
         properties = schema.get("properties")
         names = properties if isinstance(properties, Mapping) else {}
         others = schema.get("additionalProperties", True)
-        needed = _listed(schema.get("required"))
-        found = [f"{_inside(where, str(name))}: missing" for name in needed if name not in value]
+        needed = [name for name in _listed(schema.get("required")) if isinstance(name, str)]
+        found = [f"{_inside(where, name)}: missing" for name in needed if name not in value]
         for name, item in value.items():
             place = _inside(where, name)
             if name in names:

@@ -26,7 +26,7 @@ class ShotTask:
         label_of = rng.integers(self.num_labels, size=self.num_inputs)
         rounds = -(-size // self.num_inputs)
         order = np.concatenate([rng.permutation(self.num_inputs) for _ in range(rounds)])[:size].tolist()
-        prompt: list[int] = []
+        prompt = list(self.wording.shots_head())
         for index in order:
             for piece in self.wording.shot(inputs[index], labels[label_of[index]]):
                 prompt += piece.ids

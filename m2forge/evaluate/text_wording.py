@@ -117,6 +117,9 @@ class TextWording:
         question = f"\nQuestion: Which {len(words)} words occur most often in the list?"
         return [Piece(self._encode(f"{question}\nAnswer: The commonest words are")), *self._answers(words)]
 
+    def shots_head(self) -> Sequence[int]:
+        return self.begin_ids
+
     def shot(self, given: Term, label: Term) -> list[Piece]:
         return [Piece(self._encode(f"\n\nInput: {given.text}\nLabel:")), answer_piece(label)]
 

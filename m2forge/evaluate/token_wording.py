@@ -110,6 +110,9 @@ class TokenWording:
     def words_tail(self, words: Sequence[Term]) -> list[Piece]:
         return [Piece(self._marked(Marker.ASK, Marker.LIST)), *map(answer_piece, words)]
 
+    def shots_head(self) -> Sequence[int]:
+        return ()
+
     def shot(self, given: Term, label: Term) -> list[Piece]:
         return [Piece(self._marked(Marker.SHOT, given.ids, Marker.IS)), answer_piece(label)]
 

@@ -39,7 +39,7 @@ class WordCountTask:
         others = [word for word in different for _ in range(seldom)][:num_others]
         words = [word for word in common for _ in range(often)] + others
         shuffled = [words[index] for index in rng.permutation(len(words)).tolist()]
-        items = self._fitted(shuffled, set(common), budget)
+        items = self._fitted(rng, shuffled, set(common), budget)
         by_appearance = sorted(common, key=shuffled.index)
         return compose([*head, *items], self.wording.words_tail(by_appearance), size=size)
 
@@ -52,19 +52,20 @@ class WordCountTask:
             num_items = max(1, int(budget * len(lengths) / sum(lengths)))
         return num_items
 
-    def _fitted(self, words: list[Term], common: set[Term], budget: int) -> list[int]:
-        """The list's ids, with uncommon words taken out of `words` from its end while it is too long."""
+    def _fitted(self, rng: np.random.Generator, words: list[Term], common: set[Term], budget: int) -> list[int]:
+        """The list's ids, with uncommon words taken out of `words`, wherever they stand, while it is too long."""
         while True:
             items = [self.wording.word_item(number, word) for number, word in enumerate(words, start=1)]
             over = sum(map(len, items)) - budget
             if over <= 0:
                 return [token for item in items for token in item]
-            place = len(words) - 1
-            while over > 0 and place >= 0:
-                if words[place] not in common:
-                    over -= len(items[place])
-                    del words[place]
-                place -= 1
+            taken = set()
+            for place in rng.permutation([place for place, word in enumerate(words) if word not in common]).tolist():
+                if over <= 0:
+                    break
+                over -= len(items[place])
+                taken.add(place)
+            words[:] = [word for place, word in enumerate(words) if place not in taken]
 
     def _counts(self, size: int, num_items: int) -> tuple[int, int]:
         often, seldom = (6, 1) if size < SHORT else (30, 3)

@@ -2,21 +2,25 @@
 
 `import_model` brings a Hugging Face folder (8-bit weights included) or a GGUF file into a model folder of ours;
 `export_model` writes a model folder as any reader of the family expects it, free of what is ours alone. Both check
-every tensor first, then stream: neither holds more than one shard. Tokenizer and generation files are copied along.
+every tensor first, then stream: neither holds more than one shard. Tokenizer and generation files are copied along; the
+tokenizer inside a GGUF file is written out.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
-from m2forge.errors import ConfigError, NotFoundError, suggest
+from m2forge.errors import ConfigError, M2ForgeError, NotFoundError, suggest
 from m2forge.model.checkpoint import MAX_SHARD_BYTES, write_model
 from m2forge.model.config import FamilyName
 from m2forge.model.folder import FolderSource
 from m2forge.model.gguf_file import GGUFSource
 from m2forge.model.shard import Written
 from m2forge.model.source import Source, refuse_misfits, usual_dtype
+from m2forge.text.tokenizer import load_tokenizer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 COMPANIONS = (
@@ -32,6 +36,8 @@ COMPANIONS = (
     "merges.txt",
 )
 """Files beside the weights that belong to the model."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,9 @@ def import_model(source: Path, dest: Path, *, dtype: str | None = None) -> Excha
         return _stream(FolderSource(source), dest, dtype, companions=find_companions(source))
     if not source.exists():
         raise NotFoundError(f"{source} does not exist; give a Hugging Face folder or a GGUF file")
-    return _stream(GGUFSource(source), dest, dtype)
+    gguf = GGUFSource(source)
+    with TemporaryDirectory() as folder:
+        return _stream(gguf, dest, dtype, companions=_tokenizer_files(source, Path(folder)))
 
 
 def export_model(
@@ -78,6 +86,15 @@ def find_companions(folder: Path) -> tuple[Path, ...]:
     """The tokenizer and generation files in `folder`."""
     found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
     return tuple(sorted(found))
+
+
+def _tokenizer_files(source: Path, folder: Path) -> tuple[Path, ...]:
+    """The tokenizer inside a GGUF file as files in `folder`; none where it is of a kind we do not read."""
+    try:
+        load_tokenizer(source).save(folder)
+    except M2ForgeError as error:
+        _log.warning("the model is imported without its tokenizer: %s", error)
+    return find_companions(folder)
 
 
 def _stream(

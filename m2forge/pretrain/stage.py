@@ -16,26 +16,34 @@ from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model
 from m2forge.model.config import ModelConfig
 from m2forge.model.exchange import find_companions
+from m2forge.model.preset import PRESETS
 from m2forge.model.resolve import resolve_config
 from m2forge.model.transformer import Transformer
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.records import JsonValue, Pack
+from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.loop import TrainLoop
 from m2forge.train.run_dir import open_run
 
 VOCAB_MULTIPLE = 64
 """Vocabularies are rounded up to this: matrix products like it."""
+TOKENIZER_FILE = "tokenizer.json"
+_PROBE = "def area(width):\n    return width * 1234567890  # Äpfel, 東京 🙂\n\nIt isn't  late; nobody slept."
+"""A text with something of everything: tokenizers that differ encode it differently."""
 
 
 def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
     """Train, or go on with, the run `config` describes; returns the finished model's folder."""
     corpus = Path(config.corpus)
     network = network_config(config)
-    _check_domains(config, corpus)
+    start = _start_folder(config)
+    if start is not None:
+        _refuse_other_tokenizer(start, corpus)
+    _check_domains(config)
 
     def build_model(device: torch.device, dtype: torch.dtype) -> Transformer:
-        if Path(config.model).is_dir():
-            return load_model(Path(config.model), device=device, dtype=dtype)
+        if start is not None:
+            return load_model(start, device=device, dtype=dtype)
         return build(network, device, dtype, config.seed)
 
     def open_source(index: int, state: Mapping[str, JsonValue] | None) -> CorpusSource:
@@ -44,14 +52,14 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
     run_dir = runs / config.name
     companions = find_companions(corpus / TOKENIZER_NAME)
     loop = TrainLoop(run_dir, config.train, config.phases, build_model, open_source, companions)
-    open_run(run_dir, config, loop.position.phase if loop.position.step else None)
+    open_run(run_dir, config, loop.position.last_begun)
     return loop.run()
 
 
 def network_config(config: PretrainConfig) -> ModelConfig:
     """The network of a run, with the vocabulary of its corpus."""
     vocab_size = read_manifest(Path(config.corpus)).vocab_size
-    if Path(config.model).is_dir():
+    if _start_folder(config) is not None:
         network = resolve_config(config.model)
         if config.model_set:
             raise ConfigError(f"model_set changes a network that {config.model} has weights for; leave it out")
@@ -86,7 +94,26 @@ class CorpusSource:
         return self._reader.state().to_json()
 
 
-def _check_domains(config: PretrainConfig, corpus: Path) -> None:
+def _start_folder(config: PretrainConfig) -> Path | None:
+    """The folder whose weights training starts from. A preset's name means the preset, whatever folders there are."""
+    folder = Path(config.model)
+    return folder if config.model not in PRESETS and folder.is_dir() else None
+
+
+def _refuse_other_tokenizer(start: Path, corpus: Path) -> None:
+    """The same ids would mean other tokens, and training would quietly begin again."""
+    folders = (start, corpus / TOKENIZER_NAME)
+    if not all((folder / TOKENIZER_FILE).is_file() for folder in folders):
+        return
+    theirs, ours = (load_tokenizer(folder).encode(_PROBE) for folder in folders)
+    if theirs != ours:
+        raise ConfigError(
+            f"the tokenizer of {start} and the one that made the corpus {corpus} encode the same text differently; "
+            f"build the corpus with tokenizer.path = {str(start)!r}"
+        )
+
+
+def _check_domains(config: PretrainConfig) -> None:
     """Open every phase's reader once, so that a mixture that cannot be drawn is refused before the first step."""
     for index in range(len(config.phases)):
         CorpusSource(config, index, None)

@@ -213,7 +213,7 @@ class _Reading:
                 call_id = waiting[0]
             if call_id is None:
                 results.unlinked += [content] if content else []
-            elif call_id in waiting:
+            elif str(call_id) in waiting:
                 waiting.remove(str(call_id))
                 results.linked.append((str(call_id), content))
             else:

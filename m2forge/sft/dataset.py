@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from m2forge.errors import DataError
+from m2forge.errors import DataError, FormatError
 from m2forge.files import staged_folder
 from m2forge.sft.config import PromptPart, SFTDataConfig
 from m2forge.sft.distill import draw_dropped, drop_parts, find_part
@@ -21,7 +21,7 @@ from m2forge.sft.report import Note, Rejection, Report
 from m2forge.sft.source import list_files, read_source
 from m2forge.sft.store import META, Store, StoreWriter
 from m2forge.sft.trajectory import Trajectory
-from m2forge.text.format import ChatFormat
+from m2forge.text.format import ChatFormat, Rendered
 from m2forge.text.message import Message, Tool, ToolCall
 
 LAYOUT = 1
@@ -36,7 +36,7 @@ _PROBE = (
     Message("user", "def thanks():\n    return None  # 0123456789"),
     Message("assistant", "Gladly."),
 )
-"""A conversation with something of everything: formats or tokenizers that differ encode it differently."""
+"""A conversation with something of everything: formats that differ write it differently."""
 
 
 def prepare(config: SFTDataConfig, chat_format: ChatFormat, folder: Path, seed: int) -> Store:
@@ -45,12 +45,20 @@ def prepare(config: SFTDataConfig, chat_format: ChatFormat, folder: Path, seed: 
     store = Store.open_if_current(folder, key)
     if store is None:
         if (folder / META).is_file():
-            shutil.rmtree(folder)
+            _remove(folder)
         with staged_folder(folder) as partial:
             _Preparation(config, chat_format, partial, seed).run(key)
         store = Store(folder)
     store.report.log()
     return store
+
+
+def _remove(folder: Path) -> None:
+    """By its name at once: one removed by half would be neither a store nor a free place."""
+    doomed = folder.with_name(f".{folder.name}.old.partial")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 class _Preparation:
@@ -135,10 +143,19 @@ class _Preparation:
                 )
 
 
+def _render_probe(chat_format: ChatFormat) -> Rendered:
+    try:
+        return chat_format.render(_PROBE, (Tool("add", "Add.", {"type": "object", "properties": {}}),))
+    except FormatError:
+        # A format without tools still serves conversations that use none.
+        return chat_format.render([_PROBE[1], *_PROBE[4:]])
+
+
 def _key(config: SFTDataConfig, chat_format: ChatFormat, seed: int) -> str:
     """What the store depends on, as one short text."""
-    probe = chat_format.render(_PROBE, (Tool("add", "Add.", {"type": "object", "properties": {}}),))
-    identity = [LAYOUT, seed, config.model_dump(mode="json"), chat_format.name, probe.ids, probe.trained]
+    probe = _render_probe(chat_format)
+    identity = [LAYOUT, seed, config.model_dump(mode="json"), chat_format.tokenizer.fingerprint]
+    identity += [chat_format.name, probe.ids, probe.trained]
     digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16)
     for source in config.sources:
         for file in list_files(source):

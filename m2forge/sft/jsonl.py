@@ -16,6 +16,7 @@ from m2forge.records import JsonValue
 from m2forge.sft.archive import READ_ERRORS, open_archive
 from m2forge.sft.report import Problem, Rejection, Report
 from m2forge.sft.trajectory import Trajectory, check_order, sort_results
+from m2forge.text.json_value import MAX_DOCUMENT_DEPTH, parse_json
 from m2forge.text.message import Message, Tool, message_from_openai, tool_from_openai
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -62,7 +63,7 @@ def trajectory_from_openai(data: Mapping[str, JsonValue], place: str) -> Traject
 def tools_from_openai(items: JsonValue, place: str, name: str = "tools") -> tuple[Tool, ...]:
     if isinstance(items, str):
         try:
-            items = json.loads(items or "[]")
+            items = parse_json(items) if items.strip() else []
         except ValueError as error:
             raise Rejection(Problem.BROKEN_JSON, place, f"{name} is text that is not JSON ({error})") from error
     if items is None:
@@ -81,15 +82,12 @@ def tools_from_openai(items: JsonValue, place: str, name: str = "tools") -> tupl
 
 
 def parse_object(data: bytes, place: str) -> Mapping[str, JsonValue]:
-    """One JSON object from UTF-8 bytes, with nothing in it that UTF-8 or JSON lacks."""
+    """One JSON object from UTF-8 bytes, with nothing in it that UTF-8 or JSON lacks, or that is too deep to work on."""
     try:
-        value: JsonValue = json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
-        if b"\\u" in data:
-            # A lone surrogate parses, and would fail much later, in the tokenizer.
-            json.dumps(value, ensure_ascii=False).encode()
+        value = parse_json(data.decode("utf-8-sig"), MAX_DOCUMENT_DEPTH)
     except json.JSONDecodeError as error:
         raise Rejection(Problem.BROKEN_JSON, place, f"{error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Rejection(Problem.BROKEN_JSON, place, str(error)) from error
     if not isinstance(value, Mapping):
         _reject(Problem.BAD_VALUE, place, f"expected an object, received {show(value)}")
@@ -123,8 +121,8 @@ def _check_arguments(calls: JsonValue, name: str, place: str) -> None:
         arguments = function.get("arguments") if isinstance(function, Mapping) else None
         if isinstance(arguments, str) and arguments.strip():
             try:
-                arguments = json.loads(arguments, parse_constant=_refuse_constant)
-            except (ValueError, RecursionError) as error:
+                arguments = parse_json(arguments)
+            except ValueError as error:
                 what = f"{name}.tool_calls[{index}]: {show(arguments)} ({error})"
                 raise Rejection(Problem.BAD_ARGUMENTS, place, what) from error
         if arguments not in (None, "") and not isinstance(arguments, Mapping):
@@ -132,7 +130,9 @@ def _check_arguments(calls: JsonValue, name: str, place: str) -> None:
 
 
 def _trained(item: Mapping[str, JsonValue], name: str, place: str) -> bool:
-    train, weight = item.get("train", True), item.get("weight", 1)
+    # Tables write null where a row has no value.
+    train = True if item.get("train") is None else item["train"]
+    weight = 1 if item.get("weight") is None else item["weight"]
     if not isinstance(train, bool):
         _reject(Problem.BAD_VALUE, place, f"{name}.train must be true or false, received {show(train)}")
     if weight not in (0, 1):
@@ -142,7 +142,3 @@ def _trained(item: Mapping[str, JsonValue], name: str, place: str) -> bool:
 
 def _reject(problem: Problem, place: str, what: str) -> NoReturn:
     raise Rejection(problem, place, what)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")

@@ -27,10 +27,6 @@ class Trajectory:
                 f"{self.source}: trained has {len(self.trained)} values, expected one per message, {len(self.messages)}"
             )
 
-    @property
-    def num_turns(self) -> int:
-        return sum(message.role == "assistant" for message in self.messages)
-
 
 def sort_results(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages with the results of each turn in the order of its calls; tools finish in any order."""

@@ -8,23 +8,22 @@ A format that writes arguments as bare text needs the schema to read them back:
 
 So an argument that follows its schema comes back as it was, but for one case: where a parameter takes strings and other
 types, a string that reads as one of those, such as `"5"`, comes back as it. The types of `anyOf`, `oneOf`, `allOf`,
-`enum`, `const`, a list of types and references within the schema are gathered.
+`enum`, `const`, a list of types and references within the schema are gathered; a parameter that the schema does not
+name follows its `additionalProperties`.
 """
 
-import json
-import math
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
 from m2forge.errors import suggest
 from m2forge.records import JsonValue
+from m2forge.text.json_value import parse_json
 from m2forge.text.message import Tool
 
 Schema = Mapping[str, JsonValue]
 
-MAX_DEPTH = 100
-"""Arrays and objects nested deeper than this are refused: every later reader recurses."""
+_TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _MAX_REFERENCES = 32
+"""Followed for one parameter; those beyond say nothing."""
 
 
 def read_argument(text: str, name: str, tool: Tool | None) -> tuple[JsonValue, str | None]:
@@ -53,8 +52,10 @@ def argument_problems(arguments: Mapping[str, JsonValue], tool: Tool) -> list[st
     properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
     problems = []
     if isinstance(required, Sequence) and not isinstance(required, str):
-        problems += [f"{tool.name}: {name} is missing" for name in required if name not in arguments]
-    if isinstance(properties, Mapping) and not tool.parameters.get("additionalProperties"):
+        named = [name for name in required if isinstance(name, str)]
+        problems += [f"{tool.name}: {name} is missing" for name in named if name not in arguments]
+    # The empty schema allows every other argument, as `true` does.
+    if isinstance(properties, Mapping) and tool.parameters.get("additionalProperties") in (None, False):
         unknown = [name for name in arguments if name not in properties]
         problems += [f"{tool.name}: {_shown(name)} is no parameter; {suggest(name, properties)}" for name in unknown]
     return problems
@@ -71,68 +72,46 @@ def type_problem(value: JsonValue, name: str, tool: Tool) -> str | None:
     return _enum_problem(value, name, schema)
 
 
-def parse_json(text: str) -> JsonValue:
-    """Read JSON that can be written again: finite numbers, no lone surrogates, no abyss of brackets."""
-    try:
-        value: JsonValue = _DECODER.decode(text)
-    except RecursionError:
-        raise ValueError(f"nested deeper than {MAX_DEPTH}") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
-        raise ValueError(f"nested deeper than {MAX_DEPTH}")
-    if "\\u" in text:
-        json.dumps(value, ensure_ascii=False).encode()
-    return value
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse_constant(text)
-
-
-# Bare line ends inside strings are let through, because models write them.
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, strict=False)
-
-
-def _depth(value: JsonValue) -> int:
-    depth, level = 0, [value]
-    while outers := [item for item in level if isinstance(item, list | dict)]:
-        level = [inner for outer in outers for inner in (outer.values() if isinstance(outer, dict) else outer)]
-        depth += 1
-    return depth
-
-
 def _parameter_schema(name: str, tool: Tool | None) -> Schema | None:
-    properties = tool.parameters.get("properties") if tool is not None else None
-    schema = properties.get(name) if isinstance(properties, Mapping) else None
+    if tool is None:
+        return None
+    properties, others = tool.parameters.get("properties"), tool.parameters.get("additionalProperties")
+    schema = properties.get(name, others) if isinstance(properties, Mapping) else others
     return schema if isinstance(schema, Mapping) else None
 
 
-def _kinds(schema: Schema, root: Schema, budget: int = _MAX_REFERENCES) -> set[str] | None:
+def _kinds(schema: Schema, root: Schema) -> set[str] | None:
     """The JSON types that `schema` lets through; None where it says nothing about them."""
-    if budget == 0:
-        return None
+    return _gather_kinds(schema, root, {})
+
+
+def _gather_kinds(schema: Schema, root: Schema, known: dict[str, set[str] | None]) -> set[str] | None:
+    """`known`: the types behind each reference, followed once; None while it is being followed, which ends circles."""
     stated = schema.get("type")
-    if isinstance(stated, str):
-        return {stated}
-    if isinstance(stated, Sequence):
-        return {kind for kind in stated if isinstance(kind, str)} or None
+    if stated is not None:
+        names = [stated] if isinstance(stated, str) else stated if isinstance(stated, Sequence) else []
+        kinds = {name for name in names if isinstance(name, str) and name in _TYPES}
+        # A name that JSON Schema does not know, such as "any", says nothing that could be held against a value.
+        return kinds if kinds and len(kinds) == len(names) else None
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(choices, Sequence) and not isinstance(choices, str):
         return {min(_kind(choice)) for choice in choices} or None
     reference = schema.get("$ref")
     if isinstance(reference, str):
         target = _referred(reference, root)
-        return None if target is None else _kinds(target, root, budget - 1)
+        if reference not in known and target is not None and len(known) < _MAX_REFERENCES:
+            known[reference] = None
+            known[reference] = _gather_kinds(target, root, known)
+        return known.get(reference)
     for key in ("anyOf", "oneOf", "allOf"):
         branches = schema.get(key)
         if isinstance(branches, Sequence) and not isinstance(branches, str):
-            found = [_kinds(branch, root, budget - 1) for branch in branches if isinstance(branch, Mapping)]
-            kinds = set().union(*(kind for kind in found if kind is not None))
-            return kinds or None
+            found = [_gather_kinds(branch, root, known) for branch in branches if isinstance(branch, Mapping)]
+            gathered = set().union(*(branch for branch in found if branch is not None))
+            if gathered and None in found and key != "allOf":
+                # A branch that says nothing lets every text through.
+                gathered.add("string")
+            return gathered or None
     if "properties" in schema:
         return {"object"}
     return {"array"} if "items" in schema else None

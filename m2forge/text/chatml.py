@@ -7,8 +7,9 @@ The template decides the text. Three things are added to it:
 - **Stable turns.** Templates such as Qwen3's write an assistant's message in one way while it is the last and in
   another later, without its thinking. Here every assistant's turn is the one that the template writes for a message
   that just arrived, so thinking stays and history is never rewritten. With `drop_thinking` the template's text stands
-  as it is; then turns that it rewrote are not trained, because nobody would sample them so, and `extend` refuses where
-  the template changes its mind about the history.
+  as it is, and where it has no place for thinking that of turns before the last user's message goes; then the turns up
+  to the last that was rewritten are not trained, because nobody would sample those so, and `extend` refuses where the
+  history would look otherwise.
 - **The end.** What follows the last `<|im_end|>`, a line end, belongs to the next message, so that a sampled
   completion, which ends in that token, is a whole turn.
 - **What the template lacks.** Without a place for thinking it is written before the content between `<think>` tags;
@@ -21,11 +22,13 @@ A special token named inside any message is text.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NoReturn
 
 from m2forge.errors import FormatError
 from m2forge.records import JsonValue
+from m2forge.text.json_value import MAX_DEPTH, is_deeper
 from m2forge.text.message import Message, Tool, ToolCall, tool_to_openai
 from m2forge.text.parser import THINK_CLOSE, THINK_OPEN
 from m2forge.text.parser_hermes import CALL_CLOSE, CALL_OPEN, HermesParser
@@ -83,7 +86,9 @@ class ChatMLFormat:
     ) -> Rendered:
         messages = [*history, *new]
         self._check(messages, tools)
-        turns = self._turns(messages, tools)
+        # Stable turns of the history are the same before and after, so they need not be written to be compared.
+        num_known = 0 if self._drop_thinking else sum(message.role == "assistant" for message in history)
+        turns = [None] * num_known + self._turns(messages if self._drop_thinking else new, tools)
         before = self._segments(history, tools, turns, generation=False)
         whole = self._segments(messages, tools, turns, generation)
         if whole[: len(before)] != before:
@@ -103,27 +108,33 @@ class ChatMLFormat:
         self,
         messages: Sequence[Message],
         tools: Sequence[Tool],
-        stable_turns: Sequence[list[Segment]],
+        stable_turns: Sequence[list[Segment] | None],
         generation: bool,
     ) -> list[Segment]:
-        """The conversation, with each assistant's turn replaced by the stable one unless thinking is dropped."""
+        """The conversation, with each assistant's turn replaced by the stable one unless thinking is dropped. A turn
+        that is None is left out."""
         if not messages and not generation:
             return []
-        whole = self._rendered(messages, tools, generation=generation)
+        shown = messages if not self._drop_thinking or self._template.takes_thinking else _without_thinking(messages)
+        whole = self._rendered(shown, tools, generation=generation)
         num_written = sum(message.role == "assistant" for message in messages)
         places = _assistant_turns(whole)
         if len(places) != num_written:
             raise FormatError(
                 f"the model's chat template writes {len(places)} assistant turns for {num_written} assistant messages"
             )
+        pairs = list(zip(stable_turns, places, strict=False))
+        rewritten = [number for number, (turn, (start, end)) in enumerate(pairs, start=1) if whole[start:end] != turn]
+        num_untrained = max(rewritten, default=0) if self._drop_thinking else 0
         segments, at = [], 0
-        for turn, (start, end) in zip(stable_turns, places, strict=False):
-            rewritten = self._drop_thinking and whole[start:end] != turn
-            segments += whole[at:start] + (whole[start:end] if rewritten else self._trained(turn))
+        for number, (turn, (start, end)) in enumerate(pairs):
+            segments += whole[at:start]
+            if turn is not None:
+                segments += whole[start:end] if number < num_untrained else self._trained(turn)
             at = end
         return segments + whole[at:]
 
-    def _turns(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[list[Segment]]:
+    def _turns(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[list[Segment] | None]:
         """Each assistant's turn as the template writes it for a message that has just been sampled."""
         return [self._turn(message, tools) for message in messages if message.role == "assistant"]
 
@@ -211,6 +222,9 @@ def _check_assistant(index: int, message: Message) -> None:
     if message.content.startswith(THINK_OPEN) and not message.thinking:
         _refuse(index, f"content begins with {THINK_OPEN!r}; give it as thinking")
     for call in message.tool_calls:
+        # The parser reads them inside the object that names the call.
+        if is_deeper(call.arguments, MAX_DEPTH - 1):
+            _refuse(index, f"arguments of {call.name!r} are nested deeper than {MAX_DEPTH - 1}")
         try:
             text = json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -226,6 +240,12 @@ def _refuse(index: int, reason: str) -> NoReturn:
 def _is_assistant(segments: Sequence[Segment], at: int) -> bool:
     opened = at + 1 < len(segments) and segments[at].special and segments[at].text == OPEN
     return opened and segments[at + 1].text.startswith("assistant\n")
+
+
+def _without_thinking(messages: Sequence[Message]) -> list[Message]:
+    """The messages with no thinking before the last user's."""
+    last = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
+    return [replace(message, thinking="") if index < last else message for index, message in enumerate(messages)]
 
 
 def _assistant_turns(segments: Sequence[Segment]) -> list[tuple[int, int]]:

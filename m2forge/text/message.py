@@ -1,7 +1,8 @@
 """The nouns of a conversation: messages, tool calls, tools; and their OpenAI-style JSON form, in and out.
 
 Everything here is text and JSON values; how a conversation becomes tokens is a chat format's business. A message that
-no format could express (a call by a user, an unknown role) is refused when it is made, with a `FormatError`.
+no format could express (a call by a user, an unknown role) is refused when it is made, with a `FormatError`, and so is
+a tool whose schema is no JSON.
 """
 
 import json
@@ -11,6 +12,7 @@ from typing import Literal, TypeAlias, get_args
 
 from m2forge.errors import FormatError
 from m2forge.records import JsonValue
+from m2forge.text.json_value import MAX_DEPTH, is_deeper, parse_json
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -56,6 +58,14 @@ class Tool:
     description: str = ""
     parameters: Mapping[str, JsonValue] = field(default_factory=dict)
     """JSON schema of the arguments, an object's; empty where nothing is said about them."""
+
+    def __post_init__(self) -> None:
+        if is_deeper(self.parameters, MAX_DEPTH):
+            raise FormatError(f"tool {self.name}: parameters: nested deeper than {MAX_DEPTH}")
+        try:
+            json.dumps(self.parameters, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise FormatError(f"tool {self.name}: parameters: no JSON value ({error})") from error
 
 
 # -- OpenAI's form ----------------------------------------------------------------------------------------------------
@@ -168,8 +178,8 @@ def _call_of(value: JsonValue, place: str) -> ToolCall:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
+            arguments = parse_json(arguments) if arguments.strip() else {}
+        except ValueError as error:
             raise FormatError(f"{place}.arguments: not JSON ({error}), received {_shown(arguments)}") from error
     if arguments is None:
         arguments = {}

@@ -28,6 +28,7 @@ from typing import NoReturn
 
 from m2forge.errors import FormatError, suggest
 from m2forge.records import JsonValue
+from m2forge.text.json_value import MAX_DEPTH, is_deeper
 from m2forge.text.message import Message, Tool, ToolCall, tool_to_openai
 from m2forge.text.parser import THINK_CLOSE, THINK_OPEN
 from m2forge.text.parser_xml import CALLS_CLOSE, CALLS_OPEN, PARAMETER_CLOSE, XmlCallParser
@@ -180,6 +181,8 @@ def _call(index: int, message: Message, call: ToolCall) -> str:
 
 def _argument(index: int, message: Message, name: str, value: JsonValue) -> str:
     if not isinstance(value, str):
+        if is_deeper(value, MAX_DEPTH):
+            _refuse(index, message, f"argument {name!r} is nested deeper than {MAX_DEPTH}")
         try:
             # Inside JSON the tag can only stand in a string, where a slash may be escaped.
             return _json(value).replace(PARAMETER_CLOSE, PARAMETER_CLOSE.replace("/", "\\/"))

@@ -12,8 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from m2forge.records import JsonValue
-from m2forge.text.argument import parse_json, type_problem
+from m2forge.text.argument import type_problem
 from m2forge.text.completion import ProblemKind
+from m2forge.text.json_value import parse_json
 from m2forge.text.message import Tool
 from m2forge.text.parser import CompletionParser, markers_of, snippet
 
@@ -77,7 +78,8 @@ class HermesParser(CompletionParser):
         if not isinstance(name, str) or not isinstance(arguments, Mapping):
             self._report(ProblemKind.MALFORMED_CALL, f"expected a name and an object of arguments: {snippet(body)}")
             return
-        if self._started is None:
+        if self._started != name:
+            # It came late, or the object names the call twice and the last counts.
             self._start_call(name)
         self._check_types(name, arguments)
         self._finish_call(name, dict(arguments))

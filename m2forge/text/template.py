@@ -45,6 +45,8 @@ class Guard:
         self._markers = markers
 
     def text(self, text: str) -> str:
+        if any(len(found.group()) == 1 for found in self._markers.finditer(text)):
+            raise FormatError("a message holds a special token of one character, which cannot be told from its text")
         # A broken marker may uncover one that overlapped it.
         while self._markers.search(text):
             text = self._markers.sub(lambda found: found.group()[0] + self.breaker + found.group()[1:], text)

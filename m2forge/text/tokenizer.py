@@ -13,9 +13,10 @@ Beside the ids it carries what a model folder keeps with them: the names of the 
 chat template. `save` writes a folder that transformers loads to the same ids.
 """
 
+import dataclasses
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import tokenizers
@@ -86,9 +87,15 @@ class Tokenizer:
             raise NotFoundError(f"the tokenizer has no special token {text!r}; {suggest(text, self.special_ids)}")
         return self.special_ids[text]
 
+    @property
+    def fingerprint(self) -> str:
+        """Equal for tokenizers that encode alike and carry the same names and chat template."""
+        identity = [self._document, dataclasses.astuple(self.names), self.chat_template]
+        return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
+
     def with_chat_template(self, template: str) -> "Tokenizer":
         """The same tokenizer with another Jinja template."""
-        return Tokenizer(replace(self._vocabulary, chat_template=template))
+        return Tokenizer(dataclasses.replace(self._vocabulary, chat_template=template))
 
     def save(self, folder: Path) -> None:
         """Write the files of a Hugging Face tokenizer into `folder`, which may hold a model already."""

@@ -47,6 +47,13 @@ class Position:
     source: Mapping[str, JsonValue] | None = None
     """The state of the phase's reader; None at the start of a phase."""
 
+    @property
+    def last_begun(self) -> int | None:
+        """Index of the last phase of which a step is done; None before the first step."""
+        if not self.step:
+            return None
+        return self.phase if self.step_in_phase else self.phase - 1
+
 
 class CheckpointStore:
     def __init__(self, folder: Path, config: CheckpointConfig, companions: tuple[Path, ...] = ()) -> None:
@@ -55,8 +62,10 @@ class CheckpointStore:
 
     def save(self, engine: TrainEngine, position: Position) -> None:
         dest = self.folder / f"{PREFIX}{position.step:08d}"
-        if dest.exists() or not self.config.keep:
+        if dest in self._found() or not self.config.keep:
             return
+        # What a removal that was cut short left of a checkpoint of this step.
+        shutil.rmtree(dest, ignore_errors=True)
         tensors, num_steps = engine.optimizer.state()
         with staged_folder(dest) as partial:
             save_model(engine.model, partial / MODEL_FOLDER, companions=self.companions)

@@ -70,7 +70,7 @@ class PhaseConfig(Config):
             raise ValueError(f"pack_tokens ({self.pack_tokens}) must hold one document of context ({self.context})")
         if self.warmup_steps > self.steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) exceeds steps ({self.steps})")
-        if self.trains == "mtp" and self.mtp_weight.start == 0:
+        if self.trains == "mtp" and not (self.mtp_weight.start or self.mtp_weight.end):
             raise ValueError('trains = "mtp" learns nothing with mtp_weight 0')
         return self
 

@@ -90,7 +90,8 @@ class TrainEngine:
                 sums.agreement = draft_agreement(self.model, output, batch)
         norms = self.optimizer.step(rate)
         if sums.load_LE is not None:
-            self.model.update_router_biases(sums.load_LE)
+            # A load of nothing moves no bias: a step that is skipped is skipped whole, without asking the device.
+            self.model.update_router_biases(sums.load_LE * norms.overall.isfinite())
         return PendingMetrics(self._metrics(sums, norms, num_edges))
 
     def _empty_sums(self) -> _Sums:

@@ -3,7 +3,7 @@
 A stage supplies the network, the phases and a function that opens the source of a phase; the loop owns the order of
 things and the run directory:
 
-    runs/NAME/  metrics.jsonl  tensorboard/  checkpoints/  model/ (when the run is complete)
+    runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/  model/ (when the run is complete)
 
 A run whose directory holds a checkpoint goes on from it. Everything a phase changes about the network (context,
 prediction modules, what is frozen) is set again on entry, so a resumed run stands where the first one stood.
@@ -19,18 +19,19 @@ from pathlib import Path
 
 import torch
 
-from m2forge.errors import ConfigError, TrainingError
+from m2forge.errors import ConfigError, ExistsError, TrainingError
 from m2forge.model.checkpoint import save_model
-from m2forge.model.count import count
 from m2forge.model.transformer import Transformer
 from m2forge.observe.metrics import MetricsWriter
 from m2forge.observe.progress import Progress, progress
 from m2forge.records import JsonValue
 from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, read_position, restore
 from m2forge.train.config import PhaseConfig, TrainConfig
+from m2forge.train.cost import TokenCost
 from m2forge.train.engine import PendingMetrics, TrainEngine
-from m2forge.train.machine import choose_device, choose_dtype, peak_flops, set_up_machine, set_up_model
+from m2forge.train.machine import choose_device, choose_dtype, machine_settings, peak_flops, set_up_model
 from m2forge.train.prefetch import PackSource, Prefetch
+from m2forge.train.run_dir import hold_run
 from m2forge.train.schedule import mtp_weight_at, rate_at
 
 OpenSource = Callable[[int, Mapping[str, JsonValue] | None], PackSource]
@@ -50,6 +51,7 @@ class _Pending:
 
     step: int
     num_tokens: int
+    num_flops: float | None
     metrics: PendingMetrics
     extra: dict[str, float]
 
@@ -68,9 +70,8 @@ class TrainLoop:
         self.companions = companions
         self.store = CheckpointStore(run_dir / CHECKPOINT_FOLDER, config.checkpoint, companions)
         self.device = choose_device(config.machine)
-        set_up_machine(config.machine, self.device)
         self.dtype = choose_dtype(config.machine, self.device)
-        newest = self.store.newest()
+        self._loaded = newest = self.store.newest()
         if newest is None:
             model, self.position = build_model(self.device, self.dtype), Position()
         else:
@@ -81,16 +82,20 @@ class TrainLoop:
             restore(self.engine, newest)
         if self.position.phase > len(self.phases):
             raise ConfigError(f"{run_dir} is in phase {self.position.phase + 1}, the configuration has {len(phases)}")
+        _refuse_missing_modules(self.phases[self.position.phase :], len(model.mtp))
         set_up_model(model, config.machine, self.device)
-        self._peak_flops = peak_flops(self.device, self.dtype)
         self._bad_steps = 0
 
     def run(self) -> Path:
         """Train what is left of the phases; returns the finished model's folder."""
-        with MetricsWriter(self.run_dir) as writer:
-            for index in range(self.position.phase, len(self.phases)):
-                self._run_phase(index, writer)
-        return self._write_model()
+        with hold_run(self.run_dir), machine_settings(self.config.machine, self.device):
+            if self.store.newest() != self._loaded:
+                raise ExistsError(f"another process went on with {self.run_dir} meanwhile; start again")
+            self._peak_flops = peak_flops(self.device, self.dtype)
+            with MetricsWriter(self.run_dir) as writer:
+                for index in range(self.position.phase, len(self.phases)):
+                    self._run_phase(index, writer)
+            return self._write_model()
 
     # -- one phase ----------------------------------------------------------------------------------------------------
 
@@ -99,24 +104,26 @@ class TrainLoop:
         self._enter(phase)
         source = self.open_source(index, self.position.source)
         self.engine.tag_names = source.domains
-        flops_per_token = self._flops_per_token(phase)
+        # Where the main model is frozen most of the backward pass is left out, and the usual count says nothing.
+        cost = None if phase.trains == "mtp" else TokenCost(self.engine.model.config, phase.context)
         description = f"{phase.name}, context {phase.context}"
         with Prefetch(source, phase.packs_per_step) as ahead, progress(phase.steps, description) as bar:
             bar.advance(self.position.step_in_phase)
             pending: _Pending | None = None
             started_s = time.perf_counter()
             while self.position.step_in_phase < phase.steps:
-                current = self._step(phase, ahead)
+                current = self._step(phase, ahead, cost)
                 # The figures of the step before: the device has them ready while it works on this one.
                 self._report(pending, writer, bar)
                 passed_s = time.perf_counter() - started_s
                 started_s += passed_s
-                current.extra |= _speed(current.num_tokens, passed_s, ahead.waited_s, flops_per_token, self._peak_flops)
+                current.extra |= _speed(current, passed_s, ahead.waited_s, self._peak_flops)
                 pending = current
                 if self.position.step % self.config.checkpoint.every_steps == 0:
                     self._report(pending, writer, bar)
                     pending = None
                     self.store.save(self.engine, self.position)
+                    started_s = time.perf_counter()
             self._report(pending, writer, bar)
         self.position = replace(self.position, phase=index + 1, step_in_phase=0, source=None)
         self.store.save(self.engine, self.position)
@@ -124,10 +131,6 @@ class TrainLoop:
     def _enter(self, phase: PhaseConfig) -> None:
         model = self.engine.model
         if phase.num_mtp is not None and phase.num_mtp > len(model.mtp):
-            if not len(model.mtp):
-                raise ConfigError(
-                    f"phase {phase.name}: num_mtp {phase.num_mtp} needs a model that starts with num_mtp 1"
-                )
             model.expand_mtp(phase.num_mtp, phase.mtp_source)
             set_up_model(model, self.config.machine, self.device)
             self.engine.optimizer.follow(model)
@@ -138,7 +141,7 @@ class TrainLoop:
         model.config = model.config.model_copy(update={"attention": attention, "max_context": context})
         model.freeze_main(phase.trains == "mtp")
 
-    def _step(self, phase: PhaseConfig, ahead: Prefetch) -> _Pending:
+    def _step(self, phase: PhaseConfig, ahead: Prefetch, cost: TokenCost | None) -> _Pending:
         packs, state = ahead.take()
         done = self.position.step_in_phase
         rate, mtp_weight = rate_at(phase, done), mtp_weight_at(phase, done)
@@ -159,7 +162,8 @@ class TrainLoop:
         extra = {"rate": rate, "num_tokens": float(self.position.num_tokens)}
         if self.engine.model.mtp:
             extra["mtp_weight"] = mtp_weight
-        return _Pending(self.position.step, num_tokens, metrics, extra)
+        num_flops = None if cost is None else cost.training_flops(packs)
+        return _Pending(self.position.step, num_tokens, num_flops, metrics, extra)
 
     def _report(self, pending: _Pending | None, writer: MetricsWriter, bar: Progress) -> None:
         if pending is None:
@@ -175,26 +179,36 @@ class TrainLoop:
                 f"(loss {values['loss']}); lower the rate, or resume from an older checkpoint of {self.run_dir}"
             )
 
-    def _flops_per_token(self, phase: PhaseConfig) -> float | None:
-        if phase.trains == "mtp":
-            return None  # most of the backward pass is left out, so the usual count says nothing
-        return float(count(self.engine.model.config, (phase.context,)).costs[0].training_flops)
-
     def _write_model(self) -> Path:
-        """The finished network; an earlier one stays until this one is whole."""
+        """The finished network; an earlier one stays until this one is whole, and is never there in part."""
         dest = self.run_dir / MODEL_FOLDER
-        fresh = self.run_dir / f".{MODEL_FOLDER}.fresh"
-        shutil.rmtree(fresh, ignore_errors=True)
+        fresh, old = self.run_dir / f".{MODEL_FOLDER}.fresh", self.run_dir / f".{MODEL_FOLDER}.old"
+        for left in (fresh, old, *self.run_dir.glob(f".{fresh.name}.*.partial")):
+            shutil.rmtree(left, ignore_errors=True)
         save_model(self.engine.model, fresh, companions=self.companions)
-        shutil.rmtree(dest, ignore_errors=True)
+        if dest.exists():
+            dest.rename(old)
         fresh.rename(dest)
+        shutil.rmtree(old, ignore_errors=True)
         return dest
 
 
-def _speed(
-    num_tokens: int, passed_s: float, waited_s: float, flops_per_token: float | None, peak: float
-) -> dict[str, float]:
-    speed = {"tokens_per_s": num_tokens / passed_s, "data_share": waited_s / passed_s}
-    if flops_per_token is not None:
-        speed["mfu"] = num_tokens * flops_per_token / passed_s / peak
+def _refuse_missing_modules(phases: Sequence[PhaseConfig], num_mtp: int) -> None:
+    """Refuse, before the first step, a phase for which the network would have too few or too many modules by then."""
+    for phase in phases:
+        wanted = num_mtp if phase.num_mtp is None else phase.num_mtp
+        if not num_mtp and (wanted or phase.trains == "mtp"):
+            raise ConfigError(
+                f'phase {phase.name}: num_mtp {wanted}, trains "{phase.trains}": the network has no prediction module '
+                "to start from; give it num_mtp 1"
+            )
+        if wanted < num_mtp:
+            raise ConfigError(f"phase {phase.name}: num_mtp {wanted} is less than the {num_mtp} modules there are then")
+        num_mtp = wanted
+
+
+def _speed(step: _Pending, passed_s: float, waited_s: float, peak: float) -> dict[str, float]:
+    speed = {"tokens_per_s": step.num_tokens / passed_s, "data_share": waited_s / passed_s}
+    if step.num_flops is not None:
+        speed["mfu"] = step.num_flops / passed_s / peak
     return speed

@@ -1,6 +1,9 @@
 """The machine a run trains on: its device, precision, threads, and how fast it could be."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -10,6 +13,8 @@ from m2forge.train.config import MachineConfig
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 """Dense bfloat16, as the vendor states it."""
+LONG_ENOUGH_S = 0.1
+"""A product that takes so long tells the speed well enough."""
 
 
 def choose_device(config: MachineConfig) -> torch.device:
@@ -26,14 +31,23 @@ def choose_dtype(config: MachineConfig, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
 
 
-def set_up_machine(config: MachineConfig, device: torch.device) -> None:
-    """Process-wide settings; call before the first tensor of a run."""
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    if device.type == "cpu":
-        torch.use_deterministic_algorithms(config.deterministic)
+@contextmanager
+def machine_settings(config: MachineConfig, device: torch.device) -> Iterator[None]:
+    """The threads and algorithms of a run, which torch keeps for the whole process; set back at the end."""
+    memory: Any = torch.utils.deterministic  # its one setting is made at import, unseen by type checkers
+    num_threads, fills = torch.get_num_threads(), memory.fill_uninitialized_memory
+    mode = torch.get_deterministic_debug_mode()
+    try:
+        torch.set_num_threads(config.num_threads or num_threads)
+        # Off on CUDA, also where the process had it on: many operations have no such algorithm there.
+        torch.use_deterministic_algorithms(config.deterministic and device.type == "cpu")
         # It would write every new tensor twice; ours are never read before they are written.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        memory.fill_uninitialized_memory = False
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+        torch.set_deterministic_debug_mode(mode)
+        memory.fill_uninitialized_memory = fills
 
 
 def set_up_model(model: Transformer, config: MachineConfig, device: torch.device) -> None:
@@ -49,11 +63,17 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         for known, flops in PEAK_FLOPS.items():
             if known in name:
                 return flops
-    size = 8192 if device.type == "cuda" else 1024
-    x = torch.randn(size, size, device=device).to(dtype)
-    seconds = []
-    for _ in range(4):
-        start_s = time.perf_counter()
-        float((x @ x)[0, 0])
-        seconds.append(time.perf_counter() - start_s)
-    return 2 * size**3 / min(seconds)
+    size, largest = 256, 8192 if device.type == "cuda" else 1024
+    while True:
+        x = torch.randn(size, size, device=device).to(dtype)
+        passed_s = min(_product_s(x) for _ in range(4))
+        # A CPU without instructions for bfloat16 would take a minute over the largest.
+        if size == largest or passed_s > LONG_ENOUGH_S:
+            return 2 * size**3 / passed_s
+        size *= 2
+
+
+def _product_s(x: torch.Tensor) -> float:
+    start_s = time.perf_counter()
+    float((x @ x)[0, 0])
+    return time.perf_counter() - start_s

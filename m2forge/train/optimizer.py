@@ -4,7 +4,8 @@ Names outlive a change of the network: modules that are added get fresh slots, w
 a checkpoint is a flat table of tensors. Weights below float32 learn through a float32 master.
 
 Gradients of several packs add up in at least float32. `step` measures their norms, clips, and updates; a step whose
-gradients are not finite changes nothing.
+gradients are not finite changes no weight and no moment, and is counted all the same: the count is known here, whether
+they are finite only on the device.
 """
 
 from collections import defaultdict
@@ -87,6 +88,10 @@ class Optimizer:
     def step(self, rate: float) -> Norms:
         """Update the weights that have gradients, then clear them."""
         active = {name: slot for name, slot in self.slots.items() if slot.gradient is not None}
+        if not active:
+            # A frozen phase whose loss weight passes through 0.
+            first = next(iter(self.slots.values())).exact
+            return Norms(first.new_zeros(()), {})
         norms = _norms(active)
         # A norm that is not finite makes a scale that is not finite, which skips the step.
         scale = torch.where(norms.overall > self.config.max_norm, self.config.max_norm / norms.overall, 1.0)

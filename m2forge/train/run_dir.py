@@ -1,22 +1,37 @@
-"""The directory of a run: made on the first start, checked on every later one.
+"""The directory of a run: made on the first start, checked on every later one, held by one process at a time.
 
 The resolved configuration lies in it. A run that is started again must mean the same training: what may differ are the
 machine, the checkpoints kept, and phases that have not begun.
 """
 
+import fcntl
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from m2forge.config import Config, TomlValue, dump, write_resolved
-from m2forge.errors import ConfigError
+from m2forge.errors import ConfigError, ExistsError
 
-CONFIG_FILE = "config.toml"
+CONFIG_FILE, LOCK_FILE = "config.toml", "lock"
 FREE = ("train.machine", "train.checkpoint")
 """Tables that may change between starts."""
 
 
+@contextmanager
+def hold_run(run_dir: Path) -> Iterator[None]:
+    """Keep other processes from training into `run_dir` meanwhile; the hold ends with the process, however it ends."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / LOCK_FILE).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ExistsError(f"{run_dir} is being trained by another process; wait for it, or end it first") from error
+        yield
+
+
 def open_run(run_dir: Path, config: Config, phase: int | None) -> None:
-    """Write the configuration of a run that starts, or check the one of a run that stands in `phase`."""
+    """Write the configuration of a run that starts, or check the one of a run whose last phase begun is `phase`."""
     path = run_dir / CONFIG_FILE
     if phase is not None and path.exists():
         before = _flat(tomllib.loads(path.read_text(encoding="utf-8")))

@@ -27,7 +27,7 @@ from m2forge.corpus.config import (
 from m2forge.corpus.manifest import Kind, Split, read_manifest
 from m2forge.corpus.reader import CorpusReader
 from m2forge.corpus.shard import ShardView
-from m2forge.errors import DataError, ExistsError
+from m2forge.errors import DataError, ExistsError, NotFoundError
 from m2forge.text.tokenizer import load_tokenizer
 
 TOKENIZER = TokenizerConfig(vocab_size=300, train_bytes=4000)
@@ -176,6 +176,30 @@ def test_finished_work_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Mon
     changed = config.model_copy(update={"seed": 1})
     with pytest.raises(ExistsError, match="holds something else"):
         build_corpus(changed, tmp_path / "out")
+    assert not (tmp_path / ".out.work").exists()
+
+
+def test_sources_that_are_refused_leave_nothing_behind(tmp_path: Path) -> None:
+    config = CorpusConfig(sources=(Source(path=str(tmp_path / "nowhere")),), tokenizer=TOKENIZER)
+    with pytest.raises(NotFoundError, match="no such file or folder"):
+        build_corpus(config, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_names_that_are_no_text_and_links_to_nothing_are_no_obstacle(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    name = os.fsdecode(b"caf\xe9")
+    (folder / f"{name}.txt").write_text(prose(0))
+    (folder / f"{name}-bad.txt").write_bytes(b"\xff")
+    (folder / f"{name}.parquet").write_bytes(b"")
+    (folder / f"{name}.jsonl.zst").write_bytes(b"")
+    (folder / "gone.py").symlink_to(folder / "nowhere")
+    config = CorpusConfig(sources=(Source(path=str(folder)),), tokenizer=TOKENIZER, held_out=0.0)
+    report = build_corpus(config, tmp_path / "out")
+    assert report.num_kept == 1
+    assert "caf\\udce9-bad.txt" in report.problems["not_utf8"].first[0]
+    assert any("gone.py: cannot be read" in place for place in report.problems["unreadable"].first)
 
 
 def test_strict_builds_keep_nothing_of_broken_input(tmp_path: Path) -> None:

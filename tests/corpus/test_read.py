@@ -232,6 +232,18 @@ def test_folders_give_text_and_code_files_in_order(tmp_path: Path) -> None:
     assert read(tmp_path / "c.bin", kind=SourceKind.FOLDER)[0] == ["c.bin"]
 
 
+def test_a_pattern_names_and_orders_files_as_its_folder_does(tmp_path: Path) -> None:
+    for name in ("z.py", "a/b.py", "a/c/d.py", "a-b/e.py", "m.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def names(path: Path) -> list[str]:
+        return [span.name for part in list_parts([Source(path=str(path))], 10**9) for span in part.spans]
+
+    assert names(tmp_path / "**" / "*.py") == names(tmp_path) == ["m.py", "z.py", "a/b.py", "a/c/d.py", "a-b/e.py"]
+    assert names(tmp_path / "a" / "*.py") == ["b.py"]
+
+
 def test_sources_that_match_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such file or folder"):
         read(tmp_path / "nowhere")

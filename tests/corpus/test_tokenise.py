@@ -1,11 +1,14 @@
 """Tokens of documents: those of the library, also for texts that are encoded in stretches."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.corpus import tokenise
+from m2forge.corpus.table import Tables, TableWriter
 from m2forge.corpus.tokenise import draw, encode
 from m2forge.text.tokenizer import Tokenizer, train_tokenizer
 
@@ -51,6 +54,23 @@ def test_ordinary_texts_in_stretches_give_the_same_tokens(
     found = encode([TEXT.encode(), TEXT.encode()[:50]], tokenizer)
     assert np.array_equal(found[0], expected[0])
     assert np.array_equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("sizes", [[4_000_000] * 4, [2000] * 8000])
+def test_a_tokenizer_learns_from_the_text_asked_for_however_long_documents_are(
+    tmp_path: Path, sizes: list[int]
+) -> None:
+    with TableWriter(tmp_path) as table:
+        table.append("hash", np.random.default_rng(0).integers(0, 1 << 63, len(sizes), np.uint64))
+        table.append_stretches("text", "é".encode() * (sum(sizes) // 2), np.array(sizes))
+        table.finish({"num_rows": len(sizes)})
+    tables, is_kept = Tables([tmp_path]), np.ones(len(sizes), bool)
+    for seed in range(4):
+        drawn = list(tokenise._sample(tables, is_kept, 4_000_000, seed))
+        assert 3e6 < sum(len(text.encode()) for text in drawn) < 5e6
+        assert set("".join(drawn)) == {"é"}
+    everything = list(tokenise._sample(tables, is_kept, 20_000_000, 0))
+    assert [len(text.encode()) for text in everything] == sizes
 
 
 def test_draws_are_even_and_differ_by_seed_and_purpose() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from m2forge.errors import DataError
-from m2forge.evaluate.completion_suite import measure_exact_match
+from m2forge.evaluate.completion_suite import measure_exact_match, render_answer_prompts
 from m2forge.evaluate.config import CompletionConfig
 from m2forge.evaluate.exact_match import AnswerPrompt, matches, normalised, parse_answer_prompt
 from m2forge.evaluate.prompt_file import read_prompts
@@ -32,6 +32,10 @@ USER: dict[str, JsonValue] = {"role": "user", "content": "2 + 2?"}
         ("one\ntwo", ("one\ntwo",), True),
         ("", ("x",), False),
         ("-4", ("4",), False),
+        (".5", ("5",), False),
+        (".5.", (".5",), True),
+        ('"Paris."', ("Paris",), True),
+        (": Paris", ("Paris",), True),
         ("(a)", ("a",), False),
     ],
 )
@@ -80,6 +84,7 @@ def test_a_suite_completes_plain_prompts_and_conversations(tmp_path: Path) -> No
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     file = read_prompts(path, parse_answer_prompt)
+    asked = render_answer_prompts(tokenizer, chat, file)
     whole = chat.render([Message("user", "2 + 2?"), Message("assistant", "4", "Two and two.")])
     texts = [("two and two are", " four\nmore"), ("three and three are", " Six."), ("four and two are", " five\n")]
     pairs = [(tokenizer.encode(prompt), tokenizer.encode(rest)) for prompt, rest in texts]
@@ -89,10 +94,13 @@ def test_a_suite_completes_plain_prompts_and_conversations(tmp_path: Path) -> No
     samples = [Sample(np.array(a + b, np.int32), ((len(a), len(a) + len(b)),), 0) for a, b in pairs]
     oracle = Oracle(samples, vocab_size=tokenizer.vocab_size)
     config = CompletionConfig(prompts=path, max_new_tokens=40)
-    measured = measure_exact_match(oracle, tokenizer, chat, file, config, seed=0, max_pack_tokens=1000)
+    measured = measure_exact_match(oracle, tokenizer, chat, asked, config, seed=0, max_pack_tokens=1000)
     (cell,) = measured.cells
     assert (cell.score, cell.num_samples) == (0.75, 4)
     assert [failure.line for failure in measured.failures] == [3]
     assert measured.failures[0].completion.startswith(" five\n")
     with pytest.raises(DataError, match="give `chat_format`"):
-        measure_exact_match(oracle, tokenizer, None, file, config, seed=0, max_pack_tokens=1000)
+        render_answer_prompts(tokenizer, None, file)
+    begun = render_answer_prompts(tokenizer, chat, file, begin_ids=(5,))
+    assert [ids[0] == 5 for ids in begun.ids] == [True, True, True, False]
+    assert begun.ids[0][1:] == asked.ids[0]

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from m2forge.errors import DataError
+from m2forge.errors import DataError, NotFoundError
 from m2forge.evaluate.plot import LENGTH_FILE, SHOTS_FILE, plots
 from m2forge.evaluate.report import DomainLoss, EvalReport, Failure, ModuleLoss, make_cell
 from m2forge.evaluate.svg import heat_map, line_chart, number
@@ -51,6 +51,8 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
     (tmp_path / "out" / "eval.json").write_text('{"model": 3}')
     with pytest.raises(DataError, match="not an evaluation report"):
         EvalReport.load(tmp_path / "out")
+    with pytest.raises(NotFoundError, match="eval.json: cannot be read"):
+        EvalReport.load(tmp_path / "none")
 
 
 def test_the_tables_show_every_figure() -> None:

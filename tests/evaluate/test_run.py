@@ -12,10 +12,11 @@ from rich.console import Console
 
 from m2forge.config import build, load
 from m2forge.corpus.shard import CorpusWriter
-from m2forge.errors import ConfigError, DataError, M2ForgeError, NotFoundError
-from m2forge.evaluate.config import EvalConfig
+from m2forge.errors import ConfigError, DataError, FormatError, M2ForgeError, NotFoundError
+from m2forge.evaluate.config import AlphabetConfig, EvalConfig
 from m2forge.evaluate.report import EvalReport
 from m2forge.evaluate.run import run_eval
+from m2forge.evaluate.suite import Material, draw_samples, make_task
 from m2forge.model.checkpoint import save_model
 from m2forge.model.preset import PRESETS
 from m2forge.records import JsonValue
@@ -98,14 +99,31 @@ def test_everything_is_measured_and_written(tmp_path: Path, tokenizer: Tokenizer
         ElementTree.parse(tmp_path / "out" / name)
 
 
-def test_a_seed_decides_everything_and_suites_do_not_depend_on_each_other(tmp_path: Path) -> None:
-    def scores(seed: int, suites: list[dict[str, JsonValue]]) -> dict[str, JsonValue]:
-        report = run_eval(configured(tmp_path / "out", seed=seed, suites=suites))
-        return {cell.model_dump_json(): None for cell in report.cells}
+def test_a_seed_decides_every_sample_and_suites_do_not_depend_on_each_other(tmp_path: Path) -> None:
+    material = Material(512, AlphabetConfig())
 
-    both, alone = scores(1, SUITES[1:3]), scores(1, SUITES[2:3])
-    assert both == scores(1, SUITES[1:3])
-    assert set(alone) <= set(both)
+    def samples(seed: int, suites: list[dict[str, JsonValue]]) -> list[list[int]]:
+        config = configured(tmp_path, seed=seed, suites=suites)
+        return [
+            sample.ids.tolist()
+            for suite in config.suites
+            for size in suite.sizes
+            for depth in suite.places
+            for sample in draw_samples(suite, make_task(suite, material), size, depth, seed)
+        ]
+
+    both, alone = samples(1, SUITES[:6]), samples(1, SUITES[2:3])
+    assert both == samples(1, SUITES[:6])
+    assert all(sample in both for sample in alone)
+    assert not [sample for sample in samples(2, SUITES[:6]) if sample in both]
+
+
+@pytest.mark.parametrize(("pack_tokens", "num_packs"), [(16_384, 16), (70, 16), (50, 1)])
+def test_no_more_is_read_than_the_held_out_part_has(tmp_path: Path, pack_tokens: int, num_packs: int) -> None:
+    held_out = {"corpus": write_corpus(tmp_path / "corpus"), "pack_tokens": pack_tokens, "num_packs": num_packs}
+    report = run_eval(configured(tmp_path / "out", held_out=held_out))
+    # Six documents of 20 tokens, the last of which has nothing to predict; 50 tokens end inside the third.
+    assert report.losses[0].num_tokens == (48 if num_packs == 1 else 6 * 19)
 
 
 def test_a_model_folder_is_loaded_with_its_tokenizer(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -144,6 +162,8 @@ def test_things_can_be_hidden_in_a_text_of_ones_own(tmp_path: Path, tokenizer: T
         ({"suites": [SUITES[0], SUITES[0]]}, ConfigError, "several suites are called 'needle'"),
         ({"suites": [SUITES[0] | {"name": "exact_match"}]}, ConfigError, "several suites are called 'exact_match'"),
         ({"suites": [SUITES[0] | {"name": "a/b"}]}, ConfigError, "suites.0.name"),
+        ({"suites": [SUITES[0] | {"name": "by_length"}]}, ConfigError, "'by_length' is a chart of all suites"),
+        ({"suites": [SUITES[4] | {"lengths": [700, 4096], "num_common": 45}]}, ConfigError, "length 4096: a list of"),
         ({"suites": [{"task": "needel", "lengths": [1]}]}, ConfigError, "needel"),
         ({"suites": [SUITES[0] | {"depths": [1.5]}]}, ConfigError, "suites.0.depths.0: expected less than or equal"),
         ({"suites": [SUITES[0] | {"depth": [1.0]}]}, ConfigError, "did you mean 'depths'"),
@@ -175,6 +195,10 @@ def test_prompts_and_corpora_are_looked_at_first(tmp_path: Path, tokenizer: Toke
     config = configured(tmp_path / "out", suites=SUITES[:1], exact_match={"prompts": "no"})
     with pytest.raises(DataError, match="no: cannot be read"):
         run_eval(config, tokenizer=tokenizer)
+    prompts = write_lines(tmp_path / "p.jsonl", {"messages": [{"role": "user", "content": "x"}], "answer": "x"})
+    bare = train_tokenizer(["no markers"], 300, [])
+    with pytest.raises(FormatError, match="without a chat template"):
+        run_eval(configured(tmp_path / "out", suites=SUITES[:1], exact_match={"prompts": prompts}), tokenizer=bare)
     with pytest.raises(M2ForgeError):
         run_eval(configured(tmp_path / "out", held_out={"corpus": tmp_path / "none"}))
     corpus = write_corpus(tmp_path / "corpus", vocab_size=1000)

@@ -73,9 +73,22 @@ PARAMETERS: dict[str, JsonValue] = {
         ({"city": "Rome", "unit": "C"}, PARAMETERS | {"additionalProperties": False}, ["unknown argument 'unit'"]),
         ({"x": 1}, {"type": "object", "properties": {}}, ["unknown argument 'x'"]),
         ({"x": 1}, {}, []),
+        ({"x": 1}, {"type": "object"}, []),
+        ({"x": 1}, {"type": "object", "required": [["x"], "y"]}, ["y: missing"]),
     ],
 )
 def test_arguments_against_parameters(
     arguments: dict[str, JsonValue], parameters: dict[str, JsonValue], violations: list[str]
 ) -> None:
     assert argument_violations(arguments, parameters) == violations
+
+
+def test_references_that_branch_and_circle_are_followed_once() -> None:
+    # Followed afresh in every branch, these would be 3 ** 12 references.
+    chain: dict[str, JsonValue] = {f"{n}": {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 3} for n in range(12)}
+    last: dict[str, JsonValue] = {"12": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}
+    schema: dict[str, JsonValue] = {"$ref": "#/$defs/0", "$defs": chain | last}
+    assert schema_violations(5, schema) == []
+    assert schema_violations("x", schema) == ['value: "x" fits none of anyOf']
+    circle: dict[str, JsonValue] = {"$defs": {"0": {"anyOf": [{"$ref": "#/$defs/0"}] * 3}}, "$ref": "#/$defs/0"}
+    assert schema_violations(5, circle) == []

@@ -191,6 +191,27 @@ def test_a_list_of_text_counts_right_and_fits() -> None:
     assert 3000 - 20 < len(sample.ids) <= 3000
 
 
+def test_a_list_that_was_too_long_loses_words_everywhere() -> None:
+    common: set[str] = set()
+
+    class Uneven(ByteEncoder):
+        """The common words, by which the number of items is judged, are far shorter than the others."""
+
+        def encode(self, text: str) -> list[int]:
+            return [1] if text.strip() in common else super().encode(text)
+
+    wording = TextWording(Uneven())
+    common.update(term.text for term in wording.draw(rng(2), "word", 4))
+    sample = WordCountTask(wording, 4).sample(rng(2), 6000)
+    assert set(sample.references) == common
+    row, line_end = sample.prompt_ids.tolist(), ord("\n")
+    items = row[row.index(line_end) + 1 :]
+    items = items[: items.index(line_end)]
+    assert items.count(1) == 4 * 30
+    letters = [token >= ord("a") for token in items]
+    assert sum(letters[-300:]) > 0.5 * sum(letters[:300])
+
+
 def test_examples_of_text_end_before_the_label() -> None:
     sample = ShotTask(TEXT, num_inputs=4, num_labels=2).sample(rng(3), 8)
     text = decode(sample.prompt_ids.tolist())
@@ -237,9 +258,8 @@ def test_a_haystack_of_text_is_a_stretch_of_it() -> None:
 
 def test_inserts_that_meet_stand_in_the_order_given() -> None:
     filling = Filling(np.array([1, 2, 3, 4], np.int32), np.array([0, 2, 4], np.int32))
-    ids, starts = lay(filling, [Insert([9], 1.0), Insert([7], 0.5), Insert([8, 8], 0.5)])
+    ids = lay(filling, [Insert([9], 1.0), Insert([7], 0.5), Insert([8, 8], 0.5)])
     assert ids.tolist() == [1, 2, 7, 8, 8, 3, 4, 9]
-    assert starts == [7, 2, 3]
 
 
 @pytest.mark.parametrize(

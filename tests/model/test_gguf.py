@@ -22,6 +22,7 @@ from m2forge.model.exchange import import_model
 from m2forge.model.generate import generate
 from m2forge.model.gguf_file import GGUFSource
 from m2forge.model.source import refuse_misfits
+from m2forge.text.tokenizer import load_tokenizer
 
 
 def smollm2_file() -> Path:
@@ -44,6 +45,10 @@ def test_smollm2_continues_as_in_transformers(tmp_path: Path) -> None:
     expected = peer.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :].tolist()
     assert len(expected) == 24
     assert generate(model, prompt["input_ids"][0], max_new_tokens=24) == expected
+    # The tokenizer came along: for us and, in the same folder, for transformers.
+    text = "The three primary colours are"
+    assert load_tokenizer(tmp_path / "m").encode(text) == prompt["input_ids"][0].tolist()
+    assert AutoTokenizer.from_pretrained(tmp_path / "m")(text)["input_ids"] == prompt["input_ids"][0].tolist()
 
 
 # -- small files ------------------------------------------------------------------------------------------------------

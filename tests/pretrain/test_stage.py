@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from m2forge.model.transformer import Transformer
 from m2forge.observe.metrics import read_metrics
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.pretrain.stage import run_pretrain
-from tests.pretrain.small import make_config, write_corpus
+from m2forge.text.tokenizer import END_OF_TEXT, train_tokenizer
+from tests.pretrain.small import NETWORK, make_config, write_corpus
 
 NUM_KILLS = 12 if os.environ.get("M2FORGE_LONG") == "1" else 3
 
@@ -133,10 +135,43 @@ def test_a_changed_configuration_is_refused_on_resume(corpus: Path, tmp_path: Pa
         run_pretrain(config.model_copy(update={"seed": 1}), tmp_path)
 
 
+def test_a_finished_run_goes_on_with_phases_that_are_added(corpus: Path, tmp_path: Path) -> None:
+    config = make_config(corpus)
+    whole = load_model(run_pretrain(config, tmp_path / "whole"))
+    run_pretrain(config.model_copy(update={"phases": config.phases[:2]}), tmp_path / "parts")
+    assert_same_weights(load_model(run_pretrain(config, tmp_path / "parts")), whole)
+
+
+def test_a_folder_does_not_stand_in_for_a_preset(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(corpus)
+    short = config.model_copy(update={"phases": config.phases[:1]})
+    whole = load_model(run_pretrain(short, tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    Path("m2-nano").mkdir()
+    assert_same_weights(load_model(run_pretrain(short, tmp_path / "again")), whole)
+
+
+def test_a_model_of_another_tokenizer_is_refused(corpus: Path, tmp_path: Path) -> None:
+    config = make_config(corpus)
+    texts = ["It isn't late; nobody slept, and nobody isn't awake."] * 4
+    shutil.copytree(corpus, tmp_path / "corpus")
+    train_tokenizer(texts, 257, [END_OF_TEXT]).save(tmp_path / "corpus" / "tokenizer")
+    config = config.model_copy(update={"corpus": str(tmp_path / "corpus"), "phases": config.phases[:1]})
+    base = run_pretrain(config, tmp_path / "runs")
+    further = config.model_copy(update={"name": "further", "model": str(base), "model_set": ()})
+    run_pretrain(further, tmp_path / "runs")
+    shutil.rmtree(tmp_path / "corpus" / "tokenizer")
+    train_tokenizer(texts, 270, [END_OF_TEXT]).save(tmp_path / "corpus" / "tokenizer")
+    with pytest.raises(ConfigError, match="encode the same text differently"):
+        run_pretrain(further.model_copy(update={"name": "other"}), tmp_path / "runs")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"phases": [{"mixture": {"cod": 1.0}}]}, "did you mean 'code'"),
+        ({"phases": [{"num_mtp": 3}, {"num_mtp": 2}]}, "phase decay: num_mtp 2 is less than the 3 modules"),
+        ({"model_set": [*NETWORK, "num_mtp=0"]}, "phase modules: num_mtp 3, .* give it num_mtp 1"),
         ({"phases": [{"context": 128}]}, "pack_tokens .64. must hold one document of context .128."),
         ({"model": "m2-nan"}, "did you mean 'm2-nano'"),
         ({"corpus": "nowhere"}, "nowhere"),
@@ -148,7 +183,8 @@ def test_bad_configurations_are_refused_before_anything_is_written(
     data = make_config(corpus).model_dump(mode="json", exclude_none=True)
     phases = change.pop("phases", None)
     if isinstance(phases, list):
-        data["phases"][0].update(phases[0])
+        for phase, update in zip(data["phases"], phases, strict=False):
+            phase.update(update)
     with pytest.raises((ConfigError, LookupError), match=message):
         run_pretrain(build_pretrain(data | change), tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

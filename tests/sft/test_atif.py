@@ -103,6 +103,14 @@ def test_results_that_name_no_call_answer_the_open_ones_or_come_from_the_user() 
     assert trajectory.messages[6] == Message("user", "$ ls\n\nx")
 
 
+def test_ids_that_are_numbers_still_name_their_calls() -> None:
+    call = {"tool_calls": [{"tool_call_id": 7, "function_name": "add", "arguments": {}}]}
+    data = document(user("go"), agent(**call, **observed({"source_call_id": 7, "content": "3"})), agent("end"))
+    (trajectory,), report = read(data)
+    assert trajectory.messages[2] == Message("tool", "3", tool_call_id="7")
+    assert not report.problems
+
+
 def test_parts_other_than_text_and_references_are_left_out_and_counted() -> None:
     picture = {"type": "image", "source": {"media_type": "image/png", "path": "a.png"}}
     sound = {"type": "audio", "source": {"media_type": "audio/wav", "path": "a.wav"}}

@@ -12,7 +12,9 @@ from m2forge.sft.dataset import prepare
 from m2forge.sft.reader import SFTReader
 from m2forge.sft.report import Note, Problem, Report
 from m2forge.sft.store import Store
-from m2forge.text.format import make_format
+from m2forge.text.format import MINIMAX_M2_SPECIALS, make_format
+from m2forge.text.message import Message
+from m2forge.text.tokenizer import train_tokenizer
 from tests.sft.sample import GOOD, chat_format, write_lines
 
 
@@ -111,6 +113,42 @@ def test_a_store_is_made_once_and_again_when_anything_it_depends_on_changes(tmp_
     write_lines(path, [GOOD, GOOD])
     assert Store(folder).num_trajectories == 1
     assert prepare(configure(path), chat_format(), folder, seed=0).num_trajectories == 2
+
+
+def test_a_store_that_was_being_removed_is_in_nobodys_way(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [GOOD])
+    prepare(configure(path), chat_format(), tmp_path / "store", seed=0)
+    # What a kill in the middle of a removal leaves.
+    (tmp_path / "store").rename(tmp_path / ".store.old.partial")
+    (tmp_path / ".store.old.partial" / "meta.json").unlink()
+    prepare(configure(path), chat_format(), tmp_path / "store", seed=0)
+    prepare(configure(path), chat_format(), tmp_path / "store", seed=1)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "store"]
+
+
+def test_a_store_of_another_tokenizer_is_made_again(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [talk("Zyzzyva zyzzyva", "Zyzzyva")])
+    # Both cut the probe alike: they differ in merges that it does not show.
+    words = ["zyzzyva" * 3, "zyzzyva" * 3 + "qwq" * 9]
+    formats = [make_format("minimax_m2", train_tokenizer([text], 400, MINIMAX_M2_SPECIALS)) for text in words]
+    probes = [chosen.render([Message("user", "What is 17 + 25?")]).ids for chosen in formats]
+    assert probes[0] == probes[1]
+    made = [prepare(configure(path), chosen, tmp_path / "store", seed=0).key for chosen in formats]
+    assert made[0] != made[1]
+
+
+def test_a_format_without_tools_serves_conversations_that_use_none(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [talk("hello", "HI"), GOOD])
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name }}{% endfor %}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}{{ tools or '' }}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    tokenizer = train_tokenizer(["hello"], 300, ("<|im_start|>", "<|im_end|>")).with_chat_template(template)
+    store = prepare(configure(path), make_format("chatml", tokenizer), tmp_path / "store", seed=0)
+    assert store.report.num_kept == 1
+    assert store.report.count(Problem.INEXPRESSIBLE) == 1
 
 
 def test_a_report_survives_the_disk(tmp_path: Path) -> None:

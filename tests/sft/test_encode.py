@@ -12,6 +12,7 @@ from m2forge.sft.report import Note, Problem, Rejection
 from m2forge.sft.trajectory import Trajectory
 from m2forge.text.format import make_format
 from m2forge.text.message import Message, ToolCall
+from m2forge.text.tokenizer import train_tokenizer
 from tests.sft.sample import ADD, chat_format, trajectories
 
 PLENTY = 1 << 20
@@ -107,6 +108,30 @@ def test_a_format_that_drops_thinking_trains_what_follows_the_last_user() -> Non
         assert "SAID1" not in text
         assert ("SAID3" in text) == (untrained != 3)
         assert "SAID4" in text
+
+
+def test_messages_without_loss_are_told_apart_where_a_template_drops_thinking() -> None:
+    specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    tokenizer = train_tokenizer(["ASKED SAID THOUGHT"], 300, specials).with_chat_template(template)
+    dropping = make_format("chatml", tokenizer, drop_thinking=True)
+    messages = (
+        Message("user", "ASKED"),
+        Message("assistant", "SAID1"),
+        Message("user", "ASKED"),
+        Message("assistant", "SAID3", thinking="THOUGHT"),
+        Message("user", "ASKED"),
+        Message("assistant", "SAID5", thinking="THOUGHT"),
+    )
+    # The second turn is rewritten; the first, which has no thinking, is as it was sampled but carries no loss.
+    trajectory = Trajectory(messages, (), (True, False, True, True, True, True), "a:1")
+    encoded = encode(trajectory, dropping, PLENTY)
+    assert isinstance(encoded, Encoded)
+    text = tokenizer.decode(encoded.ids[encoded.trained].tolist())
+    assert text == "<think>\nTHOUGHT\n</think>\n\nSAID5<|im_end|>"
 
 
 def test_messages_that_the_format_cannot_express_are_rejected_with_their_place() -> None:

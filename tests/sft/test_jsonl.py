@@ -50,6 +50,9 @@ def test_messages_may_ask_for_no_loss(tmp_path: Path) -> None:
     first, second = read_jsonl(path, Report())
     assert first.trained == (True, True, False, True, True)
     assert second.trained == (True, True, True, True, False)
+    nulls = write_lines(tmp_path / "nulls.jsonl", [changed(m2={"train": None, "weight": None})])
+    (trajectory,) = read_jsonl(nulls, Report())
+    assert trajectory.trained == (True,) * 5
 
 
 def test_results_are_put_in_the_order_of_their_calls(tmp_path: Path) -> None:
@@ -73,8 +76,9 @@ def test_tools_may_be_json_text_and_blank_lines_and_a_byte_order_mark_are_passed
 
 BROKEN: list[tuple[object, Problem, str]] = [
     ('{"messages": [', Problem.BROKEN_JSON, "Expecting value"),
-    ('{"messages": [NaN]}', Problem.BROKEN_JSON, "NaN is no JSON value"),
-    ("[" * 100_000, Problem.BROKEN_JSON, "recursion"),
+    ('{"messages": [NaN]}', Problem.BROKEN_JSON, "NaN is no JSON number"),
+    ("[" * 100_000, Problem.BROKEN_JSON, "nested deeper than 200"),
+    ('{"messages": ' + "[" * 201 + "]" * 201 + "}", Problem.BROKEN_JSON, "nested deeper than 200"),
     (changed(m1={"content": "\ud800"}), Problem.BROKEN_JSON, "surrogates not allowed"),
     ("[1, 2]", Problem.BAD_VALUE, "expected an object, received [1, 2]"),
     ({"tools": []}, Problem.MISSING_KEY, "no 'messages' among the keys tools"),
@@ -96,6 +100,10 @@ BROKEN: list[tuple[object, Problem, str]] = [
     ({**GOOD, "tools": ["add"]}, Problem.BAD_VALUE, "tools[0] must be an object"),
     ({**GOOD, "tools": [{"type": "function"}]}, Problem.BAD_VALUE, "tools[0]"),
     ({**GOOD, "tools": "[{"}, Problem.BROKEN_JSON, "tools is text that is not JSON"),
+    ({**GOOD, "tools": "[" * 50_000}, Problem.BROKEN_JSON, "tools is text that is not JSON (nested deeper"),
+    ({**GOOD, "tools": '[{"name": "f", "parameters": {"maximum": 1e999}}]'}, Problem.BROKEN_JSON, "1e999 is no JSON"),
+    (changed(m2=call('{"a":' * 50_000)), Problem.BAD_ARGUMENTS, "nested deeper than 100"),
+    (changed(m2=call('{"a": 1e999}')), Problem.BAD_ARGUMENTS, "1e999 is no JSON number"),
 ]
 
 

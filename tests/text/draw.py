@@ -177,6 +177,14 @@ def cut(data: bytes, sizes: list[int]) -> list[bytes]:
     return pieces
 
 
+def nested(depth: int) -> list[JsonValue]:
+    """Brackets in brackets."""
+    value: list[JsonValue] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
 def as_json(value: object) -> str:
     """Values told apart by type too: True is not 1."""
     return json.dumps(value, sort_keys=True)

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from m2forge.text.argument import MAX_DEPTH, argument_problems, parse_json, read_argument, type_problem
+from m2forge.text.argument import argument_problems, read_argument, type_problem
+from m2forge.text.json_value import MAX_DEPTH
 from m2forge.text.message import Tool
 from tests.text.draw import as_json
 
@@ -43,6 +44,11 @@ def tool_with(schema: Any, **rest: Any) -> Tool:
         ({"enum": ["a", "b"]}, "a", "a"),
         ({"enum": [1, "1a"]}, "1", 1),
         ({"const": 4}, "4", 4),
+        ({"type": "any"}, "4", "4"),
+        ({"type": ["integer", "str"]}, "4", "4"),
+        ({"type": [{}]}, "4", "4"),
+        ({"anyOf": [{"type": "integer"}, {}]}, "4", 4),
+        ({"anyOf": [{"type": "integer"}, {}]}, "four", "four"),
     ],
 )
 def test_text_becomes_what_the_schema_allows(schema: Any, text: str, value: Any) -> None:
@@ -79,6 +85,14 @@ def test_what_does_not_fit_is_kept_and_reported(schema: Any, text: str) -> None:
     assert value == text or as_json(value) == text
 
 
+def test_references_that_branch_and_circle_are_followed_once() -> None:
+    # Followed afresh in every branch, these would be 3 ** 30 references.
+    chain: dict[str, Any] = {f"{n}": {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 3} for n in range(30)}
+    circle: dict[str, Any] = {"30": {"anyOf": [{"$ref": "#/$defs/0"}, {"type": "integer"}]}}
+    tool = tool_with({"$ref": "#/$defs/0"}, **{"$defs": chain | circle})
+    assert read_argument("5", "k", tool) == (5, None)
+
+
 def test_without_a_schema_text_is_a_string() -> None:
     assert read_argument("5", "k", None) == ("5", None)
     assert read_argument("5", "other", tool_with({"type": "integer"})) == ("5", None)
@@ -92,7 +106,18 @@ def test_missing_and_unknown_arguments_are_reported() -> None:
     (problem,) = argument_problems({"k": 1, "kk": 2}, tool)
     assert "'kk' is no parameter" in problem
     assert argument_problems({"k": 1, "kk": 2}, tool_with({}, additionalProperties=True)) == []
+    assert argument_problems({"k": 1, "kk": 2}, tool_with({}, additionalProperties={})) == []
+    assert len(argument_problems({"k": 1, "kk": 2}, tool_with({}, additionalProperties=False))) == 1
+    assert argument_problems({"k": 1}, tool_with({}, required=[["k"], {}, 3])) == []
     assert argument_problems({"k": 1}, Tool("f")) == []
+
+
+def test_other_arguments_follow_the_schema_for_them() -> None:
+    others = {"additionalProperties": {"type": "integer"}}
+    assert read_argument("5", "other", tool_with({"type": "string"}, **others)) == (5, None)
+    assert read_argument("5", "k", tool_with({"type": "string"}, **others)) == ("5", None)
+    assert read_argument("5", "other", Tool("f", "", others)) == (5, None)
+    assert type_problem("5", "other", Tool("f", "", others)) == "other: expected integer, received '5'"
 
 
 def test_values_that_arrive_typed_are_checked() -> None:
@@ -102,8 +127,3 @@ def test_values_that_arrive_typed_are_checked() -> None:
     assert type_problem("1", "other", tool) is None
     assert type_problem("1", "k", tool) == "k: expected integer, received '1'"
     assert type_problem(True, "k", tool) is not None
-
-
-def test_json_at_the_depth_limit_is_read() -> None:
-    parse_json("[" * MAX_DEPTH + "]" * MAX_DEPTH)
-    parse_json('{"a": "' + "[" * 500 + '"}')

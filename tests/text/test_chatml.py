@@ -22,6 +22,7 @@ from tests.text.draw import (
     as_json,
     assistants,
     conversations,
+    nested,
     smollm2_tokenizer,
 )
 
@@ -275,6 +276,41 @@ def test_thinking_goes_as_the_template_has_it_only_when_asked() -> None:
         dropping.extend(messages[:2], messages[2:])
 
 
+def test_thinking_goes_where_the_template_has_no_place_for_it() -> None:
+    dropping = chat_format(PLAIN, drop_thinking=True)
+    messages = [
+        Message("system", "s"),
+        Message("user", "a"),
+        Message("assistant", "b"),
+        Message("user", "c"),
+        Message("assistant", "d", "why"),
+        Message("user", "e"),
+        Message("assistant", "f", "so", (ToolCall("stop", {}),)),
+        Message("tool", "r"),
+        Message("assistant", "g", "then"),
+    ]
+    rendered = dropping.render(messages, TOOLS)
+    text = trained().decode(rendered.ids)
+    assert "why" not in text
+    assert text.index("so") < text.index("then")
+    # Nobody sampled the third turn as it stands, so training begins after it.
+    sampled = trained().decode(sampled_ids(rendered))
+    assert sampled.startswith("<think>\nso\n</think>\n\nf")
+    with pytest.raises(FormatError, match=r"message 9 \(user\): with it .* writes the messages before it otherwise"):
+        dropping.extend(messages, [Message("user", "h")], TOOLS)
+    new = dropping.extend(messages[:7], messages[7:], TOOLS)
+    assert dropping.render(messages[:7], TOOLS).ids + new.ids == rendered.ids
+
+
+def test_the_deepest_arguments_come_back() -> None:
+    format = chat_format(QWEN_LIKE)
+    messages = [Message("user", "x"), Message("assistant", tool_calls=(ToolCall("search", {"tags": nested(98)}),))]
+    prompt, whole = format.render(messages[:1], TOOLS, generation=True).ids, format.render(messages, TOOLS).ids
+    parser = format.parser(TOOLS)
+    parser.feed(format.tokenizer.decode_bytes(whole[len(prompt) :]))
+    assert parser.finish().message() == messages[1]
+
+
 def test_tools_are_described_where_the_template_knows_none() -> None:
     format = smollm2_format()
     messages = [
@@ -315,6 +351,8 @@ def test_a_prompt_that_opens_thinking_is_where_completions_begin() -> None:
         (Message("assistant", "", "a</think>"), "thinking holds '</think>'"),
         (Message("assistant", tool_calls=(ToolCall("f", {"a": "</tool_call>"}),)), "holds '</tool_call>'"),
         (Message("assistant", tool_calls=(ToolCall("f", {"a": float("inf")}),)), "no JSON values"),
+        (Message("assistant", tool_calls=(ToolCall("f", {"a": nested(99)}),)), "nested deeper than 99"),
+        (Message("assistant", tool_calls=(ToolCall("f", {"a": nested(900)}),)), "nested deeper than 99"),
     ],
 )
 def test_what_could_not_be_read_back_is_refused(message: Message, error: str) -> None:

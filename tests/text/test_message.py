@@ -15,7 +15,7 @@ from m2forge.text.message import (
     tool_from_openai,
     tool_to_openai,
 )
-from tests.text.draw import TOOLS, assistants
+from tests.text.draw import TOOLS, assistants, nested
 
 
 @given(assistants((), (), ()))
@@ -78,6 +78,10 @@ def test_a_tool_survives_openai_form(tool: Tool) -> None:
             r"tool_calls\[0\].arguments: not JSON .* received '{'",
         ),
         (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":' * 50_000}}]},
+            r"tool_calls\[0\].arguments: not JSON \(nested deeper than 100\)",
+        ),
+        (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
             r"tool_calls\[0\].arguments: expected an object",
         ),
@@ -97,6 +101,9 @@ def test_a_message_that_is_none_is_refused(data: Any, message: str) -> None:
         ({"type": "function", "function": []}, "function: expected an object"),
         ({"type": "function", "function": {"name": ""}}, "name: expected text"),
         ({"name": "f", "parameters": "x"}, "tool f: parameters: expected a JSON schema"),
+        ({"name": "f", "parameters": {"maximum": float("inf")}}, "tool f: parameters: no JSON value"),
+        ({"name": "f", "parameters": {"a": nested(101)}}, "tool f: parameters: nested deeper than 100"),
+        ({"name": "f", "parameters": {"a": nested(50_000)}}, "tool f: parameters: nested deeper than 100"),
     ],
 )
 def test_a_tool_that_is_none_is_refused(data: Any, message: str) -> None:

@@ -12,7 +12,7 @@ from m2forge.text.completion import Completion
 from m2forge.text.format import ChatFormat, Rendered, make_format
 from m2forge.text.message import Message, Tool, ToolCall
 from m2forge.text.tokenizer import train_tokenizer
-from tests.text.draw import TOOLS, TRAINING_TEXTS, as_json, assistants, conversations, m2_tokenizer
+from tests.text.draw import TOOLS, TRAINING_TEXTS, as_json, assistants, conversations, m2_tokenizer, nested
 
 FORMAT = make_format("minimax_m2", m2_tokenizer())
 DROPPING = make_format("minimax_m2", m2_tokenizer(), drop_thinking=True)
@@ -217,6 +217,8 @@ USER = Message("user", "x")
         ([assistant(tool_calls=(ToolCall("f", {"a>": 1}),))], "is called 'a>'"),
         ([assistant(tool_calls=(ToolCall("f", {"a": "</parameter>"}),))], "argument 'a' holds '</parameter>'"),
         ([assistant(tool_calls=(ToolCall("f", {"a": float("nan")}),))], "argument 'a' is no JSON value"),
+        ([assistant(tool_calls=(ToolCall("f", {"a": nested(101)}),))], "argument 'a' is nested deeper than 100"),
+        ([assistant(tool_calls=(ToolCall("f", {"a": nested(5000)}),))], "argument 'a' is nested deeper than 100"),
     ],
 )
 def test_what_the_format_cannot_say_is_refused_with_the_message(messages: list[Message], error: str) -> None:
@@ -236,6 +238,12 @@ def test_tags_inside_json_arguments_come_back() -> None:
     completion = read(FORMAT.extend([USER], [message]).ids[len(FORMAT.extend([USER], [], generation=True).ids) :])
     assert completion.message() == message
     assert completion.problems == ()
+
+
+def test_the_deepest_arguments_come_back() -> None:
+    message = assistant(tool_calls=(ToolCall("search", {"tags": nested(100)}),))
+    prompt = FORMAT.render([USER], generation=True).ids
+    assert read(FORMAT.render([USER, message]).ids[len(prompt) :]).message() == message
 
 
 def test_nothing_is_rendered_for_no_messages() -> None:

@@ -209,6 +209,7 @@ def test_tags_that_are_wrong_are_problems(text: str, calls: int, problems: list[
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', 0, ["malformed_call"]),
         ('<tool_call>{"name": 1}</tool_call>', 0, ["malformed_call"]),
         ('<tool_call>{"name": "g"}</tool_call>', 1, ["unknown_tool"]),
+        ('<tool_call>{"name": "f", "arguments": {}, "name": "g"}</tool_call>', 1, ["unknown_tool"]),
         ('<tool_call>{"name": "f", "arguments": {"n": "1"}}</tool_call>', 1, ["bad_argument"]),
         ('<tool_call>{"name": "f"}</tool_call> so', 1, ["text_after_call"]),
         ("a</tool_call>", 0, ["stray_tag"]),

@@ -2,9 +2,11 @@
 
 from datetime import datetime
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from m2forge.errors import FormatError
 from m2forge.text.segment import mark, plain
 from m2forge.text.template import ChatTemplate
 from m2forge.text.vocabulary import SpecialNames
@@ -43,6 +45,12 @@ def test_overlapping_markers_are_broken_too(content: str) -> None:
     parts = rendered("<ab>{{ messages[0].content }}", content, specials=("<ab>", "b><a", "a<"))
     assert parts[0] == ("<ab>", True)
     assert parts[1:] == ([(content, False)] if content else [])
+
+
+def test_a_marker_of_one_character_is_refused_inside_a_message() -> None:
+    assert rendered("$a{{ messages[0].content }}", "b", specials=("$",)) == [("$", True), ("ab", False)]
+    with pytest.raises(FormatError, match="of one character"):
+        rendered("$a{{ messages[0].content }}", "5$", specials=("$",))
 
 
 def test_segments_are_equal_by_what_they_say() -> None:

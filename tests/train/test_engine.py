@@ -78,24 +78,44 @@ def test_losses_are_counted_by_tag() -> None:
             assert f"loss/{name}" not in values
 
 
-def test_clipping_scales_the_whole_gradient() -> None:
+def test_clipping_scales_the_whole_gradient_and_reports_it_as_it_was() -> None:
     pack = draw_pack(0, [9, 9])
-    norms = [
-        TrainEngine(small_model(), OptimizerConfig(max_norm=limit)).step([pack], rate=1e-3).read()["grad_norm"]
-        for limit in (1e-3, 1e9)
-    ]
+    engines = [TrainEngine(small_model(), OptimizerConfig(max_norm=limit)) for limit in (1e-3, 1e9)]
+    norms = [engine.step([pack], rate=1e-3).read()["grad_norm"] for engine in engines]
     assert norms[0] == norms[1] > 1e-3
+    # The first mean is a tenth of what was left of the gradient.
+    clipped, whole = (
+        {name: slot.tensors["mean"] * 10 for name, slot in engine.optimizer.slots.items()} for engine in engines
+    )
+    assert torch.stack([mean.norm() for mean in clipped.values()]).norm().item() == pytest.approx(1e-3, rel=1e-9)
+    for name, mean in clipped.items():
+        torch.testing.assert_close(mean, whole[name] * (1e-3 / norms[0]), rtol=1e-9, atol=1e-15)
+
+
+def test_the_balance_loss_is_a_mean_over_packs() -> None:
+    """Twice the same pack must step as it does once, whatever part of the loss a gradient comes from."""
+    moe = {"num_experts": 4, "top_k": 2, "intermediate_size": 8, "aux_loss_weight": 0.5}
+    pack = draw_pack(0, [9, 9])
+    once, twice = (TrainEngine(small_model(moe=moe), CONFIG) for _ in range(2))
+    plain = TrainEngine(small_model(), CONFIG)
+    for engine, packs in ((once, [pack]), (twice, [pack, pack]), (plain, [pack])):
+        engine.step(packs, rate=1e-3, mtp_weight=0.3)
+    name = "blocks.0.ffn.router.weight"
+    means = [engine.optimizer.slots[name].tensors["mean"] for engine in (once, twice, plain)]
+    torch.testing.assert_close(means[0], means[1], rtol=1e-9, atol=1e-15)
+    assert not torch.allclose(means[0], means[2], rtol=1e-2)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_a_step_without_finite_gradients_changes_no_weight(kind: str) -> None:
+def test_a_step_without_finite_gradients_changes_no_weight_and_no_bias(kind: str) -> None:
     model = small_model()
     model.norm.weight.data[0] = math.inf
     engine = TrainEngine(model, OptimizerConfig.model_validate({"kind": kind}))
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    before = copy.deepcopy(model.state_dict())
+    assert any(name.endswith("router.bias") for name in before)
     values = engine.step([draw_pack(0, [9, 9])], rate=1e-2).read()
     assert not math.isfinite(values["grad_norm"])
-    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -123,6 +143,16 @@ def test_agreement_is_measured_when_asked() -> None:
     assert 0 <= values["draft_agreement/1"] <= 1
     assert "draft_agreement/2" in values
     assert not any(name.startswith("draft") for name in engine.step([draw_pack(0, [9])], rate=0.0).read())
+
+
+def test_a_frozen_step_without_module_loss_changes_nothing() -> None:
+    engine = TrainEngine(small_model(), CONFIG)
+    engine.model.freeze_main()
+    before = copy.deepcopy(dict(engine.model.named_parameters()))
+    values = engine.step([draw_pack(0, [9])], rate=1e-2, mtp_weight=0.0).read()
+    assert values["grad_norm"] == 0
+    assert values["loss"] > 0
+    assert all(torch.equal(weight, before[name]) for name, weight in engine.model.named_parameters())
 
 
 def test_a_pack_without_targets_is_no_error() -> None:

@@ -34,9 +34,14 @@ def test_the_rate_warms_up() -> None:
         ({"warmup_steps": 12}, "warmup_steps"),
         ({"pack_tokens": 4}, "pack_tokens"),
         ({"trains": "mtp"}, "learns nothing"),
+        ({"trains": "mtp", "mtp_weight": {"start": 0.0, "end": 0.0}}, "learns nothing"),
         ({"rate": {"start": -1.0}}, "greater than or equal to 0"),
     ],
 )
 def test_phases_that_cannot_be_meant_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_phase(**change)
+
+
+def test_a_frozen_phase_may_raise_its_weight_from_nothing() -> None:
+    make_phase(trains="mtp", mtp_weight={"start": 0.0, "end": 0.3})

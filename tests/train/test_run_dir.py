@@ -1,0 +1,89 @@
+"""Which changes a run that is started again may bring, and who may train into its directory."""
+
+from pathlib import Path
+
+import pytest
+
+from m2forge.config import Config
+from m2forge.errors import ConfigError, ExistsError
+from m2forge.train.checkpoint import Position
+from m2forge.train.config import PhaseConfig, TrainConfig
+from m2forge.train.run_dir import hold_run, open_run
+
+
+class Run(Config):
+    seed: int = 0
+    note: str | None = None
+    train: TrainConfig = TrainConfig()
+    phases: tuple[PhaseConfig, ...]
+
+
+def make_run(num_phases: int = 3, **changes: object) -> Run:
+    phase = {"steps": 4, "context": 8, "pack_tokens": 8, "rate": {"start": 1e-3}}
+    phases = tuple(PhaseConfig.model_validate(phase | {"name": f"p{index}"}) for index in range(num_phases))
+    return Run.model_validate({"phases": phases} | changes)
+
+
+def longer(run: Run, index: int) -> Run:
+    """The same run with another number of steps in one phase."""
+    phases = list(run.phases)
+    phases[index] = phases[index].model_copy(update={"steps": 5})
+    return run.model_copy(update={"phases": tuple(phases)})
+
+
+def test_phases_that_have_not_begun_may_change(tmp_path: Path) -> None:
+    open_run(tmp_path, make_run(), None)
+    open_run(tmp_path, longer(make_run(), 2), 1)
+    open_run(tmp_path, make_run(num_phases=2), 1)
+    open_run(tmp_path, make_run(num_phases=4), 1)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_phases_that_have_begun_may_not(tmp_path: Path, index: int) -> None:
+    open_run(tmp_path, make_run(), None)
+    with pytest.raises(ConfigError, match=rf"started with phases\.{index}\.steps = 4, now it is 5"):
+        open_run(tmp_path, longer(make_run(), index), 1)
+    with pytest.raises(ConfigError, match=r"started with phases\.1\."):
+        open_run(tmp_path, make_run(num_phases=1), 1)
+
+
+def test_the_machine_and_the_checkpoints_may_change_and_nothing_else(tmp_path: Path) -> None:
+    open_run(tmp_path, make_run(), None)
+    open_run(tmp_path, make_run(train=TrainConfig.model_validate({"machine": {"num_threads": 3}})), 0)
+    open_run(tmp_path, make_run(train=TrainConfig.model_validate({"checkpoint": {"keep": 5}})), 0)
+    with pytest.raises(ConfigError, match=r"train\.optimizer\.betas\.1 = 0\.95, now it is 0\.9"):
+        open_run(tmp_path, make_run(train=TrainConfig.model_validate({"optimizer": {"betas": (0.9, 0.9)}})), 0)
+    with pytest.raises(ConfigError, match="note = None, now it is 'x'"):
+        open_run(tmp_path, make_run(note="x"), 0)
+
+
+def test_a_refused_configuration_is_not_written(tmp_path: Path) -> None:
+    open_run(tmp_path, make_run(), None)
+    before = (tmp_path / "config.toml").read_text()
+    with pytest.raises(ConfigError, match="seed"):
+        open_run(tmp_path, make_run(seed=1), 0)
+    assert (tmp_path / "config.toml").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("position", "expected"),
+    [
+        (Position(), None),
+        (Position(phase=0, step_in_phase=3, step=3), 0),
+        (Position(phase=1, step_in_phase=0, step=4), 0),
+        (Position(phase=1, step_in_phase=1, step=5), 1),
+    ],
+)
+def test_between_two_phases_the_second_has_not_begun(position: Position, expected: int | None) -> None:
+    assert position.last_begun == expected
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with (
+        hold_run(tmp_path / "run"),
+        pytest.raises(ExistsError, match="being trained by another process"),
+        hold_run(tmp_path / "run"),
+    ):
+        pass
+    with hold_run(tmp_path / "run"):
+        pass
