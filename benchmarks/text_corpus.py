@@ -35,10 +35,8 @@ def write_text_corpus(folder: Path, vocab_size: int, max_bytes: int) -> int:
     with CorpusWriter(folder, vocab_size=vocab_size) as writer:
         for start in range(0, len(texts), DOCUMENTS_PER_BATCH):
             for index, ids in enumerate(tokenizer.encode_batch(texts[start : start + DOCUMENTS_PER_BATCH])):
-                split = "held_out" if index % HELD_OUT_EVERY == 0 else "train"
-                writer.add(
-                    "code", [*ids, tokenizer.end_of_text_id], split="held_out" if split == "held_out" else "train"
-                )
+                tokens = [*ids, tokenizer.end_of_text_id]
+                writer.add("code", tokens, split="held_out" if index % HELD_OUT_EVERY == 0 else "train")
                 num_tokens += len(ids) + 1
         writer.finish(end_of_text_id=tokenizer.end_of_text_id)
     return num_tokens

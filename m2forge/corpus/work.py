@@ -55,6 +55,7 @@ def open_work(config: CorpusConfig, dest: Path) -> Iterator[Work]:
         listed = root / PARTS_NAME
         num_parts = 0
         digest = hashlib.sha256(config.model_dump_json().encode())
+        digest.update(json.dumps(_beside(config)).encode())
         try:
             with listed.open("w", encoding="utf-8") as file:
                 for part in list_parts(config.sources, config.part_bytes):
@@ -80,6 +81,24 @@ def open_work(config: CorpusConfig, dest: Path) -> Iterator[Work]:
 
 def remove_work(dest: Path) -> None:
     shutil.rmtree(_root(dest), ignore_errors=True)
+
+
+def _beside(config: CorpusConfig) -> list[list[str | int]]:
+    """Path, size and time of the files that a build reads beside its sources: a tokenizer, a classifier's examples."""
+    roots = [] if config.tokenizer.path is None else [Path(config.tokenizer.path)]
+    if config.quality.classifier is not None:
+        examples = (*config.quality.classifier.positive, *config.quality.classifier.negative)
+        return _stamps(roots) + [
+            [span.path, span.size, span.modified_ns]
+            for part in list_parts(examples, config.part_bytes)
+            for span in part.spans
+        ]
+    return _stamps(roots)
+
+
+def _stamps(roots: list[Path]) -> list[list[str | int]]:
+    files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.glob("*")))]
+    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
 def _root(dest: Path) -> Path:

@@ -1,8 +1,8 @@
 """Tool-call validity: conversations cut before a call of the assistant; does the network make a well-formed one?
 
-A completion is *valid* if the chat format's parser finds no problem in it, it holds at least one call, and every call
-names a known tool, gives all required arguments, none that the tool does not have, and values of the schema's types. It
-is *equal* if its calls are those of the reference, name by name and argument by argument.
+A completion is *valid* if it ends, the chat format's parser finds no problem in it, it holds at least one call, and
+every call names a known tool, gives all required arguments, none that the tool does not have, and values of the
+schema's types. It is *equal* if its calls are those of the reference, name by name and argument by argument.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,6 +58,8 @@ def judge(completion: Completion, tools: Sequence[Tool], reference: Sequence[Too
     reasons = [f"{problem.kind}: {problem.detail}" for problem in completion.problems]
     if not completion.tool_calls:
         reasons.append("no tool call")
+    if not completion.closed:
+        reasons.append("the completion does not end")
     if not any(problem.kind in _TOLD_BY_PARSER for problem in completion.problems):
         reasons += _call_violations(completion.tool_calls, tools)
     made = [(call.name, call.arguments) for call in completion.tool_calls]

@@ -41,6 +41,7 @@ def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch
     source = FolderSource(folder)
     refuse_misfits(source)
     model = empty(source.config, device, dtype or usual_dtype(source))
+    model.token_ids = source.token_ids
     fill(model, source)
     return model
 

@@ -67,7 +67,7 @@ class ModelSource:
     def __init__(self, model: Transformer) -> None:
         self.origin = "the model"
         self.config = model.config
-        self.token_ids: TokenIds = {}
+        self.token_ids: TokenIds = model.token_ids
         self._state: Mapping[str, Tensor] = model.state_dict()
         self._parts = dict(public_parts(model.config))
         views = ((name, self._view(name)) for name in self._parts)

@@ -6,7 +6,7 @@ where there is a loss (kernels/cross_entropy.py). Masks come from an attention p
 Shapes: B rows, L their length, N flat tokens, D hidden size, V vocabulary, E experts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -51,6 +51,8 @@ class Transformer(nn.Module):
         self.head = None if config.tied_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.recompute: Literal["none", "block"] = "none"
         """block: keep only each block's input and run the block again in the backward pass."""
+        self.token_ids: Mapping[str, int | list[int] | None] = {}
+        """Ids of special tokens, such as `eos_token_id`, that are written beside the weights."""
 
     @property
     def head_weight(self) -> Tensor:

@@ -36,6 +36,7 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
     """Train, or go on with, the run `config` describes; returns the finished model's folder."""
     corpus = Path(config.corpus)
     network = network_config(config)
+    end_id = read_manifest(corpus).end_of_text_id
     start = _start_folder(config)
     if start is not None:
         _refuse_other_tokenizer(start, corpus)
@@ -44,7 +45,10 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
     def build_model(device: torch.device, dtype: torch.dtype) -> Transformer:
         if start is not None:
             return load_model(start, device=device, dtype=dtype)
-        return build(network, device, dtype, config.seed)
+        model = build(network, device, dtype, config.seed)
+        if end_id is not None:
+            model.token_ids = {"eos_token_id": end_id}
+        return model
 
     def open_source(index: int, state: Mapping[str, JsonValue] | None) -> CorpusSource:
         return CorpusSource(config, index, state)

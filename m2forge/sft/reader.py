@@ -126,7 +126,8 @@ class SFTReader:
         padding = [self._store.context] * (missing // self._store.context) + [missing % self._store.context]
         padding = [length for length in padding if length]
         return Pack(
-            np.concatenate([tokens, np.zeros(missing, np.int32)]),
+            # The pack's own tokens again: routers see padding too, and should see nothing strange.
+            np.concatenate([tokens, np.resize(tokens, missing)]),
             np.concatenate([targets, np.full(missing, NO_TARGET, np.int32)]),
             np.asarray(lengths + padding, np.int32),
             np.asarray(tags + [PAD_TAG] * len(padding), np.int32),

@@ -20,8 +20,9 @@ from m2forge.sft.reader import SFTReader, SFTReaderState
 from m2forge.sft.store import Store
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
+from m2forge.train.checkpoint import begun_phase
 from m2forge.train.config import PhaseConfig
-from m2forge.train.loop import TrainLoop
+from m2forge.train.loop import CHECKPOINT_FOLDER, TrainLoop
 from m2forge.train.machine import choose_device
 from m2forge.train.run_dir import open_run
 
@@ -35,17 +36,23 @@ def run_sft(config: SFTConfig, runs: Path) -> Path:
         raise NotFoundError(f"model {config.model!r} is no folder; give one that `m2forge pretrain` or `import` wrote")
     chat_format = make_format(config.chat_format, load_tokenizer(start), drop_thinking=config.drop_thinking)
     run_dir = runs / config.name
+    begun = begun_phase(run_dir / CHECKPOINT_FOLDER)
+    if begun is not None:
+        # A run under way refuses another configuration before its data are touched.
+        open_run(run_dir, config, begun)
     store = prepare(config.data, chat_format, run_dir / DATA_FOLDER, config.seed)
     phase = _phase(config, store)
 
     def build_model(device: torch.device, dtype: torch.dtype) -> Transformer:
-        return load_model(start, device=device, dtype=dtype)
+        model = load_model(start, device=device, dtype=dtype)
+        model.token_ids = {**model.token_ids, "eos_token_id": chat_format.stop_ids[0]}
+        return model
 
     def open_source(index: int, state: Mapping[str, JsonValue] | None) -> TrajectorySource:
         return TrajectorySource(config, store, state)
 
     loop = TrainLoop(run_dir, config.train, [phase], build_model, open_source, find_companions(start))
-    open_run(run_dir, config, loop.position.phase if loop.position.step else None)
+    open_run(run_dir, config, loop.position.last_begun)
     return loop.run()
 
 
@@ -80,7 +87,8 @@ def _phase(config: SFTConfig, store: Store) -> PhaseConfig:
     """The whole run as one phase: its steps are the packs that the epochs make."""
     reader = SFTReader(store, pack_tokens=config.pack_tokens, seed=config.seed)
     num_packs = sum(reader.num_packs(epoch) for epoch in range(config.num_epochs))
-    steps = max(1, num_packs // config.packs_per_step)
+    # A last step that lacks packs takes them from the epoch after: every trajectory is seen as often as was asked.
+    steps = -(-num_packs // config.packs_per_step)
     return PhaseConfig(
         name="sft",
         steps=steps,

@@ -2,7 +2,7 @@
 
     ]~!b[]~b]system⏎…[e~[⏎
     ]~b]user⏎…[e~[⏎
-    ]~b]ai⏎<think>⏎thinking⏎</think>⏎⏎content<minimax:tool_call>⏎…</minimax:tool_call>[e~[⏎
+    ]~b]ai⏎<think>⏎thinking⏎</think>⏎⏎content⏎<minimax:tool_call>⏎…</minimax:tool_call>[e~[⏎
     ]~b]tool⏎<response>…</response>⏎<response>…</response>[e~[⏎
     ]~b]ai⏎<think>⏎                                                  (the generation prompt)
 
@@ -31,7 +31,7 @@ from m2forge.records import JsonValue
 from m2forge.text.json_value import MAX_DEPTH, is_deeper
 from m2forge.text.message import Message, Tool, ToolCall, tool_to_openai
 from m2forge.text.parser import THINK_CLOSE, THINK_OPEN
-from m2forge.text.parser_xml import CALLS_CLOSE, CALLS_OPEN, PARAMETER_CLOSE, XmlCallParser
+from m2forge.text.parser_xml import CALL_LEAD, CALLS_CLOSE, CALLS_OPEN, PARAMETER_CLOSE, XmlCallParser
 from m2forge.text.segment import Rendered, Segment, encode_segments, mark, plain
 from m2forge.text.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -142,13 +142,14 @@ def _assistant(index: int, message: Message, dropped: bool) -> Iterator[Segment]
     """`dropped`: without its thinking, as the published template writes messages before the last user's."""
     _check_assistant(index, message)
     trained = not dropped
+    content = f"{message.content}{CALL_LEAD}" if message.tool_calls else message.content
     if dropped:
-        yield from (mark(OPEN), plain(f"ai\n{message.content}"))
+        yield from (mark(OPEN), plain(f"ai\n{content}"))
     else:
         yield from _GENERATION
         yield plain(f"{message.thinking}\n", trained=True)
         yield mark(THINK_CLOSE, trained=True)
-        yield plain(f"\n\n{message.content}", trained=True)
+        yield plain(f"\n\n{content}", trained=True)
     if message.tool_calls:
         calls = "".join(_call(index, message, call) for call in message.tool_calls)
         yield mark(CALLS_OPEN, trained=trained)

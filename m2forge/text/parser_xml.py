@@ -20,6 +20,8 @@ from m2forge.text.message import Tool
 from m2forge.text.parser import CompletionParser, markers_of, snippet
 
 CALLS_OPEN, CALLS_CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
+CALL_LEAD = "\n"
+"""Stands between content and calls, and belongs to neither."""
 PARAMETER_CLOSE = "</parameter>"
 _INVOKE, _INVOKE_CLOSE, _PARAMETER = "<invoke", "</invoke>", "<parameter"
 _NAME = re.compile(r"""\s+name\s*=\s*(?:"(?P<double>[^"]*)"|'(?P<single>[^']*)'|(?P<bare>[^\s"'>]+))\s*""")
@@ -28,7 +30,11 @@ _NAME = re.compile(r"""\s+name\s*=\s*(?:"(?P<double>[^"]*)"|'(?P<single>[^']*)'|
 class XmlCallParser(CompletionParser):
     def __init__(self, tools: Sequence[Tool], *, end_marker: str, starts_thinking: bool) -> None:
         super().__init__(
-            tools, end_marker=end_marker, call_markers=(CALLS_OPEN, CALLS_CLOSE), starts_thinking=starts_thinking
+            tools,
+            end_marker=end_marker,
+            call_markers=(CALLS_OPEN, CALLS_CLOSE),
+            call_lead=CALL_LEAD,
+            starts_thinking=starts_thinking,
         )
         self._between_markers = markers_of(_INVOKE, CALLS_CLOSE, end_marker)
         self._inside_markers = markers_of(_PARAMETER, _INVOKE_CLOSE, _INVOKE, CALLS_CLOSE, end_marker)

@@ -93,6 +93,12 @@ class CheckpointStore:
         return [path for path in self.folder.glob(f"{PREFIX}*") if not (path / POSITION_FILE).is_file()]
 
 
+def begun_phase(folder: Path) -> int | None:
+    """Index of the last phase begun by the run whose checkpoints lie in `folder`; None before its first."""
+    newest = CheckpointStore(folder, CheckpointConfig()).newest()
+    return None if newest is None else read_position(newest).last_begun
+
+
 def load_checkpoint_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Transformer:
     return load_model(folder / MODEL_FOLDER, device=device, dtype=dtype)
 

@@ -51,7 +51,7 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
     (tmp_path / "out" / "eval.json").write_text('{"model": 3}')
     with pytest.raises(DataError, match="not an evaluation report"):
         EvalReport.load(tmp_path / "out")
-    with pytest.raises(NotFoundError, match="eval.json: cannot be read"):
+    with pytest.raises(NotFoundError, match=r"eval\.json: cannot be read"):
         EvalReport.load(tmp_path / "none")
 
 

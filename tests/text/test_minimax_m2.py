@@ -64,7 +64,8 @@ Find a[e~[
 look
 </think>
 
-Searching<minimax:tool_call>
+Searching
+<minimax:tool_call>
 <invoke name="search">
 <parameter name="query"> a
 </parameter>

@@ -1,0 +1,103 @@
+"""Fine-tuning end to end on a few made-up trajectories: what is written, and going on after a stop."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from m2forge.config import build
+from m2forge.errors import ConfigError, NotFoundError
+from m2forge.model.build import build as build_model
+from m2forge.model.checkpoint import load_model, save_model
+from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
+from m2forge.observe.metrics import read_metrics
+from m2forge.sft.config import SFTConfig
+from m2forge.sft.stage import run_sft
+from m2forge.sft.synthetic import write_jsonl
+from m2forge.text.tokenizer import load_tokenizer
+from m2forge.train.loop import TrainLoop
+from tests.sft.sample import chat_format
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
+    folder = tmp_path_factory.mktemp("start")
+    tokenizer = chat_format().tokenizer
+    network = ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        num_layers=2,
+        attention=AttentionConfig(
+            num_heads=2, num_kv_heads=1, head_dim=16, rotary_dim=8, rope_theta=1e4, qk_norm="flat"
+        ),
+        moe=MoEConfig(num_experts=4, top_k=2, intermediate_size=16),
+        max_context=512,
+        num_mtp=1,
+    )
+    save_model(build_model(network), folder / "model")
+    tokenizer.save(folder / "model")
+    sources = [folder / "a.jsonl", folder / "b.jsonl"]
+    for seed, path in enumerate(sources):
+        write_jsonl(path, 5, seed, "train")
+    return build(
+        SFTConfig,
+        {
+            "name": "small",
+            "model": str(folder / "model"),
+            "num_epochs": 2,
+            "pack_tokens": 700,
+            "rate": {"start": 3e-3, "end": 1e-3},
+            "data": {"context": 512, "sources": [{"path": str(path)} for path in sources]},
+            "train": {"checkpoint": {"every_steps": 2, "keep": 2}, "machine": {"device": "cpu", "num_threads": 1}},
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(config: SFTConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the finished run."""
+    folder = tmp_path_factory.mktemp("runs")
+    run_sft(config, folder)
+    return folder
+
+
+def test_a_run_trains_on_every_source_and_keeps_the_tokenizer(config: SFTConfig, runs: Path) -> None:
+    steps = read_metrics(runs / "small" / "metrics.jsonl")
+    assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+    assert {name for step in steps for name in step.values if name.startswith("loss/")} == {"loss/a", "loss/b"}
+    assert steps[-1].values["loss"] < steps[0].values["loss"]
+    tokenizer = load_tokenizer(runs / "small" / "model")
+    assert tokenizer.fingerprint == load_tokenizer(Path(config.model)).fingerprint
+
+
+def test_stopping_after_any_step_changes_no_bit(
+    config: SFTConfig, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = load_model(runs / "small" / "model").state_dict()
+    original, generator, left, num_stops = TrainLoop._step, random.Random(0), [0], 0
+
+    def step(self: TrainLoop, *args: object) -> object:
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return original(self, *args)  # type: ignore[arg-type]  # passed on as they came
+
+    monkeypatch.setattr(TrainLoop, "_step", step)
+    while True:
+        left[0] = generator.randrange(2, 5)
+        try:
+            parts = load_model(run_sft(config, tmp_path / "parts")).state_dict()
+            break
+        except KeyboardInterrupt:
+            num_stops += 1
+            assert num_stops < 20
+    assert num_stops > 1
+    assert [name for name, weight in whole.items() if not torch.equal(weight, parts[name])] == []
+
+
+def test_a_model_that_is_not_there_and_a_changed_configuration_are_refused(config: SFTConfig, runs: Path) -> None:
+    with pytest.raises(NotFoundError, match="model 'none' is no folder"):
+        run_sft(config.model_copy(update={"model": "none"}), runs)
+    with pytest.raises(ConfigError, match="was started with"):
+        run_sft(config.model_copy(update={"rate": config.rate.model_copy(update={"start": 1e-3})}), runs)
