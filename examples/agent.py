@@ -49,7 +49,7 @@ from m2forge.text.message import message_from_openai, tool_from_openai
 from m2forge.text.tokenizer import load_tokenizer
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-NUM_TRAIN, NUM_HELD_OUT = 1600, 300
+NUM_TRAIN, NUM_HELD_OUT = 2200, 300
 TRAIN_SEED, HELD_OUT_SEED = 0, 1
 
 Result = TypeVar("Result")
