@@ -100,7 +100,7 @@ CPU = Workload(
     rate=4e-3,
     num_samples=20,
 )
-QUICK = replace(CPU, fact_tokens=0, base_tokens=512, base_steps=350, extend_steps=0, module_steps=80)
+QUICK = replace(CPU, fact_tokens=0, base_tokens=512, base_steps=160, extend_steps=0, module_steps=50)
 
 
 class Facts:
