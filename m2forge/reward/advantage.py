@@ -1,0 +1,130 @@
+"""Step rewards in, an advantage and a weight for every completion call out: what a trainer puts on its samples.
+
+    G_it = Σ_{p≥t} γ^(p−t) r_ip                 reward to go of call t of episode i; R_i = G_i1 is the episode's return
+    A_it = (G_it − B_i) / s
+
+    leave_one_out     B_i = mean of R_j over the other episodes j of the group
+    group_mean        B_i = mean of R_j over the whole group
+    trajectory_mean   B_i = mean of G_it over the calls t of the episode itself
+
+    s = 1, or max(min_std, the sample standard deviation of R_j over the group, or over the batch)
+
+leave_one_out is unbiased, since B_i does not depend on what i did; it is G / (G − 1) times what group_mean gives to a
+group of G. trajectory_mean needs no group and tells only which calls of an episode were the better ones: a reward paid
+at the end alone teaches nothing by it. An episode alone in its group has, by default, advantage 0.
+
+An episode without calls has no sample, and says nothing about the policy: it is left out of every mean. Weights are
+those of `reward/weight.py`, over the batch.
+
+Three attempts of one call with rewards 1, 0 and 0.5, leave_one_out: B = (0.25, 0.75, 0.5), A = (0.75, −0.75, 0).
+One attempt with r = (0.1, 0, 1), γ = 0.5: G = (0.35, 0.5, 1); trajectory_mean: B = 0.6167.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from m2forge.errors import RecordError
+from m2forge.reward.config import AdvantageConfig, Baseline
+from m2forge.reward.judge import Judged
+from m2forge.reward.weight import WEIGHTINGS
+
+ReturnArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Advantage:
+    """What one sample, a call of an episode, is worth to the trainer."""
+
+    episode: int
+    """Index of the episode in the batch, its groups laid end to end."""
+    call: int
+    """Index among the episode's calls."""
+    value: float
+    """Â: the factor of each of its sampled tokens."""
+    weight: float
+    """What each of its token terms is multiplied by in the loss; over the sampled tokens of the batch it sums to 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("value", "weight"):
+            if not math.isfinite(getattr(self, name)):
+                raise RecordError(
+                    f"Advantage of episode {self.episode}, call {self.call}: {name}: expected a finite number, "
+                    f"received {getattr(self, name)!r}"
+                )
+
+
+def assign_advantages(groups: Sequence[Sequence[Judged]], config: AdvantageConfig) -> list[Advantage]:
+    """One advantage per call, episode by episode. The groups are the whole batch of an optimizer step."""
+    for group in groups:
+        tasks = sorted({judged.episode.task.id for judged in group})
+        if len(tasks) > 1:
+            raise RecordError(f"advantages: expected groups of attempts at one task, received one with {tasks}")
+    # A sum that overflows makes an advantage that is refused below, by name.
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = episode_advantages([[judged.step_rewards for judged in group] for group in groups], config)
+    episodes = [judged.episode for group in groups for judged in group]
+    places = [(index, call) for index, episode in enumerate(episodes) for call in range(len(episode.calls))]
+    num_tokens = [episodes[index].calls[call].response_ids.size for index, call in places]
+    weights = WEIGHTINGS[config.weighting](num_tokens, [index for index, _ in places])
+    return [
+        Advantage(index, call, float(values[index][call]), float(weight))
+        for (index, call), weight in zip(places, weights, strict=True)
+    ]
+
+
+def episode_advantages(groups: Sequence[Sequence[Sequence[float]]], config: AdvantageConfig) -> list[ReturnArray]:
+    """A_it of every episode, groups laid end to end, from the step rewards of each episode of each group."""
+    to_go = [[reward_to_go(rewards, config.gamma) for rewards in group] for group in groups]
+    batch = [g for group in to_go for g in group]
+    batch_scale = _std(batch, config) if config.normalisation == "batch_std" else 1.0
+    advantages = []
+    for group in to_go:
+        scale = _std(group, config) if config.normalisation == "group_std" else batch_scale
+        baselines = episode_baselines(group, config.baseline)
+        for g, baseline in zip(group, baselines, strict=True):
+            if baseline is not None:
+                advantages.append((g - baseline) / scale)
+            elif config.single == "zero_baseline":
+                advantages.append(g / scale)
+            else:
+                advantages.append(np.zeros_like(g))
+    return advantages
+
+
+def reward_to_go(rewards: Sequence[float], gamma: float) -> ReturnArray:
+    """G_t of every step of an episode."""
+    to_go = np.zeros(len(rewards))
+    ahead = 0.0
+    for step in reversed(range(len(rewards))):
+        if not math.isfinite(rewards[step]):
+            raise RecordError(f"reward of step {step}: expected a finite number, received {rewards[step]!r}")
+        ahead = rewards[step] + gamma * ahead
+        to_go[step] = ahead
+    return to_go
+
+
+def episode_baselines(to_go: Sequence[ReturnArray], kind: Baseline) -> list[float | None]:
+    """B_i of every episode of a group; None where there is nothing to compare it with."""
+    if kind == "trajectory_mean":
+        return [float(g.mean()) if g.size else None for g in to_go]
+    returns = _returns(to_go)
+    if returns.size < 2:
+        return [None] * len(to_go)
+    total = float(returns.sum())
+    if kind == "group_mean":
+        return [total / returns.size] * len(to_go)
+    return [(total - float(g[0])) / (returns.size - 1) if g.size else None for g in to_go]
+
+
+def _returns(to_go: Sequence[ReturnArray]) -> ReturnArray:
+    return np.array([g[0] for g in to_go if g.size])
+
+
+def _std(to_go: Sequence[ReturnArray], config: AdvantageConfig) -> float:
+    """The spread of the returns; 1 where there are too few to have any."""
+    returns = _returns(to_go)
+    return max(config.min_std, float(returns.std(ddof=1))) if returns.size > 1 else 1.0
