@@ -1,0 +1,80 @@
+"""Completion calls as they came, from wherever, in; one token tree per group out, and what was wrong with the rest.
+
+A broken call is refused by name and leaves no trace; the calls beside it go on.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from m2forge.errors import RecordError
+from m2forge.records import Call, FinishReason
+from m2forge.tree.token_tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawCall:
+    """A completion call that nobody has checked."""
+
+    name: str
+    group: str
+    """Calls of one group are merged into one tree: those that may share a prompt."""
+    prompt_ids: npt.ArrayLike
+    response_ids: npt.ArrayLike
+    logprobs: npt.ArrayLike
+    versions: npt.ArrayLike
+    finish_reason: str = FinishReason.STOP
+    started_s: float = 0.0
+    finished_s: float = 0.0
+    episode: str = ""
+    advantage: float = 0.0
+    experts: npt.NDArray[np.integer] | None = None
+    """Routing of the first tokens of prompt and response, (tokens, layers, chosen)."""
+
+    def check(self) -> Call:
+        try:
+            float(self.advantage)
+            return Call(
+                prompt_ids=np.asarray(self.prompt_ids),
+                response_ids=np.asarray(self.response_ids),
+                logprobs=np.asarray(self.logprobs),
+                versions=np.asarray(self.versions),
+                finish_reason=FinishReason(self.finish_reason),
+                started_s=self.started_s,
+                finished_s=self.finished_s,
+            )
+        except (TypeError, ValueError) as error:
+            # Lists that make no array, reasons that are none, numbers that are missing; a RecordError stays one.
+            raise RecordError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A call that was refused."""
+
+    name: str
+    group: str
+    reason: str
+
+
+def build_trees(
+    calls: Iterable[RawCall], vocab_size: int, max_tokens: int | None = None
+) -> tuple[dict[str, TokenTree], tuple[Problem, ...]]:
+    """Trees by group. `max_tokens`: longest call to take, such as the budget that trees will be packed into."""
+    trees: dict[str, TokenTree] = {}
+    problems = []
+    for raw in calls:
+        tree = trees.get(raw.group) or TokenTree(vocab_size)
+        try:
+            call = raw.check()
+            num_tokens = call.prompt_ids.size + call.response_ids.size
+            if max_tokens is not None and num_tokens > max_tokens:
+                raise RecordError(f"Call: expected at most {max_tokens} tokens, received {num_tokens}")
+            tree.add(call, raw.name, episode=raw.episode, advantage=raw.advantage, experts=raw.experts)
+        except RecordError as error:
+            problems.append(Problem(raw.name, raw.group, str(error)))
+        else:
+            trees[raw.group] = tree
+    return trees, tuple(problems)

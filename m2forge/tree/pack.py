@@ -1,0 +1,43 @@
+"""Trees in, packs within a token budget out: what one forward and backward pass takes each.
+
+Trees above the budget are cut first. The sub-trees, largest first, go each into the fullest pack they fit; sub-trees
+of one tree that meet in a pack become one again. `tree_S` and `sample_S` of a pack say whose each sample is; over all
+packs every sample, and so every loss edge, stands exactly once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from m2forge.tree.cut import Subtree, cut_tree
+from m2forge.tree.flat import FlatTree, join
+from m2forge.tree.flatten import flatten
+from m2forge.tree.token_tree import TokenTree
+
+
+@dataclass(slots=True)
+class _Bin:
+    num_tokens: int = 0
+    samples: dict[int, list[int]] = field(default_factory=dict)
+    """By index of the tree."""
+
+    def add(self, tree_index: int, subtree: Subtree) -> None:
+        self.num_tokens += subtree.num_tokens
+        self.samples.setdefault(tree_index, []).extend(subtree.samples)
+
+
+def pack_trees(trees: Sequence[TokenTree], budget: int) -> list[FlatTree]:
+    """Raises RecordError, naming the sample, where a single path is above the budget."""
+    subtrees = [(index, subtree) for index, tree in enumerate(trees) for subtree in cut_tree(tree, budget)]
+    bins: list[_Bin] = []
+    for tree_index, subtree in sorted(subtrees, key=lambda item: item[1].num_tokens, reverse=True):
+        fitting = [other for other in bins if other.num_tokens + subtree.num_tokens <= budget]
+        if fitting:
+            fullest = max(fitting, key=lambda other: other.num_tokens)
+        else:
+            fullest = _Bin()
+            bins.append(fullest)
+        fullest.add(tree_index, subtree)
+    return [
+        join([flatten(trees[index], sorted(samples), index) for index, samples in sorted(filled.samples.items())])
+        for filled in bins
+    ]

@@ -1,0 +1,54 @@
+"""One sample of a token tree: a completion call, less the token ids, which the tree keeps once for all its samples."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from m2forge.errors import RecordError
+from m2forge.records import FinishReason, FloatArray, IntArray
+
+ExpertArray: TypeAlias = npt.NDArray[np.int16]
+"""(tokens, layers, chosen): the experts that each token was routed to, in every layer with a router."""
+UNKNOWN_EXPERT = -1
+"""Stands in all places of a token whose routing nobody recorded."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    name: str
+    """What errors and results call it; unlike the others in its tree."""
+    num_prompt: int
+    """Tokens of its path that were sent; the rest of the path was sampled."""
+    logprobs: FloatArray
+    """Of each sampled token, under the distribution it was sampled from."""
+    versions: IntArray
+    """Step of the policy that sampled each token."""
+    finish_reason: FinishReason
+    started_s: float
+    finished_s: float
+    episode: str = ""
+    """The attempt it belongs to, where samples of one attempt are weighed together."""
+    advantage: float = 0.0
+    """What its tokens did better than expected; 0 until rewards are known."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise RecordError("Sample: name: expected text, received ''")
+        if not math.isfinite(self.advantage):
+            raise RecordError(f"Sample {self.name}: advantage: expected a finite number, received {self.advantage!r}")
+
+    @property
+    def num_response(self) -> int:
+        return self.logprobs.size
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + self.logprobs.size
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sample):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, item.name), getattr(other, item.name)) for item in fields(self))

@@ -1,0 +1,248 @@
+"""The token tree: completion calls go in one by one, each common prefix is kept once.
+
+Two calls share a token exactly if they agree on it and on all before it. So the tree depends only on the calls, not on
+their order: nodes end where paths part, and nowhere else. A call costs a few vector comparisons, one per node of its
+path. What a call adds is checked before anything changes: a call that is refused leaves the tree as it was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from m2forge.errors import RecordError
+from m2forge.records import Call, IntArray
+from m2forge.tree.node import Node
+from m2forge.tree.sample import ExpertArray, Sample
+
+MAX_VOCAB_SIZE = 2**31
+
+
+class TokenTree:
+    def __init__(self, vocab_size: int) -> None:
+        if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+            raise RecordError(f"TokenTree: vocab_size: expected 1 to {MAX_VOCAB_SIZE}, received {vocab_size}")
+        self.vocab_size = vocab_size
+        self.experts_shape: tuple[int, int] | None = None
+        """Layers and experts per layer of recorded routing; None while no call brought any."""
+        self.num_tokens = 0
+        """Kept tokens, shared ones once."""
+        self.num_input_tokens = 0
+        """Tokens of all calls, shared ones each time."""
+        self._root = Node(np.empty(0, np.int32), 0, None)
+        """Holds no token, so that calls may differ from the first one on."""
+        self._samples: list[Sample] = []
+        self._ends: list[Node] = []
+        """For each sample a node on or below which its path ends: splitting a node need not look for its samples."""
+        self._names: set[str] = set()
+
+    @classmethod
+    def assemble(
+        cls,
+        vocab_size: int,
+        nodes: Sequence[Node],
+        samples: Sequence[Sample],
+        ends: Sequence[Node],
+        experts_shape: tuple[int, int] | None = None,
+    ) -> Self:
+        """A tree of nodes that are linked among themselves already; those without a parent become its roots."""
+        tree = cls(vocab_size)
+        tree.experts_shape = experts_shape
+        for node in nodes:
+            if node.parent is None:
+                node.parent = tree._root
+                tree._root.children[int(node.tokens[0])] = node
+        tree.num_tokens = sum(node.size for node in nodes)
+        for sample, end in zip(samples, ends, strict=True):
+            tree._enter(sample, end)
+        return tree
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        return tuple(self._samples)
+
+    def add(
+        self,
+        call: Call,
+        name: str,
+        *,
+        episode: str = "",
+        advantage: float = 0.0,
+        experts: npt.NDArray[np.integer] | None = None,
+    ) -> int:
+        """Merge a call and return the index of its sample.
+
+        `experts`: routing of the first tokens of the path, (tokens, layers, chosen); an engine knows it for all but the
+        last token. Where calls share a token, the first routing recorded for it stays.
+        """
+        if name in self._names:
+            raise RecordError(f"Sample {name}: name: expected one that is not in the tree yet")
+        sample = Sample(
+            name=name,
+            num_prompt=call.prompt_ids.size,
+            logprobs=call.logprobs,
+            versions=call.versions,
+            finish_reason=call.finish_reason,
+            started_s=call.started_s,
+            finished_s=call.finished_s,
+            episode=episode,
+            advantage=advantage,
+        )
+        routed = None if experts is None else self._checked_experts(sample, experts)
+        path: IntArray = np.concatenate((call.prompt_ids, call.response_ids))
+        node, num_shared = self._descend(path)
+        if num_shared < path.size:
+            node = self._branch(sample, node, path, num_shared)
+        if routed is not None:
+            self._learn(node, routed)
+        return self._enter(sample, node)
+
+    def set_advantages(self, advantages: Sequence[float]) -> None:
+        """One number per sample, in their order. All or none."""
+        if len(advantages) != len(self._samples):
+            raise RecordError(f"expected {len(self._samples)} advantages, one per sample, received {len(advantages)}")
+        self._samples = [
+            replace(sample, advantage=float(advantage))
+            for sample, advantage in zip(self._samples, advantages, strict=True)
+        ]
+
+    def path(self, sample: int) -> IntArray:
+        """Token ids of a sample, prompt and response."""
+        parts: list[IntArray] = []
+        num_left = self._samples[sample].num_tokens
+        node: Node | None = self._ends[sample]
+        while node is not None:
+            parts.append(node.tokens[: max(0, num_left - node.depth)])
+            node = node.parent
+        return np.concatenate(parts[::-1])
+
+    def call(self, index: int) -> Call:
+        """The call that a sample was made from."""
+        sample, path = self._samples[index], self.path(index)
+        return Call(
+            prompt_ids=path[: sample.num_prompt],
+            response_ids=path[sample.num_prompt :],
+            logprobs=sample.logprobs,
+            versions=sample.versions,
+            finish_reason=sample.finish_reason,
+            started_s=sample.started_s,
+            finished_s=sample.finished_s,
+        )
+
+    def nodes(self) -> tuple[list[Node], list[int]]:
+        """All nodes depth-first, children by first token, and the index of each node's parent; −1 for none."""
+        nodes: list[Node] = []
+        parents: list[int] = []
+        ahead = [(self._root.children[token], -1) for token in sorted(self._root.children, reverse=True)]
+        while ahead:
+            node, parent = ahead.pop()
+            ahead += [(node.children[token], len(nodes)) for token in sorted(node.children, reverse=True)]
+            nodes.append(node)
+            parents.append(parent)
+        return nodes, parents
+
+    def ends(self) -> list[Node]:
+        """For each sample the node that holds the last token of its path."""
+        for index, sample in enumerate(self._samples):
+            node = self._ends[index]
+            while node.depth >= sample.num_tokens and node.parent is not None:
+                node = node.parent
+            self._ends[index] = node
+        return list(self._ends)
+
+    def __eq__(self, other: object) -> bool:
+        """The same samples in the same order, paths and recorded routing included."""
+        if not isinstance(other, TokenTree):
+            return NotImplemented
+        ours, theirs = self.nodes()[0], other.nodes()[0]
+        if (
+            self.vocab_size != other.vocab_size
+            or self.experts_shape != other.experts_shape
+            or self._samples != other._samples
+            or len(ours) != len(theirs)
+        ):
+            return False
+        twin = dict(zip(ours, theirs, strict=True))
+        return all(_same_node(node, twin[node], self.experts_shape) for node in ours) and all(
+            twin[end] is other_end for end, other_end in zip(self.ends(), other.ends(), strict=True)
+        )
+
+    def _descend(self, path: IntArray) -> tuple[Node, int]:
+        """The deepest node that shares a token with `path`, and how many tokens of it the tree holds."""
+        node, num_shared = self._root, 0
+        while num_shared == node.end and num_shared < path.size:
+            child = node.children.get(int(path[num_shared]))
+            if child is None:
+                break
+            node = child
+            num_shared += node.match(path)
+        return node, num_shared
+
+    def _branch(self, sample: Sample, node: Node, path: IntArray, num_shared: int) -> Node:
+        """Put the rest of `path` under the part of `node` that it shares; the node that holds its end is returned."""
+        tokens = path[num_shared:]
+        if int(tokens.max()) >= self.vocab_size:
+            self._refuse_id(sample, path)
+        self.num_tokens += tokens.size
+        if num_shared == node.end and not node.children and node is not self._root:
+            node.grow(tokens)
+            return node
+        if num_shared < node.end:
+            node = node.split(num_shared - node.depth)
+        # A copy, because the rest of the path would stay in memory behind a view.
+        leaf = Node(tokens.copy(), num_shared, node)
+        node.children[int(tokens[0])] = leaf
+        return leaf
+
+    def _refuse_id(self, sample: Sample, path: IntArray) -> NoReturn:
+        place = int((path >= self.vocab_size).argmax())
+        in_prompt = place < sample.num_prompt
+        field = f"prompt_ids[{place}]" if in_prompt else f"response_ids[{place - sample.num_prompt}]"
+        expected = f"expected an id below the vocabulary's {self.vocab_size}, received {path[place]}"
+        raise RecordError(f"Sample {sample.name}: {field}: {expected}")
+
+    def _checked_experts(self, sample: Sample, experts: npt.NDArray[np.integer]) -> ExpertArray:
+        array = np.asarray(experts)
+        record = f"Sample {sample.name}: experts"
+        if (
+            array.ndim != 3
+            or array.dtype.kind not in "iu"
+            or array.shape[0] > sample.num_tokens
+            or 0 in array.shape[1:]
+        ):
+            raise RecordError(
+                f"{record}: expected integers (tokens, layers, chosen) of at most {sample.num_tokens} tokens, "
+                f"received {array.dtype} {array.shape}"
+            )
+        if self.experts_shape not in (None, array.shape[1:]):
+            raise RecordError(
+                f"{record}: expected {self.experts_shape} per token as before, received {array.shape[1:]}"
+            )
+        if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int16).max):
+            raise RecordError(f"{record}: expected 0 to 32767, received {array.min()} to {array.max()}")
+        return array.astype(np.int16)
+
+    def _learn(self, node: Node, experts: ExpertArray) -> None:
+        self.experts_shape = (experts.shape[1], experts.shape[2])
+        above: Node | None = node
+        while above is not None:
+            if above.depth < experts.shape[0] and above.size:
+                above.learn(experts[above.depth : above.end])
+            above = above.parent
+
+    def _enter(self, sample: Sample, end: Node) -> int:
+        self._names.add(sample.name)
+        self._samples.append(sample)
+        self._ends.append(end)
+        self.num_input_tokens += sample.num_tokens
+        return len(self._samples) - 1
+
+
+def _same_node(ours: Node, theirs: Node, experts_shape: tuple[int, int] | None) -> bool:
+    return (
+        ours.depth == theirs.depth
+        and np.array_equal(ours.tokens, theirs.tokens)
+        and (experts_shape is None or np.array_equal(ours.experts(experts_shape), theirs.experts(experts_shape)))
+    )
