@@ -100,7 +100,7 @@ CPU = Workload(
     rate=4e-3,
     num_samples=20,
 )
-QUICK = replace(CPU, fact_tokens=0, base_tokens=512, base_steps=160, extend_steps=0, module_steps=50)
+QUICK = replace(CPU, fact_tokens=0, base_tokens=512, base_steps=100, extend_steps=0, module_steps=50)
 
 
 class Facts:
@@ -238,7 +238,7 @@ def context_bars(load: Workload, facts: Facts, before: Path, after: Path) -> lis
 
 
 def module_bars(load: Workload, corpus: Path, runs: Path, model: Path) -> list[Bar]:
-    losses = {source: module_losses(load, corpus, runs, model, source) for source in ("main", "mtp1", "random")}
+    losses = {source: module_losses(load, corpus, runs, model, source) for source in ("main", "random")}
     goal = losses["random"][-1]
     reached = {
         source: next((step for step, loss in enumerate(found) if loss <= goal), load.module_steps) + SMOOTHED_STEPS
@@ -249,11 +249,7 @@ def module_bars(load: Workload, corpus: Path, runs: Path, model: Path) -> list[B
         ("added modules start as", "first", "last", f"steps to reach {goal:.3f}"),
         [
             (name, f"{losses[source][0]:.3f}", f"{losses[source][-1]:.3f}", str(reached[source]))
-            for source, name in (
-                ("main", "copies of the last layer"),
-                ("mtp1", "copies of module 1"),
-                ("random", "random weights"),
-            )
+            for source, name in (("main", "copies of the last layer"), ("random", "random weights"))
         ],
     )
     share = reached["main"] / load.module_steps
