@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import NoReturn, TypeAlias, TypeVar
+from typing import NoReturn, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ LOGPROB_SLACK = 1e-4
 """A log-probability may exceed 0 by this much: the rounding of a float32 log-softmax over a large vocabulary."""
 NO_TARGET = -1
 """In `Pack.targets`: nothing is learnt from what this token predicts."""
+MAX_INT32 = 2**31 - 1
 
 
 class Domain(StrEnum):
@@ -82,6 +83,36 @@ class Task:
         _require_json(f"Task {self.id}", "metadata", self.metadata)
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens were drawn from the network's logits."""
+
+    temperature: float = 1.0
+    """What the logits were divided by; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together reach this probability; 1 leaves none out."""
+    top_k: int = 0
+    """Only so many of the likeliest tokens; 0 leaves none out."""
+    min_p: float = 0.0
+    """Only tokens of at least this share of the likeliest one's probability; 0 leaves none out."""
+
+    def __post_init__(self) -> None:
+        _require_finite("Sampling", "temperature", self.temperature)
+        if self.temperature < 0:
+            _refuse("Sampling", "temperature", self.temperature, "expected 0 or more")
+        if not 0 < self.top_p <= 1:
+            _refuse("Sampling", "top_p", self.top_p, "expected a number above 0, at most 1")
+        if not 0 <= self.top_k <= MAX_INT32 or self.top_k % 1:
+            _refuse("Sampling", "top_k", self.top_k, f"expected an integer from 0 to {MAX_INT32}")
+        if not 0 <= self.min_p <= 1:
+            _refuse("Sampling", "min_p", self.min_p, "expected a number from 0 to 1")
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens could not be drawn: then no softmax over the vocabulary is what they were drawn from."""
+        return self.temperature == 0 or self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """One completion call: the context as sent (the state) and the whole completion (the action)."""
@@ -97,6 +128,7 @@ class Call:
     started_s: float
     """Wall clock, seconds since the epoch."""
     finished_s: float
+    sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "response_ids", "versions"):
@@ -120,6 +152,7 @@ class Call:
             self.finish_reason == other.finish_reason
             and self.started_s == other.started_s
             and self.finished_s == other.finished_s
+            and self.sampling == other.sampling
             and np.array_equal(self.prompt_ids, other.prompt_ids)
             and np.array_equal(self.response_ids, other.response_ids)
             and np.array_equal(self.logprobs, other.logprobs)
@@ -242,9 +275,12 @@ def _int_array(record: str, name: str, values: npt.ArrayLike, least: int = 0) ->
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         _refuse(record, name, f"shape {array.shape} of {array.dtype}", "expected a row of integers")
-    if array.size and (array.min() < least or array.max() > np.iinfo(np.int32).max):
-        bad = array[(array < least) | (array > np.iinfo(np.int32).max)][0]
-        _refuse(record, name, int(bad), f"expected integers from {least} to 2147483647")
+    # The reductions themselves, because for a short row the method around them costs more than they do.
+    if array.size and (
+        np.minimum.reduce(array) < least or (array.dtype != np.int32 and np.maximum.reduce(array) > MAX_INT32)
+    ):
+        bad = array[(array < least) | (array > MAX_INT32)][0]
+        _refuse(record, name, int(bad), f"expected integers from {least} to {MAX_INT32}")
     return _freeze(array, np.int32)
 
 
@@ -252,11 +288,13 @@ def _logprob_array(record: str, name: str, values: npt.ArrayLike) -> FloatArray:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "fiu"):
         _refuse(record, name, f"shape {array.shape} of {array.dtype}", "expected a row of numbers")
-    with np.errstate(over="ignore"):
-        frozen = _freeze(array, np.float32)
-    wrong = ~np.isfinite(frozen) | (frozen > LOGPROB_SLACK)
-    if wrong.any():
-        place = int(wrong.argmax())
+    if array.dtype != np.float32:
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32)
+    frozen = _freeze(array, np.float32)
+    # Both reductions hand a NaN on, and nothing compares with one.
+    if frozen.size and not (np.minimum.reduce(frozen) > -np.inf and np.maximum.reduce(frozen) <= LOGPROB_SLACK):
+        place = int((~np.isfinite(frozen) | (frozen > LOGPROB_SLACK)).argmax())
         _refuse(record, f"{name}[{place}]", float(frozen[place]), "expected a finite number, at most 0")
     return frozen
 
@@ -266,7 +304,7 @@ _Number = TypeVar("_Number", np.int32, np.float32)
 
 def _freeze(array: npt.NDArray[np.generic], dtype: type[_Number]) -> npt.NDArray[_Number]:
     if array.dtype == dtype and not array.flags.writeable:
-        return array.view(dtype)
+        return cast("npt.NDArray[_Number]", array)
     frozen = array.astype(dtype)
     frozen.flags.writeable = False
     return frozen

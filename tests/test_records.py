@@ -11,7 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import RecordError
-from m2forge.records import NO_TARGET, Call, Domain, Episode, FinishReason, Group, Pack, PolicyVersion, Reward, Task
+from m2forge.records import (
+    NO_TARGET,
+    Call,
+    Domain,
+    Episode,
+    FinishReason,
+    Group,
+    Pack,
+    PolicyVersion,
+    Reward,
+    Sampling,
+    Task,
+)
 
 
 def make_call(**changes: Any) -> Call:
@@ -51,6 +63,8 @@ def test_a_frozen_array_is_shared_not_copied() -> None:
     ("changes", "message"),
     [
         ({"prompt_ids": np.array([1, -2])}, "Call: prompt_ids: expected integers from 0 to 2147483647, received -2"),
+        ({"prompt_ids": np.array([1, -2], np.int32)}, "Call: prompt_ids: expected integers from 0 to .* received -2"),
+        ({"prompt_ids": np.array([2**31], np.uint32)}, "Call: prompt_ids: expected integers from 0"),
         ({"prompt_ids": np.array([2**31])}, "Call: prompt_ids: expected integers from 0"),
         ({"prompt_ids": np.array([1.0])}, r"Call: prompt_ids: expected a row of integers, received 'shape \(1,\) of"),
         ({"prompt_ids": np.array([[1]])}, r"Call: prompt_ids: expected a row of integers"),
@@ -99,6 +113,7 @@ OTHER_VALUES: dict[str, Any] = {
     "finish_reason": FinishReason.LENGTH,
     "started_s": 9.5,
     "finished_s": 12.0,
+    "sampling": Sampling(0.7),
 }
 
 
@@ -106,6 +121,31 @@ OTHER_VALUES: dict[str, Any] = {
 def test_calls_are_equal_unless_a_field_differs(name: str) -> None:
     assert make_call() == make_call()
     assert make_call(**{name: OTHER_VALUES[name]}) != make_call()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -0.1}, "Sampling: temperature: expected 0 or more, received -0.1"),
+        ({"temperature": math.nan}, "Sampling: temperature: expected a finite number, received nan"),
+        ({"top_p": 0.0}, "Sampling: top_p: expected a number above 0, at most 1, received 0.0"),
+        ({"top_p": math.nan}, "Sampling: top_p"),
+        ({"top_k": -1}, "Sampling: top_k: expected an integer from 0 to 2147483647, received -1"),
+        ({"top_k": 2.5}, "Sampling: top_k"),
+        ({"top_k": 2**31}, "Sampling: top_k"),
+        ({"min_p": 1.5}, "Sampling: min_p: expected a number from 0 to 1, received 1.5"),
+    ],
+)
+def test_broken_sampling_is_refused_by_field(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        Sampling(**changes)
+
+
+def test_sampling_is_truncated_where_some_tokens_could_not_be_drawn() -> None:
+    assert not Sampling().is_truncated
+    assert not Sampling(temperature=0.3).is_truncated
+    for sampling in (Sampling(0.0), Sampling(top_p=0.9), Sampling(top_k=40), Sampling(min_p=0.05)):
+        assert sampling.is_truncated, sampling
 
 
 def test_records_are_frozen() -> None:

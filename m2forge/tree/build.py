@@ -3,14 +3,14 @@
 A broken call is refused by name and leaves no trace; the calls beside it go on.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import RecordError
-from m2forge.records import Call, FinishReason
+from m2forge.records import Call, FinishReason, Sampling
 from m2forge.tree.token_tree import TokenTree
 
 
@@ -30,12 +30,15 @@ class RawCall:
     finished_s: float = 0.0
     episode: str = ""
     advantage: float = 0.0
+    weight: float = 1.0
+    sampling: Sampling | Mapping[str, float] = field(default_factory=dict)
+    """Checked, or the fields of `Sampling` that are not as by default."""
     experts: npt.NDArray[np.integer] | None = None
     """Routing of the first tokens of prompt and response, (tokens, layers, chosen)."""
 
     def check(self) -> Call:
         try:
-            float(self.advantage)
+            float(self.advantage), float(self.weight)
             return Call(
                 prompt_ids=np.asarray(self.prompt_ids),
                 response_ids=np.asarray(self.response_ids),
@@ -44,6 +47,7 @@ class RawCall:
                 finish_reason=FinishReason(self.finish_reason),
                 started_s=self.started_s,
                 finished_s=self.finished_s,
+                sampling=_checked_sampling(self.sampling),
             )
         except (TypeError, ValueError) as error:
             # Lists that make no array, reasons that are none, numbers that are missing; a RecordError stays one.
@@ -72,9 +76,20 @@ def build_trees(
             num_tokens = call.prompt_ids.size + call.response_ids.size
             if max_tokens is not None and num_tokens > max_tokens:
                 raise RecordError(f"Call: expected at most {max_tokens} tokens, received {num_tokens}")
-            tree.add(call, raw.name, episode=raw.episode, advantage=raw.advantage, experts=raw.experts)
+            tree.add(
+                call,
+                raw.name,
+                episode=raw.episode,
+                advantage=raw.advantage,
+                weight=raw.weight,
+                experts=raw.experts,
+            )
         except RecordError as error:
             problems.append(Problem(raw.name, raw.group, str(error)))
         else:
             trees[raw.group] = tree
     return trees, tuple(problems)
+
+
+def _checked_sampling(sampling: Sampling | Mapping[str, float]) -> Sampling:
+    return sampling if isinstance(sampling, Sampling) else Sampling(**sampling)  # type: ignore[arg-type]  # checked there

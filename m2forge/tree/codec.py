@@ -5,8 +5,8 @@
     text     names and episodes as JSON
     crc32    of all before it
 
-Ids take as many bytes as the vocabulary needs, policy versions stand as runs. Any damage is a RecordError: the checksum
-finds bits that changed, and what is left is checked as strictly as calls that enter a tree.
+Ids take as many bytes as the vocabulary needs, policy versions stand as runs, ways of sampling once each. Any damage is
+a RecordError: the checksum finds bits that changed, and what is left is checked as strictly as calls that enter a tree.
 """
 
 import json
@@ -18,15 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import RecordError
-from m2forge.records import LOGPROB_SLACK, FinishReason, FloatArray, IntArray
+from m2forge.records import LOGPROB_SLACK, FinishReason, FloatArray, IntArray, Sampling
 from m2forge.tree.node import Node
 from m2forge.tree.sample import ExpertArray, Sample
 from m2forge.tree.token_tree import MAX_VOCAB_SIZE, TokenTree
 
 MAGIC = b"M2TT"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _FINISH_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
 """Written as their places here, so this order is part of the format."""
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 
 Columns = dict[str, npt.NDArray[np.generic]]
 
@@ -42,6 +43,7 @@ class _Counts:
     num_layers: int
     """0 where no routing is recorded."""
     num_chosen: int
+    num_samplings: int
     num_text: int
 
     @property
@@ -67,6 +69,12 @@ def _columns(counts: _Counts) -> dict[str, tuple[str, int]]:
         "started_s": ("<f8", num_samples),
         "finished_s": ("<f8", num_samples),
         "advantage": ("<f8", num_samples),
+        "weight": ("<f8", num_samples),
+        "sampling": ("<i4", num_samples),
+        "temperature": ("<f8", counts.num_samplings),
+        "top_p": ("<f8", counts.num_samplings),
+        "top_k": ("<i4", counts.num_samplings),
+        "min_p": ("<f8", counts.num_samplings),
         "logprob": ("<f4", counts.num_logprobs),
         "run_version": ("<i4", counts.num_runs),
         "run_length": ("<i4", counts.num_runs),
@@ -84,6 +92,7 @@ def encode_tree(tree: TokenTree) -> bytes:
     shape = tree.experts_shape or (0, 0)
     experts = [node.experts(shape) for node in nodes] if tree.experts_shape else []
     text = json.dumps([[sample.name, sample.episode] for sample in samples], separators=(",", ":")).encode()
+    samplings = {sampling: index for index, sampling in enumerate(dict.fromkeys(s.sampling for s in samples))}
     counts = _Counts(
         vocab_size=tree.vocab_size,
         num_nodes=len(nodes),
@@ -93,6 +102,7 @@ def encode_tree(tree: TokenTree) -> bytes:
         num_runs=run_version.size,
         num_layers=shape[0],
         num_chosen=shape[1],
+        num_samplings=len(samplings),
         num_text=len(text),
     )
     columns: dict[str, npt.ArrayLike] = {
@@ -106,6 +116,9 @@ def encode_tree(tree: TokenTree) -> bytes:
         "started_s": [sample.started_s for sample in samples],
         "finished_s": [sample.finished_s for sample in samples],
         "advantage": [sample.advantage for sample in samples],
+        "weight": [sample.weight for sample in samples],
+        "sampling": [samplings[sample.sampling] for sample in samples],
+        **{name: [getattr(sampling, name) for sampling in samplings] for name in _SAMPLING_FIELDS},
         "logprob": logprobs,
         "run_version": run_version,
         "run_length": run_length,
@@ -208,6 +221,9 @@ def _decoded_samples(counts: _Counts, columns: Columns, text: bytes) -> list[Sam
     _require(bool(np.isfinite(times_s).all() and (times_s[0] <= times_s[1]).all()), "times")
     _require(max(columns["finish_reason"].tolist(), default=0) < len(_FINISH_REASONS), "finish reasons")
     names = _decoded_names(text, counts.num_samples)
+    samplings = [Sampling(*row) for row in zip(*(columns[name].tolist() for name in _SAMPLING_FIELDS), strict=True)]
+    used = columns["sampling"].tolist()
+    _require(all(0 <= index < len(samplings) for index in used), "ways of sampling that it does not tell")
     return [
         Sample(
             name=name,
@@ -219,6 +235,8 @@ def _decoded_samples(counts: _Counts, columns: Columns, text: bytes) -> list[Sam
             finished_s=float(times_s[1, index]),
             episode=episode,
             advantage=float(columns["advantage"][index]),
+            sampling=samplings[used[index]],
+            weight=float(columns["weight"][index]),
         )
         for index, ((name, episode), end) in enumerate(zip(names, ends, strict=True))
     ]

@@ -49,6 +49,12 @@ class FlatTree:
     last_S: IntArray
     """Index of the last token of each sample's path."""
     advantage_S: npt.NDArray[np.float64]
+    weight_S: npt.NDArray[np.float64]
+    """How much each of a sample's edges counts, relative to the others of the same optimizer step."""
+    temperature_S: npt.NDArray[np.float64]
+    """What the logits were divided by when the sample was drawn, 0 where the likeliest token was taken."""
+    is_truncated_S: npt.NDArray[np.bool_]
+    """Whether a sample was drawn from less than the whole vocabulary, so that `edge_logprob_M` is of no softmax."""
     edge_end_S: IntArray
     """Index behind the last edge of each sample."""
 

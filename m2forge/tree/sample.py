@@ -1,14 +1,14 @@
 """One sample of a token tree: a completion call, less the token ids, which the tree keeps once for all its samples."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import RecordError
-from m2forge.records import FinishReason, FloatArray, IntArray
+from m2forge.records import FinishReason, FloatArray, IntArray, Sampling
 
 ExpertArray: TypeAlias = npt.NDArray[np.int16]
 """(tokens, layers, chosen): the experts that each token was routed to, in every layer with a router."""
@@ -33,12 +33,19 @@ class Sample:
     """The attempt it belongs to, where samples of one attempt are weighed together."""
     advantage: float = 0.0
     """What its tokens did better than expected; 0 until rewards are known."""
+    sampling: Sampling = field(default_factory=Sampling)
+    weight: float = 1.0
+    """How much each of its tokens counts, relative to those of other samples in the same optimizer step."""
 
     def __post_init__(self) -> None:
         if not self.name:
             raise RecordError("Sample: name: expected text, received ''")
         if not math.isfinite(self.advantage):
             raise RecordError(f"Sample {self.name}: advantage: expected a finite number, received {self.advantage!r}")
+        if not 0 <= self.weight < math.inf:
+            raise RecordError(
+                f"Sample {self.name}: weight: expected a finite number, at least 0, received {self.weight!r}"
+            )
 
     @property
     def num_response(self) -> int:

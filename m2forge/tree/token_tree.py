@@ -70,6 +70,7 @@ class TokenTree:
         *,
         episode: str = "",
         advantage: float = 0.0,
+        weight: float = 1.0,
         experts: npt.NDArray[np.integer] | None = None,
     ) -> int:
         """Merge a call and return the index of its sample.
@@ -89,6 +90,8 @@ class TokenTree:
             finished_s=call.finished_s,
             episode=episode,
             advantage=advantage,
+            sampling=call.sampling,
+            weight=weight,
         )
         routed = None if experts is None else self._checked_experts(sample, experts)
         path: IntArray = np.concatenate((call.prompt_ids, call.response_ids))
@@ -99,13 +102,16 @@ class TokenTree:
             self._learn(node, routed)
         return self._enter(sample, node)
 
-    def set_advantages(self, advantages: Sequence[float]) -> None:
-        """One number per sample, in their order. All or none."""
-        if len(advantages) != len(self._samples):
-            raise RecordError(f"expected {len(self._samples)} advantages, one per sample, received {len(advantages)}")
+    def set_advantages(self, advantages: Sequence[float], weights: Sequence[float] | None = None) -> None:
+        """One number per sample, in their order; weights stay as they are unless given. All or none."""
+        if weights is None:
+            weights = [sample.weight for sample in self._samples]
+        for name, numbers in (("advantages", advantages), ("weights", weights)):
+            if len(numbers) != len(self._samples):
+                raise RecordError(f"expected {len(self._samples)} {name}, one per sample, received {len(numbers)}")
         self._samples = [
-            replace(sample, advantage=float(advantage))
-            for sample, advantage in zip(self._samples, advantages, strict=True)
+            replace(sample, advantage=float(advantage), weight=float(weight))
+            for sample, advantage, weight in zip(self._samples, advantages, weights, strict=True)
         ]
 
     def path(self, sample: int) -> IntArray:
@@ -129,6 +135,7 @@ class TokenTree:
             finish_reason=sample.finish_reason,
             started_s=sample.started_s,
             finished_s=sample.finished_s,
+            sampling=sample.sampling,
         )
 
     def nodes(self) -> tuple[list[Node], list[int]]:

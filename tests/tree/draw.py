@@ -7,12 +7,13 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from m2forge.records import Call, FinishReason
+from m2forge.records import Call, FinishReason, Sampling
 from m2forge.tree.flat import FlatTree
 from m2forge.tree.token_tree import TokenTree
 
 VOCAB = 5
 EXPERTS_SHAPE = (2, 3)
+SAMPLINGS = (Sampling(), Sampling(0.7), Sampling(), Sampling(1.2, top_p=0.9, top_k=7, min_p=0.1), Sampling(0.0))
 
 IdsLike = Sequence[int] | npt.NDArray[np.integer]
 
@@ -31,6 +32,7 @@ def make_call(prompt: IdsLike, response: IdsLike, seed: int = 0) -> Call:
         finish_reason=list(FinishReason)[seed % 3],
         started_s=float(seed),
         finished_s=seed + 0.5,
+        sampling=SAMPLINGS[seed % len(SAMPLINGS)],
     )
 
 
@@ -54,7 +56,7 @@ def build(calls: Sequence[Call], names: Sequence[str] | None = None) -> TokenTre
     tree = TokenTree(VOCAB)
     for index, call in enumerate(calls):
         name = names[index] if names else f"s{index}"
-        tree.add(call, name, episode=f"e{index % 3}", advantage=index / 7)
+        tree.add(call, name, episode=f"e{index % 3}", advantage=index / 7, weight=1 / (index + 1))
     return tree
 
 

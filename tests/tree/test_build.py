@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from m2forge.records import Sampling
 from m2forge.tree.build import RawCall, build_trees
 from tests.tree.draw import VOCAB
 
@@ -34,6 +35,12 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"versions": [1]}, "versions: expected one per response token"),
     ({"advantage": math.nan}, "advantage: expected a finite number, received nan"),
     ({"advantage": None}, "float() argument must be"),
+    ({"weight": -1.0}, "weight: expected a finite number, at least 0, received -1.0"),
+    ({"weight": math.inf}, "weight: expected a finite number"),
+    ({"weight": None}, "float() argument must be"),
+    ({"sampling": {"temperature": -1.0}}, "Sampling: temperature: expected 0 or more"),
+    ({"sampling": {"warmth": 1.0}}, "unexpected keyword argument 'warmth'"),
+    ({"sampling": {"top_p": "all"}}, "not supported between"),
     ({"finish_reason": "bored"}, "'bored' is not a valid FinishReason"),
     ({"finished_s": -1.0}, "finished_s: expected at least started_s"),
     ({"started_s": None}, "must be real number"),
@@ -54,7 +61,12 @@ def test_a_broken_call_is_refused_and_the_rest_go_on(changes: dict[str, Any], re
 
 
 def test_calls_are_merged_by_group_and_keep_what_belongs_to_them() -> None:
-    calls = [raw("a"), raw("a", group="h", advantage=2), replace(raw("b"), episode="e", finish_reason="length")]
+    greedy = Sampling(temperature=0.0)
+    calls = [
+        raw("a", sampling={"temperature": 0.5}),
+        raw("a", group="h", advantage=2, weight=0.25, sampling=greedy),
+        replace(raw("b"), episode="e", finish_reason="length"),
+    ]
     trees, problems = build_trees(calls, VOCAB)
     assert not problems
     assert {group: [sample.name for sample in tree.samples] for group, tree in trees.items()} == {
@@ -65,6 +77,8 @@ def test_calls_are_merged_by_group_and_keep_what_belongs_to_them() -> None:
     assert trees["g"].samples[1].episode == "e"
     assert trees["g"].call(1).finish_reason == "length"
     assert trees["h"].samples[0].advantage == 2
+    assert trees["h"].samples[0].weight == 0.25
+    assert [trees[group].call(0).sampling for group in "gh"] == [Sampling(0.5), greedy]
 
 
 def test_a_name_is_used_once_in_a_group() -> None:

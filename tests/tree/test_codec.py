@@ -3,6 +3,7 @@
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import RecordError
-from m2forge.records import Call
+from m2forge.records import Call, Sampling
 from m2forge.tree.codec import decode_tree, encode_tree
 from m2forge.tree.flatten import flatten
 from m2forge.tree.token_tree import TokenTree
@@ -41,7 +42,7 @@ def test_a_loaded_tree_goes_on_growing(calls: list[Call], data: st.DataObject) -
     num_before = data.draw(st.integers(0, len(calls)))
     tree = decode_tree(encode_tree(build(calls[:num_before])))
     for index, call in enumerate(calls[num_before:], start=num_before):
-        tree.add(call, f"s{index}", episode=f"e{index % 3}", advantage=index / 7)
+        tree.add(call, f"s{index}", episode=f"e{index % 3}", advantage=index / 7, weight=1 / (index + 1))
     assert tree == build(calls)
     assert np.array_equal(flatten(tree).tokens_N, flatten(build(calls)).tokens_N)
 
@@ -108,25 +109,37 @@ def test_bytes_with_a_right_checksum_are_a_tree_or_refused(
 
 def sealed(header: tuple[int, ...], rest: bytes) -> bytes:
     """Bytes with a right checksum whatever they hold."""
-    body = struct.pack("<4sH9Q", b"M2TT", 1, *header) + rest
+    body = struct.pack("<4sH10Q", b"M2TT", 2, *header) + rest
     return body + struct.pack("<I", zlib.crc32(body))
 
 
 @pytest.mark.parametrize(
     ("header", "rest", "reason"),
     [
-        ((0, 0, 0, 0, 0, 0, 0, 0, 2), b"[]", "a vocabulary of 0"),
-        ((2**63, 0, 0, 0, 0, 0, 0, 0, 2), b"[]", "a vocabulary of 9223372036854775808"),
-        ((5, 2**60, 0, 0, 0, 0, 0, 0, 2), b"[]", "bytes where its header tells"),
-        ((5, 0, 0, 0, 0, 0, 2**40, 2**40, 2), b"[]", "routing of nothing"),
-        ((5, 0, 0, 0, 0, 0, 0, 0, 100_000), b"[" * 100_000, "names cannot be read"),
-        ((5, 0, 0, 0, 0, 0, 0, 0, 6), b"[[1,2]", "names cannot be read"),
+        ((0, 0, 0, 0, 0, 0, 0, 0, 0, 2), b"[]", "a vocabulary of 0"),
+        ((2**63, 0, 0, 0, 0, 0, 0, 0, 0, 2), b"[]", "a vocabulary of 9223372036854775808"),
+        ((5, 2**60, 0, 0, 0, 0, 0, 0, 0, 2), b"[]", "bytes where its header tells"),
+        ((5, 0, 0, 0, 0, 0, 2**40, 2**40, 0, 2), b"[]", "routing of nothing"),
+        ((5, 0, 0, 0, 0, 0, 0, 0, 0, 100_000), b"[" * 100_000, "names cannot be read"),
+        ((5, 0, 0, 0, 0, 0, 0, 0, 0, 6), b"[[1,2]", "names cannot be read"),
     ],
 )
 def test_a_header_that_cannot_be_true_is_refused(header: tuple[int, ...], rest: bytes, reason: str) -> None:
-    assert decode_tree(sealed((5, 0, 0, 0, 0, 0, 0, 0, 2), b"[]")) == TokenTree(5)
+    assert decode_tree(sealed((5, 0, 0, 0, 0, 0, 0, 0, 0, 2), b"[]")) == TokenTree(5)
     with pytest.raises(RecordError, match=reason):
         decode_tree(sealed(header, rest))
+
+
+def test_a_way_of_sampling_is_written_once() -> None:
+    def of(sampling: Sampling, num_samples: int) -> bytes:
+        tree = TokenTree(VOCAB)
+        for index in range(num_samples):
+            tree.add(replace(make_call([1], []), sampling=sampling), f"s{index}")
+        return encode_tree(tree)
+
+    first, second = Sampling(0.6, top_p=0.95, top_k=40, min_p=0.01), Sampling()
+    assert decode_tree(of(first, 2)).samples[1].sampling == first
+    assert len(of(first, 9)) == len(of(second, 9))
 
 
 def test_the_reason_is_told() -> None:
@@ -134,7 +147,7 @@ def test_the_reason_is_told() -> None:
     for data, reason in (
         (b"", "only 0 bytes"),
         (b"PK\3\4" + whole[4:], "the magic"),
-        (whole[:4] + b"\2\0" + whole[6:], "format version 2, this program reads 1"),
+        (whole[:4] + b"\1\0" + whole[6:], "format version 1, this program reads 2"),
         (whole[:-9] + whole[-8:], "a wrong checksum; it was damaged or cut off"),
     ):
         with pytest.raises(RecordError, match=reason):

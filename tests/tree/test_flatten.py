@@ -41,6 +41,9 @@ def check_samples(flat: FlatTree, trees: list[TokenTree]) -> None:
         assert flat.tokens_N[path].tolist() == trees[tree].path(int(sample)).tolist()
         assert path[-1] == flat.last_S[index]
         assert flat.advantage_S[index] == record.advantage
+        assert flat.weight_S[index] == record.weight
+        assert flat.temperature_S[index] == record.sampling.temperature
+        assert flat.is_truncated_S[index] == record.sampling.is_truncated
         edges = flat.edges_of(index)
         assert flat.edge_child_M[edges].tolist() == path[record.num_prompt :].tolist()
         assert flat.edge_sample_M[edges].tolist() == [index] * record.num_response
@@ -95,7 +98,8 @@ def test_trees_side_by_side_stay_what_they_are(sets: list[list[Call]]) -> None:
 @given(call_sets(max_calls=4))
 def test_arrays_are_read_only_and_of_the_types_a_trainer_takes(calls: list[Call]) -> None:
     flat = flatten(build(calls))
-    expected = {"edge_logprob_M": np.float32, "advantage_S": np.float64}
+    expected = {"edge_logprob_M": np.float32, "is_truncated_S": np.bool_}
+    expected |= dict.fromkeys(("advantage_S", "weight_S", "temperature_S"), np.float64)
     for item in fields(flat):
         array = getattr(flat, item.name)
         if array is not None:

@@ -100,6 +100,11 @@ def test_long_segments_are_split_where_paths_part() -> None:
         (make_call([1], [2]), {"name": "a"}, "Sample a: name: expected one that is not in the tree yet"),
         (make_call([1], [2]), {"name": ""}, "Sample: name: expected text"),
         (make_call([1], [2]), {"advantage": math.nan}, "Sample b: advantage: expected a finite number, received nan"),
+        (
+            make_call([1], [2]),
+            {"weight": math.nan},
+            "Sample b: weight: expected a finite number, at least 0, received nan",
+        ),
         (make_call([1], [2]), {"experts": np.zeros((3, 2, 3), int)}, "Sample b: experts: .* at most 2 tokens"),
         (make_call([1], [2]), {"experts": np.zeros((2, 2), int)}, "Sample b: experts: expected integers"),
         (make_call([1], [2]), {"experts": np.zeros((2, 2, 3))}, "Sample b: experts: expected integers"),
@@ -133,7 +138,19 @@ def test_advantages_are_set_for_all_samples_or_none() -> None:
         tree.set_advantages([1.0, math.inf])
     with pytest.raises(RecordError, match="expected 2 advantages, one per sample, received 1"):
         tree.set_advantages([1.0])
+    with pytest.raises(RecordError, match=r"Sample s0: weight: expected a finite number, at least 0, received -1\.0"):
+        tree.set_advantages([1.0, 2.0], [-1.0, 1.0])
+    with pytest.raises(RecordError, match="expected 2 weights, one per sample, received 3"):
+        tree.set_advantages([1.0, 2.0], [1.0, 1.0, 1.0])
     assert [sample.advantage for sample in tree.samples] == [0.5, -0.5]
+
+
+def test_weights_stay_unless_they_are_given() -> None:
+    tree = build([make_call([1], [2]), make_call([1], [3])])
+    tree.set_advantages([0.5, -0.5])
+    assert [sample.weight for sample in tree.samples] == [1.0, 0.5]
+    tree.set_advantages([0.5, -0.5], np.array([3.0, 0.0]).tolist())
+    assert [sample.weight for sample in tree.samples] == [3.0, 0.0]
 
 
 @given(call_sets(), st.data())
