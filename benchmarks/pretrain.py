@@ -123,7 +123,7 @@ def run_ours(load: Workload, folder: Path, *, documents: bool = False) -> Result
     with Prefetch(source, 1) as ahead:
 
         def step(index: int) -> Callable[[], float]:
-            metrics = engine.step(ahead.take().packs, rate=rate_at(load.phase, index))
+            metrics = engine.step_rows(ahead.take().packs, rate=rate_at(load.phase, index))
             return lambda: metrics.read()["loss"]
 
         return timed(load, step, lambda: ahead.waited_s)

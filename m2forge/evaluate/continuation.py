@@ -124,6 +124,7 @@ class _Decoding:
 
     def __init__(self, length_B: Tensor, caches: dict[WindowConfig | None, list[_Cache]]) -> None:
         self.position_N, self._caches = length_B, caches
+        self.count_N: Tensor | None = None
 
     def bind(self, window: WindowConfig | None) -> Attend:
         layers, length_B = iter(self._caches[window]), self.position_N

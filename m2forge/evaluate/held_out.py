@@ -18,7 +18,7 @@ from torch import Tensor
 
 from m2forge.evaluate.readable import readable_bytes
 from m2forge.evaluate.report import DomainLoss, ModuleLoss
-from m2forge.kernels.cross_entropy import chunk_rows
+from m2forge.kernels.linear_loss import chunk_rows
 from m2forge.model.plan import Documents
 from m2forge.model.transformer import Transformer
 from m2forge.records import NO_TARGET, IntArray, Pack

@@ -1,7 +1,8 @@
-"""FlexAttention over documents laid end to end, its block mask built from document starts, never from N×N tokens.
+"""FlexAttention over documents laid end to end and over token trees, its block mask never built from N×N tokens.
 
 A query block and a key block of 128 tokens meet *fully* (no token test needed), *partly* (the token test decides) or
-not at all. Documents are contiguous, so the first and last token of each block settle which.
+not at all. Documents are contiguous, so the first and last token of each block settle which. Of a tree, the least and
+the greatest exit and depth in each block do: token k is seen by q where k ≤ q < exit[k].
 """
 
 import functools
@@ -28,12 +29,40 @@ def document_mask(start_N: Tensor, size: int | None, num_sinks: int) -> BlockMas
         near_some, near_full = q_first - k_last < size, q_last - k_first < size
         sink_some = (k_first - start_N[k_first] < num_sinks) | (start_N[k_last] > start_N[k_first])
         some, full = some & (near_some | (sink_some & (num_sinks > 0))), full & near_full
-    partial = some & ~full
+    return _mask(some, full, _token_test(start_N, size, num_sinks), num_tokens)
+
+
+def tree_mask(exit_N: Tensor, position_N: Tensor, size: int | None, num_sinks: int) -> BlockMask:
+    """`exit_N`: index behind each token's last descendant. `position_N`: its depth. `size`: tokens visible back, None
+    for all; the first `num_sinks` are visible from everywhere below."""
+    first_B = torch.arange(0, exit_N.shape[0], BLOCK, device=exit_N.device)
+    q_first, k_first = first_B[:, None], first_B[None, :]
+    last_B = (first_B + BLOCK - 1).clamp(max=exit_N.shape[0] - 1)
+    (least_exit_B, most_exit_B), (least_B, most_B) = _range(exit_N), _range(position_N)
+    some = (k_first <= q_first) & (most_exit_B[None, :] > q_first)
+    full = (k_first < q_first) & (least_exit_B[None, :] > last_B[:, None])
+    if size is not None:
+        some &= (least_B[:, None] - most_B[None, :] < size) | (least_B[None, :] < num_sinks)
+        full &= (most_B[:, None] - least_B[None, :] < size) | (most_B[None, :] < num_sinks)
+    return _mask(some, full, _tree_test(exit_N, position_N, size, num_sinks), exit_N.shape[0])
+
+
+def _range(x_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and greatest value of each block."""
+    filled = torch.cat((x_N, x_N[-1:].expand(-x_N.shape[0] % BLOCK)))  # a value of the last block changes neither
+    low_B, high_B = torch.aminmax(filled.view(-1, BLOCK), dim=1)
+    return low_B, high_B
+
+
+TokenTest = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _mask(some_BB: Tensor, full_BB: Tensor, test: TokenTest, num_tokens: int) -> BlockMask:
     return BlockMask.from_kv_blocks(
-        *_blocks(partial),
-        *_blocks(full),
+        *_blocks(some_BB & ~full_BB),
+        *_blocks(full_BB),
         BLOCK_SIZE=BLOCK,
-        mask_mod=_token_test(start_N, size, num_sinks),
+        mask_mod=test,
         seq_lengths=(num_tokens, num_tokens),
     )
 
@@ -44,9 +73,7 @@ def _blocks(meets_BB: Tensor) -> tuple[Tensor, Tensor]:
     return meets_BB.sum(-1, dtype=torch.int32)[None, None], indices.to(torch.int32)[None, None]
 
 
-def _token_test(
-    start_N: Tensor, size: int | None, num_sinks: int
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _token_test(start_N: Tensor, size: int | None, num_sinks: int) -> TokenTest:
     # The test captures tensors, not Python numbers: another document layout does not recompile the kernel.
     def same_document(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (k >= start_N[q])
@@ -57,6 +84,21 @@ def _token_test(
 
     def in_window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return same_document(batch, head, q, k) & ((q - k < size_1) | (k - start_N[k] < sinks_1))
+
+    return in_window
+
+
+def _tree_test(exit_N: Tensor, position_N: Tensor, size: int | None, num_sinks: int) -> TokenTest:
+    def below(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < exit_N[k])
+
+    if size is None:
+        return below
+    size_1, sinks_1 = exit_N.new_tensor(size), exit_N.new_tensor(num_sinks)
+
+    def in_window(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        near = (position_N[q] - position_N[k] < size_1) | (position_N[k] < sinks_1)
+        return below(batch, head, q, k) & near
 
     return in_window
 

@@ -18,7 +18,15 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.ffn = build_ffn(config, layer)
 
-    def forward(self, x_ND: Tensor, rotation: Rotation, attend: Attend) -> tuple[Tensor, Balance | None]:
+    def forward(
+        self,
+        x_ND: Tensor,
+        rotation: Rotation,
+        attend: Attend,
+        count_N: Tensor | None = None,
+        recorded_NK: Tensor | None = None,
+    ) -> tuple[Tensor, Balance | None]:
+        """`count_N` and `recorded_NK` are the router's."""
         x_ND = x_ND + self.attention(self.attention_norm(x_ND), rotation, attend)
-        out_ND, balance = self.ffn(self.ffn_norm(x_ND))
+        out_ND, balance = self.ffn(self.ffn_norm(x_ND), count_N, recorded_NK)
         return x_ND + out_ND, balance

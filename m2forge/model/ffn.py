@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from m2forge.kernels.expert import dispatch, expert_ffn
 from m2forge.model.config import ModelConfig, MoEConfig
-from m2forge.model.router import Router
+from m2forge.model.router import Router, Routing
 
 
 class Balance(NamedTuple):
-    """What one mixture layer saw: rows per expert, and P of the auxiliary loss."""
+    """What one mixture layer saw: tokens per expert, and the sum that P of the auxiliary loss is made of."""
 
     load_E: Tensor
     affinity_E: Tensor
@@ -26,7 +26,9 @@ class DenseFFN(nn.Module):
         self.w13 = nn.Linear(hidden_size, 2 * width, bias=False)
         self.w2 = nn.Linear(width, hidden_size, bias=False)
 
-    def forward(self, x_ND: Tensor) -> tuple[Tensor, None]:
+    def forward(
+        self, x_ND: Tensor, count_N: Tensor | None = None, recorded_NK: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         gate, up = self.w13(x_ND).chunk(2, dim=-1)
         return self.w2(F.silu(gate) * up), None
 
@@ -40,11 +42,14 @@ class MixtureFFN(nn.Module):
         self.w13 = nn.Parameter(torch.empty(config.num_experts, 2 * width, hidden_size))
         self.w2 = nn.Parameter(torch.empty(config.num_experts, hidden_size, width))
 
-    def forward(self, x_ND: Tensor) -> tuple[Tensor, Balance]:
-        routing = self.router(x_ND)
+    def forward(
+        self, x_ND: Tensor, count_N: Tensor | None = None, recorded_NK: Tensor | None = None
+    ) -> tuple[Tensor, Balance]:
+        routing: Routing = self.router(x_ND, count_N, recorded_NK)
         where = dispatch(routing.expert_NK, self.num_experts)
         out_ND = expert_ffn(x_ND, self.w13, self.w2, routing.weight_NK, where)
-        return out_ND, Balance(where.load_E, routing.affinity_E)
+        load_E = where.load_E if count_N is None else where.counted_load(count_N)
+        return out_ND, Balance(load_E, routing.affinity_E)
 
 
 def build_ffn(config: ModelConfig, layer: int) -> DenseFFN | MixtureFFN:

@@ -24,6 +24,8 @@ from m2forge.model.plan import Attend
 from m2forge.model.rope import Rotation
 
 MTPSource = Literal["main", "mtp1", "random"]
+MTPGradient = Literal["all", "modules"]
+"""What the loss of the modules trains: everything it is computed from, or the modules alone."""
 
 
 class MTPModule(nn.Module):
@@ -38,10 +40,15 @@ class MTPModule(nn.Module):
         self.norm = RMSNorm(size, eps)
 
     def forward(
-        self, parent_ND: Tensor, embedding_ND: Tensor, rotation: Rotation, attend: Attend
+        self,
+        parent_ND: Tensor,
+        embedding_ND: Tensor,
+        rotation: Rotation,
+        attend: Attend,
+        count_N: Tensor | None = None,
     ) -> tuple[Tensor, Balance | None]:
         joined = torch.cat((self.state_norm(parent_ND), self.embedding_norm(embedding_ND)), dim=-1)
-        out: tuple[Tensor, Balance | None] = self.block(self.projection(joined), rotation, attend)
+        out: tuple[Tensor, Balance | None] = self.block(self.projection(joined), rotation, attend, count_N)
         return out
 
 

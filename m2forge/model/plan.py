@@ -5,6 +5,7 @@ and which token precedes each one (`to_parent`). The same blocks serve every pla
 
     CausalRows   B rows of equal length, each causal; trailing padding needs no mask
     Documents    one flat sequence of documents laid end to end, each causal and blind to the others
+    Trees        token trees, each token below its ancestors (tree_plan.py)
 
 Shapes: N tokens, H query heads, G key/value heads, K head dimension.
 """
@@ -35,6 +36,11 @@ class AttentionPlan(Protocol):
         """Depth of each token in its document, from 0."""
         ...
 
+    @property
+    def count_N(self) -> Tensor | None:
+        """How often each token counts in expert loads and in the auxiliary loss, int64; None: once each."""
+        ...
+
     def bind(self, window: WindowConfig | None) -> Attend:
         """The attention of layers with this window."""
         ...
@@ -48,6 +54,7 @@ class CausalRows:
     def __init__(self, num_rows: int, length: int, device: torch.device | str | None = None) -> None:
         self.num_rows, self.length, self.device = num_rows, length, torch.device(device or "cpu")
         self.position_N = torch.arange(length, device=device).repeat(num_rows)
+        self.count_N: Tensor | None = None
 
     def bind(self, window: WindowConfig | None) -> Attend:
         if window is None and self.device.type == "cuda":
@@ -69,6 +76,7 @@ class Documents:
         self.start_N = start_D.repeat_interleave(length_D).to(self.device)
         """First token of each token's document."""
         self.position_N = torch.arange(sum(self.lengths), device=self.device) - self.start_N
+        self.count_N: Tensor | None = None
 
     def bind(self, window: WindowConfig | None) -> Attend:
         if self.device.type == "cuda":
@@ -80,12 +88,13 @@ class Documents:
         return x_ND.roll(1, 0) * (self.position_N > 0)[:, None].to(x_ND.dtype)
 
 
-def visible(length: int, window: WindowConfig | None) -> Tensor | None:
-    """(length, length) mask of the keys each query of a document sees; None where plain causality says it all."""
+def visible(length: int, window: WindowConfig | None, first: int = 0) -> Tensor | None:
+    """(length − first, length) mask of the keys that each query of a document sees, from the `first` query on; None
+    where plain causality says it all."""
     if window is None or window.size >= length:
         return None
     token = torch.arange(length)
-    back = token[:, None] - token[None, :]
+    back = token[first:, None] - token[None, :]
     return (back >= 0) & ((back < window.size) | (token < window.num_sinks)[None, :])
 
 

@@ -4,12 +4,17 @@
     chosen = top-k of s + b          (b: the selection bias, blind to the language-model loss)
     weight = s[chosen] / Σ s[chosen] (when normalised)
 
-Balance (N tokens, E experts, c = tokens per expert):
+A choice recorded when the token was sampled may take the place of the top-k; the weights stay those of s.
+
+Balance (N tokens, E experts, c = tokens per expert, each token as often as the plan counts it):
 
     sign rule:      b += rate · (d − mean d),   d = sign(mean c − c)
     auxiliary loss: E · Σ_e f_e P_e,            f = c / Σc detached, P = mean over tokens of a / Σa
                     with a = s, or a = s + b where b learns by gradient
     MaxVio:         max c / mean c − 1
+
+With f of all packs of a step, and P one pack's sum over the step's number of tokens, the auxiliary losses of the packs
+add up to that of the step.
 """
 
 from collections.abc import Callable
@@ -26,7 +31,7 @@ class Routing(NamedTuple):
     expert_NK: Tensor
     weight_NK: Tensor
     affinity_E: Tensor
-    """P of the auxiliary loss."""
+    """Σ over tokens of a / Σa, each as often as it counts: P of the auxiliary loss before it is divided."""
 
 
 class Router(nn.Module):
@@ -43,21 +48,26 @@ class Router(nn.Module):
                 del self.bias
                 self.register_buffer("bias", bias)
 
-    def forward(self, x_ND: Tensor) -> Routing:
+    def forward(self, x_ND: Tensor, count_N: Tensor | None = None, recorded_NK: Tensor | None = None) -> Routing:
+        """`count_N`: how often each token counts, once each by default. `recorded_NK`: experts to take instead of the
+        router's own choice, −1 in all places of a token that has none."""
         logits_NE = linear_float32(x_ND, self.weight)
         scores_NE = logits_NE.sigmoid() if self.config.scoring == "sigmoid" else logits_NE.softmax(-1)
         selection_NE = scores_NE if self.bias is None else scores_NE + self.bias
         expert_NK = selection_NE.detach().topk(self.config.top_k, dim=-1, sorted=False).indices
+        if recorded_NK is not None:
+            expert_NK = torch.where(recorded_NK < 0, expert_NK, recorded_NK.to(expert_NK.dtype))
         weight_NK = scores_NE.gather(1, expert_NK)
         if self.config.normalize:
             weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
-        return Routing(expert_NK, weight_NK, self._affinity(scores_NE, selection_NE))
+        return Routing(expert_NK, weight_NK, self._affinity(scores_NE, selection_NE, count_N))
 
-    def _affinity(self, scores_NE: Tensor, selection_NE: Tensor) -> Tensor:
+    def _affinity(self, scores_NE: Tensor, selection_NE: Tensor, count_N: Tensor | None) -> Tensor:
         if self.config.aux_loss_weight == 0:
             return scores_NE.new_zeros(self.config.num_experts)
         a_NE = selection_NE if self.config.bias_update == "gradient" else scores_NE
-        return (a_NE / a_NE.sum(-1, keepdim=True)).mean(0)
+        share_NE = a_NE / a_NE.sum(-1, keepdim=True)
+        return (share_NE if count_N is None else share_NE * count_N[:, None]).sum(0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Moves and casts as any module does, but the bias never falls below float32: its steps would vanish."""
@@ -83,7 +93,10 @@ def update_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> None:
     bias_E += rate * (direction_E - direction_E.mean())
 
 
-def aux_loss(load_LE: Tensor, affinity_LE: Tensor) -> Tensor:
-    """The auxiliary balance loss, averaged over layers; 1 at perfect balance."""
+def aux_loss(load_LE: Tensor, affinity_LE: Tensor, num_tokens: int | Tensor) -> Tensor:
+    """The auxiliary balance loss, averaged over layers; 1 at perfect balance.
+
+    `load_LE` and `num_tokens` are of the whole step, tokens as often as they count; `affinity_LE` may be one pack's.
+    """
     fraction_LE = load_LE.to(affinity_LE.dtype) / load_LE.sum(-1, keepdim=True).clamp(min=1)
-    return affinity_LE.shape[-1] * (fraction_LE.detach() * affinity_LE).sum(-1).mean()
+    return affinity_LE.shape[-1] * (fraction_LE.detach() * affinity_LE).sum(-1).mean() / num_tokens

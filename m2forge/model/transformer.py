@@ -21,11 +21,11 @@ from m2forge.kernels.linear import linear_float32
 from m2forge.model.block import Block
 from m2forge.model.config import ModelConfig
 from m2forge.model.ffn import Balance, MixtureFFN
-from m2forge.model.mtp import MTPModule, MTPSource, copied_module
+from m2forge.model.mtp import MTPGradient, MTPModule, MTPSource, copied_module
 from m2forge.model.norm import RMSNorm
 from m2forge.model.plan import AttentionPlan, CausalRows
 from m2forge.model.rope import frequencies, rotation
-from m2forge.model.router import Router, aux_loss, update_bias
+from m2forge.model.router import Router, update_bias
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ class Output:
     mtp_hidden_ND: tuple[Tensor, ...]
     """The same from each multi-token prediction module."""
     load_LE: Tensor | None
-    """Rows per expert of every mixture layer, modules included; None for a dense network."""
-    aux_loss: Tensor | None
-    """The auxiliary balance loss, unweighted; None where its weight is 0."""
+    """Tokens per expert of every mixture layer, modules included, each as often as the plan counts it, int64; None for
+    a dense network."""
+    affinity_LE: Tensor | None
+    """What the auxiliary loss takes besides (`router.aux_loss`), with gradient; None where its weight is 0."""
 
 
 class Transformer(nn.Module):
@@ -58,14 +59,25 @@ class Transformer(nn.Module):
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def forward(self, tokens: Tensor, plan: AttentionPlan | None = None, *, with_mtp: bool = True) -> Output:
+    def forward(
+        self,
+        tokens: Tensor,
+        plan: AttentionPlan | None = None,
+        *,
+        with_mtp: bool = True,
+        mtp_gradient: MTPGradient = "all",
+        experts_NLK: Tensor | None = None,
+    ) -> Output:
         """`tokens`: (B, L) rows, or (N,) flat with the plan that explains them. Without the prediction modules,
-        which who only asks for logits does not need, the output holds nothing of them."""
+        which who only asks for logits does not need, the output holds nothing of them. `mtp_gradient`: whether what the
+        modules learn reaches the main model. `experts_NLK`: recorded choices that the routers of the main model repeat,
+        in the order of their layers; −1 in all K places where there is none. The modules choose for themselves."""
         if plan is None:
             plan = CausalRows(*_rows(tokens), tokens.device)
         tokens_N = tokens.flatten()
         if plan.position_N.shape != tokens_N.shape:
             raise ValueError(f"the plan is for {plan.position_N.shape[0]} tokens, got {tokens_N.shape[0]}")
+        recorded = self._recorded(experts_NLK, tokens_N.shape[0])
         embedding_ND = self.embedding(tokens_N)
         turn = rotation(plan.position_N, frequencies(self.config.attention, tokens.device), embedding_ND.dtype)
         full = plan.bind(None)
@@ -74,12 +86,16 @@ class Transformer(nn.Module):
         x_ND, balances = embedding_ND, []
         with _fastest_attention(tokens.device):
             for layer, block in enumerate(self.blocks):
-                x_ND, balance = self._run(block, x_ND, turn, windowed if self.config.is_windowed(layer) else full)
+                attend = windowed if self.config.is_windowed(layer) else full
+                x_ND, balance = self._run(block, x_ND, turn, attend, plan.count_N, recorded.get(layer))
                 balances.append(balance)
             state_ND, mtp_hidden = x_ND, []
+            if mtp_gradient == "modules":
+                state_ND, embedding_ND = state_ND.detach(), embedding_ND.detach()
             last = windowed if self.config.is_windowed(self.config.num_layers - 1) else full
             for module in self.mtp if with_mtp else ():
-                state_ND, balance = self._run(module, plan.to_parent(state_ND), embedding_ND, turn, last)
+                parent_ND = plan.to_parent(state_ND)
+                state_ND, balance = self._run(module, parent_ND, embedding_ND, turn, last, plan.count_N)
                 balances.append(balance)
                 assert isinstance(module, MTPModule)
                 mtp_hidden.append(module.norm(state_ND))
@@ -101,10 +117,27 @@ class Transformer(nn.Module):
         seen = [balance for balance in balances if balance is not None]
         if not seen:
             return None, None
-        load_LE = torch.stack([balance.load_E for balance in seen])
+        load_LE = torch.stack([balance.load_E for balance in seen]).long()
         if self.config.moe is None or self.config.moe.aux_loss_weight == 0:
             return load_LE, None
-        return load_LE, aux_loss(load_LE, torch.stack([balance.affinity_E for balance in seen]))
+        return load_LE, torch.stack([balance.affinity_E for balance in seen])
+
+    def _recorded(self, experts_NLK: Tensor | None, num_tokens: int) -> dict[int, Tensor]:
+        """Recorded choices by layer of the main model."""
+        if experts_NLK is None:
+            return {}
+        sparse = [layer for layer in range(self.config.num_layers) if self.config.is_sparse(layer)]
+        moe = self.config.moe
+        expected = (num_tokens, len(sparse), moe.top_k if moe else 0)
+        if moe is None or tuple(experts_NLK.shape) != expected:
+            raise ValueError(f"recorded experts of shape {tuple(experts_NLK.shape)}: this network takes {expected}")
+        # An expert that is not there would be read from memory that is not ours. CUDA is not waited for.
+        is_known = ((experts_NLK >= -1) & (experts_NLK < moe.num_experts)).all()
+        if is_known.is_cuda:
+            torch._assert_async(is_known)
+        elif not is_known:
+            raise ValueError(f"recorded experts must lie in 0..{moe.num_experts - 1}, or be -1 where unknown")
+        return dict(zip(sparse, experts_NLK.unbind(1), strict=True))
 
     # -- care of the network ------------------------------------------------------------------------------------------
 
@@ -135,8 +168,15 @@ class Transformer(nn.Module):
                 yield block.ffn.router
 
     def update_router_biases(self, load_LE: Tensor) -> None:
-        """One step of the sign rule from the loads of a whole optimizer step; frozen routers stay as they are."""
-        for router, load_E in zip(self.routers(), load_LE, strict=True):
+        """One step of the sign rule from the loads of a whole optimizer step; frozen routers stay as they are, and so
+        do those of the modules where `load_LE` ends before them."""
+        routers = list(self.routers())
+        num_main = sum(isinstance(block.ffn, MixtureFFN) for block in self.blocks)
+        if load_LE.shape[0] not in (num_main, len(routers)):
+            raise ValueError(
+                f"loads of {load_LE.shape[0]} layers: this network has {num_main}, {len(routers)} with MTP"
+            )
+        for router, load_E in zip(routers, load_LE, strict=False):
             learns = router.config.bias_update == "sign" and router.weight.requires_grad
             if router.bias is not None and learns:
                 update_bias(router.bias, load_E, router.config.bias_rate)

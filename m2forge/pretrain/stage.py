@@ -23,6 +23,7 @@ from m2forge.pretrain.config import PretrainConfig
 from m2forge.records import JsonValue, Pack
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.loop import TrainLoop
+from m2forge.train.machine import machine_ranks
 from m2forge.train.run_dir import open_run
 
 VOCAB_MULTIPLE = 64
@@ -55,9 +56,10 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
 
     run_dir = runs / config.name
     companions = find_companions(corpus / TOKENIZER_NAME)
-    loop = TrainLoop(run_dir, config.train, config.phases, build_model, open_source, companions)
-    open_run(run_dir, config, loop.position.last_begun)
-    return loop.run()
+    with machine_ranks(config.train.machine) as ranks:
+        loop = TrainLoop(run_dir, config.train, config.phases, build_model, open_source, companions, ranks)
+        open_run(run_dir, config, loop.position.last_begun)
+        return loop.run()
 
 
 def network_config(config: PretrainConfig) -> ModelConfig:

@@ -23,7 +23,7 @@ from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.checkpoint import begun_phase
 from m2forge.train.config import PhaseConfig
 from m2forge.train.loop import CHECKPOINT_FOLDER, TrainLoop
-from m2forge.train.machine import choose_device
+from m2forge.train.machine import choose_device, machine_ranks
 from m2forge.train.run_dir import open_run
 
 DATA_FOLDER = "data"
@@ -40,20 +40,27 @@ def run_sft(config: SFTConfig, runs: Path) -> Path:
     if begun is not None:
         # A run under way refuses another configuration before its data are touched.
         open_run(run_dir, config, begun)
-    store = prepare(config.data, chat_format, run_dir / DATA_FOLDER, config.seed)
-    phase = _phase(config, store)
 
     def build_model(device: torch.device, dtype: torch.dtype) -> Transformer:
         model = load_model(start, device=device, dtype=dtype)
         model.token_ids = {**model.token_ids, "eos_token_id": chat_format.stop_ids[0]}
         return model
 
-    def open_source(index: int, state: Mapping[str, JsonValue] | None) -> TrajectorySource:
-        return TrajectorySource(config, store, state)
+    with machine_ranks(config.train.machine) as ranks:
+        # Rank 0 encodes, the others find what it left.
+        if ranks.rank > 0:
+            ranks.max_int(0)
+        store = prepare(config.data, chat_format, run_dir / DATA_FOLDER, config.seed)
+        if ranks.rank == 0:
+            ranks.max_int(0)
 
-    loop = TrainLoop(run_dir, config.train, [phase], build_model, open_source, find_companions(start))
-    open_run(run_dir, config, loop.position.last_begun)
-    return loop.run()
+        def open_source(index: int, state: Mapping[str, JsonValue] | None) -> TrajectorySource:
+            return TrajectorySource(config, store, state)
+
+        phases = [_phase(config, store)]
+        loop = TrainLoop(run_dir, config.train, phases, build_model, open_source, find_companions(start), ranks)
+        open_run(run_dir, config, loop.position.last_begun)
+        return loop.run()
 
 
 class TrajectorySource:

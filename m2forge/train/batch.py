@@ -1,18 +1,24 @@
-"""Packs as tensors on the device of the network, with their attention plan and their loss edges.
+"""Packs and flat trees as tensors on the device of the network, with their attention plan and their loss edges.
 
-A loss edge is a position that predicts, the token it should predict, and the tag its loss is counted under.
+A loss edge is a position that predicts and the token it should predict, with what its loss needs besides: of a pack the
+tag its loss is counted under; of a tree the sample's numbers.
 
-Shapes: N tokens, M edges.
+Shapes: N tokens, M edges, L layers with a router, K experts chosen.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from m2forge.model.plan import AttentionPlan, CausalRows, Documents
+from m2forge.model.tree_plan import Trees
 from m2forge.records import NO_TARGET, Pack
+from m2forge.train.config import PolicyConfig
+from m2forge.tree.flat import FlatTree
+from m2forge.tree.sample import UNKNOWN_EXPERT
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,24 @@ class Batch:
     tag_M: Tensor
 
 
+@dataclass(frozen=True)
+class TreeBatch:
+    tokens_N: Tensor
+    plan: AttentionPlan
+    experts_NLK: Tensor | None
+    """Recorded routing to repeat."""
+    position_M: Tensor
+    target_M: Tensor
+    old_M: Tensor
+    """Log-probability that each target was sampled with."""
+    advantage_M: Tensor
+    weight_M: Tensor
+    """What each term is multiplied by; they add up to 1 over the step."""
+    inverse_temperature_M: Tensor | None
+    """None: all temperatures are 1."""
+    version_M: Tensor
+
+
 def make_batch(pack: Pack, device: torch.device) -> Batch:
     (position_M,) = (pack.targets != NO_TARGET).nonzero()
     tag_N = np.repeat(pack.tags, pack.lengths)
@@ -33,6 +57,58 @@ def make_batch(pack: Pack, device: torch.device) -> Batch:
         position_M=_on(device, position_M),
         target_M=_on(device, pack.targets[position_M]),
         tag_M=_on(device, tag_N[position_M]),
+    )
+
+
+def make_tree_batch(
+    flat: FlatTree,
+    device: torch.device,
+    policy: PolicyConfig,
+    *,
+    total_weight: float,
+    dtype: torch.dtype,
+    length: int | None = None,
+) -> TreeBatch:
+    """`total_weight`: the weights of all edges of the step together. `dtype`: of numbers per edge. `length`: tokens to
+    pad to."""
+    length = flat.num_tokens if length is None else length
+    sample_M = flat.edge_sample_M
+    is_scaled = policy.loss != "sft" and bool((flat.temperature_S != 1).any())
+    return TreeBatch(
+        tokens_N=_on(device, np.pad(flat.tokens_N, (0, length - flat.num_tokens))),
+        plan=Trees(flat, device, length),
+        experts_NLK=_experts(flat, device, length) if policy.replay == "recorded" else None,
+        position_M=_on(device, flat.edge_position_M),
+        target_M=_on(device, flat.edge_target_M),
+        old_M=_on(device, flat.edge_logprob_M, dtype),
+        advantage_M=_on(device, flat.advantage_S[sample_M], dtype),
+        weight_M=_on(device, flat.weight_S[sample_M] / total_weight, dtype),
+        inverse_temperature_M=_on(device, 1 / flat.temperature_S[sample_M], dtype) if is_scaled else None,
+        version_M=_on(device, flat.edge_version_M),
+    )
+
+
+def blank_batch(device: torch.device) -> Batch:
+    """A pass in which nothing is learnt and nothing counted, for a rank that has fewer packs than another."""
+    none_M = torch.empty(0, dtype=torch.int64, device=device)
+    return Batch(torch.zeros(1, dtype=torch.int64, device=device), _blank_plan(device), none_M, none_M, none_M)
+
+
+def blank_tree_batch(device: torch.device, dtype: torch.dtype) -> TreeBatch:
+    """The same for trees."""
+    rows = blank_batch(device)
+    none_M, number_M = rows.position_M, torch.empty(0, dtype=dtype, device=device)
+    return TreeBatch(
+        tokens_N=rows.tokens_N,
+        plan=rows.plan,
+        experts_NLK=None,
+        position_M=none_M,
+        target_M=none_M,
+        old_M=number_M,
+        advantage_M=number_M,
+        weight_M=number_M,
+        inverse_temperature_M=None,
+        version_M=none_M,
     )
 
 
@@ -48,8 +124,24 @@ def _plan(pack: Pack, device: torch.device) -> AttentionPlan:
     return Documents(lengths, device)
 
 
-def _on(device: torch.device, array: np.ndarray[tuple[int], np.dtype[np.integer]]) -> Tensor:
-    host = torch.from_numpy(array.astype(np.int64))
+def _blank_plan(device: torch.device) -> CausalRows:
+    plan = CausalRows(1, 1, device)
+    plan.count_N = torch.zeros(1, dtype=torch.int64, device=device)
+    return plan
+
+
+def _experts(flat: FlatTree, device: torch.device, length: int) -> Tensor | None:
+    if flat.experts_NLK is None:
+        return None
+    padding = ((0, length - flat.num_tokens), (0, 0), (0, 0))
+    return _on(device, np.pad(flat.experts_NLK, padding, constant_values=UNKNOWN_EXPERT))
+
+
+def _on(
+    device: torch.device, array: npt.NDArray[np.integer] | npt.NDArray[np.floating], dtype: torch.dtype = torch.int64
+) -> Tensor:
+    # A copy, because records are read-only and torch knows no such thing.
+    host = torch.tensor(array, dtype=dtype)
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host

@@ -6,7 +6,8 @@
         position.json           where the run stood: phase, steps, the reader's state
 
 A checkpoint is built aside and renamed, so the newest one that exists is complete. Loading it and going on gives the
-bits that a run without the interruption would have.
+bits that a run without the interruption would have. It holds whole tensors, however many ranks had parts of them, so
+that a run may go on with another number of ranks: rank 0 writes, every rank loads.
 """
 
 import json
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from m2forge.errors import CheckpointError
 from m2forge.files import staged_folder
@@ -27,6 +29,8 @@ from m2forge.model.transformer import Transformer
 from m2forge.records import JsonValue
 from m2forge.train.config import CheckpointConfig
 from m2forge.train.engine import TrainEngine
+from m2forge.train.parallel import refuse_drift
+from m2forge.train.shard import whole_model
 
 MODEL_FOLDER, OPTIMIZER_FILE, POSITION_FILE = "model", "optimizer.safetensors", "position.json"
 PREFIX = "step-"
@@ -61,16 +65,27 @@ class CheckpointStore:
         self.folder, self.config, self.companions = folder, config, companions
 
     def save(self, engine: TrainEngine, position: Position) -> None:
+        """Asked by all ranks at once; when it returns, on any rank, the checkpoint is there."""
+        ranks = engine.optimizer.ranks
         dest = self.folder / f"{PREFIX}{position.step:08d}"
-        if dest in self._found() or not self.config.keep:
+        is_there = ranks.rank == 0 and dest in self._found()
+        if not self.config.keep or ranks.max_int(is_there):
             return
+        refuse_drift(engine.model, ranks)
+        model, (tensors, num_steps) = whole_model(engine.model, ranks), engine.optimizer.state()
+        if ranks.rank == 0 and model is not None:
+            content = {"position": asdict(position), "num_steps": num_steps}
+            self._write(dest, model, tensors, content)
+        ranks.max_int(0)
+
+    def _write(
+        self, dest: Path, model: Transformer, tensors: Mapping[str, Tensor], content: Mapping[str, object]
+    ) -> None:
         # What a removal that was cut short left of a checkpoint of this step.
         shutil.rmtree(dest, ignore_errors=True)
-        tensors, num_steps = engine.optimizer.state()
         with staged_folder(dest) as partial:
-            save_model(engine.model, partial / MODEL_FOLDER, companions=self.companions)
+            save_model(model, partial / MODEL_FOLDER, companions=self.companions)
             save_file({name: x.contiguous() for name, x in tensors.items()}, partial / OPTIMIZER_FILE)
-            content = {"position": asdict(position), "num_steps": num_steps}
             (partial / POSITION_FILE).write_text(json.dumps(content), encoding="utf-8")
         self._remove_old()
 
@@ -108,7 +123,7 @@ def read_position(folder: Path) -> Position:
 
 
 def restore(engine: TrainEngine, folder: Path) -> None:
-    """Fill the optimizer of an engine whose network was loaded from the same checkpoint."""
+    """Fill the optimizer of an engine whose network was loaded from the same checkpoint, on every rank."""
     try:
         tensors = load_file(folder / OPTIMIZER_FILE)
     except (SafetensorError, OSError) as error:

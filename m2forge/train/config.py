@@ -29,6 +29,36 @@ class OptimizerConfig(Config):
         return self
 
 
+class PolicyConfig(Config):
+    """What a step over token trees computes. Where a value is not known of the published system, it is ours."""
+
+    loss: Literal["cispo", "ppo_clip", "sft"] = "cispo"
+    max_ratio: float = Field(default=5.0, gt=0)
+    """cispo: the largest importance ratio, elsewhere called 1 + ε_high; ours, public values are 4 to 5."""
+    ppo_low: float = Field(default=0.2, ge=0, lt=1)
+    """ppo_clip: ratios are clipped to 1 − ppo_low … 1 + ppo_high."""
+    ppo_high: float = Field(default=0.2, ge=0)
+    mtp_loss: Literal["topk_kl", "ce"] = "topk_kl"
+    """What the prediction modules learn at the same edges: topk_kl follows the policy, ce the sampled tokens."""
+    mtp_weight: float = Field(default=0.1, ge=0)
+    """Of that loss, averaged over the modules; ours. 0: they do not learn."""
+    mtp_gradient: Literal["modules", "all"] = "modules"
+    """modules: that loss trains the modules alone, and the policy learns what it would without them. all: it reaches
+    the policy, embedding and head too, as in pre-training."""
+    mtp_top_k: Count = 32
+    """topk_kl: how many of the policy's likeliest tokens stand alone; the others are one bucket. Ours."""
+    truncated_sampling: Literal["refuse", "allow"] = "refuse"
+    """What becomes of samples drawn by top-p, top-k or min-p, whose recorded log-probabilities no softmax over the
+    vocabulary can match. allow: they train as if nothing had been cut off. Greedy samples are refused either way, and
+    sft, which asks for no log-probability, takes all."""
+    replay: Literal["none", "recorded"] = "none"
+    """recorded: tokens go to the experts they went to when they were sampled, where that was recorded."""
+    pack_tokens: Count = 32768
+    """Tokens that go through the network at once, and so the longest path."""
+    bucket_tokens: Count = 2048
+    """On CUDA packs are padded to a multiple of this, so that few shapes occur."""
+
+
 class Curve(Config):
     """A value that moves from `start` to `end` over a phase."""
 
@@ -90,10 +120,21 @@ class MachineConfig(Config):
     """auto: on CUDA."""
     recompute: Literal["none", "block"] = "none"
     """block: activations are computed again in the backward pass, to save memory."""
+    parallel: Literal["none", "data", "fsdp"] = "none"
+    """Over the processes that torchrun started. data: each holds the network and takes some of a step's packs. fsdp:
+    each holds a slice of the network besides. Blocks are not compiled then, and no phase may add modules."""
+    offload: Literal["none", "host"] = "none"
+    """host: the optimizer's masters and moments lie in host memory, to save the device's."""
     num_threads: Count | None = None
     """CPU threads; results are the same to the bit only at the same number."""
     deterministic: bool = True
     """On CPU only algorithms that give the same bits each time. (CUDA sums in no fixed order.)"""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.parallel == "fsdp" and self.compile_blocks == "always":
+            raise ValueError('parallel = "fsdp" runs blocks uncompiled; set compile_blocks to "auto" or "never"')
+        return self
 
 
 class TrainConfig(Config):

@@ -1,25 +1,48 @@
-"""The train engine: packs in, one optimizer step, metrics out.
+"""The train engine: packs or token trees in, one optimizer step, metrics out.
 
-    loss over the packs (exact mean over all their targets) → gradients → clip → update → router biases
+    step_rows   packs of documents: exact mean of the language-model loss over all their targets
+    step        token trees with advantages: exact weighted mean of the policy's loss over all their loss edges
 
-The engine holds the network and its optimizer and knows nothing of corpora, phases or files. Metrics come back as one
-tensor still on its way from the device, so that reading them need not stop it.
+    packs → loss over the whole step's denominator → gradients, added up → clip → update → router biases
+
+Denominators and expert loads are the whole step's, over all packs and all ranks, so the update does not depend on how
+a step is spread over them. The engine holds the network and its optimizer and knows nothing of corpora, rewards, phases
+or files. Metrics come back as one tensor still on its way from the device, so that reading them need not stop it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from m2forge.model.router import max_violation
+from m2forge.kernels.precision import at_least_float32
+from m2forge.model.router import aux_loss, max_violation
 from m2forge.model.transformer import Output, Transformer
 from m2forge.records import Pack
-from m2forge.train.batch import Batch, make_batch, num_targets
-from m2forge.train.config import OptimizerConfig
-from m2forge.train.loss.next_token import NextTokenLoss, draft_agreement, next_token_loss
+from m2forge.train.batch import (
+    Batch,
+    TreeBatch,
+    blank_batch,
+    blank_tree_batch,
+    make_batch,
+    make_tree_batch,
+    num_targets,
+)
+from m2forge.train.config import OptimizerConfig, PolicyConfig
+from m2forge.train.loss.next_token import draft_agreement, next_token_loss
+from m2forge.train.loss.policy import policy_loss
 from m2forge.train.optimizer import Norms, Optimizer
+from m2forge.train.parallel import ALONE, Ranks
+from m2forge.train.policy_sums import PolicySums, StepCounts
+from m2forge.train.refusal import refuse_untrainable
+from m2forge.train.row_sums import RowSums
+from m2forge.tree.build import Problem
+from m2forge.tree.flat import FlatTree
+from m2forge.tree.pack import pack_trees
+from m2forge.tree.token_tree import TokenTree
 
 
 class PendingMetrics:
@@ -27,7 +50,7 @@ class PendingMetrics:
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self._names = tuple(values)
-        stacked = torch.stack([value.detach().double() for value in values.values()])
+        stacked = torch.stack([value.detach().double() for value in values.values()]) if values else torch.empty(0)
         self._values = stacked.to("cpu", non_blocking=True)
         self._done = torch.cuda.Event() if stacked.is_cuda else None
         if self._done is not None:
@@ -41,90 +64,219 @@ class PendingMetrics:
         return {name: value for name, value in values.items() if not (name.startswith("loss/") and math.isnan(value))}
 
 
-@dataclass
-class _Sums:
-    """What the packs of a step add up."""
+class StepReport(PendingMetrics):
+    """What became of a step over trees."""
 
-    nll_T: Tensor
-    """Loss per tag."""
-    edges_T: Tensor
-    mtp: list[Tensor]
-    load_LE: Tensor | None
-    agreement: list[Tensor]
+    def __init__(self, values: Mapping[str, Tensor], known: Mapping[str, float], problems: tuple[Problem, ...]) -> None:
+        """`known`: figures that need not come from the device."""
+        super().__init__(values)
+        self._known = dict(known)
+        self.problems = problems
+        """Samples that were refused; the group of each is the place of its tree."""
+        self.is_empty = not values
+        """Nothing was left to train on, on any rank: no weight, moment or bias has changed."""
+
+    def read(self) -> dict[str, float]:
+        return super().read() | self._known
+
+
+_BatchT = TypeVar("_BatchT")
 
 
 class TrainEngine:
-    def __init__(self, model: Transformer, config: OptimizerConfig, tag_names: Sequence[str] = ()) -> None:
-        self.model = model
-        self.optimizer = Optimizer(model, config)
+    def __init__(
+        self,
+        model: Transformer,
+        config: OptimizerConfig,
+        tag_names: Sequence[str] = (),
+        ranks: Ranks = ALONE,
+        policy: PolicyConfig | None = None,
+        offload: Literal["none", "host"] = "none",
+    ) -> None:
+        self.model, self.ranks = model, ranks
+        self.optimizer = Optimizer(model, config, ranks, offload)
         self.tag_names = tuple(tag_names)
         """What `Pack.tags` index into, for metrics."""
+        self.policy = policy or PolicyConfig()
 
     @property
     def device(self) -> torch.device:
         return self.model.embedding.weight.device
 
-    def step(
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def step_rows(
         self, packs: Sequence[Pack], *, rate: float, mtp_weight: float = 0.0, measure_agreement: bool = False
     ) -> PendingMetrics:
-        """One optimizer step over all targets of `packs`, each counting alike."""
-        num_edges = sum(num_targets(pack) for pack in packs)
-        sums = self._empty_sums()
-        for pack in packs:
-            batch = make_batch(pack, self.device)
-            output = self.model(batch.tokens_N, batch.plan)
-            loss = next_token_loss(
-                self.model,
-                output,
-                batch,
-                num_edges=num_edges,
-                mtp_weight=mtp_weight,
-                pack_share=pack.tokens.size / sum(other.tokens.size for other in packs),
-            )
-            if loss.total.requires_grad:
-                loss.total.backward()
-            if len(packs) > 1:
-                self.optimizer.collect()
-            self._add(sums, batch, output, loss)
-            if measure_agreement and pack is packs[-1]:
+        """One optimizer step over all targets of `packs`, each counting alike. Of several ranks each has its own."""
+        num_edges, num_tokens = self._totals(
+            sum(num_targets(pack) for pack in packs), sum(pack.tokens.size for pack in packs)
+        )
+        sums = RowSums(self.tag_names, len(self.model.mtp), self.device)
+
+        def forward(batch: Batch) -> Output:
+            output: Output = self.model(batch.tokens_N, batch.plan)
+            return output
+
+        def loss(batch: Batch, output: Output) -> Tensor:
+            found = next_token_loss(self.model, output, batch, num_edges=num_edges, mtp_weight=mtp_weight)
+            sums.add(batch, found)
+            if measure_agreement and sums.num_packs == len(packs):
                 sums.agreement = draft_agreement(self.model, output, batch)
+            return found.total
+
+        makes = [partial(make_batch, pack, self.device) for pack in packs]
+        load_LE = self._accumulate(makes, partial(blank_batch, self.device), forward, loss, num_tokens)
+        norms = self._update(load_LE, rate)
+        return PendingMetrics(sums.figures(num_edges, self.ranks) | _shared_figures(norms, load_LE))
+
+    # -- trees --------------------------------------------------------------------------------------------------------
+
+    def step(self, trees: Sequence[TokenTree], *, rate: float, version: int | None = None) -> StepReport:
+        """One optimizer step over all loss edges of `trees`. Samples that cannot be trained are refused, by name, and
+        the rest trains. Of several ranks each has its own trees. `version`: of this policy, to measure how old samples
+        are."""
+        trainable, problems = refuse_untrainable(trees, self.model.config, self.policy)
+        packs = pack_trees(trainable, self.policy.pack_tokens)
+        counts = StepCounts(
+            *self._totals(
+                sum(float(pack.weight_S[pack.edge_sample_M].sum()) for pack in packs),
+                sum(pack.num_edges for pack in packs),
+                sum(pack.num_input_tokens for pack in packs),
+                sum(pack.num_tokens for pack in packs),
+            )
+        )
+        if not counts.num_edges:
+            return StepReport({}, _token_figures(counts), problems)
+        sums = PolicySums(self.policy, self._num_drafts(), self.device, version)
+
+        def forward(batch: TreeBatch) -> Output:
+            output: Output = self.model(
+                batch.tokens_N,
+                batch.plan,
+                with_mtp=self._num_drafts() > 0,
+                mtp_gradient=self.policy.mtp_gradient,
+                experts_NLK=batch.experts_NLK,
+            )
+            return output
+
+        def loss(batch: TreeBatch, output: Output) -> Tensor:
+            found = policy_loss(self.model, output, batch, self.policy)
+            sums.add(batch, found)
+            return found.total
+
+        makes = [partial(self._tree_batch, pack, counts.weight) for pack in packs]
+        blank = partial(blank_tree_batch, self.device, self._precision)
+        load_LE = self._accumulate(makes, blank, forward, loss, counts.num_input_tokens)
+        norms = self._update(load_LE, rate)
+        figures = sums.figures(counts, self.ranks) | _shared_figures(norms, load_LE)
+        return StepReport(figures, _token_figures(counts), problems)
+
+    @property
+    def _precision(self) -> torch.dtype:
+        return at_least_float32(self.model.embedding.weight.dtype)
+
+    def _num_drafts(self) -> int:
+        return len(self.model.mtp) if self.policy.mtp_weight else 0
+
+    def _tree_batch(self, pack: FlatTree, total_weight: float) -> TreeBatch:
+        return make_tree_batch(
+            pack,
+            self.device,
+            self.policy,
+            total_weight=total_weight,
+            dtype=self._precision,
+            length=self._padded_length(pack.num_tokens),
+        )
+
+    def _padded_length(self, num_tokens: int) -> int:
+        if self.device.type != "cuda":
+            return num_tokens
+        bucket = self.policy.bucket_tokens
+        return min(-(-num_tokens // bucket) * bucket, self.policy.pack_tokens)
+
+    # -- what both share ----------------------------------------------------------------------------------------------
+
+    def _totals(self, *values: float) -> list[float]:
+        """Each added up over the ranks."""
+        totals: list[float] = self.ranks.sum(torch.tensor(values, dtype=torch.float64)).tolist()
+        return totals
+
+    def _accumulate(
+        self,
+        makes: Sequence[Callable[[], _BatchT]],
+        blank: Callable[[], _BatchT],
+        forward: Callable[[_BatchT], Output],
+        loss: Callable[[_BatchT, Output], Tensor],
+        num_tokens: float,
+    ) -> Tensor | None:
+        """Run every pack forward and backward; the loads of the whole step are returned. `num_tokens`: of the whole
+        step, each as often as it counts."""
+        makes = [*makes, *[blank] * (self.ranks.max_int(len(makes)) - len(makes))]
+        ahead_LE = self._loads_ahead(makes, forward)
+        load_LE: Tensor | None = None
+        for make in makes:
+            batch = make()
+            output = forward(batch)
+            total = loss(batch, output)
+            total = total + self._balance_loss(output, ahead_LE, num_tokens)
+            load_LE = _sum_loads(load_LE, output.load_LE)
+            if total.requires_grad:
+                total.backward()
+            if len(makes) > 1:
+                self.optimizer.collect()
+        return None if load_LE is None else self.ranks.sum(load_LE)
+
+    def _loads_ahead(
+        self, makes: Sequence[Callable[[], _BatchT]], forward: Callable[[_BatchT], Output]
+    ) -> Tensor | None:
+        """The loads of the whole step, which the balance loss of each pack needs where there are several."""
+        moe = self.model.config.moe
+        if moe is None or moe.aux_loss_weight == 0 or (len(makes) == 1 and self.ranks.num_ranks == 1):
+            return None
+        load_LE: Tensor | None = None
+        for make in makes:
+            with torch.no_grad():
+                load_LE = _sum_loads(load_LE, forward(make()).load_LE)
+        return None if load_LE is None else self.ranks.sum(load_LE)
+
+    def _balance_loss(self, output: Output, ahead_LE: Tensor | None, num_tokens: float) -> Tensor | float:
+        moe, own_LE = self.model.config.moe, output.load_LE
+        if moe is None or own_LE is None or output.affinity_LE is None:
+            return 0.0
+        return moe.aux_loss_weight * aux_loss(
+            own_LE if ahead_LE is None else ahead_LE, output.affinity_LE, int(num_tokens)
+        )
+
+    def _update(self, load_LE: Tensor | None, rate: float) -> Norms:
         norms = self.optimizer.step(rate)
-        if sums.load_LE is not None:
+        if load_LE is not None:
             # A load of nothing moves no bias: a step that is skipped is skipped whole, without asking the device.
-            self.model.update_router_biases(sums.load_LE * norms.overall.isfinite())
-        return PendingMetrics(self._metrics(sums, norms, num_edges))
+            self.model.update_router_biases(load_LE * norms.overall.isfinite())
+        return norms
 
-    def _empty_sums(self) -> _Sums:
-        zeros_T = torch.zeros(max(1, len(self.tag_names)), dtype=torch.float64, device=self.device)
-        return _Sums(zeros_T, zeros_T.clone(), [zeros_T.new_zeros(()) for _ in self.model.mtp], None, [])
 
-    def _add(self, sums: _Sums, batch: Batch, output: Output, loss: NextTokenLoss) -> None:
-        tag_M = batch.tag_M if self.tag_names else torch.zeros_like(batch.tag_M)
-        # One row per tag rather than a scatter: sums in a fixed order give the same bits each time.
-        is_tag_TM = tag_M == torch.arange(sums.nll_T.shape[0], device=tag_M.device)[:, None]
-        sums.nll_T += is_tag_TM.double() @ loss.nll_M.double()
-        sums.edges_T += is_tag_TM.sum(-1)
-        for total, mtp_sum in zip(sums.mtp, loss.mtp_sums, strict=True):
-            total += mtp_sum
-        if output.load_LE is not None:
-            sums.load_LE = output.load_LE if sums.load_LE is None else sums.load_LE + output.load_LE
+def _sum_loads(some_LE: Tensor | None, more_LE: Tensor | None) -> Tensor | None:
+    return some_LE if more_LE is None else more_LE if some_LE is None else some_LE + more_LE
 
-    def _metrics(self, sums: _Sums, norms: Norms, num_edges: int) -> dict[str, Tensor]:
-        edges = max(1, num_edges)
-        metrics = {"loss": sums.nll_T.sum() / edges, "grad_norm": norms.overall}
-        for index, name in enumerate(self.tag_names):
-            metrics[f"loss/{name}"] = sums.nll_T[index] / sums.edges_T[index]
-        for depth, total in enumerate(sums.mtp, start=1):
-            metrics[f"mtp_loss/{depth}"] = total / edges
-        for depth, share in enumerate(sums.agreement, start=1):
-            metrics[f"draft_agreement/{depth}"] = share
-        for layer, norm in norms.by_layer.items():
-            metrics[f"grad_norm/{layer}"] = norm
-        if sums.load_LE is not None:
-            violation_L = max_violation(sums.load_LE)
-            metrics["max_vio"] = violation_L.mean()
-            share_LE = sums.load_LE.double() / sums.load_LE.sum(-1, keepdim=True).clamp(min=1)
-            for index, share_E in enumerate(share_LE):
-                metrics[f"expert_load_max/{index}"] = share_E.max()
-                metrics[f"expert_load_min/{index}"] = share_E.min()
-        return metrics
+
+def _token_figures(counts: StepCounts) -> dict[str, float]:
+    return {
+        "num_edges": counts.num_edges,
+        "tokens_computed": counts.num_tokens,
+        "tokens_saved": counts.num_input_tokens - counts.num_tokens,
+        "token_ratio": counts.num_input_tokens / max(1.0, counts.num_tokens),
+    }
+
+
+def _shared_figures(norms: Norms, load_LE: Tensor | None) -> dict[str, Tensor]:
+    figures = {"grad_norm": norms.overall}
+    for layer, norm in norms.by_layer.items():
+        figures[f"grad_norm/{layer}"] = norm
+    if load_LE is not None:
+        figures["max_vio"] = max_violation(load_LE).mean()
+        share_LE = load_LE.double() / load_LE.sum(-1, keepdim=True).clamp(min=1)
+        for index, share_E in enumerate(share_LE):
+            figures[f"expert_load_max/{index}"] = share_E.max()
+            figures[f"expert_load_min/{index}"] = share_E.min()
+    return figures

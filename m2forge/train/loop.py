@@ -5,6 +5,9 @@ things and the run directory:
 
     runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/  model/ (when the run is complete)
 
+Several ranks read the same packs, and each trains on its share of them, so that a run may go on with another number of
+ranks. Rank 0 alone writes.
+
 A run whose directory holds a checkpoint goes on from it. Everything a phase changes about the network (context,
 prediction modules, what is frozen) is set again on entry, so a resumed run stands where the first one stood.
 """
@@ -14,6 +17,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,9 +34,11 @@ from m2forge.train.config import PhaseConfig, TrainConfig
 from m2forge.train.cost import TokenCost
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.machine import choose_device, choose_dtype, machine_settings, peak_flops, set_up_model
+from m2forge.train.parallel import ALONE, ProcessRanks, Ranks, align
 from m2forge.train.prefetch import PackSource, Prefetch
 from m2forge.train.run_dir import hold_run
 from m2forge.train.schedule import mtp_weight_at, rate_at
+from m2forge.train.shard import shard_model, whole_model
 
 OpenSource = Callable[[int, Mapping[str, JsonValue] | None], PackSource]
 """(index of a phase, state to go on from) → its packs."""
@@ -65,41 +71,52 @@ class TrainLoop:
         build_model: BuildModel,
         open_source: OpenSource,
         companions: tuple[Path, ...] = (),
+        ranks: Ranks = ALONE,
     ) -> None:
         self.run_dir, self.config, self.phases, self.open_source = run_dir, config, tuple(phases), open_source
-        self.companions = companions
+        self.companions, self.ranks = companions, ranks
         self.store = CheckpointStore(run_dir / CHECKPOINT_FOLDER, config.checkpoint, companions)
-        self.device = choose_device(config.machine)
+        self.device = ranks.device if isinstance(ranks, ProcessRanks) else choose_device(config.machine)
+        # A network to be split goes to the device block by block: whole it may not fit.
+        home = torch.device("cpu") if config.machine.parallel == "fsdp" else self.device
         self.dtype = choose_dtype(config.machine, self.device)
         self._loaded = newest = self.store.newest()
         if newest is None:
-            model, self.position = build_model(self.device, self.dtype), Position()
+            model, self.position = build_model(home, self.dtype), Position()
         else:
-            model, self.position = load_checkpoint_model(newest, self.device, self.dtype), read_position(newest)
+            model, self.position = load_checkpoint_model(newest, home, self.dtype), read_position(newest)
             _log.info("going on from %s", newest)
-        self.engine = TrainEngine(model, config.optimizer)
+        if isinstance(ranks, ProcessRanks):
+            align(model, ranks)
+            if config.machine.parallel == "fsdp":
+                shard_model(model, ranks)
+        self.engine = TrainEngine(model, config.optimizer, ranks=ranks, offload=config.machine.offload)
         if newest is not None:
             restore(self.engine, newest)
         if self.position.phase > len(self.phases):
             raise ConfigError(f"{run_dir} is in phase {self.position.phase + 1}, the configuration has {len(phases)}")
         _refuse_missing_modules(self.phases[self.position.phase :], len(model.mtp))
+        if config.machine.parallel == "fsdp":
+            _refuse_added_modules(self.phases[self.position.phase :], len(model.mtp))
         set_up_model(model, config.machine, self.device)
         self._bad_steps = 0
 
     def run(self) -> Path:
         """Train what is left of the phases; returns the finished model's folder."""
-        with hold_run(self.run_dir), machine_settings(self.config.machine, self.device):
+        leads = self.ranks.rank == 0
+        hold = hold_run(self.run_dir) if leads else nullcontext()
+        with hold, machine_settings(self.config.machine, self.device):
             if self.store.newest() != self._loaded:
                 raise ExistsError(f"another process went on with {self.run_dir} meanwhile; start again")
-            self._peak_flops = peak_flops(self.device, self.dtype)
-            with MetricsWriter(self.run_dir) as writer:
+            self._peak_flops = self.ranks.num_ranks * peak_flops(self.device, self.dtype)
+            with MetricsWriter(self.run_dir) if leads else nullcontext() as writer:
                 for index in range(self.position.phase, len(self.phases)):
                     self._run_phase(index, writer)
             return self._write_model()
 
     # -- one phase ----------------------------------------------------------------------------------------------------
 
-    def _run_phase(self, index: int, writer: MetricsWriter) -> None:
+    def _run_phase(self, index: int, writer: MetricsWriter | None) -> None:
         phase = self.phases[index]
         self._enter(phase)
         source = self.open_source(index, self.position.source)
@@ -107,8 +124,10 @@ class TrainLoop:
         # Where the main model is frozen most of the backward pass is left out, and the usual count says nothing.
         cost = None if phase.trains == "mtp" else TokenCost(self.engine.model.config, phase.context)
         description = f"{phase.name}, context {phase.context}"
-        with Prefetch(source, phase.packs_per_step) as ahead, progress(phase.steps, description) as bar:
-            bar.advance(self.position.step_in_phase)
+        shown = progress(phase.steps, description) if self.ranks.rank == 0 else nullcontext()
+        with Prefetch(source, phase.packs_per_step) as ahead, shown as bar:
+            if bar is not None:
+                bar.advance(self.position.step_in_phase)
             pending: _Pending | None = None
             started_s = time.perf_counter()
             while self.position.step_in_phase < phase.steps:
@@ -145,8 +164,8 @@ class TrainLoop:
         packs, state = ahead.take()
         done = self.position.step_in_phase
         rate, mtp_weight = rate_at(phase, done), mtp_weight_at(phase, done)
-        metrics = self.engine.step(
-            packs,
+        metrics = self.engine.step_rows(
+            packs[self.ranks.rank :: self.ranks.num_ranks],
             rate=rate,
             mtp_weight=mtp_weight,
             measure_agreement=bool(self.engine.model.mtp) and self.position.step % self.config.agreement_every == 0,
@@ -165,12 +184,14 @@ class TrainLoop:
         num_flops = None if cost is None else cost.training_flops(packs)
         return _Pending(self.position.step, num_tokens, num_flops, metrics, extra)
 
-    def _report(self, pending: _Pending | None, writer: MetricsWriter, bar: Progress) -> None:
+    def _report(self, pending: _Pending | None, writer: MetricsWriter | None, bar: Progress | None) -> None:
         if pending is None:
             return
         values = pending.metrics.read() | pending.extra
-        writer.write(pending.step, values)
-        bar.advance(1, {"loss": values["loss"], "tokens/s": f"{values['tokens_per_s']:,.0f}"})
+        if writer is not None:
+            writer.write(pending.step, values)
+        if bar is not None:
+            bar.advance(1, {"loss": values["loss"], "tokens/s": f"{values['tokens_per_s']:,.0f}"})
         finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
         self._bad_steps = 0 if finite else self._bad_steps + 1
         if self._bad_steps >= MAX_BAD_STEPS:
@@ -182,15 +203,21 @@ class TrainLoop:
     def _write_model(self) -> Path:
         """The finished network; an earlier one stays until this one is whole, and is never there in part."""
         dest = self.run_dir / MODEL_FOLDER
+        model = whole_model(self.engine.model, self.ranks)
+        if self.ranks.rank == 0 and model is not None:
+            self._replace_model(model, dest)
+        self.ranks.max_int(0)
+        return dest
+
+    def _replace_model(self, model: Transformer, dest: Path) -> None:
         fresh, old = self.run_dir / f".{MODEL_FOLDER}.fresh", self.run_dir / f".{MODEL_FOLDER}.old"
         for left in (fresh, old, *self.run_dir.glob(f".{fresh.name}.*.partial")):
             shutil.rmtree(left, ignore_errors=True)
-        save_model(self.engine.model, fresh, companions=self.companions)
+        save_model(model, fresh, companions=self.companions)
         if dest.exists():
             dest.rename(old)
         fresh.rename(dest)
         shutil.rmtree(old, ignore_errors=True)
-        return dest
 
 
 def _refuse_missing_modules(phases: Sequence[PhaseConfig], num_mtp: int) -> None:
@@ -205,6 +232,15 @@ def _refuse_missing_modules(phases: Sequence[PhaseConfig], num_mtp: int) -> None
         if wanted < num_mtp:
             raise ConfigError(f"phase {phase.name}: num_mtp {wanted} is less than the {num_mtp} modules there are then")
         num_mtp = wanted
+
+
+def _refuse_added_modules(phases: Sequence[PhaseConfig], num_mtp: int) -> None:
+    for phase in phases:
+        if phase.num_mtp is not None and phase.num_mtp > num_mtp:
+            raise ConfigError(
+                f'phase {phase.name}: num_mtp {phase.num_mtp}: with machine.parallel "fsdp" a network of {num_mtp} '
+                'modules cannot get more; start this phase as a run of its own, or use parallel "data"'
+            )
 
 
 def _speed(step: _Pending, passed_s: float, waited_s: float, peak: float) -> dict[str, float]:

@@ -10,6 +10,7 @@ import torch
 from m2forge.errors import ConfigError
 from m2forge.model.transformer import Transformer
 from m2forge.train.config import MachineConfig
+from m2forge.train.parallel import ALONE, Ranks, joined_ranks
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 """Dense bfloat16, as the vendor states it."""
@@ -50,9 +51,20 @@ def machine_settings(config: MachineConfig, device: torch.device) -> Iterator[No
         memory.fill_uninitialized_memory = fills
 
 
+@contextmanager
+def machine_ranks(config: MachineConfig) -> Iterator[Ranks]:
+    """The processes that train together, this one among them."""
+    if config.parallel == "none":
+        yield ALONE
+        return
+    with joined_ranks(choose_device(config)) as ranks:
+        yield ranks
+
+
 def set_up_model(model: Transformer, config: MachineConfig, device: torch.device) -> None:
     model.recompute = config.recompute
-    if config.compile_blocks == "always" or (config.compile_blocks == "auto" and device.type == "cuda"):
+    by_default = device.type == "cuda" and config.parallel != "fsdp"
+    if config.compile_blocks == "always" or (config.compile_blocks == "auto" and by_default):
         model.compile_blocks()
 
 

@@ -3,17 +3,22 @@
 Names outlive a change of the network: modules that are added get fresh slots, weights that are frozen keep theirs, and
 a checkpoint is a flat table of tensors. Weights below float32 learn through a float32 master.
 
-Gradients of several packs add up in at least float32. `step` measures their norms, clips, and updates; a step whose
-gradients are not finite changes no weight and no moment, and is counted all the same: the count is known here, whether
-they are finite only on the device.
+Gradients of several packs add up in at least float32, and so do those of several ranks, before they are measured:
+norms, clipping and update are those of one process with all the packs. Of a weight that is split over the ranks, each
+rank keeps and updates the state of its own slice.
+
+A step whose gradients are not finite changes no weight and no moment, and is counted all the same: the count is known
+here, whether they are finite only on the device.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from m2forge.errors import CheckpointError
 from m2forge.kernels.adamw import AdamWRule, AdamWState, adamw_
@@ -21,11 +26,17 @@ from m2forge.kernels.precision import at_least_float32
 from m2forge.model.transformer import Transformer
 from m2forge.train.config import OptimizerConfig
 from m2forge.train.muon import muon_
+from m2forge.train.offload import adamw_from_host_, to_host
+from m2forge.train.parallel import ALONE, Ranks
+from m2forge.train.shard import gathered, local, sharded_modules, sliced
+
+BUCKET_ELEMENTS = 1 << 25
+"""Gradients sent to the other ranks in one message."""
 
 
 @dataclass
 class Slot:
-    """The state of one weight."""
+    """The state of one weight, or of this rank's slice of it."""
 
     weight: nn.Parameter
     master: Tensor | None
@@ -34,16 +45,30 @@ class Slot:
     """AdamW: mean, square. Muon: momentum."""
     num_steps: int = 0
     total: Tensor | None = None
-    """Gradient added up over the packs of a step, where there are several."""
+    """Gradient added up over the packs of a step, or over the ranks, where there are several."""
+
+    @property
+    def is_sharded(self) -> bool:
+        return isinstance(self.weight, DTensor)
+
+    @property
+    def local(self) -> Tensor:
+        """What this rank holds of the weight."""
+        return local(self.weight.data)
 
     @property
     def exact(self) -> Tensor:
         """What the update is added to."""
-        return self.weight.data if self.master is None else self.master
+        return self.local if self.master is None else self.master
 
     @property
     def gradient(self) -> Tensor | None:
-        return self.weight.grad if self.total is None else self.total
+        if self.total is not None:
+            return self.total
+        return None if self.weight.grad is None else local(self.weight.grad)
+
+    def clear(self) -> None:
+        self.total = self.weight.grad = None
 
 
 @dataclass(frozen=True)
@@ -55,44 +80,65 @@ class Norms:
 
 
 class Optimizer:
-    def __init__(self, model: Transformer, config: OptimizerConfig) -> None:
-        self.config = config
+    def __init__(
+        self,
+        model: Transformer,
+        config: OptimizerConfig,
+        ranks: Ranks = ALONE,
+        offload: Literal["none", "host"] = "none",
+    ) -> None:
+        """`offload`: host keeps masters and moments in host memory."""
+        self.config, self.ranks, self.offload = config, ranks, offload
         self.slots: dict[str, Slot] = {}
         self.follow(model)
 
     def follow(self, model: Transformer) -> None:
         """Take up the weights that `model` has and this optimizer does not."""
-        self._attention = model.config.attention
+        self._attention, self._device = model.config.attention, model.embedding.weight.device
+        self._sharded_modules = sharded_modules(model)
+        self._reshard()
         # In the network's order, whenever a weight was added: norms are summed in the order of the slots.
         self.slots = {
             name: self.slots.get(name) or self._fresh_slot(name, weight) for name, weight in model.named_parameters()
         }
 
     def _fresh_slot(self, name: str, weight: nn.Parameter) -> Slot:
-        precision = at_least_float32(weight.dtype)
-        master = None if weight.dtype == precision else weight.data.to(precision)
+        precision, held = at_least_float32(weight.dtype), local(weight.data)
+        master = None if weight.dtype == precision else self._keep(held.to(precision))
         kinds = ("momentum",) if self._is_muon(name, weight) else ("mean", "square")
-        return Slot(weight, master, {kind: torch.zeros_like(weight.data, dtype=precision) for kind in kinds})
+        return Slot(weight, master, {kind: self._keep(torch.zeros_like(held, dtype=precision)) for kind in kinds})
 
+    def _keep(self, tensor: Tensor) -> Tensor:
+        return to_host(tensor) if self.offload == "host" else tensor
+
+    def _reshard(self) -> None:
+        """Give up what is put together of split weights: the slices are what the update changes."""
+        for module in self._sharded_modules:
+            module.reshard()
+
+    @torch.no_grad()
     def collect(self) -> None:
         """Add the gradients of a pack to the step's, and clear them."""
         for slot in self.slots.values():
             if slot.weight.grad is not None:
+                grad = local(slot.weight.grad)
                 if slot.total is None:
-                    slot.total = slot.weight.grad.to(slot.exact.dtype)
+                    slot.total = grad.to(slot.exact.dtype)
                 else:
-                    slot.total += slot.weight.grad
+                    slot.total += grad
                 slot.weight.grad = None
 
     @torch.no_grad()
     def step(self, rate: float) -> Norms:
-        """Update the weights that have gradients, then clear them."""
+        """Update the weights that have gradients, on any rank, then clear them."""
+        self._reshard()
+        if self.ranks.num_ranks > 1:
+            self._add_up_ranks()
         active = {name: slot for name, slot in self.slots.items() if slot.gradient is not None}
         if not active:
             # A frozen phase whose loss weight passes through 0.
-            first = next(iter(self.slots.values())).exact
-            return Norms(first.new_zeros(()), {})
-        norms = _norms(active)
+            return Norms(torch.zeros((), device=self._device), {})
+        norms = _norms(active, self.ranks)
         # A norm that is not finite makes a scale that is not finite, which skips the step.
         scale = torch.where(norms.overall > self.config.max_norm, self.config.max_norm / norms.overall, 1.0)
         scale = torch.where(norms.overall.isfinite(), scale, torch.nan)
@@ -101,19 +147,36 @@ class Optimizer:
         self._step_adamw(active, scale, rate)
         self._step_muon(active, scale, rate)
         for slot in active.values():
-            slot.total = slot.weight.grad = None
+            slot.clear()
         return norms
+
+    def _add_up_ranks(self) -> None:
+        """Gradients of split weights have been added up on their way; of the others, here."""
+        slots = [slot for slot in self.slots.values() if not slot.is_sharded]
+        if not slots:
+            return
+        # A rank without packs has no gradients, and must send zeros where others have some.
+        is_active = torch.tensor([slot.gradient is not None for slot in slots], dtype=torch.int64)
+        active = [slot for slot, num in zip(slots, self.ranks.sum(is_active).tolist(), strict=True) if num]
+        for bucket in _buckets(active):
+            grads = [torch.zeros_like(slot.local) if slot.gradient is None else slot.gradient for slot in bucket]
+            sent = torch.cat([grad.flatten().to(slot.exact.dtype) for slot, grad in zip(bucket, grads, strict=True)])
+            totals = self.ranks.sum(sent).split([grad.numel() for grad in grads])
+            for slot, grad, total in zip(bucket, grads, totals, strict=True):
+                slot.clear()
+                slot.total = total.view_as(grad)
 
     def _step_adamw(self, active: Mapping[str, Slot], scale: Tensor, rate: float) -> None:
         by_decay: dict[float, list[Slot]] = defaultdict(list)
         for name, slot in active.items():
-            if "mean" in slot.tensors:
+            if "mean" in slot.tensors and slot.local.numel():
                 by_decay[self._decay(name, slot.weight)].append(slot)
         for decay, slots in by_decay.items():
-            states = [AdamWState(slot.weight.data, slot.master, **slot.tensors) for slot in slots]
+            states = [AdamWState(slot.local, slot.master, **slot.tensors) for slot in slots]
             grads = [slot.gradient for slot in slots if slot.gradient is not None]
             rule = AdamWRule(rate, decay, self.config.betas, self.config.eps)
-            adamw_(states, grads, [slot.num_steps for slot in slots], scale, rule)
+            update = adamw_from_host_ if self.offload == "host" else adamw_
+            update(states, grads, [slot.num_steps for slot in slots], scale, rule)
 
     def _step_muon(self, active: Mapping[str, Slot], scale: Tensor, rate: float) -> None:
         slots = {name: slot for name, slot in active.items() if "momentum" in slot.tensors}
@@ -121,18 +184,26 @@ class Optimizer:
             return
         for name, slot in slots.items():
             assert slot.gradient is not None
-            grad = slot.gradient.to(slot.exact.dtype) * scale
+            # A split matrix is put together; of a stack of matrices each rank has whole ones.
+            like = slot.weight if slot.weight.dim() == 2 else slot.local
+            kept = (slot.exact, slot.tensors["momentum"])
+            exact, momentum, grad = (
+                gathered(x.to(self._device), like) for x in (*kept, slot.gradient.to(slot.exact.dtype) * scale)
+            )
             muon_(
-                self._matrices(name, slot.exact),
-                self._matrices(name, slot.tensors["momentum"]),
+                self._matrices(name, exact),
+                self._matrices(name, momentum),
                 self._matrices(name, grad),
                 rate=rate,
                 decay=self._decay(name, slot.weight),
                 momentum=self.config.muon_momentum,
                 iterations=self.config.muon_iterations,
             )
+            for old, changed in zip(kept, (exact, momentum), strict=True):
+                if changed is not old:
+                    old.copy_(sliced(changed, like))
             if slot.master is not None:
-                slot.weight.data.copy_(slot.master)
+                slot.local.copy_(slot.master)
 
     def _decay(self, name: str, weight: Tensor) -> float:
         return self.config.weight_decay if weight.dim() > 1 and not name.startswith("embedding.") else 0.0
@@ -153,42 +224,76 @@ class Optimizer:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """(tensors by name, steps each weight has taken): all that a later run needs beside the weights."""
+        """(tensors by name, steps each weight has taken): all that a later run needs beside the weights. Of split
+        weights rank 0 gets the whole, in host memory, and the others nothing; all ranks ask at once."""
+        self._settle()
         tensors: dict[str, Tensor] = {}
-        for name, slot in self.slots.items():
-            if slot.master is not None:
-                tensors[f"{name}/master"] = slot.master
-            tensors.update({f"{name}/{kind}": tensor for kind, tensor in slot.tensors.items()})
+        for name, slot, tensor in self._kept():
+            if not slot.is_sharded:
+                tensors[name] = tensor
+                continue
+            whole = gathered(tensor, slot.weight)
+            if self.ranks.rank == 0:
+                tensors[name] = whole.cpu()
         return tensors, {name: slot.num_steps for name, slot in self.slots.items()}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: Mapping[str, int]) -> None:
-        ours, _ = self.state()
-        wrong = sorted(ours.keys() ^ tensors.keys()) + sorted(
-            name for name in ours.keys() & tensors.keys() if ours[name].shape != tensors[name].shape
+        """Take up what `state` gave, on every rank the whole."""
+        self._settle()
+        shapes = {name: slot.weight.shape for name, slot, _ in self._kept()}
+        wrong = sorted(shapes.keys() ^ tensors.keys()) + sorted(
+            name for name in shapes.keys() & tensors.keys() if shapes[name] != tensors[name].shape
         )
         if wrong or num_steps.keys() != self.slots.keys():
             raise CheckpointError(
                 f"the optimizer's state does not fit this network and optimizer: {(wrong or ['step counts'])[:4]}; "
                 "resume with the configuration that the run was started with"
             )
-        for name, tensor in ours.items():
-            tensor.copy_(tensors[name])
+        for name, slot, tensor in self._kept():
+            tensor.copy_(sliced(tensors[name], slot.weight))
         for name, slot in self.slots.items():
             slot.num_steps = num_steps[name]
 
+    def _kept(self) -> Iterator[tuple[str, Slot, Tensor]]:
+        """Every tensor of every slot, with its name."""
+        for name, slot in self.slots.items():
+            if slot.master is not None:
+                yield f"{name}/master", slot, slot.master
+            for kind, tensor in slot.tensors.items():
+                yield f"{name}/{kind}", slot, tensor
 
-def _norms(active: Mapping[str, Slot]) -> Norms:
-    grads = {name: slot.gradient for name, slot in active.items()}
-    present = {name: grad for name, grad in grads.items() if grad is not None}
-    precision = max((at_least_float32(grad.dtype) for grad in present.values()), key=lambda kind: kind.itemsize)
-    norms = torch._foreach_norm(list(present.values()), 2, dtype=precision)
+    def _settle(self) -> None:
+        """Wait for what is on its way between device and host memory."""
+        if self.offload == "host" and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _buckets(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
+    """Slots of one precision together, up to `BUCKET_ELEMENTS`."""
+    open_buckets: dict[torch.dtype, list[Slot]] = defaultdict(list)
+    for slot in slots:
+        bucket = open_buckets[slot.exact.dtype]
+        if bucket and sum(other.local.numel() for other in bucket) + slot.local.numel() > BUCKET_ELEMENTS:
+            yield bucket
+            bucket = open_buckets[slot.exact.dtype] = []
+        bucket.append(slot)
+    yield from (bucket for bucket in open_buckets.values() if bucket)
+
+
+def _norms(active: Mapping[str, Slot], ranks: Ranks) -> Norms:
+    grads = [slot.gradient for slot in active.values() if slot.gradient is not None]
+    precision = max((at_least_float32(grad.dtype) for grad in grads), key=lambda kind: kind.itemsize)
+    norm_S = torch.stack(list(torch._foreach_norm(grads, 2, dtype=precision)))
+    if any(slot.is_sharded for slot in active.values()):
+        # The squares of all slices add up; what every rank has whole counts on one.
+        counts = [slot.is_sharded or ranks.rank == 0 for slot in active.values()]
+        square_S = norm_S.double().square() * torch.tensor(counts, device=norm_S.device)
+        norm_S = ranks.sum(square_S).sqrt().to(precision)
     by_layer: dict[str, list[Tensor]] = defaultdict(list)
-    for name, norm in zip(present, norms, strict=True):
+    for name, norm in zip(active, norm_S.unbind(), strict=True):
         by_layer[layer_of(name)].append(norm)
-    return Norms(
-        torch.stack(list(norms)).norm(), {layer: torch.stack(found).norm() for layer, found in by_layer.items()}
-    )
+    return Norms(norm_S.norm(), {layer: torch.stack(found).norm() for layer, found in by_layer.items()})
 
 
 def layer_of(name: str) -> str:

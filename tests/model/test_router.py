@@ -126,9 +126,9 @@ def test_max_violation_is_the_fullest_over_the_mean_minus_one() -> None:
 
 def test_the_auxiliary_loss_is_one_at_balance_and_more_elsewhere() -> None:
     even = torch.full((2, 8), 30)
-    assert aux_loss(even, torch.full((2, 8), 1 / 8, dtype=torch.float64)).item() == pytest.approx(1.0, abs=1e-12)
+    assert aux_loss(even, torch.full((2, 8), 30 / 8, dtype=torch.float64), 30).item() == pytest.approx(1.0, abs=1e-12)
     crowded = torch.tensor([[100, 10, 10, 10, 10, 10, 10, 80]])
-    assert aux_loss(crowded, crowded / crowded.sum(dtype=torch.float64)).item() > 1.5
+    assert aux_loss(crowded, crowded.double(), crowded.sum()).item() > 1.5
 
 
 def test_the_auxiliary_loss_pushes_toward_balance() -> None:
@@ -140,7 +140,7 @@ def test_the_auxiliary_loss_pushes_toward_balance() -> None:
     for _ in range(60):
         routing = router(x_ND)
         load_LE = dispatch(routing.expert_NK, 16).load_E[None]
-        loss = aux_loss(load_LE, routing.affinity_E[None])
+        loss = aux_loss(load_LE, routing.affinity_E[None], 512)
         losses.append(loss.item())
         violations.append(max_violation(load_LE).item())
         optimizer.zero_grad()
@@ -153,7 +153,7 @@ def test_the_auxiliary_loss_pushes_toward_balance() -> None:
 def test_an_idle_auxiliary_loss_leaves_no_trace() -> None:
     routing = router_of(aux_loss_weight=0.0)(normal(5, 16, dtype=torch.float32))
     assert not routing.affinity_E.requires_grad
-    assert build(SMALL)(torch.tensor([[1, 2, 3]])).aux_loss is None
+    assert build(SMALL)(torch.tensor([[1, 2, 3]])).affinity_LE is None
 
 
 def test_a_gradient_bias_learns_from_the_auxiliary_loss_alone() -> None:
@@ -168,10 +168,10 @@ def test_a_gradient_bias_learns_from_the_auxiliary_loss_alone() -> None:
     language.backward(retain_graph=True)
     assert all(model.get_parameter(name).grad is None for name in names)
 
-    assert output.aux_loss is not None
-    output.aux_loss.backward()
-    router = next(iter(model.routers()))
     assert output.load_LE is not None
+    assert output.affinity_LE is not None
+    aux_loss(output.load_LE, output.affinity_LE, tokens.numel()).backward()
+    router = next(iter(model.routers()))
     assert router.bias is not None
     grad_E = router.bias.grad
     assert grad_E is not None

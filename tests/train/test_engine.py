@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,7 @@ def test_a_step_follows_the_gradient_of_the_plain_loss(seed: int, lengths: list[
         ),
         step(rate),
     )[1]
-    engine.step(packs, rate=0.0, mtp_weight=0.3)
+    engine.step_rows(packs, rate=0.0, mtp_weight=0.3)
     for name, gradient in expected.items():
         if gradient is not None:
             torch.testing.assert_close(seen[name], gradient, rtol=1e-9, atol=1e-12)
@@ -67,7 +68,7 @@ def test_losses_are_counted_by_tag() -> None:
     pack = draw_pack(0, [5, 6, 7, 3], num_tags=3)
     engine = TrainEngine(small_model(), CONFIG, ("web", "code", "books"))
     alone = copy.deepcopy(engine.model)
-    values = engine.step([pack], rate=0.0).read()
+    values = engine.step_rows([pack], rate=0.0).read()
     for tag, name in enumerate(engine.tag_names):
         chosen = pack.targets.copy()
         chosen[(pack.tags != tag).repeat(pack.lengths)] = NO_TARGET
@@ -81,7 +82,7 @@ def test_losses_are_counted_by_tag() -> None:
 def test_clipping_scales_the_whole_gradient_and_reports_it_as_it_was() -> None:
     pack = draw_pack(0, [9, 9])
     engines = [TrainEngine(small_model(), OptimizerConfig(max_norm=limit)) for limit in (1e-3, 1e9)]
-    norms = [engine.step([pack], rate=1e-3).read()["grad_norm"] for engine in engines]
+    norms = [engine.step_rows([pack], rate=1e-3).read()["grad_norm"] for engine in engines]
     assert norms[0] == norms[1] > 1e-3
     # The first mean is a tenth of what was left of the gradient.
     clipped, whole = (
@@ -99,11 +100,27 @@ def test_the_balance_loss_is_a_mean_over_packs() -> None:
     once, twice = (TrainEngine(small_model(moe=moe), CONFIG) for _ in range(2))
     plain = TrainEngine(small_model(), CONFIG)
     for engine, packs in ((once, [pack]), (twice, [pack, pack]), (plain, [pack])):
-        engine.step(packs, rate=1e-3, mtp_weight=0.3)
+        engine.step_rows(packs, rate=1e-3, mtp_weight=0.3)
     name = "blocks.0.ffn.router.weight"
     means = [engine.optimizer.slots[name].tensors["mean"] for engine in (once, twice, plain)]
     torch.testing.assert_close(means[0], means[1], rtol=1e-9, atol=1e-15)
     assert not torch.allclose(means[0], means[2], rtol=1e-2)
+
+
+def test_the_balance_loss_takes_the_loads_of_the_whole_step() -> None:
+    """Documents step alike in one pack and in two."""
+    moe = {"num_experts": 4, "top_k": 2, "intermediate_size": 8, "aux_loss_weight": 0.5}
+    packs = [draw_pack(0, [9, 4]), draw_pack(1, [12])]
+    joined = Pack(
+        *(np.concatenate([getattr(pack, name) for pack in packs]) for name in ("tokens", "targets", "lengths", "tags"))
+    )
+    together, apart = (TrainEngine(small_model(moe=moe), CONFIG) for _ in range(2))
+    together.step_rows([joined], rate=1e-3, mtp_weight=0.3)
+    apart.step_rows(packs, rate=1e-3, mtp_weight=0.3)
+    for name, slot in together.optimizer.slots.items():
+        torch.testing.assert_close(
+            apart.optimizer.slots[name].tensors["mean"], slot.tensors["mean"], rtol=1e-9, atol=1e-15
+        )
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -113,7 +130,7 @@ def test_a_step_without_finite_gradients_changes_no_weight_and_no_bias(kind: str
     engine = TrainEngine(model, OptimizerConfig.model_validate({"kind": kind}))
     before = copy.deepcopy(model.state_dict())
     assert any(name.endswith("router.bias") for name in before)
-    values = engine.step([draw_pack(0, [9, 9])], rate=1e-2).read()
+    values = engine.step_rows([draw_pack(0, [9, 9])], rate=1e-2).read()
     assert not math.isfinite(values["grad_norm"])
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
@@ -123,7 +140,7 @@ def test_a_step_without_finite_gradients_changes_no_weight_and_no_bias(kind: str
 def test_training_lowers_the_loss(kind: str, dtype: torch.dtype) -> None:
     engine = TrainEngine(small_model(dtype), OptimizerConfig.model_validate({"kind": kind}))
     pack = draw_pack(0, [16, 16])
-    losses = [engine.step([pack], rate=1e-2, mtp_weight=0.3).read()["loss"] for _ in range(30)]
+    losses = [engine.step_rows([pack], rate=1e-2, mtp_weight=0.3).read()["loss"] for _ in range(30)]
     assert losses[-1] < losses[0] - 1
 
 
@@ -132,24 +149,24 @@ def test_small_steps_survive_in_the_master_of_bfloat16_weights() -> None:
     engine = TrainEngine(small_model(torch.bfloat16), OptimizerConfig(weight_decay=0.0))
     before = engine.model.embedding.weight.detach().clone()
     for _ in range(40):
-        engine.step([draw_pack(0, [16])], rate=1e-4)
+        engine.step_rows([draw_pack(0, [16])], rate=1e-4)
     large = before.abs() > 0.1
     assert (engine.model.embedding.weight != before)[large].float().mean() > 0.2
 
 
 def test_agreement_is_measured_when_asked() -> None:
     engine = TrainEngine(small_model(), CONFIG)
-    values = engine.step([draw_pack(0, [9])], rate=0.0, measure_agreement=True).read()
+    values = engine.step_rows([draw_pack(0, [9])], rate=0.0, measure_agreement=True).read()
     assert 0 <= values["draft_agreement/1"] <= 1
     assert "draft_agreement/2" in values
-    assert not any(name.startswith("draft") for name in engine.step([draw_pack(0, [9])], rate=0.0).read())
+    assert not any(name.startswith("draft") for name in engine.step_rows([draw_pack(0, [9])], rate=0.0).read())
 
 
 def test_a_frozen_step_without_module_loss_changes_nothing() -> None:
     engine = TrainEngine(small_model(), CONFIG)
     engine.model.freeze_main()
     before = copy.deepcopy(dict(engine.model.named_parameters()))
-    values = engine.step([draw_pack(0, [9])], rate=1e-2, mtp_weight=0.0).read()
+    values = engine.step_rows([draw_pack(0, [9])], rate=1e-2, mtp_weight=0.0).read()
     assert values["grad_norm"] == 0
     assert values["loss"] > 0
     assert all(torch.equal(weight, before[name]) for name, weight in engine.model.named_parameters())
@@ -157,5 +174,5 @@ def test_a_frozen_step_without_module_loss_changes_nothing() -> None:
 
 def test_a_pack_without_targets_is_no_error() -> None:
     engine = TrainEngine(small_model(), CONFIG)
-    values = engine.step([draw_pack(0, [9], share_trained=0.0)], rate=1e-3, mtp_weight=0.3).read()
+    values = engine.step_rows([draw_pack(0, [9], share_trained=0.0)], rate=1e-3, mtp_weight=0.3).read()
     assert values["loss"] == 0

@@ -1,7 +1,7 @@
 /* What the float32 CPU kernels share: vectors, a small matrix product, and the memory a thread keeps between calls.
  *
  * Every kernel rests on the product: operands are packed into panels, a register block of MR x NR sums over them. Work is
- * split over threads by expert, document or row, so that each product runs on one thread and no sum depends on the
+ * split over threads by expert, tree or row, so that each product runs on one thread and no sum depends on the
  * number of threads. The torch twins stand beside the callers, in the Python files of this room.
  */
 #pragma once
@@ -37,14 +37,21 @@ static inline Operand matrix(const float *base, int64_t i_stride, int64_t k_stri
     return (Operand){base, i_stride, k_stride, NULL, NULL};
 }
 
-/* c[i, j] (+)= sum over k of a(i, k) b(j, k). */
-void product(int64_t m, int64_t n, int64_t depth, const Operand *a, const Operand *b, float *c, int64_t c_stride, int add);
+/* c[i, j] (+)= sum over k of a(i, k) b(j, k); row i of c is c_map[i] where a map is given. */
+void product_to(int64_t m, int64_t n, int64_t depth, const Operand *a, const Operand *b, float *c, int64_t c_stride,
+                const int64_t *c_map, int add);
+
+static inline void product(int64_t m, int64_t n, int64_t depth, const Operand *a, const Operand *b, float *c,
+                           int64_t c_stride, int add) {
+    product_to(m, n, depth, a, b, c, c_stride, NULL, add);
+}
 
 /* malloc that never returns NULL. */
 void *take(int64_t bytes);
 
-/* Memory of the calling thread, number 0, 1 or 2, kept until the thread ends: fresh pages would cost more than the
+/* Memory of the calling thread, number 0 to KEPT - 1, kept until the thread ends: fresh pages would cost more than the
  * arithmetic on them. For small things only. */
+enum { KEPT = 4 };
 float *scratch(int which, int64_t count);
 
 static inline vec splat(float x) { return x - (vec){0}; }

@@ -19,8 +19,8 @@ void *take(int64_t bytes) {
 }
 
 typedef struct {
-    float *memory[3];
-    int64_t count[3];
+    float *memory[KEPT];
+    int64_t count[KEPT];
 } Kept;
 
 static pthread_key_t kept_key;
@@ -28,7 +28,7 @@ static pthread_once_t kept_once = PTHREAD_ONCE_INIT;
 
 static void drop_kept(void *of_thread) {
     Kept *kept = of_thread;
-    for (int i = 0; i < 3; i++) free(kept->memory[i]);
+    for (int i = 0; i < KEPT; i++) free(kept->memory[i]);
     free(kept);
 }
 
@@ -93,7 +93,8 @@ static void pack(const Operand *x, int64_t i0, int64_t width, int64_t full, int6
     }
 }
 
-static void block(int64_t depth, const float *restrict a, const float *restrict b, float *restrict c, int64_t c_stride,
+/* Sums of row i go to row[i] + from. */
+static void block(int64_t depth, const float *restrict a, const float *restrict b, float *const row[MR], int64_t from,
                   int64_t rows, int64_t columns, int add) {
     vec sum[MR][NV];
 #pragma GCC unroll 12
@@ -122,7 +123,7 @@ static void block(int64_t depth, const float *restrict a, const float *restrict 
         for (int i = 0; i < MR; i++)
 #pragma GCC unroll 2
             for (int j = 0; j < NV; j++) {
-                vec *out = (vec *)(c + i * c_stride + j * LANES);
+                vec *out = (vec *)(row[i] + from + j * LANES);
                 if (add) sum[i][j] += *out;
                 *out = sum[i][j];
             }
@@ -135,7 +136,7 @@ static void block(int64_t depth, const float *restrict a, const float *restrict 
         for (int j = 0; j < NV; j++) *(vec *)(edge + i * NR + j * LANES) = sum[i][j];
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < columns; j++)
-            c[i * c_stride + j] = (add ? c[i * c_stride + j] : 0) + edge[i * NR + j];
+            row[i][from + j] = (add ? row[i][from + j] : 0) + edge[i * NR + j];
 }
 
 /* Kept by each thread between calls: fresh pages would cost more than the arithmetic on them. */
@@ -143,10 +144,10 @@ static _Thread_local struct {
     float a[MR * KC], b[NC * KC];
 } packs;
 
-void product(int64_t m, int64_t n, int64_t depth, const Operand *a, const Operand *b, float *c, int64_t c_stride,
-                    int add) {
+void product_to(int64_t m, int64_t n, int64_t depth, const Operand *a, const Operand *b, float *c, int64_t c_stride,
+                const int64_t *c_map, int add) {
     if (depth == 0 && !add)
-        for (int64_t i = 0; i < m; i++) memset(c + i * c_stride, 0, n * sizeof(float));
+        for (int64_t i = 0; i < m; i++) memset(c + (c_map ? c_map[i] : i) * c_stride, 0, n * sizeof(float));
     for (int64_t k0 = 0; k0 < depth; k0 += KC) {
         int64_t k = depth - k0 < KC ? depth - k0 : KC;
         for (int64_t n0 = 0; n0 < n; n0 += NC) {
@@ -155,10 +156,11 @@ void product(int64_t m, int64_t n, int64_t depth, const Operand *a, const Operan
                 pack(b, n0 + j, width - j < NR ? width - j : NR, NR, k0, k, packs.b + j * k);
             for (int64_t i = 0; i < m; i += MR) {
                 int64_t rows = m - i < MR ? m - i : MR;
+                float *row[MR] = {0};
+                for (int64_t r = 0; r < rows; r++) row[r] = c + (c_map ? c_map[i + r] : i + r) * c_stride + n0;
                 pack(a, i, rows, MR, k0, k, packs.a);
                 for (int64_t j = 0; j < width; j += NR)
-                    block(k, packs.a, packs.b + j * k, c + i * c_stride + n0 + j, c_stride, rows,
-                          width - j < NR ? width - j : NR, add || k0 > 0);
+                    block(k, packs.a, packs.b + j * k, row, j, rows, width - j < NR ? width - j : NR, add || k0 > 0);
             }
         }
     }

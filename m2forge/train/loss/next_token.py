@@ -1,6 +1,6 @@
 """The language-model loss with multi-token prediction.
 
-    L = L_0 + (λ / K) · Σ_{k=1..K} L_k + w_aux · L_balance
+    L = L_0 + (λ / K) · Σ_{k=1..K} L_k
     L_k = (1 / T) · Σ over loss edges of  −log p_k(target)          T: edges of the whole optimizer step
 
 p_0 is the main model, p_k the prediction of module k for the same token. Dividing by the step's T, not the pack's,
@@ -31,9 +31,9 @@ class NextTokenLoss:
 
 
 def next_token_loss(
-    model: Transformer, output: Output, batch: Batch, *, num_edges: int, mtp_weight: float, pack_share: float
+    model: Transformer, output: Output, batch: Batch, *, num_edges: float, mtp_weight: float
 ) -> NextTokenLoss:
-    """`num_edges`: of the whole step. `pack_share`: this pack's share of the step's balance loss."""
+    """`num_edges`: of the whole step."""
     precision = at_least_float32(output.hidden_ND.dtype)
     weight_M = torch.full_like(batch.target_M, 1.0 / max(1, num_edges), dtype=precision)
 
@@ -54,8 +54,6 @@ def next_token_loss(
         mtp_sums.append(mtp_nll_M.sum())
         if mtp_weight:
             total = total + mtp_weight / len(output.mtp_hidden_ND) * loss
-    if output.aux_loss is not None and model.config.moe is not None:
-        total = total + model.config.moe.aux_loss_weight * pack_share * output.aux_loss
     return NextTokenLoss(total, nll_M, tuple(mtp_sums))
 
 

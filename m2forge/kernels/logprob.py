@@ -1,0 +1,175 @@
+"""Log-probabilities straight from hidden states, and any loss that is a function of them, a chunk of logits at a time.
+
+    z[m] = head · hidden[position[m]] / temperature[m]
+    logp[m] = z[m, target[m]] − logsumexp_v z[m,v]
+    loss = Σ_m value(logp[m]),    ∂loss/∂z[m,v] = slope(logp[m]) · ( [v = target[m]] − p[m,v] )
+
+Who calls gives value and slope of a chunk's log-probabilities, the rest is `linear_loss`. Beside the loss come, without
+gradient, logp, the entropy of p and, where asked for, the likeliest tokens.
+
+`row_statistics` and `softmax_grad_` are the two passes over a chunk of logits, each one kernel; on CUDA no copy of the
+logits in a higher precision is made.
+
+Shapes: N tokens, M loss positions, C positions of a chunk, D hidden size, V vocabulary, K likeliest tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from m2forge.kernels import native
+from m2forge.kernels.linear_loss import check_targets, linear_loss
+from m2forge.kernels.precision import at_least_float32, raised
+
+Term: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+"""(logp_C, which of the M positions it is of) → (value_C, slope_C), slope the derivative of value by logp."""
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """The likeliest tokens at each position, and all others as one."""
+
+    id_MK: Tensor
+    """int32."""
+    logp_MK: Tensor
+    rest_M: Tensor
+    """Logarithm of the probability of all other tokens together; −∞ where there is none."""
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    loss: Tensor
+    logp_M: Tensor
+    entropy_M: Tensor
+    top: TopTokens | None
+
+
+def linear_logprob(
+    hidden_ND: Tensor,
+    head_VD: Tensor,
+    target_M: Tensor,
+    *,
+    position_M: Tensor,
+    term: Term,
+    inverse_temperature_M: Tensor | None = None,
+    top_k: int = 0,
+    float32_head: bool = False,
+    chunk_bytes: int | None = None,
+) -> LogProbs:
+    """Without `inverse_temperature_M` every temperature is 1. `top_k`: how many of the likeliest tokens to return."""
+    if position_M.shape != target_M.shape:
+        shapes = [tuple(x.shape) for x in (position_M, target_M)]
+        raise ValueError(f"positions and targets differ in shape: {shapes}; give one of each per loss")
+    check_targets(target_M, head_VD.shape[0])
+    precision, num_losses = at_least_float32(hidden_ND.dtype), target_M.shape[0]
+    scale_M = None if inverse_temperature_M is None else inverse_temperature_M.to(precision)
+    logp_M = hidden_ND.new_empty(num_losses, dtype=precision)
+    entropy_M = torch.empty_like(logp_M)
+    top = _empty_top(logp_M, min(top_k, head_VD.shape[0])) if top_k else None
+
+    def score(logits_CV: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        logits_CV = computable(logits_CV)
+        target_C, scale_C = target_M[chunk], None if scale_M is None else scale_M[chunk]
+        lse_C, mean_C = row_statistics(logits_CV, scale_C)
+        logp_C = scaled_at(logits_CV, scale_C, target_C[:, None])[:, 0] - lse_C
+        logp_M[chunk], entropy_M[chunk] = logp_C, lse_C - mean_C
+        if top is not None:
+            _find_top(logits_CV, scale_C, lse_C, top, chunk)
+        value_C, slope_C = term(logp_C, chunk)
+        factor_C = -slope_C if scale_C is None else -slope_C * scale_C
+        return value_C.sum(), softmax_grad_(logits_CV, scale_C, lse_C, factor_C, target_C)
+
+    loss = linear_loss(hidden_ND, head_VD, position_M, score, float32_head=float32_head, chunk_bytes=chunk_bytes)
+    return LogProbs(loss, logp_M, entropy_M, top)
+
+
+def linear_logprob_plain(hidden_ND: Tensor, head_VD: Tensor, target_N: Tensor, temperature_N: Tensor) -> Tensor:
+    """logp of every token with all logits at once: the twin that the chunked form must equal."""
+    logits_NV = raised(hidden_ND @ head_VD.t()) / temperature_N[:, None]
+    return F.log_softmax(logits_NV, -1).gather(1, target_N[:, None])[:, 0]
+
+
+def computable(logits_CV: Tensor) -> Tensor:
+    """What the functions below take: the CPU's compute in at least float32, CUDA's raise every number they read."""
+    return logits_CV if logits_CV.is_cuda else raised(logits_CV)
+
+
+def row_statistics(logits_CV: Tensor, scale_C: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(logsumexp_v z, Σ_v p·z) of each row, z = scale · logits."""
+    if logits_CV.is_cuda:
+        from m2forge.kernels.logprob_triton import row_statistics as statistics
+
+        return statistics(logits_CV, scale_C)
+    if _is_native(logits_CV, scale_C):
+        lse_C, mean_C = logits_CV.new_empty(2, logits_CV.shape[0])
+        native.call("row_statistics", logits_CV, scale_C, *logits_CV.shape, lse_C, mean_C)
+        return lse_C, mean_C
+    z_CV = logits_CV if scale_C is None else logits_CV * scale_C[:, None]
+    lse_C = z_CV.logsumexp(-1)
+    p_CV = (z_CV - lse_C[:, None]).exp_()
+    return lse_C, p_CV.mul_(z_CV).sum(-1)
+
+
+def log_sum_exp(logits_CV: Tensor, scale_C: Tensor | None) -> Tensor:
+    """A logit of −∞ takes no part; one at least is finite."""
+    if logits_CV.is_cuda or _is_native(logits_CV, scale_C):
+        return row_statistics(logits_CV, scale_C)[0]
+    return (logits_CV if scale_C is None else logits_CV * scale_C[:, None]).logsumexp(-1)
+
+
+def softmax_grad_(
+    logits_CV: Tensor, scale_C: Tensor | None, lse_C: Tensor, factor_C: Tensor, target_C: Tensor | None = None
+) -> Tensor:
+    """factor · ( exp(scale · logits − lse) − [v = target] ) in the memory of the logits."""
+    if logits_CV.is_cuda:
+        from m2forge.kernels.logprob_triton import softmax_grad_ as grad_
+
+        return grad_(logits_CV, scale_C, lse_C, factor_C, target_C)
+    if _is_native(logits_CV, scale_C):
+        lse_C, factor_C = lse_C.contiguous(), factor_C.float().contiguous()
+        goal_C = None if target_C is None else target_C.contiguous()
+        native.call("softmax_grad", logits_CV, scale_C, lse_C, factor_C, goal_C, *logits_CV.shape)
+        return logits_CV
+    if scale_C is not None:
+        logits_CV.mul_(scale_C[:, None])
+    grad_CV = logits_CV.sub_(lse_C[:, None]).exp_()
+    if target_C is not None:
+        grad_CV.scatter_add_(1, target_C[:, None], grad_CV.new_full((target_C.shape[0], 1), -1.0))
+    return grad_CV.mul_(factor_C[:, None])
+
+
+def rest_log_sum_exp_(logits_CV: Tensor, scale_C: Tensor | None, id_CK: Tensor) -> Tensor:
+    """logsumexp over all tokens but `id_CK`, whose logits become −∞; −∞ where no other is left."""
+    logits_CV.scatter_(1, id_CK, -torch.inf)
+    if id_CK.shape[1] == logits_CV.shape[1]:
+        return logits_CV.new_full((logits_CV.shape[0],), -torch.inf, dtype=at_least_float32(logits_CV.dtype))
+    return log_sum_exp(logits_CV, scale_C)
+
+
+def scaled_at(logits_CV: Tensor, scale_C: Tensor | None, id_CK: Tensor) -> Tensor:
+    """z of the given tokens."""
+    z_CK = raised(logits_CV.gather(1, id_CK))
+    return z_CK if scale_C is None else z_CK * scale_C[:, None]
+
+
+def _is_native(logits_CV: Tensor, scale_C: Tensor | None) -> bool:
+    return logits_CV.is_contiguous() and (scale_C is None or scale_C.is_contiguous()) and native.serves(logits_CV)
+
+
+def _empty_top(logp_M: Tensor, top_k: int) -> TopTokens:
+    shape = (logp_M.shape[0], top_k)
+    return TopTokens(logp_M.new_empty(shape, dtype=torch.int32), logp_M.new_empty(shape), torch.empty_like(logp_M))
+
+
+def _find_top(logits_CV: Tensor, scale_C: Tensor | None, lse_C: Tensor, top: TopTokens, chunk: slice) -> None:
+    """The logits are as before when it returns."""
+    found_CK, id_CK = logits_CV.topk(top.id_MK.shape[1], dim=-1, sorted=False)
+    top.id_MK[chunk] = id_CK.int()
+    top.logp_MK[chunk] = scaled_at(logits_CV, scale_C, id_CK) - lse_C[:, None]
+    # Summed over the other tokens themselves: 1 − Σ p would be all rounding where the rest is near 0.
+    top.rest_M[chunk] = rest_log_sum_exp_(logits_CV, scale_C, id_CK) - lse_C
+    logits_CV.scatter_(1, id_CK, found_CK)

@@ -1,0 +1,141 @@
+"""Causal attention over token trees: each token sees itself and its ancestors.
+
+    out[n] = Σ_{m ≤ n < exit[m]} softmax_m( q[n]·k[m] / √K ) v[m]
+
+Tokens stand depth-first, so the descendants of token m are those after m and before `exit[m]`, and the ancestors that
+the tokens of one node share are a path. A document alone is a tree of one node; documents laid end to end are a forest.
+
+Float32 on a CPU goes to c/attention.c, half precision on CUDA to a kernel there, everything else to the plain form,
+node by node. Who calls often on CUDA makes the kernel's schedule once (tree_schedule.py).
+
+Shapes: N tokens, V nodes, H query heads, G key/value heads, K head dimension.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from m2forge.kernels import native
+
+
+@dataclass(frozen=True)
+class TreeLayout:
+    """The nodes of a forest, depth-first; int64 on the CPU. Nodes follow one another and are never empty."""
+
+    start_V: Tensor
+    end_V: Tensor
+    parent_V: Tensor
+    """Index of the node above, −1 for a root."""
+    exit_V: Tensor
+    """Index behind the last descendant of each node's tokens."""
+
+    def __post_init__(self) -> None:
+        # The native kernel takes the table at its word.
+        columns = (self.start_V, self.end_V, self.parent_V, self.exit_V)
+        if any(x.dtype != torch.int64 or x.device.type != "cpu" or x.shape != self.start_V.shape for x in columns):
+            raise ValueError("a tree layout takes columns of one length, int64 on the CPU")
+        follow_on = self.bounds[0] == 0 and torch.equal(self.start_V[1:], self.end_V[:-1])
+        if not follow_on or not (self.start_V < self.end_V).all():
+            raise ValueError(
+                f"nodes must follow one another from 0 and not be empty, got bounds {self.bounds.tolist()[:8]}"
+            )
+        if not ((self.parent_V >= -1) & (self.parent_V < torch.arange(self.parent_V.shape[0], device="cpu"))).all():
+            raise ValueError(f"a node must stand behind its parent, got parents {self.parent_V.tolist()[:8]}")
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.end_V[-1])
+
+    @property
+    def bounds(self) -> Tensor:
+        """Where each node starts, then where the last one ends."""
+        return torch.cat((self.start_V, self.end_V[-1:]))
+
+
+def documents_layout(lengths: Sequence[int]) -> TreeLayout:
+    """Documents laid end to end: nothing but roots."""
+    end_V = torch.tensor(list(accumulate(lengths)), dtype=torch.int64, device="cpu")
+    start_V = end_V - torch.tensor(list(lengths), dtype=torch.int64, device="cpu")
+    return TreeLayout(start_V, end_V, torch.full_like(start_V, -1), end_V)
+
+
+def tree_attention(q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, layout: TreeLayout) -> Tensor:
+    if layout.num_tokens != q_NHK.shape[0]:
+        raise ValueError(f"trees of {layout.num_tokens} tokens cannot explain {q_NHK.shape[0]} queries")
+    if q_NHK.is_cuda:
+        from m2forge.kernels.tree_attention_triton import serves, tree_attention_cuda
+        from m2forge.kernels.tree_schedule import make_schedule
+
+        if serves(q_NHK.dtype, q_NHK.shape[2]):
+            return tree_attention_cuda(q_NHK, k_NGK, v_NGK, make_schedule(layout, q_NHK.device))
+    if native.serves(q_NHK, k_NGK, v_NGK):
+        return tree_attention_native(q_NHK, k_NGK, v_NGK, layout)
+    return tree_attention_plain(q_NHK, k_NGK, v_NGK, layout)
+
+
+def tree_attention_plain(
+    q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, layout: TreeLayout, masks: Sequence[Tensor | None] | None = None
+) -> Tensor:
+    """`masks[v]`: which tokens of its path, from the root down to its own last, each token of node v sees; None for all
+    up to itself."""
+    outs = []
+    for node, path_P in enumerate(paths(layout)):
+        start, end = int(layout.start_V[node]), int(layout.end_V[node])
+        q = q_NHK[start:end].transpose(0, 1)[None]
+        k, v = (x.index_select(0, path_P.to(x.device)).transpose(0, 1)[None] for x in (k_NGK, v_NGK))
+        mask = None if masks is None else masks[node]
+        if mask is None:
+            mask = torch.ones(end - start, path_P.shape[0], dtype=torch.bool).tril(path_P.shape[0] - (end - start))
+        gqa = q.shape[1] != k.shape[1]
+        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.device), enable_gqa=gqa)[0])
+    return torch.cat(outs, dim=1).transpose(0, 1)
+
+
+def paths(layout: TreeLayout) -> Iterator[Tensor]:
+    """For each node the tokens from its root down to its own last."""
+    above: list[Tensor] = []
+    """Nodes from the root down to the one before, as the tokens of each."""
+    depth: list[int] = []
+    for start, end, parent in zip(*(x.tolist() for x in (layout.start_V, layout.end_V, layout.parent_V)), strict=True):
+        depth.append(0 if parent < 0 else depth[parent] + 1)
+        del above[depth[-1] :]
+        above.append(torch.arange(start, end))
+        yield torch.cat(above)
+
+
+def tree_attention_native(q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, layout: TreeLayout) -> Tensor:
+    """What `native.serves` asks for holds."""
+    out_NHK: Tensor = _TreeAttention.apply(q_NHK, k_NGK, v_NGK, layout)  # type: ignore[no-untyped-call]
+    return out_NHK
+
+
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, layout: TreeLayout) -> Tensor:
+        q, k, v = (native.head_contiguous(x) for x in (q_NHK, k_NGK, v_NGK))
+        out_NHK, lse_NH = q.new_empty(q.shape), q.new_empty(q.shape[:2])
+        native.call("attention_forward", q, k, v, *_geometry(q, k, v, layout), out_NHK, lse_NH)
+        ctx.save_for_backward(q, k, v, out_NHK, lse_NH)
+        ctx.layout = layout
+        return out_NHK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NHK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out_NHK, lse_NH = ctx.saved_tensors
+        grads = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        geometry = _geometry(q, k, v, ctx.layout)
+        native.call("attention_backward", grad_NHK.contiguous(), q, k, v, out_NHK, lse_NH, *geometry, *grads)
+        return *grads, None
+
+
+def _geometry(q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout) -> tuple[Tensor | int | float, ...]:
+    strides = (q.stride(0), k.stride(0), v.stride(0))
+    nodes = (layout.bounds, layout.parent_V, layout.exit_V, layout.start_V.shape[0])
+    return *strides, *nodes, q.shape[1], k.shape[1], q.shape[2], q.shape[2] ** -0.5

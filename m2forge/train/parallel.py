@@ -1,0 +1,135 @@
+"""Processes that train one network together: what they ask of one another.
+
+    rank r holds some of a step's packs → its sums and gradients → added up over all ranks → the same update everywhere
+
+Every loss is divided by counts of the whole step, so what ranks add up are sums, never means. One process is the plain
+case, `ALONE`, in which nothing is sent. All ranks must ask the same things in the same order: a rank that has fewer
+packs than another runs as many all the same.
+
+Weights are equal on all ranks by construction: rank 0 hands out its own at the start, and all ranks apply the same
+update to them. A digest tells at the start, and at every checkpoint, that it is so.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from m2forge.errors import ConfigError, TrainingError
+
+TIMEOUT_S = 1800.0
+"""A rank that waits longer for the others gives up. Writing a checkpoint takes rank 0 a while."""
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By size in bytes."""
+
+
+class Ranks(Protocol):
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks added up, the same bits on each; `tensor` stays as it is."""
+        ...
+
+    def max_int(self, value: int) -> int:
+        """The largest of all ranks' values, such as the number of packs, of which each rank must run equally many.
+        No rank goes on before all have asked."""
+        ...
+
+
+class _Alone:
+    rank = 0
+    num_ranks = 1
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def max_int(self, value: int) -> int:
+        return value
+
+
+ALONE: Ranks = _Alone()
+
+
+class ProcessRanks:
+    """The processes of torch.distributed's default group, which must carry tensors in host memory too: integers are
+    asked for there, so that no question waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device`: the one this process trains on."""
+        self.device = device
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    def max_int(self, value: int) -> int:
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+
+@contextmanager
+def joined_ranks(device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[ProcessRanks]:
+    """The processes that a launcher such as torchrun started, by the variables it sets: RANK, WORLD_SIZE and where to
+    meet. On CUDA, LOCAL_RANK chooses the card."""
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
+    if missing:
+        raise ConfigError(f"training in parallel needs {missing} in the environment; start it by torchrun")
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        yield ProcessRanks(device)
+    finally:
+        dist.destroy_process_group()
+
+
+@torch.no_grad()
+def align(model: nn.Module, ranks: ProcessRanks) -> None:
+    """Give every rank the weights of rank 0, before any of them is sharded or trained."""
+    state: dict[str, Tensor] = model.state_dict()
+    shapes = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in state.items()]
+    if not _same(_digest("\n".join(shapes).encode()), ranks):
+        raise ConfigError("the ranks have built different networks; start all of them with one configuration")
+    for tensor in state.values():
+        sent = tensor.contiguous()
+        dist.broadcast(sent, 0)
+        tensor.copy_(sent)
+    refuse_drift(model, ranks)
+
+
+def refuse_drift(model: nn.Module, ranks: Ranks) -> None:
+    """Raise where the weights of two ranks differ in any bit. Of a sharded network, what each rank holds whole."""
+    if ranks.num_ranks == 1:
+        return
+    tensors = [tensor for tensor in model.state_dict().values() if not isinstance(tensor, DTensor)]
+    sums = [tensor.contiguous().view(INTEGERS[tensor.itemsize]).sum(dtype=torch.int64) for tensor in tensors]
+    content = torch.stack(sums).cpu().numpy().tobytes() if sums else b""
+    if not _same(_digest(content), ranks):
+        raise TrainingError(
+            "the ranks no longer hold the same weights, so one of them computes wrongly; resume from a checkpoint"
+        )
+
+
+def _digest(content: bytes) -> int:
+    """That fits into a signed integer of 64 bits."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
+
+
+def _same(value: int, ranks: Ranks) -> bool:
+    return ranks.max_int(value) == -ranks.max_int(-value)

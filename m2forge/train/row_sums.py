@@ -1,0 +1,51 @@
+"""What the packs of a step over rows add up, target by target, and the figures that come of it.
+
+Sums stay on the device, in float64, until somebody reads the figures; those of several ranks are added first, so every
+rank reports the whole step. Draft agreement alone is one pack's, and one rank's.
+
+Shapes: M loss edges, T tags.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from m2forge.train.batch import Batch
+from m2forge.train.loss.next_token import NextTokenLoss
+from m2forge.train.parallel import Ranks
+
+
+class RowSums:
+    def __init__(self, tag_names: Sequence[str], num_mtp: int, device: torch.device) -> None:
+        self.tag_names = tuple(tag_names)
+        self.num_packs = 0
+        self.agreement: list[Tensor] = []
+        """Of each module, where it was measured."""
+        self._nll_T = torch.zeros(max(1, len(self.tag_names)), dtype=torch.float64, device=device)
+        self._edges_T = torch.zeros_like(self._nll_T)
+        self._mtp_K = torch.zeros(num_mtp, dtype=torch.float64, device=device)
+
+    def add(self, batch: Batch, loss: NextTokenLoss) -> None:
+        self.num_packs += 1
+        tag_M = batch.tag_M if self.tag_names else torch.zeros_like(batch.tag_M)
+        # One row per tag rather than a scatter: sums in a fixed order give the same bits each time.
+        is_tag_TM = tag_M == torch.arange(self._nll_T.shape[0], device=tag_M.device)[:, None]
+        self._nll_T += is_tag_TM.double() @ loss.nll_M.double()
+        self._edges_T += is_tag_TM.sum(-1)
+        if loss.mtp_sums:
+            self._mtp_K += torch.stack(loss.mtp_sums)
+
+    def figures(self, num_edges: float, ranks: Ranks) -> dict[str, Tensor]:
+        """`num_edges`: of the whole step."""
+        num_tags = self._nll_T.shape[0]
+        sums = ranks.sum(torch.cat((self._nll_T, self._edges_T, self._mtp_K)))
+        nll_T, edges_T, mtp_K = sums.split((num_tags, num_tags, self._mtp_K.shape[0]))
+        figures = {"loss": nll_T.sum() / max(1.0, num_edges)}
+        for index, name in enumerate(self.tag_names):
+            figures[f"loss/{name}"] = nll_T[index] / edges_T[index]
+        for depth, total in enumerate(mtp_K, start=1):
+            figures[f"mtp_loss/{depth}"] = total / max(1.0, num_edges)
+        for depth, share in enumerate(self.agreement, start=1):
+            figures[f"draft_agreement/{depth}"] = share
+        return figures

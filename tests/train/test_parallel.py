@@ -1,0 +1,312 @@
+"""Two processes, each with the whole network or with a slice of it, against one process with all their packs.
+
+In float64 the order of sums is all that may differ, so tensors agree to 1e-12 of their largest element.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from m2forge.errors import ConfigError, TrainingError
+from m2forge.model.transformer import Transformer
+from m2forge.records import Call, FinishReason, Pack
+from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, restore
+from m2forge.train.config import CheckpointConfig, OptimizerConfig, PolicyConfig
+from m2forge.train.engine import TrainEngine
+from m2forge.train.parallel import ALONE, ProcessRanks, Ranks, align, joined_ranks, refuse_drift
+from m2forge.train.shard import shard_model, sharded_modules, whole_model
+from m2forge.tree.token_tree import TokenTree
+from tests.train.draw import VOCAB, draw_pack, small_model
+from tests.train.processes import run_ranks
+
+_T = TypeVar("_T")
+
+CPU = torch.device("cpu")
+LENGTHS = [[5, 4], [7], [2, 9]]
+
+
+@dataclass(frozen=True)
+class Case:
+    parallel: Literal["data", "fsdp"] = "fsdp"
+    over: Literal["rows", "trees"] = "rows"
+    num_steps: int = 2
+    kind: Literal["adamw", "muon"] = "adamw"
+    offload: Literal["none", "host"] = "none"
+    recompute: Literal["none", "block"] = "none"
+    frozen: bool = False
+    moe: Mapping[str, object] = field(default_factory=dict)
+    vocab_size: int = 32
+    dtype: torch.dtype = torch.float64
+    bug: Literal["none", "mean"] = "none"
+    """mean: gradients are averaged over the ranks."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        # Below the norms of some steps and above those of others.
+        return OptimizerConfig(kind=self.kind, max_norm={"rows": 3.6, "trees": 1.5}[self.over])
+
+
+LEARNT_BIAS = {"bias_update": "gradient", "aux_loss_weight": 0.1}
+CASES = {
+    "data": Case("data", num_steps=4, moe={"aux_loss_weight": 0.1}),
+    "sharded": Case(num_steps=4, moe={"aux_loss_weight": 0.1}),
+    "data, over trees": Case("data", "trees", moe={"aux_loss_weight": 0.1}),
+    "sharded, over trees": Case(over="trees", moe={"aux_loss_weight": 0.1}),
+    "sharded, uneven and empty slices": Case(
+        vocab_size=33, moe={"num_experts": 1, "top_k": 1, "normalize": False}, offload="host"
+    ),
+    "sharded, muon, recomputed": Case(kind="muon", recompute="block"),
+    "sharded, learnt bias, frozen main model": Case(moe=LEARNT_BIAS, frozen=True),
+}
+PLANTED = {"data": Case("data", bug="mean"), "sharded": Case(bug="mean")}
+LOW_PRECISION = Case(num_steps=1, moe=LEARNT_BIAS, dtype=torch.bfloat16)
+
+
+class MeanRanks(ProcessRanks):
+    """The bug that is planted: an average where a sum belongs."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        total = super().sum(tensor)
+        is_gradient = tensor.numel() > 100
+        return total / self.num_ranks if is_gradient else total
+
+
+def packs_of(step: int, ranks: Ranks) -> list[Pack]:
+    return share_of([draw_pack(10 * step + index, lengths) for index, lengths in enumerate(LENGTHS)], step, ranks)
+
+
+def trees_of(step: int, ranks: Ranks) -> list[TokenTree]:
+    return share_of([draw_tree(10 * step + index) for index in range(3)], step, ranks)
+
+
+def share_of(items: list[_T], step: int, ranks: Ranks) -> list[_T]:
+    """Of three, two and one; in every other step three and none."""
+    if ranks.num_ranks == 1:
+        return items
+    num_first = 2 + step % 2
+    return items[num_first:] if ranks.rank else items[:num_first]
+
+
+def draw_tree(seed: int) -> TokenTree:
+    """Three answers to one prompt, the last of them after the first and a turn of the environment."""
+    generator = np.random.default_rng(seed)
+    ids = [generator.integers(0, VOCAB, size).astype(np.int32) for size in (6, 4, 5, 3, 4)]
+    prompts = [ids[0], ids[0], np.concatenate((ids[0], ids[1], ids[3]))]
+    tree = TokenTree(VOCAB)
+    for index, (prompt, response) in enumerate(zip(prompts, (ids[1], ids[2], ids[4]), strict=True)):
+        call = Call(
+            prompt_ids=prompt,
+            response_ids=response,
+            logprobs=-4 * generator.random(response.size, np.float32),
+            versions=np.zeros(response.size, np.int32),
+            finish_reason=FinishReason.STOP,
+            started_s=0.0,
+            finished_s=1.0,
+        )
+        tree.add(call, f"answer {index}", episode="e", advantage=float(generator.normal()), weight=1.0 + index)
+    return tree
+
+
+def make_model(case: Case, ranks: Ranks) -> Transformer:
+    moe = {"num_experts": 4, "top_k": 2, "intermediate_size": 8, **case.moe}
+    model = small_model(case.dtype, moe=moe, vocab_size=case.vocab_size)
+    if ranks.rank:
+        model.init_weights(seed=1)
+    return model
+
+
+def make_engine(case: Case, ranks: Ranks, model: Transformer | None = None) -> TrainEngine:
+    model = model or make_model(case, ranks)
+    model.recompute = case.recompute
+    if isinstance(ranks, ProcessRanks):
+        align(model, ranks)
+        if case.parallel == "fsdp":
+            shard_model(model, ranks)
+        if case.bug == "mean":
+            ranks = MeanRanks(CPU)
+            for module in sharded_modules(model):
+                module.set_gradient_divide_factor(2.0)
+    model.freeze_main(case.frozen)
+    # So that three trees are more than one pack.
+    policy = PolicyConfig(pack_tokens=40)
+    return TrainEngine(model, case.optimizer, ranks=ranks, policy=policy, offload=case.offload)
+
+
+def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
+    return train(make_engine(case, ranks), range(case.num_steps), case.over)
+
+
+def train(engine: TrainEngine, steps: Sequence[int], over: str = "rows") -> dict[str, Any]:
+    """All that these steps leave behind; weights and state on rank 0."""
+    ranks = engine.ranks
+    metrics = [
+        engine.step_rows(packs_of(step, ranks), rate=1e-2, mtp_weight=0.3).read()
+        if over == "rows"
+        else engine.step(trees_of(step, ranks), rate=1e-2).read()
+        for step in steps
+    ]
+    refuse_drift(engine.model, ranks)
+    whole, (state, num_steps) = whole_model(engine.model, ranks), engine.optimizer.state()
+    return {
+        "metrics": {
+            name: torch.tensor([values[name] for values in metrics], dtype=torch.float64) for name in metrics[0]
+        },
+        "weights": {} if whole is None else whole.state_dict(),
+        "state": state,
+        "num_steps": num_steps,
+        "sharded": [name for name, slot in engine.optimizer.slots.items() if slot.is_sharded],
+    }
+
+
+def resume(ranks: ProcessRanks, folder: Path) -> dict[str, Any]:
+    """Go on with a checkpoint of one process, then write one for it."""
+    engine = make_engine(Case(), ranks, load_checkpoint_model(folder / "one/step-00000001", CPU, torch.float64))
+    restore(engine, folder / "one/step-00000001")
+    outcome = train(engine, [1])
+    CheckpointStore(folder / "two", CheckpointConfig()).save(engine, Position(step=2))
+    assert (folder / "two/step-00000002").is_dir()
+    return outcome
+
+
+def skip(ranks: ProcessRanks) -> tuple[float, bool]:
+    """(norm of a gradient that is not finite, whether the step left all as it was), with the cause on rank 1 alone."""
+    engine = make_engine(Case(), ranks)
+    if ranks.rank:
+        engine.optimizer.slots["norm.weight"].local[0] = math.inf
+    before = {name: slot.local.clone() for name, slot in engine.optimizer.slots.items()}
+    biases = {name: bias.clone() for name, bias in engine.model.named_buffers()}
+    assert biases
+    norm = engine.step_rows(packs_of(0, ranks), rate=1e-2).read()["grad_norm"]
+    is_same = all(torch.equal(slot.local, before[name]) for name, slot in engine.optimizer.slots.items())
+    return norm, is_same and all(torch.equal(bias, biases[name]) for name, bias in engine.model.named_buffers())
+
+
+def drift(ranks: ProcessRanks) -> str:
+    model = small_model()
+    align(model, ranks)
+    if ranks.rank:
+        model.norm.weight.data[3] += 1e-15
+    with pytest.raises(TrainingError) as caught:
+        refuse_drift(model, ranks)
+    return str(caught.value)
+
+
+def misfit(ranks: ProcessRanks) -> str:
+    with pytest.raises(ConfigError) as caught:
+        align(small_model(num_mtp=ranks.rank), ranks)
+    return str(caught.value)
+
+
+def scenario(ranks: ProcessRanks, folder: Path) -> dict[str, Any]:
+    cases = CASES | {f"planted in {name}": case for name, case in PLANTED.items()} | {"bfloat16": LOW_PRECISION}
+    outcomes: dict[str, Any] = {name: run_case(case, ranks) for name, case in cases.items()}
+    outcomes |= {"drift": drift(ranks), "misfit": misfit(ranks), "skip": skip(ranks)}
+    return outcomes | {"resumed": resume(ranks, folder)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Any:
+    """What each rank made of everything above, by rank: all in one go, because processes start slowly."""
+    engine = make_engine(Case(), ALONE)
+    train(engine, [0])
+    CheckpointStore(folder / "one", CheckpointConfig()).save(engine, Position(step=1))
+    return run_ranks(partial(scenario, folder=folder), folder / "processes")
+
+
+def distance(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Largest difference, relative to the largest element of the tensor it is in."""
+    assert ours.keys() == expected.keys()
+    scales = {name: tensor.abs().max().clamp(min=1e-30) for name, tensor in expected.items()}
+    return max(float((ours[name] - expected[name]).abs().max() / scales[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process_does(outcomes: Any, name: str) -> None:
+    case, both = CASES[name], [outcome[name] for outcome in outcomes]
+    expected = run_case(case, ALONE)
+    for ours in both:
+        assert distance(ours["metrics"], expected["metrics"]) <= 1e-12
+        assert ours["num_steps"] == expected["num_steps"]
+        assert ours["sharded"] == (list(expected["num_steps"]) if case.parallel == "fsdp" else [])
+    assert distance(both[0]["weights"], expected["weights"]) <= 1e-12
+    assert distance(both[0]["state"], expected["state"]) <= 1e-12
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_an_average_over_the_ranks_would_be_noticed(outcomes: Any, name: str) -> None:
+    case = PLANTED[name]
+    expected, wrong = run_case(case, ALONE), outcomes[0][f"planted in {name}"]
+    # AdamW does not care for the scale of all gradients: weights tell only where some steps are clipped, not all.
+    is_clipped = expected["metrics"]["grad_norm"] > case.optimizer.max_norm
+    assert is_clipped.any()
+    assert not is_clipped.all()
+    assert distance(wrong["metrics"], expected["metrics"]) > 0.1
+    assert distance(wrong["weights"], expected["weights"]) > 1e-6
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(outcomes: Any, folder: Path) -> None:
+    expected = make_engine(Case(), ALONE)
+    train(expected, [0, 1])
+    model = load_checkpoint_model(folder / "two/step-00000002", CPU, torch.float64)
+    engine = make_engine(Case(), ALONE, model)
+    restore(engine, folder / "two/step-00000002")
+    ours, theirs = train(engine, [2]), train(expected, [2])
+    for key in ("metrics", "weights", "state"):
+        assert distance(ours[key], theirs[key]) <= 1e-12
+    assert ours["num_steps"] == theirs["num_steps"]
+
+
+def test_a_bias_of_higher_precision_is_not_split(outcomes: Any) -> None:
+    ours, expected = outcomes[0]["bfloat16"], run_case(LOW_PRECISION, ALONE)
+    whole = expected["num_steps"].keys() - set(ours["sharded"])
+    assert whole == {name for name in expected["num_steps"] if name.endswith("router.bias")}
+    # bfloat16 has two to three digits, and a pack's gradient is rounded to it before or behind the sum over ranks.
+    torch.testing.assert_close(
+        ours["metrics"]["grad_norm"], expected["metrics"]["grad_norm"], rtol=2e-2, atol=0, check_dtype=False
+    )
+    for name in whole:
+        torch.testing.assert_close(ours["weights"][name], expected["weights"][name], rtol=0, atol=1e-3)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(outcomes: Any) -> None:
+    for outcome in outcomes:
+        norm, is_same = outcome["skip"]
+        assert not math.isfinite(norm)
+        assert is_same
+
+
+def test_ranks_that_differ_are_told(outcomes: Any) -> None:
+    for outcome in outcomes:
+        assert "no longer hold the same weights" in outcome["drift"]
+        assert "built different networks" in outcome["misfit"]
+
+
+def test_alone_nothing_is_sent() -> None:
+    x = torch.ones(2)
+    assert (ALONE.rank, ALONE.num_ranks, ALONE.max_int(3)) == (0, 1, 3)
+    assert ALONE.sum(x) is x
+
+
+def test_a_launcher_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match=r"needs \['WORLD_SIZE'\] in the environment; start it by torchrun"):
+        joined_ranks(CPU).__enter__()
+    for name, value in {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with joined_ranks(CPU, timeout_s=10) as ranks:
+        assert (ranks.rank, ranks.num_ranks, ranks.max_int(5)) == (0, 1, 5)
+        assert ranks.sum(torch.tensor([1, 2])).tolist() == [1, 2]

@@ -1,0 +1,332 @@
+"""Steps over trees equal a plain loop over independent rows, in float64."""
+
+import copy
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+
+from m2forge.records import Call, Sampling
+from m2forge.train.batch import make_tree_batch
+from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, restore
+from m2forge.train.config import CheckpointConfig, OptimizerConfig, PolicyConfig
+from m2forge.train.engine import TrainEngine
+from m2forge.train.loss.policy import policy_loss
+from m2forge.train.optimizer import Optimizer
+from m2forge.tree.build import RawCall, build_trees
+from m2forge.tree.flatten import flatten
+from m2forge.tree.pack import pack_trees
+from m2forge.tree.token_tree import TokenTree
+from tests.train.draw import VOCAB, small_model
+from tests.train.naive import Naive, forests, make_tree, naive_step, watch_gradients, watch_margin
+from tests.tree.draw import make_call
+
+CONFIG = OptimizerConfig(max_norm=1e9, eps=1e-2)
+"""An eps above rounding, so that a gradient of nothing but rounding makes no step."""
+MOE = {"num_experts": 4, "top_k": 2, "intermediate_size": 8}
+
+
+def assert_same_gradients(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    # Where paths have one token, the gradients of queries and keys are 0, and what is found of them is rounding.
+    rounding = 1e-15 * max(gradient.abs().max().item() for gradient in theirs.values())
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        allowed = max(1e-9 * expected.abs().max().item(), rounding)
+        assert (ours[name] - expected).abs().max().item() <= allowed, name
+
+
+def some_forest() -> list[TokenTree]:
+    calls = [([1, 2], [3, 4, 0]), ([1, 2, 3, 4, 0, 2], [1, 1]), ([1, 2], [3, 1]), ([4], [2, 2, 2]), ([1, 2], [3, 4, 0])]
+    return [make_tree([make_call(prompt, response, seed) for seed, (prompt, response) in enumerate(calls)])]
+
+
+@given(
+    trees=forests(),
+    loss=st.sampled_from(("cispo", "ppo_clip", "sft")),
+    mtp_loss=st.sampled_from(("ce", "topk_kl")),
+    aux_loss_weight=st.sampled_from((0.0, 0.5)),
+    slack=st.integers(0, 6),
+)
+def test_a_step_over_trees_is_a_step_over_independent_rows(
+    trees: list[TokenTree], loss: str, mtp_loss: str, aux_loss_weight: float, slack: int
+) -> None:
+    longest = max(sample.num_tokens for tree in trees for sample in tree.samples)
+    config = PolicyConfig.model_validate(
+        {"loss": loss, "mtp_loss": mtp_loss, "mtp_weight": 0.4, "mtp_gradient": "all", "mtp_top_k": 5, "max_ratio": 2.0}
+        | {"pack_tokens": longest + slack}
+    )
+    model = small_model(moe=MOE | {"aux_loss_weight": aux_loss_weight})
+    plain = copy.deepcopy(model)
+    margin = watch_margin(plain)
+    expected = naive_step(plain, trees, config)
+    if margin() < 1e-9:
+        event("discarded: routing margin")
+    assume(margin() >= 1e-9)
+    expected.total.backward()
+    theirs = {name: weight.grad for name, weight in plain.named_parameters() if weight.grad is not None}
+
+    engine = TrainEngine(model, CONFIG, policy=config)
+    ours = watch_gradients(engine)
+    report = engine.step(trees, rate=1e-2)
+    values = report.read()
+    event(f"packs: {min(3, len(pack_trees(trees, config.pack_tokens)))}")
+    assert report.problems == ()
+    assert not report.is_empty
+    assert_same_gradients(ours, theirs)
+    assert abs(values["loss"] - expected.main.item()) <= 1e-9 * expected.magnitude
+    check_figures(values, expected, trees, loss)
+
+    Optimizer(plain, CONFIG).step(1e-2)
+    plain.update_router_biases(expected.load_LE)
+    for name, weight in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], weight, rtol=1e-9, atol=1e-11)
+
+
+def test_drafts_that_train_alone_leave_the_policy_what_it_would_learn_without_them() -> None:
+    def gradients(**changes: float | str) -> dict[str, torch.Tensor]:
+        engine = TrainEngine(small_model(), CONFIG, policy=PolicyConfig.model_validate(changes))
+        found = watch_gradients(engine)
+        engine.step(some_forest(), rate=1e-2)
+        return found
+
+    without, alone = gradients(mtp_weight=0.0), gradients(mtp_weight=0.4)
+    together = gradients(mtp_weight=0.4, mtp_gradient="all")
+    modules = {name for name in together if name.startswith("mtp.")}
+    assert modules
+    assert not modules & without.keys()
+    for name, expected in together.items():
+        torch.testing.assert_close(alone[name], expected if name in modules else without[name], rtol=0, atol=0)
+    assert not torch.equal(alone["head.weight"], together["head.weight"])
+
+
+def check_figures(values: dict[str, float], expected: Naive, trees: list[TokenTree], loss: str) -> None:
+    share_LE = expected.load_LE.double() / expected.load_LE.sum(-1, keepdim=True)
+    assert [values[f"expert_load_max/{layer}"] for layer in range(4)] == share_LE.amax(-1).tolist()
+    assert values["entropy"] == pytest.approx(expected.entropies.mean().item(), rel=1e-9)
+    assert values["tokens_computed"] + values["tokens_saved"] == sum(tree.num_input_tokens for tree in trees)
+    if loss == "sft":
+        assert not any(name.startswith("ratio") for name in values)
+        return
+    ratios = expected.ratios
+    assert values["ratio_mean"] == pytest.approx(ratios.mean().item(), rel=1e-9)
+    assert values["ratio_max"] == pytest.approx(ratios.max().item(), rel=1e-9)
+    assert values["kl_k1"] == pytest.approx(-ratios.log().mean().item(), rel=1e-9, abs=1e-12)
+    assert values["kl_k3"] == pytest.approx((ratios - 1 - ratios.log()).mean().item(), rel=1e-9, abs=1e-12)
+    shares = {name: value for name, value in values.items() if name.startswith("ratio_share/")}
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert values["ratio_share/0.5-0.8"] == pytest.approx(((ratios >= 0.5) & (ratios < 0.8)).double().mean().item())
+    if loss == "cispo":
+        assert values["clipped_share"] == pytest.approx((ratios > 2.0).double().mean().item())
+
+
+@pytest.mark.parametrize("mtp_loss", ["ce", "topk_kl"])
+def test_padding_changes_nothing(mtp_loss: str) -> None:
+    config = PolicyConfig.model_validate({"mtp_loss": mtp_loss, "replay": "recorded"})
+    model = small_model()
+    tree = some_forest()[0]
+    tree.add(make_call([1, 3], [2]), "routed", advantage=1.0, experts=np.tile(np.array([0, 3]), (2, 2, 1)))
+    flat = flatten(tree)
+    found = []
+    for length in (None, flat.num_tokens + 7):
+        batch = make_tree_batch(flat, torch.device("cpu"), config, total_weight=3.0, dtype=torch.float64, length=length)
+        output = model(batch.tokens_N, batch.plan, experts_NLK=batch.experts_NLK)
+        loss = policy_loss(model, output, batch, config)
+        found.append((loss.total.detach(), output.load_LE, *torch.autograd.grad(loss.total, list(model.parameters()))))
+    for alone, padded in zip(*found, strict=True):
+        torch.testing.assert_close(alone, padded, rtol=1e-10, atol=1e-13)
+
+
+def test_the_ratio_of_weights_matters_not_their_size() -> None:
+    trees, engines = some_forest(), [TrainEngine(small_model(), CONFIG) for _ in range(2)]
+    gradients = [watch_gradients(engine) for engine in engines]
+    engines[0].step(trees, rate=0.0)
+    weights = [sample.weight / 300 for sample in trees[0].samples]
+    trees[0].set_advantages([sample.advantage for sample in trees[0].samples], weights)
+    engines[1].step(trees, rate=0.0)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-14)
+
+
+def test_recorded_routing_is_repeated_and_can_be_ignored() -> None:
+    model = small_model()
+    tree = TokenTree(VOCAB)
+    # Experts that the router would not choose for every token.
+    experts = np.tile(np.array([0, 3]), (4, 2, 1))
+    tree.add(make_call([1, 2], [3, 4, 5]), "a", advantage=1.0, experts=experts)
+    loads = {}
+    for replay in ("none", "recorded"):
+        policy = PolicyConfig.model_validate({"replay": replay})
+        values = TrainEngine(copy.deepcopy(model), CONFIG, policy=policy).step([tree], rate=0.0).read()
+        loads[replay] = [values[f"expert_load_max/{layer}"] for layer in range(2)]
+    # Four of five tokens have both their choices recorded; the last one chooses for itself.
+    assert all(share >= 0.4 for share in loads["recorded"])
+    assert loads["recorded"] != loads["none"]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_broken_calls_are_refused_by_name_and_the_rest_trains() -> None:
+    good = RawCall("good", "g", [1, 2], [3, 4], logprobs=[-1.0, -2.0], versions=[0, 0], advantage=1.0)
+    calls = [
+        good,
+        replace(good, name="foreign", response_ids=[3, VOCAB]),
+        replace(good, name="short", logprobs=[-1.0]),
+        replace(good, name="nan", advantage=math.nan),
+        replace(good, name="also good", response_ids=[3, 5], advantage=-1.0),
+    ]
+    trees, problems = build_trees(calls, vocab_size=VOCAB)
+    assert [problem.name for problem in problems] == ["foreign", "short", "nan"]
+    engine, alone = (TrainEngine(small_model(), CONFIG) for _ in range(2))
+    report = engine.step(list(trees.values()), rate=1e-2)
+    assert report.problems == ()
+    assert report.read()["num_edges"] == 4
+    whole, _ = build_trees([calls[0], calls[4]], vocab_size=VOCAB)
+    alone.step(list(whole.values()), rate=1e-2)
+    assert_same_weights(engine, alone)
+
+
+REFUSED = {
+    "truncated": r"sampling: expected none cut off, received Sampling\(temperature=1\.0, top_p=0\.9",
+    "greedy": "temperature: expected a number above 0, received 0",
+    "foreign": "expected ids below the network's vocabulary of 32, received 40",
+    "long": "expected at most pack_tokens, 20 tokens, received 23",
+    "weightless": "weight: expected a finite number above 0, received 0.0",
+    "misrouted": "experts: expected numbers below 4, received 4",
+}
+
+
+def mixed_tree() -> TokenTree:
+    tree = TokenTree(64)
+    routed = np.ones((3, 2, 2), np.int64)
+    tree.add(make_call([1, 2], [3, 4, 5], 0), "good", advantage=1.0, experts=routed)
+    tree.add(sampled(make_call([1, 2], [3, 4, 6], 1), Sampling(top_p=0.9)), "truncated", advantage=1.0)
+    tree.add(sampled(make_call([1, 2], [3, 7], 1), Sampling(0.0)), "greedy", advantage=1.0)
+    tree.add(make_call([1, 2, 40], [3], 0), "foreign", advantage=1.0)
+    tree.add(make_call([1, 2, 3], [3] * 20, 0), "long", advantage=1.0)
+    tree.add(make_call([1, 2, 3], [9], 0), "weightless", advantage=1.0, weight=0.0)
+    tree.add(make_call([1, 2, 3], [11, 12], 0), "misrouted", advantage=1.0, experts=np.full((5, 2, 2), 4))
+    tree.add(make_call([1, 2, 3, 4], [8, 9], 0), "also good", advantage=-2.0, weight=2.0)
+    return tree
+
+
+def sampled(call: Call, sampling: Sampling) -> Call:
+    return replace(call, sampling=sampling)
+
+
+def test_what_cannot_be_trained_is_refused_by_name_and_the_rest_trains() -> None:
+    policy = PolicyConfig(pack_tokens=20, replay="recorded")
+    engine, alone = (TrainEngine(small_model(), CONFIG, policy=policy) for _ in range(2))
+    empty, mixed = TokenTree(VOCAB), mixed_tree()
+    report = engine.step([empty, mixed], rate=1e-2)
+    assert {problem.name for problem in report.problems} == set(REFUSED)
+    for problem in report.problems:
+        assert problem.group == "1"
+        assert re.search(REFUSED[problem.name], problem.reason), problem
+        assert problem.name in problem.reason
+    good = TokenTree(VOCAB)
+    for index in (0, 7):
+        sample = mixed.samples[index]
+        experts = np.ones((3, 2, 2), np.int64)
+        good.add(mixed.call(index), sample.name, advantage=sample.advantage, weight=sample.weight, experts=experts)
+    alone.step([good], rate=1e-2)
+    assert_same_weights(engine, alone)
+    assert mixed == mixed_tree()
+
+
+def test_truncated_sampling_may_be_allowed_and_imitation_takes_all() -> None:
+    tree = TokenTree(VOCAB)
+    tree.add(sampled(make_call([1], [2, 3]), Sampling(top_k=4)), "truncated")
+    tree.add(sampled(make_call([1], [2, 4]), Sampling(0.0)), "greedy")
+    allow = PolicyConfig(truncated_sampling="allow")
+    report = TrainEngine(small_model(), CONFIG, policy=allow).step([tree], rate=0.0)
+    assert [problem.name for problem in report.problems] == ["greedy"]
+    assert TrainEngine(small_model(), CONFIG, policy=PolicyConfig(loss="sft")).step([tree], rate=0.0).problems == ()
+
+
+def test_routing_recorded_of_another_network_is_refused() -> None:
+    tree = TokenTree(VOCAB)
+    tree.add(make_call([1], [2, 3]), "a", experts=np.zeros((2, 3, 2), np.int64))
+    (problem,) = TrainEngine(small_model(), CONFIG).step([tree], rate=0.0).problems
+    assert "experts: expected (2, 2) (layers, chosen) per token, received (3, 2)" in problem.reason
+
+
+def test_an_empty_step_changes_nothing_and_says_so() -> None:
+    engine = TrainEngine(small_model(), CONFIG)
+    before = copy.deepcopy(engine.model.state_dict())
+    actionless, refused = TokenTree(VOCAB), TokenTree(VOCAB)
+    actionless.add(make_call([1, 2], []), "a")
+    refused.add(make_call([1, 2], [3]), "b", weight=0.0)
+    report = engine.step([actionless, refused], rate=1e-2)
+    assert report.is_empty
+    assert [problem.name for problem in report.problems] == ["b"]
+    assert report.read()["num_edges"] == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in engine.model.state_dict().items())
+    assert all(slot.num_steps == 0 for slot in engine.optimizer.slots.values())
+
+
+# -- the run around it ------------------------------------------------------------------------------------------------
+
+
+def assert_same_weights(engine: TrainEngine, other: TrainEngine) -> None:
+    theirs = other.model.state_dict()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in engine.model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_on_trees_goes_on_with_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    policy = PolicyConfig(pack_tokens=12)
+    engine = TrainEngine(small_model(dtype), OptimizerConfig(), policy=policy)
+    trees = some_forest()
+    assert len(pack_trees(trees, policy.pack_tokens)) > 1
+    for _ in range(2):
+        engine.step(trees, rate=1e-2)
+    store = CheckpointStore(tmp_path, CheckpointConfig())
+    store.save(engine, Position(step=2))
+    folder = store.newest()
+    assert folder is not None
+    again = TrainEngine(load_checkpoint_model(folder, torch.device("cpu"), dtype), OptimizerConfig(), policy=policy)
+    restore(again, folder)
+    for _ in range(2):
+        values = [each.step(trees, rate=1e-2).read() for each in (engine, again)]
+        assert values[0] == values[1]
+    assert_same_weights(engine, again)
+
+
+@pytest.mark.parametrize("loss", ["cispo", "ppo_clip", "sft"])
+def test_training_raises_what_did_well(loss: str) -> None:
+    good, bad = make_call([1, 2], [3, 4]), make_call([1, 2], [5, 6])
+    tree = TokenTree(VOCAB)
+    tree.add(good, "good", advantage=1.0)
+    if loss != "sft":
+        tree.add(bad, "bad", advantage=-1.0)
+    engine = TrainEngine(small_model(), OptimizerConfig(), policy=PolicyConfig.model_validate({"loss": loss}))
+    path = torch.tensor([[1, 2, 3, 4]])
+
+    def chance() -> float:
+        with torch.no_grad():
+            logp = engine.model.logits(engine.model(path).hidden_ND).log_softmax(-1)
+        return (logp[1, 3] + logp[2, 4]).item()
+
+    before = chance()
+    for _ in range(20):
+        values = engine.step([tree], rate=3e-3, version=3).read()
+    assert chance() > before + 1
+    assert values["version_lag"] == pytest.approx(
+        float((3 - np.concatenate([s.versions for s in tree.samples])).mean())
+    )
+
+
+def test_drafts_come_nearer_to_the_policy() -> None:
+    tree = TokenTree(VOCAB)
+    tree.add(make_call([1, 2], [3, 4, 7, 8]), "a", advantage=0.0)
+    engine = TrainEngine(small_model(), OptimizerConfig(), policy=PolicyConfig(mtp_weight=1.0))
+    losses = [engine.step([tree], rate=1e-2).read() for _ in range(20)]
+    assert losses[-1]["mtp_loss/1"] < losses[0]["mtp_loss/1"] / 3
+    assert losses[-1]["mtp_loss/2"] < losses[0]["mtp_loss/2"] / 3
