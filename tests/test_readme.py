@@ -24,10 +24,8 @@ def code_blocks(language: str) -> list[str]:
 def test_the_python_runs() -> None:
     (program,) = code_blocks("python")
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    moe = preset("m2-tiny").moe
-    assert moe is not None
-    # Fresh weights know nothing: the loss is the logarithm of the 1024 tokens there are, 6.93.
-    assert re.fullmatch(rf"loss (6\.9|7\.0)\d, {2 * 128 * moe.top_k} rows in layer 0\n", result.stdout)
+    # One prompt of 100 tokens and four answers of 20; in rows the prompt would stand four times.
+    assert result.stdout == "180 tokens computed, 300 saved\n"
 
 
 def test_the_commands_run_after_the_demo(

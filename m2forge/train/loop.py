@@ -123,6 +123,12 @@ class TrainLoop:
         self.engine.tag_names = source.domains
         # Where the main model is frozen most of the backward pass is left out, and the usual count says nothing.
         cost = None if phase.trains == "mtp" else TokenCost(self.engine.model.config, phase.context)
+        num_idle = self.ranks.num_ranks - phase.packs_per_step
+        if num_idle > 0 and self.ranks.rank == 0:
+            _log.warning(
+                "phase %s: %d of %d ranks have nothing to do; raise its packs_per_step (%d)",
+                *(phase.name, num_idle, self.ranks.num_ranks, phase.packs_per_step),
+            )
         description = f"{phase.name}, context {phase.context}"
         shown = progress(phase.steps, description) if self.ranks.rank == 0 else nullcontext()
         with Prefetch(source, phase.packs_per_step) as ahead, shown as bar:

@@ -53,9 +53,9 @@ def backward(model: Transformer, tokens_N: Tensor, plan: AttentionPlan, *edges: 
 
 def over_tree(model: Transformer, flat: FlatTree, weight_S: Tensor, length: int | None = None) -> None:
     tokens_N = torch.zeros(length or flat.num_tokens, dtype=torch.int64)
-    tokens_N[: flat.num_tokens] = torch.from_numpy(flat.tokens_N)
+    tokens_N[: flat.num_tokens] = torch.tensor(flat.tokens_N)
     position_M, target_M, sample_M = (
-        torch.from_numpy(x).long() for x in (flat.edge_position_M, flat.edge_target_M, flat.edge_sample_M)
+        torch.tensor(x).long() for x in (flat.edge_position_M, flat.edge_target_M, flat.edge_sample_M)
     )
     backward(model, tokens_N, Trees(flat, "cuda", length), position_M, target_M, weight_S[sample_M])
 
@@ -63,10 +63,10 @@ def over_tree(model: Transformer, flat: FlatTree, weight_S: Tensor, length: int 
 def over_rows(model: Transformer, flat: FlatTree, weight_S: Tensor) -> None:
     for sample in range(flat.sample_S.size):
         path, edges = torch.from_numpy(flat.path(sample)).long(), flat.edges_of(sample)
-        target_M = torch.from_numpy(flat.edge_target_M[edges]).long()
+        target_M = torch.tensor(flat.edge_target_M[edges]).long()
         if target_M.shape[0]:
             position_M = torch.arange(path.shape[0] - target_M.shape[0] - 1, path.shape[0] - 1)
-            tokens_N = torch.from_numpy(flat.tokens_N).long()[path]
+            tokens_N = torch.tensor(flat.tokens_N[path.numpy()]).long()
             weight_M = weight_S[sample].expand(target_M.shape)
             backward(model, tokens_N, Documents([path.shape[0]], "cuda"), position_M, target_M, weight_M)
 
