@@ -43,8 +43,9 @@ class PolicyConfig(Config):
     mtp_weight: float = Field(default=0.1, ge=0)
     """Of that loss, averaged over the modules; ours. 0: they do not learn."""
     mtp_gradient: Literal["modules", "all"] = "modules"
-    """modules: that loss trains the modules alone, and the policy learns what it would without them. all: it reaches
-    the policy, embedding and head too, as in pre-training."""
+    """modules: that loss trains the modules alone; the policy's gradient is what it would be without them, save that
+    the balance loss is a mean over their layers too, and both are clipped by one norm. all: it reaches the policy,
+    embedding and head, as in pre-training."""
     mtp_top_k: Count = 32
     """topk_kl: how many of the policy's likeliest tokens stand alone; the others are one bucket. Ours."""
     truncated_sampling: Literal["refuse", "allow"] = "refuse"

@@ -37,7 +37,7 @@ from m2forge.train.loss.policy import policy_loss
 from m2forge.train.optimizer import Norms, Optimizer
 from m2forge.train.parallel import ALONE, Ranks
 from m2forge.train.policy_sums import PolicySums, StepCounts
-from m2forge.train.refusal import refuse_untrainable
+from m2forge.train.refusal import num_replayed, refuse_untrainable, replayable
 from m2forge.train.row_sums import RowSums
 from m2forge.tree.build import Problem
 from m2forge.tree.flat import FlatTree
@@ -137,13 +137,14 @@ class TrainEngine:
         the rest trains. Of several ranks each has its own trees. `version`: of this policy, to measure how old samples
         are."""
         trainable, problems = refuse_untrainable(trees, self.model.config, self.policy)
-        packs = pack_trees(trainable, self.policy.pack_tokens)
+        packs = self._packs(trainable)
         counts = StepCounts(
             *self._totals(
                 sum(float(pack.weight_S[pack.edge_sample_M].sum()) for pack in packs),
                 sum(pack.num_edges for pack in packs),
                 sum(pack.num_input_tokens for pack in packs),
                 sum(pack.num_tokens for pack in packs),
+                sum(num_replayed(pack) for pack in packs),
             )
         )
         if not counts.num_edges:
@@ -171,6 +172,11 @@ class TrainEngine:
         norms = self._update(load_LE, rate)
         figures = sums.figures(counts, self.ranks) | _shared_figures(norms, load_LE)
         return StepReport(figures, _token_figures(counts), problems)
+
+    def _packs(self, trees: Sequence[TokenTree]) -> list[FlatTree]:
+        if self.policy.replay == "none":
+            return pack_trees(trees, self.policy.pack_tokens, with_experts=False)
+        return [replayable(pack, self.model.config) for pack in pack_trees(trees, self.policy.pack_tokens)]
 
     @property
     def _precision(self) -> torch.dtype:
@@ -212,17 +218,21 @@ class TrainEngine:
     ) -> Tensor | None:
         """Run every pack forward and backward; the loads of the whole step are returned. `num_tokens`: of the whole
         step, each as often as it counts."""
+        self.optimizer.clear()
         makes = [*makes, *[blank] * (self.ranks.max_int(len(makes)) - len(makes))]
         ahead_LE = self._loads_ahead(makes, forward)
         load_LE: Tensor | None = None
-        for make in makes:
-            batch = make()
+
+        def run(batch: _BatchT) -> Tensor | None:
+            """What the network gave ends with this call, before the next pack begins."""
             output = forward(batch)
-            total = loss(batch, output)
-            total = total + self._balance_loss(output, ahead_LE, num_tokens)
-            load_LE = _sum_loads(load_LE, output.load_LE)
+            total = loss(batch, output) + self._balance_loss(output, ahead_LE, num_tokens)
             if total.requires_grad:
                 total.backward()
+            return output.load_LE
+
+        for make in makes:
+            load_LE = _sum_loads(load_LE, run(make()))
             if len(makes) > 1:
                 self.optimizer.collect()
         return None if load_LE is None else self.ranks.sum(load_LE)
@@ -249,6 +259,8 @@ class TrainEngine:
         )
 
     def _update(self, load_LE: Tensor | None, rate: float) -> Norms:
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"rate {rate}: expected a finite number, 0 or above")
         norms = self.optimizer.step(rate)
         if load_LE is not None:
             # A load of nothing moves no bias: a step that is skipped is skipped whole, without asking the device.
@@ -266,6 +278,7 @@ def _token_figures(counts: StepCounts) -> dict[str, float]:
         "tokens_computed": counts.num_tokens,
         "tokens_saved": counts.num_input_tokens - counts.num_tokens,
         "token_ratio": counts.num_input_tokens / max(1.0, counts.num_tokens),
+        "replayed_share": counts.num_replayed / max(1.0, counts.num_tokens),
     }
 
 

@@ -6,7 +6,7 @@ things and the run directory:
     runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/  model/ (when the run is complete)
 
 Several ranks read the same packs, and each trains on its share of them, so that a run may go on with another number of
-ranks. Rank 0 alone writes.
+ranks. Rank 0 alone writes checkpoints, metrics and the model.
 
 A run whose directory holds a checkpoint goes on from it. Everything a phase changes about the network (context,
 prediction modules, what is frozen) is set again on entry, so a resumed run stands where the first one stood.
@@ -34,7 +34,7 @@ from m2forge.train.config import PhaseConfig, TrainConfig
 from m2forge.train.cost import TokenCost
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.machine import choose_device, choose_dtype, machine_settings, peak_flops, set_up_model
-from m2forge.train.parallel import ALONE, ProcessRanks, Ranks, align
+from m2forge.train.parallel import ALONE, ProcessRanks, Ranks, align, refuse_difference
 from m2forge.train.prefetch import PackSource, Prefetch
 from m2forge.train.run_dir import hold_run
 from m2forge.train.schedule import mtp_weight_at, rate_at
@@ -87,6 +87,7 @@ class TrainLoop:
             model, self.position = load_checkpoint_model(newest, home, self.dtype), read_position(newest)
             _log.info("going on from %s", newest)
         if isinstance(ranks, ProcessRanks):
+            refuse_difference(f"checkpoints of {run_dir}", repr(self.position), ranks)
             align(model, ranks)
             if config.machine.parallel == "fsdp":
                 shard_model(model, ranks)

@@ -116,6 +116,11 @@ class Optimizer:
         for module in self._sharded_modules:
             module.reshard()
 
+    def clear(self) -> None:
+        """Forget gradients, such as those of a step that was broken off."""
+        for slot in self.slots.values():
+            slot.total = slot.weight.grad = None
+
     @torch.no_grad()
     def collect(self) -> None:
         """Add the gradients of a pack to the step's, and clear them."""

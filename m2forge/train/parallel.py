@@ -24,8 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from m2forge.errors import ConfigError, TrainingError
 
-TIMEOUT_S = 1800.0
-"""A rank that waits longer for the others gives up. Writing a checkpoint takes rank 0 a while."""
+TIMEOUT_S = 6 * 3600.0
+"""A rank that waits longer for the others gives up. Rank 0 encodes data and writes checkpoints meanwhile, and where a
+process dies the launcher ends the others."""
+CHUNK_ELEMENTS = 1 << 22
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size in bytes."""
 
@@ -113,17 +115,33 @@ def align(model: nn.Module, ranks: ProcessRanks) -> None:
     refuse_drift(model, ranks)
 
 
+def refuse_difference(what: str, content: str, ranks: Ranks) -> None:
+    """Raise where the ranks do not start from the same."""
+    if not _same(_digest(content.encode()), ranks):
+        raise ConfigError(f"the ranks see different {what}; all must be started alike, on files that they share")
+
+
 def refuse_drift(model: nn.Module, ranks: Ranks) -> None:
-    """Raise where the weights of two ranks differ in any bit. Of a sharded network, what each rank holds whole."""
+    """Raise where the weights of two ranks differ. Of a sharded network, what each rank holds whole."""
     if ranks.num_ranks == 1:
         return
     tensors = [tensor for tensor in model.state_dict().values() if not isinstance(tensor, DTensor)]
-    sums = [tensor.contiguous().view(INTEGERS[tensor.itemsize]).sum(dtype=torch.int64) for tensor in tensors]
+    sums = [_fingerprint(tensor) for tensor in tensors]
     content = torch.stack(sums).cpu().numpy().tobytes() if sums else b""
     if not _same(_digest(content), ranks):
         raise TrainingError(
             "the ranks no longer hold the same weights, so one of them computes wrongly; resume from a checkpoint"
         )
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """A number that depends on every element and its place; what overflows wraps around."""
+    bits = tensor.contiguous().view(INTEGERS[tensor.itemsize]).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in bits.split(CHUNK_ELEMENTS):
+        place = torch.arange(1, 2 * chunk.numel(), 2, device=tensor.device)
+        total = total * 31 + (chunk.long() * place).sum()
+    return total
 
 
 def _digest(content: bytes) -> int:

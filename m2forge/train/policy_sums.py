@@ -38,6 +38,8 @@ class StepCounts:
     num_input_tokens: float
     num_tokens: float
     """Tokens that are computed, padding left out."""
+    num_replayed: float = 0.0
+    """Of these, tokens that go to experts that were recorded."""
 
 
 class PolicySums:

@@ -1,19 +1,27 @@
 """Token trees in; what can be trained of them out, and by name what cannot, and why.
 
 A sample that cannot be trained leaves its tree; those beside it stay, with their order, numbers and recorded routing.
+One sample whose numbers are out of all proportion would be the whole step, or make it no number at all: hence bounds.
 """
 
-import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from m2forge.model.config import ModelConfig
 from m2forge.train.config import PolicyConfig
 from m2forge.tree.build import Problem
+from m2forge.tree.flat import FlatTree
 from m2forge.tree.flatten import flatten
-from m2forge.tree.sample import UNKNOWN_EXPERT, Sample
+from m2forge.tree.sample import UNKNOWN_EXPERT, ExpertArray, Sample
 from m2forge.tree.token_tree import TokenTree
+
+MAX_ADVANTAGE = 1e6
+WEIGHTS = (1e-12, 1e12)
+TEMPERATURES = (0.01, 100.0)
+MIN_LOGPROB = -1e4
 
 
 def refuse_untrainable(
@@ -28,18 +36,18 @@ def refuse_untrainable(
         if not reasons:
             kept.append(tree)
         elif len(reasons) < len(tree.samples):
-            kept.append(_without(tree, reasons.keys(), model.vocab_size))
+            kept.append(_without(tree, reasons.keys(), model, policy))
     return kept, tuple(problems)
 
 
 def _reasons(tree: TokenTree, model: ModelConfig, policy: PolicyConfig) -> Iterator[tuple[int, str]]:
     """(place of a sample, why it cannot be trained)"""
-    routing = _routing_reason(tree, model)
-    is_suspect = _highest_id(tree, model) >= model.vocab_size or _highest_expert(tree, policy) >= _num_experts(model)
+    routing = _routing_reason(tree, model) if policy.replay == "recorded" else None
+    is_suspect = _highest_id(tree, model) >= model.vocab_size
     for place, sample in enumerate(tree.samples):
         reason = routing or _number_reason(sample, policy) or _length_reason(sample, policy)
         if reason is None and is_suspect:
-            reason = _content_reason(tree, place, model, policy)
+            reason = _content_reason(tree, place, model)
         if reason is not None:
             yield place, f"Sample {sample.name}: {reason}"
 
@@ -55,14 +63,19 @@ def _routing_reason(tree: TokenTree, model: ModelConfig) -> str | None:
 
 
 def _number_reason(sample: Sample, policy: PolicyConfig) -> str | None:
-    if not math.isfinite(sample.advantage):
-        return f"advantage: expected a finite number, received {sample.advantage}"
-    if not 0 < sample.weight < math.inf:
-        return f"weight: expected a finite number above 0, received {sample.weight}"
+    if not abs(sample.advantage) <= MAX_ADVANTAGE:
+        return f"advantage: expected at most {MAX_ADVANTAGE:g} either way, received {sample.advantage}"
+    if not WEIGHTS[0] <= sample.weight <= WEIGHTS[1]:
+        return f"weight: expected {WEIGHTS[0]:g} to {WEIGHTS[1]:g}, received {sample.weight}"
     if policy.loss == "sft":
         return None
-    if sample.sampling.temperature <= 0:
+    if sample.sampling.temperature == 0:
         return "sampling: temperature: expected a number above 0, received 0: a greedy choice has no log-probability"
+    if not TEMPERATURES[0] <= sample.sampling.temperature <= TEMPERATURES[1]:
+        bounds = f"{TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"
+        return f"sampling: temperature: expected {bounds}, received {sample.sampling.temperature}"
+    if sample.logprobs.size and sample.logprobs.min() < MIN_LOGPROB:
+        return f"logprobs: expected {MIN_LOGPROB:g} or more, received {sample.logprobs.min():g}"
     if sample.sampling.is_truncated and policy.truncated_sampling == "refuse":
         return f'sampling: expected none cut off, received {sample.sampling}; truncated_sampling = "allow" takes it'
     return None
@@ -74,21 +87,11 @@ def _length_reason(sample: Sample, policy: PolicyConfig) -> str | None:
     return f"path: expected at most pack_tokens, {policy.pack_tokens} tokens, received {sample.num_tokens}"
 
 
-def _content_reason(tree: TokenTree, place: int, model: ModelConfig, policy: PolicyConfig) -> str | None:
-    flat = flatten(tree, [place])
-    highest_id = int(flat.tokens_N.max())
-    if highest_id >= model.vocab_size:
-        return f"path: expected ids below the network's vocabulary of {model.vocab_size}, received {highest_id}"
-    if flat.experts_NLK is None or policy.replay == "none":
+def _content_reason(tree: TokenTree, place: int, model: ModelConfig) -> str | None:
+    highest_id = int(tree.path(place).max())
+    if highest_id < model.vocab_size:
         return None
-    highest_expert = int(flat.experts_NLK.max())
-    if highest_expert < _num_experts(model):
-        return None
-    return f"experts: expected numbers below {_num_experts(model)}, received {highest_expert}"
-
-
-def _num_experts(model: ModelConfig) -> int:
-    return 0 if model.moe is None else model.moe.num_experts
+    return f"path: expected ids below the network's vocabulary of {model.vocab_size}, received {highest_id}"
 
 
 def _highest_id(tree: TokenTree, model: ModelConfig) -> int:
@@ -97,28 +100,51 @@ def _highest_id(tree: TokenTree, model: ModelConfig) -> int:
     return max((int(node.tokens.max()) for node in tree.nodes()[0]), default=-1)
 
 
-def _highest_expert(tree: TokenTree, policy: PolicyConfig) -> int:
-    shape = tree.experts_shape
-    if shape is None or policy.replay == "none":
-        return UNKNOWN_EXPERT
-    return max((int(node.experts(shape).max()) for node in tree.nodes()[0]), default=UNKNOWN_EXPERT)
-
-
-def _without(tree: TokenTree, refused: Collection[int], vocab_size: int) -> TokenTree:
+def _without(tree: TokenTree, refused: Collection[int], model: ModelConfig, policy: PolicyConfig) -> TokenTree:
     """The tree that the other samples make. Routing stays up to the first token of a path that has none."""
-    rest = TokenTree(min(tree.vocab_size, vocab_size))
+    rest = TokenTree(min(tree.vocab_size, model.vocab_size))
     for place, sample in enumerate(tree.samples):
         if place not in refused:
-            experts_NLK = flatten(tree, [place]).experts_NLK
-            if experts_NLK is not None:
-                is_known_N = experts_NLK[:, 0, 0] != UNKNOWN_EXPERT
-                experts_NLK = experts_NLK[: int(np.logical_and.accumulate(is_known_N).sum())]
             rest.add(
                 tree.call(place),
                 sample.name,
                 episode=sample.episode,
                 advantage=sample.advantage,
                 weight=sample.weight,
-                experts=experts_NLK,
+                experts=_recorded(tree, place) if policy.replay == "recorded" else None,
             )
     return rest
+
+
+def _recorded(tree: TokenTree, place: int) -> ExpertArray | None:
+    if tree.experts_shape is None:
+        return None
+    experts_NLK = flatten(tree, [place]).experts_NLK
+    assert experts_NLK is not None
+    return experts_NLK[: int(np.logical_and.accumulate(_is_known(experts_NLK)).sum())]
+
+
+# -- recorded routing -------------------------------------------------------------------------------------------------
+
+
+def replayable(flat: FlatTree, model: ModelConfig) -> FlatTree:
+    """The same with routing that no router of this network could choose, numbers past its experts or one expert twice,
+    as unknown: those tokens are routed afresh."""
+    if flat.experts_NLK is None:
+        return flat
+    num_experts = 0 if model.moe is None else model.moe.num_experts
+    sorted_NLK = np.sort(flat.experts_NLK, -1)
+    is_repeated_N = (np.diff(sorted_NLK, axis=-1) == 0).any((1, 2))
+    is_past_N = (sorted_NLK[..., -1] >= num_experts).any(1)
+    is_usable_N = _is_known(flat.experts_NLK) & ~is_repeated_N & ~is_past_N
+    experts_NLK = np.where(is_usable_N[:, None, None], flat.experts_NLK, np.int16(UNKNOWN_EXPERT))
+    return replace(flat, experts_NLK=experts_NLK)
+
+
+def num_replayed(flat: FlatTree) -> int:
+    return 0 if flat.experts_NLK is None else int(_is_known(flat.experts_NLK).sum())
+
+
+def _is_known(experts_NLK: ExpertArray) -> npt.NDArray[np.bool]:
+    known_N: npt.NDArray[np.bool] = experts_NLK[:, 0, 0] != UNKNOWN_EXPERT
+    return known_N

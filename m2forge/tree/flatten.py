@@ -40,8 +40,11 @@ class _Layout:
     last_S: Indices
 
 
-def flatten(tree: TokenTree, samples: Sequence[int] | None = None, tree_index: int = 0) -> FlatTree:
-    """`samples`: those to keep, all by default. `tree_index`: what `tree_S` says of them."""
+def flatten(
+    tree: TokenTree, samples: Sequence[int] | None = None, tree_index: int = 0, *, with_experts: bool = True
+) -> FlatTree:
+    """`samples`: those to keep, all by default. `tree_index`: what `tree_S` says of them. `with_experts`: whether to
+    take over recorded routing."""
     all_samples = tree.samples
     sample_S = np.arange(len(all_samples)) if samples is None else np.array(samples, np.int64)
     kept = [all_samples[index] for index in sample_S]
@@ -80,7 +83,7 @@ def flatten(tree: TokenTree, samples: Sequence[int] | None = None, tree_index: i
         edge_sample_M=_int32(sample_M),
         edge_logprob_M=_joined_logprobs(kept),
         edge_version_M=_joined_versions(kept),
-        experts_NLK=_experts(tree, used),
+        experts_NLK=_experts(tree, used) if with_experts else None,
     )
     return frozen(flat)
 

@@ -25,8 +25,9 @@ class _Bin:
         self.samples.setdefault(tree_index, []).extend(subtree.samples)
 
 
-def pack_trees(trees: Sequence[TokenTree], budget: int) -> list[FlatTree]:
-    """Raises RecordError, naming the sample, where a single path is above the budget."""
+def pack_trees(trees: Sequence[TokenTree], budget: int, *, with_experts: bool = True) -> list[FlatTree]:
+    """Raises RecordError, naming the sample, where a single path is above the budget. Without recorded routing trees of
+    any network go together."""
     subtrees = [(index, subtree) for index, tree in enumerate(trees) for subtree in cut_tree(tree, budget)]
     bins: list[_Bin] = []
     for tree_index, subtree in sorted(subtrees, key=lambda item: item[1].num_tokens, reverse=True):
@@ -38,6 +39,11 @@ def pack_trees(trees: Sequence[TokenTree], budget: int) -> list[FlatTree]:
             bins.append(fullest)
         fullest.add(tree_index, subtree)
     return [
-        join([flatten(trees[index], sorted(samples), index) for index, samples in sorted(filled.samples.items())])
+        join(
+            [
+                flatten(trees[index], sorted(samples), index, with_experts=with_experts)
+                for index, samples in sorted(filled.samples.items())
+            ]
+        )
         for filled in bins
     ]

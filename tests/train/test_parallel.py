@@ -21,7 +21,7 @@ from m2forge.records import Call, FinishReason, Pack
 from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, restore
 from m2forge.train.config import CheckpointConfig, OptimizerConfig, PolicyConfig
 from m2forge.train.engine import TrainEngine
-from m2forge.train.parallel import ALONE, ProcessRanks, Ranks, align, joined_ranks, refuse_drift
+from m2forge.train.parallel import ALONE, ProcessRanks, Ranks, align, joined_ranks, refuse_difference, refuse_drift
 from m2forge.train.shard import shard_model, sharded_modules, whole_model
 from m2forge.tree.token_tree import TokenTree
 from tests.train.draw import VOCAB, draw_pack, small_model
@@ -230,7 +230,8 @@ def distance(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> floa
     """Largest difference, relative to the largest element of the tensor it is in."""
     assert ours.keys() == expected.keys()
     scales = {name: tensor.abs().max().clamp(min=1e-30) for name, tensor in expected.items()}
-    return max(float((ours[name] - expected[name]).abs().max() / scales[name]) for name in expected)
+    # Not Python's max, which overlooks a NaN.
+    return float(torch.stack([(ours[name] - expected[name]).abs().max() / scales[name] for name in expected]).max())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -310,3 +311,40 @@ def test_a_launcher_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with joined_ranks(CPU, timeout_s=10) as ranks:
         assert (ranks.rank, ranks.num_ranks, ranks.max_int(5)) == (0, 1, 5)
         assert ranks.sum(torch.tensor([1, 2])).tolist() == [1, 2]
+
+
+class Rehearsed:
+    """Two ranks in one process: answers a question as if the other rank had asked with `theirs`."""
+
+    rank, num_ranks = 0, 2
+
+    def __init__(self, theirs: int | None = None) -> None:
+        self.theirs, self.asked = theirs, 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def max_int(self, value: int) -> int:
+        self.asked = max(self.asked, value)
+        return value if self.theirs is None else max(value, self.theirs if value > 0 else -self.theirs)
+
+
+def test_experts_in_another_order_are_drift() -> None:
+    model, other = small_model(), small_model()
+    ours = Rehearsed()
+    refuse_drift(model, ours)
+    refuse_drift(other, Rehearsed(ours.asked))
+    ffn = other.blocks[0].get_submodule("ffn")
+    w13, w2 = ffn.get_parameter("w13"), ffn.get_parameter("w2")
+    for weight in (w13, w2):
+        weight.data = weight.data.flip(0)
+    with pytest.raises(TrainingError, match="no longer hold the same weights"):
+        refuse_drift(other, Rehearsed(ours.asked))
+
+
+def test_ranks_that_see_different_checkpoints_are_refused() -> None:
+    ours = Rehearsed()
+    refuse_difference("checkpoints", "step 4", ours)
+    refuse_difference("checkpoints", "step 4", Rehearsed(ours.asked))
+    with pytest.raises(ConfigError, match="different checkpoints"):
+        refuse_difference("checkpoints", "step 8", Rehearsed(ours.asked))

@@ -197,22 +197,29 @@ REFUSED = {
     "greedy": "temperature: expected a number above 0, received 0",
     "foreign": "expected ids below the network's vocabulary of 32, received 40",
     "long": "expected at most pack_tokens, 20 tokens, received 23",
-    "weightless": "weight: expected a finite number above 0, received 0.0",
-    "misrouted": "experts: expected numbers below 4, received 4",
+    "weightless": "weight: expected 1e-12 to 1e.12, received 0.0",
+    "enormous": "advantage: expected at most 1e.06 either way, received 1e.39",
+    "overweight": "weight: expected 1e-12 to 1e.12, received 1e.308",
+    "frozen": "temperature: expected 0.01 to 100, received 1e-40",
+    "impossible": "logprobs: expected -10000 or more, received -1e.38",
 }
 
 
 def mixed_tree() -> TokenTree:
     tree = TokenTree(64)
-    routed = np.ones((3, 2, 2), np.int64)
+    routed = np.tile(np.array([1, 2]), (3, 2, 1))
     tree.add(make_call([1, 2], [3, 4, 5], 0), "good", advantage=1.0, experts=routed)
     tree.add(sampled(make_call([1, 2], [3, 4, 6], 1), Sampling(top_p=0.9)), "truncated", advantage=1.0)
     tree.add(sampled(make_call([1, 2], [3, 7], 1), Sampling(0.0)), "greedy", advantage=1.0)
     tree.add(make_call([1, 2, 40], [3], 0), "foreign", advantage=1.0)
     tree.add(make_call([1, 2, 3], [3] * 20, 0), "long", advantage=1.0)
     tree.add(make_call([1, 2, 3], [9], 0), "weightless", advantage=1.0, weight=0.0)
-    tree.add(make_call([1, 2, 3], [11, 12], 0), "misrouted", advantage=1.0, experts=np.full((5, 2, 2), 4))
     tree.add(make_call([1, 2, 3, 4], [8, 9], 0), "also good", advantage=-2.0, weight=2.0)
+    tree.add(make_call([1, 2, 3], [11, 12], 0), "enormous", advantage=1e39)
+    tree.add(make_call([1, 2, 3], [11, 12], 0), "overweight", advantage=1.0, weight=1e308)
+    tree.add(sampled(make_call([1, 2, 3], [11, 12], 0), Sampling(1e-40)), "frozen", advantage=1.0)
+    impossible = replace(make_call([1, 2, 3], [11], 0), logprobs=np.array([-1e38], np.float32))
+    tree.add(impossible, "impossible", advantage=1.0)
     return tree
 
 
@@ -231,9 +238,9 @@ def test_what_cannot_be_trained_is_refused_by_name_and_the_rest_trains() -> None
         assert re.search(REFUSED[problem.name], problem.reason), problem
         assert problem.name in problem.reason
     good = TokenTree(VOCAB)
-    for index in (0, 7):
+    for index in (0, 6):
         sample = mixed.samples[index]
-        experts = np.ones((3, 2, 2), np.int64)
+        experts = np.tile(np.array([1, 2]), (3, 2, 1))
         good.add(mixed.call(index), sample.name, advantage=sample.advantage, weight=sample.weight, experts=experts)
     alone.step([good], rate=1e-2)
     assert_same_weights(engine, alone)
@@ -253,8 +260,31 @@ def test_truncated_sampling_may_be_allowed_and_imitation_takes_all() -> None:
 def test_routing_recorded_of_another_network_is_refused() -> None:
     tree = TokenTree(VOCAB)
     tree.add(make_call([1], [2, 3]), "a", experts=np.zeros((2, 3, 2), np.int64))
-    (problem,) = TrainEngine(small_model(), CONFIG).step([tree], rate=0.0).problems
+    (problem,) = (
+        TrainEngine(small_model(), CONFIG, policy=PolicyConfig(replay="recorded")).step([tree], rate=0).problems
+    )
     assert "experts: expected (2, 2) (layers, chosen) per token, received (3, 2)" in problem.reason
+    # Nobody reads it without replay.
+    assert TrainEngine(small_model(), CONFIG).step([tree], rate=0.0).problems == ()
+
+
+@pytest.mark.parametrize("bad", [[0, 4], [1, 1]])
+def test_routing_that_no_router_chooses_is_unknown_and_hurts_no_neighbour(bad: list[int]) -> None:
+    right, wrong = (np.tile(np.array(row), (4, 2, 1)) for row in ([0, 3], bad))
+    prefix = np.tile(np.array([0, 3]), (2, 2, 1))
+    policy = PolicyConfig(replay="recorded")
+    trees = []
+    for experts in (np.concatenate((prefix, wrong[2:])), prefix):
+        tree = TokenTree(VOCAB)
+        tree.add(make_call([1, 2], [3, 4, 5]), "a", advantage=1.0, experts=experts)
+        tree.add(make_call([1, 2], [6, 7, 5]), "b", advantage=-1.0, experts=right)
+        trees.append(tree)
+    engines = [TrainEngine(small_model(), CONFIG, policy=policy) for _ in trees]
+    reports = [engine.step([tree], rate=1e-2) for engine, tree in zip(engines, trees, strict=True)]
+    assert all(report.problems == () for report in reports)
+    # Of eight tokens two are shared and two more are b's.
+    assert [report.read()["replayed_share"] for report in reports] == [0.5, 0.5]
+    assert_same_weights(*engines)
 
 
 def test_an_empty_step_changes_nothing_and_says_so() -> None:
@@ -269,6 +299,30 @@ def test_an_empty_step_changes_nothing_and_says_so() -> None:
     assert report.read()["num_edges"] == 0
     assert all(torch.equal(weight, before[name]) for name, weight in engine.model.state_dict().items())
     assert all(slot.num_steps == 0 for slot in engine.optimizer.slots.values())
+
+
+def test_a_step_that_was_broken_off_leaves_no_gradient_behind() -> None:
+    policy = PolicyConfig(pack_tokens=8)
+    engine, other = (TrainEngine(small_model(), CONFIG, policy=policy) for _ in range(2))
+    packs = iter((False, True))
+
+    def fail_in_the_second_pack(*_: object) -> None:
+        if next(packs):
+            raise MemoryError("full")
+
+    handle = engine.model.register_forward_pre_hook(fail_in_the_second_pack)
+    with pytest.raises(MemoryError):
+        engine.step(some_forest(), rate=1e-2)
+    handle.remove()
+    engine.step(some_forest(), rate=1e-2)
+    other.step(some_forest(), rate=1e-2)
+    assert_same_weights(engine, other)
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -1.0])
+def test_a_rate_that_is_no_rate_is_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match="rate"):
+        TrainEngine(small_model(), CONFIG).step(some_forest(), rate=rate)
 
 
 # -- the run around it ------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
     r = π(token) / π_old(token) = exp( min(logp − old, MAX_LOG_RATIO) )
 
-A ratio that far from 1 means that the old log-probability is of another policy. Every loss clips long before the bound,
-which is there so that no infinity appears and, times 0, becomes NaN.
+A ratio that far from 1 means that the old log-probability is of another policy. The bound is there so that no infinity
+appears and, times 0, becomes NaN; it is no clip: cispo clips long before it, ppo_clip does so only where A > 0.
 """
 
 from torch import Tensor
