@@ -169,25 +169,33 @@ def make_jobs(workload: Workload, machine: Machine) -> Iterator[Job]:
 
 
 def run_jobs(machine: Machine, jobs: Sequence[Job]) -> list[Result]:
-    """Jobs that cannot be run here are left out."""
+    """Attentions that this torch does not have are left out; whatever else fails ends the benchmark."""
     model = build(machine.config, machine.device, machine.dtype)
     if not machine.is_gpu:
         measured = measure_in_turns(model, [job.passes for job in jobs])
-        return [Result(job, each) for job, each in zip(jobs, measured, strict=True)]
+        results = [Result(job, each) for job, each in zip(jobs, measured, strict=True)]
+        check_losses(results)
+        return results
     model.compile_blocks()
     results = []
     for job in jobs:
         forget(model)
         try:
             result = Result(job, measure(model, job.passes))
-        except (ImportError, RuntimeError, TypeError, ValueError) as error:
-            if job.kind == Kind.TREE:
-                raise
-            print(f"  {job.name}: not measured: {str(error).splitlines()[0]}", flush=True)
+        except ImportError as error:
+            print(f"  {job.name}: not measured: {error}", flush=True)
             continue
         results.append(result)
         print(f"  {job.name}: {result.seconds:.3f} s, {result.measured.memory_gib:.1f} GiB", flush=True)
+    check_losses(results)
     return results
+
+
+def check_losses(results: Sequence[Result]) -> None:
+    """What was timed is one computation, however it was laid out."""
+    losses = {result.job.name: result.measured.loss for result in results if result.job.is_comparable}
+    if max(losses.values()) - min(losses.values()) > 1e-3 * max(map(abs, losses.values())):
+        raise AssertionError(f"the losses differ: {losses}")
 
 
 def bars_of(name: str, machine: Machine, results: Sequence[Result]) -> list[Bar]:
@@ -204,7 +212,8 @@ def bars_of(name: str, machine: Machine, results: Sequence[Result]) -> list[Bar]
     linear = [result for result in results if result.job.kind == Kind.LINEAR]
     if linear and machine.is_gpu:
         fastest = min(linear, key=lambda result: result.seconds)
-        bars.append(Bar.at_least(f"{name}: speed over the fastest {fastest.job.name}", _over(ours, fastest)[0], 1.0))
+        title = f"{name}: speed over the fastest of {len(linear)} {fastest.job.name}"
+        bars.append(Bar.at_least(title, _over(ours, fastest)[0], 1.0))
     if machine.is_gpu and name == "agent":
         bars.append(Bar.at_most(f"{name}: seconds of a step", ours.seconds, 0.52))
     return bars

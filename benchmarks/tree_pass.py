@@ -86,7 +86,8 @@ class Work:
 @dataclass(frozen=True)
 class Pass:
     tokens_N: Tensor
-    plan: AttentionPlan
+    make_plan: Callable[[], AttentionPlan]
+    """Made anew in every pass, as training does, and timed with it."""
     position_M: Tensor
     target_M: Tensor
     weight_M: Tensor
@@ -102,7 +103,7 @@ def tree_pass(flat: FlatTree, weight_S: Weights, device: torch.device, multiple:
     length = -(-flat.num_tokens // multiple) * multiple
     return Pass(
         _on(device, np.pad(flat.tokens_N, (0, length - flat.num_tokens))),
-        Trees(flat, device, length),
+        partial(Trees, flat, device, length),
         _on(device, flat.edge_position_M),
         _on(device, flat.edge_target_M),
         torch.from_numpy(weight_S[flat.sample_S[flat.edge_sample_M]]).to(device),
@@ -124,7 +125,7 @@ def lengths_within(rows: Sequence[Row], num_tokens: int) -> list[int]:
 
 def as_rows(tree: Pass, lengths: Sequence[int]) -> Pass:
     """A pass over the same tokens and edges that takes them for rows: as many tokens computed, another meaning."""
-    return replace(tree, plan=documents(lengths, tree.tokens_N.device))
+    return replace(tree, make_plan=partial(documents, lengths, tree.tokens_N.device))
 
 
 def _row_pass(pack: Sequence[Row], length: int, weight_S: Weights, device: torch.device, plan_of: PlanOf) -> Pass:
@@ -135,7 +136,7 @@ def _row_pass(pack: Sequence[Row], length: int, weight_S: Weights, device: torch
     position = np.concatenate([row.position + start for row, start in zip(pack, starts[:-1], strict=True)])
     return Pass(
         _on(device, tokens),
-        plan_of([*sizes, num_padding] if num_padding else sizes, device),
+        partial(plan_of, [*sizes, num_padding] if num_padding else sizes, device),
         _on(device, position),
         _on(device, np.concatenate([row.target for row in pack])),
         torch.from_numpy(weight_S[np.concatenate([row.sample for row in pack])]).to(device),
@@ -232,7 +233,7 @@ def run(model: Transformer, passes: Sequence[Pass]) -> Tensor:
     model.zero_grad(set_to_none=True)
     losses = []
     for each in passes:
-        hidden_ND = model(each.tokens_N, each.plan, with_mtp=False).hidden_ND
+        hidden_ND = model(each.tokens_N, each.make_plan(), with_mtp=False).hidden_ND
         loss = linear_logprob(
             hidden_ND,
             model.head_weight,

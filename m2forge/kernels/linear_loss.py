@@ -2,7 +2,7 @@
 
     loss = Σ over chunks of score(z),    z[m] = head · hidden[position[m]]
 
-Only the positions that carry a loss are multiplied with the head, and at most `CHUNK_BYTES` of logits exist at once.
+Only the positions that carry a loss are multiplied with the head, and about `CHUNK_BYTES` of logits exist at once.
 Who scores a chunk also gives the gradient of its loss with respect to the logits, so the gradients of hidden states and
 head are made in the forward pass, while a chunk's logits are at hand, and nothing is computed twice.
 
@@ -45,6 +45,7 @@ def linear_loss(
 
 
 def chunk_rows(hidden_ND: Tensor, head_VD: Tensor, chunk_bytes: int | None) -> int:
+    """Of the network's precision; logits that are raised to float32 take twice the bytes of bfloat16 ones."""
     budget = chunk_bytes or CHUNK_BYTES.get(hidden_ND.device.type, CHUNK_BYTES["cpu"])
     return max(1, budget // (head_VD.shape[0] * hidden_ND.element_size()))
 
@@ -75,7 +76,8 @@ class _LinearLoss(torch.autograd.Function):
     ) -> Tensor:
         needs_hidden, needs_head, *_ = ctx.needs_input_grad
         loss = hidden_ND.new_zeros((), dtype=at_least_float32(hidden_ND.dtype))
-        grad_hidden = torch.zeros_like(hidden_ND) if needs_hidden else None
+        # In at least float32: positions repeat where trees branch, and CUDA would round after every sum.
+        grad_hidden = torch.zeros_like(hidden_ND, dtype=at_least_float32(hidden_ND.dtype)) if needs_hidden else None
         grad_head = torch.zeros_like(head_VD, dtype=at_least_float32(head_VD.dtype)) if needs_head else None
         for start in range(0, position_M.shape[0], rows):
             chunk = slice(start, start + rows)
@@ -85,11 +87,11 @@ class _LinearLoss(torch.autograd.Function):
             loss += value
             grad_CV = grad_CV.to(hidden_ND.dtype)
             if grad_hidden is not None:
-                grad_hidden.index_add_(0, position_M[chunk], grad_CV @ head_VD)
+                grad_hidden.index_add_(0, position_M[chunk], (grad_CV @ head_VD).to(grad_hidden.dtype))
             if grad_head is not None:
                 grad_head += grad_CV.t() @ hidden_CD
-        if grad_head is not None:
-            grad_head = grad_head.to(head_VD.dtype)
+        grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden_ND.dtype)
+        grad_head = None if grad_head is None else grad_head.to(head_VD.dtype)
         ctx.save_for_backward(grad_hidden, grad_head)
         return loss
 

@@ -61,9 +61,10 @@ def linear_logprob(
     chunk_bytes: int | None = None,
 ) -> LogProbs:
     """Without `inverse_temperature_M` every temperature is 1. `top_k`: how many of the likeliest tokens to return."""
-    if position_M.shape != target_M.shape:
-        shapes = [tuple(x.shape) for x in (position_M, target_M)]
-        raise ValueError(f"positions and targets differ in shape: {shapes}; give one of each per loss")
+    columns = [x for x in (position_M, target_M, inverse_temperature_M) if x is not None]
+    if any(x.shape != target_M.shape for x in columns):
+        shapes = [tuple(x.shape) for x in columns]
+        raise ValueError(f"positions, targets and temperatures differ in shape: {shapes}; give one of each per loss")
     check_targets(target_M, head_VD.shape[0])
     precision, num_losses = at_least_float32(hidden_ND.dtype), target_M.shape[0]
     scale_M = None if inverse_temperature_M is None else inverse_temperature_M.to(precision)

@@ -36,8 +36,10 @@ class TreeLayout:
     """Index behind the last descendant of each node's tokens."""
 
     def __post_init__(self) -> None:
-        # The native kernel takes the table at its word.
+        # The kernels take the table at its word.
         columns = (self.start_V, self.end_V, self.parent_V, self.exit_V)
+        if not self.start_V.numel():
+            raise ValueError("a tree layout needs at least one node")
         if any(x.dtype != torch.int64 or x.device.type != "cpu" or x.shape != self.start_V.shape for x in columns):
             raise ValueError("a tree layout takes columns of one length, int64 on the CPU")
         follow_on = self.bounds[0] == 0 and torch.equal(self.start_V[1:], self.end_V[:-1])
@@ -47,6 +49,23 @@ class TreeLayout:
             )
         if not ((self.parent_V >= -1) & (self.parent_V < torch.arange(self.parent_V.shape[0], device="cpu"))).all():
             raise ValueError(f"a node must stand behind its parent, got parents {self.parent_V.tolist()[:8]}")
+        self._check_exits()
+
+    def _check_exits(self) -> None:
+        """Nodes depth-first end what they are below of: the exit of each is that of the last node below it."""
+        ends, parents = self.end_V.tolist(), self.parent_V.tolist()
+        path: list[int] = []
+        exits = list(ends)
+        for node, parent in enumerate(parents):
+            while path and path[-1] != parent:
+                exits[path.pop()] = ends[node - 1]
+            if parent >= 0 and not path:
+                raise ValueError(f"nodes must stand depth-first: node {node} is below node {parent}, which had ended")
+            path.append(node)
+        for node in path:
+            exits[node] = ends[-1]
+        if exits != self.exit_V.tolist():
+            raise ValueError(f"exits {self.exit_V.tolist()[:8]} are not those of the parents: {exits[:8]}")
 
     @property
     def num_tokens(self) -> int:
@@ -68,12 +87,6 @@ def documents_layout(lengths: Sequence[int]) -> TreeLayout:
 def tree_attention(q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, layout: TreeLayout) -> Tensor:
     if layout.num_tokens != q_NHK.shape[0]:
         raise ValueError(f"trees of {layout.num_tokens} tokens cannot explain {q_NHK.shape[0]} queries")
-    if q_NHK.is_cuda:
-        from m2forge.kernels.tree_attention_triton import serves, tree_attention_cuda
-        from m2forge.kernels.tree_schedule import make_schedule
-
-        if serves(q_NHK.dtype, q_NHK.shape[2]):
-            return tree_attention_cuda(q_NHK, k_NGK, v_NGK, make_schedule(layout, q_NHK.device))
     if native.serves(q_NHK, k_NGK, v_NGK):
         return tree_attention_native(q_NHK, k_NGK, v_NGK, layout)
     return tree_attention_plain(q_NHK, k_NGK, v_NGK, layout)
@@ -111,6 +124,11 @@ def paths(layout: TreeLayout) -> Iterator[Tensor]:
 
 def tree_attention_native(q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, layout: TreeLayout) -> Tensor:
     """What `native.serves` asks for holds."""
+    num_tokens, num_heads, head_dim = q_NHK.shape
+    fits = k_NGK.shape == v_NGK.shape == (num_tokens, k_NGK.shape[1], head_dim) and num_heads % k_NGK.shape[1] == 0
+    if not fits:
+        shapes = [tuple(x.shape) for x in (q_NHK, k_NGK, v_NGK)]
+        raise ValueError(f"queries, keys and values of shapes {shapes} do not go together")
     out_NHK: Tensor = _TreeAttention.apply(q_NHK, k_NGK, v_NGK, layout)  # type: ignore[no-untyped-call]
     return out_NHK
 

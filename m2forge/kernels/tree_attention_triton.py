@@ -308,7 +308,8 @@ _tree_attention.register_autograd(_backward, setup_context=_save)
 
 def _head_contiguous(x_NHK: Tensor) -> Tensor:
     """Each token's heads side by side, tokens at any distance that a descriptor can express."""
-    is_so = x_NHK.stride(2) == 1 and x_NHK.stride(1) == x_NHK.shape[2]
+    num_heads, head_dim = x_NHK.shape[1:]
+    is_so = x_NHK.stride(2) == 1 and x_NHK.stride(1) == head_dim and x_NHK.stride(0) >= num_heads * head_dim
     is_aligned = x_NHK.data_ptr() % 16 == 0 and x_NHK.stride(0) * x_NHK.element_size() % 16 == 0
     return x_NHK if is_so and is_aligned else x_NHK.contiguous()
 

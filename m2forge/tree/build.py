@@ -3,6 +3,7 @@
 A broken call is refused by name and leaves no trace; the calls beside it go on.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -38,7 +39,8 @@ class RawCall:
 
     def check(self) -> Call:
         try:
-            float(self.advantage), float(self.weight)
+            for name in ("advantage", "weight", "started_s", "finished_s"):
+                _require_number(name, getattr(self, name))
             return Call(
                 prompt_ids=np.asarray(self.prompt_ids),
                 response_ids=np.asarray(self.response_ids),
@@ -49,9 +51,18 @@ class RawCall:
                 finished_s=self.finished_s,
                 sampling=_checked_sampling(self.sampling),
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             # Lists that make no array, reasons that are none, numbers that are missing; a RecordError stays one.
             raise RecordError(str(error)) from error
+
+
+def _require_number(name: str, value: object) -> None:
+    try:
+        is_number = isinstance(value, int | float | np.number) and math.isfinite(float(value))
+    except OverflowError:
+        is_number = False
+    if not is_number:
+        raise RecordError(f"Call: {name}: expected a finite number, received {repr(value)[:40]}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from m2forge.kernels.tree_attention import TreeLayout, documents_layout, tree_attention, tree_attention_plain
+from m2forge.kernels.tree_attention import (
+    TreeLayout,
+    documents_layout,
+    tree_attention,
+    tree_attention_native,
+    tree_attention_plain,
+)
 from tests.kernels.draw import exit_of, layout_of, layouts, position_of, seen
 
 needs_native = pytest.mark.skipif(
@@ -149,3 +155,33 @@ def test_a_layout_of_other_tokens_is_refused() -> None:
     q, k, v = (torch.randn(10, 2, 4) for _ in range(3))
     with pytest.raises(ValueError, match="trees of 48 tokens cannot explain 10 queries"):
         tree_attention(q, k, v, documents_layout([4, 44]))
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (([], [], [], []), "at least one node"),
+        (([0, 2], [2, 4], [-1, 0], [2, 4]), "exits"),
+        (([0, 2], [2, 4], [-1, -1], [4, 4]), "exits"),
+        (([0, 2, 4, 6], [2, 4, 6, 8], [-1, 0, 0, 1], [8, 4, 6, 8]), "depth-first"),
+        (([0, 2], [2, 4], [-1, 0], [1 << 62, 4]), "exits"),
+    ],
+)
+def test_a_table_that_is_no_forest_is_refused(columns: tuple[list[int], ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TreeLayout(*(torch.tensor(column, dtype=torch.int64) for column in columns))
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((4, 2, 8), (1, 2, 8), (1, 2, 8)),
+        ((4, 2, 8), (4, 2, 8), (4, 2, 4)),
+        ((4, 3, 8), (4, 2, 8), (4, 2, 8)),
+        ((4, 1, 8), (4, 2, 8), (4, 2, 8)),
+    ],
+)
+def test_shapes_that_do_not_go_together_are_refused(shapes: tuple[tuple[int, int, int], ...]) -> None:
+    q, k, v = (torch.zeros(shape) for shape in shapes)
+    with pytest.raises(ValueError, match="do not go together"):
+        tree_attention_native(q, k, v, documents_layout([4]))

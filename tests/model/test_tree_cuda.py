@@ -61,14 +61,18 @@ def over_tree(model: Transformer, flat: FlatTree, weight_S: Tensor, length: int 
 
 
 def over_rows(model: Transformer, flat: FlatTree, weight_S: Tensor) -> None:
-    for sample in range(flat.sample_S.size):
-        path, edges = torch.from_numpy(flat.path(sample)).long(), flat.edges_of(sample)
-        target_M = torch.tensor(flat.edge_target_M[edges]).long()
-        if target_M.shape[0]:
-            position_M = torch.arange(path.shape[0] - target_M.shape[0] - 1, path.shape[0] - 1)
-            tokens_N = torch.tensor(flat.tokens_N[path.numpy()]).long()
-            weight_M = weight_S[sample].expand(target_M.shape)
-            backward(model, tokens_N, Documents([path.shape[0]], "cuda"), position_M, target_M, weight_M)
+    """All in one pass, so that their gradients are rounded as often as a tree's."""
+    paths = [flat.path(sample) for sample in range(flat.sample_S.size)]
+    ends = np.cumsum([path.size for path in paths])
+    positions = [
+        end - 1 - np.arange(flat.edge_target_M[flat.edges_of(sample)].size, 0, -1) for sample, end in enumerate(ends)
+    ]
+    position_M, target_M, sample_M = (
+        torch.tensor(x).long() for x in (np.concatenate(positions), flat.edge_target_M, flat.edge_sample_M)
+    )
+    tokens_N = torch.tensor(flat.tokens_N[np.concatenate(paths)]).long()
+    plan = Documents([path.size for path in paths], "cuda")
+    backward(model, tokens_N, plan, position_M, target_M, weight_S[sample_M])
 
 
 def gradient(model: Transformer) -> Tensor:

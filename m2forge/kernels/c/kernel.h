@@ -50,7 +50,7 @@ static inline void product(int64_t m, int64_t n, int64_t depth, const Operand *a
 void *take(int64_t bytes);
 
 /* Memory of the calling thread, number 0 to KEPT - 1, kept until the thread ends: fresh pages would cost more than the
- * arithmetic on them. For small things only. */
+ * arithmetic on them. Attention takes 96 floats for every token of the longest path. */
 enum { KEPT = 4 };
 float *scratch(int which, int64_t count);
 
