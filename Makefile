@@ -13,11 +13,13 @@ PY ?= 3.12
 ARCH ?= x86_64
 OFFLINE := build/offline-py$(PY)-$(ARCH)
 OFFLINE_STAMP := $(OFFLINE)/.installed
+VLLM := build/vllm-venv
+VLLM_STAMP := $(VLLM)/.installed
 PLATFORMS := $(foreach tag,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(tag)_$(ARCH))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-long check format offline-deps clean
+.PHONY: help setup demo test test-long test-vllm check format offline-deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -32,6 +34,9 @@ test: $(STAMP) ## run the tests on 2 workers (ARGS="-k name" is passed on)
 
 test-long: $(STAMP) ## run the tests with many more random cases, and those marked long
 	M2FORGE_LONG=1 $(ONE_THREAD) $(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-vllm: $(STAMP) $(VLLM_STAMP) ## test the vLLM backend against a real server (downloads gigabytes, takes minutes)
+	M2FORGE_VLLM=$(VLLM)/bin/python $(ONE_THREAD) $(BIN)/python -m pytest -m vllm tests/rollout $(ARGS)
 
 check: $(STAMP) ## check format, lint, strict types and the contract of the code base
 	$(BIN)/ruff format --check .
@@ -60,6 +65,15 @@ $(STAMP): $(wildcard requirements/*.txt) pyproject.toml | $(BIN)/python
 	@$(PIP) install -r requirements/dev.txt
 	@$(PIP) install --no-deps -r requirements/nodeps.txt
 	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# vLLM serves text models without the libraries for images and sound, and fails at their import where they were built
+# for another torch.
+$(VLLM_STAMP): requirements/vllm.txt | $(BIN)/python
+	@echo "installing vLLM into $(VLLM)"
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check -qq install -r requirements/vllm.txt
+	@$(VLLM)/bin/python -m pip --disable-pip-version-check -qq uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 
 # Built beside its place and renamed, so that the folder is whole whenever it exists.

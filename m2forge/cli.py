@@ -133,6 +133,18 @@ def command_eval(args: argparse.Namespace) -> None:
     print(f"wrote {config.output}: the report, the table and the plots")
 
 
+def command_serve(args: argparse.Namespace) -> None:
+    from m2forge.config import build
+    from m2forge.rollout.server_config import ADMIN_KEY_VARIABLE, ServeConfig
+
+    server = {"host": args.host, "port": args.port, "admin_key": os.environ.get(ADMIN_KEY_VARIABLE) or None}
+    given = {name: value for name, value in server.items() if value is not None}
+    config = build(ServeConfig, {"server": given}, args.set, origin="serve")
+    from m2forge.rollout.serve import serve_model
+
+    serve_model(args.model, config, lambda url: print(f"serving {args.model} on {url}", flush=True))
+
+
 def _add_params(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a preset, a TOML file or a model folder")
     parser.add_argument("--layers", type=int, metavar="N", help="count a slice of N layers")
@@ -175,6 +187,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="the model folder to serve")
+    parser.add_argument("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine alone)")
+    parser.add_argument("--port", type=int, metavar="N", help="where to listen (default: 8400; 0: any that is free)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """One row of the command table."""
@@ -193,6 +212,7 @@ COMMANDS = {
     "pretrain": Command("train a base model over a corpus, or go on with it", _add_run, command_pretrain),
     "sft": Command("fine-tune a model on trajectories, or go on with it", _add_run, command_sft),
     "eval": Command("measure a model: a table and plots", _add_config, command_eval),
+    "serve": Command("sample from a model by HTTP: token ids in and out", _add_serve, command_serve),
 }
 
 

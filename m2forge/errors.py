@@ -24,6 +24,10 @@ class RecordError(M2ForgeError, ValueError):
     """A record with a field that cannot be true."""
 
 
+class RequestError(M2ForgeError, ValueError):
+    """A prompt that an engine can never serve."""
+
+
 class FormatError(M2ForgeError, ValueError):
     """Messages that a chat format cannot express, or a chat template that fails on them."""
 
@@ -34,6 +38,10 @@ class DataError(M2ForgeError, ValueError):
 
 class TrainingError(M2ForgeError, ArithmeticError):
     """A run that cannot go on: its numbers are no longer finite."""
+
+
+class EngineError(M2ForgeError, RuntimeError):
+    """An engine that cannot serve: it has failed, is closed, or its server does not answer as it should."""
 
 
 class NotFoundError(M2ForgeError, LookupError):

@@ -95,6 +95,12 @@ class Sampling:
     """Only so many of the likeliest tokens; 0 leaves none out."""
     min_p: float = 0.0
     """Only tokens of at least this share of the likeliest one's probability; 0 leaves none out."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token sampled before."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token once for each time it was sampled before."""
+    repetition_penalty: float = 1.0
+    """Divides the logit of every token of prompt and completion so far, or multiplies it where it is below 0."""
 
     def __post_init__(self) -> None:
         _require_finite("Sampling", "temperature", self.temperature)
@@ -106,11 +112,21 @@ class Sampling:
             _refuse("Sampling", "top_k", self.top_k, f"expected an integer from 0 to {MAX_INT32}")
         if not 0 <= self.min_p <= 1:
             _refuse("Sampling", "min_p", self.min_p, "expected a number from 0 to 1")
+        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+            _require_finite("Sampling", name, getattr(self, name))
+        if self.repetition_penalty <= 0:
+            _refuse("Sampling", "repetition_penalty", self.repetition_penalty, "expected a number above 0")
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some tokens could not be drawn: then no softmax over the vocabulary is what they were drawn from."""
-        return self.temperature == 0 or self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        """Whether tokens came from another distribution than the softmax of the tempered logits over the whole
+        vocabulary: some could not be drawn, or were penalised."""
+        return self.temperature == 0 or self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.is_penalised
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether the logits depend on which tokens there are already."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,10 @@
 """The command line: exit statuses, and errors in one place."""
 
+import json
+import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -41,7 +44,7 @@ def test_unknown_command_suggests_the_near_one(capsys: pytest.CaptureFixture[str
     assert cli.main(["parms", "m2"]) == 2
     assert capsys.readouterr().err == "m2forge: error: unknown command 'parms'; did you mean 'params'?\n"
     assert cli.main(["zebra"]) == 2
-    assert "known: corpus, eval, export, import, params, presets, pretrain, sft" in capsys.readouterr().err
+    assert "known: corpus, eval, export, import, params, presets, pretrain, serve, sft" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -101,3 +104,41 @@ def test_a_path_that_the_system_refuses_is_one_message(capsys: pytest.CaptureFix
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("m2forge: error: aaa")
     assert "File name too long" in line
+
+
+def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    import torch
+
+    from m2forge.model.build import build
+    from m2forge.model.checkpoint import save_model
+    from m2forge.model.resolve import resolve_config
+
+    save_model(build(resolve_config("m2-nano", overrides=["num_layers=1"])), tmp_path / "model", dtype=torch.float32)
+    command = [sys.executable, "-m", "m2forge", "serve", str(tmp_path / "model"), "--port", "0", "--set", "step=3"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        try:
+            assert line.startswith(f"serving {tmp_path / 'model'} on http://127.0.0.1:")
+            url = line.split()[-1]
+            body = b'{"ids": [1, 2], "max_tokens": 3, "stream": false}'
+            with urllib.request.urlopen(f"{url}/generate", data=body, timeout=20) as response:
+                (sample,) = json.load(response)["samples"]
+            assert len(sample["ids"]) == 3
+            assert sample["versions"] == [3, 3, 3]
+        finally:
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors == "m2forge: interrupted\n"
+
+
+def test_serve_refuses_what_it_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", str(tmp_path / "none"), "--port", "0"]) == 2
+    assert "none is not a folder" in capsys.readouterr().err
+    assert cli.main(["serve", str(tmp_path), "--port", "70000"]) == 2
+    assert "server.port" in capsys.readouterr().err
+    assert cli.main(["serve", str(tmp_path), "--set", "rollout.num_block=3"]) == 2
+    assert "did you mean 'num_blocks'?" in capsys.readouterr().err
+    assert cli.main(["serve", str(tmp_path), "--host", "0.0.0.0", "--port", "0"]) == 2
+    assert "set an admin key" in capsys.readouterr().err

@@ -134,6 +134,9 @@ def test_calls_are_equal_unless_a_field_differs(name: str) -> None:
         ({"top_k": 2.5}, "Sampling: top_k"),
         ({"top_k": 2**31}, "Sampling: top_k"),
         ({"min_p": 1.5}, "Sampling: min_p: expected a number from 0 to 1, received 1.5"),
+        ({"presence_penalty": math.inf}, "Sampling: presence_penalty: expected a finite number, received inf"),
+        ({"frequency_penalty": math.nan}, "Sampling: frequency_penalty"),
+        ({"repetition_penalty": 0.0}, "Sampling: repetition_penalty: expected a number above 0, received 0.0"),
     ],
 )
 def test_broken_sampling_is_refused_by_field(changes: dict[str, Any], message: str) -> None:
@@ -146,6 +149,16 @@ def test_sampling_is_truncated_where_some_tokens_could_not_be_drawn() -> None:
     assert not Sampling(temperature=0.3).is_truncated
     for sampling in (Sampling(0.0), Sampling(top_p=0.9), Sampling(top_k=40), Sampling(min_p=0.05)):
         assert sampling.is_truncated, sampling
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(presence_penalty=0.5), Sampling(frequency_penalty=-0.5), Sampling(repetition_penalty=1.5)],
+)
+def test_penalised_sampling_counts_as_truncated(sampling: Sampling) -> None:
+    assert not Sampling().is_penalised
+    assert sampling.is_penalised
+    assert sampling.is_truncated
 
 
 def test_records_are_frozen() -> None:

@@ -12,10 +12,11 @@ from m2forge.model.router import Router, Routing
 
 
 class Balance(NamedTuple):
-    """What one mixture layer saw: tokens per expert, and the sum that P of the auxiliary loss is made of."""
+    """What one mixture layer saw: tokens per expert, the sum that P of the auxiliary loss is made of, its choices."""
 
     load_E: Tensor
     affinity_E: Tensor
+    expert_NK: Tensor
 
 
 class DenseFFN(nn.Module):
@@ -49,7 +50,7 @@ class MixtureFFN(nn.Module):
         where = dispatch(routing.expert_NK, self.num_experts)
         out_ND = expert_ffn(x_ND, self.w13, self.w2, routing.weight_NK, where)
         load_E = where.load_E if count_N is None else where.counted_load(count_N)
-        return out_ND, Balance(load_E, routing.affinity_E)
+        return out_ND, Balance(load_E, routing.affinity_E, routing.expert_NK)
 
 
 def build_ffn(config: ModelConfig, layer: int) -> DenseFFN | MixtureFFN:

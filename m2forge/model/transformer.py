@@ -39,6 +39,9 @@ class Output:
     a dense network."""
     affinity_LE: Tensor | None
     """What the auxiliary loss takes besides (`router.aux_loss`), with gradient; None where its weight is 0."""
+    experts_NLK: Tensor | None = None
+    """The experts that the routers of the main model took, in the order of their layers, where they were asked for and
+    there are any."""
 
 
 class Transformer(nn.Module):
@@ -67,11 +70,13 @@ class Transformer(nn.Module):
         with_mtp: bool = True,
         mtp_gradient: MTPGradient = "all",
         experts_NLK: Tensor | None = None,
+        returns_experts: bool = False,
     ) -> Output:
         """`tokens`: (B, L) rows, or (N,) flat with the plan that explains them. Without the prediction modules,
         which who only asks for logits does not need, the output holds nothing of them. `mtp_gradient`: whether what the
         modules learn reaches the main model. `experts_NLK`: recorded choices that the routers of the main model repeat,
-        in the order of their layers; −1 in all K places where there is none. The modules choose for themselves."""
+        in the order of their layers; −1 in all K places where there is none. The modules choose for themselves.
+        `returns_experts`: whether the choices of the main model are part of the output."""
         if plan is None:
             plan = CausalRows(*_rows(tokens), tokens.device)
         tokens_N = tokens.flatten()
@@ -89,6 +94,7 @@ class Transformer(nn.Module):
                 attend = windowed if self.config.is_windowed(layer) else full
                 x_ND, balance = self._run(block, x_ND, turn, attend, plan.count_N, recorded.get(layer))
                 balances.append(balance)
+            chosen_NLK = _chosen(balances) if returns_experts else None
             state_ND, mtp_hidden = x_ND, []
             if mtp_gradient == "modules":
                 state_ND, embedding_ND = state_ND.detach(), embedding_ND.detach()
@@ -99,7 +105,7 @@ class Transformer(nn.Module):
                 balances.append(balance)
                 assert isinstance(module, MTPModule)
                 mtp_hidden.append(module.norm(state_ND))
-        return Output(self.norm(x_ND), tuple(mtp_hidden), *self._balance(balances))
+        return Output(self.norm(x_ND), tuple(mtp_hidden), *self._balance(balances), chosen_NLK)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """All logits of the given hidden states, in at least float32 where the configuration asks for it."""
@@ -132,7 +138,8 @@ class Transformer(nn.Module):
         if moe is None or tuple(experts_NLK.shape) != expected:
             raise ValueError(f"recorded experts of shape {tuple(experts_NLK.shape)}: this network takes {expected}")
         # An expert that is not there would be read from memory that is not ours. CUDA is not waited for.
-        is_known = ((experts_NLK >= -1) & (experts_NLK < moe.num_experts)).all()
+        is_none_NL = (experts_NLK < 0).any(-1)
+        is_known = (is_none_NL == (experts_NLK == -1).all(-1)).all() & (experts_NLK < moe.num_experts).all()
         if is_known.is_cuda:
             torch._assert_async(is_known)
         elif not is_known:
@@ -209,6 +216,11 @@ def _rows(tokens: Tensor) -> tuple[int, int]:
     if tokens.dim() != 2:
         raise ValueError(f"tokens of shape {tuple(tokens.shape)} need a plan; without one give (rows, length)")
     return tokens.shape[0], tokens.shape[1]
+
+
+def _chosen(balances: list[Balance | None]) -> Tensor | None:
+    chosen = [balance.expert_NK for balance in balances if balance is not None]
+    return torch.stack(chosen, dim=1) if chosen else None
 
 
 def _fastest_attention(device: torch.device) -> AbstractContextManager[None]:

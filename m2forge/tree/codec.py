@@ -24,10 +24,11 @@ from m2forge.tree.sample import ExpertArray, Sample
 from m2forge.tree.token_tree import MAX_VOCAB_SIZE, TokenTree
 
 MAGIC = b"M2TT"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _FINISH_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
 """Written as their places here, so this order is part of the format."""
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING_FIELDS = tuple(item.name for item in fields(Sampling))
+"""Each is a column of its own."""
 
 Columns = dict[str, npt.NDArray[np.generic]]
 
@@ -75,6 +76,9 @@ def _columns(counts: _Counts) -> dict[str, tuple[str, int]]:
         "top_p": ("<f8", counts.num_samplings),
         "top_k": ("<i4", counts.num_samplings),
         "min_p": ("<f8", counts.num_samplings),
+        "presence_penalty": ("<f8", counts.num_samplings),
+        "frequency_penalty": ("<f8", counts.num_samplings),
+        "repetition_penalty": ("<f8", counts.num_samplings),
         "logprob": ("<f4", counts.num_logprobs),
         "run_version": ("<i4", counts.num_runs),
         "run_length": ("<i4", counts.num_runs),

@@ -54,7 +54,7 @@ class FlatTree:
     temperature_S: npt.NDArray[np.float64]
     """What the logits were divided by when the sample was drawn, 0 where the likeliest token was taken."""
     is_truncated_S: npt.NDArray[np.bool_]
-    """Whether a sample was drawn from less than the whole vocabulary, so that `edge_logprob_M` is of no softmax."""
+    """Whether a sample was cut off or penalised as it was drawn, so that `edge_logprob_M` is of no plain softmax."""
     edge_end_S: IntArray
     """Index behind the last edge of each sample."""
 

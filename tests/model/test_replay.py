@@ -40,7 +40,7 @@ class ByHand(torch.nn.Module):
         assert count_N is not None
         load_E = (F.one_hot(self.expert_NK, NUM_EXPERTS).sum(1) * count_N[:, None]).sum(0)
         affinity_E = (scores_NE / scores_NE.sum(-1, keepdim=True) * count_N[:, None]).sum(0)
-        return out_ND, Balance(load_E, affinity_E)
+        return out_ND, Balance(load_E, affinity_E, self.expert_NK)
 
 
 def drawn(forest: list[list[Call]], seed: int) -> tuple[Transformer, Tensor, Trees]:

@@ -109,7 +109,7 @@ def test_bytes_with_a_right_checksum_are_a_tree_or_refused(
 
 def sealed(header: tuple[int, ...], rest: bytes) -> bytes:
     """Bytes with a right checksum whatever they hold."""
-    body = struct.pack("<4sH10Q", b"M2TT", 2, *header) + rest
+    body = struct.pack("<4sH10Q", b"M2TT", 3, *header) + rest
     return body + struct.pack("<I", zlib.crc32(body))
 
 
@@ -131,15 +131,18 @@ def test_a_header_that_cannot_be_true_is_refused(header: tuple[int, ...], rest: 
 
 
 def test_a_way_of_sampling_is_written_once() -> None:
-    def of(sampling: Sampling, num_samples: int) -> bytes:
+    def of(samplings: list[Sampling]) -> bytes:
         tree = TokenTree(VOCAB)
-        for index in range(num_samples):
+        for index, sampling in enumerate(samplings):
             tree.add(replace(make_call([1], []), sampling=sampling), f"s{index}")
         return encode_tree(tree)
 
-    first, second = Sampling(0.6, top_p=0.95, top_k=40, min_p=0.01), Sampling()
-    assert decode_tree(of(first, 2)).samples[1].sampling == first
-    assert len(of(first, 9)) == len(of(second, 9))
+    first = Sampling(0.6, 0.95, 40, 0.01, presence_penalty=0.5, frequency_penalty=-0.25, repetition_penalty=1.5)
+    second = Sampling()
+    both = of([first, second, *[first] * 7])
+    assert [sample.sampling for sample in decode_tree(both).samples[:3]] == [first, second, first]
+    # Six numbers of eight bytes and one of four.
+    assert len(both) - len(of([first] * 9)) == 52
 
 
 def test_the_reason_is_told() -> None:
@@ -147,7 +150,7 @@ def test_the_reason_is_told() -> None:
     for data, reason in (
         (b"", "only 0 bytes"),
         (b"PK\3\4" + whole[4:], "the magic"),
-        (whole[:4] + b"\1\0" + whole[6:], "format version 1, this program reads 2"),
+        (whole[:4] + b"\1\0" + whole[6:], "format version 1, this program reads 3"),
         (whole[:-9] + whole[-8:], "a wrong checksum; it was damaged or cut off"),
     ):
         with pytest.raises(RecordError, match=reason):

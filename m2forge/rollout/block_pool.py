@@ -1,0 +1,177 @@
+"""The blocks of a paged cache: who holds which, which may be shared, which go first.
+
+A block is a place for the keys and values of `block_tokens` tokens. It is free, held by requests, or unused: held by
+none, but kept because its contents may serve again. What a block contains is told by its place in a tree: the tokens
+in it, the version of the weights that computed it, and the block before it. Requests that begin alike hold the same
+blocks.
+
+    root ── [a b c d] v3 ── [e f g h] v3 ── [i j] v3       the last one is a tail: a block not full
+                         └─ [e f x y] v3
+
+A request holds its blocks from the root on without a gap, so who holds a block holds all before it. They are given up
+from the last to the first, so that the oldest unused block never has one behind it: what is evicted is always a leaf.
+
+No tensors here: a block is an index.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from m2forge.records import PolicyVersion
+
+Content = tuple[PolicyVersion, tuple[int, ...]]
+
+
+class Block:
+    __slots__ = ("children", "content", "index", "num_holders", "parent")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.num_holders = 0
+        self.content: Content | None = None
+        """None while it is in no tree: nobody else can find it."""
+        self.parent: Block | None = None
+        self.children: dict[Content, Block] = {}
+
+
+class Match(NamedTuple):
+    """What of some tokens is there already."""
+
+    blocks: list[Block]
+    tail: Block | None
+    """A block of which the first `num_tail` tokens follow: to be copied, because its other tokens do not."""
+    num_tail: int
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.num_blocks, self.block_tokens = num_blocks, block_tokens
+        self._blocks = [Block(index) for index in range(num_blocks)]
+        self._free = self._blocks[::-1]
+        self._unused: OrderedDict[Block, None] = OrderedDict()
+        """The least recently held first."""
+        self._root = Block(-1)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can give."""
+        return len(self._free) + len(self._unused)
+
+    @property
+    def num_unused(self) -> int:
+        return len(self._unused)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def take(self) -> Block:
+        """A block to write into, held once: a free one, or else the one unused for longest."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._unused.popitem(last=False)
+            self._unlink(block)
+        block.num_holders = 1
+        return block
+
+    def hold(self, block: Block) -> None:
+        if block.num_holders == 0:
+            del self._unused[block]
+        block.num_holders += 1
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """Give up all blocks of a request, which are in their order."""
+        for block in reversed(blocks):
+            block.num_holders -= 1
+            if block.num_holders:
+                continue
+            if block.content is None:
+                self._free.append(block)
+            else:
+                self._unused[block] = None
+
+    def match(self, tokens: Sequence[int], version: PolicyVersion, most: int) -> Match:
+        """The blocks that hold the first tokens, at most `most` of them. Nothing is held by asking."""
+        size, node = self.block_tokens, self._root
+        blocks: list[Block] = []
+        while (len(blocks) + 1) * size <= most:
+            start = len(blocks) * size
+            child = node.children.get((version, tuple(tokens[start : start + size])))
+            if child is None:
+                break
+            blocks.append(child)
+            node = child
+        start = len(blocks) * size
+        return Match(blocks, *_longest(node, version, tokens[start : min(start + size, most)]))
+
+    def publish(self, block: Block, parent: Block | None, version: PolicyVersion, tokens: Sequence[int]) -> Block:
+        """Let others find a held block behind `parent`. If there is an equal one already the caller gets that one,
+        held, in exchange."""
+        node, content = parent or self._root, (version, tuple(tokens))
+        known = node.children.get(content)
+        if known is not None:
+            self.hold(known)
+            self.release([block])
+            return known
+        block.content, block.parent = content, node
+        node.children[content] = block
+        return block
+
+    def clear(self) -> None:
+        """Forget what the unused blocks contain. No block may be held."""
+        assert not self.num_held, "blocks are held whose contents would be forgotten"
+        while self._unused:
+            block, _ = self._unused.popitem(last=False)
+            self._unlink(block)
+            self._free.append(block)
+
+    def _unlink(self, block: Block) -> None:
+        assert block.content is not None
+        assert block.parent is not None
+        assert not block.children, "a block with others behind it is evicted"
+        del block.parent.children[block.content]
+        block.content = block.parent = None
+
+    def audit(self, holders: Iterable[Sequence[Block]]) -> None:
+        """Check every count and link against the blocks that requests say they hold."""
+        held: Counter[Block] = Counter()
+        for blocks in holders:
+            held.update(blocks)
+            assert len(set(blocks)) == len(blocks), "a request holds a block twice"
+            for before, block in zip([self._root, *blocks], blocks, strict=False):
+                assert block.parent in (None, before), "a block lies behind another one than in the tree"
+                assert block.content is None or before is self._root or before.content is not None, "a gap in the tree"
+        place = {block: place for place, block in enumerate(self._unused)}
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        for block in self._blocks:
+            assert block.num_holders == held[block], (
+                f"block {block.index} counts {block.num_holders}, has {held[block]}"
+            )
+            states = (block in free, block in place, block.num_holders > 0)
+            assert sum(states) == 1, f"block {block.index} is free, unused, held: {states}"
+            assert (block.content is None) == (block.parent is None)
+            assert not (block in free and block.content), "a free block is in the tree"
+            assert not (block in place and block.content is None), "an unused block is in no tree"
+            if block.parent is not None and block.content is not None:
+                assert block.parent.children.get(block.content) is block
+                assert len(block.content[1]) == self.block_tokens or not block.children, "a block behind a tail"
+            for child in block.children.values():
+                assert child.parent is block
+                assert block.num_holders >= child.num_holders, "who holds a block does not hold the one before it"
+                assert block not in place or place[child] < place[block], "a block would be evicted before its child"
+
+
+def _longest(node: Block, version: PolicyVersion, tokens: Sequence[int]) -> tuple[Block | None, int]:
+    """The block behind `node` that shares most first tokens, and how many."""
+    best, most = None, 0
+    for (computed_by, content), child in node.children.items() if tokens else ():
+        if computed_by != version or content[0] != tokens[0]:
+            continue
+        num_equal = next((n for n, (a, b) in enumerate(zip(content, tokens, strict=False)) if a != b), None)
+        num_equal = min(len(content), len(tokens)) if num_equal is None else num_equal
+        if num_equal > most:
+            best, most = child, num_equal
+    return best, most

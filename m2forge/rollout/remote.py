@@ -1,0 +1,47 @@
+"""An engine behind the server of this package (see `server`), on this machine or another.
+
+Whatever the engine there promises holds here: it refuses, aborts and names versions, this side only carries. A server
+that breaks off is an `EngineError`; nothing is asked twice, because a request without a seed would be drawn anew.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+
+from m2forge.errors import EngineError
+from m2forge.protocols import Chunk, EngineState, Prompt
+from m2forge.records import JsonValue, PolicyVersion
+from m2forge.rollout import wire
+from m2forge.rollout.client import Client
+
+
+class RemoteEngine:
+    """See `Engine`. Folders are the server's own: it must see what it is told to load."""
+
+    def __init__(self, url: str, *, admin_key: str | None = None) -> None:
+        self._client = Client(url, key=admin_key, read_error=wire.read_error)
+
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
+        num_open = prompt.num_samples
+        async with aclosing(self._client.lines("/generate", wire.write_prompt(prompt))) as lines:
+            async for line in lines:
+                chunk = wire.read_chunk(line)
+                num_open -= chunk.finish_reason is not None
+                yield chunk
+        if num_open:
+            raise EngineError(f"{self._client.url} ended its answer with {num_open} completions unfinished")
+
+    async def load(self, folder: Path, version: PolicyVersion) -> None:
+        named: JsonValue = {"lineage": version.lineage, "step": version.step}
+        await self._client.post("/weights", {"folder": str(folder.absolute()), "version": named})
+
+    async def state(self) -> EngineState:
+        told = self._client.parse(await self._client.get("/health"))
+        try:
+            return EngineState(PolicyVersion(**told["version"]), told["num_running"], told["num_waiting"])
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"{self._client.url}/health is no state of an engine: {told!r}") from error
+
+    async def close(self) -> None:
+        """Hang up. The server and its engine go on."""
+        await self._client.close()

@@ -1,0 +1,53 @@
+"""A model folder, served until the process is told to stop."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from m2forge.errors import ConfigError, M2ForgeError
+from m2forge.model.checkpoint import load_model
+from m2forge.records import PolicyVersion
+from m2forge.rollout.core import Core
+from m2forge.rollout.native import NativeEngine
+from m2forge.rollout.request import Decode
+from m2forge.rollout.server import address, bind, make_app, make_server
+from m2forge.rollout.server_config import ServeConfig
+from m2forge.text.tokenizer import load_tokenizer
+
+_DTYPES = {"stored": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def serve_model(folder: Path, config: ServeConfig, announce: Callable[[str], None]) -> None:
+    """Serve `folder`; `announce` is told the address once requests are taken there."""
+    # Before the weights are read: an address that is taken should be told at once.
+    with bind(config.server) as listener:
+        engine = NativeEngine(make_core(folder, config))
+
+        async def run() -> None:
+            announce(address(listener))
+            try:
+                await make_server(make_app(engine, config.server)).serve(sockets=[listener])
+            finally:
+                await engine.close()
+
+        asyncio.run(run())
+
+
+def make_core(folder: Path, config: ServeConfig) -> Core:
+    """The engine of the model in `folder`, with its tokenizer if it has one."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: torch sees no GPU; serve on the CPU with device = cpu")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+    model = load_model(folder, device=device, dtype=_DTYPES[config.dtype])
+    version = PolicyVersion(config.lineage or folder.absolute().name, config.step)
+    return Core(model.eval(), config.rollout, version, _find_decode(folder))
+
+
+def _find_decode(folder: Path) -> Decode | None:
+    """Only stop texts need it, and are refused without."""
+    try:
+        return load_tokenizer(folder).decode_bytes
+    except M2ForgeError:
+        return None

@@ -1,0 +1,229 @@
+"""An engine by HTTP.
+
+    POST /generate   a prompt in (see `wire`), its chunks out: a line of JSON for each, as server-sent events if the
+                     client accepts those, or {"samples": [...]} at the end if it asks for "stream": false
+    POST /weights    {"folder", "version": {"lineage", "step"}}: take over the weights of a folder of the server's disk
+    GET  /health     the version and how much is under way; 503 once the engine has failed
+    GET  /metrics    counters, in the text format of Prometheus
+
+A prompt that cannot be served is answered 400 before anything is streamed, a failed engine 503. When the client hangs
+up, what it asked for is aborted.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from m2forge.errors import ConfigError, EngineError, M2ForgeError, RequestError
+from m2forge.protocols import Chunk, Engine
+from m2forge.records import JsonValue
+from m2forge.rollout import wire
+from m2forge.rollout.counts import TEXT_TYPE, Outcome, ServerCounts
+from m2forge.rollout.merge import merge_chunks
+from m2forge.rollout.server_config import ServerConfig
+
+T = TypeVar("T")
+
+EVENT_STREAM, LINES = "text/event-stream", "application/x-ndjson"
+CLIENT_GONE = 499
+"""Status of a response that nobody reads, for the log."""
+GRACE_S = 5
+"""How long requests that are under way may go on after the server was told to stop."""
+
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """An engine with figures of its own."""
+
+    async def metrics(self) -> dict[str, float]: ...
+
+
+class HungUp(Exception):
+    """The client has left."""
+
+
+def make_app(engine: Engine, config: ServerConfig) -> Starlette:
+    """The application; whoever made the engine closes it."""
+    service = _Service(engine, config)
+    return Starlette(
+        routes=[
+            Route("/generate", service.generate, methods=["POST"]),
+            Route("/weights", service.load_weights, methods=["POST"]),
+            Route("/health", service.show_health),
+            Route("/metrics", service.show_metrics),
+        ],
+        exception_handlers={M2ForgeError: _on_error, HTTPException: _on_http_error, HungUp: _on_hung_up},
+    )
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A socket that listens where the configuration says."""
+    if config.admin_key is None and config.host not in ("127.0.0.1", "::1", "localhost"):
+        raise ConfigError(
+            f"host {config.host}: other machines could change the weights; set an admin key, or serve 127.0.0.1"
+        )
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=1024)
+    except OSError as error:
+        place = f"{config.host}:{config.port}"
+        raise ConfigError(f"{place} cannot be listened on ({error.strerror}); give another host or port") from error
+
+
+def address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_server(app: Starlette) -> uvicorn.Server:
+    """To be run by `serve(sockets=[listener])`."""
+    return uvicorn.Server(
+        uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S)
+    )
+
+
+class _Service:
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self._engine, self._config, self._counts = engine, config, ServerCounts()
+
+    async def generate(self, request: Request) -> Response:
+        started_s = time.monotonic()
+        try:
+            body = wire.read_body(wire.PromptBody, await self._read(request))
+            if body.num_samples > self._config.max_samples:
+                expected = f"expected at most {self._config.max_samples}"
+                raise RequestError(f"num_samples: {expected}, received {body.num_samples}")
+            chunks = self._engine.generate(body.prompt())
+            if not body.stream:
+                return JSONResponse(await _unless_gone(request, self._answer(chunks, body.num_samples, started_s)))
+            # The first chunk decides whether this is an answer: an error has no status once the stream has begun.
+            first = await _unless_gone(request, anext(chunks))
+        except Exception as error:
+            self._note_failure(error)
+            raise
+        self._counts.note_first_chunk(time.monotonic() - started_s)
+        events = EVENT_STREAM in request.headers.get("accept", "")
+        media_type = EVENT_STREAM if events else LINES
+        return StreamingResponse(
+            self._stream(first, chunks, "data: {}\n\n" if events else "{}\n"), media_type=media_type
+        )
+
+    async def load_weights(self, request: Request) -> Response:
+        self._refuse_stranger(request)
+        body = wire.read_body(wire.WeightsBody, await self._read(request))
+        version = body.version.version()
+        await self._engine.load(Path(body.folder), version)
+        _log.info("the weights of %s sample as %s, step %d", body.folder, version.lineage, version.step)
+        return JSONResponse({"version": {"lineage": version.lineage, "step": version.step}})
+
+    async def show_health(self, request: Request) -> Response:
+        state = await self._engine.state()
+        version = {"lineage": state.version.lineage, "step": state.version.step}
+        return JSONResponse({"version": version, "num_running": state.num_running, "num_waiting": state.num_waiting})
+
+    async def show_metrics(self, request: Request) -> Response:
+        figures = await self._engine.metrics() if isinstance(self._engine, Measured) else {}
+        return Response(self._counts.to_text(await self._engine.state(), figures), media_type=TEXT_TYPE)
+
+    async def _stream(self, first: Chunk, chunks: AsyncGenerator[Chunk, None], line: str) -> AsyncIterator[str]:
+        outcome = Outcome.HUNG_UP
+        try:
+            async with contextlib.aclosing(chunks):
+                self._counts.note_chunk(first)
+                yield line.format(json.dumps(wire.write_chunk(first)))
+                async for chunk in chunks:
+                    self._counts.note_chunk(chunk)
+                    yield line.format(json.dumps(wire.write_chunk(chunk)))
+            outcome = Outcome.ANSWERED
+        except M2ForgeError as error:
+            outcome = Outcome.FAILED
+            yield line.format(json.dumps(wire.write_error(error)))
+        finally:
+            self._counts.note_request(outcome)
+
+    async def _answer(
+        self, chunks: AsyncGenerator[Chunk, None], num_samples: int, started_s: float
+    ) -> dict[str, JsonValue]:
+        samples: list[list[Chunk]] = [[] for _ in range(num_samples)]
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                if not any(samples):
+                    self._counts.note_first_chunk(time.monotonic() - started_s)
+                self._counts.note_chunk(chunk)
+                samples[chunk.sample].append(chunk)
+        self._counts.note_request(Outcome.ANSWERED)
+        return {"samples": [wire.write_chunk(merge_chunks(found)) for found in samples]}
+
+    async def _read(self, request: Request) -> bytes:
+        """The body, as long as it is not too long."""
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self._config.max_body_bytes:
+                raise HTTPException(413, f"the body exceeds {self._config.max_body_bytes} bytes; send less")
+        return bytes(body)
+
+    def _refuse_stranger(self, request: Request) -> None:
+        if self._config.admin_key is None:
+            return
+        sent = request.headers.get("authorization", "").encode()
+        # Compared in a time that does not depend on where the two differ.
+        if not hmac.compare_digest(sent, f"Bearer {self._config.admin_key}".encode()):
+            raise HTTPException(401, "the admin key is needed: send Authorization: Bearer KEY")
+
+    def _note_failure(self, error: Exception) -> None:
+        if isinstance(error, HungUp):
+            self._counts.note_request(Outcome.HUNG_UP)
+        else:
+            refused = isinstance(error, M2ForgeError | HTTPException) and not isinstance(error, EngineError)
+            self._counts.note_request(Outcome.REFUSED if refused else Outcome.FAILED)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client hangs up meanwhile."""
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise HungUp
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, M2ForgeError)
+    return JSONResponse(wire.write_error(error), 503 if isinstance(error, EngineError) else 400)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = {"error": {"type": "HTTPException", "message": error.detail}}
+    return JSONResponse(body, error.status_code, headers=error.headers)
+
+
+async def _on_hung_up(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)

@@ -1,0 +1,183 @@
+"""An engine behind SGLang's server.
+
+`POST /generate` with `input_ids`, streamed. Each completion is an entry of its own in one batch, under an id of its own
+(`rid`), so that it can be aborted by name and has a seed of its own; SGLang's cache shares the prompt. Its events carry
+all tokens of a completion so far, or only the latest where it runs with `--incremental-streaming-output`; which of
+the two is seen from the count that comes along.
+
+SGLang reports the log-probability of a token after temperature and before truncation. Where tokens are truncated or
+penalised it cannot say what they were drawn from, so such a prompt is refused; at a temperature other than 1 the one
+under the bare logits is not known. Seeds count only where it runs with `--enable-deterministic-inference`.
+
+Weights are reloaded by `/update_weights_from_disk`, which also drops the cache. Tokens do not name their weights:
+requests and loads take turns (see `turn`).
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from m2forge.errors import EngineError, M2ForgeError, NotFoundError, RequestError
+from m2forge.protocols import Chunk, EngineState, Prompt
+from m2forge.records import FinishReason, JsonValue, PolicyVersion, Sampling
+from m2forge.rollout.client import Client
+from m2forge.rollout.turn import Turns, within_deadline
+
+_ALL_TOKENS = -1
+"""SGLang's top_k for no limit."""
+
+
+class SGLangEngine:
+    """See `Engine`. It should be the only one that changes the server's weights."""
+
+    def __init__(self, url: str, version: PolicyVersion, *, api_key: str | None = None) -> None:
+        """`version` is what the server's weights are."""
+        self._client = Client(url, key=api_key, read_error=_read_error)
+        self._turns = Turns(version)
+
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
+        _refuse_unsupported(prompt)
+        async with aclosing(within_deadline(self._sample(prompt), prompt)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def load(self, folder: Path, version: PolicyVersion) -> None:
+        """Requests that are under way finish first."""
+        if not folder.is_dir():
+            raise NotFoundError(f"{folder} is not a folder; give a model folder that the server sees too")
+        async with self._turns.load(version):
+            body: JsonValue = {"model_path": str(folder.absolute()), "weight_version": str(version.step)}
+            told = self._client.parse(await self._client.post("/update_weights_from_disk", body))
+            if not told.get("success"):
+                raise EngineError(f"{self._client.url} did not load {folder}: {told.get('message')}")
+
+    async def state(self) -> EngineState:
+        told = self._client.parse(await self._client.get("/v1/loads", {"include": "core"}))
+        try:
+            loads = told["loads"]
+            running, waiting = (sum(load[f"num_{name}_reqs"] for load in loads) for name in ("running", "waiting"))
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"{self._client.url}/v1/loads cannot be read ({error!r}): {told}") from error
+        return EngineState(self._turns.version, running, waiting)
+
+    async def close(self) -> None:
+        """Hang up. The server goes on."""
+        await self._client.close()
+
+    async def _sample(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
+        await self._turns.wait()
+        with self._turns.request() as version:
+            rids = [f"m2forge-{secrets.token_hex(8)}" for _ in range(prompt.num_samples)]
+            num_read, unfinished = [0] * prompt.num_samples, set(range(prompt.num_samples))
+            try:
+                async with aclosing(self._client.events("/generate", _body(prompt, rids))) as events:
+                    async for event in events:
+                        if "error" in event:
+                            raise _read_error(event, 500)
+                        chunk = self._chunk(event, prompt.sampling, version, num_read)
+                        if chunk.finish_reason is not None:
+                            unfinished.discard(chunk.sample)
+                        yield chunk
+            finally:
+                if unfinished:
+                    await asyncio.shield(self._abort([rids[sample] for sample in unfinished]))
+
+    def _chunk(
+        self, event: Mapping[str, Any], sampling: Sampling, version: PolicyVersion, num_read: list[int]
+    ) -> Chunk:
+        try:
+            told, sample = event["meta_info"], event["index"]
+            reason = _read_reason(told["finish_reason"])
+            # The latest of the reported, whether these are all so far or the latest alone.
+            num_fresh = told["completion_tokens"] - num_read[sample]
+            reported = told.get("output_token_logprobs") or []
+            fresh = reported[len(reported) - num_fresh :]
+            if len(fresh) != num_fresh:
+                raise ValueError(f"{num_fresh} tokens with {len(fresh)} log-probabilities")
+            num_read[sample] += num_fresh
+            drawn = np.array([entry[0] for entry in fresh], np.float32)
+            is_greedy = sampling.temperature == 0  # then what is reported is under the bare logits
+            return Chunk(
+                sample=sample,
+                ids=np.array([entry[1] for entry in fresh], np.int32),
+                logprobs=np.zeros_like(drawn) if is_greedy else drawn,
+                raw_logprobs=drawn if is_greedy or sampling.temperature == 1 else np.full_like(drawn, np.nan),
+                versions=np.full(num_fresh, version.step, np.int32),
+                num_cached=told.get("cached_tokens") or 0,
+                finish_reason=reason,
+            )
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            if isinstance(error, M2ForgeError):
+                raise
+            raise EngineError(f"{self._client.url} sent an event that cannot be read ({error!r}): {event}") from error
+
+    async def _abort(self, rids: list[str]) -> None:
+        # Who is not reached has nothing left to abort, and why the request ends is what should be told.
+        with contextlib.suppress(M2ForgeError):
+            for rid in rids:
+                await self._client.post("/abort_request", {"rid": rid})
+
+
+def _body(prompt: Prompt, rids: list[str]) -> dict[str, JsonValue]:
+    sampling = prompt.sampling
+    settings: dict[str, JsonValue] = {
+        "max_new_tokens": prompt.max_tokens,
+        "temperature": sampling.temperature,
+        "top_k": 1 if sampling.temperature == 0 else _ALL_TOKENS,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": list(prompt.stop_ids),
+        "stop": list(prompt.stop_texts),
+        "ignore_eos": True,
+        "no_stop_trim": True,
+    }
+    seeds = [{} if prompt.seed is None else {"sampling_seed": prompt.seed + sample} for sample in range(len(rids))]
+    return {
+        "input_ids": [prompt.ids.tolist()] * len(rids),
+        "sampling_params": [settings | seed for seed in seeds],
+        "rid": list(rids),
+        "return_logprob": True,
+        "stream": True,
+    }
+
+
+def _refuse_unsupported(prompt: Prompt) -> None:
+    sampling = prompt.sampling
+    if prompt.returns_experts:
+        raise RequestError("routed experts of SGLang are not read; ask without returns_experts, or use another engine")
+    if sampling.is_penalised or (sampling.temperature and sampling.is_truncated):
+        raise RequestError(
+            f"{sampling}: SGLang tells log-probabilities before truncation and penalties, not of what these tokens are "
+            "drawn from; sample by temperature alone"
+        )
+    if prompt.priority:
+        raise RequestError(f"priority {prompt.priority}: SGLang takes none unless it schedules by it; leave it out")
+
+
+def _read_reason(told: Mapping[str, Any] | None) -> FinishReason | None:
+    """None, or {"type": "stop" | "length" | "abort", ...}; an abort with a status is a refusal or a failure."""
+    if told is None:
+        return None
+    if told["type"] == "abort" and told.get("status_code"):
+        raise _read_error(told.get("message"), int(told["status_code"]))
+    return FinishReason(told["type"])
+
+
+def _read_error(body: object, status: int) -> M2ForgeError:
+    """SGLang answers {"error": {"message", "type", "code"}}."""
+    told = body.get("error", body) if isinstance(body, Mapping) else body
+    if isinstance(told, Mapping):
+        status = told["code"] if isinstance(told.get("code"), int) else status
+        told = told.get("message", told)
+    if status in (400, 413, 422):
+        return RequestError(str(told))
+    return EngineError(f"answered {status}: {told}")

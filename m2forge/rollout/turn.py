@@ -1,0 +1,79 @@
+"""For servers that say neither which weights drew a token nor when time is up.
+
+`Turns` lets requests and changes of weights take turns, so that all tokens of a request are of one version and it is
+known which. `within_deadline` ends a request at its prompt's deadline, with what is there.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+
+import numpy as np
+
+from m2forge.errors import EngineError
+from m2forge.protocols import Chunk, Prompt
+from m2forge.records import FinishReason, PolicyVersion
+
+
+class Turns:
+    def __init__(self, version: PolicyVersion) -> None:
+        self.version = version
+        self._num_requests = 0
+        self._is_open, self._is_quiet = asyncio.Event(), asyncio.Event()
+        self._is_open.set()
+        self._is_quiet.set()
+        self._one_load = asyncio.Lock()
+
+    async def wait(self) -> None:
+        """Until no weights are being changed."""
+        while not self._is_open.is_set():
+            await self._is_open.wait()
+
+    @contextmanager
+    def request(self) -> Iterator[PolicyVersion]:
+        """Right after `wait`: weights stay as they are inside."""
+        self._num_requests += 1
+        self._is_quiet.clear()
+        try:
+            yield self.version
+        finally:
+            self._num_requests -= 1
+            if not self._num_requests:
+                self._is_quiet.set()
+
+    @asynccontextmanager
+    async def load(self, version: PolicyVersion) -> AsyncIterator[None]:
+        """Inside no request is under way. The version is the new one if all goes well, and stays if not."""
+        async with self._one_load:
+            self._is_open.clear()
+            try:
+                await self._is_quiet.wait()
+                yield
+                self.version = version
+            finally:
+                self._is_open.set()
+
+
+async def within_deadline(chunks: AsyncGenerator[Chunk, None], prompt: Prompt) -> AsyncGenerator[Chunk, None]:
+    """These chunks, until time is up: then the completions that have not ended do, as aborted."""
+    loop = asyncio.get_running_loop()
+    deadline_s = None if prompt.timeout_s is None else loop.time() + prompt.timeout_s
+    unfinished, is_late = set(range(prompt.num_samples)), False
+    async with aclosing(chunks):
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    chunk = await anext(chunks)
+            except StopAsyncIteration:
+                break
+            except TimeoutError:
+                is_late = True
+                break
+            if chunk.finish_reason is not None:
+                unfinished.discard(chunk.sample)
+            yield chunk
+    if unfinished and not is_late:
+        raise EngineError(f"the server ended its answer with {len(unfinished)} completions unfinished")
+    for sample in sorted(unfinished):
+        ids, logprobs = np.array([], np.int32), np.array([], np.float32)
+        yield Chunk(sample, ids, logprobs, logprobs, versions=ids, finish_reason=FinishReason.ABORT)

@@ -1,0 +1,203 @@
+"""An engine behind vLLM's OpenAI-compatible server.
+
+Tokens travel as ids both ways: `POST /v1/completions` with the prompt's ids, `return_token_ids` (vLLM 0.10.2 and later)
+and `return_tokens_as_token_ids` for servers before that, streamed. Only the prompt's own stop ids end a completion, and
+every sampling parameter is sent, because the server would take the missing ones from the model's generation config.
+
+vLLM gives one log-probability for each token, by its `--logprobs-mode`: of the bare logits (`raw`, its default), or of
+what the token was drawn from (`processed`). Where the two differ a `raw` server cannot say what training needs, so such
+a prompt is refused. It does not say which weights drew a token either: requests and loads take turns (see `turn`).
+
+Weights are reloaded by endpoints that vLLM, 0.16 and later, offers in its development mode only
+(`VLLM_SERVER_DEV_MODE=1`): `/pause` and `/resume` around `/collective_rpc` with `reload_weights` and
+`/reset_prefix_cache`.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from m2forge.errors import EngineError, M2ForgeError, NotFoundError, RequestError
+from m2forge.protocols import Chunk, EngineState, Prompt
+from m2forge.records import FinishReason, FloatArray, JsonValue, PolicyVersion, Sampling
+from m2forge.rollout.client import Client
+from m2forge.rollout.turn import Turns, within_deadline
+
+LogprobsMode: TypeAlias = Literal["raw", "processed"]
+
+_ID_PREFIX = "token_id:"
+
+
+class VLLMEngine:
+    """See `Engine`. It should be the only one that changes the server's weights."""
+
+    def __init__(
+        self,
+        url: str,
+        version: PolicyVersion,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        logprobs_mode: LogprobsMode = "raw",
+    ) -> None:
+        """`version` is what the server's weights are; `model` a name it serves them by, its own by default."""
+        self._client = Client(url, key=api_key, read_error=_read_error)
+        self._turns, self._model, self._logprobs_mode = Turns(version), model, logprobs_mode
+
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
+        self._refuse_unsupported(prompt)
+        async with aclosing(within_deadline(self._sample(prompt), prompt)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def load(self, folder: Path, version: PolicyVersion) -> None:
+        """Requests that are under way finish first, those of other clients too. The server must see the folder."""
+        # A reload that fails ends the server, so what can be known to fail is not tried.
+        await asyncio.to_thread(_refuse_broken, folder)
+        async with self._turns.load(version):
+            await self._admin("/pause", parameters={"mode": "wait"})
+            try:
+                kwargs: JsonValue = {"weights_path": str(folder.absolute())}
+                await self._admin("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+                told = await self._admin("/reset_prefix_cache")
+            finally:
+                await self._admin("/resume")
+        if told and not self._client.parse(told).get("success", True):
+            raise EngineError(f"{self._client.url} loaded {folder} but keeps a cache of the old weights; restart it")
+
+    async def state(self) -> EngineState:
+        text = await self._client.get("/metrics")
+        running, waiting = (_read_gauge(text, f"vllm:num_requests_{name}") for name in ("running", "waiting"))
+        return EngineState(self._turns.version, running, waiting)
+
+    async def close(self) -> None:
+        """Hang up. The server goes on."""
+        await self._client.close()
+
+    async def _sample(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
+        await self._turns.wait()
+        with self._turns.request() as version:
+            async with aclosing(self._client.events("/v1/completions", self._body(prompt))) as events:
+                async for event in events:
+                    if "error" in event:
+                        raise _read_error(event, 500)
+                    for choice in event.get("choices", ()):
+                        yield self._chunk(choice, prompt.sampling, version)
+
+    def _body(self, prompt: Prompt) -> dict[str, JsonValue]:
+        sampling = prompt.sampling
+        body: dict[str, JsonValue] = {
+            "prompt": prompt.ids.tolist(),
+            "max_tokens": prompt.max_tokens,
+            "n": prompt.num_samples,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop_token_ids": list(prompt.stop_ids),
+            "stop": list(prompt.stop_texts),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "stream": True,
+        }
+        if self._model is not None:
+            body["model"] = self._model
+        if prompt.seed is not None:
+            body["seed"] = prompt.seed
+        if prompt.priority:
+            body["priority"] = -prompt.priority  # there lower is served first
+        return body
+
+    def _chunk(self, choice: Mapping[str, Any], sampling: Sampling, version: PolicyVersion) -> Chunk:
+        try:
+            told, reason = choice.get("logprobs") or {"tokens": [], "token_logprobs": []}, choice["finish_reason"]
+            ids = choice.get("token_ids")
+            if ids is None:
+                ids = [int(token.removeprefix(_ID_PREFIX)) for token in told["tokens"]]
+            reported = np.array(told["token_logprobs"], np.float32)
+            if reported.size != len(ids):
+                raise ValueError(f"{len(ids)} tokens with {reported.size} log-probabilities")
+            logprobs, raw_logprobs = self._figures(reported, sampling)
+            return Chunk(
+                sample=choice["index"],
+                ids=np.array(ids, np.int32),
+                logprobs=logprobs,
+                raw_logprobs=raw_logprobs,
+                versions=np.full(len(ids), version.step, np.int32),
+                finish_reason=None if reason is None else FinishReason(reason),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"{self._client.url} sent a choice that cannot be read ({error!r}): {choice}") from error
+
+    def _figures(self, reported: FloatArray, sampling: Sampling) -> tuple[FloatArray, FloatArray]:
+        """(under what was drawn from, under the bare logits) of what the server reports."""
+        if sampling.temperature == 0:  # vLLM reports a greedy token under the bare logits in either mode
+            return np.zeros_like(reported), reported
+        if _is_plain(sampling):
+            return reported, reported
+        return reported, np.full_like(reported, np.nan)
+
+    def _refuse_unsupported(self, prompt: Prompt) -> None:
+        if prompt.returns_experts:
+            raise RequestError("vLLM streams no routed experts; ask without returns_experts, or use the native engine")
+        sampling = prompt.sampling
+        if sampling.temperature == 0 and sampling.is_penalised and self._logprobs_mode == "processed":
+            raise RequestError(
+                "a vLLM server in mode processed_logprobs cannot tell raw ones of penalised greedy tokens"
+            )
+        if self._logprobs_mode == "raw" and sampling.temperature != 0 and not _is_plain(sampling):
+            raise RequestError(
+                f"{sampling}: a vLLM server in mode raw_logprobs cannot tell what these tokens are drawn from; start "
+                'it with --logprobs-mode processed_logprobs and give logprobs_mode="processed", or sample at '
+                "temperature 1 without truncation and penalties"
+            )
+
+    async def _admin(self, path: str, body: JsonValue = None, parameters: Mapping[str, str] | None = None) -> str:
+        try:
+            return await self._client.post(path, body, parameters)
+        except NotFoundError as error:
+            raise EngineError(
+                f"{self._client.url} has no {path}: weights can be reloaded only where vLLM runs with "
+                "VLLM_SERVER_DEV_MODE=1; start it so"
+            ) from error
+
+
+def _refuse_broken(folder: Path) -> None:
+    # They bring torch, which nothing else here needs.
+    from m2forge.model.folder import FolderSource
+    from m2forge.model.source import refuse_misfits
+
+    refuse_misfits(FolderSource(folder))
+
+
+def _is_plain(sampling: Sampling) -> bool:
+    return sampling.temperature == 1 and not sampling.is_truncated
+
+
+def _read_error(body: object, status: int) -> M2ForgeError:
+    """vLLM answers {"error": {"message", "type", "param", "code"}}."""
+    told = body.get("error", body) if isinstance(body, Mapping) else body
+    if isinstance(told, Mapping):
+        status = told["code"] if isinstance(told.get("code"), int) else status
+        told = told.get("message", told)
+    if status == 404:
+        return NotFoundError(str(told))
+    return RequestError(str(told)) if status in (400, 413, 422) else EngineError(f"answered {status}: {told}")
+
+
+def _read_gauge(text: str, name: str) -> int:
+    """The sum of a figure over its labels, in the text that Prometheus reads."""
+    found = re.findall(rf"^{re.escape(name)}(?:\{{[^\n]*\}})? (\S+)$", text, re.MULTILINE)
+    if not found:
+        raise EngineError(f"the server's metrics do not tell {name}; is it a vLLM server?")
+    return round(sum(float(value) for value in found))

@@ -1,0 +1,196 @@
+"""Prompts, chunks and errors as JSON, as the server and the remote engine exchange them.
+
+A prompt is an object with the fields of `Prompt`, those with a default optional, and `stream`. A chunk is an object
+with the fields of `Chunk`; NaN, which JSON has not, is null, and experts are {"shape", "data"} with the int16 values,
+little end first, in base64. An error is {"error": {"type", "message"}}. Numbers come back as they were, to the bit.
+"""
+
+import base64
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Annotated, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, ValidationError
+
+from m2forge.config import Config
+from m2forge.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    M2ForgeError,
+    NotFoundError,
+    RecordError,
+    RequestError,
+    suggest,
+)
+from m2forge.protocols import Chunk, Prompt
+from m2forge.records import MAX_INT32, FinishReason, FloatArray, IntArray, JsonValue, PolicyVersion, Sampling
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
+BodyT = TypeVar("BodyT", bound=Config)
+
+_EXPERT_TYPE = "<i2"
+_ERRORS: dict[str, type[M2ForgeError]] = {
+    kind.__name__: kind
+    for kind in (CheckpointError, ConfigError, EngineError, NotFoundError, RecordError, RequestError)
+}
+
+
+class SamplingBody(Config):
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class PromptBody(Config):
+    ids: list[TokenId]
+    max_tokens: Annotated[int, Field(le=MAX_INT32)]
+    sampling: SamplingBody = SamplingBody()
+    stop_ids: tuple[TokenId, ...] = ()
+    stop_texts: tuple[str, ...] = ()
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    num_samples: int = 1
+    priority: Annotated[int, Field(ge=-MAX_INT32, le=MAX_INT32)] = 0
+    timeout_s: Annotated[float, Field(ge=0)] | None = None
+    returns_experts: bool = False
+    stream: bool = True
+
+    def prompt(self) -> Prompt:
+        return Prompt(
+            ids=np.array(self.ids, np.int32),
+            max_tokens=self.max_tokens,
+            sampling=Sampling(**self.sampling.model_dump()),
+            stop_ids=self.stop_ids,
+            stop_texts=self.stop_texts,
+            seed=self.seed,
+            num_samples=self.num_samples,
+            priority=self.priority,
+            timeout_s=self.timeout_s,
+            returns_experts=self.returns_experts,
+        )
+
+
+class VersionBody(Config):
+    lineage: str
+    step: int
+
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self.lineage, self.step)
+
+
+class WeightsBody(Config):
+    folder: str
+    version: VersionBody
+
+
+def read_body(kind: type[BodyT], data: bytes) -> BodyT:
+    """Validate a request's JSON; all that is wrong with it in one `RequestError`."""
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        problems = []
+        for details in error.errors(include_url=False, include_input=False):
+            place = ".".join(str(part) for part in details["loc"])
+            if details["type"] == "extra_forbidden":
+                near = suggest(str(details["loc"][-1]), _known(kind, details["loc"][:-1]))
+                problems.append(f"unknown key {place!r}; {near}")
+            else:
+                problems.append(f"{place}: {details['msg']}" if place else details["msg"])
+        shown = [*problems[:8], f"{len(problems) - 8} more"] if len(problems) > 8 else problems
+        raise RequestError(f"the body cannot be used: {'; '.join(shown)}") from error
+
+
+def write_prompt(prompt: Prompt) -> dict[str, JsonValue]:
+    body: dict[str, JsonValue] = {field.name: getattr(prompt, field.name) for field in fields(prompt)}
+    return body | {"ids": prompt.ids.tolist(), "sampling": asdict(prompt.sampling)}
+
+
+def write_chunk(chunk: Chunk) -> dict[str, JsonValue]:
+    """What is not there is left out: experts, and the reason while there is none."""
+    body: dict[str, JsonValue] = {
+        "sample": chunk.sample,
+        "ids": chunk.ids.tolist(),
+        "logprobs": _write_floats(chunk.logprobs),
+        "raw_logprobs": _write_floats(chunk.raw_logprobs),
+        "versions": chunk.versions.tolist(),
+        "num_cached": chunk.num_cached,
+    }
+    if chunk.experts is not None:
+        data = base64.b64encode(chunk.experts.astype(_EXPERT_TYPE).tobytes()).decode()
+        body["experts"] = {"shape": list(chunk.experts.shape), "data": data}
+    if chunk.finish_reason is not None:
+        body["finish_reason"] = chunk.finish_reason.value
+    return body
+
+
+def read_chunk(line: str | bytes) -> Chunk:
+    """The chunk of one line of a stream. A line that tells of an error raises it."""
+    try:
+        body = json.loads(line)
+        if "error" in body:
+            raise read_error(body, 500)
+        return Chunk(
+            sample=body["sample"],
+            ids=_read_ints(body["ids"]),
+            logprobs=_read_floats(body["logprobs"]),
+            raw_logprobs=_read_floats(body["raw_logprobs"]),
+            versions=_read_ints(body["versions"]),
+            num_cached=body["num_cached"],
+            experts=_read_experts(body.get("experts")),
+            finish_reason=None if "finish_reason" not in body else FinishReason(body["finish_reason"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, M2ForgeError):
+            raise
+        raise EngineError(f"the server sent a line that is no chunk ({error!r}): {line[:200]!r}") from error
+
+
+def write_error(error: M2ForgeError) -> dict[str, JsonValue]:
+    return {"error": {"type": type(error).__name__, "message": str(error)}}
+
+
+def read_error(body: object, status: int) -> M2ForgeError:
+    """The error that a response tells of, of the same kind where it is one of ours."""
+    told = body.get("error") if isinstance(body, Mapping) else None
+    if not isinstance(told, Mapping):
+        return EngineError(f"the server answered {status}: {str(body)[:200]}")
+    kind = _ERRORS.get(str(told.get("type")), RequestError if 400 <= status < 500 else EngineError)
+    return kind(str(told.get("message")))
+
+
+def _known(kind: type[Config], place: Iterable[str | int]) -> Iterable[str]:
+    """The keys that the object at `place` may have."""
+    for part in place:
+        inner = kind.model_fields[str(part)].annotation
+        if not (isinstance(inner, type) and issubclass(inner, Config)):
+            return ()
+        kind = inner
+    return kind.model_fields
+
+
+def _write_floats(values: FloatArray) -> list[JsonValue]:
+    listed: list[JsonValue] = values.tolist()
+    # NaN is the only value that differs from itself.
+    return [None if value != value else value for value in listed]
+
+
+def _read_floats(values: Sequence[float | None]) -> FloatArray:
+    return np.array([np.nan if value is None else value for value in values], np.float32)
+
+
+def _read_ints(values: Sequence[int]) -> IntArray:
+    return np.array(values, np.int32)
+
+
+def _read_experts(body: Mapping[str, str | list[int]] | None) -> npt.NDArray[np.int16] | None:
+    if body is None:
+        return None
+    values = np.frombuffer(base64.b64decode(str(body["data"])), _EXPERT_TYPE)
+    return values.reshape([int(size) for size in body["shape"]]).astype(np.int16)

@@ -1,0 +1,1 @@
+"""Parts for tests: what stands in for a policy where none is wanted."""

@@ -1,0 +1,137 @@
+"""The engine behind our own server: the contract over a real socket, and what becomes of a server that fails."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from m2forge.errors import EngineError, NotFoundError, RequestError
+from m2forge.protocols import Chunk, Engine
+from m2forge.records import FinishReason, PolicyVersion
+from m2forge.rollout.native import NativeEngine
+from m2forge.rollout.remote import RemoteEngine
+from m2forge.rollout.server import make_app
+from m2forge.rollout.server_config import ServerConfig
+from tests.rollout import engine_contract
+from tests.rollout.engine_contract import MANY, collect, complete, join, make_prompt
+from tests.rollout.fake_core import FakeCore
+from tests.rollout.served import served
+
+
+@asynccontextmanager
+async def remote(core: FakeCore | None = None) -> AsyncIterator[Engine]:
+    core = core or FakeCore(engine_contract.VOCAB_SIZE, engine_contract.CONTEXT, step_s=0.001)
+    behind = NativeEngine(core)
+    async with served(make_app(behind, ServerConfig(max_samples=4))) as url:
+        engine = RemoteEngine(url)
+        try:
+            yield engine
+        finally:
+            await engine.close()
+    await behind.close()
+
+
+@engine_contract.every_check
+def test_contract(check: engine_contract.Check) -> None:
+    engine_contract.run_check(check, remote)
+
+
+def test_an_engine_that_fails_on_the_way_is_told() -> None:
+    num_steps = 0
+
+    def fail_at_3() -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            raise ZeroDivisionError("a bug")
+
+    async def run() -> None:
+        async with remote(FakeCore(32, 128, on_step=fail_at_3)) as engine:
+            got: list[Chunk] = []
+            with pytest.raises(EngineError, match="ZeroDivisionError: a bug"):
+                async for chunk in engine.generate(make_prompt(max_tokens=MANY)):
+                    got.append(chunk)  # noqa: PERF401  (what came before the failure is wanted)
+            assert len(join(got)) == 2
+            for late in (complete(engine, make_prompt()), engine.state()):
+                with pytest.raises(EngineError, match="a bug"):
+                    await late
+
+    asyncio.run(run())
+
+
+def test_errors_keep_their_kind_and_name_the_server() -> None:
+    async def run() -> None:
+        async with remote() as engine:
+            with pytest.raises(RequestError, match=r"http://127.*/generate: this prompt can never be served"):
+                await complete(engine, make_prompt(max_tokens=10**6))
+            with pytest.raises(RequestError, match="num_samples: expected at most 4, received 5"):
+                await complete(engine, make_prompt(num_samples=5))
+            with pytest.raises(NotFoundError, match=r"/weights: .* is not a folder"):
+                await engine.load(Path("/no-such-model"), PolicyVersion("a", 1))
+
+    asyncio.run(run())
+
+
+def test_experts_come_across() -> None:
+    experts = np.arange(12, dtype=np.int16).reshape(2, 3, 2) - 1
+
+    class Routed(FakeCore):
+        def step(self) -> list[tuple[str, Chunk]]:
+            self._asked = {}
+            ids, figures = np.array([1, 2], np.int32), np.array([-0.1, np.nan], np.float32)
+            return [("r0", Chunk(0, ids, figures, figures, ids, 3, experts, FinishReason.STOP))]
+
+    async def run() -> None:
+        async with remote(Routed(32, 128)) as engine:
+            ((chunk,),) = await collect(engine.generate(make_prompt(returns_experts=True)))
+            assert chunk.experts is not None
+            assert chunk.experts.dtype == np.int16
+            assert np.array_equal(chunk.experts, experts)
+            assert np.array_equal(chunk.logprobs, np.array([-0.1, np.nan], np.float32), equal_nan=True)
+            assert chunk.num_cached == 3
+
+    asyncio.run(run())
+
+
+async def answer_half(request: Request) -> Response:
+    line = b'{"sample": 0, "ids": [1], "logprobs": [0], "raw_logprobs": [0], "versions": [0], "num_cached": 0}\n'
+    return Response(line)
+
+
+async def answer_nonsense(request: Request) -> Response:
+    return PlainTextResponse("<html>a proxy's page</html>")
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [(answer_half, "ended its answer with 1 completions unfinished"), (answer_nonsense, "no chunk.*a proxy's page")],
+)
+def test_an_answer_that_is_none_is_told(answer: object, problem: str) -> None:
+    async def run() -> None:
+        routes = [Route(path, answer, methods=["GET", "POST"]) for path in ("/generate", "/health")]  # type: ignore[arg-type]  # both are endpoints
+        async with served(Starlette(routes=routes)) as url:
+            engine = RemoteEngine(url)
+            with pytest.raises(EngineError, match=problem):
+                await complete(engine, make_prompt())
+            with pytest.raises(EngineError, match=r"JSON|state of an engine"):
+                await engine.state()
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_not_there_is_told() -> None:
+    async def run() -> None:
+        engine = RemoteEngine("http://127.0.0.1:9")
+        with pytest.raises(EngineError, match=r"127\.0\.0\.1:9 cannot be reached"):
+            await complete(engine, make_prompt())
+        await engine.close()
+
+    asyncio.run(run())

@@ -1,0 +1,143 @@
+"""Weights that arrive while completions are in flight: every token stays exact, whatever becomes of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2forge.errors import CheckpointError
+from m2forge.model.checkpoint import save_model
+from m2forge.model.generate import generate
+from m2forge.protocols import Prompt
+from m2forge.records import FinishReason
+from m2forge.rollout.config import OldCache, OnLoad
+from tests.rollout.draw import (
+    GREEDY,
+    TINY,
+    Completions,
+    check_completion,
+    check_end,
+    collect,
+    finish,
+    ids_of,
+    network,
+    serve,
+    tiny,
+    traffics,
+    version,
+)
+
+
+@pytest.mark.parametrize("on_load", ["finish", "continue", "restart"])
+@given(data=st.data(), old_cache=st.sampled_from(("drop", "keep")))
+def test_weights_that_arrive_leave_every_token_exact(on_load: OnLoad, old_cache: OldCache, data: st.DataObject) -> None:
+    traffic = data.draw(traffics(on_load=on_load, old_cache=old_cache, max_loads=2))
+    served = serve(traffic)
+    for place, arrival in enumerate(traffic.arrivals):
+        for sample in range(arrival.prompt.num_samples):
+            key = str(place), sample
+            completion = served.completions[key]
+            check_end(completion, arrival.prompt, arrival.abort_step is not None)
+            check_completion(served, key, arrival.prompt)
+            assert completion.versions == sorted(completion.versions)
+            if on_load != "continue":
+                assert len(set(completion.versions)) <= 1
+            if on_load == "restart":
+                assert completion.num_chunks == 1
+            if (on_load, old_cache) != ("continue", "keep"):
+                assert all(len(runs) == 1 for runs in served.computed_by[key])
+    assert served.core.version.step == len(traffic.load_steps)
+
+
+def test_a_completion_keeps_its_cache_across_a_load_if_so_configured() -> None:
+    for old_cache, num_recomputed in (("keep", 0), ("drop", 6)):
+        core = tiny(old_cache=old_cache)
+        core.add("a", Prompt(ids_of(1, 2, 3, 4, 5), 4, GREEDY))
+        core.step()
+        core.step()
+        core.load(network(TINY, 1).state_dict(), version(1))
+        completion = finish(core)["a", 0]
+        assert completion.versions == [1, 1]  # of the tokens after the load
+        assert core.metrics()["total_computed_tokens"] == 5 + 3 + num_recomputed
+
+
+@pytest.mark.parametrize(("old_cache", "num_cached"), [("drop", 0), ("keep", 9)])
+def test_weights_that_come_back_find_their_cache_if_it_was_kept(old_cache: OldCache, num_cached: int) -> None:
+    core = tiny(old_cache=old_cache)
+    for step in (0, 1, 0):
+        core.load(network(TINY, step).state_dict(), version(step))
+        core.add("a", Prompt(ids_of(*range(10)), 3, GREEDY))
+        first = core.step()
+        ((_, chunk),) = first
+        completions: Completions = {}
+        collect(completions, first)
+        while not core.is_idle:
+            collect(completions, core.step())
+        assert completions["a", 0].ids == generate(network(TINY, step), range(10), max_new_tokens=3)
+    assert chunk.num_cached == num_cached
+
+
+def test_loads_wait_for_what_is_in_flight_and_what_is_not_waits_for_them() -> None:
+    core = tiny(on_load="finish", max_running=1)
+    core.add("a", Prompt(ids_of(1, 2), 3, GREEDY, num_samples=2))
+    core.add("b", Prompt(ids_of(3), 2, GREEDY))
+    completions: Completions = {}
+    collect(completions, core.step())
+    state = network(TINY, 1).state_dict()
+    core.load(state, version(1))
+    for tensor in state.values():
+        tensor.zero_()  # the trainer goes on with its tensors
+    assert core.version == version(0)
+    while not core.is_idle:
+        collect(completions, core.step())
+    assert completions["a", 0].versions == completions["a", 1].versions == [0, 0, 0]
+    assert completions["b", 0].versions == [1, 1]
+    assert completions["b", 0].ids == generate(network(TINY, 1), [3], max_new_tokens=2)
+
+
+def test_an_abort_of_all_in_flight_lets_a_load_happen() -> None:
+    core = tiny(on_load="finish")
+    core.add("a", Prompt(ids_of(1, 2), 3))
+    core.step()
+    core.load(network(TINY, 1).state_dict(), version(1))
+    core.abort("a")
+    assert core.version == version(1)
+    assert finish(core)["a", 0].finish_reason is FinishReason.ABORT
+
+
+def test_weights_come_from_a_folder_too(tmp_path: Path) -> None:
+    core, other = tiny(), network(TINY, 1)
+    save_model(other, tmp_path / "model")
+    core.load(tmp_path / "model", version(5))
+    core.add("a", Prompt(ids_of(1, 2), 3, GREEDY))
+    completion = finish(core)["a", 0]
+    assert completion.ids == generate(other, [1, 2], max_new_tokens=3)
+    assert completion.versions == [5, 5, 5]
+
+
+def test_weights_of_another_network_are_refused_and_nothing_changes(tmp_path: Path) -> None:
+    core = tiny()
+    save_model(network(TINY.model_copy(update={"norm_eps": 1e-5})), tmp_path / "model")
+    with pytest.raises(CheckpointError, match="holds another network"):
+        core.load(tmp_path / "model", version(1))
+    state = network(TINY).state_dict()
+    del state["norm.weight"]
+    state["strange"] = torch.zeros(2)
+    with pytest.raises(CheckpointError, match=r"2 tensors do not fit.*norm.weight: expected \(16,\), received none"):
+        core.load(state, version(1))
+    assert core.version == version(0)
+
+
+@pytest.mark.parametrize("old_cache", ["drop", "keep"])
+def test_broken_weights_end_what_they_serve_and_do_no_lasting_harm(old_cache: OldCache) -> None:
+    core = tiny(old_cache=old_cache, num_blocks=2)  # all of which they spoil
+    core.load(
+        {name: torch.full_like(tensor, torch.nan) for name, tensor in core.model.state_dict().items()}, version(1)
+    )
+    core.add("a", Prompt(ids_of(1, 2, 3, 4), 3, num_samples=2))
+    assert {completion.finish_reason for completion in finish(core).values()} == {FinishReason.ABORT}
+    core.load(network(TINY).state_dict(), version(2))
+    core.add("b", Prompt(ids_of(1, 2), 3, GREEDY))
+    assert finish(core)["b", 0].ids == generate(network(TINY), [1, 2], max_new_tokens=3)
