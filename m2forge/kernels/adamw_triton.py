@@ -37,10 +37,11 @@ def _adamw_kernel(
         index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = index < num_elements
         g = tl.load(grad + index, mask=mask, other=0.0).to(tl.float32) * factor
-        m = beta1 * tl.load(mean + index, mask=mask, other=0.0) + (1 - beta1) * g
-        v = beta2 * tl.load(square + index, mask=mask, other=0.0) + (1 - beta2) * g * g
+        # Left to the compiler, what is fused differs with the number of elements: a chunk would not be a part's bits.
+        m = tl.fma(beta1, tl.load(mean + index, mask=mask, other=0.0), (1 - beta1) * g)
+        v = tl.fma(beta2, tl.load(square + index, mask=mask, other=0.0), (1 - beta2) * g * g)
         w = tl.load(master + index, mask=mask, other=0.0)
-        w = keep * w - rate * (m * unbias1) / (tl.sqrt(v * unbias2) + eps)
+        w = tl.fma(keep, w, -rate * (m * unbias1) / (tl.sqrt(v * unbias2) + eps))
         tl.store(mean + index, m, mask=mask)
         tl.store(square + index, v, mask=mask)
         tl.store(master + index, w, mask=mask)

@@ -98,6 +98,7 @@ def test_bfloat16_trees_are_as_exact_as_bfloat16_rows() -> None:
     assert np.mean(errors["tree"]) <= np.mean(errors["rows"])
 
 
+@pytest.mark.filterwarnings("default")  # torch's compiler warns of what it does itself
 def test_a_tree_of_another_shape_is_not_compiled_again() -> None:
     from torch._dynamo.utils import counters
 
