@@ -15,9 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def paged_attention(q_BQHK: Tensor, k_PTGK: Tensor, v_PTGK: Tensor, table_BS: Tensor, seen_BQL: Tensor) -> Tensor:
-    """(B, Q, H, K). `seen_BQL`: which tokens each query sees, at least one each; places past a sequence's end, where
-    its table may name any block, must be unseen."""
+def paged_attention(
+    q_BQHK: Tensor,
+    k_PTGK: Tensor,
+    v_PTGK: Tensor,
+    table_BS: Tensor,
+    position_BQ: Tensor,
+    window: tuple[int, int] | None = None,
+) -> Tensor:
+    """(B, Q, H, K). Each query sees its sequence up to its own position, as `visible_in_cache` says; where a table
+    goes on past its sequence's end, it may name any block."""
+    seen_BQL = visible_in_cache(position_BQ, table_BS.shape[1] * k_PTGK.shape[1], window)
     num_kv_heads = k_PTGK.shape[2]
     k_BGLK, v_BGLK = (x[table_BS].flatten(1, 2).transpose(1, 2) for x in (k_PTGK, v_PTGK))
     # The query heads of one key head stand below one another, as if they were so many more queries.

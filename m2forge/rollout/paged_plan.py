@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m2forge.kernels.paged_attention import paged_attention, visible_in_cache
+from m2forge.kernels.paged_attention import paged_attention
 from m2forge.model.config import ModelConfig, WindowConfig
 from m2forge.model.plan import Attend
 from m2forge.rollout.scheduler import Copy
@@ -97,27 +97,22 @@ class PagedPlan:
 
     def bind(self, window: WindowConfig | None) -> Attend:
         sight = None if window is None else (window.size, window.num_sinks)
-        size = self.cache.block_tokens
-        seen = [
-            visible_in_cache(bundle.position_BQ, bundle.table_BS.shape[1] * size, sight) for bundle in self._bundles
-        ]
-        # One form for every device so far: a kernel that reads the blocks where they lie would be chosen here.
-        return _GatherAttend(self.cache, self._layers, self._slot_N, self._bundles, seen)
+        return _PagedAttend(self.cache, self._layers, self._slot_N, self._bundles, sight)
 
     def to_parent(self, x_ND: Tensor) -> Tensor:
         raise NotImplementedError("the step keeps no states for prediction modules")
 
 
 @dataclass(frozen=True)
-class _GatherAttend:
-    """Brings each bundle's keys and values together, padded to its longest sequence."""
+class _PagedAttend:
+    """Writes the new keys and values where they belong, then lets each bundle see its own."""
 
     cache: PagedCache
     layers: Iterator[int]
     """Shared by all that attend in this step: each call is the next layer's, whatever its window."""
     slot_N: Tensor
     bundles: Sequence[_Bundle]
-    seen: Sequence[Tensor]
+    window: tuple[int, int] | None
 
     def __call__(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
         layer = next(self.layers)
@@ -125,10 +120,11 @@ class _GatherAttend:
         k_PTGK.view(-1, *k_NGK.shape[1:]).index_copy_(0, self.slot_N, k_NGK)
         v_PTGK.view(-1, *v_NGK.shape[1:]).index_copy_(0, self.slot_N, v_NGK)
         outs = []
-        for bundle, seen_BQL in zip(self.bundles, self.seen, strict=True):
+        for bundle in self.bundles:
             num_rows = bundle.position_BQ.numel()
             q_BQHK = q_NHK[bundle.first : bundle.first + num_rows].unflatten(0, bundle.position_BQ.shape)
-            outs.append(paged_attention(q_BQHK, k_PTGK, v_PTGK, bundle.table_BS, seen_BQL).flatten(0, 1))
+            out_BQHK = paged_attention(q_BQHK, k_PTGK, v_PTGK, bundle.table_BS, bundle.position_BQ, self.window)
+            outs.append(out_BQHK.flatten(0, 1))
         return torch.cat(outs)
 
 
