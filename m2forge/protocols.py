@@ -4,6 +4,7 @@ An `Engine` samples from a policy: token ids in, token ids out, each with its lo
 sampled it. Native, remote and scripted engines are one to whoever asks.
 """
 
+import math
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,8 @@ class Prompt:
     stop_ids: tuple[int, ...] = ()
     """A sampled token among these ends the completion and belongs to it."""
     stop_texts: tuple[str, ...] = ()
-    """Text that ends the completion with the token that completes it."""
+    """Text that ends the completion with the token that completes it, however it is cut into tokens; special tokens
+    count as their names. An engine that cannot be exact about it refuses."""
     seed: int | None = None
     """The same seed, prompt and weights draw the same tokens, whatever else the engine does meanwhile."""
     num_samples: int = 1
@@ -44,6 +46,11 @@ class Prompt:
                 raise RecordError(f"Prompt: {name}: expected 1 or more, received {getattr(self, name)!r}")
         if not self.ids.size:
             raise RecordError("Prompt: ids: expected at least one token, received none")
+        if self.timeout_s is not None and not 0 <= self.timeout_s < math.inf:
+            raise RecordError(f"Prompt: timeout_s: expected a finite number, 0 or more, received {self.timeout_s!r}")
+        for text in self.stop_texts:
+            if any("\ud800" <= sign <= "\udfff" for sign in text):
+                raise RecordError(f"Prompt: stop_texts: expected text that UTF-8 can express, received {text!r}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +78,9 @@ class Chunk:
 class EngineState:
     version: PolicyVersion
     num_running: int
+    """Completions that are being computed: a prompt with three samples counts as three."""
     num_waiting: int
+    """Completions that were taken and wait for room."""
 
 
 class Engine(Protocol):

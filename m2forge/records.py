@@ -26,6 +26,8 @@ LOGPROB_SLACK = 1e-4
 NO_TARGET = -1
 """In `Pack.targets`: nothing is learnt from what this token predicts."""
 MAX_INT32 = 2**31 - 1
+MAX_PENALTY = 1e4
+"""Beyond any use, and its product with any count far below what float32 holds."""
 
 
 class Domain(StrEnum):
@@ -59,8 +61,8 @@ class PolicyVersion:
 
     def __post_init__(self) -> None:
         _require_text("PolicyVersion", "lineage", self.lineage)
-        if self.step < 0:
-            _refuse("PolicyVersion", "step", self.step, "expected 0 or more")
+        if not 0 <= self.step <= MAX_INT32:
+            _refuse("PolicyVersion", "step", self.step, f"expected 0 to {MAX_INT32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +114,12 @@ class Sampling:
             _refuse("Sampling", "top_k", self.top_k, f"expected an integer from 0 to {MAX_INT32}")
         if not 0 <= self.min_p <= 1:
             _refuse("Sampling", "min_p", self.min_p, "expected a number from 0 to 1")
-        for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-            _require_finite("Sampling", name, getattr(self, name))
-        if self.repetition_penalty <= 0:
-            _refuse("Sampling", "repetition_penalty", self.repetition_penalty, "expected a number above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) <= MAX_PENALTY:
+                _refuse("Sampling", name, getattr(self, name), f"expected -{MAX_PENALTY:g} to {MAX_PENALTY:g}")
+        if not 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY:
+            expected = f"expected {1 / MAX_PENALTY:g} to {MAX_PENALTY:g}"
+            _refuse("Sampling", "repetition_penalty", self.repetition_penalty, expected)
 
     @property
     def is_truncated(self) -> bool:

@@ -134,9 +134,9 @@ def test_calls_are_equal_unless_a_field_differs(name: str) -> None:
         ({"top_k": 2.5}, "Sampling: top_k"),
         ({"top_k": 2**31}, "Sampling: top_k"),
         ({"min_p": 1.5}, "Sampling: min_p: expected a number from 0 to 1, received 1.5"),
-        ({"presence_penalty": math.inf}, "Sampling: presence_penalty: expected a finite number, received inf"),
+        ({"presence_penalty": math.inf}, "Sampling: presence_penalty: expected -10000 to 10000, received inf"),
         ({"frequency_penalty": math.nan}, "Sampling: frequency_penalty"),
-        ({"repetition_penalty": 0.0}, "Sampling: repetition_penalty: expected a number above 0, received 0.0"),
+        ({"repetition_penalty": 0.0}, "Sampling: repetition_penalty: expected 0.0001 to 10000, received 0.0"),
     ],
 )
 def test_broken_sampling_is_refused_by_field(changes: dict[str, Any], message: str) -> None:
@@ -184,7 +184,7 @@ def test_broken_task_is_refused_by_field(changes: dict[str, Any], message: str) 
 def test_broken_reward_and_version_are_refused_by_field() -> None:
     with pytest.raises(RecordError, match="Reward: total: expected a finite number, received nan"):
         Reward(process=0.0, speed=0.0, perf=1.0, total=math.nan)
-    with pytest.raises(RecordError, match="PolicyVersion: step: expected 0 or more, received -1"):
+    with pytest.raises(RecordError, match="PolicyVersion: step: expected 0 to 2147483647, received -1"):
         PolicyVersion("run", -1)
 
 

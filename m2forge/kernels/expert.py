@@ -20,6 +20,9 @@ from m2forge.kernels import native
 from m2forge.kernels.grouped import grouped_rows, grouped_weights
 from m2forge.kernels.precision import raised
 
+FEW_PAIRS = 2048
+"""Of a token and an expert: up to here, on CUDA and without gradients, kernels that sort nothing are faster."""
+
 
 @dataclass(frozen=True)
 class Dispatch:
@@ -61,6 +64,16 @@ def expert_ffn(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor,
     indices = (where.order_S, where.slot_NK, where.ends_E)
     out_ND: Tensor = _expert_ffn(x_ND, w13_EGD, w2_EDF, weight_NK, *indices)[0]
     return out_ND
+
+
+def expert_ffn_unsorted(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
+    """`expert_ffn` where nothing needs a gradient, nor the pairs sorted: on CUDA, few of them are not."""
+    if x_ND.is_cuda and expert_NK.numel() <= FEW_PAIRS:
+        from m2forge.kernels.expert_decode_triton import expert_ffn_decode, serves
+
+        if serves(x_ND, w13_EGD, w2_EDF):
+            return expert_ffn_decode(x_ND, w13_EGD, w2_EDF, weight_NK, expert_NK)
+    return expert_ffn(x_ND, w13_EGD, w2_EDF, weight_NK, dispatch(expert_NK, w2_EDF.shape[0]))
 
 
 def expert_ffn_plain(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:

@@ -1,16 +1,29 @@
-"""A linear map whose output is in at least float32, whatever its operands.
+"""Linear maps, y = x Wᵀ: `linear` with an output of its operands' type, `linear_float32` with one in at least float32.
 
 Products of bfloat16 numbers are exact in float32, so multiplying bfloat16 operands with float32 sums equals raising
 them first; on CUDA that is one tensor-core product with a float32 output. The router and the float32 head use it.
+
+On a CPU without instructions for bfloat16, where torch multiplies number by number, c/linear.c serves whoever asks for
+no gradient. Where the machine has float16 arithmetic, that sums up to 96 terms in it, pairwise, and these in float32:
+the error is smaller than that of rounding the output to bfloat16. `linear_float32`, whose output is not rounded, never
+goes there.
 """
 
-from typing import Any
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from m2forge.kernels import native
 from m2forge.kernels.precision import raised
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return native_linear(x, weight, x.dtype) if serves(x, weight) else F.linear(x, weight)
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
@@ -18,6 +31,60 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
         out: Tensor = _LinearFloat32.apply(x, weight)  # type: ignore[no-untyped-call]
         return out
     return F.linear(raised(x), raised(weight))
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Whether torch's own products of bfloat16 are fast on this CPU."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class _Packed(NamedTuple):
+    weight: weakref.ref[Tensor]
+    version: int
+    """Of the weight when it was packed: torch counts its changes in place."""
+    elements: Tensor
+    factor_O: Tensor
+
+
+_packed: dict[int, _Packed] = {}
+"""By the identity of the weight."""
+
+
+def pack(weights: Iterable[Tensor]) -> None:
+    """Keep a copy of each matrix in the layout that the native product reads, as long as the matrix itself lives, where
+    that product would serve: two bytes more for every weight, and a step of few rows need not make the layout again.
+    Call it anew whenever the weights have changed; changes that torch does not count (through `.data`) go unseen."""
+    for weight_OD in weights:
+        if not serves(weight_OD.detach()) or not weight_OD.is_contiguous():
+            continue
+        elements = torch.zeros(native.ask("packed_bytes", *weight_OD.shape), dtype=torch.uint8)
+        factor_O = torch.zeros(weight_OD.shape[0])
+        native.call("pack_bfloat16", weight_OD.detach(), *weight_OD.shape, elements, factor_O)
+        reference = weakref.ref(weight_OD, functools.partial(_forget, id(weight_OD)))
+        _packed[id(weight_OD)] = _Packed(reference, weight_OD._version, elements, factor_O)
+
+
+def _forget(identity: int, _: weakref.ref[Tensor]) -> None:
+    _packed.pop(identity, None)
+
+
+def serves(*operands: Tensor) -> bool:
+    return native.serves(*operands, dtype=torch.bfloat16) and not _multiplies_bfloat16()
+
+
+def native_linear(x: Tensor, weight_OD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of c/linear.c, where it serves; `dtype` float32 shows what is rounded to bfloat16."""
+    packed, elements, factor_O = _packed.get(id(weight_OD)), None, None
+    if packed is not None and packed.weight() is weight_OD and packed.version == weight_OD._version:
+        elements, factor_O = packed.elements, packed.factor_O
+    x_MD, weight_OD = x.flatten(0, -2), weight_OD.contiguous()
+    x_MD = x_MD if x_MD.stride(1) == 1 else x_MD.contiguous()
+    y = x.new_empty((*x.shape[:-1], weight_OD.shape[0]), dtype=dtype)
+    wide, narrow = (y, None) if dtype == torch.float32 else (None, y)
+    sizes = (x_MD.stride(0), x_MD.shape[0], *weight_OD.shape)
+    native.call("linear_bfloat16", x_MD, weight_OD, elements, factor_O, *sizes, wide, narrow)
+    return y
 
 
 class _LinearFloat32(torch.autograd.Function):

@@ -31,6 +31,8 @@ FLAGS = (
     "-Wl,-Bsymbolic",
 )
 
+_TYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int32, torch.int64)
+
 _log = logging.getLogger(__name__)
 
 
@@ -79,11 +81,19 @@ def _cpu() -> str:
     return "\n".join((platform.machine(), *features))
 
 
-def serves(*tensors: Tensor) -> bool:
-    """Whether the native kernels take these tensors: float32 on a CPU, outside compiled regions, with a compiler."""
+def serves(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the native kernels take these tensors: of this type on a CPU, outside compiled regions, with a compiler.
+    Those of bfloat16 know no gradient."""
     if torch.compiler.is_compiling():
         return False
-    return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors) and library() is not None
+    for x in tensors:
+        if x.dtype != dtype or x.device.type != "cpu":
+            return False
+    return library() is not None and not (dtype == torch.bfloat16 and needs_gradient(*tensors))
+
+
+def needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def head_contiguous(x_NHK: Tensor) -> Tensor:
@@ -93,18 +103,34 @@ def head_contiguous(x_NHK: Tensor) -> Tensor:
 
 
 def call(function: str, *arguments: Tensor | int | float | None) -> None:
-    """Call `function` of the library on torch's threads: tensors as pointers, ints as int64, floats as float32."""
+    """Call `function` of the library on torch's threads: tensors as pointers, ints as int64, floats as float32. Each
+    argument of a function is of one kind in all its calls."""
     loaded = library()
     assert loaded is not None
-    loaded.use_threads(ctypes.c_int64(torch.get_num_threads()))
-    getattr(loaded, function)(*(_converted(x) for x in arguments))
+    called = getattr(loaded, function)
+    if called.argtypes is None:
+        loaded.use_threads.argtypes = [ctypes.c_int64]
+        called.argtypes = [_kind(x) for x in arguments]
+    loaded.use_threads(torch.get_num_threads())
+    called(*[_pointer(x) if isinstance(x, Tensor) else x for x in arguments])
 
 
-def _converted(x: Tensor | int | float | None) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
-    if x is None:
-        return ctypes.c_void_p(None)
-    if isinstance(x, Tensor):
-        assert x.device.type == "cpu"
-        assert x.dtype in (torch.float32, torch.int32, torch.int64), f"{x.dtype} would be read as something else"
-        return ctypes.c_void_p(x.data_ptr())
-    return ctypes.c_int64(x) if isinstance(x, int) else ctypes.c_float(x)
+def ask(function: str, *arguments: int) -> int:
+    """What `function` of the library says of sizes."""
+    loaded = library()
+    assert loaded is not None
+    asked = getattr(loaded, function)
+    asked.restype = ctypes.c_int64
+    return int(asked(*(ctypes.c_int64(x) for x in arguments)))
+
+
+def _kind(x: Tensor | int | float | None) -> type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float]:
+    if x is None or isinstance(x, Tensor):
+        return ctypes.c_void_p
+    return ctypes.c_int64 if isinstance(x, int) else ctypes.c_float
+
+
+def _pointer(x: Tensor) -> int:
+    assert x.is_cpu
+    assert x.dtype in _TYPES, f"{x.dtype} would be read as something else"
+    return x.data_ptr()

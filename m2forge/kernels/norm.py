@@ -17,6 +17,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if native.serves(x, weight):
         y: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return y
+    if native.serves(x, weight, dtype=torch.bfloat16):
+        x_RD, y = _rows(x), x.new_empty(x.shape)
+        native.call("norm_bfloat16", x_RD, weight.contiguous(), x_RD.stride(0), *x_RD.shape, eps, y)
+        return y
     return rms_norm_plain(x, weight, eps)
 
 

@@ -6,6 +6,9 @@
 Sequences that run equally many tokens in a step are computed together: one token each while they are
 completed, several where tokens are verified, many where a prompt is read.
 
+CUDA (paged_attention_triton.py), and float32 and bfloat16 on a CPU (c/paged_attention.c), read the blocks where they
+lie; everything else gathers them first. Without gradients.
+
 Shapes: P blocks, T tokens of one, B sequences computed together, Q new tokens of each, S blocks of the longest,
 L = S·T, H query heads, G key/value heads, R = H / G, K head dimension.
 """
@@ -13,6 +16,8 @@ L = S·T, H query heads, G key/value heads, R = H / G, K head dimension.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from m2forge.kernels import native
 
 
 def paged_attention(
@@ -25,6 +30,58 @@ def paged_attention(
 ) -> Tensor:
     """(B, Q, H, K). Each query sees its sequence up to its own position, as `visible_in_cache` says; where a table
     goes on past its sequence's end, it may name any block."""
+    if q_BQHK.is_cuda and not native.needs_gradient(q_BQHK, k_PTGK, v_PTGK):
+        from m2forge.kernels import paged_attention_triton as triton_form
+
+        if triton_form.serves(k_PTGK):
+            return triton_form.paged_attention_cuda(q_BQHK, k_PTGK, v_PTGK, table_BS, position_BQ, window)
+    cached = (k_PTGK, v_PTGK)
+    is_plain = k_PTGK.is_contiguous() and v_PTGK.is_contiguous() and not native.needs_gradient(q_BQHK, *cached)
+    if is_plain and (native.serves(q_BQHK, *cached) or native.serves(q_BQHK, *cached, dtype=torch.bfloat16)):
+        return _native(q_BQHK, k_PTGK, v_PTGK, table_BS, position_BQ, window)
+    return paged_attention_plain(q_BQHK, k_PTGK, v_PTGK, table_BS, position_BQ, window)
+
+
+def _native(
+    q_BQHK: Tensor,
+    k_PTGK: Tensor,
+    v_PTGK: Tensor,
+    table_BS: Tensor,
+    position_BQ: Tensor,
+    window: tuple[int, int] | None,
+) -> Tensor:
+    (num_rows, num_new, num_heads, head_dim), (_, block_tokens, num_kv_heads, _) = q_BQHK.shape, k_PTGK.shape
+    num_blocks = table_BS.shape[1]
+    size, num_sinks = window or (num_blocks * block_tokens, 0)
+    out_BQHK = q_BQHK.new_empty(q_BQHK.shape)
+    q_NHK = native.head_contiguous(q_BQHK.flatten(0, 1))
+    sizes = (
+        q_NHK.stride(0),
+        num_rows,
+        num_new,
+        num_blocks,
+        block_tokens,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        size,
+        num_sinks,
+    )
+    places = (table_BS.contiguous(), position_BQ.contiguous())
+    is_narrow = int(q_BQHK.dtype == torch.bfloat16)
+    native.call("paged_attention", q_NHK, k_PTGK, v_PTGK, *places, *sizes, is_narrow, out_BQHK)
+    return out_BQHK
+
+
+def paged_attention_plain(
+    q_BQHK: Tensor,
+    k_PTGK: Tensor,
+    v_PTGK: Tensor,
+    table_BS: Tensor,
+    position_BQ: Tensor,
+    window: tuple[int, int] | None = None,
+) -> Tensor:
+    """The blocks gathered, what is not seen masked."""
     seen_BQL = visible_in_cache(position_BQ, table_BS.shape[1] * k_PTGK.shape[1], window)
     num_kv_heads = k_PTGK.shape[2]
     k_BGLK, v_BGLK = (x[table_BS].flatten(1, 2).transpose(1, 2) for x in (k_PTGK, v_PTGK))

@@ -19,6 +19,11 @@ def rotate(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
     if native.serves(x_NHK, cos_NR, sin_NR):
         turned: Tensor = _Rotate.apply(x_NHK, cos_NR, sin_NR)  # type: ignore[no-untyped-call]
         return turned
+    if native.serves(x_NHK, dtype=torch.bfloat16) and native.serves(cos_NR, sin_NR):
+        x, cos_NR, sin_NR = native.head_contiguous(x_NHK), cos_NR.contiguous(), sin_NR.contiguous()
+        y = x.new_empty(x.shape)
+        native.call("rotate_bfloat16", x, cos_NR, sin_NR, x.stride(0), *x.shape, cos_NR.shape[1], y)
+        return y
     return rotate_plain(x_NHK, cos_NR, sin_NR)
 
 

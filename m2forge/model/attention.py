@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from m2forge.kernels.rotary import rotate
 from m2forge.model.config import ModelConfig
+from m2forge.model.linear import Linear
 from m2forge.model.norm import RMSNorm
 from m2forge.model.plan import Attend
 from m2forge.model.rope import Rotation
@@ -16,8 +17,8 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config.attention
         width, kv_width = self.config.q_width, self.config.kv_width
-        self.qkv = nn.Linear(config.hidden_size, width + 2 * kv_width, bias=False)
-        self.out = nn.Linear(width, config.hidden_size, bias=False)
+        self.qkv = Linear(config.hidden_size, width + 2 * kv_width)
+        self.out = Linear(width, config.hidden_size)
         if self.config.qk_norm != "none":
             flat = self.config.qk_norm == "flat"
             self.q_norm = RMSNorm(width if flat else self.config.head_dim, config.norm_eps)

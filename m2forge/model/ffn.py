@@ -3,11 +3,12 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from m2forge.kernels.expert import dispatch, expert_ffn
+from m2forge.kernels.gate import gated
 from m2forge.model.config import ModelConfig, MoEConfig
+from m2forge.model.linear import Linear
 from m2forge.model.router import Router, Routing
 
 
@@ -24,14 +25,13 @@ class DenseFFN(nn.Module):
 
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
-        self.w13 = nn.Linear(hidden_size, 2 * width, bias=False)
-        self.w2 = nn.Linear(width, hidden_size, bias=False)
+        self.w13 = Linear(hidden_size, 2 * width)
+        self.w2 = Linear(width, hidden_size)
 
     def forward(
         self, x_ND: Tensor, count_N: Tensor | None = None, recorded_NK: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        gate, up = self.w13(x_ND).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * up), None
+        return self.w2(gated(self.w13(x_ND))), None
 
 
 class MixtureFFN(nn.Module):

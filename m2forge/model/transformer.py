@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from m2forge.kernels.linear import linear_float32
+from m2forge.kernels.linear import linear, linear_float32
 from m2forge.model.block import Block
 from m2forge.model.config import ModelConfig
 from m2forge.model.ffn import Balance, MixtureFFN
@@ -42,6 +41,8 @@ class Output:
     experts_NLK: Tensor | None = None
     """The experts that the routers of the main model took, in the order of their layers, where they were asked for and
     there are any."""
+    state_ND: Tensor | None = None
+    """Before the final norm: what the first module takes."""
 
 
 class Transformer(nn.Module):
@@ -105,14 +106,26 @@ class Transformer(nn.Module):
                 balances.append(balance)
                 assert isinstance(module, MTPModule)
                 mtp_hidden.append(module.norm(state_ND))
-        return Output(self.norm(x_ND), tuple(mtp_hidden), *self._balance(balances), chosen_NLK)
+        return Output(self.norm(x_ND), tuple(mtp_hidden), *self._balance(balances), chosen_NLK, x_ND)
+
+    def run_module(self, index: int, parent_ND: Tensor, tokens_N: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
+        """One prediction module on its own: its states, which the next module takes, and what the head takes. Row n of
+        `parent_ND` is the state that the module before it, or the main model, left at n's parent."""
+        module = self.mtp[index]
+        assert isinstance(module, MTPModule)
+        turn = rotation(plan.position_N, frequencies(self.config.attention, tokens_N.device), parent_ND.dtype)
+        is_windowed = self.config.is_windowed(self.config.num_layers - 1)
+        attend = plan.bind(self.config.attention.window if is_windowed else None)
+        with _fastest_attention(tokens_N.device):
+            state_ND, _ = module(parent_ND, self.embedding(tokens_N), turn, attend, plan.count_N)
+        return state_ND, module.norm(state_ND)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """All logits of the given hidden states, in at least float32 where the configuration asks for it."""
         if self.config.float32_head:
             flat: Tensor = linear_float32(hidden.flatten(0, -2), self.head_weight)
             return flat.view(*hidden.shape[:-1], -1)
-        return F.linear(hidden, self.head_weight)
+        return linear(hidden, self.head_weight)
 
     def _run(self, module: nn.Module, *inputs: object) -> tuple[Tensor, Balance | None]:
         if self.recompute == "block" and torch.is_grad_enabled():

@@ -24,11 +24,13 @@ Content = tuple[PolicyVersion, tuple[int, ...]]
 
 
 class Block:
-    __slots__ = ("children", "content", "index", "num_holders", "parent")
+    __slots__ = ("children", "content", "index", "num_holders", "num_modules", "parent")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.num_holders = 0
+        self.num_modules = 0
+        """How many prediction modules have run over all of its tokens."""
         self.content: Content | None = None
         """None while it is in no tree: nobody else can find it."""
         self.parent: Block | None = None
@@ -73,7 +75,7 @@ class BlockPool:
         else:
             block, _ = self._unused.popitem(last=False)
             self._unlink(block)
-        block.num_holders = 1
+        block.num_holders, block.num_modules = 1, 0
         return block
 
     def hold(self, block: Block) -> None:
@@ -82,7 +84,7 @@ class BlockPool:
         block.num_holders += 1
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """Give up all blocks of a request, which are in their order."""
+        """Give up the last blocks of a request, or all, which are in their order."""
         for block in reversed(blocks):
             block.num_holders -= 1
             if block.num_holders:

@@ -15,7 +15,12 @@ from m2forge.errors import EngineError, M2ForgeError
 from m2forge.records import JsonValue
 
 CONNECT_S = 10.0
-"""Waiting for an answer has no limit: a request may queue for long, and a prompt carries its own."""
+ANSWER_S = 30.0
+"""For what a server answers at once. Elsewhere waiting has no limit: a request may queue for long, and a prompt carries
+its own."""
+IDLE_S = 2.0
+"""How long a connection is kept for the next request. These servers close theirs after 5 s; one that they close just
+when it is used again would break that request off."""
 _END = b"[DONE]"
 
 
@@ -34,20 +39,26 @@ class Client:
             base_url=self.url,
             headers={} if key is None else {"Authorization": f"Bearer {key}"},
             timeout=httpx2.Timeout(None, connect=CONNECT_S),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_S),
             trust_env=False,
             verify=self.url.startswith("https"),  # reading the certificates takes a tenth of a second
         )
 
     async def get(self, path: str, parameters: Mapping[str, str] | None = None) -> str:
-        return await self._send("GET", path, parameters=parameters)
+        return await self._send("GET", path, parameters=parameters, timeout_s=ANSWER_S)
 
-    async def post(self, path: str, body: JsonValue = None, parameters: Mapping[str, str] | None = None) -> str:
-        return await self._send("POST", path, body, parameters)
+    async def post(
+        self,
+        path: str,
+        body: JsonValue = None,
+        parameters: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> str:
+        return await self._send("POST", path, body, parameters, timeout_s)
 
     async def lines(self, path: str, body: JsonValue) -> AsyncGenerator[bytes, None]:
         """The lines of the answer as they come, blank ones left out. Closing the iterator hangs up."""
-        rest = b""
+        parts: list[bytes] = []
         with self._told():
             async with self._http.stream("POST", path, json=body) as response:
                 if response.is_error:
@@ -55,12 +66,14 @@ class Client:
                     raise self._refusal(response)
                 # Not by characters: text in JSON may hold line separators that end no line here.
                 async for piece in response.aiter_bytes():
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in lines:
-                        if line.strip():
+                    end, *rest = piece.split(b"\n")
+                    parts.append(end)
+                    for begin in rest:
+                        if (line := b"".join(parts)).strip():
                             yield line
-        if rest.strip():
-            yield rest
+                        parts = [begin]
+        if (line := b"".join(parts)).strip():
+            yield line
 
     async def events(self, path: str, body: JsonValue) -> AsyncGenerator[Any, None]:
         """The JSON of server-sent events, up to the one that says it is the last."""
@@ -80,10 +93,16 @@ class Client:
         await self._http.aclose()
 
     async def _send(
-        self, method: str, path: str, body: JsonValue = None, parameters: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: JsonValue = None,
+        parameters: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> str:
+        timeout = httpx2.Timeout(timeout_s, connect=CONNECT_S)
         with self._told():
-            response = await self._http.request(method, path, json=body, params=parameters)
+            response = await self._http.request(method, path, json=body, params=parameters, timeout=timeout)
         if response.is_error:
             raise self._refusal(response)
         return response.text

@@ -24,7 +24,7 @@ class RolloutConfig(Config):
     """Blocks of the cache: what all requests in flight may hold together."""
     step_tokens: Count = 512
     """Tokens of a step, at most. Larger steps read long prompts sooner, and make those that are being completed wait
-    longer for their next token."""
+    longer for their next token. Drafts are verified in what prompts leave of it."""
     max_running: Count = 64
     """Completions in flight at once."""
     max_context: Count | None = None
@@ -39,6 +39,9 @@ class RolloutConfig(Config):
     keep: completions that continue keep theirs, and mix them with those of the new weights; one that is preempted is
     read again by the new ones alone. In neither case does a prompt meet the cache of another version than the one it
     starts on."""
+    speculation: Annotated[int, Field(ge=0, le=3)] = 0
+    """Tokens that the prediction modules draft for each completion in a step, at most; how many, the engine finds out
+    as it runs. What is sampled does not change. 0: the modules are not run, and take no room."""
     seed: int | None = None
     """Where prompts without a seed of their own get one from; by default from the system, so that engines differ."""
 

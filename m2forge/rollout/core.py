@@ -1,13 +1,11 @@
 """The engine itself, one step at a time: prompts in, chunks of their completions out. Synchronous, for one thread.
 
 A step computes the tokens that the scheduler chose, all sequences in one batch, and draws the next token of each
-sequence whose tokens are all computed. However prompts arrive, are read in parts, share, are preempted and read again,
-a completion is the one that the plain loop (model/generate.py) gives, up to rounding; with a seed its draws are too.
+sequence whose tokens are all computed, or several where drafts of the prediction modules stand. However prompts arrive,
+are read in parts, share, are preempted and read again, with drafts or without, a completion is the one that the plain
+loop (model/generate.py) gives, up to rounding; with a seed its draws are too.
 
 Every sample of a prompt that was added ends in exactly one chunk with a finish reason, unless `add` refused the prompt.
-
-Speculation would enter in `_run`: a span may hold several tokens of a sequence that is being completed, of which all
-rows, not the last alone, are drawn from.
 """
 
 import math
@@ -17,21 +15,28 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from m2forge.errors import RequestError
+from m2forge.errors import ConfigError, RequestError
+from m2forge.model.linear import pack_weights
 from m2forge.model.transformer import Transformer
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
+from m2forge.rollout.admission import refuse_unservable
 from m2forge.rollout.config import RolloutConfig
-from m2forge.rollout.paged_plan import PagedCache, PagedPlan, Span, arranged
+from m2forge.rollout.depth import DepthChooser, MeasuredDepth
+from m2forge.rollout.paged_plan import Span, arranged
 from m2forge.rollout.request import Decode, Draw, Request
-from m2forge.rollout.sampler import Row, draw
-from m2forge.rollout.scheduler import Scheduler, num_blocks_for
+from m2forge.rollout.runner import Candidate, Completing, Lookahead, Runner, Token
+from m2forge.rollout.sampler import Row, is_bare
+from m2forge.rollout.scheduler import Scheduler
 from m2forge.rollout.weight_update import WeightUpdate, from_folder, from_memory
 
 SEED_BITS = 64
+CATCH_UP_STEPS = 4
+"""Tokens that a module runs in a step, in steps of the main model, which has many more layers."""
 
 
 class Core:
@@ -42,14 +47,25 @@ class Core:
         version: PolicyVersion,
         decode: Decode | None = None,
         clock: Callable[[], float] = time.monotonic,
+        depth: DepthChooser | None = None,
+        decodes_whole: bool | None = None,
     ) -> None:
-        """`decode`: token ids to bytes, which stop texts are looked for in. `clock`: seconds, for time limits."""
+        """`decode`: token ids to bytes, which stop texts are looked for in. `clock`: seconds, for time limits and to
+        find what speculation pays. `depth`: what decides how far to speculate; by default what was measured.
+        `decodes_whole`: whether steps that only complete run as one function (decode.py); by default where a CUDA graph
+        holds it."""
+        if config.speculation > len(model.mtp):
+            raise ConfigError(
+                f"speculation: {config.speculation} drafts need as many prediction modules; this model has "
+                f"{len(model.mtp)}, so ask for no more"
+            )
         self.model, self.config, self.version = model, config, version
         self.max_context = min(config.max_context or model.config.max_context, model.config.max_context)
-        weight = model.embedding.weight
-        self._device = weight.device
-        self._cache = PagedCache(model.config, config.num_blocks, config.block_tokens, weight.device, weight.dtype)
-        self._scheduler = Scheduler(config)
+        self._runner = Runner(model, config)
+        pack_weights(model, model.head_weight)
+        self._decodes_whole = self._runner.decodes_whole if decodes_whole is None else decodes_whole
+        self._depth = depth or MeasuredDepth(config.speculation)
+        self._scheduler = Scheduler(config, self.max_context)
         self._requests: dict[str, list[Request]] = {}
         """Those not finished, by the id of their prompt."""
         self._outbox: list[tuple[str, Chunk]] = []
@@ -58,15 +74,21 @@ class Core:
         """No request has an earlier one."""
         self._decode, self._clock = decode, clock
         self._seeds = random.Random(config.seed)
-        self._totals = dict.fromkeys(("prompts", "steps", "computed_tokens", "sampled_tokens", "loads"), 0) | {
-            f"{reason}_samples": 0 for reason in FinishReason
-        }
+        self._totals = dict.fromkeys(
+            ("prompts", "steps", "whole_steps", "computed_tokens", "sampled_tokens", "loads"), 0
+        ) | {f"{reason}_samples": 0 for reason in FinishReason}
+        for place in range(1, config.speculation + 1):
+            self._totals |= {f"drafted_{place}": 0, f"accepted_{place}": 0}
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
     def add(self, id: str, prompt: Prompt) -> None:
         """Raises RequestError, and keeps nothing, if the prompt can never be served."""
-        self._refuse_unservable(id, prompt)
+        if id in self._requests:
+            raise RequestError(f"prompt {id!r}: this id is being served; give every prompt an id of its own")
+        refuse_unservable(id, prompt, self.config, self.model.config.vocab_size, self.max_context)
+        if prompt.stop_texts and self._decode is None:
+            raise RequestError(f"prompt {id!r}: stop_texts: this engine has no tokenizer; give stop_ids instead")
         seed = self._seeds.getrandbits(SEED_BITS) if prompt.seed is None else prompt.seed
         deadline_s = math.inf if prompt.timeout_s is None else self._clock() + prompt.timeout_s
         self._next_deadline_s = min(self._next_deadline_s, deadline_s)
@@ -85,31 +107,6 @@ class Core:
         for request in self._requests.get(id, []).copy():
             self._end(request, FinishReason.ABORT)
         self._load_if_due()
-
-    def _refuse_unservable(self, id: str, prompt: Prompt) -> None:
-        if id in self._requests:
-            raise RequestError(f"prompt {id!r}: this id is being served; give every prompt an id of its own")
-        vocab_size, ids = self.model.config.vocab_size, np.asarray(prompt.ids)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RequestError(f"prompt {id!r}: ids: expected a row of integers, received {ids.shape} of {ids.dtype}")
-        strange = ids[(ids < 0) | (ids >= vocab_size)]
-        if strange.size:
-            found = strange[:8].tolist()
-            raise RequestError(f"prompt {id!r}: ids outside 0..{vocab_size - 1}: {found}; another tokenizer's?")
-        num_tokens = ids.size + prompt.max_tokens
-        sizes = f"{ids.size} tokens and {prompt.max_tokens} to sample"
-        if num_tokens > self.max_context:
-            raise RequestError(f"prompt {id!r}: {sizes} exceed the context of {self.max_context}; ask for less")
-        # The last token is sampled but never computed.
-        if num_blocks_for(num_tokens - 1, self.config.block_tokens) > self.config.num_blocks:
-            num_places = self.config.num_blocks * self.config.block_tokens
-            raise RequestError(
-                f"prompt {id!r}: {sizes} exceed a cache of {num_places}; ask for less, or raise num_blocks"
-            )
-        if "" in prompt.stop_texts:
-            raise RequestError(f"prompt {id!r}: stop_texts: expected text, received ''")
-        if prompt.stop_texts and self._decode is None:
-            raise RequestError(f"prompt {id!r}: stop_texts: this engine has no tokenizer; give stop_ids instead")
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -135,70 +132,170 @@ class Core:
         self._load_if_due()
 
     def _run(self, batch: Mapping[Request, int]) -> None:
-        requests = list(batch)
-        spans = [
-            Span(request.num_computed, num_tokens, [block.index for block in request.blocks])
-            for request, num_tokens in batch.items()
-        ]
-        order = arranged(spans)
-        requests, spans = [requests[place] for place in order], [spans[place] for place in order]
-        self._cache.copy(self._scheduler.copies)
-        tokens = [
-            token
-            for request, span in zip(requests, spans, strict=True)
-            for token in request.ids[span.start : span.start + span.num_tokens]
-        ]
-        output = self.model(
-            torch.tensor(tokens, device=self._device),
-            PagedPlan(self._cache, spans),
-            with_mtp=False,
-            returns_experts=any(request.prompt.returns_experts for request in requests),
-        )
-        if output.experts_NLK is not None:
-            self._note_experts(requests, spans, output.experts_NLK)
+        start_s, depth = self._clock(), self._depth.choose(len(batch))
+        self._runner.copy(self._scheduler.copies)
         self._totals["steps"] += 1
-        self._totals["computed_tokens"] += len(tokens)
-        ready, last_rows, end = [], [], 0
-        for request, span in zip(requests, spans, strict=True):
-            end += span.num_tokens
-            self._scheduler.advance(request, span.num_tokens, self.version)
-            if request.num_left == 0:
-                ready.append(request)
-                last_rows.append(end - 1)
-        if ready:
-            self._draw(ready, self.model.logits(output.hidden_ND[torch.tensor(last_rows, device=self._device)]))
+        self._totals["computed_tokens"] += sum(batch.values())
+        num_drafts = sum(max(num_tokens - request.num_left, 0) for request, num_tokens in batch.items())
+        if self._can_decode(batch, depth):
+            self._decode_whole(batch, depth)
+        else:
+            self._run_parts(batch, depth)
+        # Only steps that verify about as many drafts as they make, and read no prompts, tell what a depth costs.
+        reads = sum(batch.values()) - num_drafts > len(batch)
+        if not reads and 3 * depth * len(batch) <= 4 * num_drafts <= 4 * depth * len(batch):
+            self._depth.note_step(depth, len(batch), self._clock() - start_s)
 
-    def _draw(self, requests: Sequence[Request], logits_BV: Tensor) -> None:
-        drawn = draw(logits_BV, [_row(request) for request in requests])
-        columns = (column.tolist() for column in drawn)
+    def _can_decode(self, batch: Mapping[Request, int], depth: int) -> bool:
+        """Whether the step can be run as one: all that are in it are being completed, and draw in the same simple way;
+        the modules have run over what the main model has."""
+        if not self._decodes_whole:
+            return False
+        is_greedy = next(iter(batch)).prompt.sampling.temperature == 0
+        return all(
+            request.num_left == 1
+            and (request.prompt.sampling.temperature == 0) == is_greedy
+            and is_bare(request.prompt.sampling)
+            and (not depth or request.num_foreseen[depth - 1] == request.num_computed)
+            for request in batch
+        )
+
+    def _decode_whole(self, batch: Mapping[Request, int], depth: int) -> None:
+        """Verify, draw and draft in one launch."""
+        self._totals["whole_steps"] += 1
+        sequences = []
+        for request, num_tokens in batch.items():
+            room = max(num_tokens, self._scheduler.lend(request, num_tokens + depth) if depth else 0)
+            table, (row,) = self._scheduler.tables[request.slot], _rows(request, 1)
+            drafts = request.drafts[: num_tokens - 1]
+            sequences.append(Completing(request.ids[-1], request.num_computed, drafts, room, table, request.slot, row))
+        stepped, experts_NLK = self._runner.decode(sequences, depth)
+        experts = None
+        if experts_NLK is not None and any(request.prompt.returns_experts for request in batch):
+            experts = experts_NLK.to(torch.int16).cpu().unflatten(0, (len(batch), -1)).numpy()
         is_broken = False
-        for request, token, logprob, raw_logprob in zip(requests, *columns, strict=True):
-            if not math.isfinite(logprob + raw_logprob):
-                # Weights that are broken give no numbers: nothing can be drawn, now or later.
-                self._end(request, FinishReason.ABORT)
-                is_broken = True
-                continue
-            request.append(Draw(token, logprob, raw_logprob, self.version.step), self._decode)
-            self._totals["sampled_tokens"] += 1
-            if request.finish_reason is not None:
-                self._end(request, request.finish_reason)
-            elif self.config.on_load != "restart":
-                self._outbox.append((request.id, request.chunk()))
+        for place, (request, sequence, (drawn, drafts)) in enumerate(zip(batch, sequences, stepped, strict=True)):
+            if sequence.drafts:
+                self._note_drafts(len(sequence.drafts), len(drawn) - 1)
+            span = Span(sequence.start, 1 + len(sequence.drafts), ())
+            is_broken |= not self._advance(request, span, drawn, None if experts is None else experts[place])
+            if depth and request.blocks:
+                # Less if a block was given up for another request's equal one, over which fewer modules have run.
+                if request.num_foreseen[depth - 1] == sequence.start:
+                    self._scheduler.note_foreseen(request, depth, request.num_computed)
+                request.drafts = drafts[: min(request.num_wanted - 1, sequence.room - len(drawn))]
         if is_broken:
             self._drop_cache()
+
+    def _run_parts(self, batch: Mapping[Request, int], depth: int) -> None:
+        """The main model over the batch; then a token of each sequence whose tokens are all computed, or several where
+        drafts stand; then drafts for the next step."""
+        requests = list(batch)
+        spans = [Span(request.num_computed, batch[request], self._scheduler.table(request)) for request in requests]
+        order = arranged(spans)
+        requests, spans = [requests[place] for place in order], [spans[place] for place in order]
+        num_drafts = [max(span.num_tokens - request.num_left, 0) for request, span in zip(requests, spans, strict=True)]
+        tokens: list[int] = []
+        for request, span, num in zip(requests, spans, num_drafts, strict=True):
+            tokens += request.ids[span.start : span.start + span.num_tokens] + request.drafts[:num]
+        hidden_ND, experts_NLK = self._runner.main(tokens, spans)
+        drawn = self._draw(requests, spans, num_drafts, hidden_ND)
+        experts = None
+        if experts_NLK is not None and any(request.prompt.returns_experts for request in requests):
+            experts = experts_NLK.to(torch.int16).cpu().numpy()
+        is_broken, end = False, 0
+        for request, span in zip(requests, spans, strict=True):
+            end += span.num_tokens
+            part = None if experts is None else experts[end - span.num_tokens : end]
+            is_broken |= not self._advance(request, span, drawn.get(request), part)
+        if is_broken:
+            self._drop_cache()
+        elif depth:
+            self._look_ahead([request for request in requests if request.blocks], depth)
+
+    def _draw(
+        self, requests: Sequence[Request], spans: Sequence[Span], num_drafts: Sequence[int], hidden_ND: Tensor
+    ) -> dict[Request, list[Token]]:
+        """The next tokens of all who are ready for them."""
+        ready, candidates, end = [], [], 0
+        for request, span, num in zip(requests, spans, num_drafts, strict=True):
+            end += span.num_tokens
+            if span.num_tokens >= request.num_left:
+                ready.append(request)
+                candidates.append(Candidate(end - 1, request.drafts[:num], request.slot, _rows(request, num + 1)))
+        if not ready:
+            return {}
+        drawn = dict(zip(ready, self._runner.sample(hidden_ND, candidates), strict=True))
+        for request, num in zip(requests, num_drafts, strict=True):
+            if num:
+                self._note_drafts(num, len(drawn[request]) - 1)
+        return drawn
+
+    def _advance(
+        self, request: Request, span: Span, drawn: Sequence[Token] | None, experts_TLK: npt.NDArray[np.int16] | None
+    ) -> bool:
+        """Take what the step gave a request; false if that is no number. Tokens behind one that ends it are none."""
+        num_computed, is_whole = span.num_tokens, True
+        if drawn is not None:
+            num_computed, request.drafts = request.num_left, []
+            for place, (token, logprob, raw_logprob) in enumerate(drawn):
+                if request.finish_reason is not None:
+                    break
+                if not math.isfinite(logprob + raw_logprob):
+                    # Weights that are broken give no numbers: nothing can be drawn, now or later.
+                    is_whole = False
+                    break
+                request.append(Draw(token, logprob, raw_logprob, self.version.step), self._decode)
+                num_computed += place > 0  # it was a draft, and ran with the others
+                self._totals["sampled_tokens"] += 1
+        if experts_TLK is not None and request.prompt.returns_experts:
+            request.note_experts(span.start, experts_TLK[:num_computed])
+        self._scheduler.advance(request, num_computed, self.version)
+        self._scheduler.trim(request)
+        if not is_whole:
+            self._end(request, FinishReason.ABORT)
+        elif request.finish_reason is not None:
+            self._end(request, request.finish_reason)
+        elif drawn is not None and self.config.on_load != "restart":
+            self._outbox.append((request.id, request.chunk()))
+        return is_whole
+
+    def _look_ahead(self, requests: Sequence[Request], depth: int) -> None:
+        """Let the modules run over what the main model has computed and draft what may come. Where they are far behind,
+        because there was no speculation for a while, they catch up first, a part in each step."""
+        budget, sequences = CATCH_UP_STEPS * self.config.step_tokens, []
+        for request in requests:
+            num_behind = request.num_computed - request.num_foreseen[depth - 1]
+            num_tokens = min(num_behind, budget)
+            budget -= num_tokens
+            num_drafts = 0
+            if request.num_left == 1 and num_tokens == num_behind:
+                num_drafts = self._scheduler.lend(request, min(depth, request.num_wanted - 1))
+            end = request.num_foreseen[depth - 1] + num_tokens
+            starts = [min(start, end) for start in request.num_foreseen]
+            sequences.append(
+                Lookahead(
+                    request.ids, starts, end, _rows(request, num_drafts), self._scheduler.table(request), request.slot
+                )
+            )
+        drafts = self._runner.look_ahead(sequences, depth)
+        for request, sequence, tokens in zip(requests, sequences, drafts, strict=True):
+            request.drafts = tokens
+            self._scheduler.note_foreseen(request, depth, sequence.end)
+            self._scheduler.trim(request)
+
+    def _note_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        self._depth.note_drafts(num_drafts, num_accepted)
+        for place in range(num_drafts):
+            self._totals[f"drafted_{place + 1}"] += 1
+            self._totals[f"accepted_{place + 1}"] += place < num_accepted
 
     def _drop_cache(self) -> None:
         """Whoever runs reads all of its tokens again. Zeros, because what is no number would outlast its block: the
         attention multiplies by 0 what is unseen."""
         self._scheduler.preempt_all()
         self._scheduler.pool.clear()
-        self._cache.zero()
-
-    def _note_experts(self, requests: Sequence[Request], spans: Sequence[Span], experts_NLK: Tensor) -> None:
-        parts = experts_NLK.to(torch.int16).cpu().split([span.num_tokens for span in spans])
-        for request, span, part in zip(requests, spans, parts, strict=True):
-            if request.prompt.returns_experts:
-                request.note_experts(span.start, part.numpy())
+        self._runner.cache.zero()
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
@@ -238,7 +335,10 @@ class Core:
             self._scheduler.preempt_all()
             for request in (request for requests in self._requests.values() for request in requests):
                 request.restart()
+        for request in self._scheduler.running:
+            request.drafts = []
         update.fill(self.model)
+        pack_weights(self.model, self.model.head_weight)
         self.version = update.version
         self._totals["loads"] += 1
 
@@ -280,8 +380,21 @@ class Core:
         assert len(alive) == self.num_running + self.num_waiting, "a request is there twice"
 
 
-def _row(request: Request) -> Row:
-    sampling, prompt, sampled = request.prompt.sampling, list[int](), list[int]()
+def _rows(request: Request, num_tokens: int) -> list[Row]:
+    """How the next tokens are drawn, if the drafts become the tokens before them."""
+    sampling, is_seeded = request.prompt.sampling, request.prompt.seed is not None
+    prompt, sampled = list[int](), list[int]()
     if sampling.is_penalised:
         prompt, sampled = request.ids[: request.num_prompt], request.ids[request.num_prompt :]
-    return Row(sampling, request.seed, request.sample, request.num_sampled, prompt, sampled)
+    return [
+        Row(
+            sampling,
+            request.seed,
+            request.sample,
+            request.num_sampled + place,
+            prompt,
+            sampled + request.drafts[:place] if sampling.is_penalised else sampled,
+            is_seeded,
+        )
+        for place in range(num_tokens)
+    ]

@@ -52,7 +52,10 @@ class ServerCounts:
             *_figure("policy_step", "gauge", "Step of the policy that samples.", {"": state.version.step}),
         ]
         for name, value in sorted(engine_metrics.items()):
-            lines += _figure(f"engine_{name}", "gauge", "A figure of the engine's own.", {"": value})
+            # What an engine has counted since its start is "total_…" there, and "…_total" to Prometheus.
+            counted = name.removeprefix("total_")
+            kind, shown = ("gauge", name) if counted == name else ("counter", f"{counted}_total")
+            lines += _figure(f"engine_{shown}", kind, "A figure of the engine's own.", {"": value})
         return "".join(f"{line}\n" for line in lines)
 
 

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -95,8 +96,8 @@ class NativeEngine:
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
         loop = asyncio.get_running_loop()
         id, stream = f"r{next(self._numbers)}", _Stream(loop, prompt.num_samples)
-        put = stream.queue.put_nowait
-        self._submit(_Task(lambda: self._add(id, prompt, stream), lambda error: _call(loop, put, error)))
+        refuse = partial(_call, loop, stream.queue.put_nowait)
+        self._submit(_Task(lambda: self._add(id, prompt, stream), refuse))
         num_open = prompt.num_samples
         try:
             while num_open:
@@ -115,7 +116,8 @@ class NativeEngine:
         """Returns when these weights sample; when that is, is the core's to say."""
         loop = asyncio.get_running_loop()
         load = _Load(version, loop, loop.create_future())
-        await self._ask(lambda: self._start_load(folder, load))
+        refuse = partial(_call, loop, _reject, load.done)
+        self._submit(_Task(lambda: self._start_load(folder, load), refuse))
         await load.done
 
     async def state(self) -> EngineState:
@@ -173,7 +175,7 @@ class NativeEngine:
                 self._state = EngineState(self._core.version, self._core.num_running, self._core.num_waiting)
                 self._deliver(outputs)
                 self._settle_loads()
-        except Exception as error:  # noqa: BLE001  (whatever it is, those who wait must hear of it)
+        except BaseException as error:  # noqa: BLE001  (even a panic of a library's: those who wait must hear of it)
             _log.exception("the rollout engine failed")
             self._fail_all(f"the engine failed ({type(error).__name__}: {error}); start another")
 

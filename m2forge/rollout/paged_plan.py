@@ -4,8 +4,8 @@ Each sequence runs a span of new tokens behind those it has in the cache. Layer 
 values of all new tokens to their places and lets every token see its own sequence up to itself. All that does not
 depend on the layer (places, tables, masks) is made once per step.
 
-Tokens of the step stand in the order of `arranged`: spans of equal size and similar length are one bundle, computed
-together. Padding is at most as long as the bundle's shortest sequence.
+Tokens of the step stand in the order of `arranged`: spans of equal size are one bundle, computed together; on a CPU,
+where short sequences would be padded to long ones, those of similar length.
 
 Shapes: N tokens of the step, B sequences of a bundle, Q new tokens of each, S blocks of the longest, Y layers,
 P blocks, T tokens of one, H query heads, G key/value heads, K head dimension.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,19 +27,39 @@ from m2forge.rollout.scheduler import Copy
 
 
 class PagedCache:
-    """Keys and values of all layers. A block's index is the same in each."""
+    """Keys and values of all layers, those of the main model before those of its prediction modules, and the states
+    that each module takes from the one before it. A block's index is the same in each."""
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_tokens: int, device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_modules: int = 0,
     ) -> None:
-        shape = (config.num_layers, num_blocks, block_tokens, config.attention.num_kv_heads, config.attention.head_dim)
+        # One block more than are given out: what is no token is written there, and nobody reads it.
+        places, attention = (num_blocks + 1, block_tokens), config.attention
+        shape = (config.num_layers + num_modules, *places, attention.num_kv_heads, attention.head_dim)
         # Zeros, because what is unseen is multiplied by 0, and memory may hold values that 0 does not silence.
         self.k_YPTGK = torch.zeros(shape, device=device, dtype=dtype)
         self.v_YPTGK = torch.zeros(shape, device=device, dtype=dtype)
+        self.state_MPTD = torch.zeros((num_modules, *places, config.hidden_size), device=device, dtype=dtype)
+        """By the module that takes them: first those of the main model."""
 
     @property
     def block_tokens(self) -> int:
         return self.k_YPTGK.shape[2]
+
+    @property
+    def num_modules(self) -> int:
+        return self.state_MPTD.shape[0]
+
+    @property
+    def nowhere(self) -> int:
+        """A place that nobody reads."""
+        return (self.k_YPTGK.shape[1] - 1) * self.block_tokens
 
     @property
     def device(self) -> torch.device:
@@ -47,12 +68,21 @@ class PagedCache:
     def copy(self, copies: Sequence[Copy]) -> None:
         """One after the other: a block may be written that an earlier copy has read."""
         for source, target in copies:
-            for x in (self.k_YPTGK, self.v_YPTGK):
+            for x in (self.k_YPTGK, self.v_YPTGK, self.state_MPTD):
                 x[:, target] = x[:, source]
 
     def zero(self) -> None:
-        self.k_YPTGK.zero_()
-        self.v_YPTGK.zero_()
+        for x in (self.k_YPTGK, self.v_YPTGK, self.state_MPTD):
+            x.zero_()
+
+    def keep_states(self, module: int, plan: "PagedPlan", state_ND: Tensor) -> None:
+        """Write what `module` will take, at the plan's places."""
+        self.state_MPTD[module].flatten(0, 1).index_copy_(0, plan.slot_N, state_ND)
+
+    def parent_states(self, module: int, plan: "PagedPlan") -> Tensor:
+        """What `module` takes at each of the plan's tokens: the state at the place before; zero before a first one."""
+        state_ND = self.state_MPTD[module].flatten(0, 1).index_select(0, plan.parent_slot_N)
+        return torch.where(plan.position_N[:, None] > 0, state_ND, 0)
 
 
 @dataclass(frozen=True)
@@ -62,12 +92,12 @@ class Span:
     start: int
     """Tokens before them, all of which are in the cache."""
     num_tokens: int
-    blocks: Sequence[int]
+    blocks: Sequence[int] | npt.NDArray[np.int64]
     """Where the sequence lies, the new tokens included."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Spans of equal shape are computed together."""
+        """Of equal shape are spans that are computed together on a CPU."""
         return self.num_tokens, (len(self.blocks) - 1).bit_length()
 
 
@@ -77,65 +107,84 @@ def arranged(spans: Sequence[Span]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Bundle:
+class Bundle:
+    """Sequences that run equally many tokens."""
+
     first: int
     """Row of the step where the bundle's tokens begin."""
     table_BS: Tensor
     position_BQ: Tensor
+    """−1 where there is no token: it sees nothing, or anything, and is written nowhere."""
 
 
 class PagedPlan:
-    def __init__(self, cache: PagedCache, spans: Sequence[Span]) -> None:
-        """`spans` in the order of `arranged`."""
-        self.cache, size = cache, cache.block_tokens
-        self._bundles = list(_bundled(spans, cache.device))
+    def __init__(self, cache: PagedCache, bundles: Sequence[Bundle], first_layer: int = 0) -> None:
+        """`first_layer`: the layer of the cache that is run first."""
+        self.cache, self._bundles = cache, bundles
         self.position_N = torch.cat([bundle.position_BQ.flatten() for bundle in self._bundles])
-        blocks = [bundle.table_BS.gather(1, bundle.position_BQ // size).flatten() for bundle in self._bundles]
-        self._slot_N = torch.cat(blocks) * size + self.position_N % size
+        self.slot_N = self._slots(0)
         self.count_N: Tensor | None = None
-        self._layers = iter(range(cache.k_YPTGK.shape[0]))
+        self._layers = iter(range(first_layer, cache.k_YPTGK.shape[0]))
+
+    @property
+    def parent_slot_N(self) -> Tensor:
+        """The place before each token; for a first token nowhere."""
+        return self._slots(1)
+
+    def _slots(self, num_back: int) -> Tensor:
+        size, slots = self.cache.block_tokens, []
+        for bundle in self._bundles:
+            position_BQ = bundle.position_BQ - num_back
+            block_BQ = bundle.table_BS.gather(1, position_BQ.clamp(min=0) // size)
+            slot_BQ = torch.where(position_BQ >= 0, block_BQ * size + position_BQ % size, self.cache.nowhere)
+            slots.append(slot_BQ.flatten())
+        return torch.cat(slots)
+
+    def attend(self, q_NHK: Tensor, k_PTGK: Tensor, v_PTGK: Tensor, sight: tuple[int, int] | None) -> Tensor:
+        """The attention of one layer, whose keys and values are in the cache."""
+        outs = []
+        for bundle in self._bundles:
+            num_rows = bundle.position_BQ.numel()
+            q_BQHK = q_NHK[bundle.first : bundle.first + num_rows].unflatten(0, bundle.position_BQ.shape)
+            out_BQHK = paged_attention(q_BQHK, k_PTGK, v_PTGK, bundle.table_BS, bundle.position_BQ, sight)
+            outs.append(out_BQHK.flatten(0, 1))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def bind(self, window: WindowConfig | None) -> Attend:
         sight = None if window is None else (window.size, window.num_sinks)
-        return _PagedAttend(self.cache, self._layers, self._slot_N, self._bundles, sight)
+        return _PagedAttend(self, self._layers, sight)
 
     def to_parent(self, x_ND: Tensor) -> Tensor:
-        raise NotImplementedError("the step keeps no states for prediction modules")
+        raise NotImplementedError("modules run over other spans than the main model, one at a time (runner.py)")
 
 
 @dataclass(frozen=True)
 class _PagedAttend:
     """Writes the new keys and values where they belong, then lets each bundle see its own."""
 
-    cache: PagedCache
+    plan: PagedPlan
     layers: Iterator[int]
     """Shared by all that attend in this step: each call is the next layer's, whatever its window."""
-    slot_N: Tensor
-    bundles: Sequence[_Bundle]
-    window: tuple[int, int] | None
+    sight: tuple[int, int] | None
 
     def __call__(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
-        layer = next(self.layers)
-        k_PTGK, v_PTGK = self.cache.k_YPTGK[layer], self.cache.v_YPTGK[layer]
-        k_PTGK.view(-1, *k_NGK.shape[1:]).index_copy_(0, self.slot_N, k_NGK)
-        v_PTGK.view(-1, *v_NGK.shape[1:]).index_copy_(0, self.slot_N, v_NGK)
-        outs = []
-        for bundle in self.bundles:
-            num_rows = bundle.position_BQ.numel()
-            q_BQHK = q_NHK[bundle.first : bundle.first + num_rows].unflatten(0, bundle.position_BQ.shape)
-            out_BQHK = paged_attention(q_BQHK, k_PTGK, v_PTGK, bundle.table_BS, bundle.position_BQ, self.window)
-            outs.append(out_BQHK.flatten(0, 1))
-        return torch.cat(outs)
+        layer, cache = next(self.layers), self.plan.cache
+        k_PTGK, v_PTGK = cache.k_YPTGK[layer], cache.v_YPTGK[layer]
+        k_PTGK.view(-1, *k_NGK.shape[1:]).index_copy_(0, self.plan.slot_N, k_NGK)
+        v_PTGK.view(-1, *v_NGK.shape[1:]).index_copy_(0, self.plan.slot_N, v_NGK)
+        return self.plan.attend(q_NHK, k_PTGK, v_PTGK, self.sight)
 
 
-def _bundled(spans: Sequence[Span], device: torch.device) -> Iterator[_Bundle]:
-    first = 0
-    for (num_tokens, _), members in groupby(spans, key=lambda span: span.shape):
+def bundled(spans: Sequence[Span], device: torch.device) -> list[Bundle]:
+    """`spans` in the order of `arranged`."""
+    first, bundles = 0, []
+    for _, members in groupby(spans, key=lambda span: span.num_tokens if device.type == "cuda" else span.shape):
         together = list(members)
         table_BS = np.zeros((len(together), max(len(span.blocks) for span in together)), np.int64)
         for row, span in enumerate(together):
             table_BS[row, : len(span.blocks)] = span.blocks
         start_B = torch.tensor([span.start for span in together], device=device)
-        position_BQ = start_B[:, None] + torch.arange(num_tokens, device=device)
-        yield _Bundle(first, torch.from_numpy(table_BS).to(device), position_BQ)
-        first += num_tokens * len(together)
+        position_BQ = start_B[:, None] + torch.arange(together[0].num_tokens, device=device)
+        bundles.append(Bundle(first, torch.from_numpy(table_BS).to(device), position_BQ))
+        first += position_BQ.numel()
+    return bundles

@@ -12,7 +12,8 @@ from m2forge.errors import EngineError
 from m2forge.protocols import Chunk, EngineState, Prompt
 from m2forge.records import JsonValue, PolicyVersion
 from m2forge.rollout import wire
-from m2forge.rollout.client import Client
+from m2forge.rollout.client import ANSWER_S, Client
+from m2forge.rollout.turn import within_deadline
 
 
 class RemoteEngine:
@@ -22,14 +23,10 @@ class RemoteEngine:
         self._client = Client(url, key=admin_key, read_error=wire.read_error)
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
-        num_open = prompt.num_samples
-        async with aclosing(self._client.lines("/generate", wire.write_prompt(prompt))) as lines:
-            async for line in lines:
-                chunk = wire.read_chunk(line)
-                num_open -= chunk.finish_reason is not None
+        # The server keeps the deadline; this one is for a server that does not answer any more.
+        async with aclosing(within_deadline(self._sample(prompt), prompt, grace_s=ANSWER_S)) as chunks:
+            async for chunk in chunks:
                 yield chunk
-        if num_open:
-            raise EngineError(f"{self._client.url} ended its answer with {num_open} completions unfinished")
 
     async def load(self, folder: Path, version: PolicyVersion) -> None:
         named: JsonValue = {"lineage": version.lineage, "step": version.step}
@@ -45,3 +42,8 @@ class RemoteEngine:
     async def close(self) -> None:
         """Hang up. The server and its engine go on."""
         await self._client.close()
+
+    async def _sample(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(self._client.lines("/generate", wire.write_prompt(prompt))) as lines:
+            async for line in lines:
+                yield wire.read_chunk(line)

@@ -41,6 +41,12 @@ class Request:
         self.num_computed = 0
         self.computed_by: list[tuple[int, PolicyVersion]] = []
         """Which weights computed what is in the blocks: (first token, version), in order of the tokens."""
+        self.slot = -1
+        """Its own among the requests that run."""
+        self.num_foreseen: list[int] = []
+        """By prediction module: the first tokens, at most `num_computed`, that it has run over too."""
+        self.drafts: list[int] = []
+        """What may come behind the tokens there are; to be verified."""
         self.num_cached: int | None = None
         """Tokens of the prompt that were there when it was first admitted."""
         self._unsent: list[Draw] = []
@@ -52,6 +58,11 @@ class Request:
     def num_left(self) -> int:
         """Tokens to compute before the next one can be drawn."""
         return len(self.ids) - self.num_computed
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens to draw, at most."""
+        return self.prompt.max_tokens - self.num_sampled
 
     @property
     def num_sampled(self) -> int:

@@ -7,14 +7,15 @@
     drawn from softmax(x)             by inverse CDF in the order of the ids
 
 The number that draws token t of sample s is a function of (seed, s, t) and of nothing else (Philox 4x32-10, a
-counter-based generator), so neither batching nor preemption changes what is drawn.
+counter-based generator), so neither batching nor preemption changes what is drawn. Drafts and their verification
+(speculation.py) have streams of numbers of their own.
 
 Shapes: B rows, V vocabulary.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,9 @@ _WORD = np.uint64(32)
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _NUM_ROUNDS = 10
+
+Stream = Literal["token", "draft", "verdict"]
+_STREAMS: tuple[Stream, ...] = ("token", "draft", "verdict")
 
 Words = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
 
@@ -45,6 +49,8 @@ class Row:
     prompt_ids: Sequence[int] = ()
     """This and the next are looked at only where there are penalties."""
     sampled_ids: Sequence[int] = ()
+    is_seeded: bool = False
+    """Whether whoever asked relies on the number that draws: a draft may then not change the token."""
 
 
 class Drawn(NamedTuple):
@@ -62,41 +68,44 @@ def draw(logits_BV: Tensor, rows: Sequence[Row]) -> Drawn:
         logprob_B = torch.zeros_like(x_BV[:, 0])
     else:
         logprob_BV = distribution(x_BV, rows)
-        uniform = uniforms([row.seed for row in rows], [row.sample for row in rows], [row.place for row in rows])
-        token_B = pick(logprob_BV, torch.from_numpy(uniform).to(logits_BV.device))
-        logprob_B = _at(logprob_BV, token_B)
-    return Drawn(token_B, logprob_B, _at(raw_BV, token_B) - raw_BV.logsumexp(-1))
+        token_B = pick(logprob_BV, numbers(rows, "token", logits_BV.device))
+        logprob_B = at(logprob_BV, token_B)
+    return Drawn(token_B, logprob_B, at(raw_BV, token_B) - raw_BV.logsumexp(-1))
 
 
 def penalised(x_BV: Tensor, rows: Sequence[Row]) -> Tensor:
     places = [place for place, row in enumerate(rows) if row.sampling.is_penalised]
     if not places:
         return x_BV
-    x_BV, vocab_size = x_BV.clone(), x_BV.shape[1]
-    for place in places:
-        sampling, x_V = rows[place].sampling, x_BV[place]
-        # In the precision of the logits: an integer times a number of Python's would be float32.
-        count_V = _counts(rows[place].sampled_ids, vocab_size).to(x_V)
-        is_there_V = (count_V > 0) | (_counts(rows[place].prompt_ids, vocab_size).to(x_V.device) > 0)
-        repelled_V = torch.where(x_V > 0, x_V / sampling.repetition_penalty, x_V * sampling.repetition_penalty)
-        x_V = torch.where(is_there_V, repelled_V, x_V)
-        x_V = x_V - sampling.frequency_penalty * count_V - sampling.presence_penalty * (count_V > 0).to(x_V)
-        x_BV[place] = x_V
-    return x_BV
+    place_C = torch.tensor(places, device=x_BV.device)
+    x_CV = x_BV[place_C]
+    count_CV = _counts([rows[place].sampled_ids for place in places], x_CV)
+    is_there_CV = (count_CV > 0) | (_counts([rows[place].prompt_ids for place in places], x_CV) > 0)
+    repetition_C1, frequency_C1, presence_C1 = (
+        x_BV.new_tensor([[getattr(rows[place].sampling, f"{name}_penalty")] for place in places])
+        for name in ("repetition", "frequency", "presence")
+    )
+    repelled_CV = torch.where(x_CV > 0, x_CV / repetition_C1, x_CV * repetition_C1)
+    x_CV = torch.where(is_there_CV, repelled_CV, x_CV)
+    x_CV = x_CV - frequency_C1 * count_CV - presence_C1 * (count_CV > 0).to(x_CV)
+    return x_BV.index_put((place_C,), x_CV)
 
 
 def distribution(x_BV: Tensor, rows: Sequence[Row]) -> Tensor:
     """Log-probability of every token under what it is drawn from, −∞ where it is cut off; of penalised logits."""
-    temperature_B = x_BV.new_tensor([row.sampling.temperature or 1.0 for row in rows])
-    temperature_B = temperature_B.clamp(min=torch.finfo(x_BV.dtype).tiny)
-    # Less their largest first: then no temperature, however low, makes the likeliest token's infinite.
-    x_BV = (x_BV - x_BV.amax(-1, keepdim=True)) / temperature_B[:, None]
+    x_BV = tempered(x_BV, x_BV.new_tensor([row.sampling.temperature or 1.0 for row in rows]))
     cut = [place for place, row in enumerate(rows) if _is_cut(row.sampling)]
     if cut:
         cut_C = torch.tensor(cut, device=x_BV.device)
         kept_CV = kept(x_BV[cut_C], [rows[place].sampling for place in cut])
         x_BV = x_BV.index_put((cut_C,), x_BV[cut_C].masked_fill(~kept_CV, -torch.inf))
     return x_BV.log_softmax(-1)
+
+
+def tempered(x_BV: Tensor, temperature_B: Tensor) -> Tensor:
+    """Logits by their temperatures, the largest of each row 0: then none, however low, makes one infinite."""
+    temperature_B = temperature_B.clamp(min=torch.finfo(x_BV.dtype).tiny)
+    return (x_BV - x_BV.amax(-1, keepdim=True)) / temperature_B[:, None]
 
 
 def kept(x_BV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
@@ -124,13 +133,23 @@ def pick(logprob_BV: Tensor, uniform_B: Tensor) -> Tensor:
     return token_B.clamp(max=logprob_BV.shape[1] - 1)
 
 
-def uniforms(seeds: Sequence[int], samples: Sequence[int], places: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) of 52 bits: times any total, they stay below it."""
-    seed_B = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64)
-    place_B, sample_B = np.array(places, np.uint64), np.array(samples, np.uint64)
-    counter = (place_B & _LOW, place_B >> _WORD, sample_B, np.zeros_like(place_B))
-    low_B, high_B, _, _ = philox(counter, (seed_B & _LOW, seed_B >> _WORD))
-    return ((high_B << _WORD | low_B) >> np.uint64(12)).astype(np.float64) * 2.0**-52
+def numbers(rows: Sequence[Row], stream: Stream, device: torch.device) -> Tensor:
+    seeds, samples, places = ([getattr(row, name) for row in rows] for name in ("seed", "sample", "place"))
+    return torch.from_numpy(uniforms(seeds, samples, places, stream)).to(device)
+
+
+def uniforms(
+    seeds: Sequence[int], samples: Sequence[int], places: npt.ArrayLike, stream: Stream | Sequence[Stream] = "token"
+) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) of 52 bits: times any total, they stay below it. One of each row, or a row of them: places
+    (rows, numbers), and a stream for each number."""
+    place, shape = np.asarray(places, np.uint64), (-1, *[1] * (np.ndim(places) - 1))
+    seed = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64).reshape(shape)
+    sample = np.array(samples, np.uint64).reshape(shape)
+    streams = [stream] if isinstance(stream, str) else stream
+    number = np.array([_STREAMS.index(each) for each in streams], np.uint64)
+    low, high, _, _ = philox((place & _LOW, place >> _WORD, sample, number), (seed & _LOW, seed >> _WORD))
+    return ((high << _WORD | low) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def philox(counter: Words, key: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]) -> Words:
@@ -144,13 +163,24 @@ def philox(counter: Words, key: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uin
     return c0, c1, c2, c3
 
 
+def is_bare(sampling: Sampling) -> bool:
+    """Whether temperature alone shapes what is drawn from."""
+    is_whole = sampling.top_p == 1 and sampling.top_k == 0 and sampling.min_p == 0
+    return (is_whole or sampling.temperature == 0) and not sampling.is_penalised
+
+
 def _is_cut(sampling: Sampling) -> bool:
     return sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
 
 
-def _counts(ids: Sequence[int], vocab_size: int) -> Tensor:
-    return torch.from_numpy(np.bincount(np.asarray(ids, np.int64), minlength=vocab_size))
+def _counts(ids: Sequence[Sequence[int]], x_BV: Tensor) -> Tensor:
+    """How often each token is there, row by row, shaped as `x_BV`."""
+    place_B = np.arange(len(ids)) * x_BV.shape[1]
+    flat = np.repeat(place_B, [len(row) for row in ids]) + np.array([token for row in ids for token in row], np.int64)
+    where = torch.from_numpy(flat).to(x_BV.device)
+    return torch.zeros_like(x_BV).flatten().scatter_add_(0, where, x_BV.new_ones(len(flat))).view_as(x_BV)
 
 
-def _at(x_BV: Tensor, token_B: Tensor) -> Tensor:
-    return x_BV.gather(1, token_B[:, None])[:, 0]
+def at(x_BV: Tensor, token_B: Tensor) -> Tensor:
+    """Of each row the value of its token."""
+    return x_BV.gather(-1, token_B[..., None])[..., 0]

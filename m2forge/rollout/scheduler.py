@@ -8,11 +8,17 @@ may push out requests of lower priority for it.
 
 A request that is about to read what another one is just reading waits for that one's blocks instead: the samples of a
 prompt, and prompts that begin alike, read what they share once.
+
+Drafts are verified with what is left, tokens and blocks, when all others have theirs: they push nobody out. Blocks
+beyond the tokens that are computed are given back as soon as a step is done.
 """
 
 from bisect import insort
 
-from m2forge.records import PolicyVersion
+import numpy as np
+import numpy.typing as npt
+
+from m2forge.records import MAX_INT32, PolicyVersion
 from m2forge.rollout.block_pool import Block, BlockPool, Match
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.request import Request
@@ -24,8 +30,9 @@ Reading = tuple[Block | None, tuple[int, ...]]
 
 
 class Scheduler:
-    def __init__(self, config: RolloutConfig) -> None:
+    def __init__(self, config: RolloutConfig, max_context: int | None = None) -> None:
         self.config = config
+        self.max_context = min(max_context or MAX_INT32, config.num_blocks * config.block_tokens)
         self.pool = BlockPool(config.num_blocks, config.block_tokens)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -38,6 +45,11 @@ class Scheduler:
         self._started: set[str] = set()
         self._step: dict[Request, int] = {}
         self._budget = 0
+        self._slots = list(range(config.max_running))[::-1]
+        """Those that no request has."""
+        num_columns = num_blocks_for(self.max_context, config.block_tokens)
+        self.tables = np.zeros((config.max_running, num_columns), np.int64)
+        """By slot: the indices of the blocks that its request holds, and behind them of any."""
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=_order)
@@ -72,6 +84,10 @@ class Scheduler:
                 self._continue(request)
         if self.waiting:
             self._admit(version, admits)
+        for request in completing:
+            if request.drafts and request in self._step:
+                num_drafts = min(len(request.drafts), self._budget, self._room(request) - 1)
+                self._grant(request, 1 + num_drafts)
         return self._step.copy()
 
     def advance(self, request: Request, num_tokens: int, version: PolicyVersion) -> None:
@@ -87,7 +103,41 @@ class Scheduler:
     def _publish(self, request: Request, place: int, tokens: list[int]) -> None:
         parent = request.blocks[place - 1] if place else None
         ((_, version),) = request.computed_by
-        request.blocks[place] = self.pool.publish(request.blocks[place], parent, version, tokens)
+        block = self.pool.publish(request.blocks[place], parent, version, tokens)
+        if block is not request.blocks[place]:
+            self._foresee_less(request, block.num_modules, place * self.config.block_tokens)
+        self._set_block(request, place, block)
+
+    def table(self, request: Request) -> npt.NDArray[np.int64]:
+        """The indices of its blocks."""
+        return self.tables[request.slot, : len(request.blocks)]
+
+    # -- drafts -------------------------------------------------------------------------------------------------------
+
+    def lend(self, request: Request, num_drafts: int) -> int:
+        """Blocks for drafts behind the computed tokens, until `trim`; for how many of them there are any."""
+        num_drafts = min(num_drafts, self._room(request), self.max_context - request.num_computed)
+        self._take(request, num_drafts)
+        return num_drafts
+
+    def trim(self, request: Request) -> None:
+        """Take back the blocks that hold no computed token."""
+        num_needed = num_blocks_for(max(request.num_computed, 1), self.config.block_tokens)
+        self.pool.release(request.blocks[num_needed:])
+        del request.blocks[num_needed:]
+
+    def note_foreseen(self, request: Request, depth: int, num_tokens: int) -> None:
+        """The first `depth` modules have run over so many of its tokens."""
+        for module in range(depth):
+            before, after = request.num_foreseen[module], max(request.num_foreseen[module], num_tokens)
+            for block in request.blocks[before // self.config.block_tokens : after // self.config.block_tokens]:
+                block.num_modules = max(block.num_modules, module + 1)
+            request.num_foreseen[module] = after
+
+    def _foresee_less(self, request: Request, num_modules: int, num_tokens: int) -> None:
+        """Only the first modules have run over what comes behind `num_tokens`."""
+        for module in range(num_modules, len(request.num_foreseen)):
+            request.num_foreseen[module] = min(request.num_foreseen[module], num_tokens)
 
     # -- those that run -----------------------------------------------------------------------------------------------
 
@@ -96,19 +146,34 @@ class Scheduler:
         while self._num_missing(request, num_tokens) > self.pool.num_available and self.running[-1] is not request:
             self._preempt(self.running[-1])
         # The last one takes what is there, and waits with what it holds for more.
-        room = (len(request.blocks) + self.pool.num_available) * self.config.block_tokens - request.num_computed
-        self._grant(request, min(num_tokens, room))
+        self._grant(request, min(num_tokens, self._room(request)))
+
+    def _room(self, request: Request) -> int:
+        """Places for more tokens, if it took all blocks that are available."""
+        return (len(request.blocks) + self.pool.num_available) * self.config.block_tokens - request.num_computed
 
     def _num_missing(self, request: Request, num_tokens: int) -> int:
         return num_blocks_for(request.num_computed + num_tokens, self.config.block_tokens) - len(request.blocks)
 
     def _grant(self, request: Request, num_tokens: int) -> None:
+        """Let it compute so many tokens in this step, those included that it was granted already."""
         if num_tokens < 1:
             return
-        for _ in range(self._num_missing(request, num_tokens)):
-            request.blocks.append(self.pool.take())
+        self._take(request, num_tokens)
+        self._budget -= num_tokens - self._step.get(request, 0)
         self._step[request] = num_tokens
-        self._budget -= num_tokens
+
+    def _take(self, request: Request, num_tokens: int) -> None:
+        for _ in range(self._num_missing(request, num_tokens)):
+            self._add_block(request, self.pool.take())
+
+    def _add_block(self, request: Request, block: Block) -> None:
+        self.tables[request.slot, len(request.blocks)] = block.index
+        request.blocks.append(block)
+
+    def _set_block(self, request: Request, place: int, block: Block) -> None:
+        self.tables[request.slot, place] = block.index
+        request.blocks[place] = block
 
     def _preempt(self, request: Request) -> None:
         self._withdraw(request)
@@ -122,6 +187,8 @@ class Scheduler:
             self._publish(request, num_full, request.ids[request.num_computed - num_tail : request.num_computed])
         self.pool.release(request.blocks)
         request.blocks, request.num_computed, request.computed_by = [], 0, []
+        request.num_foreseen, request.drafts = [], []
+        self._slots.append(request.slot)
         self.running.remove(request)
         self._budget += self._step.pop(request, 0)
 
@@ -165,6 +232,8 @@ class Scheduler:
             num_woken = sum(block.num_holders == 0 for block in match.blocks)
             return num_needed + num_woken > self.pool.num_available or len(self.running) >= self.config.max_running
 
+        if not lacks():
+            return True
         lower = [other for other in self.running if _is_lower(other, request)]
         most = self.pool.num_available + sum(len(other.blocks) for other in lower)  # less where they share some
         while lacks() and lower and num_needed <= most:
@@ -175,13 +244,16 @@ class Scheduler:
         self.waiting.remove(request)
         insort(self.running, request, key=_order)
         self._started.add(request.id)
-        for block in match.blocks:
-            self.pool.hold(block)
-        request.blocks = match.blocks.copy()
+        request.slot = self._slots.pop()
         num_there = len(match.blocks) * self.config.block_tokens
+        request.num_foreseen = [num_there] * self.config.speculation
+        for place, block in enumerate(match.blocks):
+            self.pool.hold(block)
+            self._foresee_less(request, block.num_modules, place * self.config.block_tokens)
+            self._add_block(request, block)
         if match.tail is not None:
             # The copy runs before anything is written, so that what it reads may even be evicted by now.
-            request.blocks.append(self.pool.take())
+            self._add_block(request, self.pool.take())
             self.copies.append((match.tail.index, request.blocks[-1].index))
             num_there += match.num_tail
         self.num_cached += num_there
@@ -200,6 +272,13 @@ class Scheduler:
         for request in self.running:
             num_needed = num_blocks_for(max(request.num_computed, 1), self.config.block_tokens)
             assert len(request.blocks) == num_needed, f"{len(request.blocks)} blocks for {request.num_computed} tokens"
+            indices = [block.index for block in request.blocks]
+            assert self.tables[request.slot, :num_needed].tolist() == indices, "the table names other blocks"
+            assert [request.num_computed, *request.num_foreseen] == sorted(
+                [request.num_computed, *request.num_foreseen], reverse=True
+            ), f"modules ran over {request.num_foreseen} of {request.num_computed} tokens"
+        slots = [*self._slots, *(request.slot for request in self.running)]
+        assert sorted(slots) == list(range(self.config.max_running)), "a slot is lost or there twice"
         for request in self.waiting:
             assert not request.blocks
             assert request.num_computed == 0

@@ -1,12 +1,13 @@
 """A model folder, served until the process is told to stop."""
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from m2forge.errors import ConfigError, M2ForgeError
+from m2forge.errors import ConfigError, M2ForgeError, NotFoundError
 from m2forge.model.checkpoint import load_model
 from m2forge.records import PolicyVersion
 from m2forge.rollout.core import Core
@@ -14,7 +15,9 @@ from m2forge.rollout.native import NativeEngine
 from m2forge.rollout.request import Decode
 from m2forge.rollout.server import address, bind, make_app, make_server
 from m2forge.rollout.server_config import ServeConfig
-from m2forge.text.tokenizer import load_tokenizer
+from m2forge.text.tokenizer import Tokenizer, load_tokenizer
+
+_log = logging.getLogger(__name__)
 
 _DTYPES = {"stored": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,8 +49,25 @@ def make_core(folder: Path, config: ServeConfig) -> Core:
 
 
 def _find_decode(folder: Path) -> Decode | None:
-    """Only stop texts need it, and are refused without."""
+    """Only stop texts need it, and are refused without. Exact, because only vocabularies of bytes are loaded: there the
+    text of tokens is the text of each, one after the other."""
     try:
-        return load_tokenizer(folder).decode_bytes
-    except M2ForgeError:
+        tokenizer = load_tokenizer(folder)
+    except NotFoundError:
         return None
+    except M2ForgeError as error:
+        _log.warning("prompts with stop texts will be refused: %s", error)
+        return None
+
+    def decode(ids: Sequence[int]) -> bytes:
+        return b"".join(_bytes_of(tokenizer, id) for id in ids)
+
+    return decode
+
+
+def _bytes_of(tokenizer: Tokenizer, id: int) -> bytes:
+    """Networks know a few more ids than their tokenizers, to be of a round size; these have no text."""
+    try:
+        return tokenizer.decode_bytes((id,))
+    except NotFoundError:
+        return b""

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -173,10 +173,13 @@ class _Service:
     async def _read(self, request: Request) -> bytes:
         """The body, as long as it is not too long."""
         body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self._config.max_body_bytes:
-                raise HTTPException(413, f"the body exceeds {self._config.max_body_bytes} bytes; send less")
+        try:
+            async for piece in request.stream():
+                body += piece
+                if len(body) > self._config.max_body_bytes:
+                    raise HTTPException(413, f"the body exceeds {self._config.max_body_bytes} bytes; send less")
+        except ClientDisconnect as error:
+            raise HungUp from error
         return bytes(body)
 
     def _refuse_stranger(self, request: Request) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from m2forge.config import Config
+from m2forge.records import MAX_INT32
 from m2forge.rollout.config import RolloutConfig
 
 ADMIN_KEY_VARIABLE = "M2FORGE_ADMIN_KEY"
@@ -25,14 +26,15 @@ class ServerConfig(Config):
     """A request's body, at most."""
     max_samples: Annotated[int, Field(gt=0)] = 256
     """Completions of one request, at most."""
-    admin_key: str | None = None
-    """Who changes the weights must send it as a bearer token. None lets everybody who reaches the server."""
+    admin_key: Annotated[str, Field(pattern="^[!-~]+$")] | None = None
+    """Who changes the weights must send it as a bearer token. None lets everybody who reaches the server. Signs that a
+    header can carry: no spaces, no letters beyond ASCII."""
 
 
 class ServeConfig(Config):
     lineage: str = ""
     """The run whose weights these are; by default named after the folder."""
-    step: Annotated[int, Field(ge=0)] = 0
+    step: Annotated[int, Field(ge=0, le=MAX_INT32)] = 0
     """Optimizer steps behind these weights within the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = "stored"

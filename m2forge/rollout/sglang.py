@@ -7,7 +7,12 @@ the two is seen from the count that comes along.
 
 SGLang reports the log-probability of a token after temperature and before truncation. Where tokens are truncated or
 penalised it cannot say what they were drawn from, so such a prompt is refused; at a temperature other than 1 the one
-under the bare logits is not known. Seeds count only where it runs with `--enable-deterministic-inference`.
+under the bare logits is not known. Seeds count only where it runs with `--enable-deterministic-inference`, which is to
+be told here by `takes_seeds`; else they are refused.
+
+It looks for stop ids only together with the model's own end token. Where that one ends a completion and is no stop id
+of the prompt, the request fails, rather than pass for one that stopped as asked. Stop texts it looks for in as many of
+the last tokens as it would itself need for them, so it may miss one that was sampled in more: they are refused.
 
 Weights are reloaded by `/update_weights_from_disk`, which also drops the cache. Tokens do not name their weights:
 requests and loads take turns (see `turn`).
@@ -25,24 +30,35 @@ import numpy as np
 
 from m2forge.errors import EngineError, M2ForgeError, NotFoundError, RequestError
 from m2forge.protocols import Chunk, EngineState, Prompt
-from m2forge.records import FinishReason, JsonValue, PolicyVersion, Sampling
-from m2forge.rollout.client import Client
+from m2forge.records import FinishReason, JsonValue, PolicyVersion
+from m2forge.rollout.client import ANSWER_S, Client
 from m2forge.rollout.turn import Turns, within_deadline
 
 _ALL_TOKENS = -1
 """SGLang's top_k for no limit."""
+_LOWEST_TEMPERATURE = 1e-6
+"""SGLang takes any lower one for 0."""
+_NUM_SEEDS = 1 << 62
+"""It keeps them in 64 bits with their sign."""
 
 
 class SGLangEngine:
     """See `Engine`. It should be the only one that changes the server's weights."""
 
-    def __init__(self, url: str, version: PolicyVersion, *, api_key: str | None = None) -> None:
-        """`version` is what the server's weights are."""
+    def __init__(
+        self, url: str, version: PolicyVersion, *, api_key: str | None = None, takes_seeds: bool = False
+    ) -> None:
+        """`version` is what the server's weights are. `takes_seeds`: it runs with --enable-deterministic-inference."""
         self._client = Client(url, key=api_key, read_error=_read_error)
-        self._turns = Turns(version)
+        self._turns, self._takes_seeds = Turns(version), takes_seeds
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
         _refuse_unsupported(prompt)
+        if prompt.seed is not None and not self._takes_seeds:
+            raise RequestError(
+                f"seed {prompt.seed}: SGLang passes over seeds unless it runs with --enable-deterministic-inference; "
+                "start it so and give takes_seeds=True, or leave the seed out"
+            )
         async with aclosing(within_deadline(self._sample(prompt), prompt)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -53,9 +69,10 @@ class SGLangEngine:
             raise NotFoundError(f"{folder} is not a folder; give a model folder that the server sees too")
         async with self._turns.load(version):
             body: JsonValue = {"model_path": str(folder.absolute()), "weight_version": str(version.step)}
-            told = self._client.parse(await self._client.post("/update_weights_from_disk", body))
-            if not told.get("success"):
-                raise EngineError(f"{self._client.url} did not load {folder}: {told.get('message')}")
+            with self._turns.changing(folder):
+                told = self._client.parse(await self._client.post("/update_weights_from_disk", body))
+                if not told.get("success"):
+                    raise RequestError(f"{self._client.url} did not load {folder}: {told.get('message')}")
 
     async def state(self) -> EngineState:
         told = self._client.parse(await self._client.get("/v1/loads", {"include": "core"}))
@@ -80,7 +97,7 @@ class SGLangEngine:
                     async for event in events:
                         if "error" in event:
                             raise _read_error(event, 500)
-                        chunk = self._chunk(event, prompt.sampling, version, num_read)
+                        chunk = self._chunk(event, prompt, version, num_read)
                         if chunk.finish_reason is not None:
                             unfinished.discard(chunk.sample)
                         yield chunk
@@ -88,12 +105,10 @@ class SGLangEngine:
                 if unfinished:
                     await asyncio.shield(self._abort([rids[sample] for sample in unfinished]))
 
-    def _chunk(
-        self, event: Mapping[str, Any], sampling: Sampling, version: PolicyVersion, num_read: list[int]
-    ) -> Chunk:
+    def _chunk(self, event: Mapping[str, Any], prompt: Prompt, version: PolicyVersion, num_read: list[int]) -> Chunk:
         try:
-            told, sample = event["meta_info"], event["index"]
-            reason = _read_reason(told["finish_reason"])
+            told, sample, sampling = event["meta_info"], event["index"], prompt.sampling
+            reason = _read_reason(told["finish_reason"], prompt.stop_ids)
             # The latest of the reported, whether these are all so far or the latest alone.
             num_fresh = told["completion_tokens"] - num_read[sample]
             reported = told.get("output_token_logprobs") or []
@@ -102,17 +117,20 @@ class SGLangEngine:
                 raise ValueError(f"{num_fresh} tokens with {len(fresh)} log-probabilities")
             num_read[sample] += num_fresh
             drawn = np.array([entry[0] for entry in fresh], np.float32)
+            ids = np.array([entry[1] for entry in fresh], np.int32)
+            if reason == FinishReason.LENGTH and ids.size and ids[-1] in prompt.stop_ids:
+                reason = FinishReason.STOP  # of a token that is both, SGLang tells the length
             is_greedy = sampling.temperature == 0  # then what is reported is under the bare logits
             return Chunk(
                 sample=sample,
-                ids=np.array([entry[1] for entry in fresh], np.int32),
+                ids=ids,
                 logprobs=np.zeros_like(drawn) if is_greedy else drawn,
                 raw_logprobs=drawn if is_greedy or sampling.temperature == 1 else np.full_like(drawn, np.nan),
                 versions=np.full(num_fresh, version.step, np.int32),
                 num_cached=told.get("cached_tokens") or 0,
                 finish_reason=reason,
             )
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, IndexError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, M2ForgeError):
                 raise
             raise EngineError(f"{self._client.url} sent an event that cannot be read ({error!r}): {event}") from error
@@ -121,7 +139,7 @@ class SGLangEngine:
         # Who is not reached has nothing left to abort, and why the request ends is what should be told.
         with contextlib.suppress(M2ForgeError):
             for rid in rids:
-                await self._client.post("/abort_request", {"rid": rid})
+                await self._client.post("/abort_request", {"rid": rid}, timeout_s=ANSWER_S)
 
 
 def _body(prompt: Prompt, rids: list[str]) -> dict[str, JsonValue]:
@@ -136,11 +154,12 @@ def _body(prompt: Prompt, rids: list[str]) -> dict[str, JsonValue]:
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(prompt.stop_ids),
-        "stop": list(prompt.stop_texts),
-        "ignore_eos": True,
-        "no_stop_trim": True,
+        "ignore_eos": not prompt.stop_ids,
     }
-    seeds = [{} if prompt.seed is None else {"sampling_seed": prompt.seed + sample} for sample in range(len(rids))]
+    seeds = [
+        {} if prompt.seed is None else {"sampling_seed": (prompt.seed + sample) % _NUM_SEEDS}
+        for sample in range(len(rids))
+    ]
     return {
         "input_ids": [prompt.ids.tolist()] * len(rids),
         "sampling_params": [settings | seed for seed in seeds],
@@ -159,16 +178,26 @@ def _refuse_unsupported(prompt: Prompt) -> None:
             f"{sampling}: SGLang tells log-probabilities before truncation and penalties, not of what these tokens are "
             "drawn from; sample by temperature alone"
         )
+    if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
+        raise RequestError(f"temperature {sampling.temperature}: SGLang would take it for 0; ask for 0")
+    if prompt.stop_texts:
+        raise RequestError(f"stop_texts {prompt.stop_texts}: SGLang may miss some; give stop_ids instead")
     if prompt.priority:
         raise RequestError(f"priority {prompt.priority}: SGLang takes none unless it schedules by it; leave it out")
 
 
-def _read_reason(told: Mapping[str, Any] | None) -> FinishReason | None:
+def _read_reason(told: Mapping[str, Any] | None, stop_ids: tuple[int, ...]) -> FinishReason | None:
     """None, or {"type": "stop" | "length" | "abort", ...}; an abort with a status is a refusal or a failure."""
     if told is None:
         return None
     if told["type"] == "abort" and told.get("status_code"):
         raise _read_error(told.get("message"), int(told["status_code"]))
+    if told["type"] == "stop" and told.get("matched") not in stop_ids:
+        # The model's end token, or "NaN happened".
+        raise EngineError(
+            f"SGLang ended a completion at {told.get('matched')!r}, which is none of the prompt's stop ids "
+            f"{list(stop_ids)}; if it is the model's end token, add it to them"
+        )
     return FinishReason(told["type"])
 
 

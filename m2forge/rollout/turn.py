@@ -7,10 +7,11 @@ known which. `within_deadline` ends a request at its prompt's deadline, with wha
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from pathlib import Path
 
 import numpy as np
 
-from m2forge.errors import EngineError
+from m2forge.errors import EngineError, RequestError
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
 
@@ -23,11 +24,14 @@ class Turns:
         self._is_open.set()
         self._is_quiet.set()
         self._one_load = asyncio.Lock()
+        self._doubt: str | None = None
 
     async def wait(self) -> None:
         """Until no weights are being changed."""
         while not self._is_open.is_set():
             await self._is_open.wait()
+        if self._doubt is not None:
+            raise EngineError(self._doubt)
 
     @contextmanager
     def request(self) -> Iterator[PolicyVersion]:
@@ -49,15 +53,30 @@ class Turns:
             try:
                 await self._is_quiet.wait()
                 yield
-                self.version = version
+                self.version, self._doubt = version, None
             finally:
                 self._is_open.set()
 
+    @contextmanager
+    def changing(self, folder: Path) -> Iterator[None]:
+        """Around what changes the weights, inside `load`. A refusal changes nothing. Where it breaks off otherwise
+        nobody knows which weights there are, and requests are refused until a load succeeds."""
+        try:
+            yield
+        except RequestError:
+            raise
+        except BaseException as error:
+            told = f"loading {folder} broke off ({type(error).__name__}: {error})"
+            self._doubt = f"it is not known which weights the server has: {told}; load again"
+            raise
 
-async def within_deadline(chunks: AsyncGenerator[Chunk, None], prompt: Prompt) -> AsyncGenerator[Chunk, None]:
-    """These chunks, until time is up: then the completions that have not ended do, as aborted."""
+
+async def within_deadline(
+    chunks: AsyncGenerator[Chunk, None], prompt: Prompt, grace_s: float = 0.0
+) -> AsyncGenerator[Chunk, None]:
+    """These chunks, until time is up and `grace_s` more: then the completions that have not ended do, as aborted."""
     loop = asyncio.get_running_loop()
-    deadline_s = None if prompt.timeout_s is None else loop.time() + prompt.timeout_s
+    deadline_s = None if prompt.timeout_s is None else loop.time() + prompt.timeout_s + grace_s
     unfinished, is_late = set(range(prompt.num_samples)), False
     async with aclosing(chunks):
         while True:

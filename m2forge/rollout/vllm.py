@@ -31,6 +31,10 @@ from m2forge.rollout.turn import Turns, within_deadline
 LogprobsMode: TypeAlias = Literal["raw", "processed"]
 
 _ID_PREFIX = "token_id:"
+_LOWEST_TEMPERATURE = 0.01
+"""What vLLM makes of any lower one but 0, without saying so."""
+_NUM_SEEDS = 1 << 62
+"""vLLM takes seeds of 64 bits with their sign, adds the number of the sample, and reads −1 as none."""
 
 
 class VLLMEngine:
@@ -60,13 +64,17 @@ class VLLMEngine:
         # A reload that fails ends the server, so what can be known to fail is not tried.
         await asyncio.to_thread(_refuse_broken, folder)
         async with self._turns.load(version):
-            await self._admin("/pause", parameters={"mode": "wait"})
             try:
-                kwargs: JsonValue = {"weights_path": str(folder.absolute())}
-                await self._admin("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
-                told = await self._admin("/reset_prefix_cache")
+                await self._admin("/pause", parameters={"mode": "wait"})
+                with self._turns.changing(folder):
+                    await self._reload(folder)
             finally:
                 await self._admin("/resume")
+
+    async def _reload(self, folder: Path) -> None:
+        kwargs: JsonValue = {"weights_path": str(folder.absolute())}
+        await self._admin("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+        told = await self._admin("/reset_prefix_cache")
         if told and not self._client.parse(told).get("success", True):
             raise EngineError(f"{self._client.url} loaded {folder} but keeps a cache of the old weights; restart it")
 
@@ -104,6 +112,9 @@ class VLLMEngine:
             "repetition_penalty": sampling.repetition_penalty,
             "stop_token_ids": list(prompt.stop_ids),
             "stop": list(prompt.stop_texts),
+            # Else stop texts would not be found where special tokens are part of them.
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
             "ignore_eos": True,
             "logprobs": 0,
             "return_token_ids": True,
@@ -113,7 +124,7 @@ class VLLMEngine:
         if self._model is not None:
             body["model"] = self._model
         if prompt.seed is not None:
-            body["seed"] = prompt.seed
+            body["seed"] = prompt.seed % _NUM_SEEDS
         if prompt.priority:
             body["priority"] = -prompt.priority  # there lower is served first
         return body
@@ -136,7 +147,7 @@ class VLLMEngine:
                 versions=np.full(len(ids), version.step, np.int32),
                 finish_reason=None if reason is None else FinishReason(reason),
             )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise EngineError(f"{self._client.url} sent a choice that cannot be read ({error!r}): {choice}") from error
 
     def _figures(self, reported: FloatArray, sampling: Sampling) -> tuple[FloatArray, FloatArray]:
@@ -151,6 +162,9 @@ class VLLMEngine:
         if prompt.returns_experts:
             raise RequestError("vLLM streams no routed experts; ask without returns_experts, or use the native engine")
         sampling = prompt.sampling
+        if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
+            lowest = f"vLLM samples at {_LOWEST_TEMPERATURE} or more, or at 0"
+            raise RequestError(f"temperature {sampling.temperature}: {lowest}; ask for one of these")
         if sampling.temperature == 0 and sampling.is_penalised and self._logprobs_mode == "processed":
             raise RequestError(
                 "a vLLM server in mode processed_logprobs cannot tell raw ones of penalised greedy tokens"

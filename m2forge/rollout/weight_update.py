@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from m2forge.errors import CheckpointError
+from m2forge.errors import CheckpointError, M2ForgeError
 from m2forge.model.checkpoint import fill
 from m2forge.model.config import ModelConfig
 from m2forge.model.folder import FolderSource
@@ -32,7 +32,13 @@ class WeightUpdate:
 
 def from_folder(model: Transformer, folder: Path, version: PolicyVersion) -> WeightUpdate:
     """The files stay open until the update is done, so the folder may go meanwhile."""
-    source = FolderSource(folder)
+    try:
+        source = FolderSource(folder)
+    except M2ForgeError:
+        raise
+    except Exception as error:
+        # Nothing has changed yet, so whatever is wrong with the path or its files is a refusal and ends no engine.
+        raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error}); give another") from error
     if _arithmetic(source.config) != _arithmetic(model.config):
         raise CheckpointError(f"{folder} holds another network than the one being served; start an engine for it")
     refuse_misfits(source)

@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, ValidationError
+from pydantic import FailFast, Field, ValidationError
 
 from m2forge.config import Config
 from m2forge.errors import (
@@ -30,9 +30,13 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import MAX_INT32, FinishReason, FloatArray, IntArray, JsonValue, PolicyVersion, Sampling
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
+TokenIds = Annotated[tuple[TokenId, ...], FailFast()]
+"""The first that is none ends the reading: a million errors would take seconds and a gigabyte to tell."""
 BodyT = TypeVar("BodyT", bound=Config)
 
 _EXPERT_TYPE = "<i2"
+_NUM_SHOWN = 8
+"""Problems of one body that are told."""
 _ERRORS: dict[str, type[M2ForgeError]] = {
     kind.__name__: kind
     for kind in (CheckpointError, ConfigError, EngineError, NotFoundError, RecordError, RequestError)
@@ -50,10 +54,10 @@ class SamplingBody(Config):
 
 
 class PromptBody(Config):
-    ids: list[TokenId]
+    ids: TokenIds
     max_tokens: Annotated[int, Field(le=MAX_INT32)]
     sampling: SamplingBody = SamplingBody()
-    stop_ids: tuple[TokenId, ...] = ()
+    stop_ids: TokenIds = ()
     stop_texts: tuple[str, ...] = ()
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     num_samples: int = 1
@@ -79,7 +83,7 @@ class PromptBody(Config):
 
 class VersionBody(Config):
     lineage: str
-    step: int
+    step: Annotated[int, Field(le=MAX_INT32)]
 
     def version(self) -> PolicyVersion:
         return PolicyVersion(self.lineage, self.step)
@@ -96,15 +100,16 @@ def read_body(kind: type[BodyT], data: bytes) -> BodyT:
         return kind.model_validate_json(data)
     except ValidationError as error:
         problems = []
-        for details in error.errors(include_url=False, include_input=False):
+        for details in error.errors(include_url=False, include_input=False)[:_NUM_SHOWN]:
             place = ".".join(str(part) for part in details["loc"])
             if details["type"] == "extra_forbidden":
                 near = suggest(str(details["loc"][-1]), _known(kind, details["loc"][:-1]))
                 problems.append(f"unknown key {place!r}; {near}")
             else:
                 problems.append(f"{place}: {details['msg']}" if place else details["msg"])
-        shown = [*problems[:8], f"{len(problems) - 8} more"] if len(problems) > 8 else problems
-        raise RequestError(f"the body cannot be used: {'; '.join(shown)}") from error
+        if error.error_count() > _NUM_SHOWN:
+            problems.append(f"{error.error_count() - _NUM_SHOWN} more")
+        raise RequestError(f"the body cannot be used: {'; '.join(problems)}") from error
 
 
 def write_prompt(prompt: Prompt) -> dict[str, JsonValue]:
@@ -146,7 +151,7 @@ def read_chunk(line: str | bytes) -> Chunk:
             experts=_read_experts(body.get("experts")),
             finish_reason=None if "finish_reason" not in body else FinishReason(body["finish_reason"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         if isinstance(error, M2ForgeError):
             raise
         raise EngineError(f"the server sent a line that is no chunk ({error!r}): {line[:200]!r}") from error

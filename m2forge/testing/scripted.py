@@ -74,18 +74,20 @@ class ScriptedPolicy:
 def shaped_logprobs(
     logits_V: npt.NDArray[np.float64], sampling: Sampling, kept_id: int | None = None
 ) -> npt.NDArray[np.float64]:
-    """Log-probabilities that tokens are drawn from, −inf where one cannot be; `kept_id` is never left out."""
+    """Log-probabilities that tokens are drawn from, −inf where one cannot be: min_p, then top_k, then top_p of what is
+    left. `kept_id` is never left out."""
     kept_V = np.zeros(logits_V.size, bool)
     if sampling.temperature == 0:
         kept_V[int(logits_V.argmax()) if kept_id is None else kept_id] = True
         return np.where(kept_V, 0.0, -np.inf)
     hot_V = _log_softmax(logits_V / sampling.temperature)
     order_V = np.argsort(-hot_V, kind="stable")
-    before_V = np.exp(hot_V[order_V]).cumsum() - np.exp(hot_V[order_V])  # what the likelier ones hold together
-    chosen_V = before_V < sampling.top_p
-    chosen_V &= hot_V[order_V] >= hot_V[order_V[0]] + np.log(max(sampling.min_p, np.finfo(np.float64).tiny))
+    sorted_V = hot_V[order_V]
+    chosen_V = sorted_V >= sorted_V[0] + np.log(max(sampling.min_p, np.finfo(np.float64).tiny))
     if sampling.top_k:
         chosen_V[sampling.top_k :] = False
+    share_V = np.exp(_log_softmax(np.where(chosen_V, sorted_V, -np.inf)))
+    chosen_V &= share_V.cumsum() - share_V < sampling.top_p  # what the likelier ones hold together
     kept_V[order_V[chosen_V]] = True
     if kept_id is not None:
         kept_V[kept_id] = True
@@ -140,7 +142,7 @@ class ScriptedEngine:
         self._num_requests += 1
         deadline_s = np.inf if prompt.timeout_s is None else self._clock() + prompt.timeout_s
         going = [_Completion(sample) for sample in range(prompt.num_samples)]
-        self._num_running += 1
+        self._num_running += len(going)
         try:
             while going:
                 for completion in list(going):
@@ -152,8 +154,9 @@ class ScriptedEngine:
                         yield self._extend(completion, prompt, ids, script, seed)
                     if completion.finish_reason is not None:
                         going.remove(completion)
+                        self._num_running -= 1
         finally:
-            self._num_running -= 1
+            self._num_running -= len(going)
 
     async def load(self, folder: Path, version: PolicyVersion) -> None:
         """There are no weights: the version alone changes the policy."""
@@ -206,6 +209,8 @@ class ScriptedEngine:
                 f"{prompt.ids.size} tokens of prompt and {prompt.max_tokens} sampled ones exceed the context of "
                 f"{self._context}; ask for fewer"
             )
+        if "" in prompt.stop_texts:
+            raise RequestError("stop_texts: expected text, received ''")
         if prompt.stop_texts and self._decode is None:
             raise RequestError("stop_texts need the engine's `decode`; give it, or stop by stop_ids")
         if prompt.returns_experts:

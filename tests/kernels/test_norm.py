@@ -40,6 +40,16 @@ def test_bfloat16_and_float64_keep_their_type() -> None:
         assert rms_norm(torch.randn(3, 8, dtype=dtype), torch.ones(8, dtype=dtype), 1e-6).dtype == dtype
 
 
+@given(rows=st.integers(1, 80), dim=st.integers(4, 700), offset=st.integers(0, 5), seed=st.integers(0, 99))
+def test_norm_in_bfloat16_is_rounded_once(rows: int, dim: int, offset: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, dim + offset, generator=generator).bfloat16()[:, offset:]
+    weight = torch.randn(dim, generator=generator).bfloat16()
+    exact = rms_norm_plain(x.double(), weight.double(), 1e-6)
+    # Half a unit in the last of 8 bits, which is 2^-8 at most of the number, and float32's own error.
+    assert ((rms_norm(x, weight, 1e-6).double() - exact).abs() <= (2.0**-8 + 1e-5) * exact.abs()).all()
+
+
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 def test_torch_defaults_do_not_matter(default: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -28,6 +28,18 @@ def test_rotation_equals_its_plain_twin(shape: tuple[int, int, int, int], seed: 
         torch.testing.assert_close(ours, plain)
 
 
+@given(shape=SHAPES, seed=st.integers(0, 99))
+def test_rotation_in_bfloat16_is_rounded_once(shape: tuple[int, int, int, int], seed: int) -> None:
+    num_tokens, heads, half, rest = shape
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, heads, 2 * half + rest, generator=generator).bfloat16()
+    angle = torch.randn(num_tokens, half, generator=generator) * 10
+    exact = rotate_plain(x.double(), angle.cos().double(), angle.sin().double())
+    out = rotate(x, angle.cos(), angle.sin()).double()
+    # 2^-9 of the number is half a unit of bfloat16; float32's error is of the terms, which may cancel.
+    assert ((out - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all()
+
+
 def test_bfloat16_is_rotated_in_float32() -> None:
     x, angle = torch.randn(5, 2, 8).bfloat16(), torch.randn(5, 2)
     exact = rotate_plain(x.double(), angle.double().cos(), angle.double().sin())

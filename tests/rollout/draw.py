@@ -1,27 +1,30 @@
-"""Random networks and traffic for the engine, and the plain computations that it must equal."""
+"""Random networks and traffic for the engine, and what must become of it."""
 
+import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
 from m2forge.model.build import build
-from m2forge.model.config import AttentionConfig, ModelConfig, WindowConfig
-from m2forge.model.plan import Attend, visible
+from m2forge.model.config import AttentionConfig, ModelConfig
+from m2forge.model.mtp import MTPModule
 from m2forge.model.transformer import Transformer
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, IntArray, PolicyVersion, Sampling
 from m2forge.rollout.config import OldCache, OnLoad, RolloutConfig
 from m2forge.rollout.core import Core
+from m2forge.rollout.depth import FixedDepth
 from m2forge.rollout.request import Request
-from m2forge.rollout.sampler import uniforms
+from m2forge.rollout.runner import Lookahead
 from tests.model.draw import model_configs
+from tests.rollout.plain import all_logits, next_logits, plain_distribution, plain_pick
 
 SAMPLINGS = (
     Sampling(0.0),
@@ -31,9 +34,6 @@ SAMPLINGS = (
     Sampling(0.9, min_p=0.2, presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.3),
     Sampling(0.0, repetition_penalty=1.5),
 )
-
-
-Probabilities = npt.NDArray[np.float64]
 
 TINY = ModelConfig(
     family="llama",
@@ -58,7 +58,20 @@ def network(config: ModelConfig, seed: int = 0) -> Transformer:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(12)
+        if model.mtp:
+            _make_foreseeable(model)
     return model
+
+
+def _make_foreseeable(model: Transformer) -> None:
+    """Let the last token alone decide about half of what comes, and the modules know that half."""
+    hidden_size = model.config.hidden_size
+    model.embedding.weight.mul_(5)
+    for module in model.mtp:
+        assert isinstance(module, MTPModule)
+        module.projection.weight.mul_(0.2)[:, hidden_size:].add_(torch.eye(hidden_size, dtype=torch.float64))
+        module.block.load_state_dict(model.blocks[-1].state_dict())
+        module.norm.load_state_dict(model.norm.state_dict())
 
 
 # -- traffic ----------------------------------------------------------------------------------------------------------
@@ -77,19 +90,25 @@ class Traffic:
     config: RolloutConfig
     arrivals: tuple[Arrival, ...]
     load_steps: tuple[int, ...]
+    depths: tuple[int, ...] = (0,)
+    """Of speculation, step by step, over and over."""
+    decodes_whole: bool = False
+
+
+Seeds = st.SearchStrategy[int] | st.SearchStrategy[int | None]
 
 
 @st.composite
-def prompts(draw: st.DrawFn, vocab_size: int, samplings: Sequence[Sampling]) -> Prompt:
+def prompts(draw: st.DrawFn, vocab_size: int, samplings: Sequence[Sampling], seeds: Seeds, max_new: int) -> Prompt:
     """Alike where they begin, so that they meet in the cache."""
     shared = [token % vocab_size for token in range(draw(st.integers(0, 9)))]
     own = draw(st.lists(st.integers(0, min(vocab_size, 5) - 1), min_size=1, max_size=7))
     return Prompt(
         np.array(shared + own, np.int32),
-        max_tokens=draw(st.integers(1, 7)),
+        max_tokens=draw(st.integers(1, max_new)),
         sampling=draw(st.sampled_from(samplings)),
         stop_ids=tuple(draw(st.sets(st.integers(0, vocab_size - 1), max_size=2))),
-        seed=draw(st.integers(0, 2**64 - 1)),
+        seed=draw(seeds),
         num_samples=draw(st.integers(1, 3)),
         priority=draw(st.integers(0, 2)),
         returns_experts=draw(st.booleans()),
@@ -103,30 +122,42 @@ def traffics(
     on_load: OnLoad = "continue",
     old_cache: OldCache = "drop",
     max_loads: int = 0,
+    max_depth: int = 0,
 ) -> Traffic:
-    model = draw(model_configs())
+    """`max_depth`: of speculation; where it is not 0, steps may have depths of their own, and prompts no seed."""
+    seeds: Seeds = st.integers(0, 2**64 - 1)
+    if max_depth:
+        seeds = seeds | st.none()
+    speculation = draw(st.integers(1, max_depth)) if max_depth else 0
+    model = draw(model_configs(num_mtp=speculation))
     block_tokens = draw(st.integers(1, 5))
-    # The longest prompt takes 22 places; few more, so that there is pressure.
-    num_blocks = -(-22 // block_tokens) + draw(st.integers(0, 8))
+    # What the longest prompt takes; few more, so that there is pressure.
+    max_new = 14 if max_depth else 7
+    num_blocks = -(-(15 + max_new) // block_tokens) + draw(st.integers(0, 8))
     max_running = draw(st.integers(1, 6))
     config = RolloutConfig(
         block_tokens=block_tokens,
         num_blocks=num_blocks,
         max_running=max_running,
-        step_tokens=max_running + draw(st.integers(0, 12)),
+        step_tokens=max_running + draw(st.integers(0, 12 + 8 * speculation)),
         on_load=on_load,
         old_cache=old_cache,
+        speculation=speculation,
     )
+    depths = draw(st.lists(st.integers(0, speculation), min_size=1, max_size=8)) if draw(st.booleans()) else ()
     steps = st.integers(0, 15)
     arrivals = draw(
         st.lists(
-            st.builds(Arrival, steps, prompts(model.vocab_size, samplings), st.none() | st.none() | steps),
+            st.builds(
+                Arrival, steps, prompts(model.vocab_size, samplings, seeds, max_new), st.none() | st.none() | steps
+            ),
             min_size=1,
             max_size=6,
         )
     )
     loads = draw(st.lists(steps, min_size=min(1, max_loads), max_size=max_loads))
-    return Traffic(model, config, tuple(arrivals), tuple(sorted(loads)))
+    is_whole = draw(st.booleans())
+    return Traffic(model, config, tuple(arrivals), tuple(sorted(loads)), tuple(depths) or (speculation,), is_whole)
 
 
 @dataclass
@@ -159,6 +190,15 @@ def collect(completions: Completions, chunks: Sequence[tuple[str, Chunk]]) -> No
         completions.setdefault((id, chunk.sample), Completion()).add(chunk)
 
 
+class TurningDepth(FixedDepth):
+    def __init__(self, depths: Sequence[int]) -> None:
+        super().__init__(0)
+        self.depths = itertools.cycle(depths)
+
+    def choose(self, num_sequences: int) -> int:
+        return next(self.depths)
+
+
 @dataclass
 class Served:
     core: Core
@@ -167,12 +207,16 @@ class Served:
     """By version."""
     computed_by: dict[tuple[str, int], list[tuple[tuple[int, int], ...]]]
     """For each token drawn: (first token, version) of what was in the cache."""
+    drafts: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    """All that were made, and the tokens before them."""
 
 
 def serve(traffic: Traffic) -> Served:
     """Let the traffic happen, with all accounting checked after every step."""
     weights = [network(traffic.model, seed) for seed in range(len(traffic.load_steps) + 1)]
-    core = Core(network(traffic.model, 0), traffic.config, version(0))
+    depth = TurningDepth(traffic.depths)
+    model = network(traffic.model, 0)
+    core = Core(model, traffic.config, version(0), depth=depth, decodes_whole=traffic.decodes_whole)
     served = Served(core, {}, weights, defaultdict(list))
     _watch(core, served)
     loads = list(enumerate(traffic.load_steps, 1))
@@ -198,20 +242,42 @@ def _watch(core: Core, served: Served) -> None:
 
     def watched(request: Request, num_tokens: int, version: PolicyVersion) -> None:
         advance(request, num_tokens, version)
-        if request.num_left == 0:
-            runs = tuple((first, by.step) for first, by in request.computed_by)
-            drawn = served.computed_by[request.id, request.sample]
-            del drawn[request.num_sampled :]  # those before a restart
-            drawn.append(runs)
+        runs = tuple((first, by.step) for first, by in request.computed_by)
+        drawn = served.computed_by[request.id, request.sample]
+        drawn += [runs] * (request.num_sampled - len(drawn))
 
+    look_ahead = core._runner.look_ahead
+
+    def look_ahead_watched(sequences: Sequence[Lookahead], depth: int) -> list[list[int]]:
+        drafts = look_ahead(sequences, depth)
+        served.drafts += zip([list(sequence.ids) for sequence in sequences], drafts, strict=True)
+        return drafts
+
+    decode_whole = core._decode_whole
+
+    def decode_whole_watched(batch: Mapping[Request, int], depth: int) -> None:
+        decode_whole(batch, depth)
+        served.drafts += [(request.ids.copy(), request.drafts) for request in batch if request.drafts]
+
+    take = core._advance
+
+    def take_watched(request: Request, *arguments: Any) -> bool:
+        del served.computed_by[request.id, request.sample][request.num_sampled :]  # those before a restart
+        return take(request, *arguments)
+
+    core._decode_whole = decode_whole_watched  # type: ignore[method-assign]
+    core._advance = take_watched  # type: ignore[method-assign,assignment]
     core._scheduler.advance = watched  # type: ignore[method-assign]
+    core._runner.look_ahead = look_ahead_watched  # type: ignore[method-assign]
 
 
 def tiny(clock: list[float] | None = None, decode: object = None, **changes: object) -> Core:
     config = RolloutConfig.model_validate(
         {"block_tokens": 4, "num_blocks": 16, "max_running": 8, "step_tokens": 16} | changes
     )
-    return Core(network(TINY), config, version(0), decode, (lambda: clock[0]) if clock else (lambda: 0.0))  # type: ignore[arg-type]
+    model = network(TINY.model_copy(update={"num_mtp": config.speculation}))
+    ticks = (lambda: clock[0]) if clock else (lambda: 0.0)
+    return Core(model, config, version(0), decode, ticks, FixedDepth(config.speculation))  # type: ignore[arg-type]
 
 
 def finish(core: Core) -> Completions:
@@ -225,93 +291,10 @@ def finish(core: Core) -> Completions:
 # -- what must come out -----------------------------------------------------------------------------------------------
 
 
-class Behind:
-    """Tokens behind others whose keys and values are given: the plainest cache there is."""
-
-    def __init__(self, start: int, num_tokens: int, past: list[tuple[Tensor, Tensor]]) -> None:
-        self.start, self.past, self.present = start, past, list[tuple[Tensor, Tensor]]()
-        self.position_N = torch.arange(start, start + num_tokens)
-        self.count_N: Tensor | None = None
-
-    def bind(self, window: WindowConfig | None) -> Attend:
-        end = self.start + len(self.position_N)
-        mask = visible(end, window, self.start)
-        seen = torch.ones(end, end).tril()[self.start :] > 0 if mask is None else mask
-
-        def attend(q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
-            if self.past:
-                k_NGK, v_NGK = (
-                    torch.cat(pair) for pair in zip(self.past[len(self.present)], (k_NGK, v_NGK), strict=True)
-                )
-            self.present.append((k_NGK, v_NGK))
-            q, k, v = (x.transpose(0, 1) for x in (q_NHK, k_NGK, v_NGK))
-            repeats = q.shape[0] // k.shape[0]
-            k, v = k.repeat_interleave(repeats, 0), v.repeat_interleave(repeats, 0)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1)
-
-        return attend
-
-    def to_parent(self, x_ND: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-@torch.no_grad()
-def all_logits(model: Transformer, ids: Sequence[int]) -> Tensor:
-    """Behind each token, by one forward pass of the network as it is trained."""
-    return model.logits(model(torch.tensor([ids]), with_mtp=False).hidden_ND)
-
-
-@torch.no_grad()
-def next_logits(weights: Sequence[Transformer], ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> Tensor:
-    """Logits behind `ids` where each part of them was computed by the weights that `runs` names."""
-    past: list[tuple[Tensor, Tensor]] = []
-    ends = [*(first for first, _ in runs[1:]), len(ids)]
-    for (first, by), end in zip(runs, ends, strict=True):
-        plan = Behind(first, end - first, past)
-        hidden_ND = weights[by](torch.tensor(ids[first:end]), plan, with_mtp=False).hidden_ND
-        past = plan.present
-    return weights[runs[-1][1]].logits(hidden_ND[-1:])[0]
-
-
-def plain_distribution(
-    logits: Tensor, sampling: Sampling, prompt: Sequence[int], sampled: Sequence[int]
-) -> Probabilities:
-    """Probabilities by the rules, one at a time, in numpy."""
-    x: Probabilities = logits.double().numpy().copy()
-    for token in {*prompt, *sampled}:
-        x[token] = x[token] / sampling.repetition_penalty if x[token] > 0 else x[token] * sampling.repetition_penalty
-    for token in set(sampled):
-        x[token] -= sampling.frequency_penalty * list(sampled).count(token) + sampling.presence_penalty
-    if sampling.temperature == 0:
-        greedy: Probabilities = np.eye(len(x))[int(x.argmax())]
-        return greedy
-    p: Probabilities = np.exp((x - x.max()) / sampling.temperature)
-    p /= p.sum()
-    order = sorted(range(len(p)), key=lambda token: (-p[token], token))
-    order = [token for token in order if p[token] >= sampling.min_p * p.max()]
-    order = order[: sampling.top_k or None]
-    total, reached = sum(p[token] for token in order), 0.0
-    kept: list[int] = []
-    for token in order:
-        if kept and reached >= sampling.top_p * total:
-            break
-        kept.append(token)
-        reached += p[token]
-    cut = np.zeros_like(p)
-    cut[kept] = p[kept]
-    cut /= cut.sum()
-    return cut
-
-
-def plain_pick(p: Probabilities, seed: int, sample: int, place: int) -> int:
-    (u,) = uniforms([seed], [sample], [place])
-    return next(token for token, reached in enumerate(np.cumsum(p)) if reached > u * p.sum())
-
-
 def check_completion(served: Served, key: tuple[str, int], prompt: Prompt) -> None:
-    """Every token is the one that the plain computation draws, with its log-probabilities."""
+    """Every token is the one that the plain computation draws, or, without a seed, may draw, with its
+    log-probabilities."""
     completion, ids = served.completions[key], prompt.ids.tolist()
-    assert prompt.seed is not None
     fresh: dict[int, Tensor] = {}
     for place, token in enumerate(completion.ids):
         runs = served.computed_by[key][place]
@@ -324,9 +307,25 @@ def check_completion(served: Served, key: tuple[str, int], prompt: Prompt) -> No
                 fresh[by] = all_logits(served.weights[by], ids + completion.ids)
             logits = fresh[by][len(ids) + place - 1]
         p = plain_distribution(logits, prompt.sampling, ids, completion.ids[:place])
-        assert token == plain_pick(p, prompt.seed, key[1], place)
+        assert prompt.seed is None or token == plain_pick(p, prompt.seed, key[1], place)
         check_close(completion.logprobs[place], float(np.log(p[token])))
         check_close(completion.raw_logprobs[place], float(logits.log_softmax(-1)[token]))
+
+
+def check_served(traffic: Traffic) -> Served:
+    """All ended as they had to, with the tokens they had to get, and nothing stays behind."""
+    served = serve(traffic)
+    for place, arrival in enumerate(traffic.arrivals):
+        for sample in range(arrival.prompt.num_samples):
+            key = str(place), sample
+            check_end(served.completions[key], arrival.prompt, arrival.abort_step is not None)
+            check_completion(served, key, arrival.prompt)
+    assert len(served.completions) == sum(arrival.prompt.num_samples for arrival in traffic.arrivals)
+    assert served.core.num_running == served.core.num_waiting == served.core.metrics()["num_held_blocks"] == 0
+    served.core._scheduler.preempt_all()
+    served.core._scheduler.pool.clear()
+    assert len(served.core._scheduler.pool._free) == traffic.config.num_blocks
+    return served
 
 
 def check_close(handed_out: float, exact: float) -> None:

@@ -109,7 +109,12 @@ async def check_a_stop_id_ends_a_completion_and_belongs_to_it(engine: Engine, fa
     free = await complete(engine, make_prompt(max_tokens=12, seed=3))
     stop_id = free[4]
     (chunks,) = await collect(engine.generate(make_prompt(max_tokens=12, seed=3, stop_ids=(int(stop_id),))))
-    assert join(chunks) == free[: free.index(stop_id) + 1]
+    num_tokens = free.index(stop_id) + 1
+    assert join(chunks) == free[:num_tokens]
+    assert chunks[-1].finish_reason == FinishReason.STOP
+    # A token that is both, the last allowed and a stop id, stopped the completion.
+    (chunks,) = await collect(engine.generate(make_prompt(max_tokens=num_tokens, seed=3, stop_ids=(int(stop_id),))))
+    assert join(chunks) == free[:num_tokens]
     assert chunks[-1].finish_reason == FinishReason.STOP
 
 
@@ -127,7 +132,8 @@ async def check_samples_differ_and_each_ends_once(engine: Engine, facts: Facts) 
 async def check_closing_the_iterator_aborts(engine: Engine, facts: Facts) -> None:
     async with aclosing(engine.generate(make_prompt(max_tokens=MANY, num_samples=2))) as chunks:
         await anext(chunks)
-        assert (await engine.state()).num_running > 0
+        state = await engine.state()
+        assert state.num_running + state.num_waiting == 2
     await settled(engine)
 
 

@@ -36,7 +36,7 @@ class FakeCore:
 
     @property
     def num_running(self) -> int:
-        return len(self._asked)
+        return sum(len(asked.drawn) for asked in self._asked.values())
 
     def add(self, id: str, prompt: Prompt) -> None:
         if prompt.ids.size + prompt.max_tokens > self.context or prompt.ids.max() >= self.policy.vocab_size:
@@ -63,7 +63,7 @@ class FakeCore:
         self.version = version
 
     def metrics(self) -> dict[str, float]:
-        return {"num_steps": self.num_steps}
+        return {"total_steps": self.num_steps}
 
     def _next(self, asked: Asked, sample: int) -> Chunk:
         if asked.is_aborted or time.monotonic() >= asked.deadline_s:

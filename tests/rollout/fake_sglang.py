@@ -3,8 +3,10 @@
 Fields as in SGLang of August 2026: `GenerateReqInput`, `UpdateWeightFromDiskReqInput` and `AbortReq` of
 srt/managers/io_struct.py, sampling parameters of srt/sampling/sampling_params.py, `meta_info` as
 srt/managers/tokenizer_manager.py builds it (all tokens so far in each event, or the latest alone with
---incremental-streaming-output), the endpoints of srt/entrypoints/http_server.py and v1_loads.py, log-probabilities
-after temperature and before truncation as in srt/layers/sampler.py.
+--incremental-streaming-output), the end of a completion as `Req` of srt/managers/schedule_batch.py sees it (the length
+first, then the model's end token together with the stop ids, neither with `ignore_eos`), the endpoints of
+srt/entrypoints/http_server.py and v1_loads.py, log-probabilities after temperature and before truncation as in
+srt/layers/sampler.py.
 """
 
 import asyncio
@@ -23,7 +25,11 @@ from m2forge.testing.scripted import Drawn, ScriptedPolicy, uniform_draw
 
 
 class FakeSGLang:
-    def __init__(self, vocab_size: int, context: int, *, is_incremental: bool = False) -> None:
+    def __init__(
+        self, vocab_size: int, context: int, *, is_incremental: bool = False, end_id: int | None = None
+    ) -> None:
+        """`end_id`: the model's end token."""
+        self.end_id = end_id
         self.policy, self.context, self.is_incremental = ScriptedPolicy(vocab_size), context, is_incremental
         self.version, self.aborted, self.going = PolicyVersion("fake", 0), list[str](), set[str]()
         self.bodies: list[dict[str, Any]] = []
@@ -69,9 +75,9 @@ class FakeSGLang:
         token = self.policy.draw(ids, [token.id for token in drawn], self.version, sampling, uniform)
         drawn.append(token)
         reason: dict[str, Any] | None = None
-        if token.id in settings["stop_token_ids"]:
+        if not settings["ignore_eos"] and token.id in (*settings["stop_token_ids"], self.end_id):
             reason = {"type": "stop", "matched": token.id}
-        elif len(drawn) == settings["max_new_tokens"]:
+        if len(drawn) == settings["max_new_tokens"]:
             reason = {"type": "length", "length": len(drawn)}
         if reason is not None:
             self.going.discard(rid)

@@ -23,7 +23,7 @@ from m2forge.testing.scripted import ScriptedPolicy, uniform_draw
 KNOWN_KEYS = {
     *("prompt", "max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "stop_token_ids", "stop", "ignore_eos", "logprobs", "return_token_ids", "stream", "seed"),
-    *("return_tokens_as_token_ids", "model", "priority"),
+    *("return_tokens_as_token_ids", "model", "priority", "skip_special_tokens", "spaces_between_special_tokens"),
 }
 
 

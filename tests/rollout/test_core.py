@@ -12,16 +12,14 @@ from m2forge.protocols import Prompt
 from m2forge.records import FinishReason
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
+from m2forge.rollout.depth import FixedDepth
 from tests.model.draw import SMALL
 from tests.rollout.draw import (
     GREEDY,
-    TINY,
     Completion,
     Completions,
     Traffic,
-    all_logits,
-    check_completion,
-    check_end,
+    check_served,
     collect,
     finish,
     ids_of,
@@ -31,20 +29,7 @@ from tests.rollout.draw import (
     traffics,
     version,
 )
-
-
-def check_served(traffic: Traffic) -> None:
-    served = serve(traffic)
-    for place, arrival in enumerate(traffic.arrivals):
-        for sample in range(arrival.prompt.num_samples):
-            key = str(place), sample
-            check_end(served.completions[key], arrival.prompt, arrival.abort_step is not None)
-            check_completion(served, key, arrival.prompt)
-    assert len(served.completions) == sum(arrival.prompt.num_samples for arrival in traffic.arrivals)
-    assert served.core.num_running == served.core.num_waiting == served.core.metrics()["num_held_blocks"] == 0
-    served.core._scheduler.preempt_all()
-    served.core._scheduler.pool.clear()
-    assert len(served.core._scheduler.pool._free) == traffic.config.num_blocks
+from tests.rollout.plain import all_logits
 
 
 @given(traffics())
@@ -125,15 +110,16 @@ def test_higher_priorities_are_served_first_and_push_out_lower_ones() -> None:
     assert core.metrics()["total_preemptions"] == 2
 
 
-def test_stop_texts_end_a_completion_with_the_token_that_completes_them() -> None:
-    plain = generate(network(TINY), [1, 2], max_new_tokens=8)
+@pytest.mark.parametrize("speculation", [0, 3])
+def test_stop_texts_end_a_completion_with_the_token_that_completes_them(speculation: int) -> None:
+    plain = generate(tiny(speculation=speculation).model, [1, 2], max_new_tokens=8)
     text = "".join(f"<{token}>" for token in plain)
 
     def decode(ids: object) -> bytes:
         return "".join(f"<{token}>" for token in ids).encode()  # type: ignore[attr-defined]
 
     for stop, num_tokens in ((text[1:5], 2), (f"{plain[3]}><{plain[4]}", 5), ("none", 8)):
-        core = tiny(decode=decode)
+        core = tiny(decode=decode, speculation=speculation)
         core.add("a", Prompt(ids_of(1, 2), 8, GREEDY, stop_texts=("never", stop)))
         completion = finish(core)["a", 0]
         first = next((n for n in range(1, 9) if stop.encode() in decode(plain[:n])), 8)
@@ -194,10 +180,10 @@ def test_an_unknown_id_is_not_aborted() -> None:
     assert core.step() == []
 
 
-def crowd(num_prompts: int) -> None:
+def crowd(num_prompts: int, speculation: int) -> None:
     """Prompts of all kinds, aborts and deadlines at random; every sample ends once and nothing stays behind."""
     random, clock = np.random.default_rng(5), [0.0]
-    core = tiny(clock, num_blocks=5, max_running=8, step_tokens=40)
+    core = tiny(clock, num_blocks=5, max_running=8, step_tokens=40, speculation=speculation)
     expected: set[tuple[str, int]] = set()
     completions: Completions = {}
     for number in range(num_prompts):
@@ -238,21 +224,27 @@ def crowd(num_prompts: int) -> None:
     core._scheduler.pool.audit([])
 
 
-def test_a_crowd_is_served_and_nothing_stays_behind() -> None:
-    crowd(80)
+@pytest.mark.parametrize("speculation", [0, 2])
+def test_a_crowd_is_served_and_nothing_stays_behind(speculation: int) -> None:
+    crowd(80, speculation)
 
 
 @pytest.mark.long
-def test_ten_thousand_prompts_are_served_and_nothing_stays_behind() -> None:
-    crowd(10_000)
+@pytest.mark.parametrize("speculation", [0, 2])
+def test_ten_thousand_prompts_are_served_and_nothing_stays_behind(speculation: int) -> None:
+    crowd(10_000, speculation)
 
 
+@pytest.mark.parametrize("speculation", [0, 1, 3])
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
-def test_lower_precision_takes_a_token_that_is_as_good_as_the_likeliest(dtype: torch.dtype, slack: float) -> None:
+def test_lower_precision_takes_a_token_that_is_as_good_as_the_likeliest(
+    dtype: torch.dtype, slack: float, speculation: int
+) -> None:
     """Products of another batch size round otherwise, so a token may differ where two are equally likely; bfloat16 has
     8 bits for logits of up to 8."""
-    model = network(TINY).to(dtype)
-    core = Core(model, RolloutConfig(block_tokens=4, num_blocks=24, max_running=6, step_tokens=11), version(0))
+    core = tiny(num_blocks=24, max_running=6, step_tokens=11, speculation=speculation)
+    model = core.model.to(dtype)
+    core = Core(model, core.config, version(0), depth=FixedDepth(speculation))
     for number in range(6):
         core.add(str(number), Prompt(ids_of(*range(number, 12)), 12, GREEDY))
     for (id, _), completion in finish(core).items():

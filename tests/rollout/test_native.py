@@ -60,7 +60,7 @@ def test_the_thread_sleeps_while_there_is_nothing_to_do() -> None:
         assert len(await complete(engine, make_prompt())) == 8
         await asyncio.sleep(0.05)
         assert core.num_steps == 8
-        assert await engine.metrics() == {"num_steps": 8}
+        assert await engine.metrics() == {"total_steps": 8}
         await engine.close()
         assert core.num_steps == 8
 
@@ -83,21 +83,30 @@ def test_closing_finishes_what_is_under_way() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "m2forge-rollout"]
 
 
-def test_a_failing_step_fails_everyone_who_waits_and_everyone_who_comes(tmp_path: Path) -> None:
+class Panic(BaseException):
+    """As Rust's, which is no `Exception`."""
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, Panic])
+def test_a_failing_step_fails_everyone_who_waits_and_everyone_who_comes(
+    kind: type[BaseException], tmp_path: Path
+) -> None:
     num_steps = 0
 
     def fail_at_5() -> None:
         nonlocal num_steps
         num_steps += 1
         if num_steps == 5:
-            raise ZeroDivisionError("a bug")
+            raise kind("a bug")
 
     async def run() -> None:
         engine = NativeEngine(FakeCore(32, 128, on_step=fail_at_5))
         asked = [complete(engine, make_prompt(max_tokens=MANY)) for _ in range(4)]
-        for result in await asyncio.gather(*asked, return_exceptions=True):
+        async with asyncio.timeout(5):
+            results = await asyncio.gather(*asked, return_exceptions=True)
+        for result in results:
             assert isinstance(result, EngineError)
-            assert "ZeroDivisionError: a bug" in str(result)
+            assert f"{kind.__name__}: a bug" in str(result)
         for late in (
             complete(engine, make_prompt()),
             engine.state(),
@@ -206,3 +215,28 @@ def test_a_loop_that_is_gone_takes_nothing_with_it() -> None:
     assert len(asyncio.run(complete(engine, make_prompt()))) == 8
     asyncio.run(settled(engine))
     asyncio.run(engine.close())
+
+
+def test_who_gives_up_waiting_for_a_load_leaves_it_to_happen(tmp_path: Path) -> None:
+    """Nor does anything complain later of an answer that nobody took."""
+    may_go_on = threading.Event()
+
+    def hold() -> None:
+        may_go_on.wait()
+
+    async def run() -> None:
+        engine = NativeEngine(FakeCore(32, 128, on_step=hold))
+        asked = asyncio.create_task(complete(engine, make_prompt(max_tokens=2)))
+        await asyncio.sleep(0.02)  # the thread is inside a step
+        load = asyncio.create_task(engine.load(tmp_path, PolicyVersion("fake", 1)))
+        refused = asyncio.create_task(engine.load(tmp_path / "none", PolicyVersion("fake", 2)))
+        await asyncio.sleep(0)
+        load.cancel()
+        refused.cancel()
+        may_go_on.set()
+        await asyncio.gather(load, refused, return_exceptions=True)
+        await asked
+        await engine.close()
+        assert (await engine.state()).version.step == 1
+
+    asyncio.run(run())

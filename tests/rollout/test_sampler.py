@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from m2forge.records import Sampling
 from m2forge.rollout.sampler import Row, distribution, draw, kept, penalised, philox, uniforms
-from tests.rollout.draw import plain_distribution, plain_pick
+from tests.rollout.plain import plain_distribution, plain_pick
 
 VOCAB = 13
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import fields
 from pathlib import Path
@@ -13,16 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.errors import ConfigError
+from m2forge.config import build
+from m2forge.errors import ConfigError, RequestError
 from m2forge.protocols import Chunk, Prompt
-from m2forge.records import FinishReason, JsonValue, Sampling
+from m2forge.records import FinishReason, JsonValue, PolicyVersion, Sampling
 from m2forge.rollout import wire
+from m2forge.rollout.config import RolloutConfig
+from m2forge.rollout.core import Core
 from m2forge.rollout.native import NativeEngine
 from m2forge.rollout.server import address, bind, make_app
 from m2forge.rollout.server_config import ServerConfig
 from m2forge.testing.scripted import ScriptedEngine
 from tests.rollout.engine_contract import MANY, complete, make_prompt, settled
 from tests.rollout.fake_core import FakeCore
+from tests.rollout.network import make_network
 from tests.rollout.served import served
 
 IDS: dict[str, JsonValue] = {"ids": [3, 1, 4], "max_tokens": 8, "seed": 1}
@@ -116,18 +121,93 @@ def test_only_who_has_the_key_changes_the_weights(tmp_path: Path) -> None:
     body = {"folder": str(tmp_path), "version": VERSION}
 
     async def check(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "se cret"}):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             response = await client.post("/weights", json=body, headers=headers)
             assert response.status_code == 401
         assert (await engine.state()).version.step == 0
-        key = {"Authorization": "Bearer se cret"}
+        key = {"Authorization": "Bearer secret"}
         assert (await client.post("/weights", json=body, headers=key)).json() == {"version": VERSION}
         assert (await client.get("/health")).json() == {"version": VERSION, "num_running": 0, "num_waiting": 0}
-        for bad in ({"folder": "/none", "version": VERSION}, {"folder": str(tmp_path)}, body | {"step": 1}):
+        for bad in (
+            {"folder": "/none", "version": VERSION},
+            {"folder": str(tmp_path)},
+            body | {"step": 1},
+            body | {"version": {"lineage": "run", "step": 2**31}},
+            body | {"version": {"lineage": "run", "step": -1}},
+            body | {"version": {"lineage": "", "step": 1}},
+        ):
             assert (await client.post("/weights", json=bad, headers=key)).status_code == 400
         assert (await client.post("/generate", json=IDS)).status_code == 200
 
-    ask(check, ServerConfig(admin_key="se cret"))
+    ask(check, ServerConfig(admin_key="secret"))
+
+
+@pytest.mark.parametrize("key", ["", "se cret", "schl\u00fcssel", "a\n"])
+def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="admin_key"):
+        build(ServerConfig, {"admin_key": key})
+
+
+def test_weights_that_cannot_be_read_do_not_end_the_engine() -> None:
+    async def run() -> None:
+        engine = NativeEngine(Core(make_network(0), RolloutConfig(), PolicyVersion("network", 0)))
+        async with (
+            served(make_app(engine, ServerConfig())) as url,
+            httpx2.AsyncClient(base_url=url, verify=False) as client,
+        ):
+            for folder in ("a" * 5000, "a\0b", "", "/dev/null"):
+                response = await client.post("/weights", json={"folder": folder, "version": VERSION})
+                assert response.status_code == 400
+            assert (await client.post("/generate", json=IDS)).status_code == 200
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_body_with_countless_mistakes_is_refused_as_fast_as_another() -> None:
+    for body in (b'{"max_tokens": 1, "ids": [%s]}' % b",".join([b"-1"] * 1_000_000), b"{%s}" % many_keys(20_000)):
+        started_s = time.process_time()
+        with pytest.raises(RequestError, match="the body cannot be used") as caught:
+            wire.read_body(wire.PromptBody, body)
+        assert len(str(caught.value)) < 1000
+        assert time.process_time() - started_s < 1  # they took 14 and 2 s when each mistake was told
+
+
+def many_keys(number: int) -> bytes:
+    return b",".join(b'"key%d": 1' % place for place in range(number))
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    async def check(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.close()
+        async with asyncio.timeout(5):
+            while 'requests_total{outcome="hung_up"} 1.0' not in (text := (await client.get("/metrics")).text):
+                await asyncio.sleep(0.005)
+        assert 'requests_total{outcome="failed"} 0.0' in text
+
+    ask(check)
+    assert not caplog.records
+
+
+def test_a_client_that_does_not_read_and_leaves_aborts() -> None:
+    async def check(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port, limit=1)
+        body = json.dumps(IDS | {"max_tokens": MANY, "num_samples": 8}).encode()
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        while (await engine.state()).num_running != 8:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+        async with asyncio.timeout(5):
+            while 'requests_total{outcome="hung_up"} 1.0' not in (await client.get("/metrics")).text:
+                await asyncio.sleep(0.005)
+        assert (await engine.state()).num_running == 0
+
+    ask(check)
 
 
 @pytest.mark.parametrize("body", [IDS, IDS | {"stream": False}], ids=["stream", "whole"])
@@ -164,7 +244,11 @@ def test_metrics_are_what_prometheus_reads() -> None:
         assert figures['m2forge_rollout_requests_total{outcome="refused"}'] == "1.0"
         assert figures["m2forge_rollout_sampled_tokens_total"] == "16.0"
         assert figures["m2forge_rollout_first_chunk_seconds_count"] == "2.0"
-        assert figures["m2forge_rollout_engine_num_steps"] == "16.0"
+        assert figures["m2forge_rollout_engine_steps_total"] == "16.0"
+        kinds = dict(line.split()[2:4] for line in lines if line.startswith("# TYPE"))
+        assert {name for name, kind in kinds.items() if kind == "counter"} == {
+            name for name in kinds if name.endswith("_total")
+        }
         names = {name.split("{")[0] for name in figures}
         for kind, name in (line.split()[1:3] for line in lines if line.startswith("#")):
             assert kind in ("HELP", "TYPE")

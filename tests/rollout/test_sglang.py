@@ -12,7 +12,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from m2forge.errors import EngineError, RequestError
+from m2forge.errors import EngineError, NotFoundError, RequestError
 from m2forge.protocols import Engine
 from m2forge.records import PolicyVersion, Sampling
 from m2forge.rollout.sglang import SGLangEngine
@@ -35,9 +35,9 @@ START = PolicyVersion("run", 0)
 
 
 @asynccontextmanager
-async def behind(fake: FakeSGLang | None = None) -> AsyncIterator[Engine]:
+async def behind(fake: FakeSGLang | None = None, *, takes_seeds: bool = True) -> AsyncIterator[Engine]:
     async with served((fake or FakeSGLang(VOCAB_SIZE, CONTEXT)).app) as url:
-        engine = SGLangEngine(url, START)
+        engine = SGLangEngine(url, START, takes_seeds=takes_seeds)
         try:
             yield engine
         finally:
@@ -95,13 +95,72 @@ def test_a_request_that_is_closed_is_aborted_by_name() -> None:
         ({"sampling": Sampling(temperature=0, presence_penalty=1)}, "penalties"),
         ({"returns_experts": True}, "experts"),
         ({"priority": 1}, "priority 1"),
+        ({"stop_texts": ("\n",)}, "may miss"),
+        ({"sampling": Sampling(temperature=1e-7)}, "temperature 1e-07"),
+        ({"seed": 1}, "takes_seeds=True"),
     ],
 )
 def test_what_it_cannot_tell_is_refused(more: dict[str, Any], problem: str) -> None:
     async def run() -> None:
-        async with behind() as engine:
+        async with behind(takes_seeds=False) as engine:
             with pytest.raises(RequestError, match=problem):
                 await complete(engine, make_prompt(**more))
+
+    asyncio.run(run())
+
+
+def test_the_models_end_token_ends_nothing_unasked() -> None:
+    fake = FakeSGLang(VOCAB_SIZE, CONTEXT)
+
+    async def run() -> None:
+        async with behind(fake) as engine:
+            free = [int(id) for id in await complete(engine, make_prompt(max_tokens=12, seed=3))]
+            fake.end_id = free[4]
+            assert await complete(engine, make_prompt(max_tokens=12, seed=3)) == free
+            with pytest.raises(EngineError, match=f"at {free[4]}, which is none of the prompt's stop ids"):
+                await complete(engine, make_prompt(max_tokens=12, seed=3, stop_ids=(VOCAB_SIZE + 1,)))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1])
+def test_every_seed_is_one_the_server_takes(seed: int) -> None:
+    fake = FakeSGLang(VOCAB_SIZE, CONTEXT)
+
+    async def run() -> None:
+        async with behind(fake) as engine:
+            await collect(engine.generate(make_prompt(seed=seed, num_samples=2)), 2)
+
+    asyncio.run(run())
+    seeds = [settings["sampling_seed"] for settings in fake.bodies[0]["sampling_params"]]
+    assert len(set(seeds)) == 2
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_load_that_breaks_off_stops_requests_until_one_succeeds(tmp_path: Path) -> None:
+    class Broken(FakeSGLang):
+        is_broken = True
+
+        async def update(self, request: Request) -> Response:
+            return Response("gone", 502) if self.is_broken else await super().update(request)
+
+    fake = Broken(VOCAB_SIZE, CONTEXT)
+    write_weights(tmp_path / "model")
+
+    async def run() -> None:
+        async with behind(fake) as engine:
+            with pytest.raises(EngineError, match="502"):
+                await engine.load(tmp_path / "model", PolicyVersion("run", 1))
+            with pytest.raises(EngineError, match="not known which weights"):
+                await complete(engine, make_prompt())
+            with pytest.raises(NotFoundError):
+                await engine.load(tmp_path / "none", PolicyVersion("run", 2))
+            with pytest.raises(EngineError, match="not known which weights"):
+                await complete(engine, make_prompt())
+            fake.is_broken = False
+            await engine.load(tmp_path / "model", PolicyVersion("run", 3))
+            (chunks,) = await collect(engine.generate(make_prompt()))
+            assert join(chunks, "versions") == [3] * 8
 
     asyncio.run(run())
 

@@ -72,6 +72,8 @@ def test_what_was_drawn_from_is_told_by_a_server_in_processed_mode(sampling: Sam
             with pytest.raises(RequestError, match="--logprobs-mode processed_logprobs"):
                 await complete(engine, make_prompt(sampling=sampling))
             assert len(await complete(engine, make_prompt(sampling=Sampling(temperature=0, top_p=0.9)))) == 8
+            with pytest.raises(RequestError, match=r"temperature 0\.001"):
+                await complete(engine, make_prompt(sampling=Sampling(temperature=0.001)))
 
     asyncio.run(run())
 
@@ -81,7 +83,7 @@ def test_every_parameter_is_sent_so_that_no_default_of_the_model_counts() -> Non
 
     async def run() -> None:
         async with behind(fake, model="policy") as engine:
-            prompt = make_prompt(seed=4, num_samples=2, priority=3, stop_ids=(9,), stop_texts=("\n",))
+            prompt = make_prompt(seed=-1, num_samples=2, priority=3, stop_ids=(9,), stop_texts=("\n",))
             await collect(engine.generate(prompt), 2)
 
     asyncio.run(run())
@@ -89,13 +91,14 @@ def test_every_parameter_is_sent_so_that_no_default_of_the_model_counts() -> Non
     expected = {
         "prompt": list(PROMPT_IDS),
         "model": "policy",
-        "seed": 4,
+        "seed": 2**62 - 1,  # as −1 it would be none
         "n": 2,
         "priority": -3,
         "stop_token_ids": [9],
         "stop": ["\n"],
         "repetition_penalty": 1.0,
         "top_k": 0,
+        "skip_special_tokens": False,
     }
     assert {name: body[name] for name in expected} == expected
 
@@ -141,21 +144,62 @@ def test_a_server_outside_development_mode_cannot_reload(weights: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_load_that_fails_leaves_the_version(weights: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "answer", "problem"),
+    [
+        ("/collective_rpc", Response("no such tensor", 500), "collective_rpc: answered 500: no such tensor"),
+        ("/reset_prefix_cache", Response("gone", 502), "reset_prefix_cache: answered 502"),
+        ("/reset_prefix_cache", Response('{"success": false}'), "keeps a cache of the old weights"),
+    ],
+)
+def test_a_load_that_breaks_off_stops_requests_until_one_succeeds(
+    weights: Path, path: str, answer: Response, problem: str
+) -> None:
     class Broken(FakeVLLM):
+        is_broken = True
+
         async def administer(self, request: Request) -> Response:
             response = await super().administer(request)
-            return Response("no such tensor", 500) if request.url.path == "/collective_rpc" else response
+            return answer if self.is_broken and request.url.path == path else response
 
     fake = Broken(VOCAB_SIZE, CONTEXT)
 
     async def run() -> None:
         async with behind(fake) as engine:
-            with pytest.raises(EngineError, match="collective_rpc: answered 500: no such tensor"):
+            with pytest.raises(EngineError, match=problem):
                 await engine.load(weights, PolicyVersion("run", 1))
             assert fake.admin_calls[-1] == "resume"
             assert (await engine.state()).version == START
-            assert len(await complete(engine, make_prompt())) == 8
+            with pytest.raises(EngineError, match="not known which weights"):
+                await complete(engine, make_prompt())
+            fake.is_broken = False
+            await engine.load(weights, PolicyVersion("run", 2))
+            (chunks,) = await collect(engine.generate(make_prompt()))
+            assert join(chunks, "versions") == [2] * 8
+
+    asyncio.run(run())
+
+
+def test_a_load_that_is_cancelled_while_the_server_pauses_lets_it_go_on(weights: Path) -> None:
+    class Slow(FakeVLLM):
+        async def administer(self, request: Request) -> Response:
+            response = await super().administer(request)
+            await asyncio.sleep(60 if request.url.path == "/pause" else 0)
+            return response
+
+    fake = Slow(VOCAB_SIZE, CONTEXT)
+
+    async def run() -> None:
+        async with behind(fake) as engine:
+            load = asyncio.create_task(engine.load(weights, PolicyVersion("run", 1)))
+            while not fake.admin_calls:
+                await asyncio.sleep(0.005)
+            load.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await load
+            assert fake.admin_calls == ["pause?mode=wait", "resume"]
+            (chunks,) = await collect(engine.generate(make_prompt()))
+            assert join(chunks, "versions") == [0] * 8
 
     asyncio.run(run())
 

@@ -122,6 +122,8 @@ def test_weights_of_another_network_are_refused_and_nothing_changes(tmp_path: Pa
     save_model(network(TINY.model_copy(update={"norm_eps": 1e-5})), tmp_path / "model")
     with pytest.raises(CheckpointError, match="holds another network"):
         core.load(tmp_path / "model", version(1))
+    with pytest.raises(CheckpointError, match=r"cannot be read.*name too long"):
+        core.load(tmp_path / ("a" * 5000), version(1))
     state = network(TINY).state_dict()
     del state["norm.weight"]
     state["strange"] = torch.zeros(2)

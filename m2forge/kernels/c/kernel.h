@@ -9,6 +9,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 /* MR x NV vectors of sums fill the registers and leave room for one line of each operand. */
 #if defined(__AVX512F__)
@@ -106,4 +109,35 @@ static inline void store_some(float *p, vec x, int64_t left) {
     if (left >= LANES) *(vec *)p = x;
     else
         for (int64_t i = 0; i < left; i++) p[i] = x[i];
+}
+
+/* bfloat16 numbers are the upper halves of float32 ones. Narrowing rounds to the nearest, ties to even. */
+typedef uint32_t uvec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint16_t nvec __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+#if defined(__aarch64__) /* GCC 12 converts vectors of 64 bits lane by lane */
+static inline uvec lengthen(nvec x) { return (uvec)vmovl_u16((uint16x4_t)x); }
+static inline nvec shorten(uvec x) { return (nvec)vmovn_u32((uint32x4_t)x); }
+#else
+static inline uvec lengthen(nvec x) { return __builtin_convertvector(x, uvec); }
+static inline nvec shorten(uvec x) { return __builtin_convertvector(x, nvec); }
+#endif
+
+static inline vec widen(nvec x) { return (vec)(lengthen(x) << 16); }
+static inline nvec narrow(vec x) {
+    uvec bits = (uvec)x, odd = (bits >> 16) & 1;
+    uvec rounded = (bits + 0x7FFF + odd) >> 16, is_number = (uvec)(x == x);
+    return shorten((rounded & is_number) | (0x7FC0 & ~is_number));
+}
+static inline vec load_narrow(const uint16_t *p, int64_t left) {
+    if (left >= LANES) return widen(*(const nvec *)p);
+    nvec x = {0};
+    for (int64_t i = 0; i < left; i++) x[i] = p[i];
+    return widen(x);
+}
+static inline void store_narrow(uint16_t *p, vec x, int64_t left) {
+    nvec y = narrow(x);
+    if (left >= LANES) *(nvec *)p = y;
+    else
+        for (int64_t i = 0; i < left; i++) p[i] = y[i];
 }

@@ -82,3 +82,51 @@ void nll_and_grad(float *z, const int64_t *target, const float *weight, int64_t 
         row[target[r]] -= weight[r];
     }
 }
+
+/* The same rows in bfloat16, without gradients: computed in float32, rounded once. Few of them are not worth a second
+ * thread. */
+enum { FEW = 1 << 15 };
+
+void norm_bfloat16(const uint16_t *x, const uint16_t *weight, int64_t x_stride, int64_t rows, int64_t d, float eps,
+                   uint16_t *y) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * d > FEW)
+    for (int64_t r = 0; r < rows; r++) {
+        const uint16_t *row = x + r * x_stride;
+        vec total = {0};
+        for (int64_t i = 0; i < d; i += LANES) {
+            vec v = load_narrow(row + i, d - i);
+            total += v * v;
+        }
+        float scale = 1.0f / sqrtf(sum_lanes(total) / d + eps);
+        for (int64_t i = 0; i < d; i += LANES)
+            store_narrow(y + r * d + i, load_narrow(row + i, d - i) * scale * load_narrow(weight + i, d - i), d - i);
+    }
+}
+
+void rotate_bfloat16(const uint16_t *x, const float *cos, const float *sin, int64_t x_stride, int64_t n, int64_t heads,
+                     int64_t dim, int64_t half, uint16_t *y) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (n * heads * dim > FEW)
+    for (int64_t token = 0; token < n; token++)
+        for (int64_t head = 0; head < heads; head++) {
+            const uint16_t *from = x + token * x_stride + head * dim;
+            uint16_t *to = y + (token * heads + head) * dim;
+            for (int64_t i = 0; i < half; i += LANES) {
+                vec a = load_narrow(from + i, half - i), b = load_narrow(from + half + i, half - i);
+                vec c = load_some(cos + token * half + i, half - i), s = load_some(sin + token * half + i, half - i);
+                store_narrow(to + i, a * c - b * s, half - i);
+                store_narrow(to + half + i, b * c + a * s, half - i);
+            }
+            memcpy(to + 2 * half, from + 2 * half, (dim - 2 * half) * sizeof(uint16_t));
+        }
+}
+
+/* y = silu(gate) * up, gate and up the two halves of each row of h. */
+void gate_bfloat16(const uint16_t *h, int64_t rows, int64_t f, uint16_t *y) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * f > FEW / 4)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < f; i += LANES) {
+            vec gate = load_narrow(h + r * 2 * f + i, f - i), up = load_narrow(h + r * 2 * f + f + i, f - i);
+            vec e = exp_vec(-most(gate, splat(-88.0f))); /* beyond, the gate is 0 in any case */
+            store_narrow(y + r * f + i, gate * up / (1.0f + e), f - i);
+        }
+}

@@ -1,0 +1,50 @@
+"""The rollout engine: ours, its peers and the limit of the machine.
+
+cpu: SmolLM2-135M on two threads against vLLM and transformers. gpu: decode steps of `m2-mini` and of a slice of M2
+against the memory floor, and against transformers' continuous batching. agent: tokens computed over unique tokens in an
+agent workload. speculation: against plain decoding, with modules trained here. The files rollout_*.py say how each is
+measured. By default all parts that this machine can measure run; --tiny runs the gpu part small, on any machine.
+
+    python benchmarks/rollout.py [--json] [--quick] [--part cpu|gpu|agent|speculation] [--tiny] [--keep FOLDER]
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from report import Bar, arguments, finish
+from rollout_agent import agent
+from rollout_cpu import cpu
+from rollout_gpu import gpu
+from rollout_speculation import speculation
+
+PARTS = ("cpu", "gpu", "agent", "speculation")
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--part", choices=PARTS, help="only this one")
+    parser.add_argument("--tiny", action="store_true", help="the gpu part with a small network, to see that it runs")
+    parser.add_argument("--keep", type=Path, help="where speculation keeps its trained model, or finds it")
+    options = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu else "cpu")
+    bars: list[Bar] = []
+    for part in [options.part] if options.part else PARTS:
+        print(part, flush=True)
+        if part == "cpu" and (options.part or not has_gpu):
+            bars += cpu(options.quick)
+        elif part == "gpu" and (has_gpu or options.tiny):
+            bars += gpu(device, is_tiny=options.tiny)
+        elif part == "agent":
+            bars += agent(device, is_quick=options.quick)
+        elif part == "speculation":
+            bars += speculation(device, is_quick=options.quick, keep=options.keep)
+        else:
+            print("  not measured on this machine")
+    finish(bars, options.json)
+
+
+if __name__ == "__main__":
+    main()

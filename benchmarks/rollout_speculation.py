@@ -1,0 +1,217 @@
+"""Speculation against plain decoding, with prediction modules that this project's own pre-training trained.
+
+The network learns the Python sources of this machine, first with one module, then the chain is lengthened to three by
+copies and the modules train on alone. Prompts are held-out files. Both engines decode the same prompts in turns: one
+plain, one that chooses how far to speculate (`speculation = 3`). Speed is tokens per second of decode steps, ratios are
+of medians. Acceptance, how often the first k drafts are all accepted, comes from a third engine that always drafts
+three.
+
+On a CPU everything is scaled down, which shows that it runs; time there says nothing of a GPU, and there are no bars.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from report import Bar, print_table
+from rollout_serve import make_core, serve
+from rollout_watch import Timed
+from text_corpus import write_text_corpus
+
+from m2forge.config import TomlValue, build
+from m2forge.corpus.reader import CorpusReader
+from m2forge.model.checkpoint import load_model
+from m2forge.model.transformer import Transformer
+from m2forge.pretrain.config import PretrainConfig
+from m2forge.pretrain.stage import run_pretrain
+from m2forge.protocols import Prompt
+from m2forge.records import IntArray, PolicyVersion, Sampling
+from m2forge.rollout.config import RolloutConfig
+from m2forge.rollout.core import Core
+
+DEPTH = 3
+MIN_SPEEDUP, SMALL_BATCH, MIN_ANYWHERE = 1.6, 8, 0.95
+
+
+@dataclass(frozen=True)
+class Load:
+    model: str
+    vocab_size: int
+    text_bytes: int
+    context: int
+    pack_tokens: int
+    base_steps: int
+    module_steps: int
+    rate: float
+    batches: tuple[int, ...]
+    num_prompt: int
+    num_new: int
+    repeats: int
+
+
+GPU = Load(
+    model="m2-mini",
+    vocab_size=16_384,
+    text_bytes=30_000_000,
+    context=1024,
+    pack_tokens=32_768,
+    base_steps=400,
+    module_steps=150,
+    rate=1.5e-3,
+    batches=(1, 2, 4, 8, 32, 128, 256),
+    num_prompt=256,
+    num_new=128,
+    repeats=3,
+)
+CPU = Load(
+    model="m2-nano",
+    vocab_size=512,
+    text_bytes=1_000_000,
+    context=128,
+    pack_tokens=512,
+    base_steps=120,
+    module_steps=40,
+    rate=4e-3,
+    batches=(1, 8),
+    num_prompt=32,
+    num_new=48,
+    repeats=1,
+)
+QUICK = replace(CPU, text_bytes=300_000, base_steps=30, module_steps=10, num_new=24)
+
+
+def speculation(device: torch.device, *, is_quick: bool, keep: Path | None) -> list[Bar]:
+    """`keep`: a folder for corpus and model, which are taken from there if they are there already."""
+    if "speculation" not in RolloutConfig.model_fields:
+        print("speculation: not measured: this engine has none")
+        return []
+    is_full = device.type == "cuda" and not is_quick
+    load = GPU if is_full else QUICK if is_quick else CPU
+    with tempfile.TemporaryDirectory() as name:
+        folder = keep or Path(name)
+        trained = folder / "trained.txt"
+        if not trained.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            trained.write_text(str(train(load, folder)))
+        model = load_model(Path(trained.read_text()), device=device, dtype=torch.bfloat16 if is_full else None)
+        text = held_out(load, folder / "corpus")
+        bars = [bar for temperature in (0.0, 1.0) for bar in compare(model, load, text, temperature)]
+    return bars if is_full else []
+
+
+def train(load: Load, folder: Path) -> Path:
+    """The folder of a model with three modules."""
+    start_s = time.monotonic()
+    corpus, runs = folder / "corpus", folder / "runs"
+    corpus.mkdir()
+    num_tokens = write_text_corpus(corpus, load.vocab_size, load.text_bytes)
+    print(f"  {num_tokens:,} tokens written after {time.monotonic() - start_s:.0f} s", flush=True)
+    common: dict[str, TomlValue] = {"context": load.context, "pack_tokens": load.pack_tokens}
+    base: dict[str, TomlValue] = common | {
+        "name": "base",
+        "steps": load.base_steps,
+        "warmup_steps": load.base_steps // 10,
+        "rate": {"start": load.rate, "end": load.rate / 10},
+        "mtp_weight": {"start": 0.3},
+    }
+    modules: dict[str, TomlValue] = common | {
+        "name": "modules",
+        "steps": load.module_steps,
+        "warmup_steps": load.module_steps // 10,
+        "rate": {"start": load.rate / 2, "end": load.rate / 20},
+        "mtp_weight": {"start": 1.0},
+        "num_mtp": DEPTH,
+        "trains": "mtp",
+    }
+    model = load.model
+    for phase, optimizer in ((base, "muon"), (modules, "adamw")):
+        data: dict[str, TomlValue] = {
+            "name": phase["name"],
+            "corpus": str(corpus),
+            "model": model,
+            "model_set": [] if Path(model).is_dir() else ["num_mtp=1", f"max_context={load.context}"],
+            "train": {"optimizer": {"kind": optimizer, "eps": 1e-8}, "checkpoint": {"keep": 0}},
+            "phases": [phase],
+        }
+        model = str(run_pretrain(build(PretrainConfig, data), runs))
+        print(f"  {phase['name']} trained after {time.monotonic() - start_s:.0f} s", flush=True)
+    return Path(model)
+
+
+def held_out(load: Load, corpus: Path) -> IntArray:
+    """Held-out documents laid end to end, enough for every prompt of a repeat to be another."""
+    num_tokens = 4 * max(load.batches) * load.num_prompt
+    reader = CorpusReader(corpus, context=load.context, pack_tokens=num_tokens, seed=0, split="held_out")
+    return reader.next_pack().tokens
+
+
+def draw_prompts(load: Load, text: IntArray, num_requests: int, temperature: float, seed: int) -> list[Prompt]:
+    starts = np.random.default_rng(seed).integers(0, text.size - load.num_prompt, num_requests)
+    sampling = Sampling(temperature=temperature)
+    return [Prompt(text[start : start + load.num_prompt], load.num_new, sampling, seed=seed) for start in starts]
+
+
+def compare(model: Transformer, load: Load, text: IntArray, temperature: float) -> list[Bar]:
+    kind = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    shares = acceptance(model, load, text, temperature)
+    rows, bars = [], []
+    for batch in load.batches:
+        context = load.num_prompt + load.num_new
+        cores = [make_core(model, batch, context, speculation=depth) for depth in (0, DEPTH)]
+        plain, drafted = in_turns(cores, load, text, batch, temperature)
+        speedup = rate(drafted) / rate(plain)
+        whole = statistics.median(t.rate for t in drafted) / statistics.median(t.rate for t in plain)
+        depth = mean_depth(cores[1].metrics())
+        rates = (f"{rate(runs):,.0f}" for runs in (plain, drafted))
+        rows.append((str(batch), *rates, f"{depth:.2f}", f"{speedup:.2f}x", f"{whole:.2f}x"))
+        print(f"  {kind}, batch {batch}: {speedup:.2f}x, {depth:.2f} drafts", flush=True)
+        asked = MIN_SPEEDUP if batch <= SMALL_BATCH else MIN_ANYWHERE
+        bars.append(Bar.at_least(f"{kind}, batch {batch}: speculation over plain decoding", speedup, asked))
+    accepted = ", ".join(f"{share:.0%}" for share in shares)
+    print_table(
+        f"{load.model}, {kind}, prompts of {load.num_prompt}, {load.num_new} new, median of {load.repeats}; of three "
+        f"drafts the first one, two, three accepted: {accepted}",
+        ("batch", "plain, tokens/s", "speculating, tokens/s", "drafts a step", "decode steps", "with prompts"),
+        rows,
+    )
+    return bars
+
+
+def in_turns(cores: Sequence[Core], load: Load, text: IntArray, batch: int, temperature: float) -> list[list[Timed]]:
+    """Runs of each engine. Small batches run several times in one repeat, so that one text decides nothing; before
+    all of it come as many runs that are not counted, in which the engine finds its depth."""
+    num_rounds = max(1, SMALL_BATCH // 2 // batch)
+    runs: list[list[Timed]] = [[] for _ in cores]
+    for seed in range((1 + load.repeats) * num_rounds):
+        prompts = draw_prompts(load, text, batch, temperature, seed)
+        for core, timed in zip(cores, runs, strict=True):
+            timed.append(serve(core, prompts))
+    return [timed[num_rounds:] for timed in runs]
+
+
+def rate(runs: Sequence[Timed]) -> float:
+    return statistics.median(timed.decode_rate for timed in runs)
+
+
+def acceptance(model: Transformer, load: Load, text: IntArray, temperature: float) -> list[float]:
+    """How often the first k drafts are all accepted, where three are always made."""
+    from m2forge.rollout.depth import FixedDepth
+
+    made = make_core(model, SMALL_BATCH, load.num_prompt + load.num_new, speculation=DEPTH)
+    core = Core(model, made.config, PolicyVersion("benchmark", 0), depth=FixedDepth(DEPTH))
+    serve(core, draw_prompts(load, text, SMALL_BATCH, temperature, seed=0))
+    metrics = core.metrics()
+    return [metrics[f"total_accepted_{k}"] / metrics[f"total_drafted_{k}"] for k in range(1, DEPTH + 1)]
+
+
+def mean_depth(metrics: Mapping[str, float]) -> float:
+    """Drafts over steps, summed over sequences; a step draws one token besides those that were drafts."""
+    drafted, accepted = (
+        sum(metrics[f"total_{name}_{k}"] for k in range(1, DEPTH + 1)) for name in ("drafted", "accepted")
+    )
+    return drafted / (metrics["total_sampled_tokens"] - accepted)

@@ -1,0 +1,62 @@
+"""When tokens came, and what follows from it: seconds of the whole, and the rate of steps that only decode.
+
+Decode steps are those in which all requests run and none reads its prompt: after each has its first token, up to the
+step in which the first has its last. What is measured over them holds for one size of batch.
+
+Nothing but the standard library is imported: sides of the comparison run under Pythons that have little in common.
+"""
+
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timed:
+    seconds: float
+    """From the arrival of the prompts to the last token."""
+    decode_s: float
+    decode_steps: int
+    decode_tokens: int
+    decode_mean: float
+    """Tokens that a request had drawn, on average over the decode steps."""
+    ids: list[list[int]]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of the whole, prompts included."""
+        return sum(map(len, self.ids)) / self.seconds
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second of decode steps; no number where there were none."""
+        return self.decode_tokens / self.decode_s if self.decode_steps else float("nan")
+
+
+class Watch:
+    """Starts when it is made."""
+
+    def __init__(self, num_requests: int, num_new: int) -> None:
+        self.ids: list[list[int]] = [[] for _ in range(num_requests)]
+        """What each request has so far: to be kept up to date."""
+        self._num_new, self._num_steps = num_new, 0
+        self._first: tuple[float, int] | None = None
+        self._last: tuple[float, int] | None = None
+        """Time and number of all tokens, where decode steps begin and end."""
+        self._is_over = False
+        self._start_s = time.perf_counter()
+
+    def note_step(self) -> None:
+        now = time.perf_counter(), sum(map(len, self.ids))
+        if self._first is None:
+            if all(self.ids):
+                self._first = self._last = now
+        elif not self._is_over:
+            self._last = now
+            self._num_steps += 1
+        self._is_over = self._is_over or max(map(len, self.ids)) >= self._num_new
+
+    def timed(self) -> Timed:
+        seconds = time.perf_counter() - self._start_s
+        (first_s, before), (last_s, after) = self._first or (0.0, 0), self._last or (0.0, 0)
+        mean = (before + after) / 2 / len(self.ids)
+        return Timed(seconds, last_s - first_s, self._num_steps, after - before, mean, self.ids)

@@ -1,0 +1,215 @@
+/* Attention over a paged cache; see paged_attention.py for the formula. Keys and values are read where they lie.
+ *
+ * A row is one query head of one token. Rows of one key head run together, ROWS at a time, so that each key is read once for
+ * all of them. Their scores are kept whole; softmax and sums are in float32.
+ */
+#include "kernel.h"
+
+enum { ROWS = 6, KEYS = 4 }; /* keys that meet the rows together */
+enum { WIDTH = 4 }; /* vectors of a value that are summed together: with ROWS they fill the registers */
+
+/* One call's tensors. q and out: B x Q x H x K, q_stride: numbers from one token of q to the next; k and v: blocks of T x G x K; table: B x S; position: B x Q. A token at
+ * position p sees token l where l <= p and p - l < window or l < sinks. */
+typedef struct {
+    const void *q, *k, *v;
+    const int64_t *table, *position;
+    int64_t q_stride, s, t, h, g, dim, window, sinks;
+    void *out;
+} Paged;
+
+/* What a thread works on. Row i is head `head[i]` of query `query[i]`, of which `query` counts all sequences. */
+typedef struct {
+    int64_t query[ROWS], head[ROWS], position[ROWS], end; /* end: behind the last token that any row sees */
+    float *q, *score, *mixed;                             /* ROWS x dim, ROWS x tokens, ROWS x dim: both padded */
+    int64_t wide, tokens;
+} Group;
+
+/* What the loops are compiled for besides the number of rows: bfloat16 or float32, and whether heads are whole vectors. */
+typedef struct {
+    int is_narrow, is_whole;
+} Kind;
+
+static inline vec load(const void *x, int64_t at, int64_t left, Kind kind) {
+    if (kind.is_whole) left = LANES;
+    return kind.is_narrow ? load_narrow((const uint16_t *)x + at, left) : load_some((const float *)x + at, left);
+}
+
+/* First token behind the sinks that the row sees. */
+static inline int64_t lowest(const Paged *x, int64_t position) {
+    int64_t from = position - x->window + 1;
+    return from > x->sinks ? from : x->sinks;
+}
+
+/* Whether some row sees a token of the block that starts at `first`. */
+static int is_seen(const Paged *x, const Group *group, int64_t first, int rows) {
+    if (first < x->sinks) return 1;
+    for (int i = 0; i < rows; i++)
+        if (first + x->t > lowest(x, group->position[i]) && first <= group->position[i]) return 1;
+    return 0;
+}
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* out[j] = sum of the lanes of sum[j] */
+static inline void store_sums(const vec sum[KEYS], float *out) {
+#if defined(__aarch64__)
+    vst1q_f32(out, vpaddq_f32(vpaddq_f32(sum[0], sum[1]), vpaddq_f32(sum[2], sum[3])));
+#else
+    for (int j = 0; j < KEYS; j++) out[j] = sum_lanes(sum[j]);
+#endif
+}
+
+/* score[i, l] = q[i] . key[l] for `count` tokens of one block, whose first key stands at `at`; up to KEYS - 1 places behind
+ * them are written too. */
+INLINE void score(const Paged *x, const Group *group, int64_t at, int64_t first, int64_t count, int rows, Kind kind) {
+    for (int64_t l = 0; l < count; l += KEYS) {
+        vec sum[ROWS][KEYS];
+        int64_t key_at[KEYS];
+#pragma GCC unroll 4
+        for (int j = 0; j < KEYS; j++) key_at[j] = at + (l + j < count ? l + j : count - 1) * x->g * x->dim;
+#pragma GCC unroll 6
+        for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < KEYS; j++) sum[i][j] = (vec){0};
+        for (int64_t d = 0; d < x->dim; d += LANES) {
+            vec key[KEYS];
+#pragma GCC unroll 4
+            for (int j = 0; j < KEYS; j++) key[j] = load(x->k, key_at[j] + d, x->dim - d, kind);
+#pragma GCC unroll 6
+            for (int i = 0; i < rows; i++) {
+                vec q = *(const vec *)(group->q + i * group->wide + d);
+#pragma GCC unroll 4
+                for (int j = 0; j < KEYS; j++) sum[i][j] += q * key[j];
+            }
+        }
+#pragma GCC unroll 6
+        for (int i = 0; i < rows; i++) store_sums(sum[i], group->score + i * group->tokens + first + l);
+    }
+}
+
+/* mixed[i] += sum over l of score[i, l] value[l] for the tokens of one block. */
+INLINE void mix(const Paged *x, const Group *group, int64_t at, int64_t first, int64_t count, int rows, Kind kind) {
+    for (int64_t d = 0; d < x->dim; d += WIDTH * LANES) {
+        vec sum[ROWS][WIDTH];
+#pragma GCC unroll 6
+        for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < WIDTH; j++) sum[i][j] = *(vec *)(group->mixed + i * group->wide + d + j * LANES);
+        for (int64_t l = 0; l < count; l++) {
+            vec value[WIDTH];
+#pragma GCC unroll 4
+            for (int j = 0; j < WIDTH; j++)
+                value[j] = load(x->v, at + l * x->g * x->dim + d + j * LANES, x->dim - d - j * LANES, kind);
+#pragma GCC unroll 6
+            for (int i = 0; i < rows; i++) {
+                float share = group->score[i * group->tokens + first + l];
+#pragma GCC unroll 4
+                for (int j = 0; j < WIDTH; j++) sum[i][j] += share * value[j];
+            }
+        }
+#pragma GCC unroll 6
+        for (int i = 0; i < rows; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < WIDTH; j++) *(vec *)(group->mixed + i * group->wide + d + j * LANES) = sum[i][j];
+    }
+}
+
+/* Makes row[from .. to) exponentials below `top`; their sum. */
+static float soften(float *row, int64_t from, int64_t to, float top) {
+    vec total = {0};
+    for (int64_t l = from; l < to; l += LANES) {
+        vec e = exp_vec(load_some(row + l, to - l) - top);
+        for (int64_t lane = to - l; lane < LANES; lane++) e[lane] = 0;
+        store_some(row + l, e, to - l);
+        total += e;
+    }
+    return sum_lanes(total);
+}
+
+/* The softmax of a row over what it sees, 0 elsewhere, but for the division by its sum, which is returned. */
+static float share(const Paged *x, float *row, int64_t position, int64_t end) {
+    int64_t low = lowest(x, position), sinks = x->sinks < position + 1 ? x->sinks : position + 1;
+    if (low > position + 1) low = position + 1;
+    float top = -INFINITY;
+    if (sinks) top = highest(row, sinks);
+    if (low <= position) {
+        float other = highest(row + low, position + 1 - low);
+        top = other > top ? other : top;
+    }
+    float sum = soften(row, 0, sinks, top) + soften(row, low, position + 1, top);
+    for (int64_t l = sinks; l < low; l++) row[l] = 0;
+    for (int64_t l = position + 1; l < end; l++) row[l] = 0;
+    return sum;
+}
+
+INLINE void attend(const Paged *x, Group *group, const int64_t *table, int64_t kv, int rows, Kind kind) {
+    int64_t dim = x->dim, wide = group->wide;
+    float scale = 1.0f / sqrtf(dim), sum[ROWS];
+    memset(group->q, 0, rows * wide * sizeof(float));
+    memset(group->mixed, 0, rows * wide * sizeof(float));
+    for (int i = 0; i < rows; i++)
+        for (int64_t d = 0; d < dim; d += LANES)
+            store_some(group->q + i * wide + d,
+                       load(x->q, group->query[i] * x->q_stride + group->head[i] * dim + d, dim - d, kind) * scale, LANES);
+    for (int64_t first = 0; first < group->end; first += x->t)
+        if (is_seen(x, group, first, rows))
+            score(x, group, (table[first / x->t] * x->t * x->g + kv) * dim, first,
+                  group->end - first < x->t ? group->end - first : x->t, rows, kind);
+    for (int i = 0; i < rows; i++) sum[i] = share(x, group->score + i * group->tokens, group->position[i], group->end);
+    for (int64_t first = 0; first < group->end; first += x->t)
+        if (is_seen(x, group, first, rows))
+            mix(x, group, (table[first / x->t] * x->t * x->g + kv) * dim, first,
+                group->end - first < x->t ? group->end - first : x->t, rows, kind);
+    for (int i = 0; i < rows; i++) {
+        int64_t at = (group->query[i] * x->h + group->head[i]) * dim;
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vec y = *(vec *)(group->mixed + i * wide + d) / sum[i];
+            if (kind.is_narrow) store_narrow((uint16_t *)x->out + at + d, y, dim - d);
+            else store_some((float *)x->out + at + d, y, dim - d);
+        }
+    }
+}
+
+/* The loops of few rows are compiled for their number, which keeps the sums in registers. */
+INLINE void attend_some(const Paged *x, Group *group, const int64_t *table, int64_t kv, int rows, Kind kind) {
+    switch (rows) {
+    case 1: attend(x, group, table, kv, 1, kind); break;
+    case 2: attend(x, group, table, kv, 2, kind); break;
+    case 3: attend(x, group, table, kv, 3, kind); break;
+    case 4: attend(x, group, table, kv, 4, kind); break;
+    case 5: attend(x, group, table, kv, 5, kind); break;
+    default: attend(x, group, table, kv, 6, kind);
+    }
+}
+
+void paged_attention(const void *q, const void *k, const void *v, const int64_t *table, const int64_t *position,
+                     int64_t q_stride, int64_t sequences, int64_t queries, int64_t s, int64_t t, int64_t h, int64_t g, int64_t dim,
+                     int64_t window, int64_t sinks, int64_t is_narrow, void *out) {
+    Paged x = {q, k, v, table, position, q_stride, s, t, h, g, dim, window, sinks, out};
+    int64_t repeats = h / g, all = repeats * queries;
+    int64_t wide = (dim + WIDTH * LANES - 1) / (WIDTH * LANES) * WIDTH * LANES, tokens = s * t + KEYS;
+    int is_whole = dim % (WIDTH * LANES) == 0;
+#pragma omp parallel num_threads(threads)
+    {
+        Group group = {.q = scratch(0, ROWS * wide), .score = scratch(1, ROWS * tokens), .mixed = scratch(2, ROWS * wide)};
+        group.wide = wide, group.tokens = tokens;
+#pragma omp for collapse(3) schedule(dynamic)
+        for (int64_t b = 0; b < sequences; b++)
+            for (int64_t kv = 0; kv < g; kv++)
+                for (int64_t first = 0; first < all; first += ROWS) {
+                    int rows = all - first < ROWS ? all - first : ROWS;
+                    group.end = 0;
+                    for (int i = 0; i < rows; i++) {
+                        group.query[i] = b * queries + (first + i) / repeats;
+                        group.head[i] = kv * repeats + (first + i) % repeats;
+                        group.position[i] = position[group.query[i]];
+                        if (group.position[i] >= group.end) group.end = group.position[i] + 1;
+                    }
+                    const int64_t *blocks = table + b * s;
+                    if (is_narrow && is_whole) attend_some(&x, &group, blocks, kv, rows, (Kind){1, 1});
+                    else if (is_narrow) attend_some(&x, &group, blocks, kv, rows, (Kind){1, 0});
+                    else if (is_whole) attend_some(&x, &group, blocks, kv, rows, (Kind){0, 1});
+                    else attend_some(&x, &group, blocks, kv, rows, (Kind){0, 0});
+                }
+    }
+}

@@ -1,0 +1,143 @@
+"""One step of sequences that are all being completed, from their tokens to the next drafts, as one function of tensors.
+
+The main model verifies the drafts there are and draws, the modules run over what was drawn and draft anew: what core.py
+and runner.py do in parts, here without a word from the host between. On CUDA a graph holds it (graphs.py), and the
+host's work is to fill two arrays and to read one.
+
+    integers   of each sequence: the token drawn last, its place, how many drafts follow it, how many tokens its blocks
+               have room for from there on, its slot, whether it is seeded; its drafts; its blocks
+    reals      its temperature, and the numbers that decide: of each row's token and verdict, of a draft at each place
+    out        the tokens of each row, how many of them count, the new drafts; both log-probabilities of the tokens
+
+A row that is none, of a sequence with fewer drafts than others or of no sequence at all, stands at place −1: it sees
+nothing, and is written where nobody reads.
+
+Shapes: B sequences, K drafts that are verified, J = K + 1 rows, D drafts that are made, S blocks, V vocabulary, W rows
+of a module.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from m2forge.kernels.precision import raised
+from m2forge.model.transformer import Transformer
+from m2forge.rollout.paged_plan import Bundle, PagedCache, PagedPlan
+from m2forge.rollout.sampler import tempered
+from m2forge.rollout.speculation import Drafts, Verified, drafted, judged, judged_greedy
+
+NUM_FIELDS = 6
+
+
+class Network(Protocol):
+    """The main model and its modules over a paged cache."""
+
+    def main(self, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
+        """States, what the head takes, and the experts that were chosen, if there are any."""
+        ...
+
+    def module(self, index: int, parent_ND: Tensor, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor]:
+        """As `Transformer.run_module`."""
+        ...
+
+
+class Shape(NamedTuple):
+    num_sequences: int
+    num_drafts: int
+    """That a sequence may have."""
+    depth: int
+    """Drafts to make."""
+    num_blocks: int
+    is_greedy: bool
+    """Whether all take the likeliest token, or none does."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_drafts + 1
+
+    @property
+    def num_integers(self) -> int:
+        return NUM_FIELDS + self.num_drafts + self.num_blocks
+
+    @property
+    def widths_of_reals(self) -> tuple[int, int, int, int]:
+        """Temperature, then the numbers of tokens, of verdicts and of drafts."""
+        num_rows = 0 if self.is_greedy else self.num_rows
+        return 1, num_rows, num_rows, 0 if self.is_greedy else self.num_rows + self.depth
+
+    @property
+    def widths_of_output(self) -> tuple[int, int, int, int, int]:
+        return self.num_rows, 1, self.depth, self.num_rows, self.num_rows
+
+
+class Decoder:
+    """`logq_SKV`: what drafts were drawn from, by slot; read for those there are, written for the new ones."""
+
+    def __init__(self, model: Transformer, network: Network, cache: PagedCache, logq_SKV: Tensor) -> None:
+        self._model, self._network, self._cache, self._logq_SKV = model, network, cache, logq_SKV
+
+    @torch.no_grad()
+    def __call__(self, shape: Shape, integers: Tensor, reals: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`out`, in float64, and the experts of all rows, if there are any."""
+        token_B, start_B, num_drafts_B, room_B, slot_B, seeded_B = integers[:, :NUM_FIELDS].unbind(1)
+        draft_BK, table_BS = integers[:, NUM_FIELDS:].split((shape.num_drafts, shape.num_blocks), 1)
+        temperature_B1, number_BJ, verdict_BJ, number_BX = reals.split(shape.widths_of_reals, 1)
+        is_free_B = (seeded_B == 0) & (temperature_B1[:, 0] > 0)
+        row_J = torch.arange(shape.num_rows, device=integers.device)
+        position_BJ = torch.where(row_J <= num_drafts_B[:, None], start_B[:, None] + row_J, -1)
+        plan = PagedPlan(self._cache, [Bundle(0, table_BS, position_BJ)])
+        state_ND, hidden_ND, experts = self._network.main(torch.cat((token_B[:, None], draft_BK), 1).flatten(), plan)
+        if self._cache.num_modules:
+            self._cache.keep_states(0, plan, state_ND)
+        raw_BJV = raised(self._model.logits(hidden_ND)).unflatten(0, (-1, shape.num_rows))
+        logq_BKV = None if shape.is_greedy else self._logq_SKV[slot_B, : shape.num_drafts]
+        drafts = Drafts(draft_BK, num_drafts_B, logq_BKV)
+        if shape.is_greedy:
+            drawn = judged_greedy(raw_BJV, raw_BJV, drafts)
+        else:
+            logp_RV = tempered(raw_BJV.flatten(0, 1), temperature_B1.repeat_interleave(shape.num_rows)).log_softmax(-1)
+            drawn = judged(raw_BJV, logp_RV.view_as(raw_BJV), number_BJ, verdict_BJ, drafts, is_free_B)
+        known = torch.cat((token_B[:, None], drawn.token_BJ), 1)
+        for module in range(shape.depth):
+            last_B = drawn.num_B + module
+            hidden_BD = self._run_module(module, known, drawn, start_B, room_B, table_BS, last_B)
+            logits_BV = self._model.logits(hidden_BD)
+            if shape.is_greedy:
+                new_B = logits_BV.argmax(-1)
+            else:
+                logq_BV = tempered(raised(logits_BV), temperature_B1[:, 0]).log_softmax(-1)
+                new_B = drafted(logits_BV, logq_BV, number_BX.gather(1, last_B[:, None])[:, 0], is_free_B)
+                self._logq_SKV[slot_B, module] = logq_BV
+            known = torch.cat((known, new_B[:, None]), 1)
+        parts = (known[:, 1 : shape.num_rows + 1], drawn.num_B[:, None], known[:, shape.num_rows + 1 :])
+        logprobs = (drawn.logprob_BJ, drawn.raw_logprob_BJ)
+        return torch.cat([part.double() for part in (*parts, *logprobs)], 1), experts
+
+    def _run_module(
+        self,
+        module: int,
+        known: Tensor,
+        drawn: Verified,
+        start_B: Tensor,
+        room_B: Tensor,
+        table_BS: Tensor,
+        last_B: Tensor,
+    ) -> Tensor:
+        """What the head takes at the last row of each sequence. `known`: the token drawn before, those of all rows, and
+        the new drafts."""
+        cache, num_rows = self._cache, drawn.token_BJ.shape[1]
+        row_W = torch.arange(num_rows + 1 + module, device=known.device)
+        is_there_BW = (row_W <= last_B[:, None]) & (row_W < room_B[:, None])
+        position_BW = torch.where(is_there_BW, start_B[:, None] + row_W, -1)
+        plan = PagedPlan(cache, [Bundle(0, table_BS, position_BW)], self._model.config.num_layers + module)
+        # Behind the last token that counts come the new drafts.
+        at_BW = torch.where(row_W <= drawn.num_B[:, None], row_W, row_W - drawn.num_B[:, None] + num_rows)
+        token_BW = known.gather(1, at_BW.clamp(max=known.shape[1] - 1))
+        parent_ND = cache.parent_states(module, plan)
+        state_ND, hidden_ND = self._network.module(module, parent_ND, token_BW.flatten(), plan)
+        if module + 1 < cache.num_modules:
+            cache.keep_states(module + 1, plan, state_ND)
+        hidden_BWD = hidden_ND.unflatten(0, (-1, row_W.numel()))
+        last_BD: Tensor = hidden_BWD[torch.arange(last_B.shape[0], device=known.device), last_B]
+        return last_BD

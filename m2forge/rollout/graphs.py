@@ -1,0 +1,73 @@
+"""CUDA graphs of the decoding step, one for each shape, captured when it first comes.
+
+A step is then two copies in, one launch and one copy out, however many kernels it holds. Batches are padded to the next
+of a few sizes, tables to powers of two.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from m2forge.rollout.decode import Decoder, Shape
+
+NUM_WARM_UP = 2
+"""Runs before a capture: what is compiled, or allocated once, must be there."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    integers: Tensor
+    reals: Tensor
+    out: Tensor
+    experts: Tensor | None
+
+
+class DecodeGraphs:
+    def __init__(self, decoder: Decoder, nowhere_slot: int, device: torch.device) -> None:
+        """`nowhere_slot`: of sequences that only fill up a batch."""
+        self._decoder, self._nowhere_slot, self._device = decoder, nowhere_slot, device
+        self._captured: dict[Shape, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, shape: Shape, integers: Tensor, reals: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `Decoder`, of host memory; what is returned lies on the device, and holds until the next step."""
+        num_sequences = shape.num_sequences
+        padded = shape._replace(num_sequences=batch_size(num_sequences))
+        if padded not in self._captured:
+            self._captured[padded] = self._capture(padded)
+        captured = self._captured[padded]
+        fill_int, fill_real = self._blank(padded)
+        fill_int[:num_sequences], fill_real[:num_sequences] = integers, reals
+        captured.integers.copy_(fill_int, non_blocking=True)
+        captured.reals.copy_(fill_real, non_blocking=True)
+        captured.graph.replay()
+        experts = None if captured.experts is None else captured.experts[: num_sequences * shape.num_rows]
+        return captured.out[:num_sequences], experts
+
+    def _blank(self, shape: Shape) -> tuple[Tensor, Tensor]:
+        """Inputs of sequences that are none."""
+        integers = torch.zeros((shape.num_sequences, shape.num_integers), dtype=torch.int64, pin_memory=True)
+        integers[:, 2], integers[:, 4] = -1, self._nowhere_slot
+        reals = torch.zeros((shape.num_sequences, sum(shape.widths_of_reals)), dtype=torch.float64, pin_memory=True)
+        reals[:, 0] = 1.0
+        return integers, reals
+
+    def _capture(self, shape: Shape) -> _Captured:
+        integers, reals = (x.to(self._device) for x in self._blank(shape))
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(NUM_WARM_UP):
+                self._decoder(shape, integers, reals)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out, experts = self._decoder(shape, integers, reals)
+        return _Captured(graph, integers, reals, out, experts)
+
+
+def batch_size(num_sequences: int) -> int:
+    """Powers of two up to 64, then multiples of 64."""
+    return 1 << (num_sequences - 1).bit_length() if num_sequences <= 64 else -(-num_sequences // 64) * 64

@@ -1,0 +1,264 @@
+"""All tensor work of a step: the main model over the tokens of a batch, what is drawn from it, and the drafts of the
+prediction modules.
+
+With h_0 the states of the main model, module k predicts the token after n from (model/mtp.py)
+
+    h_k[n] = Block_k( P_k [ norm h_{k−1}[n−1] ; norm embedding[x_n] ] )
+
+When the main model has computed the tokens before e, and x_e is drawn, module 1 runs up to e and drafts x_{e+1},
+module 2 runs up to e+1, over that draft, and drafts x_{e+2}, and so on: one pass for each module, and one product with
+the head for each draft.
+
+The states h_0 … h_{K−1} lie in the paged cache beside the keys and values. So a module can go on from wherever it was
+left, over a prefix that another request has read too: tokens that ran while there was no speculation are made up for
+when there is again, and drafts are those of the whole network run over the whole sequence. Their price is memory, K
+hidden sizes for each token.
+
+What drafts leave in the cache from e on is never seen if they are rejected: whoever runs next begins at e or before,
+goes on without a gap, writes before it reads, and sees nothing behind itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from m2forge.model.transformer import Transformer
+from m2forge.rollout import fused
+from m2forge.rollout.config import RolloutConfig
+from m2forge.rollout.decode import Decoder, Network, Shape
+from m2forge.rollout.graphs import DecodeGraphs
+from m2forge.rollout.paged_plan import PagedCache, PagedPlan, Span, arranged, bundled
+from m2forge.rollout.sampler import Row, Stream, draw, uniforms
+from m2forge.rollout.scheduler import Copy
+from m2forge.rollout.speculation import Drafts, draft, is_free, verify
+
+Token = tuple[int, float, float]
+"""Its id and its two log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A sequence whose next token is to be drawn, behind drafts that are to be verified."""
+
+    last: int
+    """Row of the step that predicts the last token, the one behind all drafts."""
+    drafts: Sequence[int]
+    slot: int
+    rows: Sequence[Row]
+    """How each is drawn, one more than drafts."""
+
+
+@dataclass(frozen=True)
+class Lookahead:
+    """What the modules run of one sequence."""
+
+    ids: Sequence[int]
+    """All tokens that are known: one more at least than the main model has computed."""
+    starts: Sequence[int]
+    """Where each module goes on."""
+    end: int
+    """Up to where the modules run over tokens that the main model has computed."""
+    rows: Sequence[Row]
+    """How the drafts behind `end` are drawn: one for each, or none."""
+    blocks: npt.NDArray[np.int64]
+    slot: int
+
+    def num_tokens(self, module: int) -> int:
+        num_ahead = module + 1 if module < len(self.rows) else 0
+        return self.end - self.starts[module] + num_ahead
+
+
+@dataclass(frozen=True, slots=True)
+class Completing:
+    """A sequence that runs the token drawn last, and drafts behind it."""
+
+    token: int
+    start: int
+    """The place of that token."""
+    drafts: Sequence[int]
+    room: int
+    """Tokens that its blocks hold, from that one on."""
+    table: npt.NDArray[np.int64]
+    slot: int
+    row: Row
+    """How its next token is drawn."""
+
+
+class PlainNetwork:
+    """The network as it is trained, over the paged cache: what serves a CPU, and the twin of `fused.FusedNetwork`."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model = model
+
+    def main(self, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
+        output = self._model(token_N, plan, with_mtp=False, returns_experts=True)
+        return output.state_ND, output.hidden_ND, output.experts_NLK
+
+    def module(self, index: int, parent_ND: Tensor, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor]:
+        return self._model.run_module(index, parent_ND, token_N, plan)
+
+
+class Runner:
+    def __init__(self, model: Transformer, config: RolloutConfig) -> None:
+        self.model = model
+        weight, self.num_modules = model.embedding.weight, config.speculation
+        self.cache = PagedCache(
+            model.config, config.num_blocks, config.block_tokens, weight.device, weight.dtype, self.num_modules
+        )
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        # One slot more, of sequences that only fill up a batch.
+        shape = (config.max_running + 1, self.num_modules, model.config.vocab_size)
+        self._logq_SKV = torch.zeros(shape, device=weight.device, dtype=dtype)
+        """What the drafts that wait for verification were drawn from, by the slot of their request."""
+        is_fused = fused.serves(self.cache)
+        self._network: Network = fused.FusedNetwork(model, self.cache) if is_fused else PlainNetwork(model)
+        decoder = Decoder(model, self._network, self.cache, self._logq_SKV)
+        self._step: DecodeGraphs | Decoder = (
+            DecodeGraphs(decoder, config.max_running, weight.device) if is_fused else decoder
+        )
+        self.decodes_whole = is_fused
+        """Whether `decode` is faster than its parts."""
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        self.cache.copy(copies)
+
+    def decode(
+        self, sequences: Sequence[Completing], depth: int
+    ) -> tuple[list[tuple[list[Token], list[int]]], Tensor | None]:
+        """A whole step in one launch: of each sequence its next tokens and `depth` new drafts; and the experts of all
+        rows, as many for each sequence as the one with the most drafts has. All are greedy or none, without penalties
+        and nothing cut off, and the modules have run over what the main model has."""
+        num_drafts = max(len(sequence.drafts) for sequence in sequences)
+        num_blocks = max(-(-(sequence.start + sequence.room) // self.cache.block_tokens) for sequence in sequences)
+        num_blocks = min(1 << (num_blocks - 1).bit_length(), len(sequences[0].table))
+        is_greedy = sequences[0].row.sampling.temperature == 0
+        shape = Shape(len(sequences), num_drafts, depth, num_blocks, is_greedy)
+        integers = np.zeros((len(sequences), shape.num_integers), np.int64)
+        for place, sequence in enumerate(sequences):
+            drafts = [*sequence.drafts, *[0] * (num_drafts - len(sequence.drafts))]
+            integers[place, :-num_blocks] = (
+                *(sequence.token, sequence.start, len(sequence.drafts), sequence.room, sequence.slot),
+                *(sequence.row.is_seeded, *drafts),
+            )
+            integers[place, -num_blocks:] = sequence.table[:num_blocks]
+        reals = _reals(shape, [sequence.row for sequence in sequences])
+        out, experts = self._step(shape, torch.from_numpy(integers), torch.from_numpy(reals))
+        parts = out.cpu().split(shape.widths_of_output, 1)
+        tokens, nums, drafts_new = (part.long().tolist() for part in parts[:3])
+        logprobs, raw_logprobs = (part.tolist() for part in parts[3:])
+        drawn = [
+            list(zip(row[:num], logprob, raw_logprob, strict=False))
+            for row, (num,), logprob, raw_logprob in zip(tokens, nums, logprobs, raw_logprobs, strict=True)
+        ]
+        return list(zip(drawn, drafts_new, strict=True)), experts
+
+    def main(self, tokens: Sequence[int], spans: Sequence[Span]) -> tuple[Tensor, Tensor | None]:
+        """`spans` in the order of `arranged`, and their tokens; what the head takes, and the experts."""
+        plan = PagedPlan(self.cache, bundled(spans, self.cache.device))
+        state_ND, hidden_ND, experts_NLK = self._network.main(self._put(tokens), plan)
+        if self.num_modules:
+            self.cache.keep_states(0, plan, state_ND)
+        return hidden_ND, experts_NLK
+
+    def sample(self, hidden_ND: Tensor, candidates: Sequence[Candidate]) -> list[list[Token]]:
+        """The next tokens of each: the drafts that stand, and one more."""
+        rows = [row for candidate in candidates for row in candidate.rows]
+        hidden_rows = [
+            candidate.last - back for candidate in candidates for back in range(len(candidate.drafts), -1, -1)
+        ]
+        logits_RV = self.model.logits(hidden_ND[self._put(hidden_rows)])
+        if len(rows) == len(candidates):
+            drawn = draw(logits_RV, rows)
+            return [[token] for token in zip(*(column.tolist() for column in drawn), strict=True)]
+        most = max(len(candidate.drafts) for candidate in candidates)
+        places, end = [], 0
+        for candidate in candidates:
+            places += [end + min(place, len(candidate.drafts)) for place in range(most + 1)]
+            end += len(candidate.rows)
+        is_even = len(places) == len(rows)
+        logits_BJV = (logits_RV if is_even else logits_RV[self._put(places)]).unflatten(0, (-1, most + 1))
+        verified = verify(logits_BJV, [rows[place] for place in places], self._drafts(candidates, most))
+        columns = (column.tolist() for column in verified)
+        return [
+            list(zip(tokens[:num], logprobs[:num], raw_logprobs[:num], strict=True))
+            for tokens, logprobs, raw_logprobs, num in zip(*columns, strict=True)
+        ]
+
+    def _drafts(self, candidates: Sequence[Candidate], most: int) -> Drafts:
+        tokens = [[*candidate.drafts, *[0] * (most - len(candidate.drafts))] for candidate in candidates]
+        logq_BKV = None
+        if any(is_free(candidate.rows[0]) for candidate in candidates):
+            logq_BKV = self._logq_SKV[self._put([candidate.slot for candidate in candidates]), :most]
+        return Drafts(self._put(tokens), self._put([len(candidate.drafts) for candidate in candidates]), logq_BKV)
+
+    def look_ahead(self, sequences: Sequence[Lookahead], depth: int) -> list[list[int]]:
+        """Run the first `depth` modules; the drafts of each sequence."""
+        draft_BK = torch.zeros((len(sequences), depth), dtype=torch.int64, device=self.cache.device)
+        for module in range(depth):
+            self._run_module(module, sequences, draft_BK)
+        return [drafts[: len(sequence.rows)] for drafts, sequence in zip(draft_BK.tolist(), sequences, strict=True)]
+
+    def _run_module(self, module: int, sequences: Sequence[Lookahead], draft_BK: Tensor) -> None:
+        members = [place for place, sequence in enumerate(sequences) if sequence.num_tokens(module)]
+        if not members:
+            return
+        spans = [
+            Span(sequences[place].starts[module], sequences[place].num_tokens(module), sequences[place].blocks)
+            for place in members
+        ]
+        order = arranged(spans)
+        members, spans = [members[place] for place in order], [spans[place] for place in order]
+        bundles = bundled(spans, self.cache.device)
+        plan = PagedPlan(self.cache, bundles, self.model.config.num_layers + module)
+        token_N, drafters, last_rows = self._tokens(module, sequences, members, draft_BK)
+        parent_ND = self.cache.parent_states(module, plan)
+        state_ND, hidden_ND = self._network.module(module, parent_ND, token_N, plan)
+        if module + 1 < self.num_modules:
+            self.cache.keep_states(module + 1, plan, state_ND)
+        if drafters:
+            logits_BV = self.model.logits(hidden_ND[self._put(last_rows)])
+            token_B, logq_BV = draft(logits_BV, [sequences[place].rows[module] for place in drafters])
+            draft_BK[self._put(drafters), module] = token_B
+            if logq_BV is not None:
+                self._logq_SKV[self._put([sequences[place].slot for place in drafters]), module] = logq_BV
+
+    def _tokens(
+        self, module: int, sequences: Sequence[Lookahead], members: Sequence[int], draft_BK: Tensor
+    ) -> tuple[Tensor, list[int], list[int]]:
+        """The tokens that a module runs, with the drafts of those before it; who drafts, and in which row."""
+        tokens: list[int] = []
+        drafters, last_rows = [], []
+        for place in members:
+            sequence = sequences[place]
+            drafts = module < len(sequence.rows)
+            tokens += sequence.ids[sequence.starts[module] : sequence.end + drafts]
+            if drafts:
+                tokens += [0] * module
+                drafters.append(place)
+                last_rows.append(len(tokens) - 1)
+        token_N = self._put(tokens)
+        if module and drafters:
+            back_K = torch.arange(1 - module, 1, device=token_N.device)
+            token_N[self._put(last_rows)[:, None] + back_K] = draft_BK[self._put(drafters), :module]
+        return token_N, drafters, last_rows
+
+    def _put(self, integers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(integers, dtype=torch.int64, device=self.cache.device)
+
+
+def _reals(shape: Shape, rows: Sequence[Row]) -> npt.NDArray[np.float64]:
+    """What a graph takes besides integers: temperatures, and the numbers that decide."""
+    temperature_B1 = np.array([[row.sampling.temperature] for row in rows])
+    if shape.is_greedy:
+        return temperature_B1
+    _, num_tokens, num_verdicts, num_drafts = shape.widths_of_reals
+    ahead_X = np.concatenate([np.arange(num) for num in (num_tokens, num_verdicts, num_drafts)])
+    counts: dict[Stream, int] = {"token": num_tokens, "verdict": num_verdicts, "draft": num_drafts}
+    streams = [stream for stream, num in counts.items() for _ in range(num)]
+    place_BX = np.array([[row.place] for row in rows]) + ahead_X
+    number_BX = uniforms([row.seed for row in rows], [row.sample for row in rows], place_BX, streams)
+    return np.concatenate((temperature_B1, number_BX), 1)

@@ -1,0 +1,41 @@
+"""What a model folder becomes when it is served: its stop texts are exact, or refused."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from m2forge.errors import RequestError
+from m2forge.protocols import Prompt
+from m2forge.records import Sampling
+from m2forge.rollout.serve import make_core
+from m2forge.rollout.server_config import ServeConfig
+from m2forge.text.tokenizer import train_tokenizer
+from tests.rollout.draw import finish, ids_of
+from tests.rollout.network import write_network
+
+CONFIG = ServeConfig(device="cpu")
+
+
+def test_ids_that_the_tokenizer_does_not_know_have_no_text(tmp_path: Path) -> None:
+    """A network may have more ids than its tokenizer: one that is sampled must not end the engine."""
+    write_network(tmp_path / "model")
+    tokenizer = train_tokenizer(["a"], 256 + 8, ())
+    tokenizer.save(tmp_path / "model")
+    core = make_core(tmp_path / "model", CONFIG)
+    assert core._decode is not None
+    assert core._decode([65, tokenizer.vocab_size + 3, 66]) == tokenizer.decode_bytes([65, 66])
+
+
+def test_stop_texts_are_refused_where_the_tokenizer_cannot_be_used_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_network(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with caplog.at_level(logging.WARNING):
+        core = make_core(tmp_path / "model", CONFIG)
+    assert "prompts with stop texts will be refused" in caplog.text
+    with pytest.raises(RequestError, match="stop_texts"):
+        core.add("a", Prompt(ids_of(1), 1, stop_texts=("x",)))
+    core.add("b", Prompt(ids_of(1), 1, Sampling(temperature=0)))
+    assert len(finish(core)["b", 0].ids) == 1
