@@ -42,6 +42,9 @@ class RolloutConfig(Config):
     speculation: Annotated[int, Field(ge=0, le=3)] = 0
     """Tokens that the prediction modules draft for each completion in a step, at most; how many, the engine finds out
     as it runs. What is sampled does not change. 0: the modules are not run, and take no room."""
+    ahead_steps: Annotated[int, Field(ge=1, le=64)] = 8
+    """Steps that a GPU runs before the host looks, when all that is done is to complete: what arrives, ends or is
+    aborted meanwhile waits for so many. The host's work, which grows with the batch, is done once for all of them."""
     seed: int | None = None
     """Where prompts without a seed of their own get one from; by default from the system, so that engines differ."""
 

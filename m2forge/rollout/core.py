@@ -25,12 +25,12 @@ from m2forge.model.transformer import Transformer
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.admission import refuse_unservable
+from m2forge.rollout.batch import completing, rows_of
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.depth import DepthChooser, MeasuredDepth
 from m2forge.rollout.paged_plan import Span, arranged
-from m2forge.rollout.request import Decode, Draw, Request
-from m2forge.rollout.runner import Candidate, Completing, Lookahead, Runner, Token
-from m2forge.rollout.sampler import Row, is_bare
+from m2forge.rollout.request import Decode, Drawn, Request
+from m2forge.rollout.runner import Candidate, Lookahead, Runner
 from m2forge.rollout.scheduler import Scheduler
 from m2forge.rollout.weight_update import WeightUpdate, from_folder, from_memory
 
@@ -134,17 +134,13 @@ class Core:
     def _run(self, batch: Mapping[Request, int]) -> None:
         start_s, depth = self._clock(), self._depth.choose(len(batch))
         self._runner.copy(self._scheduler.copies)
-        self._totals["steps"] += 1
-        self._totals["computed_tokens"] += sum(batch.values())
         num_drafts = sum(max(num_tokens - request.num_left, 0) for request, num_tokens in batch.items())
-        if self._can_decode(batch, depth):
-            self._decode_whole(batch, depth)
-        else:
-            self._run_parts(batch, depth)
-        # Only steps that verify about as many drafts as they make, and read no prompts, tell what a depth costs.
         reads = sum(batch.values()) - num_drafts > len(batch)
+        num_steps = (self._decode_whole if self._can_decode(batch, depth) else self._run_parts)(batch, depth)
+        self._totals["steps"] += num_steps
+        # Only steps that verify about as many drafts as they make, and read no prompts, tell what a depth costs.
         if not reads and 3 * depth * len(batch) <= 4 * num_drafts <= 4 * depth * len(batch):
-            self._depth.note_step(depth, len(batch), self._clock() - start_s)
+            self._depth.note_step(depth, len(batch), (self._clock() - start_s) / num_steps)
 
     def _can_decode(self, batch: Mapping[Request, int], depth: int) -> bool:
         """Whether the step can be run as one: all that are in it are being completed, and draw in the same simple way;
@@ -155,39 +151,55 @@ class Core:
         return all(
             request.num_left == 1
             and (request.prompt.sampling.temperature == 0) == is_greedy
-            and is_bare(request.prompt.sampling)
+            and request.is_bare
             and (not depth or request.num_foreseen[depth - 1] == request.num_computed)
             for request in batch
         )
 
-    def _decode_whole(self, batch: Mapping[Request, int], depth: int) -> None:
-        """Verify, draw and draft in one launch."""
-        self._totals["whole_steps"] += 1
-        sequences = []
-        for request, num_tokens in batch.items():
-            room = max(num_tokens, self._scheduler.lend(request, num_tokens + depth) if depth else 0)
-            table, (row,) = self._scheduler.tables[request.slot], _rows(request, 1)
-            drafts = request.drafts[: num_tokens - 1]
-            sequences.append(Completing(request.ids[-1], request.num_computed, drafts, room, table, request.slot, row))
-        stepped, experts_NLK = self._runner.decode(sequences, depth)
+    def _decode_whole(self, batch: Mapping[Request, int], depth: int) -> int:
+        """Verify, draw and draft without the host, for as many steps as are returned."""
+        requests, drafts = list(batch), [request.drafts[: num - 1] for request, num in batch.items()]
+        num_rows = 1 + max(depth, *(len(tokens) for tokens in drafts))
+        num_steps = self._num_steps(requests, num_rows) if num_rows == depth + 1 else 1
+        rooms = list(batch.values())
+        if depth or num_steps > 1:
+            most = num_steps * num_rows + depth
+            rooms = [max(num, self._scheduler.lend(request, most)) for request, num in batch.items()]
+        num_places = max(request.num_computed + room for request, room in zip(requests, rooms, strict=True))
+        table_BS = self._scheduler.table_of([request.slot for request in requests], num_places)
+        decoded = self._runner.decode(completing(requests, drafts, rooms, table_BS), depth, num_steps)
+        self._totals["whole_steps"] += num_steps
+        self._totals["computed_tokens"] += int((decoded.num_drafts_BN + 1).sum())
         experts = None
-        if experts_NLK is not None and any(request.prompt.returns_experts for request in batch):
-            experts = experts_NLK.to(torch.int16).cpu().unflatten(0, (len(batch), -1)).numpy()
-        is_broken = False
-        for place, (request, sequence, (drawn, drafts)) in enumerate(zip(batch, sequences, stepped, strict=True)):
-            if sequence.drafts:
-                self._note_drafts(len(sequence.drafts), len(drawn) - 1)
-            span = Span(sequence.start, 1 + len(sequence.drafts), ())
-            is_broken |= not self._advance(request, span, drawn, None if experts is None else experts[place])
+        if decoded.experts_BNJLK is not None and any(request.prompt.returns_experts for request in requests):
+            experts = decoded.experts_BNJLK.to(torch.int16).cpu().numpy()
+        is_broken, num_taken = False, []
+        for place, (request, room) in enumerate(zip(requests, rooms, strict=True)):
+            start, num_before = request.num_computed, request.num_sampled
+            # What has no room was not computed.
+            drawn = decoded.drawn[place].first(room)
+            part = None if experts is None else experts[place][decoded.is_token_BNJ[place]]
+            is_broken |= not self._advance(request, start, 1, drawn, part)
+            num_taken.append(request.num_sampled - num_before)
             if depth and request.blocks:
                 # Less if a block was given up for another request's equal one, over which fewer modules have run.
-                if request.num_foreseen[depth - 1] == sequence.start:
+                if request.num_foreseen[depth - 1] == start:
                     self._scheduler.note_foreseen(request, depth, request.num_computed)
-                request.drafts = drafts[: min(request.num_wanted - 1, sequence.room - len(drawn))]
+                num_there = max(min(request.num_wanted - 1, room - num_taken[-1]), 0)
+                request.drafts = decoded.drafts[place][:num_there]
         if is_broken:
             self._drop_cache()
+        if num_rows > 1:
+            self._note_drafts(*decoded.drafted(np.array(num_taken)))
+        return num_steps
 
-    def _run_parts(self, batch: Mapping[Request, int], depth: int) -> None:
+    def _num_steps(self, requests: Sequence[Request], num_rows: int) -> int:
+        """One after the other, before the host looks: none that nobody wants, and one where blocks are few."""
+        num_steps = min(self.config.ahead_steps, max(request.num_wanted for request in requests))
+        num_blocks = (num_steps * num_rows + num_rows) // self.config.block_tokens + 1
+        return num_steps if len(requests) * num_blocks <= self._scheduler.pool.num_available else 1
+
+    def _run_parts(self, batch: Mapping[Request, int], depth: int) -> int:
         """The main model over the batch; then a token of each sequence whose tokens are all computed, or several where
         drafts stand; then drafts for the next step."""
         requests = list(batch)
@@ -198,6 +210,7 @@ class Core:
         tokens: list[int] = []
         for request, span, num in zip(requests, spans, num_drafts, strict=True):
             tokens += request.ids[span.start : span.start + span.num_tokens] + request.drafts[:num]
+        self._totals["computed_tokens"] += len(tokens)
         hidden_ND, experts_NLK = self._runner.main(tokens, spans)
         drawn = self._draw(requests, spans, num_drafts, hidden_ND)
         experts = None
@@ -207,49 +220,53 @@ class Core:
         for request, span in zip(requests, spans, strict=True):
             end += span.num_tokens
             part = None if experts is None else experts[end - span.num_tokens : end]
-            is_broken |= not self._advance(request, span, drawn.get(request), part)
+            is_broken |= not self._advance(request, span.start, span.num_tokens, drawn.get(request), part)
         if is_broken:
             self._drop_cache()
         elif depth:
             self._look_ahead([request for request in requests if request.blocks], depth)
+        return 1
 
     def _draw(
         self, requests: Sequence[Request], spans: Sequence[Span], num_drafts: Sequence[int], hidden_ND: Tensor
-    ) -> dict[Request, list[Token]]:
+    ) -> dict[Request, Drawn]:
         """The next tokens of all who are ready for them."""
         ready, candidates, end = [], [], 0
         for request, span, num in zip(requests, spans, num_drafts, strict=True):
             end += span.num_tokens
             if span.num_tokens >= request.num_left:
                 ready.append(request)
-                candidates.append(Candidate(end - 1, request.drafts[:num], request.slot, _rows(request, num + 1)))
+                candidates.append(Candidate(end - 1, request.drafts[:num], request.slot, rows_of(request, num + 1)))
         if not ready:
             return {}
         drawn = dict(zip(ready, self._runner.sample(hidden_ND, candidates), strict=True))
-        for request, num in zip(requests, num_drafts, strict=True):
-            if num:
-                self._note_drafts(num, len(drawn[request]) - 1)
+        drafted = [
+            (num, len(drawn[request].tokens) - 1) for request, num in zip(requests, num_drafts, strict=True) if num
+        ]
+        if drafted:
+            self._note_drafts(*np.array(drafted).T)
         return drawn
 
     def _advance(
-        self, request: Request, span: Span, drawn: Sequence[Token] | None, experts_TLK: npt.NDArray[np.int16] | None
+        self,
+        request: Request,
+        start: int,
+        num_tokens: int,
+        drawn: Drawn | None,
+        experts_TLK: npt.NDArray[np.int16] | None,
     ) -> bool:
-        """Take what the step gave a request; false if that is no number. Tokens behind one that ends it are none."""
-        num_computed, is_whole = span.num_tokens, True
+        """Take what the step gave a request, which ran `num_tokens` from `start` on; false if that is no number."""
+        num_computed, is_whole = num_tokens, True
         if drawn is not None:
             num_computed, request.drafts = request.num_left, []
-            for place, (token, logprob, raw_logprob) in enumerate(drawn):
-                if request.finish_reason is not None:
-                    break
-                if not math.isfinite(logprob + raw_logprob):
-                    # Weights that are broken give no numbers: nothing can be drawn, now or later.
-                    is_whole = False
-                    break
-                request.append(Draw(token, logprob, raw_logprob, self.version.step), self._decode)
-                num_computed += place > 0  # it was a draft, and ran with the others
-                self._totals["sampled_tokens"] += 1
+            if not math.isfinite(sum(drawn.logprobs) + sum(drawn.raw_logprobs)):
+                # Weights that are broken give no numbers: nothing can be drawn, now or later.
+                is_whole, drawn = False, Drawn([], [], [])
+            num_taken = request.extend(drawn, self.version.step, self._decode)
+            num_computed += max(num_taken - 1, 0)  # these were drafts, and ran with the others
+            self._totals["sampled_tokens"] += num_taken
         if experts_TLK is not None and request.prompt.returns_experts:
-            request.note_experts(span.start, experts_TLK[:num_computed])
+            request.note_experts(start, experts_TLK[:num_computed])
         self._scheduler.advance(request, num_computed, self.version)
         self._scheduler.trim(request)
         if not is_whole:
@@ -275,7 +292,7 @@ class Core:
             starts = [min(start, end) for start in request.num_foreseen]
             sequences.append(
                 Lookahead(
-                    request.ids, starts, end, _rows(request, num_drafts), self._scheduler.table(request), request.slot
+                    request.ids, starts, end, rows_of(request, num_drafts), self._scheduler.table(request), request.slot
                 )
             )
         drafts = self._runner.look_ahead(sequences, depth)
@@ -284,11 +301,14 @@ class Core:
             self._scheduler.note_foreseen(request, depth, sequence.end)
             self._scheduler.trim(request)
 
-    def _note_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        self._depth.note_drafts(num_drafts, num_accepted)
-        for place in range(num_drafts):
-            self._totals[f"drafted_{place + 1}"] += 1
-            self._totals[f"accepted_{place + 1}"] += place < num_accepted
+    def _note_drafts(self, num_drafts_R: npt.NDArray[np.int64], num_accepted_R: npt.NDArray[np.int64]) -> None:
+        """Of rows of drafts: how many each had, and how many of them stood."""
+        place_K1 = np.arange(self.config.speculation)[:, None]
+        drafted, accepted = ((place_K1 < num_R).sum(1).tolist() for num_R in (num_drafts_R, num_accepted_R))
+        self._depth.note_drafts(drafted, accepted)
+        for place, (num, num_stood) in enumerate(zip(drafted, accepted, strict=True), 1):
+            self._totals[f"drafted_{place}"] += num
+            self._totals[f"accepted_{place}"] += num_stood
 
     def _drop_cache(self) -> None:
         """Whoever runs reads all of its tokens again. Zeros, because what is no number would outlast its block: the
@@ -378,23 +398,3 @@ class Core:
         alive = [request for requests in self._requests.values() for request in requests]
         assert {*alive} == {*self._scheduler.running, *self._scheduler.waiting}, "a request is lost"
         assert len(alive) == self.num_running + self.num_waiting, "a request is there twice"
-
-
-def _rows(request: Request, num_tokens: int) -> list[Row]:
-    """How the next tokens are drawn, if the drafts become the tokens before them."""
-    sampling, is_seeded = request.prompt.sampling, request.prompt.seed is not None
-    prompt, sampled = list[int](), list[int]()
-    if sampling.is_penalised:
-        prompt, sampled = request.ids[: request.num_prompt], request.ids[request.num_prompt :]
-    return [
-        Row(
-            sampling,
-            request.seed,
-            request.sample,
-            request.num_sampled + place,
-            prompt,
-            sampled + request.drafts[:place] if sampling.is_penalised else sampled,
-            is_seeded,
-        )
-        for place in range(num_tokens)
-    ]

@@ -1,19 +1,20 @@
-"""One step of sequences that are all being completed, from their tokens to the next drafts, as one function of tensors.
+"""Steps of sequences that are all being completed, from their tokens to the next drafts, as one function of tensors.
 
 The main model verifies the drafts there are and draws, the modules run over what was drawn and draft anew: what core.py
-and runner.py do in parts, here without a word from the host between. On CUDA a graph holds it (graphs.py), and the
-host's work is to fill two arrays and to read one.
+and runner.py do in parts, here without a word from the host between. A step leaves its inputs as the next one takes
+them, so that several run before the host looks. On CUDA a graph holds a step (graphs.py).
 
     integers   of each sequence: the token drawn last, its place, how many drafts follow it, how many tokens its blocks
-               have room for from there on, its slot, whether it is seeded; its drafts; its blocks
-    reals      its temperature, and the numbers that decide: of each row's token and verdict, of a draft at each place
-    out        the tokens of each row, how many of them count, the new drafts; both log-probabilities of the tokens
+               have room for from there on, its slot, whether it is seeded, its place at first; its drafts; its blocks
+    reals      its temperature, and the numbers that decide, by place from the first on: tokens, verdicts, drafts
+    out        the tokens of each row, how many of them count, the drafts there were, the new drafts; both
+               log-probabilities of the tokens
 
-A row that is none, of a sequence with fewer drafts than others or of no sequence at all, stands at place −1: it sees
-nothing, and is written where nobody reads.
+A row that is none, of a sequence with fewer drafts than others, without room, or of no sequence at all, stands at place
+−1: it sees nothing, and is written where nobody reads.
 
 Shapes: B sequences, K drafts that are verified, J = K + 1 rows, D drafts that are made, S blocks, V vocabulary, W rows
-of a module.
+of a module, X places.
 """
 
 from typing import NamedTuple, Protocol
@@ -27,7 +28,7 @@ from m2forge.rollout.paged_plan import Bundle, PagedCache, PagedPlan
 from m2forge.rollout.sampler import tempered
 from m2forge.rollout.speculation import Drafts, Verified, drafted, judged, judged_greedy
 
-NUM_FIELDS = 6
+NUM_FIELDS = 7
 
 
 class Network(Protocol):
@@ -51,6 +52,8 @@ class Shape(NamedTuple):
     num_blocks: int
     is_greedy: bool
     """Whether all take the likeliest token, or none does."""
+    num_steps: int
+    """That the numbers suffice for."""
 
     @property
     def num_rows(self) -> int:
@@ -63,12 +66,12 @@ class Shape(NamedTuple):
     @property
     def widths_of_reals(self) -> tuple[int, int, int, int]:
         """Temperature, then the numbers of tokens, of verdicts and of drafts."""
-        num_rows = 0 if self.is_greedy else self.num_rows
-        return 1, num_rows, num_rows, 0 if self.is_greedy else self.num_rows + self.depth
+        num_places = 0 if self.is_greedy else self.num_steps * self.num_rows
+        return 1, num_places, num_places, 0 if self.is_greedy else num_places + self.depth
 
     @property
-    def widths_of_output(self) -> tuple[int, int, int, int, int]:
-        return self.num_rows, 1, self.depth, self.num_rows, self.num_rows
+    def widths_of_output(self) -> tuple[int, int, int, int, int, int]:
+        return self.num_rows, 1, 1, self.depth, self.num_rows, self.num_rows
 
 
 class Decoder:
@@ -78,15 +81,25 @@ class Decoder:
         self._model, self._network, self._cache, self._logq_SKV = model, network, cache, logq_SKV
 
     @torch.no_grad()
-    def __call__(self, shape: Shape, integers: Tensor, reals: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`out`, in float64, and the experts of all rows, if there are any."""
-        token_B, start_B, num_drafts_B, room_B, slot_B, seeded_B = integers[:, :NUM_FIELDS].unbind(1)
+    def __call__(
+        self, shape: Shape, integers: Tensor, reals: Tensor, num_steps: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
+        """`out` of every step, in float64, and the experts of all its rows, if there are any."""
+        steps = [self.step(shape, integers, reals) for _ in range(num_steps)]
+        experts = [chosen for _, chosen in steps if chosen is not None]
+        return torch.stack([out for out, _ in steps]), torch.stack(experts) if experts else None
+
+    @torch.no_grad()
+    def step(self, shape: Shape, integers: Tensor, reals: Tensor) -> tuple[Tensor, Tensor | None]:
+        """One; `integers` are then those of the next."""
+        token_B, start_B, num_drafts_B, room_B, slot_B, seeded_B, first_B = integers[:, :NUM_FIELDS].clone().unbind(1)
         draft_BK, table_BS = integers[:, NUM_FIELDS:].split((shape.num_drafts, shape.num_blocks), 1)
-        temperature_B1, number_BJ, verdict_BJ, number_BX = reals.split(shape.widths_of_reals, 1)
+        draft_BK = draft_BK.clone()
+        temperature_B1, *numbers = reals.split(shape.widths_of_reals, 1)
         is_free_B = (seeded_B == 0) & (temperature_B1[:, 0] > 0)
         row_J = torch.arange(shape.num_rows, device=integers.device)
-        position_BJ = torch.where(row_J <= num_drafts_B[:, None], start_B[:, None] + row_J, -1)
-        plan = PagedPlan(self._cache, [Bundle(0, table_BS, position_BJ)])
+        is_there_BJ = (row_J <= num_drafts_B[:, None]) & (row_J < room_B[:, None])
+        plan = PagedPlan(self._cache, [Bundle(0, table_BS, torch.where(is_there_BJ, start_B[:, None] + row_J, -1))])
         state_ND, hidden_ND, experts = self._network.main(torch.cat((token_B[:, None], draft_BK), 1).flatten(), plan)
         if self._cache.num_modules:
             self._cache.keep_states(0, plan, state_ND)
@@ -96,23 +109,31 @@ class Decoder:
         if shape.is_greedy:
             drawn = judged_greedy(raw_BJV, raw_BJV, drafts)
         else:
+            number_BJ, verdict_BJ = (_numbers(part, start_B - first_B, row_J) for part in numbers[:2])
             logp_RV = tempered(raw_BJV.flatten(0, 1), temperature_B1.repeat_interleave(shape.num_rows)).log_softmax(-1)
             drawn = judged(raw_BJV, logp_RV.view_as(raw_BJV), number_BJ, verdict_BJ, drafts, is_free_B)
         known = torch.cat((token_B[:, None], drawn.token_BJ), 1)
         for module in range(shape.depth):
             last_B = drawn.num_B + module
-            hidden_BD = self._run_module(module, known, drawn, start_B, room_B, table_BS, last_B)
-            logits_BV = self._model.logits(hidden_BD)
+            logits_BV = self._model.logits(self._run_module(module, known, drawn, start_B, room_B, table_BS, last_B))
             if shape.is_greedy:
                 new_B = logits_BV.argmax(-1)
             else:
                 logq_BV = tempered(raised(logits_BV), temperature_B1[:, 0]).log_softmax(-1)
-                new_B = drafted(logits_BV, logq_BV, number_BX.gather(1, last_B[:, None])[:, 0], is_free_B)
+                number_B = _numbers(numbers[2], start_B - first_B, last_B[:, None])[:, 0]
+                new_B = drafted(logits_BV, logq_BV, number_B, is_free_B)
                 self._logq_SKV[slot_B, module] = logq_BV
             known = torch.cat((known, new_B[:, None]), 1)
-        parts = (known[:, 1 : shape.num_rows + 1], drawn.num_B[:, None], known[:, shape.num_rows + 1 :])
+        new_BD = known[:, shape.num_rows + 1 :]
+        room_B = (room_B - drawn.num_B).clamp(min=0)
+        integers[:, 0] = known.gather(1, drawn.num_B[:, None])[:, 0]
+        integers[:, 1] = start_B + drawn.num_B
+        integers[:, 2] = torch.where(num_drafts_B < 0, -1, (room_B - 1).clamp(0, shape.depth))
+        integers[:, 3] = room_B
+        integers[:, NUM_FIELDS : NUM_FIELDS + shape.depth] = new_BD
+        counts = (drawn.token_BJ, drawn.num_B[:, None], num_drafts_B[:, None], new_BD)
         logprobs = (drawn.logprob_BJ, drawn.raw_logprob_BJ)
-        return torch.cat([part.double() for part in (*parts, *logprobs)], 1), experts
+        return torch.cat([part.double() for part in (*counts, *logprobs)], 1), experts
 
     def _run_module(
         self,
@@ -141,3 +162,8 @@ class Decoder:
         hidden_BWD = hidden_ND.unflatten(0, (-1, row_W.numel()))
         last_BD: Tensor = hidden_BWD[torch.arange(last_B.shape[0], device=known.device), last_B]
         return last_BD
+
+
+def _numbers(number_BX: Tensor, ahead_B: Tensor, row: Tensor) -> Tensor:
+    """Of the rows of each sequence, which is `ahead_B` places behind its first."""
+    return number_BX.gather(1, (ahead_B[:, None] + row).clamp(max=number_BX.shape[1] - 1))

@@ -12,6 +12,7 @@ only the trials cost anything. As a trial begins with catching up, those that ch
 """
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
@@ -40,8 +41,8 @@ class DepthChooser(Protocol):
         """A step verified and made `depth` drafts of each sequence, and did nothing else."""
         ...
 
-    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Of one sequence, in one step."""
+    def note_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """By place: how many drafts were verified, and how many of them stood with all before them."""
         ...
 
 
@@ -55,7 +56,7 @@ class FixedDepth:
     def note_step(self, depth: int, num_sequences: int, duration_s: float) -> None:
         pass
 
-    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
+    def note_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         pass
 
 
@@ -101,10 +102,12 @@ class MeasuredDepth:
         size.durations_s[depth].append(duration_s)
         size.num_samples += depth == size.trial
 
-    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        for place in range(num_drafts):
-            self._num_drafts[place] = min(self._num_drafts[place] + 1, MEMORY_DRAFTS)
-            self._shares[place] += ((place < num_accepted) - self._shares[place]) / self._num_drafts[place]
+    def note_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        for place, (num, num_stood) in enumerate(zip(drafted, accepted, strict=True)):
+            if num:
+                self._num_drafts[place] = min(self._num_drafts[place] + num, MEMORY_DRAFTS)
+                weight = min(num / self._num_drafts[place], 1.0)
+                self._shares[place] += (num_stood / num - self._shares[place]) * weight
 
     def _start_trial(self, size: _Size) -> None:
         """Of the neighbour that was tried longest ago, or never; without drafts first."""

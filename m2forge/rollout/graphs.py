@@ -1,7 +1,7 @@
 """CUDA graphs of the decoding step, one for each shape, captured when it first comes.
 
-A step is then two copies in, one launch and one copy out, however many kernels it holds. Batches are padded to the next
-of a few sizes, tables to powers of two.
+However many kernels a step holds, it is one launch; several follow one another without the host, each on what the last
+one left. Batches are padded to the next of a few sizes, tables to powers of two.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,9 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     integers: Tensor
     reals: Tensor
-    out: Tensor
+    turn: Tensor
+    """Which step it is."""
+    outs: Tensor
     experts: Tensor | None
 
 
@@ -31,24 +33,31 @@ class DecodeGraphs:
         self._captured: dict[Shape, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, shape: Shape, integers: Tensor, reals: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As `Decoder`, of host memory; what is returned lies on the device, and holds until the next step."""
+    def __call__(
+        self, shape: Shape, integers: Tensor, reals: Tensor, num_steps: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `Decoder`, of host memory; what is returned lies on the device, and holds until the next call."""
         num_sequences = shape.num_sequences
         padded = shape._replace(num_sequences=batch_size(num_sequences))
         if padded not in self._captured:
             self._captured[padded] = self._capture(padded)
         captured = self._captured[padded]
-        fill_int, fill_real = self._blank(padded)
-        fill_int[:num_sequences], fill_real[:num_sequences] = integers, reals
-        captured.integers.copy_(fill_int, non_blocking=True)
-        captured.reals.copy_(fill_real, non_blocking=True)
-        captured.graph.replay()
-        experts = None if captured.experts is None else captured.experts[: num_sequences * shape.num_rows]
-        return captured.out[:num_sequences], experts
+        all_integers, all_reals = self._blank(padded)
+        all_integers[:num_sequences], all_reals[:num_sequences] = integers, reals
+        captured.integers.copy_(all_integers, non_blocking=True)
+        captured.reals.copy_(all_reals, non_blocking=True)
+        captured.turn.zero_()
+        for _ in range(num_steps):
+            captured.graph.replay()
+        experts = captured.experts
+        if experts is not None:
+            experts = experts[:num_steps, : num_sequences * shape.num_rows]
+        return captured.outs[:num_steps, :num_sequences], experts
 
     def _blank(self, shape: Shape) -> tuple[Tensor, Tensor]:
         """Inputs of sequences that are none."""
         integers = torch.zeros((shape.num_sequences, shape.num_integers), dtype=torch.int64, pin_memory=True)
+        # No drafts, less one: no row is there.
         integers[:, 2], integers[:, 4] = -1, self._nowhere_slot
         reals = torch.zeros((shape.num_sequences, sum(shape.widths_of_reals)), dtype=torch.float64, pin_memory=True)
         reals[:, 0] = 1.0
@@ -60,12 +69,19 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(NUM_WARM_UP):
-                self._decoder(shape, integers, reals)
+                out, experts = self._decoder.step(shape, integers, reals)
         torch.cuda.current_stream(self._device).wait_stream(stream)
+        turn = torch.zeros(1, dtype=torch.int64, device=self._device)
+        outs = out.new_empty((shape.num_steps, *out.shape))
+        all_experts = None if experts is None else experts.new_empty((shape.num_steps, *experts.shape))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            out, experts = self._decoder(shape, integers, reals)
-        return _Captured(graph, integers, reals, out, experts)
+            out, experts = self._decoder.step(shape, integers, reals)
+            outs.index_copy_(0, turn, out[None])
+            if all_experts is not None and experts is not None:
+                all_experts.index_copy_(0, turn, experts[None])
+            turn += 1
+        return _Captured(graph, integers, reals, turn, outs, all_experts)
 
 
 def batch_size(num_sequences: int) -> int:

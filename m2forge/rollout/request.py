@@ -16,15 +16,20 @@ import numpy.typing as npt
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.block_pool import Block
+from m2forge.rollout.sampler import is_bare
 
 Decode = Callable[[Sequence[int]], bytes]
 
 
-class Draw(NamedTuple):
-    token: int
-    logprob: float
-    raw_logprob: float
-    version: int
+class Drawn(NamedTuple):
+    """Tokens of one sequence, in a row."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float]
+
+    def first(self, num: int) -> "Drawn":
+        return Drawn(self.tokens[:num], self.logprobs[:num], self.raw_logprobs[:num])
 
 
 class Request:
@@ -36,6 +41,9 @@ class Request:
         """Who comes first: by priority, then by age."""
         self.ids: list[int] = prompt.ids.tolist()
         self.num_prompt = len(self.ids)
+        self.most_ids = self.num_prompt + prompt.max_tokens
+        self.is_bare = is_bare(prompt.sampling)
+        """Whether temperature alone shapes what its tokens are drawn from."""
         self.finish_reason: FinishReason | None = None
         self.blocks: list[Block] = []
         self.num_computed = 0
@@ -49,7 +57,8 @@ class Request:
         """What may come behind the tokens there are; to be verified."""
         self.num_cached: int | None = None
         """Tokens of the prompt that were there when it was first admitted."""
-        self._unsent: list[Draw] = []
+        self._unsent = Drawn([], [], [])
+        self._unsent_versions: list[int] = []
         self._experts: list[npt.NDArray[np.int16]] = []
         self._num_routed = 0
         self._text = b""
@@ -62,14 +71,15 @@ class Request:
     @property
     def num_wanted(self) -> int:
         """Tokens to draw, at most."""
-        return self.prompt.max_tokens - self.num_sampled
+        return self.most_ids - len(self.ids)
 
     @property
     def num_sampled(self) -> int:
         return len(self.ids) - self.num_prompt
 
     def note_computed(self, num_tokens: int, version: PolicyVersion) -> None:
-        if not self.computed_by or self.computed_by[-1][1] != version:
+        last = self.computed_by[-1][1] if self.computed_by else None
+        if last is not version and last != version:
             self.computed_by.append((self.num_computed, version))
         self.num_computed += num_tokens
 
@@ -85,20 +95,32 @@ class Request:
             self._experts.append(fresh)
             self._num_routed += len(fresh)
 
-    def append(self, draw: Draw, decode: Decode | None = None) -> None:
-        """Take the next token, and see whether it is the last."""
-        self.ids.append(draw.token)
-        self._unsent.append(draw)
-        if draw.token in self.prompt.stop_ids or (decode is not None and self._completes_stop_text(decode)):
-            self.finish_reason = FinishReason.STOP
-        elif self.num_sampled >= self.prompt.max_tokens:
+    def extend(self, drawn: Drawn, version: int, decode: Decode | None = None) -> int:
+        """Take the next tokens, up to one that ends the completion; how many these are."""
+        num = min(len(drawn.tokens), self.num_wanted)
+        if self.prompt.stop_ids or self.prompt.stop_texts:
+            num = self._num_until_stop(drawn.tokens[:num], decode)
+        self.ids += drawn.tokens[:num]
+        self._unsent.tokens.extend(drawn.tokens[:num])
+        self._unsent.logprobs.extend(drawn.logprobs[:num])
+        self._unsent.raw_logprobs.extend(drawn.raw_logprobs[:num])
+        self._unsent_versions += [version] * num
+        if self.finish_reason is None and len(self.ids) == self.most_ids:
             self.finish_reason = FinishReason.LENGTH
+        return num
 
-    def _completes_stop_text(self, decode: Decode) -> bool:
+    def _num_until_stop(self, tokens: Sequence[int], decode: Decode | None) -> int:
+        for place, token in enumerate(tokens):
+            if token in self.prompt.stop_ids or (decode is not None and self._completes_stop_text(token, decode)):
+                self.finish_reason = FinishReason.STOP
+                return place + 1
+        return len(tokens)
+
+    def _completes_stop_text(self, token: int, decode: Decode) -> bool:
         if not self.prompt.stop_texts:
             return False
         stops = [text.encode() for text in self.prompt.stop_texts]
-        self._text += decode(self.ids[-1:])
+        self._text += decode([token])
         found = any(stop in self._text for stop in stops)
         # Only what may be the beginning of a stop text matters to the next token.
         longest = max(len(stop) for stop in stops) - 1
@@ -109,18 +131,19 @@ class Request:
         """Back to the bare prompt. It must hold no blocks."""
         assert not self.blocks
         del self.ids[self.num_prompt :]
-        self._unsent, self._experts, self._num_routed, self._text = [], [], 0, b""
+        self._unsent, self._unsent_versions = Drawn([], [], []), []
+        self._experts, self._num_routed, self._text = [], 0, b""
 
     def chunk(self) -> Chunk:
         """What was not handed out yet, which is handed out hereby."""
-        draws, experts = self._unsent, self._experts
-        self._unsent, self._experts = [], []
+        drawn, versions, experts = self._unsent, self._unsent_versions, self._experts
+        self._unsent, self._unsent_versions, self._experts = Drawn([], [], []), [], []
         return Chunk(
             sample=self.sample,
-            ids=np.array([draw.token for draw in draws], np.int32),
-            logprobs=np.array([draw.logprob for draw in draws], np.float32),
-            raw_logprobs=np.array([draw.raw_logprob for draw in draws], np.float32),
-            versions=np.array([draw.version for draw in draws], np.int32),
+            ids=np.array(drawn.tokens, np.int32),
+            logprobs=np.array(drawn.logprobs, np.float32),
+            raw_logprobs=np.array(drawn.raw_logprobs, np.float32),
+            versions=np.array(versions, np.int32),
             num_cached=self.num_cached or 0,
             experts=np.concatenate(experts) if experts else None,
             finish_reason=self.finish_reason,

@@ -32,12 +32,10 @@ from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.decode import Decoder, Network, Shape
 from m2forge.rollout.graphs import DecodeGraphs
 from m2forge.rollout.paged_plan import PagedCache, PagedPlan, Span, arranged, bundled
+from m2forge.rollout.request import Drawn
 from m2forge.rollout.sampler import Row, Stream, draw, uniforms
 from m2forge.rollout.scheduler import Copy
 from m2forge.rollout.speculation import Drafts, draft, is_free, verify
-
-Token = tuple[int, float, float]
-"""Its id and its two log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -72,20 +70,46 @@ class Lookahead:
         return self.end - self.starts[module] + num_ahead
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Completing:
-    """A sequence that runs the token drawn last, and drafts behind it."""
+    """Sequences that each run the token drawn last, and drafts behind it; one entry of each list is of one sequence."""
 
-    token: int
-    start: int
-    """The place of that token."""
-    drafts: Sequence[int]
-    room: int
-    """Tokens that its blocks hold, from that one on."""
-    table: npt.NDArray[np.int64]
-    slot: int
-    row: Row
-    """How its next token is drawn."""
+    tokens: Sequence[int]
+    starts: Sequence[int]
+    """The places of these tokens."""
+    drafts: Sequence[Sequence[int]]
+    rooms: Sequence[int]
+    """Tokens that the blocks hold, from that one on."""
+    table_BS: npt.NDArray[np.int64]
+    slots: Sequence[int]
+    temperatures: Sequence[float]
+    seeds: Sequence[int]
+    samples: Sequence[int]
+    is_seeded: Sequence[bool]
+    places: Sequence[int]
+    """Tokens drawn before."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What steps of `Completing` gave, by sequence."""
+
+    drawn: list[Drawn]
+    drafts: list[list[int]]
+    """Behind the last step."""
+    num_accepted_BN: npt.NDArray[np.int64]
+    """In each step."""
+    num_drafts_BN: npt.NDArray[np.int64]
+    experts_BNJLK: Tensor | None
+    """Of every row of each step."""
+    is_token_BNJ: npt.NDArray[np.bool_]
+    """Which rows drew a token that counts."""
+
+    def drafted(self, num_taken_B: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """How many drafts there were, and how many stood, in each step of which a token was wanted."""
+        num_drawn_BN = 1 + self.num_accepted_BN
+        is_wanted_BN = num_drawn_BN.cumsum(1) - num_drawn_BN < num_taken_B[:, None]
+        return self.num_drafts_BN[is_wanted_BN], self.num_accepted_BN[is_wanted_BN]
 
 
 class PlainNetwork:
@@ -120,41 +144,47 @@ class Runner:
         self._step: DecodeGraphs | Decoder = (
             DecodeGraphs(decoder, config.max_running, weight.device) if is_fused else decoder
         )
+        self._most_steps = config.ahead_steps
         self.decodes_whole = is_fused
         """Whether `decode` is faster than its parts."""
 
     def copy(self, copies: Sequence[Copy]) -> None:
         self.cache.copy(copies)
 
-    def decode(
-        self, sequences: Sequence[Completing], depth: int
-    ) -> tuple[list[tuple[list[Token], list[int]]], Tensor | None]:
-        """A whole step in one launch: of each sequence its next tokens and `depth` new drafts; and the experts of all
-        rows, as many for each sequence as the one with the most drafts has. All are greedy or none, without penalties
-        and nothing cut off, and the modules have run over what the main model has."""
-        num_drafts = max(len(sequence.drafts) for sequence in sequences)
-        num_blocks = max(-(-(sequence.start + sequence.room) // self.cache.block_tokens) for sequence in sequences)
-        num_blocks = min(1 << (num_blocks - 1).bit_length(), len(sequences[0].table))
-        is_greedy = sequences[0].row.sampling.temperature == 0
-        shape = Shape(len(sequences), num_drafts, depth, num_blocks, is_greedy)
-        integers = np.zeros((len(sequences), shape.num_integers), np.int64)
-        for place, sequence in enumerate(sequences):
-            drafts = [*sequence.drafts, *[0] * (num_drafts - len(sequence.drafts))]
-            integers[place, :-num_blocks] = (
-                *(sequence.token, sequence.start, len(sequence.drafts), sequence.room, sequence.slot),
-                *(sequence.row.is_seeded, *drafts),
-            )
-            integers[place, -num_blocks:] = sequence.table[:num_blocks]
-        reals = _reals(shape, [sequence.row for sequence in sequences])
-        out, experts = self._step(shape, torch.from_numpy(integers), torch.from_numpy(reals))
-        parts = out.cpu().split(shape.widths_of_output, 1)
-        tokens, nums, drafts_new = (part.long().tolist() for part in parts[:3])
-        logprobs, raw_logprobs = (part.tolist() for part in parts[3:])
-        drawn = [
-            list(zip(row[:num], logprob, raw_logprob, strict=False))
-            for row, (num,), logprob, raw_logprob in zip(tokens, nums, logprobs, raw_logprobs, strict=True)
+    def decode(self, batch: Completing, depth: int, num_steps: int) -> "Decoded":
+        """Whole steps, several in a row: of each sequence its next tokens and `depth` new drafts behind them. All are
+        greedy or none, without penalties and nothing cut off; the modules have run over what the main model has."""
+        nums = [len(drafts) for drafts in batch.drafts]
+        num_drafts, num_blocks = max(depth, *nums), batch.table_BS.shape[1]
+        shape = Shape(len(nums), num_drafts, depth, num_blocks, batch.temperatures[0] == 0, self._most_steps)
+        integers = np.zeros((len(nums), shape.num_integers), np.int64)
+        fields = (batch.tokens, batch.starts, nums, batch.rooms, batch.slots, batch.is_seeded, batch.starts)
+        integers[:, : len(fields)] = np.array(fields, np.int64).T
+        if num_drafts:
+            padded = [[*drafts, *[0] * (num_drafts - num)] for drafts, num in zip(batch.drafts, nums, strict=True)]
+            integers[:, len(fields) : -num_blocks] = padded
+        integers[:, -num_blocks:] = batch.table_BS
+        reals = torch.from_numpy(_reals(shape, batch))
+        outs, experts = self._step(shape, torch.from_numpy(integers), reals, num_steps)
+        tokens, counts, drafts_there, new_drafts, logprobs, raw_logprobs = np.split(
+            outs.cpu().numpy().swapaxes(0, 1), np.cumsum(shape.widths_of_output)[:-1], axis=2
+        )
+        count_BN = counts[..., 0].astype(np.int64)
+        is_token = np.arange(shape.num_rows) < count_BN[..., None]
+        columns = [
+            [row[mask].tolist() for row, mask in zip(rows, is_token, strict=True)]
+            for rows in (tokens.astype(np.int64), logprobs, raw_logprobs)
         ]
-        return list(zip(drawn, drafts_new, strict=True)), experts
+        if experts is not None:
+            experts = experts.unflatten(1, (len(nums), -1)).transpose(0, 1)
+        return Decoded(
+            [Drawn(*drawn) for drawn in zip(*columns, strict=True)],
+            new_drafts[:, -1].astype(np.int64).tolist(),
+            count_BN - 1,
+            drafts_there[..., 0].astype(np.int64),
+            experts,
+            is_token,
+        )
 
     def main(self, tokens: Sequence[int], spans: Sequence[Span]) -> tuple[Tensor, Tensor | None]:
         """`spans` in the order of `arranged`, and their tokens; what the head takes, and the experts."""
@@ -164,7 +194,7 @@ class Runner:
             self.cache.keep_states(0, plan, state_ND)
         return hidden_ND, experts_NLK
 
-    def sample(self, hidden_ND: Tensor, candidates: Sequence[Candidate]) -> list[list[Token]]:
+    def sample(self, hidden_ND: Tensor, candidates: Sequence[Candidate]) -> list[Drawn]:
         """The next tokens of each: the drafts that stand, and one more."""
         rows = [row for candidate in candidates for row in candidate.rows]
         hidden_rows = [
@@ -173,7 +203,7 @@ class Runner:
         logits_RV = self.model.logits(hidden_ND[self._put(hidden_rows)])
         if len(rows) == len(candidates):
             drawn = draw(logits_RV, rows)
-            return [[token] for token in zip(*(column.tolist() for column in drawn), strict=True)]
+            return [Drawn(*([x] for x in token)) for token in zip(*(column.tolist() for column in drawn), strict=True)]
         most = max(len(candidate.drafts) for candidate in candidates)
         places, end = [], 0
         for candidate in candidates:
@@ -184,7 +214,7 @@ class Runner:
         verified = verify(logits_BJV, [rows[place] for place in places], self._drafts(candidates, most))
         columns = (column.tolist() for column in verified)
         return [
-            list(zip(tokens[:num], logprobs[:num], raw_logprobs[:num], strict=True))
+            Drawn(tokens[:num], logprobs[:num], raw_logprobs[:num])
             for tokens, logprobs, raw_logprobs, num in zip(*columns, strict=True)
         ]
 
@@ -250,15 +280,14 @@ class Runner:
         return torch.tensor(integers, dtype=torch.int64, device=self.cache.device)
 
 
-def _reals(shape: Shape, rows: Sequence[Row]) -> npt.NDArray[np.float64]:
+def _reals(shape: Shape, batch: Completing) -> npt.NDArray[np.float64]:
     """What a graph takes besides integers: temperatures, and the numbers that decide."""
-    temperature_B1 = np.array([[row.sampling.temperature] for row in rows])
+    temperature_B1 = np.array(batch.temperatures, np.float64)[:, None]
     if shape.is_greedy:
         return temperature_B1
     _, num_tokens, num_verdicts, num_drafts = shape.widths_of_reals
-    ahead_X = np.concatenate([np.arange(num) for num in (num_tokens, num_verdicts, num_drafts)])
     counts: dict[Stream, int] = {"token": num_tokens, "verdict": num_verdicts, "draft": num_drafts}
     streams = [stream for stream, num in counts.items() for _ in range(num)]
-    place_BX = np.array([[row.place] for row in rows]) + ahead_X
-    number_BX = uniforms([row.seed for row in rows], [row.sample for row in rows], place_BX, streams)
-    return np.concatenate((temperature_B1, number_BX), 1)
+    ahead_X = np.concatenate([np.arange(num) for num in counts.values()])
+    place_BX = np.array(batch.places)[:, None] + ahead_X
+    return np.concatenate((temperature_B1, uniforms(batch.seeds, batch.samples, place_BX, streams)), 1)

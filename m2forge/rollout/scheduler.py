@@ -14,6 +14,7 @@ beyond the tokens that are computed are given back as soon as a step is done.
 """
 
 from bisect import insort
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -77,14 +78,15 @@ class Scheduler:
         """How many tokens of each request to compute, whose blocks it holds then. `admits`: whether prompts that have
         not started may be let in."""
         self._step, self._budget, self.copies = {}, self.config.step_tokens, []
-        completing = [request for request in self.running if request.num_left == 1]
-        reading = [request for request in self.running if request.num_left > 1]
+        completing, reading = list[Request](), list[Request]()
+        for request in self.running:
+            (completing if request.num_left == 1 else reading).append(request)
         for request in (*completing, *reading):
             if request.blocks:  # else it was preempted for another one
                 self._continue(request)
         if self.waiting:
             self._admit(version, admits)
-        for request in completing:
+        for request in completing if self.config.speculation else ():
             if request.drafts and request in self._step:
                 num_drafts = min(len(request.drafts), self._budget, self._room(request) - 1)
                 self._grant(request, 1 + num_drafts)
@@ -95,7 +97,7 @@ class Scheduler:
         size = self.config.block_tokens
         num_full = request.num_computed // size
         request.note_computed(num_tokens, version)
-        if len(request.computed_by) > 1:
+        if request.num_computed // size == num_full or len(request.computed_by) > 1:
             return  # what several weights computed is no other request's
         for place in range(num_full, request.num_computed // size):
             self._publish(request, place, request.ids[place * size : (place + 1) * size])
@@ -112,6 +114,11 @@ class Scheduler:
         """The indices of its blocks."""
         return self.tables[request.slot, : len(request.blocks)]
 
+    def table_of(self, slots: Sequence[int], num_tokens: int) -> npt.NDArray[np.int64]:
+        """The blocks of several, as many as hold `num_tokens`, up to a power of two."""
+        num_blocks = 1 << (num_blocks_for(num_tokens, self.config.block_tokens) - 1).bit_length()
+        return self.tables[slots, :num_blocks]
+
     # -- drafts -------------------------------------------------------------------------------------------------------
 
     def lend(self, request: Request, num_drafts: int) -> int:
@@ -123,8 +130,9 @@ class Scheduler:
     def trim(self, request: Request) -> None:
         """Take back the blocks that hold no computed token."""
         num_needed = num_blocks_for(max(request.num_computed, 1), self.config.block_tokens)
-        self.pool.release(request.blocks[num_needed:])
-        del request.blocks[num_needed:]
+        if len(request.blocks) > num_needed:
+            self.pool.release(request.blocks[num_needed:])
+            del request.blocks[num_needed:]
 
     def note_foreseen(self, request: Request, depth: int, num_tokens: int) -> None:
         """The first `depth` modules have run over so many of its tokens."""
@@ -143,6 +151,9 @@ class Scheduler:
 
     def _continue(self, request: Request) -> None:
         num_tokens = min(request.num_left, self._budget)
+        if request.num_computed + num_tokens <= len(request.blocks) * self.config.block_tokens:
+            self._grant(request, num_tokens)
+            return
         while self._num_missing(request, num_tokens) > self.pool.num_available and self.running[-1] is not request:
             self._preempt(self.running[-1])
         # The last one takes what is there, and waits with what it holds for more.
@@ -159,7 +170,8 @@ class Scheduler:
         """Let it compute so many tokens in this step, those included that it was granted already."""
         if num_tokens < 1:
             return
-        self._take(request, num_tokens)
+        if request.num_computed + num_tokens > len(request.blocks) * self.config.block_tokens:
+            self._take(request, num_tokens)
         self._budget -= num_tokens - self._step.get(request, 0)
         self._step[request] = num_tokens
 

@@ -143,6 +143,7 @@ def traffics(
         on_load=on_load,
         old_cache=old_cache,
         speculation=speculation,
+        ahead_steps=draw(st.integers(1, 4)),
     )
     depths = draw(st.lists(st.integers(0, speculation), min_size=1, max_size=8)) if draw(st.booleans()) else ()
     steps = st.integers(0, 15)
@@ -255,9 +256,10 @@ def _watch(core: Core, served: Served) -> None:
 
     decode_whole = core._decode_whole
 
-    def decode_whole_watched(batch: Mapping[Request, int], depth: int) -> None:
-        decode_whole(batch, depth)
+    def decode_whole_watched(batch: Mapping[Request, int], depth: int) -> int:
+        num_steps = decode_whole(batch, depth)
         served.drafts += [(request.ids.copy(), request.drafts) for request in batch if request.drafts]
+        return num_steps
 
     take = core._advance
 

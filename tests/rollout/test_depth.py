@@ -21,7 +21,10 @@ def run(chooser: MeasuredDepth, num_steps: int, num_sequences: int, seconds: Sec
         while num_accepted < before and random.random() < accepted:
             num_accepted += 1
         if before:
-            chooser.note_drafts(before, num_accepted)
+            places = range(chooser.max_depth)
+            chooser.note_drafts(
+                [int(place < before) for place in places], [int(place < num_accepted) for place in places]
+            )
         if before == depth:
             chooser.note_step(depth, num_sequences, seconds(depth))
         depths.append(depth)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from m2forge.protocols import Prompt
 from m2forge.rollout.config import RolloutConfig
-from m2forge.rollout.request import Draw, Request
+from m2forge.rollout.request import Drawn, Request
 from m2forge.rollout.scheduler import Scheduler
 from tests.rollout.draw import version
 
@@ -30,7 +30,7 @@ def step(scheduler: Scheduler) -> dict[str, int]:
     for member, num_tokens in batch.items():
         scheduler.advance(member, num_tokens, version(0))
         if member.num_left == 0:
-            member.append(Draw(99, 0.0, 0.0, 0))
+            member.extend(Drawn([99], [0.0], [0.0]), 0)
     for member in batch:
         if member.finish_reason:
             scheduler.remove(member)

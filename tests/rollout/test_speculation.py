@@ -203,7 +203,9 @@ def make_sure(model: Transformer) -> None:
 def test_drafts_that_are_right_save_steps(depth: int, decodes_whole: bool) -> None:
     model = network(TINY.model_copy(update={"num_mtp": depth}))
     make_sure(model)
-    config = RolloutConfig(block_tokens=4, num_blocks=16, max_running=8, step_tokens=64, speculation=depth)
+    config = RolloutConfig(
+        block_tokens=4, num_blocks=16, max_running=8, step_tokens=64, speculation=depth, ahead_steps=1
+    )
     core = Core(model, config, version(0), depth=FixedDepth(depth), decodes_whole=decodes_whole)
     core.add("a", Prompt(ids_of(1, 2, 3), 25, GREEDY))
     completion = finish(core)["a", 0]

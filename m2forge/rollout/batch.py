@@ -1,0 +1,51 @@
+"""From requests to what the runner takes of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from m2forge.rollout.request import Request
+from m2forge.rollout.runner import Completing
+from m2forge.rollout.sampler import Row
+
+
+def completing(
+    requests: Sequence[Request],
+    drafts: Sequence[Sequence[int]],
+    rooms: Sequence[int],
+    table_BS: npt.NDArray[np.int64],
+) -> Completing:
+    return Completing(
+        tokens=[request.ids[-1] for request in requests],
+        starts=[request.num_computed for request in requests],
+        drafts=drafts,
+        rooms=rooms,
+        table_BS=table_BS,
+        slots=[request.slot for request in requests],
+        temperatures=[request.prompt.sampling.temperature for request in requests],
+        seeds=[request.seed for request in requests],
+        samples=[request.sample for request in requests],
+        is_seeded=[request.prompt.seed is not None for request in requests],
+        places=[request.num_sampled for request in requests],
+    )
+
+
+def rows_of(request: Request, num_tokens: int) -> list[Row]:
+    """How the next tokens are drawn, if the drafts become the tokens before them."""
+    sampling, is_seeded = request.prompt.sampling, request.prompt.seed is not None
+    prompt, sampled = list[int](), list[int]()
+    if sampling.is_penalised:
+        prompt, sampled = request.ids[: request.num_prompt], request.ids[request.num_prompt :]
+    return [
+        Row(
+            sampling,
+            request.seed,
+            request.sample,
+            request.num_sampled + place,
+            prompt,
+            sampled + request.drafts[:place] if sampling.is_penalised else sampled,
+            is_seeded,
+        )
+        for place in range(num_tokens)
+    ]
