@@ -154,7 +154,8 @@ def decode(model: Transformer, load: Load) -> Decoded:
     for repeat in range(load.repeats + 1):  # the first warms up
         prompts = random_prompts(load.num_requests, load.num_prompt, model.config.vocab_size, seed=repeat)
         timed = serve(core, [Prompt(ids, load.num_new, GREEDY) for ids in prompts])
-        steps_s.append(timed.decode_s / timed.decode_steps)
+        # A token of each request is a step, however many of them run before the host looks.
+        steps_s.append(load.num_requests / timed.decode_rate)
         contexts.append(load.num_prompt + timed.decode_mean)
     return Decoded(statistics.median(steps_s[1:]), statistics.mean(contexts[1:]))
 

@@ -153,7 +153,8 @@ def held_out(load: Load, corpus: Path) -> IntArray:
 def draw_prompts(load: Load, text: IntArray, num_requests: int, temperature: float, seed: int) -> list[Prompt]:
     starts = np.random.default_rng(seed).integers(0, text.size - load.num_prompt, num_requests)
     sampling = Sampling(temperature=temperature)
-    return [Prompt(text[start : start + load.num_prompt], load.num_new, sampling, seed=seed) for start in starts]
+    # No seed of their own: a seed ties each token to its number, and drafts to luck.
+    return [Prompt(text[start : start + load.num_prompt], load.num_new, sampling) for start in starts]
 
 
 def compare(model: Transformer, load: Load, text: IntArray, temperature: float) -> list[Bar]:
