@@ -11,12 +11,20 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from m2forge import __version__
 from m2forge.errors import ConfigError, M2ForgeError, NotFoundError, suggest
 
+if TYPE_CHECKING:
+    from m2forge.protocols import Engine
+    from m2forge.rollout.server_config import ServeConfig
+
 DTYPES = ("bfloat16", "float32", "float16")
 BYTES_PER_GB = 10**9
+ENGINES = ("native", "m2forge", "vllm", "sglang")
+ENGINE_KEY_VARIABLE = "M2FORGE_ENGINE_KEY"
+"""Environment variable with the key of a server that samples; a command line can be read by everybody."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,6 +153,57 @@ def command_serve(args: argparse.Namespace) -> None:
     serve_model(args.model, config, lambda url: print(f"serving {args.model} on {url}", flush=True))
 
 
+def command_gateway(args: argparse.Namespace) -> None:
+    from m2forge.config import build
+    from m2forge.gateway.config import GatewayConfig
+
+    given = {"host": args.host, "port": args.port, "journal": args.journal}
+    config = build(GatewayConfig, {k: v for k, v in given.items() if v is not None}, args.set, origin="gateway")
+    if (args.engine == "native") != (args.url is None):
+        raise ConfigError(f"--engine {args.engine}, --url {args.url}: a server has an address, the native engine none")
+    from m2forge.gateway.serve import serve_gateway
+    from m2forge.model.folder import read_config
+    from m2forge.rollout.server_config import ServeConfig
+
+    engine = build(ServeConfig, {}, args.engine_set, origin="engine")
+    # A folder may hold the tokenizer alone where a server samples.
+    model = read_config(args.model) if args.engine == "native" or (args.model / "config.json").exists() else None
+    limits = [] if model is None else [model.max_context, engine.rollout.max_context or model.max_context]
+    if args.engine == "native":
+        limits.append(engine.rollout.num_blocks * engine.rollout.block_tokens)
+    serve_gateway(
+        args.model,
+        config,
+        lambda: _make_engine(args.engine, args.model, args.url, engine),
+        lambda url: print(f"gateway to {args.model} on {url}", flush=True),
+        context=min(limits, default=None),
+        vocab_size=None if model is None else model.vocab_size,
+    )
+
+
+def _make_engine(kind: str, folder: Path, url: str, config: "ServeConfig") -> "Engine":
+    from m2forge.records import PolicyVersion
+
+    version = PolicyVersion(config.lineage or folder.absolute().name, config.step)
+    key = os.environ.get(ENGINE_KEY_VARIABLE) or None
+    if kind == "native":
+        from m2forge.rollout.native import NativeEngine
+        from m2forge.rollout.serve import make_core
+
+        return NativeEngine(make_core(folder, config))
+    if kind == "vllm":
+        from m2forge.rollout.vllm import VLLMEngine
+
+        return VLLMEngine(url, version, api_key=key)
+    if kind == "sglang":
+        from m2forge.rollout.sglang import SGLangEngine
+
+        return SGLangEngine(url, version, api_key=key)
+    from m2forge.rollout.remote import RemoteEngine
+
+    return RemoteEngine(url, admin_key=key)
+
+
 def _add_params(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a preset, a TOML file or a model folder")
     parser.add_argument("--layers", type=int, metavar="N", help="count a slice of N layers")
@@ -194,6 +253,21 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
 
 
+def _add_gateway(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="the model folder: tokenizer, chat format, weights")
+    parser.add_argument(
+        "--engine", choices=ENGINES, default="native", help="what samples: this process, or a server (default: native)"
+    )
+    parser.add_argument("--url", metavar="URL", help="where that server is")
+    parser.add_argument("--journal", metavar="DIR", help="where episodes are written down, and found after a restart")
+    parser.add_argument("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine alone)")
+    parser.add_argument("--port", type=int, metavar="N", help="where to listen (default: 8500; 0: any that is free)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the gateway")
+    parser.add_argument(
+        "--engine-set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the engine"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """One row of the command table."""
@@ -213,6 +287,7 @@ COMMANDS = {
     "sft": Command("fine-tune a model on trajectories, or go on with it", _add_run, command_sft),
     "eval": Command("measure a model: a table and plots", _add_config, command_eval),
     "serve": Command("sample from a model by HTTP: token ids in and out", _add_serve, command_serve),
+    "gateway": Command("serve agents: the vendors' APIs in, every token recorded", _add_gateway, command_gateway),
 }
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m2forge.kernels import native
+from m2forge.kernels.norm import Norm
 from m2forge.kernels.precision import raised
 
 
@@ -61,29 +62,40 @@ def pack(weights: Iterable[Tensor]) -> None:
         elements = torch.zeros(native.ask("packed_bytes", *weight_OD.shape), dtype=torch.uint8)
         factor_O = torch.zeros(weight_OD.shape[0])
         native.call("pack_bfloat16", weight_OD.detach(), *weight_OD.shape, elements, factor_O)
-        reference = weakref.ref(weight_OD, functools.partial(_forget, id(weight_OD)))
+        reference = weakref.ref(weight_OD, functools.partial(_forget, _packed, id(weight_OD)))
         _packed[id(weight_OD)] = _Packed(reference, weight_OD._version, elements, factor_O)
 
 
-def _forget(identity: int, _: weakref.ref[Tensor]) -> None:
-    _packed.pop(identity, None)
+def _forget(packed: dict[int, _Packed], identity: int, _: weakref.ref[Tensor]) -> None:
+    """`packed` outlives this module's names when the interpreter ends."""
+    packed.pop(identity, None)
 
 
 def serves(*operands: Tensor) -> bool:
     return native.serves(*operands, dtype=torch.bfloat16) and not _multiplies_bfloat16()
 
 
-def native_linear(x: Tensor, weight_OD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of c/linear.c, where it serves; `dtype` float32 shows what is rounded to bfloat16."""
+def native_linear(
+    x: Tensor,
+    weight_OD: Tensor,
+    dtype: torch.dtype,
+    norm: Norm | None = None,
+    onto: Tensor | None = None,
+    is_gated: bool = False,
+) -> Tensor:
+    """Of c/linear.c, where it serves: onto + norm(x) Wᵀ, what is not given left out; if it is gated, silu(a) · b with a
+    and b the halves of norm(x) Wᵀ. `dtype` float32 shows what is rounded to bfloat16."""
     packed, elements, factor_O = _packed.get(id(weight_OD)), None, None
     if packed is not None and packed.weight() is weight_OD and packed.version == weight_OD._version:
         elements, factor_O = packed.elements, packed.factor_O
     x_MD, weight_OD = x.flatten(0, -2), weight_OD.contiguous()
     x_MD = x_MD if x_MD.stride(1) == 1 else x_MD.contiguous()
-    y = x.new_empty((*x.shape[:-1], weight_OD.shape[0]), dtype=dtype)
+    (num_out, width), (norm_D, eps) = weight_OD.shape, norm or (None, 0.0)
+    y = x.new_empty((*x.shape[:-1], num_out // 2 if is_gated else num_out), dtype=dtype)
     wide, narrow = (y, None) if dtype == torch.float32 else (None, y)
-    sizes = (x_MD.stride(0), x_MD.shape[0], *weight_OD.shape)
-    native.call("linear_bfloat16", x_MD, weight_OD, elements, factor_O, *sizes, wide, narrow)
+    onto = None if onto is None else onto.contiguous()
+    matrix = (weight_OD, elements, factor_O, x_MD.stride(0), x_MD.shape[0], num_out, width)
+    native.call("linear_bfloat16", x_MD, norm_D, eps, *matrix, int(is_gated), onto, wide, narrow)
     return y
 
 

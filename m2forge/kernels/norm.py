@@ -1,6 +1,6 @@
 """RMSNorm over the last dimension: x / sqrt(mean(x²) + eps) · weight, the mean in at least float32."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,13 @@ from m2forge.kernels.precision import raised
 
 _PARTIAL_ROWS = 252
 """Rows per partial sum of the weight's gradient: ROWS of c/row.c."""
+
+
+class Norm(NamedTuple):
+    """What `rms_norm` takes besides x."""
+
+    weight: Tensor
+    eps: float
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

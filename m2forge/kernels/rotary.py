@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from m2forge.kernels import native
+from m2forge.kernels.norm import Norm
 
 
 def rotate(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
@@ -25,6 +26,28 @@ def rotate(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
         native.call("rotate_bfloat16", x, cos_NR, sin_NR, x.stride(0), *x.shape, cos_NR.shape[1], y)
         return y
     return rotate_plain(x_NHK, cos_NR, sin_NR)
+
+
+def rotate_into_cache(
+    qkv_NW: Tensor,
+    k_PTGK: Tensor,
+    v_PTGK: Tensor,
+    slot_N: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+) -> Tensor:
+    """From a joint projection to what attention over a paged cache reads, in bfloat16 on a CPU and without gradients: q
+    and k are normed, over each head or all of them as the weights are long, and rotated; k and v are put at their
+    places in the cache. Returns q (N, H, K). The CUDA form is in rotary_triton.py."""
+    (num_tokens, width), (_, _, num_kv_heads, head_dim) = qkv_NW.shape, k_PTGK.shape
+    num_heads = width // head_dim - 2 * num_kv_heads
+    q_NHK = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv_NW.dtype)
+    weights = (None, None) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
+    eps, is_flat = (0.0, 0) if q_norm is None else (q_norm.eps, int(q_norm.weight.shape[0] != head_dim))
+    sizes = (num_tokens, num_heads, num_kv_heads, head_dim, rotation[0].shape[1])
+    native.call("rotate_into_cache", qkv_NW, *weights, eps, is_flat, *rotation, slot_N, *sizes, q_NHK, k_PTGK, v_PTGK)
+    return q_NHK
 
 
 def rotate_plain(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from m2forge.model.transformer import Transformer
-from m2forge.rollout import fused
+from m2forge.rollout import fused, joined
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.decode import Decoder, Network, Shape
 from m2forge.rollout.graphs import DecodeGraphs
@@ -113,7 +113,8 @@ class Decoded:
 
 
 class PlainNetwork:
-    """The network as it is trained, over the paged cache: what serves a CPU, and the twin of `fused.FusedNetwork`."""
+    """The network as it is trained, over the paged cache: the twin of those that join operations, in fused.py for CUDA
+    and in joined.py for bfloat16 on a CPU."""
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
@@ -139,7 +140,11 @@ class Runner:
         self._logq_SKV = torch.zeros(shape, device=weight.device, dtype=dtype)
         """What the drafts that wait for verification were drawn from, by the slot of their request."""
         is_fused = fused.serves(self.cache)
-        self._network: Network = fused.FusedNetwork(model, self.cache) if is_fused else PlainNetwork(model)
+        self._network: Network = PlainNetwork(model)
+        if is_fused:
+            self._network = fused.FusedNetwork(model, self.cache)
+        elif joined.serves(model, self.cache):
+            self._network = joined.JoinedNetwork(model, self.cache)
         decoder = Decoder(model, self._network, self.cache, self._logq_SKV)
         self._step: DecodeGraphs | Decoder = (
             DecodeGraphs(decoder, config.max_running, weight.device) if is_fused else decoder

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from m2forge.kernels.greedy import greedy
 from m2forge.kernels.precision import raised
 from m2forge.records import Sampling
 
@@ -61,6 +62,9 @@ class Drawn(NamedTuple):
 
 @torch.no_grad()
 def draw(logits_BV: Tensor, rows: Sequence[Row]) -> Drawn:
+    if all(row.sampling.temperature == 0 and not row.sampling.is_penalised for row in rows):
+        token_B, raw_logprob_B = greedy(logits_BV)
+        return Drawn(token_B, torch.zeros_like(raw_logprob_B), raw_logprob_B)
     raw_BV = raised(logits_BV)
     x_BV = penalised(raw_BV, rows)
     if all(row.sampling.temperature == 0 for row in rows):

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from m2forge.kernels import linear as module
 from m2forge.kernels import native
+from m2forge.kernels.gate import gated_plain
 from m2forge.kernels.linear import linear, native_linear, pack, serves
+from m2forge.kernels.norm import Norm, rms_norm
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 
@@ -65,6 +67,29 @@ def test_product_equals_the_exact_one(
     assert torch.equal(narrow, out.bfloat16())
     pack([weight])
     assert torch.equal(wide(x, weight), out)
+
+
+@given(
+    num_rows=st.integers(1, 9),
+    half=st.integers(1, 40),
+    width=st.integers(1, 100),
+    is_packed=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_what_is_joined_to_the_product_equals_its_parts(
+    num_rows: int, half: int, width: int, is_packed: bool, seed: int
+) -> None:
+    x, weight = operands(num_rows, 2 * half, width, seed)
+    onto = torch.randn(num_rows, 2 * half, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    norm = Norm(torch.rand(width, generator=torch.Generator().manual_seed(seed)).bfloat16(), 1e-5)
+    if is_packed:
+        pack([weight])
+    normed = wide(rms_norm(x, *norm), weight)
+    assert torch.equal(native_linear(x, weight, torch.float32, norm), normed)
+    # The sum and the gate are rounded once.
+    assert torch.equal(native_linear(x, weight, torch.bfloat16, norm, onto), (onto.float() + normed).bfloat16())
+    gated = native_linear(x, weight, torch.float32, norm, is_gated=True)
+    torch.testing.assert_close(gated, gated_plain(normed), rtol=1e-5, atol=1e-30)
 
 
 @pytest.mark.parametrize("width", [64, 576, 1536, 4096])

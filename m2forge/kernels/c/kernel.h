@@ -141,3 +141,20 @@ static inline void store_narrow(uint16_t *p, vec x, int64_t left) {
     else
         for (int64_t i = 0; i < left; i++) p[i] = y[i];
 }
+
+/* The norm of one row in bfloat16, computed in float32 and rounded once. */
+static inline void norm_row(const uint16_t *x, const uint16_t *weight, int64_t d, float eps, uint16_t *y) {
+    vec total = {0};
+    for (int64_t i = 0; i < d; i += LANES) {
+        vec v = load_narrow(x + i, d - i);
+        total += v * v;
+    }
+    float scale = 1.0f / sqrtf(sum_lanes(total) / d + eps);
+    for (int64_t i = 0; i < d; i += LANES)
+        store_narrow(y + i, load_narrow(x + i, d - i) * scale * load_narrow(weight + i, d - i), d - i);
+}
+
+/* silu(a) * b */
+static inline vec gate_vec(vec a, vec b) {
+    return a * b / (1.0f + exp_vec(-most(a, splat(-88.0f)))); /* beyond, the gate is 0 in any case */
+}

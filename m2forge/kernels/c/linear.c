@@ -1,4 +1,5 @@
-/* y = x W^T of bfloat16 matrices: what a step of decoding is made of.
+/* y = x W^T of bfloat16 matrices: what a step of decoding is made of; with it, in one pass, what stands before and behind it
+ * in a layer: the norm of x, the gate of y, the sum with what came before. All but y is computed in float32.
  *
  * Each row of either operand becomes a row of elements and a factor: x[i, k] = factor[i] * element[i, k]. Four rows lie
  * together, a vector of each after the other, so that a tile of 4 x 4 outputs reads both operands in one stream. W may be
@@ -116,28 +117,40 @@ static void tile(int64_t d, const element *x, const element *w, int64_t stride, 
 
 #endif
 
-/* One call's tensors: x is m x d, its rows `stride` apart; W is o x d, y m x o: float32 where `wide` is given, else
- * bfloat16. */
+/* What becomes of the products of x, m x d, with W, o x d. y is float32 where `wide` is given, else bfloat16. */
 typedef struct {
-    const uint16_t *x;
-    int64_t stride, m, o, d;
+    int64_t m, o, d;
+    int is_gated;         /* y = silu(a) * b, a and b the two halves of x W^T */
+    const uint16_t *onto; /* what y is added to, or NULL */
     float *wide;
     uint16_t *narrow;
 } Linear;
 
-/* All rows of x with `count` of W. A line of sums is kept until it fills vectors. */
-static void multiply(const Linear *y, const element *xs, const float *x_factor, const element *ws, const float *w_factor,
-                     int64_t first, int64_t count) {
-    int64_t full = padded(y->d);
-    float line[TILE][ROWS];
-    for (int64_t i = 0; i < y->m; i += TILE) {
-        for (int64_t j = 0; j < count; j += TILE) tile(full, xs + i * full, ws + j * full, ROWS, line[0] + j);
-        for (int64_t r = i; r < y->m && r < i + TILE; r++)
+/* Rows of W as elements. */
+typedef struct {
+    const element *rows;
+    const float *factor;
+} Panel;
+
+/* All rows of x with `count` of W from `first` on, or of both its halves. A line of sums is kept until it fills vectors. */
+static void multiply(const Linear *call, const element *xs, const float *x_factor, const Panel panel[2], int64_t first,
+                     int64_t count) {
+    const Linear y = *call; /* which no store below can change */
+    int64_t full = padded(y.d), width = y.is_gated ? y.o / 2 : y.o;
+    float line[2][TILE][ROWS];
+    for (int64_t i = 0; i < y.m; i += TILE) {
+        for (int half = 0; half <= y.is_gated; half++)
+            for (int64_t j = 0; j < count; j += TILE)
+                tile(full, xs + i * full, panel[half].rows + j * full, ROWS, line[half][0] + j);
+        for (int64_t r = i; r < y.m && r < i + TILE; r++)
             for (int64_t j = 0; j < count; j += LANES) {
-                vec sum = *(vec *)(line[r - i] + j) * x_factor[r] * load_some(w_factor + j, count - j);
-                int64_t at = r * y->o + first + j;
-                if (y->wide) store_some(y->wide + at, sum, count - j);
-                else store_narrow(y->narrow + at, sum, count - j);
+                int64_t at = r * width + first + j, left = count - j;
+                vec sum = *(vec *)(line[0][r - i] + j) * x_factor[r] * load_some(panel[0].factor + j, left);
+                if (y.is_gated)
+                    sum = gate_vec(sum, *(vec *)(line[1][r - i] + j) * x_factor[r] * load_some(panel[1].factor + j, left));
+                if (y.onto) sum += load_narrow(y.onto + at, left);
+                if (y.wide) store_some(y.wide + at, sum, left);
+                else store_narrow(y.narrow + at, sum, left);
             }
     }
 }
@@ -149,11 +162,15 @@ void pack_bfloat16(const uint16_t *w, int64_t o, int64_t d, void *packed, float 
     for (int64_t j = 0; j < o; j++) factor[j] = convert(w + j * d, d, place(packed, j, d));
 }
 
-/* W comes as it is, or packed with its factors. */
-void linear_bfloat16(const uint16_t *x, const uint16_t *w, const void *packed, const float *factor, int64_t stride,
-                     int64_t m, int64_t o, int64_t d, float *wide, uint16_t *narrow) {
-    Linear y = {x, stride, m, o, d, wide, narrow};
+/* W comes as it is, or packed with its factors; `norm`: the weights of the norm that x, its rows `stride` apart, goes
+ * through first, or NULL. */
+void linear_bfloat16(const uint16_t *x, const uint16_t *norm, float eps, const uint16_t *w, const void *packed,
+                     const float *factor, int64_t stride, int64_t m, int64_t o, int64_t d, int64_t is_gated,
+                     const uint16_t *onto, float *wide, uint16_t *narrow) {
+    Linear y = {m, o, d, is_gated, onto, wide, narrow};
     int64_t full = padded(d), rows = (m + TILE - 1) / TILE * TILE;
+    int64_t width = is_gated ? o / 2 : o, step = is_gated ? ROWS / 2 : ROWS;
+    if (width % TILE && is_gated) packed = NULL; /* the second half begins within a tile */
     element *xs = (element *)scratch(0, rows * full);
     float *x_factor = scratch(1, rows);
     for (int64_t i = m; i < rows; i++)
@@ -161,16 +178,25 @@ void linear_bfloat16(const uint16_t *x, const uint16_t *w, const void *packed, c
 #pragma omp parallel num_threads(threads)
     {
         element *some = packed ? NULL : (element *)scratch(2, ROWS * full);
+        uint16_t *normed = norm ? (uint16_t *)scratch(3, d) : NULL;
         float some_factor[ROWS];
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < m; i++) x_factor[i] = convert(x + i * stride, d, place(xs, i, d));
+        for (int64_t i = 0; i < m; i++) {
+            if (norm) norm_row(x + i * stride, norm, d, eps, normed);
+            x_factor[i] = convert(norm ? normed : x + i * stride, d, place(xs, i, d));
+        }
 #pragma omp for schedule(dynamic)
-        for (int64_t first = 0; first < o; first += ROWS) {
-            int64_t count = o - first < ROWS ? o - first : ROWS;
-            for (int64_t j = 0; !packed && j < count; j++)
-                some_factor[j] = convert(w + (first + j) * d, d, place(some, j, d));
-            multiply(&y, xs, x_factor, packed ? (const element *)packed + first * full : some,
-                     packed ? factor + first : some_factor, first, count);
+        for (int64_t first = 0; first < width; first += step) {
+            int64_t count = width - first < step ? width - first : step;
+            Panel panel[2];
+            for (int half = 0; half <= is_gated; half++) {
+                int64_t row = half * width + first, kept = half * step;
+                for (int64_t j = 0; !packed && j < count; j++)
+                    some_factor[kept + j] = convert(w + (row + j) * d, d, place(some, kept + j, d));
+                panel[half] = packed ? (Panel){(const element *)packed + row * full, factor + row}
+                                     : (Panel){some + kept * full, some_factor + kept};
+            }
+            multiply(&y, xs, x_factor, panel, first, count);
         }
     }
 }

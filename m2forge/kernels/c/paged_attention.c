@@ -29,9 +29,26 @@ typedef struct {
     int is_narrow, is_whole;
 } Kind;
 
-static inline vec load(const void *x, int64_t at, int64_t left, Kind kind) {
-    if (kind.is_whole) left = LANES;
-    return kind.is_narrow ? load_narrow((const uint16_t *)x + at, left) : load_some((const float *)x + at, left);
+/* Two vectors of numbers that stand together. Of whole heads in bfloat16 the even and the odd ones, which takes no more
+ * than a shift and a mask: sums do not mind the order, and `store_two` restores it. */
+static inline void load_two(const void *x, int64_t at, int64_t left, Kind kind, vec out[2]) {
+    if (kind.is_narrow && kind.is_whole) {
+        uvec both = *(const uvec *)((const uint16_t *)x + at);
+        out[0] = (vec)(both << 16), out[1] = (vec)(both & 0xFFFF0000);
+        return;
+    }
+    for (int p = 0; p < 2; p++, at += LANES, left = kind.is_whole ? LANES : left - LANES)
+        out[p] = kind.is_narrow ? load_narrow((const uint16_t *)x + at, left) : load_some((const float *)x + at, left);
+}
+
+static inline void store_two(void *x, int64_t at, int64_t left, Kind kind, const vec in[2]) {
+    if (kind.is_narrow && kind.is_whole) {
+        *(uvec *)((uint16_t *)x + at) = lengthen(narrow(in[0])) | lengthen(narrow(in[1])) << 16;
+        return;
+    }
+    for (int p = 0; p < 2; p++, at += LANES, left -= LANES)
+        if (kind.is_narrow) store_narrow((uint16_t *)x + at, in[p], left);
+        else store_some((float *)x + at, in[p], left);
 }
 
 /* First token behind the sinks that the row sees. */
@@ -71,16 +88,18 @@ INLINE void score(const Paged *x, const Group *group, int64_t at, int64_t first,
         for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
             for (int j = 0; j < KEYS; j++) sum[i][j] = (vec){0};
-        for (int64_t d = 0; d < x->dim; d += LANES) {
-            vec key[KEYS];
+        for (int64_t d = 0; d < x->dim; d += 2 * LANES) {
+            vec key[KEYS][2];
 #pragma GCC unroll 4
-            for (int j = 0; j < KEYS; j++) key[j] = load(x->k, key_at[j] + d, x->dim - d, kind);
+            for (int j = 0; j < KEYS; j++) load_two(x->k, key_at[j] + d, x->dim - d, kind, key[j]);
+#pragma GCC unroll 2
+            for (int p = 0; p < 2; p++)
 #pragma GCC unroll 6
-            for (int i = 0; i < rows; i++) {
-                vec q = *(const vec *)(group->q + i * group->wide + d);
+                for (int i = 0; i < rows; i++) {
+                    vec q = *(const vec *)(group->q + i * group->wide + d + p * LANES);
 #pragma GCC unroll 4
-                for (int j = 0; j < KEYS; j++) sum[i][j] += q * key[j];
-            }
+                    for (int j = 0; j < KEYS; j++) sum[i][j] += q * key[j][p];
+                }
         }
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++) store_sums(sum[i], group->score + i * group->tokens + first + l);
@@ -97,9 +116,9 @@ INLINE void mix(const Paged *x, const Group *group, int64_t at, int64_t first, i
             for (int j = 0; j < WIDTH; j++) sum[i][j] = *(vec *)(group->mixed + i * group->wide + d + j * LANES);
         for (int64_t l = 0; l < count; l++) {
             vec value[WIDTH];
-#pragma GCC unroll 4
-            for (int j = 0; j < WIDTH; j++)
-                value[j] = load(x->v, at + l * x->g * x->dim + d + j * LANES, x->dim - d - j * LANES, kind);
+#pragma GCC unroll 2
+            for (int j = 0; j < WIDTH; j += 2)
+                load_two(x->v, at + l * x->g * x->dim + d + j * LANES, x->dim - d - j * LANES, kind, value + j);
 #pragma GCC unroll 6
             for (int i = 0; i < rows; i++) {
                 float share = group->score[i * group->tokens + first + l];
@@ -142,19 +161,31 @@ static float share(const Paged *x, float *row, int64_t position, int64_t end) {
     return sum;
 }
 
+/* Asks for one head's rows of a block before they are needed: blocks lie anywhere, where no hardware looks ahead. */
+INLINE void fetch(const Paged *x, const void *rows, int64_t at, Kind kind) {
+    int64_t size = kind.is_narrow ? sizeof(uint16_t) : sizeof(float);
+    for (int64_t l = 0; l < x->t; l++, at += x->g * x->dim)
+        for (int64_t byte = 0; byte < x->dim * size; byte += 64) __builtin_prefetch((const char *)rows + at * size + byte);
+}
+
 INLINE void attend(const Paged *x, Group *group, const int64_t *table, int64_t kv, int rows, Kind kind) {
     int64_t dim = x->dim, wide = group->wide;
     float scale = 1.0f / sqrtf(dim), sum[ROWS];
     memset(group->q, 0, rows * wide * sizeof(float));
     memset(group->mixed, 0, rows * wide * sizeof(float));
     for (int i = 0; i < rows; i++)
-        for (int64_t d = 0; d < dim; d += LANES)
-            store_some(group->q + i * wide + d,
-                       load(x->q, group->query[i] * x->q_stride + group->head[i] * dim + d, dim - d, kind) * scale, LANES);
+        for (int64_t d = 0; d < dim; d += 2 * LANES) {
+            vec q[2];
+            load_two(x->q, group->query[i] * x->q_stride + group->head[i] * dim + d, dim - d, kind, q);
+            for (int p = 0; p < 2; p++) *(vec *)(group->q + i * wide + d + p * LANES) = q[p] * scale;
+        }
     for (int64_t first = 0; first < group->end; first += x->t)
-        if (is_seen(x, group, first, rows))
-            score(x, group, (table[first / x->t] * x->t * x->g + kv) * dim, first,
-                  group->end - first < x->t ? group->end - first : x->t, rows, kind);
+        if (is_seen(x, group, first, rows)) {
+            int64_t at = (table[first / x->t] * x->t * x->g + kv) * dim;
+            if (first + x->t < group->end) fetch(x, x->k, (table[first / x->t + 1] * x->t * x->g + kv) * dim, kind);
+            fetch(x, x->v, at, kind);
+            score(x, group, at, first, group->end - first < x->t ? group->end - first : x->t, rows, kind);
+        }
     for (int i = 0; i < rows; i++) sum[i] = share(x, group->score + i * group->tokens, group->position[i], group->end);
     for (int64_t first = 0; first < group->end; first += x->t)
         if (is_seen(x, group, first, rows))
@@ -162,10 +193,9 @@ INLINE void attend(const Paged *x, Group *group, const int64_t *table, int64_t k
                 group->end - first < x->t ? group->end - first : x->t, rows, kind);
     for (int i = 0; i < rows; i++) {
         int64_t at = (group->query[i] * x->h + group->head[i]) * dim;
-        for (int64_t d = 0; d < dim; d += LANES) {
-            vec y = *(vec *)(group->mixed + i * wide + d) / sum[i];
-            if (kind.is_narrow) store_narrow((uint16_t *)x->out + at + d, y, dim - d);
-            else store_some((float *)x->out + at + d, y, dim - d);
+        for (int64_t d = 0; d < dim; d += 2 * LANES) {
+            const vec *sums = (const vec *)(group->mixed + i * wide + d), y[2] = {sums[0] / sum[i], sums[1] / sum[i]};
+            store_two(x->out, at + d, dim - d, kind, y);
         }
     }
 }

@@ -90,16 +90,19 @@ enum { FEW = 1 << 15 };
 void norm_bfloat16(const uint16_t *x, const uint16_t *weight, int64_t x_stride, int64_t rows, int64_t d, float eps,
                    uint16_t *y) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * d > FEW)
-    for (int64_t r = 0; r < rows; r++) {
-        const uint16_t *row = x + r * x_stride;
-        vec total = {0};
-        for (int64_t i = 0; i < d; i += LANES) {
-            vec v = load_narrow(row + i, d - i);
-            total += v * v;
+    for (int64_t r = 0; r < rows; r++) norm_row(x + r * x_stride, weight, d, eps, y + r * d);
+}
+
+static void turn_heads(const uint16_t *from, const float *cos, const float *sin, int64_t heads, int64_t dim, int64_t half,
+                       uint16_t *to) {
+    for (int64_t head = 0; head < heads; head++, from += dim, to += dim) {
+        for (int64_t i = 0; i < half; i += LANES) {
+            vec a = load_narrow(from + i, half - i), b = load_narrow(from + half + i, half - i);
+            vec c = load_some(cos + i, half - i), s = load_some(sin + i, half - i);
+            store_narrow(to + i, a * c - b * s, half - i);
+            store_narrow(to + half + i, b * c + a * s, half - i);
         }
-        float scale = 1.0f / sqrtf(sum_lanes(total) / d + eps);
-        for (int64_t i = 0; i < d; i += LANES)
-            store_narrow(y + r * d + i, load_narrow(row + i, d - i) * scale * load_narrow(weight + i, d - i), d - i);
+        memcpy(to + 2 * half, from + 2 * half, (dim - 2 * half) * sizeof(uint16_t));
     }
 }
 
@@ -107,17 +110,32 @@ void rotate_bfloat16(const uint16_t *x, const float *cos, const float *sin, int6
                      int64_t dim, int64_t half, uint16_t *y) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (n * heads * dim > FEW)
     for (int64_t token = 0; token < n; token++)
-        for (int64_t head = 0; head < heads; head++) {
-            const uint16_t *from = x + token * x_stride + head * dim;
-            uint16_t *to = y + (token * heads + head) * dim;
-            for (int64_t i = 0; i < half; i += LANES) {
-                vec a = load_narrow(from + i, half - i), b = load_narrow(from + half + i, half - i);
-                vec c = load_some(cos + token * half + i, half - i), s = load_some(sin + token * half + i, half - i);
-                store_narrow(to + i, a * c - b * s, half - i);
-                store_narrow(to + half + i, b * c + a * s, half - i);
-            }
-            memcpy(to + 2 * half, from + 2 * half, (dim - 2 * half) * sizeof(uint16_t));
+        turn_heads(x + token * x_stride, cos + token * half, sin + token * half, heads, dim, half, y + token * heads * dim);
+}
+
+/* Each row of qkv holds h heads of q, g of k and g of v. q and k are normed where there are weights, each head or
+ * all of them together, and rotated; k and v go to the places `slot` of the cache. */
+void rotate_into_cache(const uint16_t *qkv, const uint16_t *q_norm, const uint16_t *k_norm, float eps, int64_t is_flat,
+                       const float *cos, const float *sin, const int64_t *slot, int64_t n, int64_t h, int64_t g, int64_t dim,
+                       int64_t half, uint16_t *q, uint16_t *k_cache, uint16_t *v_cache) {
+#pragma omp parallel num_threads(threads) if (n * h * dim > FEW)
+    {
+        uint16_t *normed = (uint16_t *)scratch(0, (h + g) * dim);
+#pragma omp for schedule(static)
+        for (int64_t token = 0; token < n; token++) {
+            const uint16_t *row = qkv + token * (h + 2 * g) * dim, *heads = row;
+            const float *c = cos + token * half, *s = sin + token * half;
+            if (q_norm && is_flat) {
+                norm_row(row, q_norm, h * dim, eps, normed);
+                norm_row(row + h * dim, k_norm, g * dim, eps, normed + h * dim);
+            } else if (q_norm)
+                for (int64_t i = 0; i < h + g; i++) norm_row(row + i * dim, i < h ? q_norm : k_norm, dim, eps, normed + i * dim);
+            if (q_norm) heads = normed;
+            turn_heads(heads, c, s, h, dim, half, q + token * h * dim);
+            turn_heads(heads + h * dim, c, s, g, dim, half, k_cache + slot[token] * g * dim);
+            memcpy(v_cache + slot[token] * g * dim, row + (h + g) * dim, g * dim * sizeof(uint16_t));
         }
+    }
 }
 
 /* y = silu(gate) * up, gate and up the two halves of each row of h. */
@@ -126,7 +144,6 @@ void gate_bfloat16(const uint16_t *h, int64_t rows, int64_t f, uint16_t *y) {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < f; i += LANES) {
             vec gate = load_narrow(h + r * 2 * f + i, f - i), up = load_narrow(h + r * 2 * f + f + i, f - i);
-            vec e = exp_vec(-most(gate, splat(-88.0f))); /* beyond, the gate is 0 in any case */
-            store_narrow(y + r * f + i, gate * up / (1.0f + e), f - i);
+            store_narrow(y + r * f + i, gate_vec(gate, up), f - i);
         }
 }

@@ -1,0 +1,106 @@
+"""The admin's routes: episodes made, looked at, rewarded and closed. Bodies in, bodies out.
+
+    POST /episodes               {"task_id", "group", "budget": {"max_calls", "max_tokens", "max_s"}, "id"} -> id, key
+    GET  /episodes/ID            what it has spent, how its calls branched, its rewards
+    POST /episodes/ID/reward     {"value", "call", "id", "evidence"}; the same one twice is taken once
+    POST /episodes/ID/close      {"failure"}: no more calls
+
+All fields may be left out but `value`. A reward is for the whole episode, or for one call: its index, or the id of its
+answer. `id` tells rewards apart; without one there is a single reward of the whole and a single one of each call.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import cast
+
+from m2forge.config import build
+from m2forge.errors import NotFoundError
+from m2forge.gateway.config import Budget
+from m2forge.gateway.counts import GatewayCounts
+from m2forge.gateway.entry import Rewarded
+from m2forge.gateway.episode import Episode
+from m2forge.gateway.exchange import AskError
+from m2forge.gateway.reading import Fields, read_object, refuse_value
+from m2forge.gateway.registry import Episodes
+from m2forge.records import MAX_INT32, JsonValue
+
+PATH = "/episodes"
+MAX_REWARD = 1e9
+_EPISODE_FIELDS = frozenset({"task_id", "group", "budget", "id"})
+_REWARD_FIELDS = frozenset({"value", "call", "id", "evidence"})
+_CLOSE_FIELDS = frozenset({"failure"})
+_BUDGET_FIELDS = frozenset(Budget.model_fields)
+
+
+class Admin:
+    def __init__(self, episodes: Episodes, counts: GatewayCounts) -> None:
+        self._episodes, self._counts = episodes, counts
+
+    def create(self, body: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        fields = Fields(body, _EPISODE_FIELDS)
+        texts = {name: fields.text(name) or "" for name in ("task_id", "group", "id")}
+        episode, key = self._episodes.create(
+            texts["task_id"], group=texts["group"], id=texts["id"], budget=_budget(fields)
+        )
+        return {"id": episode.id, "key": key}
+
+    def show(self, id: str) -> dict[str, JsonValue]:
+        return describe(self._find(id))
+
+    def reward(self, id: str, body: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        episode, fields = self._find(id), Fields(body, _REWARD_FIELDS)
+        value = fields.number("value", -MAX_REWARD, MAX_REWARD)
+        if value is None:
+            refuse_value("value", "a number", None)
+        call = _call(episode, fields)
+        evidence = read_object(fields.value("evidence") or {}, "evidence")
+        name = fields.text("id") or ("episode" if call is None else f"call-{call}")
+        is_taken = episode.reward(Rewarded(name, value, call, evidence))
+        self._counts.num_rewards += is_taken
+        return {"id": name, "is_taken": is_taken}
+
+    def close(self, id: str, body: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        episode = self._find(id)
+        episode.close(Fields(body, _CLOSE_FIELDS).text("failure"))
+        return describe(episode)
+
+    def _find(self, id: str) -> Episode:
+        episode = self._episodes.get(id)
+        if episode is None:
+            raise NotFoundError("there is no such episode; make one with POST /episodes")
+        return episode
+
+
+def describe(episode: Episode) -> dict[str, JsonValue]:
+    return {
+        "id": episode.id,
+        "task_id": episode.task_id,
+        "group": episode.group,
+        "created_s": episode.created_s,
+        "budget": episode.budget.model_dump(),
+        "num_calls": episode.num_calls,
+        "num_sampled": episode.num_sampled,
+        "num_running": episode.num_running,
+        "divergences": {reason.value: number for reason, number in episode.num_divergences.items() if number},
+        "rewards": [asdict(reward) for reward in episode.rewards.values()],
+        "closed": None if episode.closed is None else asdict(episode.closed),
+    }
+
+
+def _budget(fields: Fields) -> Budget | None:
+    if not fields.has("budget"):
+        return None
+    given = Fields(fields.value("budget"), _BUDGET_FIELDS, "budget")
+    data = {name: value for name in given.data if (value := given.value(name)) is not None}
+    return build(Budget, cast("dict[str, float]", data), origin="budget")
+
+
+def _call(episode: Episode, fields: Fields) -> int | None:
+    """Index of the call that a reward is for."""
+    told = fields.value("call")
+    if not isinstance(told, str):
+        return fields.integer("call", 0, MAX_INT32)
+    request = episode.requests.named(told)
+    if request is None:
+        raise AskError("call: no answer of this episode has that id", "call")
+    return request.first_call

@@ -1,0 +1,69 @@
+"""Anthropic's Messages: `POST /v1/messages`, and `POST /v1/messages/count_tokens`.
+
+What a request may hold is decided in `anthropic_messages_read.py`. An answer's content is a thinking block, a text
+block and a tool_use block for each call, each only if there is something in it. Prompt tokens that were cached are
+counted apart from `input_tokens`, as the vendor counts them.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from m2forge.gateway.anthropic_messages_read import DISPLAY, read_ask, read_count
+from m2forge.gateway.anthropic_messages_stream import (
+    MessagesStream,
+    error_body,
+    signature,
+    stop_body,
+    tool_use_body,
+    usage_body,
+)
+from m2forge.gateway.exchange import Answer, Ask, Usage
+from m2forge.records import JsonValue
+from m2forge.text.completion import Completion
+
+
+class AnthropicMessages:
+    path = "/v1/messages"
+    count_path = "/v1/messages/count_tokens"
+
+    def read(self, body: Mapping[str, JsonValue]) -> Ask:
+        return read_ask(body)
+
+    def read_count(self, body: Mapping[str, JsonValue]) -> Ask:
+        """What is to be counted. Raises `AskError`."""
+        return read_count(body)
+
+    def count(self, num_prompt: int) -> dict[str, JsonValue]:
+        """The answer to that: tokens of the prompt, the one that asks for a completion included."""
+        return {"input_tokens": num_prompt}
+
+    def answer(
+        self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
+    ) -> dict[str, JsonValue]:
+        (answer,) = answers
+        body: dict[str, JsonValue] = {"id": id, "type": "message", "role": "assistant", "model": ask.model}
+        is_omitted = ask.echo.get(DISPLAY) == "omitted"
+        return (
+            body
+            | {"content": _blocks(answer.completion, id, is_omitted)}
+            | stop_body(answer)
+            | {"usage": usage_body(usage)}
+        )
+
+    def stream(self, ask: Ask, id: str, created_s: int) -> MessagesStream:
+        return MessagesStream(ask.model, id, is_omitted=ask.echo.get(DISPLAY) == "omitted")
+
+    def error(self, status: int, message: str, field: str | None = None) -> dict[str, JsonValue]:
+        """The vendor has no place for the field; messages begin with it."""
+        return error_body(status, message)
+
+
+def _blocks(completion: Completion, id: str, is_omitted: bool) -> list[JsonValue]:
+    blocks: list[JsonValue] = []
+    if completion.thinking:
+        shown = "" if is_omitted else completion.thinking
+        sign = signature(completion.thinking, id, is_omitted)
+        blocks.append({"type": "thinking", "thinking": shown, "signature": sign})
+    if completion.content:
+        blocks.append({"type": "text", "text": completion.content, "citations": None})
+    blocks.extend(tool_use_body(call, call.arguments) for call in completion.tool_calls)
+    return blocks

@@ -1,0 +1,191 @@
+"""The gateway as an ASGI application: who may ask for what, and the vendor's own words for what is refused.
+
+    POST /v1/chat/completions, /v1/responses, /v1/completions, /v1/messages, /v1/messages/count_tokens
+    GET  /v1/models, /v1/models/NAME          with the key of an episode (`Authorization: Bearer KEY` or `x-api-key`)
+    /episodes…                                with the admin key; see `admin`
+    GET  /health, /metrics                    for everybody who reaches the gateway
+
+An episode's key opens that episode and nothing else. A vendor's routes are answered in that vendor's error bodies, all
+others in OpenAI's. Nothing of a request's text is logged unless the configuration says so.
+"""
+
+import hmac
+import logging
+import time
+import traceback
+
+from m2forge.errors import EngineError, M2ForgeError
+from m2forge.gateway import admin, openai_models
+from m2forge.gateway.anthropic_messages import AnthropicMessages
+from m2forge.gateway.calls import Calls, Route
+from m2forge.gateway.config import GatewayConfig
+from m2forge.gateway.counts import TEXT_TYPE, GatewayCounts
+from m2forge.gateway.episode import Episode
+from m2forge.gateway.exchange import Dialect
+from m2forge.gateway.limits import (
+    Gone,
+    Headers,
+    Receive,
+    Refusal,
+    Scope,
+    Send,
+    parse_body,
+    read_body,
+    read_headers,
+    read_key,
+)
+from m2forge.gateway.openai_chat import OpenAIChat
+from m2forge.gateway.openai_completions import OpenAICompletions
+from m2forge.gateway.openai_responses import OpenAIResponses
+from m2forge.gateway.registry import Episodes, hash_key
+from m2forge.gateway.respond import error_headers, field_of, respond, respond_bytes, status_of
+from m2forge.protocols import Engine
+from m2forge.records import JsonValue
+from m2forge.text.format import ChatFormat
+
+_ROUTES = (
+    Route("chat", OpenAIChat(), "chatcmpl-", "call_"),
+    Route("responses", OpenAIResponses(), "resp_", "call_"),
+    Route("completions", OpenAICompletions(), "cmpl-", "call_"),
+    Route("messages", AnthropicMessages(), "msg_", "toolu_"),
+)
+_MESSAGES = AnthropicMessages()
+_OPENAI: Dialect = OpenAIChat()
+
+_log = logging.getLogger(__name__)
+
+
+class GatewayApp:
+    def __init__(
+        self,
+        engine: Engine,
+        format: ChatFormat,
+        config: GatewayConfig,
+        episodes: Episodes,
+        *,
+        context: int,
+        admin_key: str | None = None,
+    ) -> None:
+        self.episodes, self.counts = episodes, GatewayCounts()
+        self.calls = Calls(engine, format, config, context, self.counts)
+        self._engine, self._config = engine, config
+        self._admin_hash = None if admin_key is None else hash_key(admin_key)
+        self._admin = admin.Admin(episodes, self.counts)
+        self._routes = {route.dialect.path: route for route in _ROUTES}
+        self._started_s = int(time.time())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        try:
+            headers = read_headers(scope, self._config.max_header_bytes)
+            route = self._routes.get(path)
+            if route is not None:
+                _require_method(scope, "POST")
+                await self.calls.complete(route, self._episode(headers), headers, receive, send)
+            else:
+                await self._answer_other(scope, path, headers, receive, send)
+        except Gone:
+            pass
+        except M2ForgeError as error:
+            body = _dialect_of(path).error(status_of(error), str(error), field_of(error))
+            await respond(send, status_of(error), body, error_headers(error))
+        except Exception as error:  # noqa: BLE001  (told apart from the server's own 500 by its body)
+            # Without the error's own words, which may hold those of a prompt.
+            _log.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+            await respond(send, 500, _dialect_of(path).error(500, "the gateway failed; its log says where"))
+
+    async def _answer_other(self, scope: Scope, path: str, headers: Headers, receive: Receive, send: Send) -> None:
+        if path == _MESSAGES.count_path:
+            _require_method(scope, "POST")
+            await respond(send, 200, await self._count(headers, receive))
+        elif path == openai_models.PATH or path.startswith(f"{openai_models.PATH}/"):
+            _require_method(scope, "GET")
+            self._episode(headers)
+            await respond(send, 200, self._models(path))
+        elif path == admin.PATH or path.startswith(f"{admin.PATH}/"):
+            status, body = await self._administer(scope, path, headers, receive)
+            await respond(send, status, body)
+        elif path == "/health":
+            _require_method(scope, "GET")
+            await respond(send, 200, await self._health())
+        elif path == "/metrics":
+            _require_method(scope, "GET")
+            text = self.counts.to_text(len(self.episodes), self.calls.num_running)
+            await respond_bytes(send, 200, text.encode(), [(b"content-type", TEXT_TYPE.encode())])
+        else:
+            raise Refusal(404, "there is no such route here")
+
+    # -- who asks ------------------------------------------------------------------------------------------------------
+
+    def _episode(self, headers: Headers) -> Episode:
+        key = read_key(headers)
+        episode = self.episodes.find(key) if key else None
+        if episode is None:
+            raise Refusal(401, "the key of an episode is needed: send it as Authorization: Bearer KEY, or x-api-key")
+        return episode
+
+    def _require_admin(self, headers: Headers) -> None:
+        # Compared in a time that does not depend on where the two differ, nor on how long they are.
+        sent = hash_key(read_key(headers))
+        if self._admin_hash is None:
+            raise Refusal(403, f"no admin key is set; start the gateway with one in {self._config.admin_key_env}")
+        if not hmac.compare_digest(sent, self._admin_hash):
+            raise Refusal(401, "the admin key is needed: send Authorization: Bearer KEY")
+
+    # -- the smaller routes --------------------------------------------------------------------------------------------
+
+    async def _administer(
+        self, scope: Scope, path: str, headers: Headers, receive: Receive
+    ) -> tuple[int, dict[str, JsonValue]]:
+        self._require_admin(headers)
+        id, _, action = path.removeprefix(admin.PATH).removeprefix("/").partition("/")
+        if id and not action:
+            _require_method(scope, "GET")
+            return 200, self._admin.show(id)
+        if action not in ("", "reward", "close"):
+            raise Refusal(404, "there is no such route here")
+        _require_method(scope, "POST")
+        sent = await read_body(headers, receive, self._config)
+        body = parse_body(sent, self._config.max_depth) if sent else {}
+        if not id:
+            return 201, self._admin.create(body)
+        return 200, self._admin.reward(id, body) if action == "reward" else self._admin.close(id, body)
+
+    async def _count(self, headers: Headers, receive: Receive) -> dict[str, JsonValue]:
+        episode = self._episode(headers)
+        ask = _MESSAGES.read_count(parse_body(await read_body(headers, receive, self._config), self._config.max_depth))
+        return _MESSAGES.count(self.calls.count(ask, episode))
+
+    def _models(self, path: str) -> dict[str, JsonValue]:
+        name = path.removeprefix(openai_models.PATH).removeprefix("/")
+        if not name:
+            return openai_models.models_body(self._config.models, self._started_s)
+        if name not in self._config.models:
+            raise Refusal(404, "there is no model of that name; GET /v1/models tells them")
+        return openai_models.model_body(name, self._started_s)
+
+    async def _health(self) -> dict[str, JsonValue]:
+        if self.calls.is_draining:
+            raise EngineError("the gateway is stopping")
+        state = await self._engine.state()
+        return {
+            "version": {"lineage": state.version.lineage, "step": state.version.step},
+            "num_episodes": len(self.episodes),
+            "num_requests": self.calls.num_running,
+            "num_running": state.num_running,
+            "num_waiting": state.num_waiting,
+        }
+
+
+def _require_method(scope: Scope, method: str) -> None:
+    if scope["method"] != method:
+        raise Refusal(405, f"the route takes {method} alone", allowed=method)
+
+
+def _dialect_of(path: str) -> Dialect:
+    return _MESSAGES if path.startswith(_MESSAGES.path) else _OPENAI

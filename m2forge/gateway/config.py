@@ -1,0 +1,71 @@
+"""How a gateway serves: where it listens, what it refuses, what an episode may spend, and what it writes down.
+
+[gateway]
+port = 8500
+journal = "runs/forge/journal"
+
+[gateway.budget]
+max_calls = 200
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from m2forge.config import Config
+from m2forge.text.format import FormatName
+
+Count = Annotated[int, Field(gt=0, le=1 << 31)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Budget(Config):
+    """What one episode may spend; a field that is not set has no limit. Calls beyond it are refused."""
+
+    max_calls: Count | None = None
+    """Completions, each sample of a request counted."""
+    max_tokens: Count | None = None
+    """Sampled tokens, those of completions in flight counted as long as they may become."""
+    max_s: Seconds | None = None
+    """Seconds since the episode was made."""
+
+
+class GatewayConfig(Config):
+    host: str = "127.0.0.1"
+    """Who can reach it: by default this machine alone. Keys go over the wire as they are, so anything else belongs
+    behind a proxy that encrypts."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8500
+    """0 takes a free one."""
+    admin_key_env: str = "M2FORGE_GATEWAY_ADMIN_KEY"
+    """The environment variable that holds the key of the admin routes. Without it they refuse everybody."""
+    format: FormatName = "auto"
+    """The chat format; auto takes the tokenizer's."""
+    restore_thinking: bool = True
+    """Whether an answer that comes back without its thinking keeps the recorded one. If not, the call branches."""
+    budget: Budget = Budget()
+    """Of episodes that are made without one."""
+    journal: str = ""
+    """Folder of the journals, one file for each episode; empty keeps nothing on disk."""
+    sync: Literal["system", "disk"] = "system"
+    """When a call counts as written. system: when the operating system has it, which outlives this process. disk: when
+    the disk has it, which outlives a loss of power and takes its milliseconds."""
+    context: Count | None = None
+    """Tokens of prompt and completion together; None takes what the model was made for."""
+    models: tuple[str, ...] = ("policy",)
+    """Names that the list of models tells. Requests may use any: there is one policy, whatever an agent calls it."""
+    max_body_bytes: Count = 64 << 20
+    """A request's body."""
+    max_header_bytes: Count = 64 << 10
+    """A request's headers together."""
+    max_depth: Annotated[int, Field(gt=0, le=200)] = 100
+    """Nesting of a body's arrays and objects."""
+    max_samples: Count = 128
+    """Completions of one request."""
+    read_timeout_s: Seconds = 60.0
+    """A body must have come whole by then."""
+    call_timeout_s: Seconds = 3600.0
+    """A completion that takes longer is aborted, and recorded as such."""
+    shutdown_s: Seconds = 30.0
+    """What is in flight may finish for so long when the gateway is told to stop; then it is aborted and recorded."""
+    logs_text: bool = False
+    """Whether prompts and completions may appear in logs."""

@@ -1,0 +1,262 @@
+"""What happens to an episode, as it is written down: records in, bytes out, and back equal.
+
+    Created     the episode, with the hash of its key
+    Answered    one request: what its prompt added to the history, its samples, what the client was told
+    Rewarded    a reward, of the whole or of one call
+    Closed      no more calls
+
+An entry is a JSON head, the lengths of its arrays included, and the arrays: prompt ids that no earlier entry holds,
+then for each sample ids, log-probabilities and versions, four bytes each, little-endian.
+"""
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from m2forge.errors import RecordError
+from m2forge.gateway.config import Budget
+from m2forge.gateway.divergence import Divergence
+from m2forge.gateway.turn import PathRecord, TurnRecord
+from m2forge.records import FinishReason, FloatArray, IntArray, JsonValue, Sampling
+from m2forge.text.completion import Completion, Problem, ProblemKind
+from m2forge.text.message import Message, Role, Tool, ToolCall
+
+_HEAD = struct.Struct("<I")
+_SAMPLING_FIELDS = tuple(item.name for item in fields(Sampling))
+_Fields: TypeAlias = dict[str, JsonValue]
+_CallFields: TypeAlias = tuple[str, dict[str, JsonValue], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Created:
+    id: str
+    task_id: str
+    group: str
+    key_hash: str
+    created_s: float
+    budget: Budget
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleEntry:
+    """One completion of a request."""
+
+    response_ids: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+    finish_reason: FinishReason
+    started_s: float
+    finished_s: float
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answered:
+    id: str
+    """What the client knows the answer by."""
+    digest: str
+    """Of the request's body."""
+    retry_token: str
+    path: PathRecord | None
+    """None for a raw prompt, which no history holds."""
+    prompt_ids: IntArray
+    """Those that no earlier entry holds; all of a raw prompt's."""
+    divergence: Divergence | None
+    sampling: Sampling
+    samples: tuple[SampleEntry, ...]
+    reply: Mapping[str, JsonValue] = field(default_factory=dict)
+    """What the server needs to tell the same answer again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewarded:
+    id: str
+    """Tells rewards apart: the same one may come twice."""
+    value: float
+    call: int | None = None
+    """Index of the call it is for; None for the whole episode."""
+    evidence: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    closed_s: float
+    failure: str | None = None
+
+
+Entry: TypeAlias = Created | Answered | Rewarded | Closed
+
+
+def encode_entry(entry: Entry) -> bytes:
+    arrays: list[npt.NDArray[np.generic]] = []
+    match entry:
+        case Created():
+            head: _Fields = asdict(entry) | {"budget": entry.budget.model_dump()}
+        case Answered():
+            head = _answered_head(entry)
+            arrays.append(entry.prompt_ids)
+            for sample in entry.samples:
+                arrays += [sample.response_ids, sample.logprobs, sample.versions]
+        case Rewarded() | Closed():
+            head = asdict(entry)
+    text = json.dumps({"kind": type(entry).__name__, **head}, separators=(",", ":"), allow_nan=False).encode()
+    return b"".join([_HEAD.pack(len(text)), text, *(_little(array).tobytes() for array in arrays)])
+
+
+def decode_entry(data: bytes) -> Entry:
+    try:
+        (size,) = _HEAD.unpack_from(data)
+        head = json.loads(data[_HEAD.size : _HEAD.size + size])
+        kind = head.pop("kind")
+        if kind == "Answered":
+            return _answered(head, _Arrays(data, _HEAD.size + size))
+        if kind == "Created":
+            return Created(**head | {"budget": Budget(**head["budget"])})
+        if kind == "Rewarded":
+            return Rewarded(**head)
+        if kind == "Closed":
+            return Closed(**head)
+    except (KeyError, TypeError, ValueError, IndexError, struct.error) as error:
+        raise RecordError(f"an entry cannot be read: {type(error).__name__}: {error}") from error
+    raise RecordError(f"an entry of kind {kind!r} is not known here; was it written by a later version?")
+
+
+# -- one request ------------------------------------------------------------------------------------------------------
+
+
+def _answered_head(entry: Answered) -> _Fields:
+    return {
+        "id": entry.id,
+        "digest": entry.digest,
+        "retry_token": entry.retry_token,
+        "path": None if entry.path is None else _path_fields(entry.path),
+        "num_prompt": entry.prompt_ids.size,
+        "divergence": entry.divergence,
+        "sampling": {name: getattr(entry.sampling, name) for name in _SAMPLING_FIELDS},
+        "samples": [_sample_fields(sample) for sample in entry.samples],
+        "reply": entry.reply,
+    }
+
+
+def _answered(head: dict[str, object], arrays: "_Arrays") -> Answered:
+    path = cast("dict[str, object] | None", head["path"])
+    prompt_ids = arrays.ints(cast("int", head["num_prompt"]))
+    samples = tuple(_sample(sample, arrays) for sample in cast("list[dict[str, object]]", head["samples"]))
+    arrays.finish()
+    return Answered(
+        id=cast("str", head["id"]),
+        digest=cast("str", head["digest"]),
+        retry_token=cast("str", head["retry_token"]),
+        path=None if path is None else _path(path),
+        prompt_ids=prompt_ids,
+        divergence=None if head["divergence"] is None else Divergence(cast("str", head["divergence"])),
+        sampling=Sampling(**cast("dict[str, float]", head["sampling"])),  # type: ignore[arg-type]  # top_k alone is int
+        samples=samples,
+        reply=cast("dict[str, JsonValue]", head["reply"]),
+    )
+
+
+def _sample_fields(sample: SampleEntry) -> _Fields:
+    completion = sample.completion
+    return {
+        "size": sample.response_ids.size,
+        "finish_reason": sample.finish_reason,
+        "started_s": sample.started_s,
+        "finished_s": sample.finished_s,
+        "message": _message_fields(completion.message()),
+        "problems": [[problem.kind, problem.detail] for problem in completion.problems],
+        "closed": completion.closed,
+    }
+
+
+def _sample(head: dict[str, object], arrays: "_Arrays") -> SampleEntry:
+    size = cast("int", head["size"])
+    message = _message(cast("Sequence[object]", head["message"]))
+    problems = cast("list[tuple[str, str]]", head["problems"])
+    return SampleEntry(
+        response_ids=arrays.ints(size),
+        logprobs=arrays.floats(size),
+        versions=arrays.ints(size),
+        finish_reason=FinishReason(cast("str", head["finish_reason"])),
+        started_s=cast("float", head["started_s"]),
+        finished_s=cast("float", head["finished_s"]),
+        completion=Completion(
+            thinking=message.thinking,
+            content=message.content,
+            tool_calls=message.tool_calls,
+            problems=tuple(Problem(ProblemKind(kind), detail) for kind, detail in problems),
+            closed=cast("bool", head["closed"]),
+        ),
+    )
+
+
+# -- messages and paths, as lists, because they are most of a journal --------------------------------------------------
+
+
+def _path_fields(path: PathRecord) -> _Fields:
+    return {
+        "parent": path.parent,
+        "tools": [[tool.name, tool.description, tool.parameters] for tool in path.tools],
+        "prefix": path.prefix,
+        "start": path.start,
+        "turns": [
+            [_message_fields(turn.message), turn.closed, turn.opened, turn.start, turn.num_response]
+            for turn in path.turns
+        ],
+    }
+
+
+def _path(fields: dict[str, object]) -> PathRecord:
+    tools = cast("list[tuple[str, str, dict[str, JsonValue]]]", fields["tools"])
+    turns = cast("list[tuple[Sequence[object], int | None, int | None, int | None, int]]", fields["turns"])
+    return PathRecord(
+        parent=cast("int", fields["parent"]),
+        tools=tuple(Tool(*tool) for tool in tools),
+        prefix=cast("int", fields["prefix"]),
+        start=cast("int", fields["start"]),
+        turns=tuple(
+            TurnRecord(_message(message), closed, opened, start, num_response)
+            for message, closed, opened, start, num_response in turns
+        ),
+    )
+
+
+def _message_fields(message: Message) -> list[JsonValue]:
+    calls: list[JsonValue] = [[call.name, call.arguments, call.id] for call in message.tool_calls]
+    return [message.role, message.content, message.thinking, calls, message.tool_call_id]
+
+
+def _message(fields: Sequence[object]) -> Message:
+    role, content, thinking, calls, tool_call_id = cast("tuple[Role, str, str, list[_CallFields], str]", fields)
+    return Message(role, content, thinking, tuple(ToolCall(*call) for call in calls), tool_call_id)
+
+
+class _Arrays:
+    """Takes arrays off the end of an entry, one after another."""
+
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data, self._at = data, at
+
+    def ints(self, size: int) -> IntArray:
+        return self._take(size, "<i4").astype(np.int32, copy=False)
+
+    def floats(self, size: int) -> FloatArray:
+        return self._take(size, "<f4").astype(np.float32, copy=False)
+
+    def finish(self) -> None:
+        if self._at != len(self._data):
+            raise ValueError(f"{len(self._data) - self._at} bytes are left over")
+
+    def _take(self, size: int, dtype: str) -> npt.NDArray[np.generic]:
+        array = np.frombuffer(self._data, dtype, size, self._at)
+        self._at += array.nbytes
+        return array
+
+
+def _little(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    return array.astype(array.dtype.newbyteorder("<"), copy=False)

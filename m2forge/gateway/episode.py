@@ -1,0 +1,304 @@
+"""One attempt at a task as the gateway sees it: its key, budget, history, token tree, requests and rewards.
+
+    request, is_retry = episode.admit(digest, …)     refused where the episode is closed or its budget spent
+    opening = episode.open(messages, tools)          the prompt, as tokens
+    limit = episode.reserve(request, max_tokens)     what it may sample
+    episode.commit(request, opening, …)              written down, then entered in history and tree
+    request.is_lost = True                           the connection broke before the answer was delivered
+
+Requests of one episode may run at once. What `commit` recorded is in the journal before it returns, so an answer may be
+told after it and not before; if the journal cannot be written, nothing is recorded and the request has failed. The tree
+is the one that the calls make in the order of their commits.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from m2forge.errors import ExistsError, M2ForgeError, RecordError
+from m2forge.gateway.divergence import Divergence
+from m2forge.gateway.entry import Answered, Closed, Created, Entry, Rewarded, SampleEntry
+from m2forge.gateway.history import History, Opening
+from m2forge.gateway.journal import Journal
+from m2forge.gateway.retry import Request, Requests, RequestState
+from m2forge.records import Call, IntArray, JsonValue
+from m2forge.text.completion import Completion
+from m2forge.text.format import ChatFormat
+from m2forge.text.message import Message, Tool
+from m2forge.tree.token_tree import TokenTree
+
+
+class BudgetError(M2ForgeError, RuntimeError):
+    """A call beyond what its episode may spend."""
+
+
+class ClosedError(M2ForgeError, RuntimeError):
+    """A call of an episode that is over."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """One completion, as the engine drew it and as the client is told."""
+
+    call: Call
+    completion: Completion
+
+
+class Episode:
+    def __init__(
+        self,
+        created: Created,
+        format: ChatFormat,
+        *,
+        restores_thinking: bool = True,
+        vocab_size: int | None = None,
+        journal: Journal | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`vocab_size`: of the network, where it knows more ids than its tokenizer."""
+        self.id, self.task_id, self.group = created.id, created.task_id, created.group
+        self.key_hash, self.budget, self.created_s = created.key_hash, created.budget, created.created_s
+        self.history = History(format, restores_thinking=restores_thinking)
+        self.tree = TokenTree(vocab_size or format.tokenizer.vocab_size)
+        self.requests = Requests()
+        self.completions: list[Completion] = []
+        """What clients were told of each call."""
+        self.rewards: dict[str, Rewarded] = {}
+        """By their ids, in the order in which they came."""
+        self.num_divergences: dict[Divergence, int] = dict.fromkeys(Divergence, 0)
+        """Of recorded calls."""
+        self.num_sampled = 0
+        """Sampled tokens."""
+        self.closed: Closed | None = None
+        self._journal, self._clock = journal, clock
+        self._running: set[Request] = set()
+
+    # -- a request's way -----------------------------------------------------------------------------------------------
+
+    def admit(
+        self, digest: str, *, num_samples: int = 1, attempt: int = 0, retry_token: str = ""
+    ) -> tuple[Request, bool]:
+        """The request of a body with this digest, and whether it is an earlier one, running or answered, that this one
+        repeats. An earlier one costs nothing."""
+        earlier = self.requests.find(digest, attempt=attempt, retry_token=retry_token)
+        if earlier is not None:
+            return earlier, True
+        if self.closed is not None:
+            raise ClosedError(f"episode {self.id} is closed; make another")
+        self._check_budget(num_samples)
+        request = Request(digest, retry_token, num_samples)
+        self.requests.add(request)
+        self._running.add(request)
+        return request, False
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Opening:
+        return self.history.open(messages, tools)
+
+    def reserve(self, request: Request, num_tokens: int) -> int:
+        """How many tokens each of the request's samples may have: `num_tokens`, or what the budget leaves."""
+        left = self.tokens_left
+        if left is not None:
+            num_tokens = min(num_tokens, left // request.num_samples)
+            if num_tokens < 1:
+                raise BudgetError(
+                    f"episode {self.id}: {left} of {self.budget.max_tokens} sampled tokens are left, too few for "
+                    f"{request.num_samples} samples; its budget is spent"
+                )
+        request.num_reserved = num_tokens * request.num_samples
+        return num_tokens
+
+    def commit(
+        self,
+        request: Request,
+        prompt: Opening | IntArray,
+        samples: Sequence[Sampled],
+        *,
+        id: str,
+        reply: Mapping[str, JsonValue] | None = None,
+        is_told: bool = True,
+    ) -> None:
+        """Record what the engine answered. `prompt` is the opening, or the ids of a raw prompt; `id` and `reply` are
+        what the client is told besides. What is broken off is not told to the end: a retry is a request of its own."""
+        if request not in self._running:
+            raise RecordError(f"request {id}: expected one that runs, received one that is {request.state}")
+        entry = self._entry(request, prompt, samples, id, reply or {})
+        if not is_told:
+            # No body has an empty digest, so nobody finds it, after a restart neither.
+            entry = replace(entry, digest="", retry_token="")
+        if self._journal is not None:
+            self._journal.append(entry)
+        self._enter(request, entry, prompt if isinstance(prompt, Opening) else None, samples)
+        self._running.discard(request)
+        if not is_told:
+            self.requests.remove(request)
+        request.end(RequestState.ANSWERED)
+
+    def abandon(self, request: Request) -> None:
+        """Nothing came of it: a retry is a request of its own."""
+        if request in self._running:
+            self._running.discard(request)
+            self.requests.remove(request)
+            request.end(RequestState.FAILED)
+
+    # -- what it may spend ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.completions)
+
+    @property
+    def num_running(self) -> int:
+        """Requests in flight."""
+        return len(self._running)
+
+    @property
+    def tokens_left(self) -> int | None:
+        """Tokens that may yet be promised to a request; None without a limit."""
+        if self.budget.max_tokens is None:
+            return None
+        return self.budget.max_tokens - self.num_sampled - sum(request.num_reserved for request in self._running)
+
+    @property
+    def seconds_left(self) -> float:
+        """Infinite without a limit."""
+        if self.budget.max_s is None:
+            return math.inf
+        return self.created_s + self.budget.max_s - self._clock()
+
+    def _check_budget(self, num_samples: int) -> None:
+        budget = self.budget
+        num_calls = self.num_calls + sum(request.num_samples for request in self._running)
+        if budget.max_calls is not None and num_calls + num_samples > budget.max_calls:
+            raise BudgetError(
+                f"episode {self.id}: {num_calls} of {budget.max_calls} calls are spent, {num_samples} were asked for"
+            )
+        if self.tokens_left is not None and self.tokens_left < num_samples:
+            raise BudgetError(f"episode {self.id}: all of {budget.max_tokens} sampled tokens are spent")
+        if self.seconds_left <= 0:
+            raise BudgetError(f"episode {self.id}: its {budget.max_s} seconds are over")
+
+    # -- what it is told -----------------------------------------------------------------------------------------------
+
+    def reward(self, reward: Rewarded) -> bool:
+        """Take a reward; False if it was there already. One that differs under the same id is refused."""
+        if not reward.id or not math.isfinite(reward.value):
+            raise RecordError(f"reward: expected an id and a finite number, received {reward.id!r}, {reward.value!r}")
+        if reward.call is not None and not 0 <= reward.call < self.num_calls:
+            raise RecordError(f"reward {reward.id}: call: expected 0 to {self.num_calls - 1}, received {reward.call}")
+        if reward.id in self.rewards:
+            if self.rewards[reward.id] != reward:
+                raise ExistsError(f"reward {reward.id} is {self.rewards[reward.id].value}; give another one another id")
+            return False
+        self._write(reward)
+        self.rewards[reward.id] = reward
+        return True
+
+    def close(self, failure: str | None = None) -> None:
+        """No more calls; what runs may still be committed, and rewards may come. Closing twice changes nothing."""
+        if self.closed is None:
+            closed = Closed(self._clock(), failure)
+            self._write(closed)
+            self.closed = closed
+
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(self.tree.call(index) for index in range(self.num_calls))
+
+    # -- recording -----------------------------------------------------------------------------------------------------
+
+    def apply(self, entry: Entry) -> None:
+        """Take an entry that the journal holds."""
+        match entry:
+            case Created():
+                raise RecordError(f"episode {entry.id}: made twice in one journal")
+            case Rewarded():
+                self.rewards[entry.id] = entry
+            case Closed():
+                self.closed = entry
+            case Answered():
+                opening = None if entry.path is None else self.history.restore(entry.path, entry.prompt_ids)
+                prompt_ids = entry.prompt_ids if opening is None else opening.ids
+                request = Request(entry.digest, entry.retry_token, len(entry.samples))
+                request.is_lost = True
+                self.requests.add(request)
+                samples = [_sampled(entry, sample, prompt_ids) for sample in entry.samples]
+                self._enter(request, entry, opening, samples)
+                request.end(RequestState.ANSWERED)
+
+    def _entry(
+        self,
+        request: Request,
+        prompt: Opening | IntArray,
+        samples: Sequence[Sampled],
+        id: str,
+        reply: Mapping[str, JsonValue],
+    ) -> Answered:
+        path, prompt_ids = self.history.path(prompt) if isinstance(prompt, Opening) else (None, prompt)
+        self._check(samples, () if isinstance(prompt, Opening) else (prompt,))
+        return Answered(
+            id=id,
+            digest=request.digest,
+            retry_token=request.retry_token,
+            path=path,
+            prompt_ids=prompt_ids,
+            divergence=prompt.divergence if isinstance(prompt, Opening) else None,
+            sampling=samples[0].call.sampling,
+            samples=tuple(_sample_entry(sample) for sample in samples),
+            reply=reply,
+        )
+
+    def _check(self, samples: Sequence[Sampled], raw_prompts: Sequence[IntArray]) -> None:
+        """What the tree would refuse must not be written first. Prompts that the history made are in order."""
+        if not samples:
+            raise RecordError("a request is answered by one completion or more, received none")
+        for ids in (*raw_prompts, *(sample.call.response_ids for sample in samples)):
+            if ids.size and int(ids.max()) >= self.tree.vocab_size:
+                raise RecordError(f"expected ids below {self.tree.vocab_size}, received {int(ids.max())}")
+
+    def _enter(self, request: Request, entry: Answered, opening: Opening | None, samples: Sequence[Sampled]) -> None:
+        # The prompt is in the history and would keep its memory alive behind a view.
+        request.answer = replace(entry, path=None, prompt_ids=np.empty(0, np.int32))
+        request.first_call, request.num_reserved = self.num_calls, 0
+        self.requests.name(request, entry.id)
+        for sample, written in zip(samples, entry.samples, strict=True):
+            self.tree.add(sample.call, f"{self.id}/{self.num_calls}", episode=self.id)
+            if opening is not None:
+                self.history.record(opening, sample.call.response_ids, sample.completion)
+            self.completions.append(written.completion)
+            self.num_sampled += sample.call.response_ids.size
+        if entry.divergence is not None:
+            self.num_divergences[entry.divergence] += 1
+
+    def _write(self, entry: Entry) -> None:
+        if self._journal is not None:
+            self._journal.append(entry)
+
+
+def _sample_entry(sample: Sampled) -> SampleEntry:
+    call = sample.call
+    return SampleEntry(
+        response_ids=call.response_ids,
+        logprobs=call.logprobs,
+        versions=call.versions,
+        finish_reason=call.finish_reason,
+        started_s=call.started_s,
+        finished_s=call.finished_s,
+        # What a stream held back until the end is in the text.
+        completion=replace(sample.completion, final_events=()),
+    )
+
+
+def _sampled(entry: Answered, sample: SampleEntry, prompt_ids: IntArray) -> Sampled:
+    call = Call(
+        prompt_ids=prompt_ids,
+        response_ids=sample.response_ids,
+        logprobs=sample.logprobs,
+        versions=sample.versions,
+        finish_reason=sample.finish_reason,
+        started_s=sample.started_s,
+        finished_s=sample.finished_s,
+        sampling=entry.sampling,
+    )
+    return Sampled(call, sample.completion)

@@ -1,0 +1,318 @@
+"""One request on its way through the engine: chunks in, events out as they come, the answer recorded before its end.
+
+It runs as a task of its own, because a retry may wait for the same answer: connections join and leave it, and when the
+last one has left it is aborted. Chunks are collected, and read when somebody is ready to send: a busy gateway reads and
+sends fewer, larger pieces.
+
+The endings of all samples and the last events go out after the commit and not before. What was sampled before an abort
+is recorded too, since a client may go on from what it was shown of it; only nobody who asks again is told that answer.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from m2forge.errors import EngineError, M2ForgeError, RecordError
+from m2forge.gateway.episode import Episode, Sampled
+from m2forge.gateway.exchange import Ask, Stream, Usage
+from m2forge.gateway.history import Opening
+from m2forge.gateway.pace import Pace
+from m2forge.gateway.reply import Reply, write_reply
+from m2forge.gateway.retry import Request
+from m2forge.gateway.sample import SampleReader
+from m2forge.protocols import Chunk, Engine, Prompt
+from m2forge.records import FinishReason, IntArray
+from m2forge.text.format import ChatFormat
+
+GRACE_S = 10.0
+"""An engine keeps the time limit itself. One that has not answered so long after it is given up."""
+
+_log = logging.getLogger(__name__)
+
+
+class Abort(StrEnum):
+    """Why a generation was broken off."""
+
+    HUNG_UP = "hung_up"
+    """Nobody is there to hear the answer."""
+    TIMED_OUT = "timed_out"
+    """The engine did not keep the time limit. The client is told what there is."""
+    SHUTDOWN = "shutdown"
+    """The gateway stops."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What is to be sampled, and how it is told."""
+
+    id: str
+    ask: Ask
+    opening: Opening | IntArray
+    """What the history made of the messages; or the ids of a raw prompt."""
+    prompt: Prompt
+    call_prefix: str
+    """Of the ids of calls."""
+    stream: Stream | None
+    created_s: int
+
+
+class Generation:
+    def __init__(
+        self,
+        plan: Plan,
+        engine: Engine,
+        format: ChatFormat,
+        episode: Episode,
+        request: Request,
+        pace: Pace,
+        *,
+        on_end: Callable[["Generation"], None] = lambda generation: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.plan, self.request, self.episode = plan, request, episode
+        self._engine, self._clock, self._on_end, self._pace = engine, clock, on_end, pace
+        self._woken_s = 0.0
+        self._readers = [
+            SampleReader(plan.ask, format, plan.prompt.stop_ids, plan.call_prefix)
+            for _ in range(plan.prompt.num_samples)
+        ]
+        self._loop = asyncio.get_running_loop()
+        self._started_s = clock()
+        self._begun_s = time.monotonic()
+        self._inbox: list[Chunk] = []
+        self._outbox: list[bytes] = []
+        self._wakers: list[asyncio.Future[None]] = []
+        self.num_listeners = 0
+        """Connections that wait for it."""
+        self._is_begun, self._is_pausing = False, False
+        self.num_cached = 0
+        self.first_chunk_s: float | None = None
+        """Seconds until the first chunk came."""
+        self.is_over = False
+        self.abort_reason: Abort | None = None
+        self.reply: Reply | None = None
+        """Once it is recorded, and may be told."""
+        self.failure: M2ForgeError | None = None
+        self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(self._settle)
+        self._timer: asyncio.TimerHandle | None = None
+        if plan.prompt.timeout_s is not None:
+            self._timer = self._loop.call_later(plan.prompt.timeout_s + GRACE_S, self.abort, Abort.TIMED_OUT)
+
+    # -- those who listen ----------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        self.num_listeners += 1
+
+    def leave(self) -> None:
+        """The last one to leave ends it."""
+        self.num_listeners -= 1
+        if not self.num_listeners:
+            self.abort(Abort.HUNG_UP)
+
+    def abort(self, reason: Abort) -> None:
+        if not self.is_over and self.abort_reason is None:
+            self.abort_reason = reason
+            self._task.cancel()
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(reader.num_sampled for reader in self._readers)
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is an answer, so that its status is known."""
+        return self._is_begun
+
+    async def more(self, since_s: float = -math.inf) -> bytes:
+        """What is there to be sent, waiting for it. Pieces that come close together go together: while it goes on,
+        nothing comes sooner than the pace's gap after `since_s`, on the loop's clock."""
+        has_waited = False
+        while not self._outbox and not self._inbox and not self.is_over:
+            await self._wait()
+            has_waited = True
+        now_s = self._loop.time()
+        if has_waited:
+            self._pace.note(now_s - self._woken_s)
+        gap_s = since_s + self._pace.gap_s - now_s
+        if gap_s > 0 and not self.is_over:
+            self._is_pausing = True
+            pause = self._loop.create_future()
+            timer = self._loop.call_later(gap_s, self._wake)
+            self._wakers.append(pause)
+            try:
+                await pause
+            finally:
+                self._is_pausing = False
+                timer.cancel()
+        try:
+            self._read()
+        except Exception as error:  # noqa: BLE001  (see `_run`)
+            self._crash(error)
+            self._task.cancel()
+        data = b"".join(self._outbox)
+        self._outbox.clear()
+        return data
+
+    async def end(self) -> None:
+        while not self.is_over:
+            await self._wait()
+
+    async def _wait(self) -> None:
+        waker = self._loop.create_future()
+        self._wakers.append(waker)
+        await waker
+
+    def _wake(self) -> None:
+        self._woken_s = self._loop.time()
+        for waker in self._wakers:
+            if not waker.done():
+                waker.set_result(None)
+        self._wakers.clear()
+
+    # -- the engine ----------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        try:
+            async with contextlib.aclosing(self._engine.generate(self.plan.prompt)) as chunks:
+                async for chunk in chunks:
+                    self._take(chunk)
+            self._read()
+            if any(reader.answer is None for reader in self._readers):
+                raise EngineError("the engine ended before all completions did; ask again")
+            self._commit(is_told=True)
+        except asyncio.CancelledError:
+            if not self.is_over:
+                self._record_aborted()
+        except M2ForgeError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001  (one request's failure must not reach the others)
+            self._crash(error)
+
+    def _take(self, chunk: Chunk) -> None:
+        """Keep a chunk until somebody asks for more: those that came meanwhile are read together."""
+        if not self._is_begun:
+            self._begin(chunk.num_cached)
+        if chunk.finish_reason is not None:
+            self._readers[chunk.sample].finished_s = self._clock()
+        self._inbox.append(chunk)
+        if self._wakers and self.plan.stream is not None and not self._is_pausing:
+            self._wake()
+
+    def _read(self) -> None:
+        """Make events of the chunks that came."""
+        if not self._inbox:
+            return
+        inbox, self._inbox = self._inbox, []
+        if len(self._readers) == 1:
+            self._read_sample(0, inbox)
+            return
+        for sample in dict.fromkeys(chunk.sample for chunk in inbox):
+            self._read_sample(sample, [chunk for chunk in inbox if chunk.sample == sample])
+
+    def _read_sample(self, sample: int, chunks: list[Chunk]) -> None:
+        reader, stream, finish_reason = self._readers[sample], self.plan.stream, chunks[-1].finish_reason
+        events, logprobs = reader.take(chunks)
+        if finish_reason is not None:
+            events += reader.finish(finish_reason)
+        if stream is not None and (events or logprobs):
+            self._outbox.append(stream.piece(sample, events, logprobs))
+
+    def _begin(self, num_cached: int) -> None:
+        self._is_begun, self.num_cached = True, num_cached
+        self.first_chunk_s = time.monotonic() - self._begun_s
+        if self.plan.stream is not None:
+            self._outbox.append(self.plan.stream.begin(self.plan.prompt.ids.size, num_cached))
+
+    # -- its end -------------------------------------------------------------------------------------------------------
+
+    def _record_aborted(self) -> None:
+        is_told = self.abort_reason is Abort.TIMED_OUT
+        self._read()
+        if not is_told and not self.num_sampled:
+            self._fail(EngineError("the gateway is stopping; ask again"))
+            return
+        if not self._is_begun:
+            self._begin(0)
+        for sample, reader in enumerate(self._readers):
+            if reader.answer is None:
+                reader.finished_s = self._clock()
+                events = reader.finish(FinishReason.ABORT)
+                if is_told and self.plan.stream is not None:
+                    self._outbox.append(self.plan.stream.piece(sample, events, ()))
+        try:
+            self._commit(is_told=is_told)
+        except M2ForgeError as error:
+            self._fail(error)
+
+    def _commit(self, *, is_told: bool) -> None:
+        """Record the answer; its end may be told after that."""
+        plan, prompt = self.plan, self.plan.prompt
+        answers = tuple(reader.answer for reader in self._readers if reader.answer is not None)
+        num_thinking = sum(reader.num_thinking() for reader in self._readers)
+        usage = Usage(prompt.ids.size, self.num_cached, self.num_sampled, num_thinking)
+        reply = Reply(plan.id, plan.created_s, answers, usage)
+        samples = [
+            Sampled(reader.call(prompt.ids, prompt.sampling, self._started_s), answer.completion)
+            for reader, answer in zip(self._readers, answers, strict=True)
+        ]
+        try:
+            self.episode.commit(
+                self.request, plan.opening, samples, id=plan.id, reply=write_reply(reply), is_told=is_told
+            )
+        except RecordError as error:
+            raise EngineError(f"what the engine sampled cannot be recorded: {error}") from error
+        if not is_told:
+            self._fail(EngineError("the gateway is stopping; ask again"))
+            return
+        self.reply = reply
+        if plan.stream is not None:
+            ends = [plan.stream.end_sample(sample, answer) for sample, answer in enumerate(answers)]
+            self._outbox.append(b"".join([*ends, plan.stream.finish(usage)]))
+        self._finish()
+
+    def _crash(self, error: Exception) -> None:
+        # Without the error's own words, which may hold those of a prompt.
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        _log.error("request %s: %s\n%s", self.plan.id, type(error).__name__, frames)
+        self._inbox.clear()
+        self._fail(EngineError(f"the gateway failed ({type(error).__name__}); ask again"))
+
+    def _fail(self, error: M2ForgeError) -> None:
+        self.failure = error
+        self._read()
+        if self._is_begun and self.plan.stream is not None:
+            self._outbox.append(self.plan.stream.fail(503, str(error)))
+        self.episode.abandon(self.request)
+        self._finish()
+
+    def _finish(self) -> None:
+        self.is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._on_end(self)
+        self._wake()
+
+    def _settle(self, task: "asyncio.Task[None]") -> None:
+        """A task that was cancelled before its first step has not run at all."""
+        if not self.is_over:
+            self._fail(EngineError("the request was broken off; ask again"))
+
+
+def time_limit(episode: Episode, call_timeout_s: float) -> float:
+    """Seconds that a call of the episode may take."""
+    return max(0.0, min(call_timeout_s, episode.seconds_left, math.inf))
+
+
+def raw_ids(ids: "list[int] | tuple[int, ...]") -> IntArray:
+    array = np.array(ids, np.int32)
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,383 @@
+"""Which tokens the messages of a call are: messages in, token ids out, what the model wrote as it wrote it.
+
+    opening = history.open(messages, tools)          before the engine is asked
+    history.record(opening, sampled ids, completion)    after it answered; once for each sample
+
+Messages that are known are followed through the tree of turns, and their recorded tokens stand. The others are appended
+by the chat format, which is given the new ones alone to encode. Where a client changed something, the call branches
+there: what comes before is kept as recorded, the rest is rendered, except that an answer of the model in it, found
+again in another place, keeps its sampled tokens (and its thinking, if that is restored).
+
+A completion that was cut off (by its length, an abort, or a client's stop text) stays as it was sampled; where the
+conversation goes on, the format's stop token is put behind it and nothing else. Unfinished thinking or half a call
+remain so, and the parser reads the same message from it that the client was sent.
+
+Where the format would have to change recorded tokens, the call branches at the last message from which it need not.
+
+Work per call: one comparison for each message, and the encoding of the new ones. Not thread-safe; one per episode.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice, takewhile
+
+import numpy as np
+
+from m2forge.errors import FormatError, RecordError
+from m2forge.gateway.divergence import Divergence, classify
+from m2forge.gateway.rendering import append, is_local, near
+from m2forge.gateway.turn import Echo, Key, PathRecord, Strand, Turn, TurnRecord, best_echo, key_of, same_tools
+from m2forge.records import IntArray
+from m2forge.text.completion import Completion
+from m2forge.text.format import ChatFormat
+from m2forge.text.message import Message, Tool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opening:
+    """The prompt of one call, as tokens."""
+
+    ids: IntArray
+    """What the engine is asked to continue."""
+    num_recorded: int
+    """Taken from what was recorded: prompts sent and tokens sampled in this episode."""
+    num_encoded: int
+    """Tokenised for this call: new messages, and the prompt that asks for an answer."""
+    divergence: Divergence | None
+    """Why it does not simply continue what was recorded; None where it does, or is the first."""
+    turn: Turn = field(repr=False)
+    """The message that is answered."""
+    strand: Strand = field(repr=False)
+
+
+@dataclass(slots=True)
+class _Block:
+    """Messages that were encoded together, with the prompt for an answer unless it is the beginning alone."""
+
+    num_messages: int
+    ids: IntArray
+    is_opened: bool
+    twin: Turn | None = None
+    """The answer that follows, as it was sampled elsewhere."""
+
+
+class History:
+    def __init__(self, format: ChatFormat, *, restores_thinking: bool = True) -> None:
+        self._format, self._restores_thinking = format, restores_thinking
+        self._stop_ids: IntArray = np.array(format.stop_ids[:1], np.int32)
+        self._beginnings: dict[tuple[str, ...], list[tuple[tuple[Tool, ...], Turn]]] = {}
+        """By the names of their tools."""
+        self._answers: dict[Key, list[Turn]] = {}
+        """Everything that the model said."""
+        self._numbered: list[Turn] = []
+        self._tools_of: dict[Turn, tuple[Tool, ...]] = {}
+        self.num_divergences: Counter[Divergence] = Counter()
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Opening:
+        """Raises FormatError for a conversation that the chat format cannot express."""
+        root = self._beginning(tools)
+        turn = self._follow(root, messages)
+        left_at = turn
+        while left_at.number is None and left_at.parent is not None:
+            left_at = left_at.parent
+        divergence = classify(left_at, messages[left_at.depth :], self._said, is_first=not self._answers)
+        if turn.depth < len(messages) or turn.opened is None or turn.strand is None:
+            base = self._base(turn, messages, tools)
+            try:
+                blocks = self._blocks(base, messages, tools, left_at)
+            except FormatError:
+                messages = self._as_recorded(turn, messages, left_at)
+                recorded = self._base(left_at, messages, tools)
+                base, blocks = self._rewritten(base, messages, tools)
+                if base.depth < recorded.depth:
+                    divergence = divergence or Divergence.TEMPLATE
+            turn, strand, size, num_recorded = self._attach(base, messages, blocks)
+        else:
+            strand, size, num_recorded = turn.strand, turn.opened, turn.opened
+        if divergence is not None:
+            self.num_divergences[divergence] += 1
+        return Opening(strand.view(size), num_recorded, size - num_recorded, divergence, turn, strand)
+
+    def record(self, opening: Opening, response_ids: IntArray, completion: Completion) -> None:
+        """What the model answered, and what the client was told of it."""
+        for turn in chain((opening.turn,), opening.turn.above()):
+            if turn.number is not None and turn is not opening.turn:
+                break
+            turn.written = max(turn.written or 0, turn.num_known(opening.ids, opening.strand))
+        self._number(opening.turn)
+        answer = Turn(opening.turn, completion.message(), response_ids)
+        answer.strand, answer.start = opening.strand, opening.ids.size
+        opening.turn.add(answer)
+        self._answers.setdefault(key_of(answer.message), []).append(answer)
+        self._number(answer)
+        turn = answer
+        while turn.parent is not None and turn.parent.answered is not turn:
+            turn.parent.answered = turn
+            turn = turn.parent
+
+    # -- following what is known ---------------------------------------------------------------------------------------
+
+    def _beginning(self, tools: Sequence[Tool]) -> Turn:
+        """The empty conversation with these tools."""
+        roots = self._beginnings.setdefault(tuple(tool.name for tool in tools), [])
+        for known, root in roots:
+            if same_tools(known, tools):
+                return root
+        root = Turn(None, Message("system"))
+        root.strand, root.closed = Strand(), 0
+        roots.append((tuple(tools), root))
+        self._tools_of[root] = tuple(tools)
+        return root
+
+    def _follow(self, turn: Turn, messages: Sequence[Message]) -> Turn:
+        """The last turn that the messages are, from `turn` on."""
+        restores_thinking = self._restores_thinking
+        for message in messages:
+            child = turn.latest
+            # The turn that is met in almost all cases, looked at without a call.
+            if not (
+                child is not None
+                and child.content == message.content
+                and child.role == message.role
+                and (child.role != "assistant" or child.is_plainly_answer(message, restores_thinking))
+            ):
+                child = turn.find(message, restores_thinking=restores_thinking)
+                if child is None:
+                    break
+            turn = child
+        return turn
+
+    def _said(self, message: Message) -> Turn | None:
+        """An answer of the model that `message` may be, thinking aside."""
+        return best_echo(self._answers.get(key_of(message), ()), message, Echo.WITHOUT_THINKING)
+
+    def _twin(self, message: Message, after: Turn, distance: int) -> Turn | None:
+        """An answer of the model whose tokens may stand for `message`, rather one that came so long after `after`."""
+        if message.role != "assistant":
+            return None
+        least = Echo.WITHOUT_THINKING if self._restores_thinking else Echo.SAME
+        return best_echo(self._answers.get(key_of(message), ()), message, least, after, distance)
+
+    # -- where to go on ------------------------------------------------------------------------------------------------
+
+    def _base(self, turn: Turn, messages: Sequence[Message], tools: Sequence[Tool]) -> Turn:
+        """The turn itself or the nearest before it of which it is known where its tokens end."""
+        while turn.parent is not None and not self._close(turn, messages, tools):
+            turn = turn.parent
+        return turn
+
+    def _close(self, turn: Turn, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
+        """Find where the tokens of a turn end; False for one inside a block, of which nobody knows."""
+        if turn.closed is not None:
+            return True
+        if turn.start is not None:
+            self._close_answer(turn)
+        elif turn.opened is not None and turn.strand is not None:
+            try:
+                asked = append(self._format, self._past(turn, messages), (), tools, generation=True)
+            except FormatError:
+                return False
+            size = turn.opened - asked.size
+            if size >= 0 and np.array_equal(turn.strand.view(turn.opened)[size:], asked):
+                turn.closed = size
+        return turn.closed is not None
+
+    def _close_answer(self, turn: Turn) -> None:
+        """Put what the model sampled behind its prompt, ended where it was cut off."""
+        if turn.closed is not None or turn.response_ids is None or turn.strand is None or turn.start is None:
+            return
+        ids = turn.response_ids
+        if not ids.size or int(ids[-1]) not in self._format.stop_ids:
+            ids = np.concatenate((ids, self._stop_ids))
+        turn.strand = turn.strand.grow(turn.start, ids)
+        turn.closed = turn.start + ids.size
+
+    def _past(self, turn: Turn, messages: Sequence[Message]) -> list[Message]:
+        """The messages up to `turn` as they were recorded, or as many of them as the format needs to see."""
+        tail: list[Message] = []
+        at = turn
+        while at.parent is not None:
+            tail.append(at.complete(messages[at.depth - 1]))
+            if at.role == "assistant":
+                break
+            at = at.parent
+        head = list(takewhile(lambda message: message.role != "assistant", islice(messages, max(at.depth - 1, 0))))
+        if len(head) + len(tail) == turn.depth or is_local(self._format):
+            return head + tail[::-1]
+        return self._as_recorded(turn, messages[: turn.depth], turn)
+
+    def _as_recorded(self, turn: Turn, messages: Sequence[Message], after: Turn) -> list[Message]:
+        """All messages, with the thinking that was recorded for them; see `_blocks` for `after`."""
+        whole = list(messages)
+        since = after.depth - 1
+        for index in range(turn.depth, len(whole)):
+            twin = self._twin(whole[index], after, index - since)
+            if twin is not None:
+                whole[index], after, since = twin.complete(whole[index]), twin, index
+        at: Turn = turn
+        while at.parent is not None:
+            whole[at.depth - 1] = at.complete(whole[at.depth - 1])
+            at = at.parent
+        return whole
+
+    # -- encoding what is not known ------------------------------------------------------------------------------------
+
+    def _blocks(self, base: Turn, messages: Sequence[Message], tools: Sequence[Tool], after: Turn) -> list[_Block]:
+        """`after`: the turn in what is recorded after which answers are looked for first."""
+        past, pending = self._past(base, messages), messages[base.depth :]
+        blocks: list[_Block] = []
+        if not past and len(pending) > 1 and pending[0].role == "system":
+            blocks += self._system_block(pending[0], tools)
+        at = len(blocks)
+        past = [*past, *pending[:at]]
+        since = after.depth - 1 - base.depth
+        for index in range(at, len(pending)):
+            twin = self._twin(pending[index], after, index - since)
+            if twin is not None:
+                after, since = twin, index
+                new = pending[at:index]
+                ids = append(self._format, past, new, tools, generation=True)
+                blocks.append(_Block(len(new), ids, is_opened=True, twin=twin))
+                past = [*past, *new, twin.complete(pending[index])]
+                past = near(past) if is_local(self._format) else past
+                at = index + 1
+        ids = append(self._format, past, pending[at:], tools, generation=True)
+        return [*blocks, _Block(len(pending) - at, ids, is_opened=True)]
+
+    def _system_block(self, system: Message, tools: Sequence[Tool]) -> Iterator[_Block]:
+        """The system's message by itself, which many conversations begin with; none if the format has no such thing."""
+        try:
+            ids = append(self._format, (), [system], tools, generation=False)
+        except FormatError:
+            return
+        yield _Block(1, ids, is_opened=False)
+
+    def _rewritten(self, base: Turn, whole: list[Message], tools: Sequence[Tool]) -> tuple[Turn, list[_Block]]:
+        """The nearest turn before `base` after which the format can write the rest, and that."""
+        above = list(base.above()) or [base]
+        num_refused, at, step = 0, 0, 1
+        written = self._written_after(above[at], whole, tools)
+        while isinstance(written, FormatError):
+            if at == len(above) - 1:
+                raise written
+            num_refused, at, step = at + 1, min(at + step, len(above) - 1), 2 * step
+            written = self._written_after(above[at], whole, tools)
+        while num_refused < at:
+            middle = (num_refused + at) // 2
+            nearer = self._written_after(above[middle], whole, tools)
+            if isinstance(nearer, FormatError):
+                num_refused = middle + 1
+            else:
+                written, at = nearer, middle
+        return written
+
+    def _written_after(
+        self, turn: Turn, whole: list[Message], tools: Sequence[Tool]
+    ) -> tuple[Turn, list[_Block]] | FormatError:
+        base = self._base(turn, whole, tools)
+        new = whole[base.depth :]
+        try:
+            ids = append(self._format, whole[: base.depth], new, tools, generation=True)
+        except FormatError as error:
+            return error
+        return base, [_Block(len(new), ids, is_opened=True)]
+
+    def _attach(
+        self, turn: Turn, messages: Sequence[Message], blocks: Sequence[_Block]
+    ) -> tuple[Turn, Strand, int, int]:
+        """Put blocks after a turn: the last turn, its strand and size, and how much of that was recorded before."""
+        size = turn.closed or 0
+        strand = Strand() if turn.strand is None else turn.strand
+        num_recorded = size
+        for block in blocks:
+            strand = strand.grow(size, block.ids)
+            size += block.ids.size
+            for message in messages[turn.depth : turn.depth + block.num_messages]:
+                turn = self._step(turn, message)
+            # An answer that the format wrote anew keeps the tokens that were sampled for it.
+            if turn.opened is None and not (block.num_messages and turn.start is not None):
+                turn.strand = strand
+                turn.closed = size if not block.is_opened else None if block.num_messages else turn.closed
+                turn.opened = size if block.is_opened else None
+            if block.twin is not None and block.twin.response_ids is not None:
+                answer = Turn(turn, block.twin.complete(messages[turn.depth]), block.twin.response_ids)
+                answer.strand, answer.start = strand, size
+                turn.add(answer)
+                self._close_answer(answer)
+                turn, strand, size = answer, answer.strand, answer.closed or size
+                num_recorded += block.twin.response_ids.size
+        return turn, strand, size, num_recorded
+
+    def _step(self, turn: Turn, message: Message) -> Turn:
+        child = turn.find(message, restores_thinking=self._restores_thinking)
+        if child is None:
+            child = Turn(turn, message)
+            turn.add(child)
+        return child
+
+    # -- written down and read back ------------------------------------------------------------------------------------
+
+    def path(self, opening: Opening) -> tuple[PathRecord, IntArray]:
+        """What must be written down, with the ids that are not yet, to restore this prompt; before it is recorded."""
+        turns: list[Turn] = []
+        turn = opening.turn
+        while turn.number is None and turn.parent is not None:
+            turns.append(turn)
+            turn = turn.parent
+        prefix: Turn | None = turn if turn.number is not None else None
+        start = 0
+        while prefix is not None and not (start := prefix.num_written(opening.ids, opening.strand)):
+            prefix = prefix.parent
+        number = -1 if prefix is None or prefix.number is None else prefix.number
+        record = PathRecord(
+            parent=-1 if turn.number is None else turn.number,
+            tools=self._tools_of[turn] if turn.number is None else (),
+            prefix=number,
+            start=start,
+            turns=tuple(turn.record(opening.ids, opening.strand) for turn in reversed(turns)),
+        )
+        return record, opening.ids[start:]
+
+    def restore(self, record: PathRecord, ids: IntArray) -> Opening:
+        """The prompt that `path` described, in a history to which all before it were restored, in their order."""
+        try:
+            parent = self._beginning(record.tools) if record.parent < 0 else self._numbered[record.parent]
+            prefix = None if record.prefix < 0 else self._numbered[record.prefix]
+        except IndexError:
+            raise RecordError(f"a prompt refers to turn {record.parent}, but {len(self._numbered)} are known") from None
+        strand = Strand()
+        if prefix is not None:
+            self._close_answer(prefix)
+            strand = strand if prefix.strand is None else prefix.strand
+        strand, size = strand.grow(record.start, ids), record.start + ids.size
+        for turn_record in record.turns:
+            parent = self._restore_turn(parent, turn_record, strand)
+        if parent.opened is None:
+            parent.strand, parent.opened = strand, size
+        if parent.opened == size and parent.strand is strand:
+            parent.written = size
+        self._number(parent)
+        return Opening(strand.view(size), record.start, ids.size, None, parent, strand)
+
+    def _restore_turn(self, parent: Turn, record: TurnRecord, strand: Strand) -> Turn:
+        response_ids = None
+        if record.start is not None:
+            response_ids = strand.view(record.start + record.num_response)[record.start :]
+        turn = Turn(parent, record.message, response_ids)
+        turn.written = max(record.closed or 0, record.opened or 0)
+        if turn.written:
+            turn.strand, turn.closed, turn.opened, turn.start = strand, record.closed, record.opened, record.start
+        parent.add(turn)
+        return turn
+
+    def _number(self, turn: Turn) -> None:
+        """Number a turn and those before it that have no number yet, from the first on."""
+        above: list[Turn] = []
+        at: Turn | None = turn
+        while at is not None and at.number is None:
+            above.append(at)
+            at = at.parent
+        for at in reversed(above):
+            at.number = len(self._numbered)
+            self._numbered.append(at)

@@ -1,0 +1,135 @@
+"""What OpenAI's dialects for completions share: fields of a request, and parts of an answer.
+
+Beside OpenAI's own fields `top_k`, `min_p` and `repetition_penalty` are read, by the names that open servers gave them:
+they say how tokens are drawn, and can be honoured.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+from m2forge.gateway.exchange import Ending, TokenLogprob, Usage
+from m2forge.gateway.reading import Fields, read_text
+from m2forge.records import MAX_INT32, JsonValue, Sampling
+from m2forge.text.message import ToolCall
+
+SAMPLING_FIELDS = frozenset(
+    {"temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty"}
+)
+MAX_STOPS, MAX_SAMPLES, MAX_SEED = 4, 128, 2**63 - 1
+LOWEST_LOGPROB = -9999.0
+"""What stands for a log-probability that JSON cannot write."""
+DONE = b"data: [DONE]\n\n"
+
+FINISH_REASONS: Mapping[Ending, str] = {
+    Ending.STOP: "stop",
+    Ending.STOP_TEXT: "stop",
+    Ending.LENGTH: "length",
+    Ending.TOOL_CALLS: "tool_calls",
+    # There is no word for it; clients take "length" for what it is, a text that was cut off.
+    Ending.ABORT: "length",
+}
+
+_ERRORS: Mapping[int, tuple[str, str | None]] = {
+    401: ("invalid_request_error", "invalid_api_key"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("insufficient_quota", "insufficient_quota"),
+    503: ("server_error", "service_unavailable"),
+}
+"""Type and code of an error by its status; 429 is a budget that is spent, not a pace to slow down."""
+
+quote = json.JSONEncoder().encode
+"""A value as JSON in ASCII: line separators beyond ASCII's would break lines of events for some clients."""
+
+
+def read_sampling(fields: Fields) -> Sampling:
+    numbers = {
+        "temperature": fields.number("temperature", 0, 2),
+        "top_p": fields.number("top_p", 0, 1),
+        "min_p": fields.number("min_p", 0, 1),
+        "presence_penalty": fields.number("presence_penalty", -2, 2),
+        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
+        "repetition_penalty": fields.number("repetition_penalty", 0, 10),
+    }
+    given = {name: value for name, value in numbers.items() if value is not None}
+    for name in ("top_p", "repetition_penalty"):
+        if given.get(name) == 0:
+            fields.refuse(name, "expected a number above 0, received 0; set temperature to 0 for the likeliest tokens")
+    # Open servers write -1 where no token is left out, which is 0 here.
+    top_k = max(fields.integer("top_k", -1, MAX_INT32) or 0, 0)
+    return Sampling(**given, top_k=top_k)
+
+
+def read_stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.value("stop")
+    values = (value,) if isinstance(value, str) else fields.items("stop")
+    if len(values) > MAX_STOPS:
+        fields.refuse("stop", f"expected at most {MAX_STOPS} texts, received {len(values)}")
+    texts = tuple(read_text(value, f"stop[{index}]") for index, value in enumerate(values))
+    if "" in texts:
+        fields.refuse("stop", "expected text, received an empty one, which would end every completion at once")
+    return texts
+
+
+def read_seed(fields: Fields) -> int | None:
+    return fields.integer("seed", -MAX_SEED - 1, MAX_SEED)
+
+
+def read_num_samples(fields: Fields) -> int:
+    return fields.integer("n", 1, MAX_SAMPLES) or 1
+
+
+def read_stream(fields: Fields) -> tuple[bool, dict[str, JsonValue]]:
+    """Whether the answer is streamed, and what of that shapes its chunks."""
+    is_streamed = bool(fields.boolean("stream"))
+    options = fields.object("stream_options", frozenset({"include_usage", "include_obfuscation"}))
+    if options is None:
+        return is_streamed, {}
+    if not is_streamed:
+        fields.refuse("stream_options", "only a streamed answer has options of its stream; set stream to true")
+    if options.boolean("include_obfuscation"):
+        options.refuse("include_obfuscation", "chunks are not padded; leave it out or send false")
+    return is_streamed, {"include_usage": True} if options.boolean("include_usage") else {}
+
+
+def refuse_bias(fields: Fields) -> None:
+    """An empty one biases nothing."""
+    if fields.value("logit_bias") not in (None, {}):
+        fields.refuse("logit_bias", "tokens cannot be biased: they would not be samples of the policy; leave it out")
+
+
+def usage_body(usage: Usage) -> dict[str, JsonValue]:
+    return {
+        "prompt_tokens": usage.num_prompt,
+        "completion_tokens": usage.num_sampled,
+        "total_tokens": usage.num_prompt + usage.num_sampled,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_thinking},
+    }
+
+
+def error_body(status: int, message: str, field: str | None = None) -> dict[str, JsonValue]:
+    kind, code = _ERRORS.get(status, ("server_error" if status >= 500 else "invalid_request_error", None))
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+
+def arguments_text(call: ToolCall) -> str:
+    return json.dumps(call.arguments, ensure_ascii=False)
+
+
+def logprobs_body(logprobs: Sequence[TokenLogprob]) -> dict[str, JsonValue]:
+    """Chat's form. A token may be part of a character: its bytes are exact, its text is not."""
+    content: list[JsonValue] = [
+        {
+            "token": token.text.decode(errors="replace"),
+            "logprob": finite_logprob(token.logprob),
+            "bytes": list(token.text),
+            "top_logprobs": [],
+        }
+        for token in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def finite_logprob(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB

@@ -1,0 +1,213 @@
+"""OpenAI's Chat Completions: `POST /v1/chat/completions`.
+
+Every field that the SDK can send is decided. `READ` is honoured or repeated in the answer. `ALLOWED` cannot change the
+answer, or is taken only with the value that asks for nothing. `REFUSED` cannot be honoured and is answered 400. So is a
+tool that must be called, an answer in JSON, and log-probabilities of tokens that were not sampled: a policy is sampled
+as it is, and nothing is promised that sampling does not give.
+
+Thinking is `reasoning_content`, in messages and deltas, in and out. Log-probabilities are those of all sampled tokens
+in their order: thinking, content, calls and the end marker.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from m2forge.gateway.exchange import Answer, Ask, Usage
+from m2forge.gateway.openai_body import (
+    FINISH_REASONS,
+    SAMPLING_FIELDS,
+    arguments_text,
+    error_body,
+    logprobs_body,
+    read_num_samples,
+    read_sampling,
+    read_seed,
+    read_stop,
+    read_stream,
+    refuse_bias,
+    usage_body,
+)
+from m2forge.gateway.openai_chat_stream import ChatStream
+from m2forge.gateway.openai_message import read_messages, read_tools
+from m2forge.gateway.reading import Fields, shown
+from m2forge.records import MAX_INT32, JsonValue
+from m2forge.text.completion import Completion
+
+READ = SAMPLING_FIELDS | {
+    "messages",
+    "model",
+    "tools",
+    "tool_choice",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "n",
+    "seed",
+    "logprobs",
+    "top_logprobs",
+    "stream",
+    "stream_options",
+    "metadata",
+    "service_tier",
+}
+ALLOWED = frozenset(
+    {
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "store",
+        "modalities",
+        "response_format",
+        "logit_bias",
+        "parallel_tool_calls",
+    }
+)
+REFUSED: Mapping[str, str] = {
+    "audio": "audio is not supported; the model writes text",
+    "function_call": "replaced by tool_choice",
+    "functions": "replaced by tools",
+    "moderation": "there is no moderation here; leave it out",
+    "prediction": "predicted outputs are not supported; leave it out",
+    "reasoning_effort": "how long the model thinks cannot be set; leave it out, or limit max_completion_tokens",
+    "verbosity": "how much the model writes cannot be set; leave it out, or say so in a message",
+    "web_search_options": "there is no web search here; offer a tool that does it",
+}
+FIELDS = READ | ALLOWED | REFUSED.keys()
+
+
+class OpenAIChat:
+    path = "/v1/chat/completions"
+
+    def read(self, body: Mapping[str, JsonValue]) -> Ask:
+        fields = Fields(body, FIELDS)
+        for name, reason in REFUSED.items():
+            if fields.has(name):
+                fields.refuse(name, reason)
+        tools = read_tools(fields)
+        _check_allowed(fields, has_tools=bool(tools))
+        is_streamed, echo = read_stream(fields)
+        return Ask(
+            messages=read_messages(fields),
+            tools=tools,
+            max_tokens=_max_tokens(fields),
+            sampling=read_sampling(fields),
+            stop_texts=read_stop(fields),
+            seed=read_seed(fields),
+            num_samples=read_num_samples(fields),
+            is_streamed=is_streamed,
+            tool_choice=_tool_choice(fields),
+            num_top_logprobs=_num_top_logprobs(fields),
+            model=fields.required_text("model"),
+            echo=echo | _repeated(fields),
+        )
+
+    def answer(
+        self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
+    ) -> dict[str, JsonValue]:
+        choices = [
+            {
+                "index": index,
+                "message": message_body(answer.completion),
+                "logprobs": None if ask.num_top_logprobs is None else logprobs_body(answer.logprobs),
+                "finish_reason": FINISH_REASONS[answer.ending],
+            }
+            for index, answer in enumerate(answers)
+        ]
+        body: dict[str, JsonValue] = {
+            "id": id,
+            "object": "chat.completion",
+            "created": created_s,
+            "model": ask.model,
+            "choices": choices,
+            "usage": usage_body(usage),
+        }
+        return body | {name: ask.echo[name] for name in ("metadata", "service_tier") if name in ask.echo}
+
+    def stream(self, ask: Ask, id: str, created_s: int) -> ChatStream:
+        return ChatStream(ask, id, created_s)
+
+    def error(self, status: int, message: str, field: str | None = None) -> dict[str, JsonValue]:
+        return error_body(status, message, field)
+
+
+def message_body(completion: Completion) -> dict[str, JsonValue]:
+    """An assistant's message. Beside calls an empty content is null, as SDKs expect it."""
+    body: dict[str, JsonValue] = {"role": "assistant", "content": completion.content, "refusal": None}
+    if completion.thinking:
+        body["reasoning_content"] = completion.thinking
+    if completion.tool_calls:
+        body["content"] = completion.content or None
+        body["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
+            for call in completion.tool_calls
+        ]
+    return body
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    """Two names of one limit, the older without thinking in mind."""
+    older, newer = (fields.integer(name, 1, MAX_INT32) for name in ("max_tokens", "max_completion_tokens"))
+    if older is not None and newer is not None and older != newer:
+        fields.refuse(
+            "max_tokens", f"{older} is not max_completion_tokens, {newer}, which replaced it; send that alone"
+        )
+    return older if newer is None else newer
+
+
+def _tool_choice(fields: Fields) -> Literal["auto", "none"]:
+    choice = fields.value("tool_choice")
+    if choice not in (None, "auto", "none"):
+        reason = "a policy that is sampled cannot be made to call a tool"
+        fields.refuse("tool_choice", f"expected 'auto' or 'none', received {shown(choice)}; {reason}")
+    return "none" if choice == "none" else "auto"
+
+
+def _num_top_logprobs(fields: Fields) -> int | None:
+    num_top = fields.integer("top_logprobs", 0, 20)
+    if not fields.boolean("logprobs"):
+        if num_top is not None:
+            fields.refuse("top_logprobs", "log-probabilities were not asked for; set logprobs to true")
+        return None
+    if num_top:
+        fields.refuse(
+            "top_logprobs", f"expected 0, received {num_top}; the engine tells of the tokens that it sampled alone"
+        )
+    return 0
+
+
+def _check_allowed(fields: Fields, *, has_tools: bool) -> None:
+    """The fields of `ALLOWED`: they may be there, and then ask for nothing that is not done."""
+    for name in ("user", "safety_identifier", "prompt_cache_key"):
+        fields.text(name)
+    fields.choice("prompt_cache_retention", ("in_memory", "24h"))
+    if (cache := fields.object("prompt_cache_options", frozenset({"mode", "ttl"}))) is not None:
+        cache.choice("mode", ("implicit", "explicit"))
+        cache.text("ttl")
+    if fields.boolean("store"):
+        fields.refuse("store", "completions cannot be listed afterwards; send false")
+    if fields.value("modalities") not in (None, ["text"]):
+        fields.refuse("modalities", "expected ['text']; the model writes nothing else")
+    refuse_bias(fields)
+    if fields.boolean("parallel_tool_calls") is False and has_tools:
+        fields.refuse("parallel_tool_calls", "a policy that is sampled cannot be kept to one call; leave it out")
+    _check_format(fields)
+
+
+def _check_format(fields: Fields) -> None:
+    format = fields.object("response_format", frozenset({"type", "json_schema"}))
+    if format is not None and (format.value("type") != "text" or format.has("json_schema")):
+        fields.refuse(
+            "response_format",
+            "expected {'type': 'text'}; what a policy samples is not kept to a grammar, so ask for JSON in a message",
+        )
+
+
+def _repeated(fields: Fields) -> dict[str, JsonValue]:
+    repeated: dict[str, JsonValue] = {}
+    if (metadata := fields.metadata()) is not None:
+        repeated["metadata"] = metadata
+    if fields.choice("service_tier", ("auto", "default")) is not None:
+        repeated["service_tier"] = "default"
+    return repeated

@@ -1,0 +1,170 @@
+"""Messages and tools as OpenAI's Chat Completions writes them, read strictly.
+
+    system, developer   content
+    user                content
+    assistant           content, reasoning_content (thinking; `reasoning` is another name of it), tool_calls
+    tool                content, tool_call_id; `name` says what the call says already
+
+Content is text or a list of text parts, which are joined. Images, audio, files, refusals, custom tools and the calls of
+`functions` are refused: no chat format shows them to the model. A participant's `name` is refused for the same reason.
+
+Allowed because they cannot change the answer: hints for caches (`prompt_cache_breakpoint`, `cache_control`), and what
+SDKs keep beside an assistant's message and send back (`annotations`, `provider_specific_fields`, a call's `index`,
+`parsed_arguments`). A function's `strict` is allowed too, though a policy is sampled without a grammar: arguments that
+do not fit the schema are handed to the client as they are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from m2forge.errors import FormatError
+from m2forge.gateway.exchange import AskError
+from m2forge.gateway.reading import Fields, read_list, read_object, read_text, refuse_value
+from m2forge.gateway.tool_result import order_results
+from m2forge.records import JsonValue
+from m2forge.text.json_value import parse_json
+from m2forge.text.message import Message, Tool, ToolCall
+
+SYSTEM_FIELDS = frozenset({"role", "content", "name"})
+ASSISTANT_FIELDS = SYSTEM_FIELDS | {"reasoning_content", "reasoning", "tool_calls", "refusal", "audio", "function_call"}
+ASSISTANT_FIELDS |= {"annotations", "provider_specific_fields", "parsed", "thinking_blocks", "images"}
+RESULT_FIELDS = SYSTEM_FIELDS | {"tool_call_id"}
+PART_FIELDS = frozenset({"type", "text", "prompt_cache_breakpoint", "cache_control"})
+CALL_FIELDS = frozenset({"id", "type", "function", "index"})
+CALL_FUNCTION_FIELDS = frozenset({"name", "arguments", "parsed_arguments"})
+TOOL_FIELDS = frozenset({"type", "function"})
+FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
+
+_NAME = "the model is shown no names of participants; write it into the content"
+_ASSISTANT_REFUSED = {
+    "name": _NAME,
+    "refusal": "the model knows no refusals beside its content; send the text as content",
+    "audio": "audio is not supported; send text",
+    "function_call": "replaced by tool_calls",
+    "parsed": "parsed answers are not supported; send content alone",
+    "thinking_blocks": "send the thinking as reasoning_content",
+    "images": "images are not supported; send text",
+}
+
+
+def read_messages(fields: Fields) -> tuple[Message, ...]:
+    place = fields.path("messages")
+    values = read_list(fields.value("messages"), place)
+    if not values:
+        raise AskError(f"{place}: expected at least one message, received none", place)
+    return order_results([_message(value, f"{place}[{index}]") for index, value in enumerate(values)], place)
+
+
+def read_tools(fields: Fields) -> tuple[Tool, ...]:
+    tools = [_tool(value, f"{fields.path('tools')}[{index}]") for index, value in enumerate(fields.items("tools"))]
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        fields.refuse("tools", f"expected names to differ, received {twice!r} more than once")
+    return tuple(tools)
+
+
+def _message(value: JsonValue, place: str) -> Message:
+    role = read_object(value, place).get("role")
+    read = _READERS.get(role) if isinstance(role, str) else None
+    if read is None:
+        refuse_value(f"{place}.role", "one of system, developer, user, assistant, tool", role)
+    return read(value, place)
+
+
+def _system(value: JsonValue, place: str) -> Message:
+    return Message("system", _said(value, place))
+
+
+def _user(value: JsonValue, place: str) -> Message:
+    return Message("user", _said(value, place))
+
+
+def _said(value: JsonValue, place: str) -> str:
+    fields = Fields(value, SYSTEM_FIELDS, place)
+    if fields.has("name"):
+        fields.refuse("name", _NAME)
+    return _content(fields)
+
+
+def _assistant(value: JsonValue, place: str) -> Message:
+    fields = Fields(value, ASSISTANT_FIELDS, place)
+    for name in fields.data.keys() & _ASSISTANT_REFUSED.keys():
+        if fields.has(name):
+            fields.refuse(name, _ASSISTANT_REFUSED[name])
+    values = fields.items("tool_calls")
+    calls = tuple([_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(values)])
+    content = _content(fields) if fields.has("content") else ""
+    return Message("assistant", content, _thinking(fields), calls)
+
+
+def _thinking(fields: Fields) -> str:
+    thinking, other = fields.text("reasoning_content"), fields.text("reasoning")
+    if thinking is not None and other is not None and thinking != other:
+        fields.refuse("reasoning_content", "differs from reasoning, which is another name of it; send one of them")
+    return thinking or other or ""
+
+
+def _result(value: JsonValue, place: str) -> Message:
+    fields = Fields(value, RESULT_FIELDS, place)
+    fields.text("name")
+    return Message("tool", _content(fields), tool_call_id=fields.required_text("tool_call_id"))
+
+
+_READERS: dict[str, Callable[[JsonValue, str], Message]] = {
+    "system": _system,
+    "developer": _system,
+    "user": _user,
+    "assistant": _assistant,
+    "tool": _result,
+}
+
+
+def _content(fields: Fields) -> str:
+    value = fields.value("content")
+    if isinstance(value, str):
+        return value
+    place = fields.path("content")
+    if not isinstance(value, Sequence):
+        refuse_value(place, "text or a list of text parts", value)
+    return "".join(_part(part, f"{place}[{index}]") for index, part in enumerate(value))
+
+
+def _part(value: JsonValue, place: str) -> str:
+    fields = _of_kind("text", value, PART_FIELDS, place)
+    return read_text(fields.value("text"), fields.path("text"))
+
+
+def _call(value: JsonValue, place: str) -> ToolCall:
+    fields = _of_kind("function", value, CALL_FIELDS, place)
+    function = Fields(fields.value("function"), CALL_FUNCTION_FIELDS, fields.path("function"))
+    text = function.text("arguments")
+    if text is None:
+        refuse_value(function.path("arguments"), "the JSON text of an object", None)
+    try:
+        arguments = parse_json(text) if text else {}
+    except ValueError as error:
+        function.refuse("arguments", f"not JSON ({error})")
+    if not isinstance(arguments, dict):
+        refuse_value(function.path("arguments"), "the JSON text of an object", text)
+    return ToolCall(function.required_text("name"), arguments, fields.required_text("id"))
+
+
+def _tool(value: JsonValue, place: str) -> Tool:
+    fields = _of_kind("function", value, TOOL_FIELDS, place)
+    function = Fields(fields.value("function"), FUNCTION_FIELDS, fields.path("function"))
+    function.boolean("strict")
+    parameters = function.value("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        refuse_value(function.path("parameters"), "a JSON schema", parameters)
+    try:
+        return Tool(function.required_text("name"), function.text("description") or "", parameters or {})
+    except FormatError as error:
+        raise AskError(f"{place}: {error}", place) from error
+
+
+def _of_kind(kind: str, value: JsonValue, known: frozenset[str], place: str) -> Fields:
+    """Another kind has other fields, so it is told before they are."""
+    received = read_object(value, place).get("type")
+    if received != kind:
+        refuse_value(f"{place}.type", f"{kind!r}, the only kind that is supported", received)
+    return Fields(value, known, place)

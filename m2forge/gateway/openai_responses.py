@@ -1,0 +1,34 @@
+"""OpenAI's Responses: `POST /v1/responses`.
+
+What a request may hold is decided in `openai_responses_read.py`, the items of a conversation in
+`openai_responses_item.py`; the items of an answer are made in `openai_responses_output.py` and told one by one in
+`openai_responses_stream.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from m2forge.gateway.exchange import Answer, Ask, Usage
+from m2forge.gateway.openai_body import error_body
+from m2forge.gateway.openai_responses_output import ending_body, items_body, response_body
+from m2forge.gateway.openai_responses_read import read_ask
+from m2forge.gateway.openai_responses_stream import ResponsesStream
+from m2forge.records import JsonValue
+
+
+class OpenAIResponses:
+    path = "/v1/responses"
+
+    def read(self, body: Mapping[str, JsonValue]) -> Ask:
+        return read_ask(body)
+
+    def answer(
+        self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
+    ) -> dict[str, JsonValue]:
+        (answer,) = answers
+        return response_body(ask, id, created_s) | ending_body(answer.ending, items_body(ask, id, answer), usage)
+
+    def stream(self, ask: Ask, id: str, created_s: int) -> ResponsesStream:
+        return ResponsesStream(ask, id, created_s)
+
+    def error(self, status: int, message: str, field: str | None = None) -> dict[str, JsonValue]:
+        return error_body(status, message, field)

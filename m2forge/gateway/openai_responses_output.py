@@ -1,0 +1,158 @@
+"""OpenAI Responses, the parts of an answer: its items, the response around them, and the tokens behind its words.
+
+    reasoning       the thinking, as its text or as its summary; with a word that holds it if the client asked for one
+    message         the words
+    function_call   for each call
+
+An answer in which there is nothing at all is a message without words, so that a client that sends items back sends an
+assistant's turn.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from m2forge.gateway.exchange import Answer, Ask, Ending, TokenLogprob, Usage
+from m2forge.gateway.openai_body import arguments_text, finite_logprob
+from m2forge.gateway.openai_responses_item import item_id
+from m2forge.gateway.openai_responses_read import HIDDEN
+from m2forge.gateway.seal import seal
+from m2forge.records import JsonValue
+from m2forge.text.message import ToolCall
+
+CUT_OFF = frozenset({Ending.LENGTH, Ending.ABORT})
+"""Endings of an incomplete response. For one that the engine gave up the vendor has no word."""
+
+
+def response_body(ask: Ask, id: str, created_s: int) -> dict[str, JsonValue]:
+    """What is known of a response from the beginning."""
+    body: dict[str, JsonValue] = {"id": id, "object": "response", "created_at": created_s}
+    return body | {name: value for name, value in ask.echo.items() if name not in HIDDEN}
+
+
+def state_body(
+    status: str,
+    output: Sequence[JsonValue] = (),
+    usage: Usage | None = None,
+    *,
+    incomplete: JsonValue = None,
+    error: JsonValue = None,
+) -> dict[str, JsonValue]:
+    """What is known of it later."""
+    told = None if usage is None else usage_body(usage)
+    return {"status": status, "error": error, "incomplete_details": incomplete, "output": output, "usage": told}
+
+
+def ending_body(ending: Ending, output: Sequence[JsonValue], usage: Usage) -> dict[str, JsonValue]:
+    if ending in CUT_OFF:
+        return state_body("incomplete", output, usage, incomplete={"reason": "max_output_tokens"})
+    return state_body("completed", output, usage)
+
+
+def usage_body(usage: Usage) -> dict[str, JsonValue]:
+    return {
+        "input_tokens": usage.num_prompt,
+        "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0},
+        "output_tokens": usage.num_sampled,
+        "output_tokens_details": {"reasoning_tokens": usage.num_thinking},
+        "total_tokens": usage.num_prompt + usage.num_sampled,
+    }
+
+
+def items_body(ask: Ask, id: str, answer: Answer) -> list[dict[str, JsonValue]]:
+    """The items of a whole answer. What was cut off is the last, unless that is a call, which is whole."""
+    completion = answer.completion
+    tokens = SpokenTokens()
+    tokens.add(answer.logprobs)
+    tokens.take(completion.thinking)
+    items: list[dict[str, JsonValue]] = []
+    if completion.thinking:
+        items.append(reasoning_body(ask, item_id("rs", id, 0), completion.thinking, "completed"))
+    if completion.content or not (items or completion.tool_calls):
+        logprobs = logprobs_body(tokens.take(completion.content))
+        items.append(message_body(item_id("msg", id, len(items)), completion.content, logprobs, "completed"))
+    if answer.ending in CUT_OFF and not completion.tool_calls:
+        items[-1]["status"] = "incomplete"
+    items.extend(
+        call_body(item_id("fc", id, index), call, arguments_text(call), "completed")
+        for index, call in enumerate(completion.tool_calls, start=len(items))
+    )
+    return items
+
+
+def reasoning_body(ask: Ask, id: str, thinking: str | None, status: str) -> dict[str, JsonValue]:
+    """`thinking` is None while there is none yet."""
+    body: dict[str, JsonValue] = {"id": id, "type": "reasoning", "summary": [], "status": status}
+    if thinking is None:
+        return body
+    if ask.echo.get("is_summarised"):
+        body["summary"] = [{"type": "summary_text", "text": thinking}]
+    else:
+        body["content"] = [{"type": "reasoning_text", "text": thinking}]
+    if ask.echo.get("is_sealed"):
+        body["encrypted_content"] = seal(thinking)
+    return body
+
+
+def message_body(id: str, text: str | None, logprobs: Sequence[JsonValue], status: str) -> dict[str, JsonValue]:
+    """`text` is None while there is none yet."""
+    content: list[JsonValue] = [] if text is None else [text_body(text, logprobs)]
+    return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def text_body(text: str, logprobs: Sequence[JsonValue]) -> dict[str, JsonValue]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def call_body(id: str, call: ToolCall, arguments: str, status: str) -> dict[str, JsonValue]:
+    return {
+        "id": id,
+        "type": "function_call",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": arguments,
+        "status": status,
+    }
+
+
+def logprobs_body(tokens: Iterable[TokenLogprob]) -> list[Mapping[str, JsonValue]]:
+    return [
+        {
+            "token": token.text.decode(errors="replace"),
+            "bytes": list(token.text),
+            "logprob": finite_logprob(token.logprob),
+            "top_logprobs": [],
+        }
+        for token in tokens
+    ]
+
+
+class SpokenTokens:
+    """Finds the sampled tokens that a stretch of text was made of: a response tells those of its words alone.
+
+    Tokens of tags, of thinking and of calls lie between; they are passed over, and so is text whose tokens are not
+    found, because bytes that were no characters became others.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[TokenLogprob] = []
+        self._num_passed = 0
+        """Bytes of the first that were found already, and it with them."""
+
+    def add(self, tokens: Iterable[TokenLogprob]) -> None:
+        self._tokens.extend(tokens)
+
+    def take(self, text: str) -> list[TokenLogprob]:
+        """The tokens of the next text; each token once."""
+        data = text.encode(errors="replace")
+        start = b"".join(token.text for token in self._tokens).find(data, self._num_passed)
+        if start < 0 or not data:
+            return []
+        taken, end, position = [], start + len(data), 0
+        for index, token in enumerate(self._tokens):
+            begin, position = position, position + len(token.text)
+            if position > start and begin < end and (index or not self._num_passed):
+                taken.append(token)
+            if position > end:
+                self._tokens, self._num_passed = self._tokens[index:], max(end - begin, 0)
+                return taken
+        self._tokens, self._num_passed = [], 0
+        return taken

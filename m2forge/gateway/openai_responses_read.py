@@ -1,0 +1,240 @@
+"""OpenAI Responses, the request: JSON in, `Ask` out, or `AskError` naming the field.
+
+`READ` is honoured or repeated in the answer. `ALLOWED` cannot change the answer, or is taken only with the value that
+asks for nothing. `REFUSED` cannot be honoured. The items of `input` are read by `openai_responses_item.py`.
+
+Responses are not kept for clients: `store` may be left out or false, and `previous_response_id` is refused, so the
+whole conversation is sent each time, as the agents SDK does by itself. A function's `strict` is allowed, because that
+is the vendor's default and SDKs send it unasked; the answer's `tools` say false, for nothing is enforced.
+
+Thinking is shown as the text of reasoning items, or as their summary if the client asks for one (`auto`, `detailed`: a
+summary that leaves nothing out). How long the model thinks cannot be set. `reasoning.encrypted_content` is a word that
+holds the thinking (`seal.py`), for clients that keep nothing else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+from m2forge.errors import FormatError
+from m2forge.gateway.conversation import Conversation
+from m2forge.gateway.exchange import Ask, AskError
+from m2forge.gateway.openai_body import SAMPLING_FIELDS, read_sampling
+from m2forge.gateway.openai_responses_item import read_item
+from m2forge.gateway.reading import Fields, read_list, read_object, refuse_value, shown
+from m2forge.records import MAX_INT32, JsonValue
+from m2forge.text.message import Message, Tool
+
+READ = SAMPLING_FIELDS | {
+    "include",
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "metadata",
+    "model",
+}
+READ |= {"prompt_cache_key", "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "stream"}
+READ |= {"tool_choice", "tools", "top_logprobs", "user"}
+ALLOWED = frozenset({"background", "context_management", "parallel_tool_calls", "prompt_cache_options", "store"})
+ALLOWED |= {"stream_options", "text", "truncation"}
+REFUSED: Mapping[str, str] = {
+    "access_programs": "there are none here; leave it out",
+    "conversation": "conversations are not kept; send the whole of it as input",
+    "image": "images are not supported; send text",
+    "moderation": "there is no moderation here; leave it out",
+    "previous_response_id": "responses are not kept; send the whole conversation as input",
+    "prompt": "prompts are not kept; send instructions and input",
+}
+FIELDS = READ | ALLOWED | REFUSED.keys()
+
+HIDDEN = frozenset({"is_summarised", "is_sealed"})
+"""Keys of `Ask.echo` that shape reasoning items; all others are fields of the answer."""
+TOOL_FIELDS = frozenset({"type", "name", "description", "parameters", "strict", "allowed_callers", "async"})
+TOOL_FIELDS |= {"defer_loading", "output_schema"}
+_SEALED, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
+
+
+def read_ask(body: Mapping[str, JsonValue]) -> Ask:
+    fields = Fields(body, FIELDS)
+    for name, reason in REFUSED.items():
+        if fields.has(name):
+            fields.refuse(name, reason)
+    tools = _tools(fields)
+    _check_allowed(fields, has_tools=bool(tools))
+    include = _include(fields)
+    if fields.integer("top_logprobs", 0, 20):
+        fields.refuse("top_logprobs", "only the sampled token's log-probability is known; leave it out or send 0")
+    ask = Ask(
+        messages=_messages(fields),
+        tools=tools,
+        max_tokens=fields.integer("max_output_tokens", 1, MAX_INT32),
+        sampling=read_sampling(fields),
+        is_streamed=bool(fields.boolean("stream")),
+        tool_choice=_tool_choice(fields),
+        num_top_logprobs=0 if _LOGPROBS in include else None,
+        model=fields.required_text("model"),
+    )
+    summary = _summary(fields)
+    shape = {"is_summarised": summary is not None, "is_sealed": _SEALED in include}
+    return replace(ask, echo=_repeated(fields, ask, summary) | shape)
+
+
+def _repeated(fields: Fields, ask: Ask, summary: str | None) -> dict[str, JsonValue]:
+    """What the answer says of the request."""
+    return {
+        "background": False,
+        "instructions": fields.value("instructions"),
+        "max_output_tokens": ask.max_tokens,
+        "max_tool_calls": fields.integer("max_tool_calls", 0, MAX_INT32),
+        "metadata": fields.metadata() or {},
+        "model": ask.model,
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "prompt_cache_key": fields.text("prompt_cache_key"),
+        "prompt_cache_retention": fields.choice("prompt_cache_retention", ("in_memory", "24h")),
+        "reasoning": {"effort": None, "summary": summary},
+        "safety_identifier": fields.text("safety_identifier"),
+        "service_tier": fields.choice("service_tier", ("auto", "default")) and "default",
+        "temperature": ask.sampling.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": ask.tool_choice,
+        "tools": [
+            {
+                "type": "function",
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.parameters,
+                "strict": False,
+            }
+            for tool in ask.tools
+        ],
+        "top_logprobs": 0,
+        "top_p": ask.sampling.top_p,
+        "truncation": "disabled",
+        "user": fields.text("user"),
+    }
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def _check_allowed(fields: Fields, *, has_tools: bool) -> None:
+    if fields.boolean("background"):
+        fields.refuse("background", "responses are made while the client waits; leave it out or send false")
+    if fields.boolean("store"):
+        fields.refuse("store", "responses are not kept for retrieval; leave it out or send false")
+    if fields.items("context_management"):
+        fields.refuse("context_management", "context is never edited here; leave it out")
+    if fields.boolean("parallel_tool_calls") is False and has_tools:
+        fields.refuse("parallel_tool_calls", "the model decides how many tools it calls; leave it out or send true")
+    if fields.choice("truncation", ("auto", "disabled")) == "auto":
+        fields.refuse("truncation", "context is never cut here; leave it out or say 'disabled'")
+    cache = fields.object("prompt_cache_options", {"comparison_response_id", "mode", "prewarm", "ttl"})
+    if cache is not None:
+        cache.choice("mode", ("implicit", "explicit"))
+        cache.choice("ttl", ("30m", "12h"))
+        if cache.has("comparison_response_id"):
+            cache.refuse("comparison_response_id", "no diagnostics of the prompt cache are kept; leave it out")
+        if cache.boolean("prewarm"):
+            cache.refuse("prewarm", "a prompt cannot be sent without sampling an answer; leave it out")
+    options = fields.object("stream_options", {"include_obfuscation"})
+    if options is not None and options.boolean("include_obfuscation"):
+        options.refuse("include_obfuscation", "events are not padded; leave it out or send false")
+    _check_text(fields)
+
+
+def _check_text(fields: Fields) -> None:
+    text = fields.object("text", {"format", "verbosity"})
+    if text is None:
+        return
+    if text.choice("verbosity", ("low", "medium", "high")) not in (None, "medium"):
+        text.refuse("verbosity", "how much the model writes cannot be set; leave it out, or say so in a message")
+    if text.has("format") and read_object(text.value("format"), "text.format").get("type") != "text":
+        text.refuse("format", "the answer's form cannot be enforced; leave it out and ask for it in a message")
+
+
+def _include(fields: Fields) -> frozenset[str]:
+    """What belongs to tools that are not here can never be in an answer, so only these two can be asked for."""
+    known = set()
+    for index, value in enumerate(fields.items("include")):
+        if not isinstance(value, str) or value not in (_SEALED, _LOGPROBS):
+            refuse_value(f"include[{index}]", f"{_SEALED!r} or {_LOGPROBS!r}", value)
+        known.add(value)
+    return frozenset(known)
+
+
+def _summary(fields: Fields) -> str | None:
+    reasoning = fields.object("reasoning", {"context", "effort", "generate_summary", "mode", "summary"})
+    if reasoning is None:
+        return None
+    if reasoning.has("effort"):
+        reasoning.refuse("effort", "how long the model thinks cannot be set; leave it out, or limit max_output_tokens")
+    if reasoning.choice("mode", ("standard", "pro")) == "pro":
+        reasoning.refuse("mode", "'pro' cannot be had; leave it out or say 'standard'")
+    if reasoning.choice("context", ("auto", "current_turn", "all_turns")) == "current_turn":
+        reasoning.refuse("context", "thinking that is sent is shown to the model; leave out what it should not see")
+    asked = [reasoning.choice(name, ("auto", "concise", "detailed")) for name in ("summary", "generate_summary")]
+    if "concise" in asked:
+        reasoning.refuse("summary", "thinking is not shortened; say 'auto' or 'detailed', or leave it out")
+    return asked[0] or asked[1]
+
+
+def _tool_choice(fields: Fields) -> Literal["auto", "none"]:
+    value = fields.value("tool_choice")
+    if value not in (None, "auto", "none"):
+        kind = value.get("type") if isinstance(value, Mapping) else value
+        reason = "a sampled model cannot be forced to call a tool, nor kept from one that is offered"
+        fields.refuse("tool_choice", f"expected 'auto' or 'none', received {shown(kind)}; {reason}")
+    return "none" if value == "none" else "auto"
+
+
+def _tools(fields: Fields) -> tuple[Tool, ...]:
+    tools: dict[str, Tool] = {}
+    for index, value in enumerate(fields.items("tools")):
+        tool = _tool(value, f"tools[{index}]")
+        if tool.name in tools:
+            fields.refuse("tools", f"expected names to differ, received {shown(tool.name)} more than once")
+        tools[tool.name] = tool
+    return tuple(tools.values())
+
+
+def _tool(value: JsonValue, place: str) -> Tool:
+    kind = read_object(value, place).get("type")
+    if kind != "function":
+        path = f"{place}.type"
+        raise AskError(f"{path}: expected 'function', received {shown(kind)}; the gateway runs no tools", path)
+    fields = Fields(value, TOOL_FIELDS, place)
+    fields.boolean("strict")
+    if fields.boolean("async"):
+        fields.refuse("async", "tools are not called in the background; leave it out or send false")
+    if fields.boolean("defer_loading"):
+        fields.refuse("defer_loading", "there is no search for tools; leave it out or send false")
+    if fields.has("allowed_callers") and list(fields.items("allowed_callers")) != ["direct"]:
+        fields.refuse("allowed_callers", "only the model calls tools here; leave it out or say ['direct']")
+    if fields.has("output_schema"):
+        fields.refuse("output_schema", "the model is shown no schema of results; put it into the description")
+    schema = read_object(fields.value("parameters"), f"{place}.parameters") if fields.has("parameters") else {}
+    try:
+        return Tool(fields.required_text("name"), fields.text("description") or "", schema)
+    except FormatError as error:
+        raise AskError(f"{place}: {error}", place) from error
+
+
+# -- the conversation -------------------------------------------------------------------------------------------------
+
+
+def _messages(fields: Fields) -> tuple[Message, ...]:
+    conversation = Conversation()
+    instructions, value = fields.text("instructions"), fields.value("input")
+    if instructions is not None:
+        conversation.say("system", instructions)
+    if isinstance(value, str):
+        conversation.say("user", value)
+    else:
+        for index, item in enumerate(read_list(value, "input")):
+            read_item(conversation, item, f"input[{index}]")
+    messages = conversation.messages()
+    if not messages:
+        fields.refuse("input", "expected text or at least one item, received none")
+    return messages

@@ -1,0 +1,189 @@
+"""OpenAI Responses, the answer as server-sent events.
+
+    response.created, response.in_progress
+    response.output_item.added … response.output_item.done               for each item, one after the other
+        reasoning       response.content_part.added, response.reasoning_text.delta…, .done, response.content_part.done
+                        or response.reasoning_summary_part.added, …, as a summary
+        message         response.content_part.added, response.output_text.delta…, .done, response.content_part.done
+        function_call   response.function_call_arguments.delta, .done: the arguments, known only when they are whole
+    response.completed, response.incomplete                              or error and response.failed, at any time
+
+`sequence_number` counts the events from 0. A call is told when it is complete, so one that the model never finished is
+not told at all. Words after a call are a message of their own, whose id says that it is of the same answer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from m2forge.gateway.exchange import Answer, Ask, Ending, TokenLogprob, Usage
+from m2forge.gateway.openai_body import arguments_text, quote
+from m2forge.gateway.openai_responses_item import item_id
+from m2forge.gateway.openai_responses_output import (
+    CUT_OFF,
+    SpokenTokens,
+    call_body,
+    ending_body,
+    logprobs_body,
+    message_body,
+    reasoning_body,
+    response_body,
+    state_body,
+    text_body,
+)
+from m2forge.records import JsonValue
+from m2forge.text.completion import CallFinished, ContentDelta, Event, ThinkingDelta
+from m2forge.text.message import ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How the text of an item is told."""
+
+    part: str
+    """Type of the part that holds it."""
+    part_event: str
+    text_event: str
+    index: str
+
+
+_WORDS = _Form("output_text", "response.content_part", "response.output_text", "content_index")
+_THINKING = _Form("reasoning_text", "response.content_part", "response.reasoning_text", "content_index")
+_SUMMARY = _Form("summary_text", "response.reasoning_summary_part", "response.reasoning_summary_text", "summary_index")
+
+
+@dataclass(slots=True)
+class _Item:
+    """An item while more of its text comes."""
+
+    form: _Form
+    id: str
+    place: str
+    """JSON that says where its text is: item and index."""
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[JsonValue] = field(default_factory=list)
+
+
+class ResponsesStream:
+    """See `exchange.Stream`."""
+
+    def __init__(self, ask: Ask, id: str, created_s: int) -> None:
+        self._ask, self._id = ask, id
+        self._response = quote(response_body(ask, id, created_s))[:-1]
+        """JSON of what never changes, its last brace left off: written once, told three times."""
+        self._thinking = _SUMMARY if ask.echo.get("is_summarised") else _THINKING
+        self._tokens = SpokenTokens() if ask.num_top_logprobs is not None else None
+        self._num_events = 0
+        self._output: list[JsonValue] = []
+        """Items that are done."""
+        self._item: _Item | None = None
+        self._ending = Ending.STOP
+
+    def begin(self, num_prompt: int, num_cached: int) -> bytes:
+        response = self._told(state_body("in_progress"))
+        return self._event("response.created", response) + self._event("response.in_progress", response)
+
+    def piece(self, sample: int, events: Sequence[Event], logprobs: Sequence[TokenLogprob]) -> bytes:
+        if self._tokens is not None:
+            self._tokens.add(logprobs)
+        return b"".join(map(self._one, events))
+
+    def end_sample(self, sample: int, answer: Answer) -> bytes:
+        self._ending = answer.ending
+        opened = b"" if self._item is not None or self._output else self._open(_WORDS)
+        return opened + self._close("incomplete" if answer.ending in CUT_OFF else "completed")
+
+    def finish(self, usage: Usage) -> bytes:
+        body = ending_body(self._ending, self._output, usage)
+        return self._event(f"response.{body['status']}", self._told(body))
+
+    def fail(self, status: int, message: str) -> bytes:
+        code = "rate_limit_exceeded" if status == 429 else "invalid_prompt" if status < 500 else "server_error"
+        error: dict[str, JsonValue] = {"code": code, "message": message}
+        told = self._event("error", f'"code":{quote(code)},"message":{quote(message)},"param":null')
+        return told + self._event("response.failed", self._told(state_body("failed", self._output, error=error)))
+
+    # -- items --------------------------------------------------------------------------------------------------------
+
+    def _one(self, event: Event) -> bytes:
+        if isinstance(event, ContentDelta):
+            return self._more(_WORDS, event.text)
+        if isinstance(event, ThinkingDelta):
+            return self._more(self._thinking, event.text)
+        return self._call(event.call) if isinstance(event, CallFinished) else b""
+
+    def _more(self, form: _Form, text: str) -> bytes:
+        item, opened = self._item, b""
+        if item is None or item.form is not form:
+            opened = self._open(form)
+            item = self._item
+            assert item is not None
+        item.texts.append(text)
+        rest = f'{item.place},"delta":{quote(text)}'
+        if form is _WORDS:
+            rest = f'{rest},"logprobs":{self._logprobs(item, text)}'
+        elif self._tokens is not None:
+            self._tokens.take(text)
+        return opened + self._event(f"{form.text_event}.delta", rest)
+
+    def _logprobs(self, item: _Item, text: str) -> str:
+        if self._tokens is None:
+            return "[]"
+        told = logprobs_body(self._tokens.take(text))
+        item.logprobs.extend(told)
+        return quote(told)
+
+    def _open(self, form: _Form) -> bytes:
+        closed = self._close("completed")
+        index = len(self._output)
+        id = item_id("msg" if form is _WORDS else "rs", self._id, index)
+        self._item = _Item(form, id, f'"item_id":{quote(id)},"output_index":{index},"{form.index}":0')
+        if form is _WORDS:
+            body, part = message_body(id, None, [], "in_progress"), text_body("", [])
+        else:
+            body, part = reasoning_body(self._ask, id, None, "in_progress"), {"type": form.part, "text": ""}
+        added = self._event("response.output_item.added", f'"output_index":{index},"item":{quote(body)}')
+        return closed + added + self._event(f"{form.part_event}.added", f'{self._item.place},"part":{quote(part)}')
+
+    def _close(self, status: str) -> bytes:
+        item, self._item = self._item, None
+        if item is None:
+            return b""
+        form, text, index = item.form, "".join(item.texts), len(self._output)
+        done = f'{item.place},"text":{quote(text)}'
+        if form is _WORDS:
+            done = f'{done},"logprobs":{quote(item.logprobs)}'
+            body, part = message_body(item.id, text, item.logprobs, status), text_body(text, item.logprobs)
+        else:
+            body, part = reasoning_body(self._ask, item.id, text, status), {"type": form.part, "text": text}
+        self._output.append(body)
+        return (
+            self._event(f"{form.text_event}.done", done)
+            + self._event(f"{form.part_event}.done", f'{item.place},"part":{quote(part)}')
+            + self._event("response.output_item.done", f'"output_index":{index},"item":{quote(body)}')
+        )
+
+    def _call(self, call: ToolCall) -> bytes:
+        closed = self._close("completed")
+        index, arguments = len(self._output), arguments_text(call)
+        id = item_id("fc", self._id, index)
+        place, text = f'"item_id":{quote(id)},"output_index":{index}', quote(arguments)
+        begun, body = call_body(id, call, "", "in_progress"), call_body(id, call, arguments, "completed")
+        self._output.append(body)
+        name = "response.function_call_arguments"
+        return (
+            closed
+            + self._event("response.output_item.added", f'"output_index":{index},"item":{quote(begun)}')
+            + self._event(f"{name}.delta", f'{place},"delta":{text}')
+            + self._event(f"{name}.done", f'{place},"name":{quote(call.name)},"arguments":{text}')
+            + self._event("response.output_item.done", f'"output_index":{index},"item":{quote(body)}')
+        )
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def _told(self, state: dict[str, JsonValue]) -> str:
+        """The response as JSON, in its present state."""
+        return f'"response":{self._response},{quote(state)[1:]}'
+
+    def _event(self, name: str, rest: str) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return f'event: {name}\ndata: {{"type":"{name}","sequence_number":{number},{rest}}}\n\n'.encode()

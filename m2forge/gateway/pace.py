@@ -1,0 +1,28 @@
+"""How far apart the sends of one stream are: at once while there is time, in larger pieces while there is not.
+
+A send costs a system call and the work of HTTP around it, more than everything else that is done for a token. So the
+gap between two sends of a stream grows with how late the event loop is: a loop that keeps up sends every token by
+itself, one that does not sends several together and catches up. The first piece of a stream and its end never wait.
+"""
+
+LEAST_GAP_S = 0.002
+"""No model is sampled so fast for one client."""
+MOST_GAP_S = 0.1
+GAP_PER_LATENESS = 4.0
+SHARE = 0.05
+"""Of the newest lateness in the mean."""
+
+
+class Pace:
+    """One for all streams of a loop."""
+
+    def __init__(self) -> None:
+        self._lateness_s = 0.0
+
+    def note(self, lateness_s: float) -> None:
+        """How long it took until somebody who was woken ran."""
+        self._lateness_s += SHARE * (lateness_s - self._lateness_s)
+
+    @property
+    def gap_s(self) -> float:
+        return min(max(LEAST_GAP_S, GAP_PER_LATENESS * self._lateness_s), MOST_GAP_S)

@@ -1,0 +1,99 @@
+"""Messages appended to a conversation, as token ids, without reading the whole of it again.
+
+`ChatFormat.extend` takes all messages before the new ones, and a template may look at each. How it writes the next ones
+depends on few: the beginning, and the last assistant's message with what follows. Where a format is found to be so,
+only those are given to it, so the work does not grow with the conversation. That is found out once for each format, on
+made-up conversations of every shape; a template that fails there (one that counts turns, or drops old thinking) is
+given everything.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from m2forge.errors import FormatError
+from m2forge.records import IntArray
+from m2forge.text.format import ChatFormat
+from m2forge.text.message import Message, Tool, ToolCall
+
+_IS_LOCAL: WeakKeyDictionary[ChatFormat, bool] = WeakKeyDictionary()
+"""What was found out about formats: all episodes of a gateway share one."""
+
+
+def append(
+    format: ChatFormat,
+    history: Sequence[Message],
+    new: Sequence[Message],
+    tools: Sequence[Tool],
+    *,
+    generation: bool,
+) -> IntArray:
+    """The ids that follow those of `history`; raises FormatError where the format cannot say it so."""
+    try:
+        rendered = format.extend(history, new, tools, generation=generation)
+    except FormatError:
+        # A format may refuse a history for words that it could not read back, though they are not to be written: a
+        # model wrote them.
+        tamed = [_tamed(message) for message in history]
+        if tamed == list(history) or not is_local(format):
+            raise
+        rendered = format.extend(tamed, new, tools, generation=generation)
+    return np.array(rendered.ids, np.int32)
+
+
+def is_local(format: ChatFormat) -> bool:
+    """Whether messages are written after `near(history)` as after `history`, whatever the assistant said."""
+    if format not in _IS_LOCAL:
+        _IS_LOCAL[format] = _passes_trials(format)
+    return _IS_LOCAL[format]
+
+
+def _passes_trials(format: ChatFormat) -> bool:
+    for history, new, tools in _trials():
+        whole, short = _attempt(format, history, new, tools), near(history)
+        if _attempt(format, short, new, tools) != whole:
+            return False
+        if _attempt(format, [_tamed(message) for message in short], new, tools) != whole:
+            return False
+    return True
+
+
+def near(history: Sequence[Message]) -> list[Message]:
+    """The messages before the first assistant's, and the last assistant's with what follows it."""
+    assistants = [index for index, message in enumerate(history) if message.role == "assistant"]
+    return [*history[: assistants[0]], *history[assistants[-1] :]] if assistants else list(history)
+
+
+def _tamed(message: Message) -> Message:
+    if message.role != "assistant":
+        return message
+    return Message("assistant", tool_calls=tuple(replace(call, arguments={}) for call in message.tool_calls))
+
+
+def _attempt(
+    format: ChatFormat, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]
+) -> list[int] | None:
+    try:
+        return format.extend(history, new, tools, generation=True).ids
+    except FormatError:
+        return None
+
+
+def _trials() -> Iterator[tuple[list[Message], list[Message], list[Tool]]]:
+    """Histories of three answers: with and without a system, tools, thinking in the last, a user between."""
+    call, tool = ToolCall("f", {"k": "v"}), Tool("f", "d", {"type": "object", "properties": {}})
+    user = Message("user", "u")
+    for has_system, has_tools, thinks_last, has_user in itertools.product((False, True), repeat=4):
+        calls, results = ((call,), [Message("tool", "r")]) if has_tools else ((), [Message("user", "v")])
+        between = [user] if has_user else results
+        history = [Message("system", "s")] if has_system else []
+        history += [user, Message("assistant", "a", "t", calls), *results, Message("assistant", "b", "t", calls)]
+        history += [*results, *(between if has_user else [])]
+        history += [Message("assistant", "c", "t" if thinks_last else "", calls)]
+        for new in ([user], results):
+            yield history, new, [tool] if has_tools else []
+        yield [*history, *results], [], [tool] if has_tools else []
+        yield [*history, *results], [user], [tool] if has_tools else []

@@ -1,0 +1,61 @@
+"""Answers by HTTP: which status an error has, and the events of ASGI that carry a body."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from m2forge.errors import EngineError, ExistsError, M2ForgeError, NotFoundError
+from m2forge.gateway.episode import BudgetError, ClosedError
+from m2forge.gateway.exchange import AskError
+from m2forge.gateway.journal import JournalError
+from m2forge.gateway.limits import Refusal, Send
+from m2forge.records import JsonValue
+
+Pairs = Sequence[tuple[bytes, bytes]]
+
+_STATUSES: tuple[tuple[type[M2ForgeError], int], ...] = (
+    (BudgetError, 429),
+    (ClosedError, 403),
+    (JournalError, 503),
+    (EngineError, 503),
+    (NotFoundError, 404),
+    (ExistsError, 409),
+)
+_JSON = (b"content-type", b"application/json")
+_NO_RETRY = (b"x-should-retry", b"false")
+"""The vendors' SDKs send a request again on some statuses unless they are told that it is of no use."""
+_CLOSE = (b"connection", b"close")
+_RETRIED_STATUSES = (409, 429)
+STREAM_HEADERS: Pairs = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+def status_of(error: M2ForgeError) -> int:
+    """Anything that is not listed is the client's mistake."""
+    if isinstance(error, Refusal):
+        return error.status
+    return next((status for kind, status in _STATUSES if isinstance(error, kind)), 400)
+
+
+def field_of(error: M2ForgeError) -> str | None:
+    return error.field if isinstance(error, AskError) else None
+
+
+def error_headers(error: M2ForgeError) -> Pairs:
+    headers = [_NO_RETRY] if status_of(error) in _RETRIED_STATUSES else []
+    if isinstance(error, Refusal):
+        headers += [_CLOSE] if error.is_final else []
+        headers += [(b"allow", error.allowed.encode())] if error.allowed else []
+    return headers
+
+
+async def respond(send: Send, status: int, body: Mapping[str, JsonValue], headers: Pairs = ()) -> None:
+    await respond_bytes(send, status, json.dumps(body).encode(), (_JSON, *headers))
+
+
+async def respond_bytes(send: Send, status: int, body: bytes, headers: Pairs) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,211 @@
+"""One completion while it comes: chunks of an engine in; events, log-probabilities and at last an `Answer` out.
+
+All that was sampled is kept. A client is told less: not the text that ended the completion, and for a raw prompt not
+the token that did. The end of the text that may yet become a stop text is held back. Calls are given their ids here,
+the same in the events and in the answer.
+"""
+
+import codecs
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from m2forge.errors import NotFoundError
+from m2forge.gateway.exchange import Answer, Ask, Ending, TokenLogprob
+from m2forge.protocols import Chunk
+from m2forge.records import Call, FinishReason, FloatArray, IntArray, Sampling
+from m2forge.text.completion import CallFinished, Completion, ContentDelta, Event
+from m2forge.text.format import ChatFormat
+from m2forge.text.message import Tool
+from m2forge.text.parser import THINK_CLOSE
+from m2forge.text.tokenizer import Tokenizer
+
+_THINK_CLOSE = THINK_CLOSE.encode()
+_Number = TypeVar("_Number", np.int32, np.float32)
+
+
+class Parser(Protocol):
+    def feed(self, piece: bytes) -> list[Event]: ...
+
+    def finish(self) -> Completion: ...
+
+
+class RawParser:
+    """What was sampled is content."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._texts: list[str] = []
+
+    def feed(self, piece: bytes) -> list[Event]:
+        return self._add(self._decoder.decode(piece))
+
+    def finish(self) -> Completion:
+        events = tuple(self._add(self._decoder.decode(b"", final=True)))
+        return Completion("", "".join(self._texts), (), (), closed=True, final_events=events)
+
+    def _add(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        self._texts.append(text)
+        return [ContentDelta(text)]
+
+
+class StopCutter:
+    """Cuts a text at the first of some stop texts, whichever is complete first."""
+
+    def __init__(self, stop_texts: Sequence[str]) -> None:
+        self._stops = [(text.encode(), text) for text in stop_texts]
+        self._held = b""
+        self.found: str | None = None
+
+    def cut(self, data: bytes) -> bytes:
+        """What is certain of the text so far and was not told yet."""
+        if self.found is not None:
+            return b""
+        data = self._held + data
+        ends = [(at + len(stop), at, text) for stop, text in self._stops if (at := data.find(stop)) >= 0]
+        if ends:
+            _, at, self.found = min(ends)
+            self._held = b""
+            return data[:at]
+        keep = max((_overlap(data, stop) for stop, _ in self._stops), default=0)
+        self._held = data[len(data) - keep :]
+        return data[: len(data) - keep]
+
+    def rest(self) -> bytes:
+        """What was held back, when nothing follows."""
+        held, self._held = self._held, b""
+        return held
+
+
+class SampleReader:
+    def __init__(self, ask: Ask, format: ChatFormat, stop_ids: Sequence[int], call_prefix: str) -> None:
+        self._tokenizer, self._call_prefix = format.tokenizer, call_prefix
+        self._is_raw, self._stop_ids = ask.prompt is not None, stop_ids
+        self._parser: Parser = RawParser() if self._is_raw else format.parser(offered(ask))
+        self._cutter = StopCutter(ask.stop_texts) if ask.stop_texts else None
+        self._has_logprobs = ask.num_top_logprobs is not None
+        self._ids: list[IntArray] = []
+        self._logprobs: list[FloatArray] = []
+        self._versions: list[IntArray] = []
+        self._told_logprobs: list[TokenLogprob] = []
+        self._call_ids: list[str] = []
+        self.finish_reason: FinishReason | None = None
+        self.finished_s = 0.0
+        self.num_sampled = 0
+        self.answer: Answer | None = None
+        """Once it is finished."""
+
+    def take(self, chunks: Sequence[Chunk]) -> tuple[list[Event], list[TokenLogprob]]:
+        """What more the client may be told, after the next chunks."""
+        ids: list[int] = []
+        for chunk in chunks:
+            self._ids.append(chunk.ids)
+            self._logprobs.append(chunk.logprobs)
+            self._versions.append(chunk.versions)
+            ids += chunk.ids.tolist()
+        self.num_sampled += len(ids)
+        logprobs: list[TokenLogprob] = []
+        if self._has_logprobs:
+            drawn = zip(ids, (number for chunk in chunks for number in chunk.logprobs.tolist()), strict=True)
+            logprobs = [TokenLogprob(text_of(self._tokenizer, id), logprob, id) for id, logprob in drawn]
+            self._told_logprobs += logprobs
+        if self._is_raw and ids and ids[-1] in self._stop_ids:
+            ids.pop()
+        data = text_of(self._tokenizer, *ids)
+        if self._cutter is not None:
+            data = self._cutter.cut(data)
+        return self._named(self._parser.feed(data)) if data else [], logprobs
+
+    def finish(self, finish_reason: FinishReason) -> list[Event]:
+        """The last events; `answer` is there after it."""
+        events = self._named(self._parser.feed(self._cutter.rest())) if self._cutter is not None else []
+        completion = self._parser.finish()
+        events += self._named(list(completion.final_events))
+        calls = [replace(call, id=id) for call, id in zip(completion.tool_calls, self._call_ids, strict=True)]
+        completion = replace(completion, tool_calls=tuple(calls), final_events=())
+        stop_text = None if self._cutter is None else self._cutter.found
+        self.finish_reason = finish_reason
+        ending = _ending(finish_reason, has_calls=bool(calls), stop_text=stop_text)
+        self.answer = Answer(completion, ending, stop_text, tuple(self._told_logprobs))
+        return events
+
+    def call(self, prompt_ids: IntArray, sampling: Sampling, started_s: float) -> Call:
+        """What is recorded."""
+        assert self.finish_reason is not None
+        return Call(
+            prompt_ids=prompt_ids,
+            response_ids=_joined(self._ids, np.int32),
+            logprobs=_joined(self._logprobs, np.float32),
+            versions=_joined(self._versions, np.int32),
+            finish_reason=self.finish_reason,
+            started_s=started_s,
+            finished_s=max(self.finished_s, started_s),
+            sampling=sampling,
+        )
+
+    def num_thinking(self) -> int:
+        """Sampled tokens before the tag that ends the thinking, be it a token of its own or spelt in several; all of
+        them where it never came."""
+        if self.answer is None or not self.answer.completion.thinking:
+            return 0
+        ids = [id for chunk in self._ids for id in chunk.tolist()]
+        close_id = self._tokenizer.special_ids.get(THINK_CLOSE)
+        if close_id in ids:
+            return ids.index(close_id)
+        pieces = [text_of(self._tokenizer, id) for id in ids]
+        end = b"".join(pieces).find(_THINK_CLOSE)
+        num_bytes = 0
+        for number, piece in enumerate(pieces):
+            num_bytes += len(piece)
+            if 0 <= end < num_bytes:
+                return number
+        return len(pieces)
+
+    def _named(self, events: list[Event]) -> list[Event]:
+        for index, event in enumerate(events):
+            if type(event) is CallFinished:
+                id = self._call_prefix + secrets.token_hex(12)
+                self._call_ids.append(id)
+                events[index] = CallFinished(replace(event.call, id=id))
+        return events
+
+
+def offered(ask: Ask) -> tuple[Tool, ...]:
+    """The tools that the model is shown: none if it may call none."""
+    return ask.tools if ask.tool_choice == "auto" else ()
+
+
+def text_of(tokenizer: Tokenizer, *ids: int) -> bytes:
+    """Networks know a few more ids than their tokenizers; these have no text."""
+    try:
+        return tokenizer.decode_bytes(ids)
+    except NotFoundError:
+        return b"".join(text_of(tokenizer, id) for id in ids) if len(ids) > 1 else b""
+
+
+def _overlap(data: bytes, stop: bytes) -> int:
+    """How much of the end of `data` is the beginning of `stop`."""
+    for size in range(min(len(stop) - 1, len(data)), 0, -1):
+        if data.endswith(stop[:size]):
+            return size
+    return 0
+
+
+def _ending(finish_reason: FinishReason, *, has_calls: bool, stop_text: str | None) -> Ending:
+    if stop_text is not None:
+        return Ending.STOP_TEXT
+    if finish_reason is FinishReason.STOP:
+        return Ending.TOOL_CALLS if has_calls else Ending.STOP
+    return Ending.LENGTH if finish_reason is FinishReason.LENGTH else Ending.ABORT
+
+
+def _joined(arrays: list[npt.NDArray[_Number]], dtype: type[_Number]) -> npt.NDArray[_Number]:
+    joined = np.concatenate(arrays, dtype=dtype) if arrays else np.empty(0, dtype)
+    joined.flags.writeable = False
+    return joined

@@ -1,0 +1,53 @@
+"""A gateway as a process of its own: the tokenizer and chat format of a model folder, over any engine, until told to
+stop."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from m2forge.errors import ConfigError
+from m2forge.gateway.config import GatewayConfig
+from m2forge.gateway.server import GatewayServer, bind, find_admin_key
+from m2forge.protocols import Engine
+from m2forge.text.format import make_format
+from m2forge.text.tokenizer import load_tokenizer
+
+
+def serve_gateway(
+    folder: Path,
+    config: GatewayConfig,
+    make_engine: Callable[[], Engine],
+    announce: Callable[[str], None],
+    *,
+    context: int | None = None,
+    vocab_size: int | None = None,
+) -> None:
+    """`announce` is told the address once requests are taken there. `context` and `vocab_size` are the model's, if
+    they are known."""
+    context = config.context or context
+    if context is None:
+        raise ConfigError(f"{folder} does not say how long its context is; give it with --set context=N")
+    format = make_format(config.format, load_tokenizer(folder))
+    admin_key = find_admin_key(config)
+    # Before weights are read: an address that is taken should be told at once.
+    with bind(config, admin_key) as listener:
+
+        async def run(num_context: int) -> None:
+            engine = make_engine()
+            try:
+                server = GatewayServer(
+                    engine,
+                    format,
+                    config,
+                    context=num_context,
+                    vocab_size=vocab_size,
+                    admin_key=admin_key,
+                    listener=listener,
+                    captures_signals=True,
+                )
+                announce(server.url)
+                await server.serve()
+            finally:
+                await engine.close()
+
+        asyncio.run(run(context))

@@ -1,0 +1,182 @@
+"""A gateway that listens: in this process for a loop that trains, or as a process of its own (`serve`).
+
+    async with GatewayServer(engine, format, config, context=32768) as gateway:
+        episode, key = gateway.episodes.create("task-1")
+        ...                                   # an agent with base URL f"{gateway.url}/v1" and that key
+
+It listens on this machine alone unless it is told otherwise, and elsewhere only with an admin key. When it stops, what
+is in flight may finish for `shutdown_s`; then it is aborted and recorded. The engine is not closed with it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import uvicorn
+
+from m2forge.errors import ConfigError
+from m2forge.gateway.app import GatewayApp
+from m2forge.gateway.config import GatewayConfig
+from m2forge.gateway.connection import make_connection
+from m2forge.gateway.registry import Episodes
+from m2forge.protocols import Engine
+from m2forge.text.format import ChatFormat
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+GRACE_S = 5
+"""What was aborted may take so long to be recorded and told."""
+KEEP_ALIVE_S = 60
+"""How long a connection waits for its next request."""
+HEAD_ROOM = 64 << 10
+"""The parser below refuses heads as well; it must not be the first to do so."""
+
+_log = logging.getLogger(__name__)
+
+
+class GatewayServer:
+    def __init__(
+        self,
+        engine: Engine,
+        format: ChatFormat,
+        config: GatewayConfig,
+        *,
+        context: int,
+        vocab_size: int | None = None,
+        admin_key: str | None = None,
+        listener: socket.socket | None = None,
+        captures_signals: bool = False,
+    ) -> None:
+        """`context`: tokens of prompt and completion together, unless the configuration says it. `vocab_size`: of the
+        network, where it knows more ids than its tokenizer. `listener`: what `bind` made. `captures_signals`: whether
+        SIGTERM and SIGINT end it, for a process that does nothing else."""
+        self._listener = bind(config, admin_key) if listener is None else listener
+        try:
+            self.episodes = make_episodes(format, config, vocab_size)
+        except BaseException:
+            self._listener.close()
+            raise
+        self.url = address(self._listener)
+        self.app = GatewayApp(
+            engine, format, config, self.episodes, context=config.context or context, admin_key=admin_key
+        )
+        self._server = _Server(self.app, config, captures_signals=captures_signals)
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self.serve())
+        while not self._server.started and not self._task.done():
+            await asyncio.sleep(0)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.stop()
+        if self._task is not None:
+            await self._task
+
+    async def serve(self) -> None:
+        """Until it is told to stop."""
+        with self._listener:
+            await self._server.serve(sockets=[self._listener])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, app: GatewayApp, config: GatewayConfig, *, captures_signals: bool) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=make_connection(config),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(config.shutdown_s) + 1 + GRACE_S,
+                h11_max_incomplete_event_size=config.max_header_bytes + HEAD_ROOM,
+            )
+        )
+        self._app, self._shutdown_s, self._captures_signals = app, config.shutdown_s, captures_signals
+        self._stopped = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stopped.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Not as the parent does, which sends a signal on when all is over: the caller has an engine to close."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT) if self._captures_signals else ()
+        for number in signals:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    async def main_loop(self) -> None:
+        counter = 0
+        while not await self.on_tick(counter):
+            counter = (counter + 10) % 864000
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopped.wait(), 1.0)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        calls = self._app.calls
+        calls.is_draining = True
+        if calls.num_running:
+            _log.info("stopping: %d requests may finish for %g s", calls.num_running, self._shutdown_s)
+        timer = asyncio.get_running_loop().call_later(self._shutdown_s, calls.abort_all)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+
+def make_episodes(format: ChatFormat, config: GatewayConfig, vocab_size: int | None = None) -> Episodes:
+    """Those that the journals hold go on."""
+    return Episodes(
+        format,
+        restores_thinking=config.restore_thinking,
+        vocab_size=vocab_size,
+        budget=config.budget,
+        folder=Path(config.journal) if config.journal else None,
+        sync=config.sync,
+    )
+
+
+def find_admin_key(config: GatewayConfig) -> str | None:
+    """From the environment: a command line can be read by everybody on the machine."""
+    key = os.environ.get(config.admin_key_env, "")
+    if key and not all("!" <= sign <= "~" for sign in key):
+        raise ConfigError(f"{config.admin_key_env}: expected signs that a header can carry, no spaces")
+    return key or None
+
+
+def bind(config: GatewayConfig, admin_key: str | None) -> socket.socket:
+    """A socket that listens where the configuration says."""
+    if admin_key is None and config.host not in LOOPBACK:
+        raise ConfigError(
+            f"host {config.host}: other machines could reach the gateway; set an admin key in {config.admin_key_env}, "
+            "or listen on 127.0.0.1"
+        )
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        place = f"{config.host}:{config.port}"
+        raise ConfigError(f"{place} cannot be listened on ({error.strerror}); give another host or port") from error
+
+
+def address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

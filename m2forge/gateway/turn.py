@@ -1,0 +1,303 @@
+"""One message of a conversation as it was recorded, in a tree of all that an episode saw, with its token ids.
+
+A `Turn` hangs under the message before it, so conversations share what they begin with. It knows where its tokens end:
+
+    closed     after the message
+    opened     after the prompt that asks for an answer to it
+
+Both are places on a `Strand`, a row of ids that grows at its end alone. A turn's ids are a view of its strand from the
+first token on; no history is copied while a conversation goes on.
+
+What a client sends back is the message that was recorded if role, content and calls agree: arguments as JSON values (in
+any order, 1 and 1.0 alike, true and 1 not), ids of calls where both sides have any. Thinking may be missing.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypeAlias
+
+import numpy as np
+
+from m2forge.records import IntArray, JsonValue
+from m2forge.text.message import Message, Tool, ToolCall
+
+_LEAST_ROOM = 256
+_PLAIN = (str, int, float, bool, type(None))
+
+Key: TypeAlias = tuple[object, ...]
+"""Equal for messages that may be the same; differs for most that are not."""
+
+
+class Echo(Enum):
+    """How a message compares with a recorded one."""
+
+    SAME = 2
+    WITHOUT_THINKING = 1
+    """The recorded one had thinking, this one has none."""
+    OTHER = 0
+
+
+class Strand:
+    __slots__ = ("_buffer", "_size")
+
+    def __init__(self) -> None:
+        self._buffer: IntArray = np.empty(0, np.int32)
+        self._size = 0
+
+    def view(self, size: int) -> IntArray:
+        """The first `size` ids, read-only."""
+        ids = self._buffer[:size]
+        ids.flags.writeable = False
+        return ids
+
+    def grow(self, size: int, ids: IntArray) -> "Strand":
+        """A strand of the first `size` ids of this one and then `ids`: this one itself if it ends there."""
+        assert size <= self._size
+        strand = self if size == self._size else Strand()
+        needed = size + ids.size
+        if needed > strand._buffer.size:
+            # Capacity doubles, so that a long conversation is copied a constant number of times.
+            larger = np.empty(max(needed, 2 * size, _LEAST_ROOM), np.int32)
+            larger[:size] = self._buffer[:size]
+            strand._buffer = larger
+        strand._buffer[size:needed] = ids
+        strand._size = needed
+        return strand
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """A turn as it is written down; places count tokens of the prompt it came with."""
+
+    message: Message
+    closed: int | None
+    opened: int | None
+    start: int | None
+    """Where the tokens begin that the model sampled; None for a client's message."""
+    num_response: int
+
+
+@dataclass(frozen=True, slots=True)
+class PathRecord:
+    """What a prompt adds to a history."""
+
+    parent: int
+    """Number of the turn that the others hang under; −1 for a beginning, which brings its tools."""
+    tools: tuple[Tool, ...]
+    prefix: int
+    """Number of the turn whose first `start` ids the prompt begins with; −1 where it shares none."""
+    start: int
+    turns: tuple[TurnRecord, ...]
+
+
+class Turn:
+    __slots__ = (
+        "_calls",
+        "_thinking",
+        "answered",
+        "children",
+        "closed",
+        "content",
+        "depth",
+        "has_rivals",
+        "latest",
+        "message",
+        "num_sampled",
+        "number",
+        "opened",
+        "parent",
+        "response_ids",
+        "role",
+        "start",
+        "strand",
+        "written",
+    )
+
+    def __init__(self, parent: "Turn | None", message: Message, response_ids: IntArray | None = None) -> None:
+        self.parent, self.message = parent, message
+        # Read for each message of each call, so they stand here and not one step away.
+        self.role, self.content = message.role, message.content
+        self._thinking = message.thinking
+        self._calls = [(call.name, call.arguments, call.id, _kinds(call.arguments)) for call in message.tool_calls]
+        self.response_ids = response_ids
+        """What the model sampled; None for a message that came from the client."""
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        """Messages of the conversation up to here."""
+        self.num_sampled: int = (0 if parent is None else parent.num_sampled) + (response_ids is not None)
+        """Of those, the model's."""
+        self.strand: Strand | None = None
+        self.start: int | None = None
+        """Where on its strand the tokens begin that the model sampled; None for a message that came from the client."""
+        self.closed: int | None = None
+        self.opened: int | None = None
+        self.number: int | None = None
+        """Its place among the turns that were recorded; None while no answer that goes through it was."""
+        self.written: int | None = None
+        """How many of its ids are written down with it; None for an answer, of which all are."""
+        self.children: dict[Key, list[Turn]] = {}
+        self.has_rivals = False
+        """Whether another child of its parent may be meant by the same message."""
+        self.latest: Turn | None = None
+        """The child that was met last."""
+        self.answered: Turn | None = None
+        """The child through which the last answer was recorded."""
+
+    def add(self, child: "Turn") -> None:
+        same = self.children.setdefault(key_of(child.message), [])
+        same.append(child)
+        self.latest = child
+        if len(same) > 1:
+            for rival in same:
+                rival.has_rivals = True
+
+    def find(self, message: Message, *, restores_thinking: bool) -> "Turn | None":
+        """The child that `message` is, the best of those that it may be."""
+        if self.latest is not None and self.latest.is_plainly(message, restores_thinking):
+            return self.latest
+        least = Echo.WITHOUT_THINKING if restores_thinking else Echo.SAME
+        child = best_echo(self.children.get(key_of(message), ()), message, least)
+        if child is not None:
+            self.latest = child
+        return child
+
+    def is_plainly(self, message: Message, restores_thinking: bool) -> bool:
+        """Whether nothing speaks against `message` being this turn; may be False where a closer look says otherwise."""
+        return (
+            self.content == message.content
+            and self.role == message.role
+            and (self.role != "assistant" or self.is_plainly_answer(message, restores_thinking))
+        )
+
+    def is_plainly_answer(self, message: Message, restores_thinking: bool) -> bool:
+        """The same for an assistant's message whose content is this one's."""
+        thinking, ours, theirs = message.thinking, self._calls, message.tool_calls
+        if self.has_rivals or len(ours) != len(theirs):
+            return False
+        if (thinking or not restores_thinking) and thinking != self._thinking:
+            return False
+        for (name, arguments, id, kinds), other in zip(ours, theirs, strict=True):
+            others = other.arguments
+            if arguments != others or name != other.name or (id != other.id and other.id):
+                return False
+            # Python takes true for 1; among equals of the same types, with nothing inside them, there is no such doubt.
+            if kinds and list(map(type, others.values())) != kinds and not same_json(arguments, others):
+                return False
+        return True
+
+    def echo(self, message: Message) -> Echo:
+        if self.content != message.content or self.role != message.role:
+            return Echo.OTHER
+        if not same_calls(self.message.tool_calls, message.tool_calls):
+            return Echo.OTHER
+        if self.message.thinking == message.thinking:
+            return Echo.SAME
+        return Echo.OTHER if message.thinking else Echo.WITHOUT_THINKING
+
+    def complete(self, message: Message) -> Message:
+        """`message` with the thinking that was recorded."""
+        return message if message.thinking == self._thinking else replace(message, thinking=self._thinking)
+
+    def above(self) -> "Iterator[Turn]":
+        """The turns before this one, the nearest first, and the beginning."""
+        turn = self.parent
+        while turn is not None:
+            yield turn
+            turn = turn.parent
+
+    # -- written down: with a prompt, `ids` on `strand`, that goes through this turn -----------------------------------
+
+    def record(self, ids: IntArray, strand: Strand) -> TurnRecord:
+        if not self.num_known(ids, strand):
+            return TurnRecord(self.message, None, None, None, 0)
+        num_response = 0 if self.response_ids is None else self.response_ids.size
+        return TurnRecord(self.message, self.closed, self.opened, self.start, num_response)
+
+    def num_known(self, ids: IntArray, strand: Strand) -> int:
+        """How many ids of this turn are known, if the prompt begins with them; 0 where the format wrote it anew."""
+        size = max(self.opened or 0, self.closed or 0)
+        return size if self._begins(size, ids, strand) else 0
+
+    def num_written(self, ids: IntArray, strand: Strand) -> int:
+        """How many ids of this turn are written down, if the prompt begins with them; else 0."""
+        size = (self.closed or 0) if self.written is None else self.written
+        return size if self._begins(size, ids, strand) else 0
+
+    def _begins(self, size: int, ids: IntArray, strand: Strand) -> bool:
+        if self.strand is None or size > ids.size:
+            return False
+        return self.strand is strand or np.array_equal(self.strand.view(size), ids[:size])
+
+
+def best_echo(
+    turns: Sequence[Turn], message: Message, least: Echo, after: Turn | None = None, distance: int = 0
+) -> Turn | None:
+    """The turn that `message` repeats best: with the ids of its calls, then below `after` and as near as can be to
+    `distance` messages below, then with its thinking, then the latest."""
+    best, best_rank = None, (False, -math.inf, least.value)
+    for turn in turns:
+        echo = turn.echo(message)
+        if echo is Echo.OTHER or echo.value < least.value:
+            continue
+        nearness = -math.inf
+        if len(turns) > 1 and after is not None and any(above is after for above in turn.above()):
+            nearness = -abs(turn.depth - after.depth - distance)
+        rank = (_has_ids(turn.message.tool_calls, message.tool_calls), nearness, echo.value)
+        if rank >= best_rank:
+            best, best_rank = turn, rank
+    return best
+
+
+def key_of(message: Message) -> Key:
+    if not message.tool_calls:
+        return message.role, message.content
+    calls = [
+        (call.name, frozenset((name, value if type(value) is str else None) for name, value in call.arguments.items()))
+        for call in message.tool_calls
+    ]
+    return message.role, message.content, *calls
+
+
+def same_calls(ours: Sequence[ToolCall], theirs: Sequence[ToolCall]) -> bool:
+    if len(ours) != len(theirs):
+        return False
+    for one, other in zip(ours, theirs, strict=True):
+        if one.name != other.name or not same_json(one.arguments, other.arguments):
+            return False
+    return True
+
+
+def same_tools(ours: Sequence[Tool], theirs: Sequence[Tool]) -> bool:
+    return len(ours) == len(theirs) and all(
+        one.name == other.name and one.description == other.description and same_json(one.parameters, other.parameters)
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+def same_json(one: JsonValue, other: JsonValue) -> bool:
+    """Equality of JSON values, which Python's is not: there true equals 1."""
+    if one != other:
+        return False
+    kind, other_kind = type(one), type(other)
+    if kind is not other_kind and (kind is bool or other_kind is bool):
+        return False
+    if isinstance(one, dict | Mapping) and isinstance(other, dict | Mapping):
+        for name, value in one.items():
+            if type(value) is not str and not same_json(value, other[name]):
+                return False
+    elif kind is not str and isinstance(one, list | tuple | Sequence) and isinstance(other, list | tuple | Sequence):
+        return all(map(same_json, one, other))
+    return True
+
+
+def _kinds(arguments: Mapping[str, JsonValue]) -> list[type]:
+    """Types of the arguments; none where all are text, and no type at all where one holds others."""
+    kinds = [type(value) for value in arguments.values()]
+    if all(kind is str for kind in kinds):
+        return []
+    return kinds if all(kind in _PLAIN for kind in kinds) else [type]
+
+
+def _has_ids(ours: Sequence[ToolCall], theirs: Sequence[ToolCall]) -> bool:
+    return all(one.id == other.id for one, other in zip(ours, theirs, strict=False))

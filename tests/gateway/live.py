@@ -1,0 +1,175 @@
+"""A gateway on a real socket, in a thread of its own, over a scripted engine that remembers what it saw and said."""
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from m2forge.gateway.config import Budget, GatewayConfig
+from m2forge.gateway.episode import Episode
+from m2forge.gateway.server import GatewayServer
+from m2forge.protocols import Chunk, Prompt
+from m2forge.records import Call
+from m2forge.testing.scripted import ScriptedEngine
+from m2forge.text.format import ChatFormat
+from m2forge.text.message import Message, Tool
+from tests.gateway.dialogue import sample
+from tests.text.draw import TOOLS
+
+T = TypeVar("T")
+ADMIN_KEY = "admin-key"
+CONTEXT = 4096
+Seen = tuple[tuple[int, ...], tuple[int, ...]]
+"""Ids of a prompt, and those of a completion."""
+
+
+class Scene:
+    """What the model says, message after message, in tokens of its own choice; the policy's samples after that."""
+
+    def __init__(self, format: ChatFormat, says: Iterable[Message] = (), tools: Sequence[Tool] = TOOLS) -> None:
+        rng = random.Random(1)
+        self.lines = deque(sample(format, message, rng, tools).tolist() for message in says)
+
+    def __call__(self, ids: tuple[int, ...]) -> list[int] | None:
+        return self.lines.popleft() if self.lines else None
+
+
+class WatchedEngine(ScriptedEngine):
+    """Keeps all prompts and completions, those that were broken off too."""
+
+    def __init__(self, format: ChatFormat, scene: Scene, *, delay_s: float = 0.0) -> None:
+        tokenizer = format.tokenizer
+        super().__init__(
+            tokenizer.vocab_size, script=scene, context=CONTEXT, decode=tokenizer.decode_bytes, delay_s=delay_s
+        )
+        self.prompts: list[Prompt] = []
+        self.completions: list[list[list[int]]] = []
+        self.num_aborted = 0
+
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
+        completions: list[list[int]] = [[] for _ in range(prompt.num_samples)]
+        self.prompts.append(prompt)
+        self.completions.append(completions)
+        is_over = False
+        try:
+            async with contextlib.aclosing(super().generate(prompt)) as chunks:
+                async for chunk in chunks:
+                    completions[chunk.sample] += chunk.ids.tolist()
+                    yield chunk
+            is_over = True
+        finally:
+            self.num_aborted += not is_over
+
+    def seen(self) -> list[Seen]:
+        return [
+            (tuple(prompt.ids.tolist()), tuple(ids))
+            for prompt, completions in zip(self.prompts, self.completions, strict=True)
+            for ids in completions
+        ]
+
+
+class Live:
+    def __init__(self, loop: asyncio.AbstractEventLoop, server: GatewayServer, engine: WatchedEngine) -> None:
+        self._loop, self.server, self.engine = loop, server, engine
+        self.url, self.episodes, self.counts = server.url, server.episodes, server.app.counts
+
+    def episode(self, task_id: str = "task", budget: Budget | None = None) -> tuple[Episode, str]:
+        return self.run(lambda: self.episodes.create(task_id, budget=budget))
+
+    def run(self, function: Callable[[], T]) -> T:
+        """The result of a function that runs in the gateway's thread."""
+
+        async def call() -> T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(10)
+
+    def num_listeners(self) -> int:
+        """Of all that is being generated."""
+        return sum(generation.num_listeners for generation in self.server.app.calls.running)
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        async def wait() -> None:
+            async with asyncio.timeout(10):
+                while not holds():
+                    await asyncio.sleep(0.005)
+
+        asyncio.run_coroutine_threadsafe(wait(), self._loop).result(12)
+
+
+@contextlib.contextmanager
+def live(
+    format: ChatFormat,
+    says: Iterable[Message] = (),
+    config: GatewayConfig | None = None,
+    *,
+    tools: Sequence[Tool] = TOOLS,
+    delay_s: float = 0.0,
+) -> Iterator[Live]:
+    engine = WatchedEngine(format, Scene(format, says, tools), delay_s=delay_s)
+    started: list[Live] = []
+    is_started, stop = threading.Event(), asyncio.Event()
+    failures: list[BaseException] = []
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        server = GatewayServer(engine, format, config or GatewayConfig(port=0), context=CONTEXT, admin_key=ADMIN_KEY)
+        async with server:
+            started.append(Live(loop, server, engine))
+            is_started.set()
+            await stop.wait()
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(serve())
+        except BaseException as error:  # noqa: BLE001  (told in the test's own thread)
+            failures.append(error)
+        finally:
+            is_started.set()
+            loop.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    is_started.wait(10)
+    try:
+        if not failures:
+            yield started[0]
+    finally:
+        if started:
+            loop.call_soon_threadsafe(stop.set)
+        thread.join(30)
+    assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+
+
+def recorded(episode: Episode) -> list[Seen]:
+    return [(tuple(call.prompt_ids.tolist()), tuple(call.response_ids.tolist())) for call in episode.calls()]
+
+
+def check_recorded(gateway: Live, *episodes: Episode) -> None:
+    """The trees, flattened, are what the engine saw and said, token for token, with its log-probabilities."""
+    found = gateway.run(lambda: [pair for episode in episodes for pair in recorded(episode)])
+    assert sorted(found) == sorted(gateway.engine.seen())
+    calls: list[Call] = gateway.run(lambda: [call for episode in episodes for call in episode.calls()])
+    for call in calls:
+        assert np.isfinite(call.logprobs).all()
+        assert (call.versions == 0).all()
+
+
+def num_new_tokens(format: ChatFormat, seen: Sequence[Seen]) -> int:
+    """Of a conversation that only goes on: tokens of prompts that are neither an earlier prompt's nor sampled."""
+    known: list[int] = []
+    num_new = 0
+    for prompt_ids, response_ids in seen:
+        assert list(prompt_ids[: len(known)]) == known, "the history was written anew"
+        num_new += len(prompt_ids) - len(known)
+        known = [*prompt_ids, *response_ids]
+        if not response_ids or response_ids[-1] not in format.stop_ids:
+            known.append(format.stop_ids[0])
+    return num_new

@@ -1,0 +1,102 @@
+"""Parts of a conversation become the messages that they were made of."""
+
+import pytest
+
+from m2forge.gateway.conversation import Conversation
+from m2forge.gateway.exchange import AskError
+from m2forge.text.message import Message, ToolCall
+
+ONE, TWO = ToolCall("look", {"at": 1}, "call_1"), ToolCall("look", {"at": 2}, "call_2")
+
+
+def test_parts_in_a_row_are_one_turn() -> None:
+    conversation = Conversation()
+    conversation.say("user", "Hi")
+    conversation.think("Hm.")
+    conversation.write("Let me ")
+    conversation.write("see.")
+    conversation.call(ONE)
+    conversation.call(TWO)
+    assert conversation.ends_with_turn()
+    assert conversation.messages() == (Message("user", "Hi"), Message("assistant", "Let me see.", "Hm.", (ONE, TWO)))
+
+
+def test_thinking_begins_a_turn() -> None:
+    conversation = Conversation()
+    conversation.write("One.")
+    conversation.think("Hm.")
+    conversation.write("Two.")
+    assert conversation.messages() == (Message("assistant", "One."), Message("assistant", "Two.", "Hm."))
+
+
+def test_words_begin_a_turn_where_messages_are_turns() -> None:
+    conversation = Conversation()
+    conversation.write("One.", begins=True)
+    conversation.write("Two.", begins=True)
+    conversation.call(ONE)
+    conversation.write(" And on.", begins=True)
+    assert conversation.messages() == (Message("assistant", "One."), Message("assistant", "Two. And on.", "", (ONE,)))
+
+
+def test_parts_of_one_answer_are_one_turn_across_results() -> None:
+    conversation = Conversation()
+    conversation.call(ONE, "a")
+    conversation.answer_call("call_1", "1", "")
+    conversation.call(TWO, "a")
+    conversation.answer_call("call_2", "2", "")
+    assert conversation.messages() == (
+        Message("assistant", tool_calls=(ONE, TWO)),
+        Message("tool", "1", tool_call_id="call_1"),
+        Message("tool", "2", tool_call_id="call_2"),
+    )
+
+
+def test_parts_of_different_answers_are_different_turns() -> None:
+    conversation = Conversation()
+    conversation.write("One.", "a")
+    conversation.write("Two.", "b")
+    conversation.write("More.", "b", begins=True)
+    assert conversation.messages() == (Message("assistant", "One."), Message("assistant", "Two.More."))
+
+
+def test_without_sources_a_call_after_a_result_is_another_turn() -> None:
+    conversation = Conversation()
+    conversation.call(ONE)
+    conversation.answer_call("call_1", "1", "")
+    conversation.call(TWO)
+    assert [message.role for message in conversation.messages()] == ["assistant", "tool", "assistant"]
+
+
+def test_results_come_in_the_order_of_their_calls() -> None:
+    conversation = Conversation()
+    conversation.call(ONE)
+    conversation.call(TWO)
+    conversation.answer_call("call_2", "2", "")
+    conversation.answer_call("call_1", "1", "")
+    assert [message.content for message in conversation.messages()[1:]] == ["1", "2"]
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_result_without_its_call_is_refused(is_interrupted: bool) -> None:
+    conversation = Conversation()
+    conversation.call(ONE)
+    if is_interrupted:
+        conversation.say("user", "Stop.")
+    else:
+        conversation.answer_call("call_1", "1", "here")
+    with pytest.raises(AskError) as caught:
+        conversation.answer_call("call_1", "1", "there")
+    assert caught.value.field == "there"
+
+
+def test_system_messages_in_a_row_are_one() -> None:
+    conversation = Conversation()
+    conversation.say("system", "Be brief.")
+    conversation.say("system", "Be kind.")
+    conversation.say("user", "Hi")
+    conversation.say("user", "Ho")
+    assert conversation.messages() == (
+        Message("system", "Be brief.\n\nBe kind."),
+        Message("user", "Hi"),
+        Message("user", "Ho"),
+    )

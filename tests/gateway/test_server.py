@@ -1,0 +1,201 @@
+"""The gateway as a command, and what its engine's failures, its journal's and its own limits look like to a client."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+
+from m2forge import cli
+from m2forge.errors import EngineError
+from m2forge.gateway.config import GatewayConfig
+from m2forge.gateway.sample import StopCutter
+from m2forge.gateway.server import GatewayServer
+from m2forge.model.build import build
+from m2forge.model.checkpoint import save_model
+from m2forge.model.resolve import resolve_config
+from m2forge.protocols import Chunk, Prompt
+from m2forge.records import FinishReason, PolicyVersion
+from m2forge.rollout.server import make_app
+from m2forge.rollout.server_config import ServerConfig
+from m2forge.testing.scripted import ScriptedEngine
+from m2forge.text.message import Message
+from tests.gateway.dialogue import minimax
+from tests.gateway.live import CONTEXT, Scene, WatchedEngine, live
+from tests.gateway.test_retry_http import BODY, post
+from tests.rollout.served import served
+from tests.text.draw import m2_tokenizer
+
+ADMIN = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network with more ids than its tokenizer."""
+    folder = tmp_path_factory.mktemp("gateway") / "model"
+    sizes = [f"vocab_size={m2_tokenizer().vocab_size + 24}", "num_layers=1", "max_context=128"]
+    save_model(build(resolve_config("m2-nano", overrides=sizes)), folder, dtype=torch.float32)
+    m2_tokenizer().save(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def command(*arguments: str) -> Any:
+    """A command of m2forge's that serves: its address."""
+    environment = os.environ | {"M2FORGE_GATEWAY_ADMIN_KEY": "secret", "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "m2forge", *arguments, "--port", "0"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(20)
+    assert process.returncode in (0, 130)
+
+
+def test_the_command_serves_a_model_by_its_own_engine_or_a_servers(model: Path, tmp_path: Path) -> None:
+    def check(url: str) -> None:
+        with httpx2.Client(base_url=url, headers=ADMIN, timeout=30, verify=False) as client:
+            made = client.post("/episodes", json={"task_id": "t"}).json()
+            body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+            keyed = {"Authorization": f"Bearer {made['key']}"}
+            whole = client.post("/v1/chat/completions", json=body, headers=keyed).json()
+            assert whole["usage"]["completion_tokens"] > 0
+            assert whole["usage"]["total_tokens"] <= 128, "what the context leaves"
+            stopped = client.post("/v1/completions", json={"model": "m", "prompt": "a", "stop": "e"}, headers=keyed)
+            assert stopped.status_code == 200
+            assert client.get(f"/episodes/{made['id']}").json()["num_calls"] == 2
+            assert client.get("/health").json()["version"] == {"lineage": "model", "step": 0}
+
+    with command("gateway", str(model), "--journal", str(tmp_path / "journal")) as url:
+        check(url)
+    assert len(list((tmp_path / "journal").iterdir())) == 1
+
+    async def run() -> None:
+        engine = ScriptedEngine(m2_tokenizer().vocab_size, version=PolicyVersion("model", 0), decode=decode)
+        async with served(make_app(engine, ServerConfig())) as engine_url:
+            await asyncio.to_thread(ask_over, engine_url)
+
+    def ask_over(engine_url: str) -> None:
+        with command("gateway", str(model), "--engine", "m2forge", "--url", engine_url) as url:
+            check(url)
+
+    decode = m2_tokenizer().decode_bytes
+    asyncio.run(run())
+
+
+def test_the_command_refuses_what_it_cannot_use(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("M2FORGE_GATEWAY_ADMIN_KEY", raising=False)
+    m2_tokenizer().save(tmp_path)
+    for arguments, problem in (
+        ([str(tmp_path / "none")], "is not a folder"),
+        ([str(model), "--engine", "vllm"], "a server has an address"),
+        ([str(model), "--url", "http://127.0.0.1:1"], "the native engine none"),
+        ([str(model), "--set", "max_bodybytes=3"], "did you mean 'max_body_bytes'?"),
+        ([str(model), "--engine-set", "rollout.num_block=3"], "did you mean 'num_blocks'?"),
+        ([str(model), "--host", "0.0.0.0"], "set an admin key"),
+        ([str(tmp_path), "--engine", "m2forge", "--url", "http://127.0.0.1:1"], "--set context=N"),
+    ):
+        assert cli.main(["gateway", *arguments, "--port", "0"]) == 2
+        assert problem in capsys.readouterr().err
+
+
+class FailingEngine(WatchedEngine):
+    """Fails after so many chunks."""
+
+    num_chunks = 0
+
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
+        async with contextlib.aclosing(super().generate(prompt)) as chunks:
+            number = 0
+            async for chunk in chunks:
+                if number == self.num_chunks:
+                    raise EngineError("the engine failed")
+                number += 1
+                yield chunk
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("num_chunks", [0, 3])
+def test_a_failed_engine_is_told_and_nothing_is_recorded(num_chunks: int, is_streamed: bool) -> None:
+    format = minimax()
+
+    async def run() -> None:
+        engine = FailingEngine(format, Scene(format))
+        engine.num_chunks = num_chunks
+        async with GatewayServer(engine, format, GatewayConfig(port=0), context=CONTEXT) as gateway:
+            episode, key = gateway.episodes.create()
+            async with httpx2.AsyncClient(base_url=gateway.url, headers={"x-api-key": key}, verify=False) as client:
+                told = await client.post("/v1/chat/completions", json=BODY | {"stream": is_streamed})
+                if is_streamed and num_chunks:
+                    assert told.status_code == 200
+                    assert json.loads(told.text.split("data: ")[-1])["error"]["message"] == "the engine failed"
+                else:
+                    assert told.status_code == 503
+                    assert told.json()["error"]["message"] == "the engine failed"
+                assert (episode.num_calls, episode.num_running) == (0, 0)
+                metrics = (await client.get("/metrics")).text
+            assert 'm2forge_gateway_requests_total{dialect="chat",outcome="failed"} 1.0\n' in metrics
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_cannot_be_written_down_is_not_told(tmp_path: Path) -> None:
+    with live(minimax(), [Message("assistant", "Hello", "t")], GatewayConfig(port=0, journal=str(tmp_path))) as gateway:
+        episode, key = gateway.episode()
+        path = tmp_path / f"{episode.id}.journal"
+        path.rename(tmp_path / "away")
+        told = post(gateway, key, BODY | {"stream": True, "max_tokens": 100})
+        assert "cannot be written" in told.text
+        assert '"finish_reason": "' not in told.text
+        assert episode.num_calls == 0
+        (tmp_path / "away").rename(path)
+        assert post(gateway, key, BODY).status_code == 200
+        assert episode.num_calls == 1
+
+
+def test_a_call_that_takes_too_long_is_aborted_recorded_and_told() -> None:
+    config = GatewayConfig(port=0, call_timeout_s=0.2)
+    with live(minimax(), config=config, delay_s=0.02) as gateway:
+        episode, key = gateway.episode()
+        told = post(gateway, key, BODY | {"max_tokens": 2000}).json()
+        assert told["choices"][0]["finish_reason"] == "length"
+        (call,) = gateway.run(episode.calls)
+        assert call.finish_reason is FinishReason.ABORT
+        assert 0 < call.response_ids.size == told["usage"]["completion_tokens"]
+
+
+def test_samples_beyond_the_limit_and_wrong_conversations_are_refused() -> None:
+    with live(minimax(), config=GatewayConfig(port=0, max_samples=2)) as gateway:
+        episode, key = gateway.episode()
+        assert post(gateway, key, BODY | {"n": 3}).status_code == 400
+        wrong = [{"role": "tool", "tool_call_id": "x", "content": "of no call"}]
+        assert post(gateway, key, BODY | {"messages": wrong}).status_code == 400
+        assert episode.num_running == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_a_stop_text_is_found_however_the_text_is_cut(size: int) -> None:
+    for text, stops, expected, found in (
+        ("one two three", ["two"], "one ", "two"),
+        ("aab", ["ab"], "a", "ab"),
+        ("abcabd", ["abd", "bd"], "abc", "abd"),
+        ("xyzzy", ["zz", "yz"], "x", "yz"),
+        ("nothing", ["thing!"], "nothing", None),
+        ("ß💥", ["💥"], "ß", "💥"),
+    ):
+        cutter, data = StopCutter(stops), text.encode()
+        told = b"".join(cutter.cut(data[at : at + size]) for at in range(0, len(data), size)) + cutter.rest()
+        assert (told.decode(), cutter.found) == (expected, found)

@@ -1,0 +1,160 @@
+"""How a gateway ends: told to, it finishes or records what is in flight; killed, it has on disk what clients were told;
+started again, episodes go on."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from m2forge.gateway.config import GatewayConfig
+from m2forge.gateway.entry import Answered
+from m2forge.gateway.journal import read_entries
+from m2forge.gateway.registry import Episodes
+from m2forge.gateway.server import GatewayServer
+from m2forge.records import FinishReason
+from m2forge.text.message import Message
+from tests.gateway.dialogue import minimax
+from tests.gateway.live import ADMIN_KEY, CONTEXT, Scene, WatchedEngine
+
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+
+class Process:
+    def __init__(self, journal: Path, delay_s: float) -> None:
+        command = [sys.executable, "-m", "tests.gateway.gateway_process", str(journal), str(delay_s)]
+        self.popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.popen.stdout is not None
+        self.url = self.popen.stdout.readline().strip()
+        assert self.url.startswith("http://127.0.0.1:")
+
+    def end(self, number: signal.Signals) -> int:
+        self.popen.send_signal(number)
+        return self.popen.wait(20)
+
+
+@contextlib.contextmanager
+def process(journal: Path, delay_s: float = 0.0) -> Iterator[Process]:
+    started = Process(journal, delay_s)
+    try:
+        yield started
+    finally:
+        started.popen.kill()
+        started.popen.wait(10)
+        assert started.popen.stdout is not None
+        started.popen.stdout.close()
+
+
+def ask(url: str, key: str, messages: list[Any], **options: Any) -> Iterator[str]:
+    """The events of a streamed answer, as long as they come."""
+    body = {"model": "m", "messages": messages, "max_tokens": 12, "stream": True} | options
+    headers = {"x-api-key": key}
+    with (
+        contextlib.suppress(httpx2.TransportError),
+        httpx2.stream(
+            "POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=20, verify=False
+        ) as told,
+    ):
+        for line in told.iter_lines():
+            if line.startswith("data: "):
+                yield line.removeprefix("data: ")
+
+
+def text_of(events: list[str]) -> str:
+    chunks = [json.loads(event) for event in events if event != "[DONE]"]
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+
+
+def test_what_clients_were_told_outlives_a_kill_and_episodes_go_on(tmp_path: Path) -> None:
+    finished: dict[str, str] = {}
+    """Key of the episode by the id of an answer whose end was received."""
+    with process(tmp_path, delay_s=0.0005) as gateway:
+        made = [httpx2.post(f"{gateway.url}/episodes", headers=ADMIN, json={}).json() for _ in range(4)]
+
+        def load(key: str) -> None:
+            number = 0
+            while gateway.popen.poll() is None:
+                events = list(ask(gateway.url, key, [{"role": "user", "content": f"Say {number}"}], seed=number))
+                if any('"finish_reason": "' in event for event in events):
+                    finished[json.loads(events[0])["id"]] = key
+                number += 1
+
+        threads = [threading.Thread(target=load, args=(episode["key"],)) for episode in made]
+        for thread in threads:
+            thread.start()
+        deadline_s = time.monotonic() + 20
+        while len(finished) < 40 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        gateway.end(signal.SIGKILL)
+        for thread in threads:
+            thread.join(20)
+    assert len(finished) >= 40
+    kept = {
+        entry.id
+        for episode in made
+        for entry in read_entries(tmp_path / f"{episode['id']}.journal")[0]
+        if isinstance(entry, Answered)
+    }
+    assert finished.keys() <= kept
+    with process(tmp_path) as gateway:
+        for episode in made:
+            before = httpx2.get(f"{gateway.url}/episodes/{episode['id']}", headers=ADMIN).json()["num_calls"]
+            messages: list[Any] = [{"role": "user", "content": "Say 0"}]
+            events = list(ask(gateway.url, episode["key"], messages, seed=0))  # told before, so told again
+            messages += [{"role": "assistant", "content": text_of(events)}, {"role": "user", "content": "On"}]
+            assert list(ask(gateway.url, episode["key"], messages))[-1] == "[DONE]"
+            shown = httpx2.get(f"{gateway.url}/episodes/{episode['id']}", headers=ADMIN).json()
+            assert shown["num_calls"] == before + 1
+            assert not shown["divergences"].get("edited_text")
+        assert gateway.end(signal.SIGTERM) == 0
+    again = Episodes(minimax(), folder=tmp_path)
+    assert len(again) == 4
+
+
+@pytest.mark.parametrize(("num_tokens", "is_finished"), [(15, True), (1500, False)])
+def test_a_gateway_that_is_told_to_stop_finishes_or_records(tmp_path: Path, num_tokens: int, is_finished: bool) -> None:
+    with process(tmp_path, delay_s=0.01) as gateway:
+        made = httpx2.post(f"{gateway.url}/episodes", headers=ADMIN, json={}).json()
+        events = ask(gateway.url, made["key"], [{"role": "user", "content": "x"}], max_tokens=num_tokens, seed=2)
+        read = [next(events), next(events)]
+        gateway.popen.send_signal(signal.SIGTERM)
+        read += list(events)
+        assert (read[-1] == "[DONE]") == is_finished
+        if not is_finished:
+            assert "stopping" in json.loads(read[-1])["error"]["message"]
+        assert gateway.popen.wait(20) == 0
+        assert gateway.popen.stdout is not None
+        assert gateway.popen.stdout.read() == "stopped\n"
+    (episode,) = Episodes(minimax(), folder=tmp_path)
+    (call,) = episode.calls()
+    assert call.response_ids.size > 0
+    assert (call.finish_reason is not FinishReason.ABORT) == is_finished
+
+
+def test_in_process_the_loop_makes_episodes_and_reads_their_trees() -> None:
+    format = minimax()
+
+    async def run() -> None:
+        engine = WatchedEngine(format, Scene(format, [Message("assistant", "Hello", "t")]))
+        async with GatewayServer(engine, format, GatewayConfig(port=0), context=CONTEXT) as gateway:
+            episode, key = gateway.episodes.create("task", group="g")
+            body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100}
+            async with httpx2.AsyncClient(base_url=gateway.url, headers={"x-api-key": key}) as client:
+                told = await client.post("/v1/chat/completions", json=body)
+                refused = await client.post("/episodes", json={})
+            assert told.json()["choices"][0]["message"]["content"] == "Hello"
+            assert refused.status_code == 403  # there is no admin key
+            assert [call.response_ids.tolist() for call in episode.calls()] == engine.completions[0]
+        # The engine is the caller's.
+        assert (await engine.state()).num_running == 0
+
+    asyncio.run(run())
