@@ -68,7 +68,8 @@ def expert_ffn(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor,
 
 def expert_ffn_unsorted(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
     """`expert_ffn` where nothing needs a gradient, nor the pairs sorted: on CUDA, few of them are not."""
-    if x_ND.is_cuda and expert_NK.numel() <= FEW_PAIRS:
+    # The sorted path makes the host wait for all types but bfloat16.
+    if x_ND.is_cuda and (expert_NK.numel() <= FEW_PAIRS or x_ND.dtype != torch.bfloat16):
         from m2forge.kernels.expert_decode_triton import expert_ffn_decode, serves
 
         if serves(x_ND, w13_EGD, w2_EDF):

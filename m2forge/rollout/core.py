@@ -35,6 +35,8 @@ from m2forge.rollout.scheduler import Scheduler
 from m2forge.rollout.weight_update import WeightUpdate, from_folder, from_memory
 
 SEED_BITS = 64
+Experts = npt.NDArray[np.int16]
+"""(tokens, layers, chosen)."""
 CATCH_UP_STEPS = 4
 """Tokens that a module runs in a step, in steps of the main model, which has many more layers."""
 
@@ -179,12 +181,9 @@ class Core:
             # What has no room was not computed.
             drawn = decoded.drawn[place].first(room)
             part = None if experts is None else experts[place][decoded.is_token_BNJ[place]]
-            is_broken |= not self._advance(request, start, 1, drawn, part)
+            is_broken |= not self._advance(request, start, 1, drawn, part, depth)
             num_taken.append(request.num_sampled - num_before)
             if depth and request.blocks:
-                # Less if a block was given up for another request's equal one, over which fewer modules have run.
-                if request.num_foreseen[depth - 1] == start:
-                    self._scheduler.note_foreseen(request, depth, request.num_computed)
                 num_there = max(min(request.num_wanted - 1, room - num_taken[-1]), 0)
                 request.drafts = decoded.drafts[place][:num_there]
         if is_broken:
@@ -194,8 +193,10 @@ class Core:
         return num_steps
 
     def _num_steps(self, requests: Sequence[Request], num_rows: int) -> int:
-        """One after the other, before the host looks: none that nobody wants, and one where blocks are few."""
-        num_steps = min(self.config.ahead_steps, max(request.num_wanted for request in requests))
+        """One after the other, before the host looks: none that nobody wants, none behind somebody's last while others
+        wait, and one where blocks are few."""
+        last = min if self._scheduler.waiting else max
+        num_steps = min(self.config.ahead_steps, last(request.num_wanted for request in requests))
         num_blocks = (num_steps * num_rows + num_rows) // self.config.block_tokens + 1
         return num_steps if len(requests) * num_blocks <= self._scheduler.pool.num_available else 1
 
@@ -253,20 +254,25 @@ class Core:
         start: int,
         num_tokens: int,
         drawn: Drawn | None,
-        experts_TLK: npt.NDArray[np.int16] | None,
+        experts: Experts | None,
+        depth: int = 0,
     ) -> bool:
-        """Take what the step gave a request, which ran `num_tokens` from `start` on; false if that is no number."""
+        """Take what the step gave a request, which ran `num_tokens` from `start` on, as did the first `depth` modules;
+        false if that is no number."""
         num_computed, is_whole = num_tokens, True
         if drawn is not None:
             num_computed, request.drafts = request.num_left, []
             if not math.isfinite(sum(drawn.logprobs) + sum(drawn.raw_logprobs)):
                 # Weights that are broken give no numbers: nothing can be drawn, now or later.
-                is_whole, drawn = False, Drawn([], [], [])
+                is_whole, drawn = False, drawn.first(drawn.num_sound)
             num_taken = request.extend(drawn, self.version.step, self._decode)
             num_computed += max(num_taken - 1, 0)  # these were drafts, and ran with the others
             self._totals["sampled_tokens"] += num_taken
-        if experts_TLK is not None and request.prompt.returns_experts:
-            request.note_experts(start, experts_TLK[:num_computed])
+        if experts is not None and request.prompt.returns_experts:
+            request.note_experts(start, experts[:num_computed])
+        if depth:
+            # Before its blocks are published: for one it gives up it may get one over which fewer modules have run.
+            self._scheduler.note_foreseen(request, depth, start + num_computed)
         self._scheduler.advance(request, num_computed, self.version)
         self._scheduler.trim(request)
         if not is_whole:
@@ -379,16 +385,9 @@ class Core:
 
     def metrics(self) -> dict[str, float]:
         """Totals since the start, and the state of the moment."""
-        pool = self._scheduler.pool
         return {
             **{f"total_{name}": float(total) for name, total in self._totals.items()},
-            "total_cached_tokens": float(self._scheduler.num_cached),
-            "total_preemptions": float(self._scheduler.num_preempted),
-            "num_running": float(self.num_running),
-            "num_waiting": float(self.num_waiting),
-            "num_blocks": float(pool.num_blocks),
-            "num_held_blocks": float(pool.num_held),
-            "num_unused_blocks": float(pool.num_unused),
+            **self._scheduler.metrics(),
             "version": float(self.version.step),
         }
 

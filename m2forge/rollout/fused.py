@@ -28,6 +28,17 @@ def serves(cache: PagedCache) -> bool:
     return serves_cache(cache.k_YPTGK[0])
 
 
+def is_capturable(model: Transformer) -> bool:
+    """Whether the experts never make the host wait, which a CUDA graph cannot hold."""
+    from m2forge.kernels.expert_decode_triton import serves as serves_experts
+
+    mixtures = [part for part in model.modules() if isinstance(part, MixtureFFN)]
+    is_narrow = model.embedding.weight.dtype == torch.bfloat16
+    return all(
+        is_narrow or serves_experts(part.w13.new_empty(1, part.w13.shape[2]), part.w13, part.w2) for part in mixtures
+    )
+
+
 class FusedNetwork:
     def __init__(self, model: Transformer, cache: PagedCache) -> None:
         self._model, self._cache = model, cache

@@ -1,7 +1,7 @@
 """CUDA graphs of the decoding step, one for each shape, captured when it first comes.
 
 However many kernels a step holds, it is one launch; several follow one another without the host, each on what the last
-one left. Batches are padded to the next of a few sizes, tables to powers of two.
+one left. Batches are padded to the next of a few sizes.
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,8 @@ class DecodeGraphs:
         outs = out.new_empty((shape.num_steps, *out.shape))
         all_experts = None if experts is None else experts.new_empty((shape.num_steps, *experts.shape))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # What other threads do with the device meanwhile does not concern this one.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out, experts = self._decoder.step(shape, integers, reals)
             outs.index_copy_(0, turn, out[None])
             if all_experts is not None and experts is not None:

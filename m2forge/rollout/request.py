@@ -28,6 +28,12 @@ class Drawn(NamedTuple):
     logprobs: list[float]
     raw_logprobs: list[float]
 
+    @property
+    def num_sound(self) -> int:
+        """Tokens before the first whose log-probabilities are no numbers."""
+        pairs = zip(self.logprobs, self.raw_logprobs, strict=True)
+        return next((place for place, pair in enumerate(pairs) if not math.isfinite(sum(pair))), len(self.tokens))
+
     def first(self, num: int) -> "Drawn":
         return Drawn(self.tokens[:num], self.logprobs[:num], self.raw_logprobs[:num])
 

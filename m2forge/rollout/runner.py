@@ -150,7 +150,7 @@ class Runner:
             DecodeGraphs(decoder, config.max_running, weight.device) if is_fused else decoder
         )
         self._most_steps = config.ahead_steps
-        self.decodes_whole = is_fused
+        self.decodes_whole = is_fused and fused.is_capturable(model)
         """Whether `decode` is faster than its parts."""
 
     def copy(self, copies: Sequence[Copy]) -> None:

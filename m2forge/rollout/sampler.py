@@ -108,7 +108,7 @@ def distribution(x_BV: Tensor, rows: Sequence[Row]) -> Tensor:
 
 def tempered(x_BV: Tensor, temperature_B: Tensor) -> Tensor:
     """Logits by their temperatures, the largest of each row 0: then none, however low, makes one infinite."""
-    temperature_B = temperature_B.clamp(min=torch.finfo(x_BV.dtype).tiny)
+    temperature_B = temperature_B.to(x_BV.dtype).clamp(min=torch.finfo(x_BV.dtype).tiny)
     return (x_BV - x_BV.amax(-1, keepdim=True)) / temperature_B[:, None]
 
 

@@ -1,7 +1,7 @@
 """Which tokens of which requests a step computes.
 
 A step holds, within its budget of tokens: the next token of every request that is being completed, then parts of
-prompts that are being read, then those that are let in. Requests are served in order of priority, then of age. Where
+prompts that are being read and of those that are let in. Requests are served in order of priority, then of age. Where
 blocks run out, whoever is last gives all of its own up and waits, with the tokens it has drawn, to be read again; so
 the first always goes on, and everybody ends. A request is let in when the blocks for all of its tokens are there, and
 may push out requests of lower priority for it.
@@ -81,8 +81,13 @@ class Scheduler:
         completing, reading = list[Request](), list[Request]()
         for request in self.running:
             (completing if request.num_left == 1 else reading).append(request)
-        for request in (*completing, *reading):
+        for request in completing:
             if request.blocks:  # else it was preempted for another one
+                self._continue(request)
+        for request in reading:
+            if self.waiting and _is_lower(request, self.waiting[0]):
+                self._admit(version, admits, above=request)
+            if request.blocks:
                 self._continue(request)
         if self.waiting:
             self._admit(version, admits)
@@ -115,8 +120,9 @@ class Scheduler:
         return self.tables[request.slot, : len(request.blocks)]
 
     def table_of(self, slots: Sequence[int], num_tokens: int) -> npt.NDArray[np.int64]:
-        """The blocks of several, as many as hold `num_tokens`, up to a power of two."""
-        num_blocks = 1 << (num_blocks_for(num_tokens, self.config.block_tokens) - 1).bit_length()
+        """The blocks of several, as many as hold `num_tokens`, up to a power of four: few widths, few graphs."""
+        num_bits = (num_blocks_for(num_tokens, self.config.block_tokens) - 1).bit_length()
+        num_blocks = 1 << (num_bits + num_bits % 2)
         return self.tables[slots, :num_blocks]
 
     # -- drafts -------------------------------------------------------------------------------------------------------
@@ -206,10 +212,11 @@ class Scheduler:
 
     # -- those that wait ----------------------------------------------------------------------------------------------
 
-    def _admit(self, version: PolicyVersion, admits: bool) -> None:
+    def _admit(self, version: PolicyVersion, admits: bool, above: Request | None = None) -> None:
+        """`above`: whom those that are let in must have a higher priority than."""
         promised = {self._reading(request, version) for request in self.running} - {None}
         for request in self.waiting.copy():
-            if self._budget < 1:
+            if self._budget < 1 or (above is not None and not _is_lower(above, request)):
                 return
             if not (admits or self.has_started(request.id)):
                 continue
@@ -240,15 +247,17 @@ class Scheduler:
         """Whether it can be let in, after lower priorities have given up what it takes."""
         num_needed = num_blocks_for(len(request.ids), self.config.block_tokens) - len(match.blocks)
 
+        def num_taken() -> int:
+            return num_needed + sum(block.num_holders == 0 for block in match.blocks)
+
         def lacks() -> bool:
-            num_woken = sum(block.num_holders == 0 for block in match.blocks)
-            return num_needed + num_woken > self.pool.num_available or len(self.running) >= self.config.max_running
+            return num_taken() > self.pool.num_available or len(self.running) >= self.config.max_running
 
         if not lacks():
             return True
         lower = [other for other in self.running if _is_lower(other, request)]
         most = self.pool.num_available + sum(len(other.blocks) for other in lower)  # less where they share some
-        while lacks() and lower and num_needed <= most:
+        while lacks() and lower and num_taken() <= most:
             self._preempt(lower.pop())
         return not lacks()
 
@@ -274,6 +283,17 @@ class Scheduler:
         if request.num_cached is None:
             request.num_cached = min(num_there, request.num_prompt)
         self._grant(request, min(request.num_left, self._budget))
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "total_cached_tokens": float(self.num_cached),
+            "total_preemptions": float(self.num_preempted),
+            "num_running": float(len(self.running)),
+            "num_waiting": float(len(self.waiting)),
+            "num_blocks": float(self.pool.num_blocks),
+            "num_held_blocks": float(self.pool.num_held),
+            "num_unused_blocks": float(self.pool.num_unused),
+        }
 
     def audit(self) -> None:
         """Check the accounting of blocks, and that every request has the blocks it needs and no other."""

@@ -1,0 +1,65 @@
+"""Corners of the engine: precisions, blocks that change hands, priorities."""
+
+import pytest
+import torch
+
+from m2forge.protocols import Prompt
+from m2forge.rollout.config import RolloutConfig
+from m2forge.rollout.core import Core
+from m2forge.rollout.depth import FixedDepth
+from tests.rollout.draw import GREEDY, TINY, finish, ids_of, network, version
+from tests.rollout.test_speculation import make_sure
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sampling_with_drafts_runs_as_one_in_every_precision(dtype: torch.dtype) -> None:
+    config = RolloutConfig(block_tokens=4, num_blocks=64, max_running=4, step_tokens=64, speculation=1)
+    model = network(TINY.model_copy(update={"num_mtp": 1})).to(dtype)
+    core = Core(model, config, version(0), depth=FixedDepth(1), decodes_whole=True)
+    core.add("a", Prompt(ids_of(1, 2, 3), 10))
+    assert len(finish(core)["a", 0].ids) == 10
+
+
+def test_modules_are_not_said_to_have_run_over_a_block_of_another_request() -> None:
+    wide = TINY.model_copy(update={"num_mtp": 3, "max_context": 512})
+    model, depth = network(wide), FixedDepth(0)
+    make_sure(model)
+    config = RolloutConfig(num_blocks=256, max_running=4, step_tokens=64, speculation=3)
+    core = Core(model, config, version(0), depth=depth, decodes_whole=True)
+    prompt = Prompt(ids_of(*[token % 20 for token in range(16)]), 200, GREEDY)
+    core.add("a", prompt)
+    finish(core)  # no module has run
+    depth.depth = 3
+    core.add("b", prompt)
+    while not core.is_idle:
+        core.step()
+        for request in core._scheduler.running:
+            for module, num in enumerate(request.num_foreseen):
+                k_PTGK = core._runner.cache.k_YPTGK[wide.num_layers + module]
+                for place in range(num):
+                    assert k_PTGK[request.blocks[place // 16].index, place % 16].any(), (module, place, num)
+
+
+def test_nobody_is_pushed_out_for_one_who_cannot_enter_all_the_same() -> None:
+    core = Core(network(TINY), RolloutConfig(block_tokens=4, num_blocks=10, max_running=8, step_tokens=64), version(0))
+    shared = [token % 5 for token in range(12)]
+    core.add("warm", Prompt(ids_of(*shared), 2, GREEDY))
+    finish(core)
+    core.add("equal", Prompt(ids_of(*[6 + token % 7 for token in range(16)]), 20, GREEDY, priority=1))
+    core.step()
+    core.step()
+    core.add("low", Prompt(ids_of(15, 15, 15, 15, 15), 20, GREEDY))
+    core.step()
+    core.add("high", Prompt(ids_of(*shared, *[19] * 12), 1, GREEDY, priority=1))
+    core.step()
+    assert core.metrics()["total_preemptions"] == 0 or "high" not in {request.id for request in core._scheduler.waiting}
+
+
+def test_a_high_priority_does_not_wait_until_a_low_one_is_read() -> None:
+    model = network(TINY.model_copy(update={"max_context": 2048}))
+    core = Core(model, RolloutConfig(block_tokens=4, num_blocks=1024, max_running=16, step_tokens=16), version(0))
+    core.add("low", Prompt(ids_of(*[token % 7 for token in range(1600)]), 1, GREEDY))
+    core.step()
+    core.add("high", Prompt(ids_of(1), 1, GREEDY, priority=9))
+    ended = [id for _ in range(10) for id, chunk in core.step() if chunk.finish_reason]
+    assert "high" in ended
