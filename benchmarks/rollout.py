@@ -3,7 +3,8 @@
 cpu: SmolLM2-135M on two threads against vLLM and transformers. gpu: decode steps of `m2-mini` and of a slice of M2
 against the memory floor, and against transformers' continuous batching. agent: tokens computed over unique tokens in an
 agent workload. speculation: against plain decoding, with modules trained here. The files rollout_*.py say how each is
-measured. By default all parts that this machine can measure run; --tiny runs the gpu part small, on any machine.
+measured. By default all parts that this machine can measure run, with --quick those that have bars on a CPU; --tiny
+runs the gpu part small, on any machine.
 
     python benchmarks/rollout.py [--json] [--quick] [--part cpu|gpu|agent|speculation] [--tiny] [--keep FOLDER]
 """
@@ -39,7 +40,7 @@ def main() -> None:
             bars += gpu(device, is_tiny=options.tiny)
         elif part == "agent":
             bars += agent(device, is_quick=options.quick)
-        elif part == "speculation":
+        elif part == "speculation" and (options.part or not options.quick):
             bars += speculation(device, is_quick=options.quick, keep=options.keep)
         else:
             print("  not measured on this machine")

@@ -1,0 +1,1 @@
+"""Policy versions, published by who trains and taken by who samples."""

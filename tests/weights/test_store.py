@@ -1,0 +1,108 @@
+"""A version is whole or not there, means one state of the weights, and the newest few are kept."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from m2forge.errors import ConfigError, ExistsError
+from m2forge.model.build import build
+from m2forge.model.checkpoint import load_model
+from m2forge.model.preset import preset
+from m2forge.model.transformer import Transformer
+from m2forge.records import PolicyVersion
+from m2forge.weights.store import WeightStore
+
+PUBLISHER = """
+import sys
+from pathlib import Path
+import torch
+from m2forge.model.build import build
+from m2forge.model.preset import preset
+from m2forge.weights.store import WeightStore
+store = WeightStore(Path(sys.argv[1]), "run")
+model = build(preset("m2-nano").with_layers(1), torch.device("cpu"), torch.float32)
+newest = store.newest()
+for step in range(1 + (newest[0].step if newest else 0), 1000):
+    with torch.no_grad():
+        model.norm.weight.fill_(float(step))
+    store.publish(model, step)
+    print(step, flush=True)
+"""
+
+
+def make_model() -> Transformer:
+    torch.manual_seed(0)
+    return build(preset("m2-nano").with_layers(1), torch.device("cpu"), torch.float32)
+
+
+def test_the_newest_is_what_was_published_last(tmp_path: Path) -> None:
+    store, model = WeightStore(tmp_path / "weights", "run", keep=2), make_model()
+    assert store.newest() is None
+    for step in (0, 1, 5):
+        with torch.no_grad():
+            model.norm.weight.fill_(float(step))
+        store.publish(model, step)
+    found = store.newest()
+    assert found is not None
+    version, folder = found
+    assert version == PolicyVersion("run", 5)
+    assert (load_model(folder).norm.weight == 5).all()
+    assert [path.name for path in sorted(store.folder.iterdir())] == ["step-00000001", "step-00000005"]
+
+
+def test_companions_lie_beside_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    store = WeightStore(tmp_path / "weights", "run", companions=(tmp_path / "tokenizer.json",))
+    assert (store.publish(make_model(), 1) / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_version_means_one_state_until_the_trainer_went_back(tmp_path: Path) -> None:
+    store, model = WeightStore(tmp_path / "weights", "run", keep=5), make_model()
+    for step in (1, 2, 3):
+        store.publish(model, step)
+    with pytest.raises(ExistsError):
+        store.publish(model, 3)
+    store.go_back(1)
+    assert store.newest() == (PolicyVersion("run", 1), store.folder / "step-00000001")
+    store.publish(model, 2)
+
+
+def test_strange_folders_are_left_alone(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, "run", keep=1)
+    (tmp_path / "step-by-step").mkdir()
+    (tmp_path / "step-by-step" / "notes").write_text("")
+    store.publish(make_model(), 1)
+    assert store.newest() is not None
+    assert (tmp_path / "step-by-step" / "notes").exists()
+
+
+def test_keeping_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keep"):
+        WeightStore(tmp_path, "run", keep=0)
+
+
+def test_a_publisher_killed_at_any_moment_leaves_whole_versions(tmp_path: Path) -> None:
+    store, last = WeightStore(tmp_path / "weights", "run"), 0
+    for delay_s in (0.0, 0.011, 0.023):
+        with subprocess.Popen(
+            [sys.executable, "-c", PUBLISHER, str(store.folder)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            told = int(process.stdout.readline())
+            time.sleep(delay_s)
+            process.send_signal(signal.SIGKILL)
+            told = max([told, *map(int, process.stdout.read().split())])
+        found = store.newest()
+        assert found is not None
+        version, folder = found
+        assert version.step >= told > last
+        assert (load_model(folder).norm.weight == version.step).all()
+        last = version.step
+    store.publish(make_model(), last + 1)
+    assert not list(store.folder.glob(".*"))
+    assert len(list(store.folder.iterdir())) == 2
