@@ -1,0 +1,105 @@
+"""Any program as an agent: it is started with the gateway's address in its environment, and is not changed.
+
+    OPENAI_BASE_URL, OPENAI_API_KEY                          as OpenAI's SDK, and whatever uses it, reads them
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY                    as Anthropic's does
+    ANTHROPIC_AUTH_TOKEN                                     the same key, for programs that read this one alone
+    M2FORGE_MODEL                                            a name for the policy; the gateway takes any
+    M2FORGE_TASK_FILE                                        where the instruction lies in the workspace
+    M2FORGE_TASK                                             the instruction itself, unless it is too long for that
+
+It works in the sandbox's workspace until it exits or the sandbox ends it. What it printed and how it ended is kept.
+"""
+
+import json
+from pathlib import Path
+
+from m2forge.agents.config import BlackBoxConfig
+from m2forge.files import staged_folder
+from m2forge.protocols import AgentEnd, AgentResult, Command, Endpoint, Outcome, OutcomeReason, Sandbox
+from m2forge.records import JsonValue, Task
+
+TASK_FILE = ".m2forge/task.txt"
+MAX_VARIABLE_BYTES = 100_000
+"""Linux refuses to start a program with a variable of 128 KiB."""
+
+
+class BlackBoxAgent:
+    """See `Agent`."""
+
+    def __init__(self, config: BlackBoxConfig) -> None:
+        self._config = config
+
+    async def run(self, task: Task, endpoint: Endpoint, sandbox: Sandbox) -> AgentResult:
+        await sandbox.write(TASK_FILE, task.instruction.encode(errors="replace"))
+        env = environment(task, endpoint, sandbox.workspace) | dict(self._config.env)
+        outcome = await sandbox.run(Command(self._config.command, env, timeout_s=self._config.timeout_s))
+        return AgentResult(
+            end=_end(outcome),
+            answer=outcome.stdout.text(),
+            started_s=outcome.started_s,
+            finished_s=outcome.finished_s,
+            failure=_failure(outcome),
+            transcript={
+                "stdout.txt": outcome.stdout.text().encode(),
+                "stderr.txt": outcome.stderr.text().encode(),
+                "exit.json": json.dumps(_exit(outcome), indent=2).encode(),
+            },
+        )
+
+
+def environment(task: Task, endpoint: Endpoint, workspace: str) -> dict[str, str]:
+    """What tells a program whom to ask, and what to do."""
+    url = endpoint.url.rstrip("/")
+    env = {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": endpoint.key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": endpoint.key,
+        "ANTHROPIC_AUTH_TOKEN": endpoint.key,
+        "M2FORGE_MODEL": endpoint.model,
+        "M2FORGE_TASK_FILE": f"{workspace}/{TASK_FILE}",
+    }
+    instruction = task.instruction.encode(errors="replace")
+    if len(instruction) <= MAX_VARIABLE_BYTES and b"\0" not in instruction:
+        env["M2FORGE_TASK"] = instruction.decode()
+    return env
+
+
+def write_transcript(result: AgentResult, folder: Path) -> None:
+    """All of it, in a folder that is not there yet."""
+    with staged_folder(folder) as partial:
+        for name, content in result.transcript.items():
+            (partial / name).write_bytes(content)
+
+
+def _end(outcome: Outcome) -> AgentEnd:
+    if outcome.reason is OutcomeReason.TIMEOUT:
+        return AgentEnd.TIMEOUT
+    return AgentEnd.FINISHED if outcome.is_success else AgentEnd.FAILED
+
+
+def _failure(outcome: Outcome) -> str | None:
+    match outcome.reason:
+        case OutcomeReason.EXITED:
+            return None if outcome.is_success else f"exit status {outcome.status}"
+        case OutcomeReason.SIGNALLED:
+            return f"ended by signal {-outcome.status}"
+        case OutcomeReason.TIMEOUT:
+            return f"time ran out after {outcome.finished_s - outcome.started_s:.1f} s"
+        case OutcomeReason.FLOODED:
+            return "wrote more than it may"
+        case OutcomeReason.KILLED:
+            return "was ended from outside"
+
+
+def _exit(outcome: Outcome) -> dict[str, JsonValue]:
+    return {
+        "reason": outcome.reason,
+        "status": outcome.status,
+        "started_s": outcome.started_s,
+        "seconds": outcome.finished_s - outcome.started_s,
+        "cpu_s": outcome.cpu_s,
+        "max_memory_bytes": outcome.max_memory_bytes,
+        "num_stdout_bytes": outcome.stdout.num_bytes,
+        "num_stderr_bytes": outcome.stderr.num_bytes,
+    }

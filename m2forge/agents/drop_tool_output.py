@@ -1,0 +1,80 @@
+"""Drop tool output: where tools said more than a share of the context, a line stands for the oldest of it.
+
+What came in the last turn is never dropped: the model has not seen it yet.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from m2forge.agents.config import DropToolOutputConfig
+from m2forge.agents.operation import AskAside, Inputs, View
+from m2forge.records import JsonValue
+from m2forge.text.message import Message, Tool
+
+_DROPPED = re.compile(r"\[\d+ characters of output dropped\]")
+_SHORT = 60
+"""Characters; what is no longer than the line that would stand for it stays."""
+TOOL = Tool(
+    "drop_tool_output",
+    "Drop the output of earlier tool calls from this conversation; the calls themselves stay.",
+    {
+        "type": "object",
+        "properties": {"keep_results": {"type": "integer", "description": "How many of the last results stay whole."}},
+        "required": ["keep_results"],
+    },
+)
+
+
+class DropToolOutput:
+    """Applied twice with the same inputs it is as applied once."""
+
+    name = "drop_tool_output"
+    tool = TOOL
+
+    def __init__(self, config: DropToolOutputConfig) -> None:
+        self._config = config
+        self.parameters: Mapping[str, JsonValue] = config.model_dump(mode="json")
+
+    def is_due(self, view: View) -> bool:
+        said = sum(view.count(message.content) for message in view.messages if message.role == "tool")
+        return said > self._config.max_share * view.max_tokens and bool(self._beyond(view))
+
+    async def prepare(self, view: View, ask: AskAside) -> Inputs:
+        return {"indexes": self._beyond(view)}
+
+    def apply(self, messages: Sequence[Message], inputs: Inputs) -> tuple[Message, ...]:
+        indexes = inputs["indexes"]
+        dropped = set(indexes) if isinstance(indexes, Sequence) else set()
+        return tuple(
+            replace(message, content=f"[{len(message.content)} characters of output dropped]")
+            if index in dropped and _can_go(message)
+            else message
+            for index, message in enumerate(messages)
+        )
+
+    def read_call(self, view: View, arguments: Mapping[str, JsonValue]) -> Inputs:
+        results = [index for index, message in enumerate(view.messages) if message.role == "tool"]
+        keep = arguments["keep_results"]
+        num_kept = max(keep, 0) if isinstance(keep, int) else 0
+        older = results[: max(len(results) - num_kept, 0)]
+        return {"indexes": [index for index in older if _can_go(view.messages[index])]}
+
+    def _beyond(self, view: View) -> list[int]:
+        """Results, the newest first, that are more than may be kept, less those of the last turn."""
+        room = self._config.keep_share * view.max_tokens
+        beyond: list[int] = []
+        is_last_turn = True
+        for index in reversed(range(len(view.messages))):
+            message = view.messages[index]
+            if message.role == "assistant":
+                is_last_turn = False
+            elif message.role == "tool":
+                room -= view.count(message.content)
+                if room < 0 and not is_last_turn and _can_go(message):
+                    beyond.append(index)
+        return beyond[::-1]
+
+
+def _can_go(message: Message) -> bool:
+    return message.role == "tool" and len(message.content) > _SHORT and not _DROPPED.fullmatch(message.content)

@@ -1,0 +1,49 @@
+"""The shape of a conversation: what it begins with, and the turns after that.
+
+    head     everything before the model first spoke: the system's message, the task, what was noted of dropped turns
+    turn     one message of the model with all that follows it, results of its calls above all
+
+Operations keep whole turns or drop them, so that no result is left without its call.
+"""
+
+from collections.abc import Sequence
+
+from m2forge.errors import RecordError
+from m2forge.text.message import Message
+
+
+def split_turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
+    head: list[Message] = []
+    turns: list[list[Message]] = []
+    for message in messages:
+        if message.role == "assistant":
+            turns.append([message])
+        else:
+            (turns[-1] if turns else head).append(message)
+    return head, turns
+
+
+def task_of(messages: Sequence[Message]) -> list[Message]:
+    """The messages up to the first user's: they are never dropped."""
+    for index, message in enumerate(messages):
+        if message.role == "user":
+            return list(messages[: index + 1])
+    raise RecordError("a conversation without a user's message has no task")
+
+
+def check_operation(name: str, before: Sequence[Message], after: Sequence[Message]) -> None:
+    """Refuse what an operation made of a conversation if the task changed or a result lost its call."""
+    task = task_of(before)
+    if list(after[: len(task)]) != task:
+        raise RecordError(f"operation {name}: expected the messages up to the task unchanged")
+    waiting: list[str] = []
+    for index, message in enumerate(after):
+        if message.role == "tool":
+            if not waiting or message.tool_call_id != waiting.pop(0):
+                raise RecordError(f"operation {name}: message {index} is the result of a call that is not before it")
+        else:
+            if waiting:
+                raise RecordError(f"operation {name}: message {index} follows a call without its result")
+            waiting = [call.id for call in message.tool_calls]
+    if waiting:
+        raise RecordError(f"operation {name}: the last message's calls lost their results")

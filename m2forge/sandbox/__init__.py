@@ -1,0 +1,1 @@
+"""Commands in isolation: run to their end or fed as workers, behind the protocol `Sandbox`."""

@@ -1,0 +1,203 @@
+"""The process between a sandbox and a command: it starts the command, waits for it, and leaves nothing of it behind.
+
+A script of its own, run as `python -I -S keeper.py CONTROL STATUS` with two inherited pipes. On CONTROL comes what to
+run, a length and a marshalled tuple (see `Order`); on STATUS go the command's id at once, as 8 bytes, and a marshalled
+`Report` at the end. It adopts every process whose parent dies (as a subreaper), so what a command starts cannot get
+away by forking twice or by a session of its own, and when the command is over, all of it is killed. So is it when the
+time is up, and when CONTROL is closed: because whoever ordered it wants that, or is dead, by whatever signal.
+
+It imports little, because it is started for each command.
+"""
+
+import ctypes
+import errno
+import marshal
+import os
+import resource
+import select
+import signal
+import sys
+import time
+
+Order = tuple[list[str], dict[str, str], str, dict[str, int], float, float]
+"""argv, environment, folder, limits by the names of `resource`, seconds until the end, seconds of grace."""
+Report = tuple[int, bool, bool, float, int]
+"""Wait status, whether the time was up, whether it was asked to kill, CPU seconds, bytes of memory at most."""
+
+SUBREAPER, DEATH_SIGNAL = 36, 1
+"""Of prctl."""
+GIVE_UP_S = 5.0
+"""Processes that outlive SIGKILL for so long are stuck in the kernel."""
+PARENT_CHECK_S = 1.0
+"""A process forked from our parent may keep CONTROL open when the parent is dead."""
+CANNOT_RUN, NOT_FOUND = 126, 127
+
+
+def main() -> None:
+    control, status = int(sys.argv[1]), int(sys.argv[2])
+    parent = os.getppid()
+    order: Order = marshal.loads(_read_order(control))
+    if ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0):
+        sys.exit("a process cannot adopt its descendants here; Linux 3.4 or later is needed")
+    woken, wake = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    command = os.fork()
+    if not command:
+        _become(order, {control, status, woken, wake})
+    os.write(status, command.to_bytes(8, "little"))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)  # the command's alone, so that they end with it
+    keeper = Keeper(command, control, woken, parent)
+    keeper.watch(order[4], order[5])
+    keeper.kill_all()
+    report: Report = (keeper.wait_status, keeper.is_timeout, keeper.is_asked, keeper.cpu_s, keeper.max_memory_bytes)
+    try:  # noqa: SIM105  (contextlib takes long to import)
+        os.write(status, marshal.dumps(report))
+    except BrokenPipeError:
+        pass  # nobody is left to hear it
+
+
+class Keeper:
+    def __init__(self, command: int, control: int, woken: int, parent: int) -> None:
+        self._command, self._control, self._woken, self._parent = command, control, woken, parent
+        self._is_over, self._has_children = False, True
+        self.wait_status = signal.SIGKILL.value
+        self.is_timeout, self.is_asked = False, False
+        self.cpu_s, self.max_memory_bytes = 0.0, 0
+
+    def watch(self, timeout_s: float, grace_s: float) -> None:
+        """Until the command is over or must be killed."""
+        end_s = time.monotonic() + timeout_s
+        self._reap()
+        while not self._is_over:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                if self.is_timeout or not grace_s:
+                    self.is_timeout = True
+                    return
+                self.is_timeout = True
+                end_s += grace_s
+                self._tell_to_end()
+                continue
+            ready, _, _ = select.select([self._control, self._woken], [], [], min(left_s, PARENT_CHECK_S))
+            if self._control in ready or os.getppid() != self._parent or self._is_told():
+                self.is_asked = True
+                return
+            self._reap()
+
+    def kill_all(self) -> None:
+        """Kill and reap until nothing is left. Each one's children become ours when it dies."""
+        end_s = time.monotonic() + GIVE_UP_S
+        self._reap()
+        while self._has_children and time.monotonic() < end_s:
+            for process in descendants(os.getpid()):
+                _signal(process, signal.SIGKILL)
+            select.select([self._woken], [], [], 0.01)
+            self._is_told()
+            self._reap()
+
+    def _tell_to_end(self) -> None:
+        for process in descendants(os.getpid()):
+            _signal(process, signal.SIGTERM)
+
+    def _is_told(self) -> bool:
+        """Whether a signal came that asks this process itself to end."""
+        try:
+            numbers = os.read(self._woken, 4096)
+        except BlockingIOError:
+            return False
+        return any(number != signal.SIGCHLD for number in numbers)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                process, wait_status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                self._has_children = False
+                return
+            if not process:
+                return
+            self.cpu_s += usage.ru_utime + usage.ru_stime
+            self.max_memory_bytes = max(self.max_memory_bytes, usage.ru_maxrss << 10)
+            if process == self._command:
+                self._is_over, self.wait_status = True, wait_status
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Processes below one, as they are now."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208  (pathlib takes long to import)
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
+                    # The name, in brackets, may hold anything.
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+            except (OSError, ValueError, IndexError):
+                continue
+            children.setdefault(parent, []).append(int(name))
+    found: list[int] = []
+    waiting = [ancestor]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+def _become(order: Order, pipes: set[int]) -> None:
+    """In the child: turn into the command. Never returns."""
+    argv, env, folder, limits, _, _ = order
+    try:
+        os.setsid()  # its id is now that of its session and its group
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        # Should the keeper itself be killed, at least its child goes with it.
+        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        for pipe in pipes:
+            os.close(pipe)
+        os.chdir(folder)
+        for name, most in limits.items():
+            kind = getattr(resource, name)
+            hard = resource.getrlimit(kind)[1]
+            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(kind, (most, most))
+        os.execvpe(argv[0], argv, env)
+    except OSError as error:
+        os.write(2, f"{argv[0]}: cannot be run: {error.strerror}\n".encode())
+        os._exit(NOT_FOUND if error.errno == errno.ENOENT else CANNOT_RUN)
+    except BaseException as error:  # noqa: BLE001  (the child must not go on as a second keeper)
+        os.write(2, f"{argv[0]}: cannot be run: {error}\n".encode())
+        os._exit(CANNOT_RUN)
+
+
+def _signal(process: int, number: signal.Signals) -> None:
+    try:  # noqa: SIM105
+        os.kill(process, number)
+    except (ProcessLookupError, PermissionError):
+        pass  # gone, or somebody else's by now
+
+
+def _read_order(control: int) -> bytes:
+    size = int.from_bytes(_read_exactly(control, 8), "little")
+    return _read_exactly(control, size)
+
+
+def _read_exactly(source: int, size: int) -> bytes:
+    parts = []
+    while size:
+        part = os.read(source, size)
+        if not part:
+            sys.exit("the order broke off")
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+if __name__ == "__main__":
+    main()

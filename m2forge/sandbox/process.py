@@ -1,0 +1,92 @@
+"""Commands as plain processes of this machine: limited, and gone when they should be, but not locked in.
+
+A command sees the file system and the network as this process does. It inherits nothing but a few named environment
+variables, its home is the workspace, it is in a session of its own, and the kernel holds it to its limits. When it
+ends, runs out of time, is cancelled, or this process dies (by whatever signal), it and every process it has started
+are killed. That keeps agents from disturbing each other by accident; it keeps no secret from a hostile one.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from m2forge.errors import DataError, NotFoundError
+from m2forge.files import write_atomic
+from m2forge.protocols import Command, Outcome, OutcomeReason
+from m2forge.sandbox.config import SandboxConfig
+from m2forge.sandbox.worker import ProcessWorker
+
+DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
+"""Where this process has none."""
+
+
+class ProcessSandbox:
+    """See `Sandbox`."""
+
+    def __init__(self, workspace: Path, config: SandboxConfig | None = None) -> None:
+        """The workspace is made if it is not there; it stays when the sandbox is closed."""
+        workspace.mkdir(parents=True, exist_ok=True)
+        self._root = workspace.resolve()
+        self.workspace = str(self._root)
+        self._config = config or SandboxConfig()
+        self._workers: set[ProcessWorker] = set()
+
+    async def run(self, command: Command) -> Outcome:
+        worker = await self._start(command, is_fed=False)
+        try:
+            return await worker.wait()
+        except asyncio.CancelledError:
+            await worker.stop()
+            raise
+
+    async def start(self, command: Command) -> ProcessWorker:
+        """The sandbox's limit of time is that of a worker's whole life."""
+        return await self._start(command, is_fed=True)
+
+    async def read(self, path: str, max_bytes: int) -> bytes:
+        return await asyncio.to_thread(self._read, path, max_bytes)
+
+    async def write(self, path: str, content: bytes) -> None:
+        await asyncio.to_thread(write_atomic, self._inside(path), content)
+
+    async def close(self) -> None:
+        workers = list(self._workers)
+        for worker in workers:
+            worker.kill(OutcomeReason.KILLED)
+        for worker in workers:
+            await worker.wait()
+
+    async def _start(self, command: Command, *, is_fed: bool) -> ProcessWorker:
+        worker = ProcessWorker(command, self._config, is_fed=is_fed)
+        starting = asyncio.ensure_future(worker.start(self._environment(command.env), self._root))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # Half started it could not be ended.
+            await starting
+            await worker.stop()
+            raise
+        self._workers.add(worker)
+        worker.ended.add_done_callback(lambda _: self._workers.discard(worker))
+        return worker
+
+    def _environment(self, own: Mapping[str, str]) -> dict[str, str]:
+        passed_on = {name: os.environ[name] for name in self._config.inherits if name in os.environ}
+        return {"PATH": DEFAULT_PATH} | passed_on | {"HOME": self.workspace, "PWD": self.workspace} | dict(own)
+
+    def _read(self, path: str, max_bytes: int) -> bytes:
+        place = self._inside(path)
+        if not place.is_file():
+            raise NotFoundError(f"{path} is not a file of the workspace")
+        with place.open("rb") as file:
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise DataError(f"{path} is larger than {max_bytes} bytes; read a part of it by a command")
+        return content
+
+    def _inside(self, path: str) -> Path:
+        place = (self._root / path).resolve()
+        if not place.is_relative_to(self._root) or place == self._root:
+            raise NotFoundError(f"{path} is not a file inside the workspace; give a path below it")
+        return place

@@ -1,0 +1,228 @@
+"""A command under its keeper: started, fed, read, limited, and ended with all that it has started.
+
+    keeper's pipes    control ──▶ what to run; closing it kills          status ◀── how it ended
+    command's pipes   stdin ──▶                                           stdout, stderr ◀──
+
+Neither a flood of output nor a reader that is slow costs memory: of a command that is run, both streams go into
+captures; a worker's standard output is read as fast as its lines are received.
+"""
+
+import asyncio
+import contextlib
+import marshal
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from m2forge.errors import DataError
+from m2forge.protocols import Captured, Command, Outcome, OutcomeReason
+from m2forge.sandbox import keeper
+from m2forge.sandbox.capture import Capture
+from m2forge.sandbox.config import SandboxConfig
+from m2forge.sandbox.pipe import Drain, Source
+
+_LOADER = ("LD_LIBRARY_PATH",)
+"""What an interpreter may need to start. A command can read it, so there is nothing else."""
+_ID_SIZE = 8
+LAST_WORDS_S = 1.0
+"""How long streams may stay open after all processes are dead: one may have handed them to a stranger."""
+
+
+@dataclass(slots=True)
+class _Pipes:
+    control: Drain
+    status: Source
+    stdin: Drain
+    stdout: Source
+    stderr: Source | None
+
+
+class ProcessWorker:
+    """See `Worker`; `run` is for a command that nobody feeds. Belongs to one event loop."""
+
+    def __init__(self, command: Command, config: SandboxConfig, *, is_fed: bool) -> None:
+        self._command, self._config, self._is_fed = command, config, is_fed
+        self._stdout, self._stderr = Capture(config.max_output_bytes), Capture(config.max_output_bytes)
+        self._lines = bytearray()
+        self._num_searched = 0
+        self._more = asyncio.Event()
+        self._report = bytearray()
+        self._is_over = False
+        self._reason: OutcomeReason | None = None
+        """Why this side ended it, if it did."""
+        self.ended: asyncio.Task[Outcome]
+        """Done when nothing of the command is left; there once it was started."""
+
+    async def start(self, env: Mapping[str, str], folder: Path) -> None:
+        """`env`: all of it."""
+        self._started_s = time.time()
+        order = self._order(env, folder)
+        control_end, control = os.pipe()
+        status, status_end = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", keeper.__file__, str(control_end), str(status_end)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT if self._command.merges_stderr else subprocess.PIPE,
+                env={name: os.environ[name] for name in _LOADER if name in os.environ},
+                pass_fds=(control_end, status_end),
+                start_new_session=True,
+                bufsize=0,
+            )
+        except BaseException:
+            os.close(control)
+            os.close(status)
+            raise
+        finally:
+            os.close(control_end)
+            os.close(status_end)
+        try:
+            self._pipes = await self._connect(control, status)
+        except BaseException:
+            self._process.kill()  # it had no order yet
+            self._process.wait()
+            raise
+        self._pipes.control.write(len(order).to_bytes(8, "little") + order)
+        if not self._is_fed:
+            self._pipes.stdin.write(self._command.stdin)
+            self._pipes.stdin.close()
+        self.ended = asyncio.get_running_loop().create_task(self._finish())
+
+    # -- Worker --------------------------------------------------------------------------------------------------------
+
+    async def send(self, data: bytes) -> None:
+        self._pipes.stdin.write(data)
+        await self._pipes.stdin.flush()
+
+    async def receive_line(self, timeout_s: float | None = None) -> bytes:
+        async with asyncio.timeout(timeout_s):
+            while (end := self._lines.find(b"\n", self._num_searched)) < 0:
+                self._num_searched = len(self._lines)
+                if self._num_searched > self._config.max_output_bytes:
+                    raise DataError(f"a worker's line exceeds {self._config.max_output_bytes} bytes; raise the limit")
+                if self._pipes.stdout.ended.done():
+                    end = len(self._lines) - 1
+                    break
+                self._pipes.stdout.resume()
+                self._more.clear()
+                await self._more.wait()
+        line = bytes(self._lines[: end + 1])
+        del self._lines[: end + 1]
+        self._num_searched = 0
+        return line
+
+    async def end_input(self) -> None:
+        self._pipes.stdin.close()
+
+    async def wait(self) -> Outcome:
+        return await asyncio.shield(self.ended)
+
+    async def stop(self) -> Outcome:
+        self.kill(OutcomeReason.KILLED)
+        return await self.wait()
+
+    def kill(self, reason: OutcomeReason) -> None:
+        """Ask for its end; `wait` tells when nothing is left. What ended before keeps its own reason."""
+        self._reason = self._reason or reason
+        self._pipes.control.abort()
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    def _order(self, env: Mapping[str, str], folder: Path) -> bytes:
+        config, command = self._config, self._command
+        limits = {
+            "RLIMIT_AS": config.max_memory_bytes,
+            "RLIMIT_CPU": config.max_cpu_s,
+            "RLIMIT_FSIZE": config.max_file_bytes,
+            "RLIMIT_NPROC": config.max_processes,
+            "RLIMIT_CORE": 0,
+        }
+        set_limits = {name: most for name, most in limits.items() if most is not None}
+        timeout_s = min(config.timeout_s, command.timeout_s or config.timeout_s)
+        order: keeper.Order = (list(command.argv), dict(env), str(folder), set_limits, timeout_s, config.grace_s)
+        return marshal.dumps(order)
+
+    async def _connect(self, control: int, status: int) -> _Pipes:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return _Pipes(
+            control=await Drain.connect(os.fdopen(control, "wb", buffering=0)),
+            status=await Source.connect(os.fdopen(status, "rb", buffering=0), self._report.extend),
+            stdin=await Drain.connect(process.stdin),
+            stdout=await Source.connect(process.stdout, self._take_lines if self._is_fed else self._take_stdout),
+            stderr=None if process.stderr is None else await Source.connect(process.stderr, self._take_stderr),
+        )
+
+    async def _finish(self) -> Outcome:
+        """When the keeper is gone, nothing of the command is left."""
+        pipes = self._pipes
+        await pipes.status.ended
+        finished_s = time.time()
+        self._process.wait()  # it closes its status by ending
+        self._is_over = True
+        if len(self._report) == _ID_SIZE:
+            # The keeper was killed before it could report. The command went with it; this is for the command's group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int.from_bytes(self._report, "little"), signal.SIGKILL)
+        pipes.stdout.resume()
+        streams = [source for source in (pipes.stdout, pipes.stderr) if source is not None]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                for source in streams:
+                    await asyncio.shield(source.ended)
+        for source in streams:
+            source.close()
+        pipes.stdin.abort()
+        pipes.control.abort()
+        self._more.set()
+        return self._judge(finished_s)
+
+    def _judge(self, finished_s: float) -> Outcome:
+        report: keeper.Report = (signal.SIGKILL.value, False, False, 0.0, 0)
+        if len(self._report) > _ID_SIZE:
+            report = marshal.loads(self._report[_ID_SIZE:])
+        wait_status, is_timeout, is_asked, cpu_s, max_memory_bytes = report
+        status = os.waitstatus_to_exitcode(wait_status)
+        if is_timeout:
+            reason = OutcomeReason.TIMEOUT
+        elif is_asked:
+            reason = self._reason or OutcomeReason.KILLED
+        else:
+            reason = OutcomeReason.SIGNALLED if status < 0 else OutcomeReason.EXITED
+        stdout = Captured(bytes(self._lines), num_bytes=len(self._lines)) if self._is_fed else self._stdout.captured()
+        return Outcome(
+            reason=reason,
+            status=status,
+            stdout=stdout,
+            stderr=self._stderr.captured(),
+            started_s=self._started_s,
+            finished_s=max(finished_s, self._started_s),
+            cpu_s=cpu_s,
+            max_memory_bytes=max_memory_bytes,
+        )
+
+    def _take_stdout(self, data: bytes) -> None:
+        self._stdout.add(data)
+        self._check_flood()
+
+    def _take_stderr(self, data: bytes) -> None:
+        self._stderr.add(data)
+        self._check_flood()
+
+    def _check_flood(self) -> None:
+        most = max(self._stdout.num_bytes, self._stderr.num_bytes)
+        if self._config.on_flood == "kill" and most > self._config.max_output_bytes:
+            self.kill(OutcomeReason.FLOODED)
+
+    def _take_lines(self, data: bytes) -> None:
+        self._lines += data
+        if len(self._lines) > self._config.max_output_bytes and not self._is_over:
+            self._pipes.stdout.pause()
+        self._more.set()
