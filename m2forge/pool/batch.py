@@ -1,0 +1,214 @@
+"""Ready units in the order of the window in, batches out; committed with the version that they trained, or returned.
+
+    claim      units of the window → training, in one transaction; two processes never get the same unit
+    commit     → trained, with the policy version, in one transaction; a batch is committed once, a step has one batch
+    restore    the weights are those of a checkpoint again: what they have not learnt returns to ready, in its old place
+
+A unit is trained once in the lineage of the weights: it is trained exactly if the version it was committed with is one
+that the weights at hand descend from. These functions run inside the transaction that is handed to them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
+
+from m2forge.pool.config import PoolConfig
+from m2forge.pool.queue import QueueRow, UnitRow, drop_group, lock_queue, requeue_group
+from m2forge.pool.schema import batch_table, episode_table, queue_table, unit_table
+from m2forge.pool.state import (
+    DropReason,
+    EpisodeState,
+    Origin,
+    StateError,
+    UnitState,
+    move_episodes,
+    move_units,
+)
+from m2forge.pool.tally import TRAINED, count
+from m2forge.pool.window import Unit, Window
+from m2forge.records import PolicyVersion
+
+_WINDOW_COLUMNS = ("id", "place", "group_name", "origin", "domain", "state", "size", "oldest_step", "taken_before")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Units that are this process's to train."""
+
+    id: int
+    epoch: int
+    units: tuple[int, ...]
+    """Ids, by their places."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    num_returned: int
+    """Units that are ready again."""
+    num_gone: int
+    """Units that the weights have not learnt any more, but that retention has deleted."""
+
+
+def claim(
+    connection: Connection,
+    config: PoolConfig,
+    num_units: int,
+    version: PolicyVersion,
+    quotas: Mapping[str, int] | None,
+    now_s: float,
+) -> Claim | None:
+    """A batch for weights that are at `version`; None where the window holds too few finished units yet. `quotas`:
+    units of each domain."""
+    queue = lock_queue(connection)
+    _check_lineage(queue, version)
+    rows = _window_rows(connection, config.window.size + num_units)
+    by_place = {row.place: row for row in rows}
+    window = Window(config.window.size, [_unit(row) for row in rows], queue.num_taken)
+    if config.window.max_staleness is not None:
+        stale = window.give_up_stale(version.step - config.window.max_staleness)
+        _give_up(connection, config, [by_place[unit.place] for unit in stale], config.window.stale, DropReason.STALE)
+    taken = window.take(num_units, quotas)
+    while not taken and config.window.straggler != "wait":
+        head = window.blocker(num_units, quotas)
+        if head is None or not _is_straggler(connection, config, by_place[head.place], now_s):
+            break
+        gone = [by_place[unit.place] for unit in window.give_up(head.place)]
+        _give_up(connection, config, gone, config.window.straggler, DropReason.STRAGGLER)
+        taken = window.take(num_units, quotas)
+    if not taken:
+        return None
+    chosen = [by_place[unit.place] for unit in taken]
+    return _mark_taken(connection, queue, chosen)
+
+
+def _mark_taken(connection: Connection, queue: QueueRow, rows: Sequence[UnitRow]) -> Claim:
+    values = {"epoch": queue.epoch, "num_units": len(rows), "is_open": True}
+    batch: int = connection.execute(insert(batch_table).values(values).returning(batch_table.c.id)).scalar_one()
+    ids = [row.id for row in rows]
+    unit = unit_table.c
+    # As `Window.lag` has it: all that was taken before a unit, or with it.
+    lag = queue.num_taken + len(rows) - 1 - unit.taken_before
+    moved = move_units(connection, UnitState.TRAINING, unit.id.in_(ids), batch=batch, is_queued=False, lag=lag)
+    size = sum(row.size for row in rows)
+    moved_episodes = move_episodes(connection, EpisodeState.TRAINING, episode_table.c.unit.in_(ids))
+    assert (moved, moved_episodes) == (len(ids), size), "units that were locked changed"
+    connection.execute(update(queue_table).values(num_taken=queue.num_taken + len(rows)))
+    return Claim(batch, queue.epoch, tuple(ids))
+
+
+def _window_rows(connection: Connection, limit: int) -> Sequence[UnitRow]:
+    """The first queued units. Of a batch of n no unit stands behind W + n of them."""
+    unit = unit_table.c
+    query = select(*(unit[name] for name in _WINDOW_COLUMNS)).where(unit.is_queued).order_by(unit.place).limit(limit)
+    return connection.execute(query.with_for_update()).all()
+
+
+def _unit(row: UnitRow) -> Unit:
+    return Unit(
+        place=row.place,
+        group=row.group_name,
+        label=row.domain,
+        is_finished=row.state == UnitState.READY,
+        oldest_step=row.oldest_step,
+        num_taken_before=row.taken_before,
+    )
+
+
+def _is_straggler(connection: Connection, config: PoolConfig, row: UnitRow, now_s: float) -> bool:
+    started = select(func.min(episode_table.c.started_s)).where(episode_table.c.unit == row.id)
+    started_s = connection.execute(started).scalar_one()
+    return started_s is not None and now_s - started_s > config.window.straggler_s
+
+
+def _give_up(
+    connection: Connection, config: PoolConfig, rows: Sequence[UnitRow], policy: str, reason: DropReason
+) -> None:
+    origins = {row.group_name: row.origin for row in rows}
+    for group, origin in origins.items():
+        # Nobody here can make a deployed agent try again.
+        if policy == "requeue" and origin == Origin.LOOP:
+            requeue_group(connection, config, group)
+        else:
+            drop_group(connection, config, group, reason)
+
+
+def commit(connection: Connection, config: PoolConfig, claimed: Claim, version: PolicyVersion) -> None:
+    """The batch has made the weights `version`."""
+    queue = lock_queue(connection)
+    _check_lineage(queue, version)
+    if claimed.epoch != queue.epoch:
+        raise StateError(f"batch {claimed.id} was claimed before the pool was restored; its units are claimed anew")
+    if version.step <= queue.step:
+        raise StateError(f"step {version.step} of {version.lineage} is committed; expected one after {queue.step}")
+    batch, unit, episode = batch_table.c, unit_table.c, episode_table.c
+    named = {"lineage": version.lineage, "step": version.step}
+    closing = update(batch_table).where(batch.id == claimed.id, batch.is_open).values(is_open=False, **named)
+    if connection.execute(closing).rowcount != 1:
+        raise StateError(f"batch {claimed.id} is committed already, or was returned")
+    rows = connection.execute(select(unit.id, unit.difficulty).where(unit.batch == claimed.id)).all()
+    ids = [row.id for row in rows]
+    moved = move_units(connection, UnitState.TRAINED, unit.id.in_(ids), **named)
+    move_episodes(connection, EpisodeState.TRAINED, episode.unit.in_(ids))
+    if moved != len(claimed.units):
+        raise StateError(f"batch {claimed.id}: {moved} of {len(claimed.units)} units are still its own")
+    connection.execute(update(queue_table).values(named))
+    count(connection, TRAINED, [row.difficulty for row in rows], config.difficulty_bin)
+
+
+def return_batch(connection: Connection, claimed: Claim) -> None:
+    """Nothing came of it: its units are ready again, in their old places."""
+    lock_queue(connection)
+    batch = batch_table.c
+    closing = update(batch_table).where(batch.id == claimed.id, batch.is_open, batch.epoch == claimed.epoch)
+    if connection.execute(closing.values(is_open=False)).rowcount == 1:
+        _return(connection, unit_table.c.batch == claimed.id)
+
+
+def restore(connection: Connection, config: PoolConfig, version: PolicyVersion) -> Restored:
+    """The weights are those of `version`: return what they have not learnt, and refuse batches that are under way."""
+    queue = lock_queue(connection)
+    batch, unit = batch_table.c, unit_table.c
+    is_learnt = and_(unit.lineage == version.lineage, unit.step <= version.step)
+    forgotten = and_(unit.state == UnitState.TRAINED, ~is_learnt)
+    difficulties = connection.execute(select(unit.difficulty).where(forgotten)).scalars().all()
+    batch_learnt = and_(batch.lineage == version.lineage, batch.step <= version.step)
+    undone = and_(batch.lineage.is_not(None), ~batch_learnt)
+    num_undone = connection.execute(select(func.coalesce(func.sum(batch.num_units), 0)).where(undone)).scalar_one()
+    returned = _return(connection, or_(forgotten, unit.state == UnitState.TRAINING))
+    connection.execute(
+        update(batch_table).where(or_(batch.is_open, undone)).values(is_open=False, lineage=None, step=None)
+    )
+    values = {"epoch": queue.epoch + 1, "lineage": version.lineage, "step": version.step}
+    connection.execute(update(queue_table).values(durable_step=version.step, **values))
+    count(connection, TRAINED, difficulties, config.difficulty_bin, by=-1)
+    return Restored(returned, int(num_undone) - len(difficulties))
+
+
+def _return(connection: Connection, where: ColumnElement[bool]) -> int:
+    """To their old places. Who was submitted since then has been overtaken by nobody."""
+    unit = unit_table.c
+    connection.execute(select(unit.id).where(where).order_by(unit.place).with_for_update()).all()
+    move_episodes(connection, EpisodeState.FINISHED, episode_table.c.unit.in_(select(unit.id).where(where)))
+    values = {"is_queued": True, "batch": None, "lag": None, "lineage": None, "step": None}
+    moved = move_units(connection, UnitState.READY, where, **values)
+    connection.execute(update(queue_table).values(num_taken=queue_table.c.num_taken - moved))
+    num_taken = select(queue_table.c.num_taken).scalar_subquery()
+    is_ahead = and_(unit.is_queued, unit.taken_before > num_taken)
+    connection.execute(update(unit_table).where(is_ahead).values(taken_before=num_taken))
+    return moved
+
+
+def mark_durable(connection: Connection, version: PolicyVersion) -> None:
+    """A checkpoint of `version` is on disk: what it has learnt will not return."""
+    queue = lock_queue(connection)
+    _check_lineage(queue, version)
+    connection.execute(update(queue_table).values(durable_step=max(queue.durable_step, version.step)))
+
+
+def _check_lineage(queue: QueueRow, version: PolicyVersion) -> None:
+    if queue.lineage not in (None, version.lineage):
+        raise StateError(
+            f"the pool follows the weights of {queue.lineage!r}, received a version of {version.lineage!r}; restore it "
+            "to that version first"
+        )

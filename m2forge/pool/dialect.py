@@ -1,0 +1,184 @@
+"""Where SQLite and PostgreSQL differ: how they are opened, how a transaction begins, what is said in SQL of their own.
+
+SQLite is opened with a write-ahead log. A transaction that will write says so when it begins, since one that finds out
+later may find the database changed and fail. The log is emptied by whoever writes, once it is longer than allowed:
+readers that overlap would otherwise keep it growing for as long as they come.
+"""
+
+import logging
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url, text
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import DBAPIError, NoSuchModuleError
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from m2forge.errors import ConfigError, M2ForgeError
+from m2forge.pool.config import PoolConfig
+from m2forge.pool.schema import call_table
+
+_log = logging.getLogger(__name__)
+
+PAGE_BYTES = 16384
+"""Of SQLite: large enough that a few calls fit on one."""
+_SCHEMA_LOCK = 0x6D32706F
+"""PostgreSQL's advisory lock while tables are made."""
+_CHECK_EVERY = 64
+"""Transactions between two looks at the length of the log."""
+
+
+class PoolError(M2ForgeError, OSError):
+    """A database that cannot be reached, or does not answer."""
+
+
+class Database:
+    def __init__(self, config: PoolConfig) -> None:
+        url = make_url(config.url)
+        self.is_sqlite = url.get_backend_name() == "sqlite"
+        self.place = url.render_as_string(hide_password=True)
+        self._wal_bytes = config.wal_bytes
+        self._num_writes = 0
+        self._path: Path | None = None
+        try:
+            if self.is_sqlite:
+                self._path = Path(str(url.database))
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self.engine = create_engine(url, connect_args={"timeout": config.busy_timeout_s})
+                event.listen(self.engine, "connect", _SetUp(config))
+                event.listen(self.engine, "begin", _begin)
+            else:
+                wait_ms = round(config.busy_timeout_s * 1000)
+                options = f"-c lock_timeout={wait_ms}"
+                url = url.set(drivername="postgresql+psycopg")
+                arguments = {"options": options, "cursor_factory": _binary_cursor()}
+                self.engine = create_engine(url, connect_args=arguments, pool_pre_ping=True)
+        except (ModuleNotFoundError, NoSuchModuleError) as error:
+            raise ConfigError(
+                "pool.url asks for PostgreSQL, whose driver is not installed; run pip install 'm2forge[postgres]'"
+            ) from error
+        except OSError as error:
+            raise PoolError(f"{self.place}: its folder cannot be made ({error.strerror})") from error
+        self._writing: Engine = self.engine.execution_options(m2forge_writes=True)
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """One transaction, there for others when the block ends, or not at all."""
+        with self._named(), self._writing.begin() as connection:
+            yield connection
+        self._num_writes += 1
+        if self.is_sqlite and self._num_writes % _CHECK_EVERY == 0:
+            self.bound_log()
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        with self._named(), self.engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except DBAPIError as error:
+            # The driver's own words: SQLAlchemy adds the statement and its parameters, which hold what agents wrote.
+            raise PoolError(f"{self.place}: the database does not serve: {error.orig}") from error
+
+    def log_bytes(self) -> int:
+        """Length of SQLite's write-ahead log; 0 elsewhere."""
+        if self._path is None:
+            return 0
+        log = self._path.with_name(f"{self._path.name}-wal")
+        return log.stat().st_size if log.exists() else 0
+
+    def bound_log(self) -> None:
+        """Empty SQLite's log if it is longer than allowed, waiting for readers."""
+        if self.log_bytes() <= self._wal_bytes:
+            return
+        with self._named(), self.engine.connect() as connection:
+            raw = connection.connection.driver_connection
+            assert isinstance(raw, sqlite3.Connection)
+            is_busy = raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+        if is_busy:
+            _log.warning("%s: a reader keeps the log from being emptied; %d bytes", self.place, self.log_bytes())
+
+    def reclaim(self, num_pages: int = 1024) -> None:
+        """Give pages of deleted rows back to the file system, some at a time; PostgreSQL does so itself."""
+        if self.is_sqlite:
+            with self._named(), self.engine.connect() as connection:
+                raw = connection.connection.driver_connection
+                assert isinstance(raw, sqlite3.Connection)
+                raw.execute(f"PRAGMA incremental_vacuum({num_pages})").fetchall()
+
+    def lock_schema(self, connection: Connection) -> None:
+        """Of several processes that make the tables one does, the others find them."""
+        if not self.is_sqlite:
+            connection.execute(text(f"SELECT pg_advisory_xact_lock({_SCHEMA_LOCK})"))
+
+    def tune(self, connection: Connection) -> None:
+        """Calls are dense already and of a size to stay in their row."""
+        if not self.is_sqlite:
+            connection.execute(text(f"ALTER TABLE {call_table.name} ALTER COLUMN data SET STORAGE EXTERNAL"))
+            connection.execute(text(f"ALTER TABLE {call_table.name} SET (toast_tuple_target = 8160)"))
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def add_up(connection: Connection, table: Table, rows: Sequence[Mapping[str, object]], column: str) -> None:
+    """Insert rows; where one with the same key is there already, add its `column`."""
+    if not rows:
+        return
+    keys = [key.name for key in table.primary_key]
+    if connection.dialect.name == "sqlite":
+        insert = sqlite.insert(table)
+        statement = insert.on_conflict_do_update(keys, set_={column: table.c[column] + insert.excluded[column]})
+        connection.execute(statement, rows)
+    else:
+        pg_insert = postgresql.insert(table)
+        pg_statement = pg_insert.on_conflict_do_update(
+            index_elements=keys, set_={column: table.c[column] + pg_insert.excluded[column]}
+        )
+        connection.execute(pg_statement, rows)
+
+
+def _binary_cursor() -> type[object]:
+    """Results as bytes: as text, calls would be twice as long and have to be read digit by digit."""
+    import psycopg
+
+    class BinaryCursor(psycopg.Cursor[tuple[object, ...]]):
+        def __init__(self, connection: psycopg.Connection[tuple[object, ...]], **options: Any) -> None:
+            super().__init__(connection, **options)
+            self.format = psycopg.pq.Format.BINARY
+
+    return BinaryCursor
+
+
+class _SetUp:
+    """Of each connection to SQLite."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        synchronous = "FULL" if config.sync == "disk" else "NORMAL"
+        self._pragmas = (
+            f"page_size = {PAGE_BYTES}",
+            "auto_vacuum = INCREMENTAL",
+            "journal_mode = WAL",
+            f"synchronous = {synchronous}",
+            f"journal_size_limit = {config.wal_bytes}",
+        )
+
+    def __call__(self, connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+        # The driver would begin transactions by itself, and too late.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        for pragma in self._pragmas:
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+
+def _begin(connection: Connection) -> None:
+    writes = connection.get_execution_options().get("m2forge_writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

@@ -1,0 +1,250 @@
+"""The data pool: tasks in, leases for workers out; calls, ends and rewards in; batches for the trainer out.
+
+    with Pool(config, vocab_size) as pool:
+        pool.put([(task, 8)])                      a group of eight attempts
+        for lease in pool.lease("worker", 8):      queued → running
+            writer = lease.writer(vocab_size)
+            pool.append([Append(lease, writer.write(call))])
+            pool.finish(lease, Outcome(reward=reward))
+        batch = pool.claim(1, version)             the window decides
+        units = pool.fetch(batch)                  trees, rewards, tasks
+        pool.commit(batch, next_version)
+
+Every method is one transaction: done for everybody when it returns, and not at all if it raises. Processes that share a
+pool open it each for itself. Methods block; `pool/writer.py` is the way in from asyncio.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from sqlalchemy import func, insert, select
+
+from m2forge.errors import ConfigError, M2ForgeError
+from m2forge.pool import batch as batches
+from m2forge.pool import queue as queues
+from m2forge.pool import record, retention
+from m2forge.pool.batch import Claim, Restored
+from m2forge.pool.config import PoolConfig
+from m2forge.pool.dialect import Database
+from m2forge.pool.record import Append
+from m2forge.pool.schema import QUEUE_ID, SCHEMA_VERSION, episode_table, metadata, queue_table, unit_table
+from m2forge.pool.state import EpisodeState, LeaseLostError, UnitState
+from m2forge.pool.stored import Lease, Outcome, StoredUnit, read_units
+from m2forge.pool.tally import Tally, read_tally
+from m2forge.records import PolicyVersion, Reward, Task
+
+_log = logging.getLogger(__name__)
+
+_EXPIRED_AT_ONCE = 256
+
+
+class Pool:
+    def __init__(self, config: PoolConfig, vocab_size: int, *, clock: Callable[[], float] = time.time) -> None:
+        """Opens the database, and makes its tables where there are none. `clock`: seconds, the same for all processes
+        that share the pool."""
+        self.config, self.vocab_size = config, vocab_size
+        self._clock = clock
+        self.database = Database(config)
+        try:
+            self._set_up()
+        except BaseException:
+            self.database.close()
+            raise
+
+    def _set_up(self) -> None:
+        with self.database.write() as connection:
+            self.database.lock_schema(connection)
+            if not connection.dialect.has_table(connection, queue_table.name):
+                metadata.create_all(connection)
+                self.database.tune(connection)
+                first = {"id": QUEUE_ID, "schema_version": SCHEMA_VERSION, "vocab_size": self.vocab_size}
+                first |= {"next_place": 0, "num_taken": 0, "epoch": 0, "step": 0, "durable_step": 0}
+                connection.execute(insert(queue_table).values(first))
+            row = queues.read_queue(connection)
+        for name, expected in (("schema_version", SCHEMA_VERSION), ("vocab_size", self.vocab_size)):
+            found = getattr(row, name)
+            if found != expected:
+                raise ConfigError(
+                    f"{self.database.place}: its {name} is {found}, expected {expected}; use another pool"
+                )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.database.close()
+
+    # -- tasks and workers -------------------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        """Units that may be put now."""
+        with self.database.read() as connection:
+            return max(0, self.config.window.queue - queues.num_queued(connection))
+
+    def put(self, tasks: Sequence[tuple[Task, int]]) -> list[str]:
+        """Queue groups, each a task and its number of episodes; their names. Refused where there is no room."""
+        with self.database.write() as connection:
+            return queues.put(connection, self.config, tasks)
+
+    def lease(self, worker: str, num_episodes: int) -> list[Lease]:
+        """Episodes to run, oldest first; fewer where fewer wait. To be renewed within `lease_s`."""
+        with self.database.write() as connection:
+            return queues.lease(connection, self.config, worker, num_episodes, self._clock())
+
+    def leases_of(self, worker: str) -> list[Lease]:
+        """Attempts of a worker that are under way."""
+        with self.database.read() as connection:
+            return queues.leases_of(connection, worker)
+
+    def renew(self, leases: Sequence[Lease]) -> list[Lease]:
+        """Prolong leases, and return those that are lost: their agents are to be stopped."""
+        with self.database.write() as connection:
+            return queues.renew(connection, self.config, leases, self._clock())
+
+    def requeue_expired(self) -> list[Lease]:
+        """Give up attempts whose workers have died; their leases."""
+        now_s = self._clock()
+        with self.database.read() as connection:
+            over = queues.expired(connection, now_s, _EXPIRED_AT_ONCE)
+        return [lease for lease in over if self._give_up(lease, "its worker stopped renewing the lease", now_s)]
+
+    def release(self, worker: str) -> list[Lease]:
+        """Give up all attempts of a worker that is known to be dead, without waiting for its leases to expire."""
+        return [lease for lease in self.leases_of(worker) if self._give_up(lease, "its worker died", math.inf)]
+
+    def _give_up(self, lease: Lease, failure: str, died_by_s: float) -> bool:
+        """Each in a transaction of its own, since workers renew and finish meanwhile."""
+        try:
+            with self.database.write() as connection:
+                queues.break_off(connection, self.config, lease, failure, died_by_s=died_by_s)
+        except LeaseLostError:
+            return False
+        return True
+
+    # -- deployed agents ---------------------------------------------------------------------------------------------
+
+    def open_deployed(self, name: str, task: Task) -> Lease:
+        """An episode of an agent that the loop did not start. It is queued when it is rewarded and `admit` finds room,
+        if the configuration lets it."""
+        with self.database.write() as connection:
+            return queues.open_deployed(connection, self.config, name, task, self._clock())
+
+    def admit(self, num_units: int) -> int:
+        """Queue rewarded episodes of deployed agents; how many."""
+        with self.database.write() as connection:
+            return queues.admit(connection, self.config, num_units)
+
+    # -- what happens to an attempt ------------------------------------------------------------------------------------
+
+    def append(self, appends: Sequence[Append]) -> list[M2ForgeError | None]:
+        """Store calls, of several attempts at once; for each None, or why it was refused."""
+        with self.database.write() as connection:
+            return record.append(connection, appends)
+
+    def finish(self, lease: Lease, outcome: Outcome) -> None:
+        """The attempt has ended, also by a limit; it counts."""
+        with self.database.write() as connection:
+            record.finish(connection, self.config, lease, outcome, self._clock())
+
+    def reward(self, lease: Lease, reward: Reward, step_rewards: Sequence[float] | None = None) -> None:
+        """What a finished attempt earned. `step_rewards`: one per call."""
+        with self.database.write() as connection:
+            record.reward(connection, self.config, lease, reward, step_rewards)
+
+    def fail(self, lease: Lease, failure: str) -> EpisodeState:
+        """The attempt broke through no doing of the policy: another one follows, or, after `max_failures`, its whole
+        group is dropped."""
+        with self.database.write() as connection:
+            return queues.break_off(connection, self.config, lease, failure)
+
+    def interrupt(self, lease: Lease, reason: str) -> bool:
+        """Something that the attempt needs has died, which says nothing about the episode: another attempt follows.
+        False where the lease is lost."""
+        return self._give_up(lease, reason, math.inf)
+
+    # -- the trainer ---------------------------------------------------------------------------------------------------
+
+    def claim(self, num_units: int, version: PolicyVersion, quotas: Mapping[str, int] | None = None) -> Claim | None:
+        """A batch for weights at `version`, or None while the window holds too few finished units. `quotas`: how many
+        units of each domain; they add up to `num_units`."""
+        with self.database.write() as connection:
+            return batches.claim(connection, self.config, num_units, version, quotas, self._clock())
+
+    def fetch(self, claimed: Claim) -> list[StoredUnit]:
+        """What a batch holds, in the order of submission."""
+        with self.database.read() as connection:
+            return read_units(connection, claimed.units, self.vocab_size)
+
+    def commit(self, claimed: Claim, version: PolicyVersion) -> None:
+        """The batch has made the weights `version`."""
+        with self.database.write() as connection:
+            batches.commit(connection, self.config, claimed, version)
+
+    def return_batch(self, claimed: Claim) -> None:
+        """The batch will not be trained by who claimed it."""
+        with self.database.write() as connection:
+            batches.return_batch(connection, claimed)
+
+    def mark_durable(self, version: PolicyVersion) -> None:
+        """A checkpoint of `version` is on disk."""
+        with self.database.write() as connection:
+            batches.mark_durable(connection, version)
+
+    def restore(self, version: PolicyVersion) -> Restored:
+        """The weights are those of a checkpoint: units that they have not learnt return to their places, and batches
+        under way are refused when they are committed."""
+        with self.database.write() as connection:
+            restored = batches.restore(connection, self.config, version)
+        if restored.num_gone:
+            _log.warning("%d units that version %s has not learnt are deleted already", restored.num_gone, version)
+        return restored
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    def unjudged(self, num_units: int) -> list[tuple[StoredUnit, list[Lease]]]:
+        """Units whose episodes have ended and still lack a reward: what a loop that starts again has to judge."""
+        unit = unit_table.c
+        is_over = (unit.state == UnitState.OPEN, unit.num_unfinished == 0)
+        with self.database.read() as connection:
+            ids = list(connection.execute(select(unit.id).where(*is_over).order_by(unit.id).limit(num_units)).scalars())
+            return [
+                (found, queues.leases_in(connection, id))
+                for id in ids
+                for found in read_units(connection, [id], self.vocab_size)
+            ]
+
+    def counts(self) -> dict[str, int]:
+        """Episodes in each state."""
+        query = select(episode_table.c.state, func.count()).group_by(episode_table.c.state)
+        with self.database.read() as connection:
+            found = {row.state: row[1] for row in connection.execute(query)}
+        return {state: found.get(state, 0) for state in EpisodeState}
+
+    def places(self, num_units: int) -> list[tuple[int, str]]:
+        """Place and state of the first queued units, the head first: the window as it stands."""
+        unit = unit_table.c
+        query = select(unit.place, unit.state).where(unit.is_queued).order_by(unit.place).limit(num_units)
+        with self.database.read() as connection:
+            return [(place, state) for place, state in connection.execute(query)]
+
+    def tally(self) -> Tally:
+        """Units submitted, trained, requeued and dropped, by difficulty."""
+        with self.database.read() as connection:
+            return read_tally(connection)
+
+    def sweep(self) -> int:
+        """Delete some of what the retention does not keep; the number of episodes, 0 when there is no more."""
+        with self.database.write() as connection:
+            num_episodes = retention.sweep(connection, self.config.retention)
+        if num_episodes:
+            self.database.reclaim()
+        return num_episodes

@@ -1,0 +1,135 @@
+"""The tables of a pool, the same on SQLite and PostgreSQL.
+
+    queue     one row: the pool's counters, and the version of the weights that it follows
+    unit      what is ordered and trained as one: a group, or an episode alone
+    episode   one attempt at a task and its outcome; the attempts that broke before it leave only their number
+    call      what each completion call adds to those before it (pool/delta.py)
+    batch     units taken for one optimizer step
+    tally     how many units of which difficulty were submitted, trained, dropped and why
+
+Whoever locks several rows does so in this order: queue, units by place, episodes by id, tally. Then nobody waits in a
+circle.
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+SCHEMA_VERSION = 1
+QUEUE_ID = 1
+
+metadata = MetaData()
+
+# SQLite numbers rows by itself only where the type is exactly INTEGER.
+_Id = BigInteger().with_variant(Integer, "sqlite")
+
+queue_table = Table(
+    "queue",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("schema_version", Integer, nullable=False),
+    Column("vocab_size", BigInteger, nullable=False),
+    Column("next_place", BigInteger, nullable=False),
+    Column("num_taken", BigInteger, nullable=False),
+    Column("epoch", BigInteger, nullable=False, comment="counts restores; a batch of an earlier one is refused"),
+    Column("lineage", String, comment="of the weights that the pool follows; NULL before the first step"),
+    Column("step", Integer, nullable=False, comment="of the last commit"),
+    Column("durable_step", Integer, nullable=False, comment="of the newest checkpoint"),
+)
+
+unit_table = Table(
+    "unit",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("place", BigInteger, unique=True, comment="in the queue; NULL for what was not admitted yet"),
+    Column("is_queued", Boolean, nullable=False),
+    Column("group_name", String, nullable=False, index=True),
+    Column("origin", String, nullable=False),
+    Column("domain", String, nullable=False),
+    Column("difficulty", Double, nullable=False),
+    Column("task", Text, nullable=False, comment="JSON"),
+    Column("state", String, nullable=False),
+    Column("reason", String, comment="why it was dropped"),
+    Column("size", Integer, nullable=False),
+    Column("num_unfinished", Integer, nullable=False),
+    Column("num_unrewarded", Integer, nullable=False),
+    Column("num_requeues", Integer, nullable=False),
+    Column("oldest_step", Integer),
+    Column("taken_before", BigInteger, nullable=False, comment="units taken when it was submitted"),
+    Column("lag", BigInteger),
+    Column("batch", BigInteger, index=True),
+    Column("lineage", String),
+    Column("step", Integer, comment="that it trained, or before which it was dropped"),
+    Column("num_bytes", BigInteger, nullable=False),
+    Index("unit_by_place", "is_queued", "place"),
+    Index("unit_by_step", "state", "step", "num_bytes"),
+)
+
+episode_table = Table(
+    "episode",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("name", String, nullable=False, unique=True),
+    Column("unit", BigInteger, nullable=False, index=True),
+    Column("state", String, nullable=False),
+    Column("attempt", Integer, nullable=False, comment="0 before the first"),
+    Column("num_failures", Integer, nullable=False, comment="attempts that broke"),
+    Column("num_deaths", Integer, nullable=False, comment="attempts whose workers died"),
+    Column("worker", String, nullable=False),
+    Column("lease_until_s", Double),
+    Column("started_s", Double),
+    Column("finished_s", Double),
+    Column("num_calls", Integer, nullable=False),
+    Column("num_tokens", BigInteger, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("oldest_step", Integer),
+    Column("failure", Text),
+    Column("reward_total", Double),
+    Column("reward", Text, comment="JSON, the verifier's evidence included"),
+    Column("step_rewards", Text, comment="JSON"),
+    Column("artifacts", Text, nullable=False, comment="JSON: names and where they lie"),
+    Index("episode_by_state", "state", "id"),
+    Index("episode_by_lease", "state", "lease_until_s"),
+)
+
+call_table = Table(
+    "call",
+    metadata,
+    Column("episode", BigInteger, primary_key=True, autoincrement=False),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("ordinal", Integer, primary_key=True, autoincrement=False),
+    Column("data", LargeBinary, nullable=False),
+    # Calls of one episode lie side by side, wherever in time they came.
+    sqlite_with_rowid=False,
+)
+
+batch_table = Table(
+    "batch",
+    metadata,
+    Column("id", _Id, primary_key=True),
+    Column("epoch", BigInteger, nullable=False),
+    Column("num_units", Integer, nullable=False),
+    Column("is_open", Boolean, nullable=False),
+    Column("lineage", String, comment="NULL until committed, and again if the weights are gone"),
+    Column("step", Integer),
+    UniqueConstraint("lineage", "step"),
+)
+
+tally_table = Table(
+    "tally",
+    metadata,
+    Column("kind", String, primary_key=True),
+    Column("difficulty", Double, primary_key=True, comment="the middle of its bin"),
+    Column("num_units", BigInteger, nullable=False),
+)

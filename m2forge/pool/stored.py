@@ -1,0 +1,174 @@
+"""What the pool hands out: leases on episodes that wait, and units with their calls, outcomes and rewards."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from sqlalchemy import Connection, Row, select
+
+from m2forge.errors import RecordError
+from m2forge.pool.delta import CallWriter, read_tree
+from m2forge.pool.schema import call_table, episode_table, unit_table
+from m2forge.pool.state import Origin
+from m2forge.records import Domain, Episode, Reward, Task
+from m2forge.tree.token_tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to record one attempt of an episode."""
+
+    episode: int
+    unit: int
+    attempt: int
+    name: str
+    """Of the attempt; another attempt has another, and so another key where it is a gateway's episode."""
+    group: str
+    task: Task
+    worker: str
+    num_calls: int = 0
+    """Recorded when the lease was read."""
+
+    def writer(self, vocab_size: int) -> CallWriter:
+        return CallWriter(vocab_size, self.num_calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended."""
+
+    failure: str | None = None
+    """What broke, if the attempt itself did, as by its time limit; it counts with its reward like the others."""
+    artifacts: Mapping[str, str] = field(default_factory=dict)
+    """What it left: names, and where they lie."""
+    reward: Reward | None = None
+    """None where it comes later."""
+    step_rewards: tuple[float, ...] | None = None
+    """One per call."""
+
+    def __post_init__(self) -> None:
+        if self.reward is None and self.step_rewards is not None:
+            raise RecordError("Outcome: step_rewards: expected none without a reward")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEpisode:
+    name: str
+    """Of the attempt that counts."""
+    state: str
+    task: Task
+    calls: tuple[bytes, ...]
+    vocab_size: int
+    reward: Reward | None
+    step_rewards: tuple[float, ...] | None
+    failure: str | None
+    artifacts: Mapping[str, str]
+    num_attempts: int
+
+    def tree(self) -> TokenTree:
+        """The tree that its recorder made."""
+        return read_tree(self.calls, self.vocab_size, self.name)
+
+    def episode(self, tree: TokenTree | None = None) -> Episode:
+        """The record; `tree` where it is at hand already."""
+        tree = tree or self.tree()
+        calls = tuple(tree.call(index) for index in range(len(self.calls)))
+        return Episode(self.name, self.task, calls, self.reward, self.failure)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredUnit:
+    place: int | None
+    group: str
+    task: Task
+    episodes: tuple[StoredEpisode, ...]
+    lag: int | None = None
+    """Units taken between its submission and its own taking."""
+    oldest_step: int | None = None
+
+
+def attempt_name(name: str, attempt: int, origin: str) -> str:
+    """A deployed agent's episode has one attempt, under the name that it came with."""
+    return name if origin == Origin.DEPLOYED else f"{name}-{attempt}"
+
+
+def task_text(task: Task) -> str:
+    return json.dumps(asdict(task), allow_nan=False, separators=(",", ":"))
+
+
+def read_task(text: str) -> Task:
+    fields = json.loads(text)
+    return Task(**fields | {"domain": Domain(fields["domain"])})
+
+
+def reward_text(reward: Reward) -> str:
+    return json.dumps(asdict(reward), allow_nan=False, separators=(",", ":"))
+
+
+def read_lease(row: Row[tuple[object, ...]]) -> Lease:
+    """From a row of `LEASE_COLUMNS`."""
+    return Lease(
+        episode=row.id,
+        unit=row.unit,
+        attempt=row.attempt,
+        name=attempt_name(row.name, row.attempt, row.origin),
+        group=row.group_name,
+        task=read_task(row.task),
+        worker=row.worker,
+        num_calls=row.num_calls,
+    )
+
+
+LEASE_COLUMNS = (
+    *(episode_table.c[name] for name in ("id", "unit", "attempt", "name", "worker", "num_calls", "state")),
+    *(unit_table.c[name] for name in ("origin", "group_name", "task")),
+)
+
+
+def read_units(connection: Connection, unit_ids: Sequence[int], vocab_size: int) -> list[StoredUnit]:
+    """Units with all that is recorded of them, in the order of their places."""
+    units = connection.execute(
+        select(unit_table).where(unit_table.c.id.in_(unit_ids)).order_by(unit_table.c.place, unit_table.c.id)
+    ).all()
+    rows = connection.execute(
+        select(episode_table).where(episode_table.c.unit.in_(unit_ids)).order_by(episode_table.c.id)
+    ).all()
+    calls = _read_calls(connection, [row.id for row in rows])
+    episodes: dict[int, list[StoredEpisode]] = {unit.id: [] for unit in units}
+    tasks = {unit.id: read_task(unit.task) for unit in units}
+    origins = {unit.id: unit.origin for unit in units}
+    for row in rows:
+        name = attempt_name(row.name, row.attempt, origins[row.unit])
+        stored = _read_episode(row, name, tasks[row.unit], calls.get(row.id, []), vocab_size)
+        episodes[row.unit].append(stored)
+    return [
+        StoredUnit(unit.place, unit.group_name, tasks[unit.id], tuple(episodes[unit.id]), unit.lag, unit.oldest_step)
+        for unit in units
+    ]
+
+
+def _read_calls(connection: Connection, episode_ids: Sequence[int]) -> dict[int, list[bytes]]:
+    """In their order. There are those of the attempt that counts alone."""
+    call = call_table.c
+    query = select(call.episode, call.data).where(call.episode.in_(episode_ids))
+    calls: dict[int, list[bytes]] = {}
+    for episode, data in connection.execute(query.order_by(call.episode, call.attempt, call.ordinal)).all():
+        calls.setdefault(episode, []).append(data)
+    return calls
+
+
+def _read_episode(
+    row: Row[tuple[object, ...]], name: str, task: Task, calls: list[bytes], vocab_size: int
+) -> StoredEpisode:
+    return StoredEpisode(
+        name=name,
+        state=row.state,
+        task=task,
+        calls=tuple(calls),
+        vocab_size=vocab_size,
+        reward=None if row.reward is None else Reward(**json.loads(row.reward)),
+        step_rewards=None if row.step_rewards is None else tuple(json.loads(row.step_rewards)),
+        failure=row.failure,
+        artifacts=json.loads(row.artifacts),
+        num_attempts=row.attempt,
+    )

@@ -1,0 +1,164 @@
+"""Windowed FIFO: units queued in the order of submission in, those that may be trained next out.
+
+    T0 … T(N−1) queued, head i = the first that is not consumed
+    takeable    = finished units at places i … i+W−1; nothing beyond, even if finished
+    the window moves only as its head is consumed: taken, dropped or requeued
+
+A unit is a group of episodes, or one episode. The oldest takeable unit is taken first, so W = 1 is strict FIFO and
+W ≥ N takes the oldest finished unit wherever it stands. The lag of a unit is the number of units taken between its
+submission and its own taking: at most N−1 that were ahead of it and W−1 that overtook it, N+W−2 in all. N = 8, W = 4:
+three may overtake, the largest lag is 10.
+
+A batch is taken whole or not at all. A group is given up whole or not at all: where its parts are units of their own,
+none of those that are still queued stays. No clock and no store: the pool and the simulation decide by this alone.
+"""
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from m2forge.errors import RecordError
+
+
+@dataclass(slots=True)
+class Unit:
+    place: int
+    """In the order of submission; consecutive."""
+    group: str
+    """Units of one group are given up together."""
+    label: str = ""
+    """What quotas count, such as the domain."""
+    is_finished: bool = False
+    """Whether all of it has ended and its reward is known."""
+    oldest_step: int | None = None
+    """Step of the policy that sampled its oldest token; None while nothing was sampled."""
+    num_taken_before: int = 0
+    """Units that had been taken when it was submitted."""
+
+
+class Window:
+    def __init__(self, size: int, units: Iterable[Unit] = (), num_taken: int = 0) -> None:
+        """`units`: those queued, by their places; a queue that is cut short at its end only shows less."""
+        if size < 1:
+            raise RecordError(f"Window: size: expected 1 or more, received {size}")
+        self.size = size
+        self.num_taken = num_taken
+        self._units: dict[int, Unit] = {}
+        """By place, in order: places are given upwards alone."""
+        for unit in units:
+            self._insert(unit)
+
+    @property
+    def head(self) -> Unit | None:
+        """The first unit that is not consumed."""
+        return next(iter(self._units.values()), None)
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._units.values())
+
+    def submit(self, unit: Unit) -> None:
+        """Queue a unit behind all others."""
+        unit.num_taken_before = self.num_taken
+        self._insert(unit)
+
+    def finish(self, place: int) -> None:
+        """Nothing happens where the unit was given up meanwhile."""
+        if place in self._units:
+            self._units[place].is_finished = True
+
+    def visible(self) -> list[Unit]:
+        """Units inside the window, finished or not."""
+        return self._reached(())
+
+    def choose(self, num_units: int, quotas: Mapping[str, int] | None = None) -> list[Unit]:
+        """The units that `take` would take; empty where there are too few."""
+        if num_units < 1 or (quotas is not None and sum(quotas.values()) != num_units):
+            raise RecordError(f"a batch: expected 1 unit or more and quotas that add up to it, received {num_units}")
+        return self._oldest(num_units) if quotas is None else self._by_quota(num_units, quotas)
+
+    def take(self, num_units: int, quotas: Mapping[str, int] | None = None) -> list[Unit]:
+        """Consume a batch of finished units, oldest first, or nothing where there are too few.
+
+        `quotas`: how many units of each label. A label waits for its units as long as some of them are under way inside
+        the window; if there are none, waiting would not help, and other labels fill its share.
+        """
+        taken = self.choose(num_units, quotas)
+        for unit in taken:
+            del self._units[unit.place]
+        self.num_taken += len(taken)
+        return taken
+
+    def lag(self, unit: Unit) -> int:
+        """Units taken since its submission, itself not counted, if it were the last of those taken."""
+        return self.num_taken - 1 - unit.num_taken_before
+
+    def give_up(self, place: int) -> list[Unit]:
+        """Consume, untrained, the unit and whatever else of its group is queued. The caller drops them for good, or
+        submits the group again."""
+        unit = self._units.get(place)
+        if unit is None:
+            raise RecordError(f"place {place}: expected a queued unit")
+        gone = [other for other in self if other.group == unit.group]
+        for other in gone:
+            del self._units[other.place]
+        return gone
+
+    def give_up_stale(self, oldest_step: int) -> list[Unit]:
+        """Give up the groups of finished units with tokens from before `oldest_step`."""
+        gone: list[Unit] = []
+        for unit in list(self):
+            is_stale = unit.is_finished and unit.oldest_step is not None and unit.oldest_step < oldest_step
+            if is_stale and unit.place in self._units:
+                gone += self.give_up(unit.place)
+        return gone
+
+    def blocker(self, num_units: int, quotas: Mapping[str, int] | None = None) -> Unit | None:
+        """The unfinished head that keeps a batch waiting; None where nothing waits, or not for the head."""
+        head = self.head
+        return head if head is not None and not head.is_finished and not self.choose(num_units, quotas) else None
+
+    def _insert(self, unit: Unit) -> None:
+        last = next(reversed(self._units), None)
+        if last is not None and unit.place <= last:
+            raise RecordError(f"Unit: place: expected one behind {last}, received {unit.place}")
+        self._units[unit.place] = unit
+
+    def _oldest(self, num_units: int) -> list[Unit]:
+        """All that stands before the first unfinished unit is taken first, so that one is the head from which the
+        window counts."""
+        chosen: list[Unit] = []
+        end: int | None = None
+        for unit in self._units.values():
+            if end is not None and unit.place >= end:
+                break
+            if unit.is_finished:
+                chosen.append(unit)
+                if len(chosen) == num_units:
+                    return chosen
+            elif end is None:
+                end = unit.place + self.size
+        return []
+
+    def _by_quota(self, num_units: int, quotas: Mapping[str, int]) -> list[Unit]:
+        left = dict(quotas)
+        chosen: dict[int, Unit] = {}
+        while len(chosen) < num_units:
+            reached = self._reached(chosen)
+            wanted = [unit for unit in reached if left.get(unit.label, 0) > 0]
+            unit = next((unit for unit in wanted if unit.is_finished), None)
+            if unit is not None:
+                left[unit.label] -= 1
+            else:
+                unit = None if wanted else next((unit for unit in reached if unit.is_finished), None)
+                if unit is None:
+                    return []
+                left[max(left, key=lambda label: left[label])] -= 1
+            chosen[unit.place] = unit
+        return sorted(chosen.values(), key=lambda unit: unit.place)
+
+    def _reached(self, chosen: Container[int]) -> list[Unit]:
+        """Units inside the window as it stands once those chosen are consumed."""
+        rest = [unit for unit in self._units.values() if unit.place not in chosen]
+        return [unit for unit in rest if unit.place < rest[0].place + self.size]

@@ -1,0 +1,161 @@
+"""What the trainer gets and what it does not: groups given up, versions, weights that are restored, retention."""
+
+import pytest
+
+from m2forge.pool.config import PoolConfig, RetentionConfig
+from m2forge.pool.pool import Pool
+from m2forge.pool.state import DropReason, StateError
+from m2forge.pool.tally import REQUEUED, SUBMITTED, TRAINED, dropped
+from tests.pool.scene import VOCAB_SIZE, Clock, play, play_all, task, version, windowed
+
+# -- groups that are given up ------------------------------------------------------------------------------------------
+
+
+def test_groups_without_signal_are_skipped_counted_and_make_room(config: PoolConfig) -> None:
+    with Pool(windowed(config, queue=2), VOCAB_SIZE) as pool:
+        pool.put([(task(0, difficulty=0.2), 2), (task(1), 2)])
+        leases = pool.lease("worker", 4)
+        for lease, total in zip(leases, (1.0, 1.0, 1.0, 0.0), strict=True):
+            play(pool, lease, total)
+        assert pool.places(9) == [(1, "ready")]
+        assert pool.tally().counts[dropped(DropReason.NO_SIGNAL)] == {0.5: 1}
+        assert pool.room() == 1
+    with Pool(windowed(config, queue=8, no_signal="train"), VOCAB_SIZE) as pool:
+        pool.put([(task(2), 2)])
+        for lease in pool.lease("worker", 2):
+            play(pool, lease, 1.0)
+        assert pool.places(9) == [(1, "ready"), (2, "ready")]
+
+
+def test_stale_groups_are_dropped_or_requeued_whole(config: PoolConfig) -> None:
+    clock = Clock()
+    with Pool(windowed(config, max_staleness=2), VOCAB_SIZE, clock=clock) as pool:
+        pool.put([(task(0, difficulty=7.0), 2), (task(1), 2)])
+        leases = pool.lease("worker", 4)
+        for lease, step in zip(leases, (1, 9, 9, 9), strict=True):
+            play(pool, lease, float(lease.episode % 2), step=step)
+        claimed = pool.claim(1, version(4))
+        assert claimed is not None
+        assert [unit.place for unit in pool.fetch(claimed)] == [1]
+        assert pool.tally().counts[dropped(DropReason.STALE)] == {7.5: 1}
+        assert pool.counts()["dropped"] == 2
+    with Pool(windowed(config, max_staleness=2, stale="requeue"), VOCAB_SIZE) as pool:
+        pool.put([(task(2), 2)])
+        play_all(pool, step=1)
+        assert pool.claim(1, version(4)) is None
+        assert pool.places(9) == [(3, "open")]
+        assert [lease.name for lease in pool.lease("worker", 2)] == ["g2-0-2", "g2-1-2"]
+
+
+@pytest.mark.parametrize("policy", ["wait", "drop", "requeue"])
+def test_a_stuck_head_waits_goes_or_starts_again_as_a_whole(config: PoolConfig, policy: str) -> None:
+    clock = Clock()
+    with Pool(windowed(config, queue=4, window=2, straggler=policy), VOCAB_SIZE, clock=clock) as pool:
+        pool.put([(task(0, difficulty=5.0), 2), (task(1), 2), (task(2), 2)])
+        leases = pool.lease("worker", 6)
+        for lease in leases[1:]:
+            play(pool, lease, float(lease.episode % 2))
+        assert pool.claim(2, version(0)) is None
+        assert [place for place, _ in pool.places(9)] == [0, 1, 2]
+        clock.now_s += 601
+        pool.renew(leases[:1])
+        claimed = pool.claim(2, version(0))
+        if policy == "wait":
+            assert claimed is None
+            return
+        assert claimed is not None
+        assert [unit.place for unit in pool.fetch(claimed)] == [1, 2]
+        tally = pool.tally()
+        counts = pool.counts()
+        if policy == "drop":
+            assert tally.counts[dropped(DropReason.STRAGGLER)] == {5.5: 1}
+            assert tally.mean_difficulty(dropped(DropReason.STRAGGLER)) == 5.5
+            assert counts["dropped"] == 2
+        else:
+            # Also the attempt that had ended: to keep it would favour quick ones.
+            assert (tally.total(REQUEUED), counts["queued"], pool.places(9)) == (1, 2, [(3, "open")])
+        assert pool.renew(leases[:1]) == leases[:1]
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_committed_once_and_a_step_has_one(config: PoolConfig) -> None:
+    with Pool(config, VOCAB_SIZE) as pool:
+        pool.put([(task(n), 2) for n in range(3)])
+        play_all(pool)
+        first, second = pool.claim(1, version(0)), pool.claim(1, version(0))
+        assert first is not None
+        assert second is not None
+        pool.commit(first, version(1))
+        for batch, step in ((first, 2), (second, 1)):
+            with pytest.raises(StateError, match="committed"):
+                pool.commit(batch, version(step))
+        with pytest.raises(StateError, match="follows the weights of 'run'"):
+            pool.commit(second, version(2, "other"))
+        pool.return_batch(second)
+        pool.return_batch(second)
+        with pytest.raises(StateError, match="was returned"):
+            pool.commit(second, version(2))
+        assert pool.places(9) == [(1, "ready"), (2, "ready")]
+
+
+def test_what_the_restored_weights_have_not_learnt_returns(config: PoolConfig) -> None:
+    with Pool(windowed(config, queue=4), VOCAB_SIZE) as pool:
+        pool.put([(task(n), 2) for n in range(4)])
+        play_all(pool)
+        for step in range(3):
+            claimed = pool.claim(1, version(step))
+            assert claimed is not None
+            pool.commit(claimed, version(step + 1))
+        under_way = pool.claim(1, version(3))
+        assert under_way is not None
+        pool.put([(task(4), 2)])
+        restored = pool.restore(version(1))
+        assert (restored.num_returned, restored.num_gone) == (3, 0)
+        assert pool.places(9) == [(1, "ready"), (2, "ready"), (3, "ready"), (4, "open")]
+        assert pool.tally().total(TRAINED) == 1
+        with pytest.raises(StateError, match="before the pool was restored"):
+            pool.commit(under_way, version(2))
+        claimed = pool.claim(3, version(1))
+        assert claimed is not None
+        assert [unit.lag for unit in pool.fetch(claimed)] == [3, 3, 3]
+        pool.commit(claimed, version(2))
+        # Other weights have learnt nothing of it.
+        assert pool.restore(version(0, "fork")).num_returned == 4
+        assert pool.counts()["trained"] == 0
+
+
+def test_old_episodes_are_deleted_a_few_at_a_time_once_a_checkpoint_holds_them(config: PoolConfig) -> None:
+    kept = config.model_copy(update={"retention": RetentionConfig(versions=2, sweep_episodes=2)})
+    with Pool(kept, VOCAB_SIZE) as pool:
+        pool.put([(task(n), 2) for n in range(6)])
+        play_all(pool)
+        for step in range(5):
+            claimed = pool.claim(1, version(step))
+            assert claimed is not None
+            pool.commit(claimed, version(step + 1))
+        assert pool.sweep() == 0, "no checkpoint yet"
+        pool.mark_durable(version(2))
+        assert [pool.sweep() for _ in range(3)] == [2, 2, 0]
+        pool.mark_durable(version(5))
+        assert [pool.sweep() for _ in range(2)] == [2, 0]
+        assert sum(pool.counts().values()) == 6
+        assert pool.tally().total(SUBMITTED) == 6
+        restored = pool.restore(version(1))
+        assert (restored.num_returned, restored.num_gone) == (2, 2)
+
+
+def test_bytes_may_be_the_limit(config: PoolConfig) -> None:
+    with Pool(config, VOCAB_SIZE) as pool:
+        pool.put([(task(n), 2) for n in range(4)])
+        play_all(pool)
+        for step in range(4):
+            claimed = pool.claim(1, version(step))
+            assert claimed is not None
+            num_bytes = sum(len(call) for unit in pool.fetch(claimed) for e in unit.episodes for call in e.calls)
+            pool.commit(claimed, version(step + 1))
+        pool.mark_durable(version(4))
+    kept = config.model_copy(update={"retention": RetentionConfig(versions=None, num_bytes=2 * num_bytes + 100)})
+    with Pool(kept, VOCAB_SIZE) as pool:
+        assert [pool.sweep() for _ in range(2)] == [4, 0]

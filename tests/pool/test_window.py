@@ -1,0 +1,242 @@
+"""The order that the window promises, on random histories of submissions, ends, batches and groups given up."""
+
+from collections.abc import Collection
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2forge.errors import RecordError
+from m2forge.pool.config import WindowConfig
+from m2forge.pool.window import Unit, Window
+
+
+def filled(num_units: int, size: int, finished: Collection[int] = ()) -> Window:
+    window = Window(size)
+    for place in range(num_units):
+        window.submit(Unit(place, f"g{place}", is_finished=place in finished))
+    return window
+
+
+def places(units: list[Unit]) -> list[int]:
+    return [unit.place for unit in units]
+
+
+def test_the_worked_example() -> None:
+    """N = 8, W = 4: three may overtake, the largest lag is 10."""
+    window = Window(4)
+    for place in range(8):
+        window.submit(Unit(place, f"g{place}"))
+    last = place = 7
+    # The unit at place 7 is the last to end: all seven before it are taken, then the three that may overtake it.
+    num_taken = 0
+    while window.head is not None and window.head.place < last:
+        window.finish(window.head.place)
+        num_taken += len(window.take(1))
+        place += 1
+        window.submit(Unit(place, f"g{place}"))
+    for other in range(last + 1, place + 1):
+        window.finish(other)
+    overtaking = []
+    while taken := window.take(1):
+        overtaking += places(taken)
+        place += 1
+        window.submit(Unit(place, f"g{place}", is_finished=True))
+    assert overtaking == [8, 9, 10]
+    window.finish(last)
+    (unit,) = window.take(1)
+    assert (unit.place, window.lag(unit)) == (last, 10)
+
+
+def test_nothing_beyond_the_window_is_taken_even_if_finished() -> None:
+    window = filled(8, 4, finished={1, 3, 4, 5, 6, 7})
+    assert places(window.take(2)) == [1, 3]
+    assert window.take(1) == []
+    window.finish(0)
+    # The head is consumed, so the window moves to its next head, 2, and shows 4 and 5.
+    assert places(window.take(3)) == [0, 4, 5]
+    assert window.take(1) == []
+
+
+def test_a_batch_may_be_larger_than_the_window_if_its_units_end_in_order() -> None:
+    assert places(filled(8, 1, finished={0, 1, 2, 3, 5}).take(4)) == [0, 1, 2, 3]
+    assert filled(8, 1, finished={0, 1, 2, 3, 5}).take(5) == []
+
+
+def test_the_window_is_a_share_of_the_queue_or_a_number() -> None:
+    assert WindowConfig(queue=256, window=0.3).size == 77
+    assert WindowConfig(queue=8, window=4).size == 4
+    assert WindowConfig(queue=8, window=1.0).size == 8
+    assert WindowConfig(queue=8, window=1).size == 1
+    assert WindowConfig(queue=2, window=0.1).size == 1
+
+
+def test_stale_units_are_given_up_with_their_groups() -> None:
+    window = Window(4)
+    for place, (group, step) in enumerate([("a", 5), ("b", 2), ("b", 9), ("a", 7)]):
+        window.submit(Unit(place, group, is_finished=place != 3, oldest_step=step))
+    assert places(window.give_up_stale(5)) == [1, 2]
+    assert places(list(window)) == [0, 3]
+
+
+def test_the_head_that_a_batch_waits_for_is_named() -> None:
+    window = filled(6, 3, finished={1, 2, 4})
+    assert window.blocker(2) is None
+    blocker = window.blocker(3)
+    assert blocker is not None
+    assert blocker.place == 0
+    # A finished head keeps nobody waiting, however few there are behind it.
+    assert filled(6, 3, finished={0}).blocker(3) is None
+
+
+def labelled(labels: str, size: int, finished: set[int]) -> Window:
+    window = Window(size)
+    for place, label in enumerate(labels):
+        window.submit(Unit(place, f"g{place}", label, is_finished=place in finished))
+    return window
+
+
+def test_quotas_are_kept_while_units_of_the_label_are_under_way() -> None:
+    window = labelled("aaabab", 6, finished={0, 1, 2, 4})
+    assert window.take(2, {"a": 1, "b": 1}) == []
+    window.finish(5)
+    assert places(window.take(2, {"a": 1, "b": 1})) == [0, 5]
+
+
+def test_a_label_that_the_window_does_not_hold_is_filled_by_others() -> None:
+    window = labelled("aaaab", 4, finished={0, 1, 2, 3, 4})
+    # The b at place 4 comes into sight once 0 is chosen.
+    assert places(window.take(2, {"a": 1, "b": 1})) == [0, 4]
+    assert places(labelled("aaaa", 4, finished={0, 1, 2, 3}).take(2, {"a": 1, "b": 1})) == [0, 1]
+
+
+def test_wrong_numbers_are_refused() -> None:
+    window = filled(2, 2)
+    with pytest.raises(RecordError, match="size"):
+        Window(0)
+    with pytest.raises(RecordError, match="behind 1"):
+        window.submit(Unit(1, "g"))
+    with pytest.raises(RecordError, match="quotas"):
+        window.take(2, {"a": 1})
+    with pytest.raises(RecordError, match="place 9"):
+        window.give_up(9)
+
+
+# -- any history -------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[int, int, int, list[tuple[str, int]]]:
+    """(N, W, batch, what happens)"""
+    num_queued = draw(st.integers(1, 24))
+    size = draw(st.integers(1, num_queued + 4))
+    batch = draw(st.integers(1, num_queued))
+    events = st.tuples(st.sampled_from(["finish", "finish", "finish", "take", "drop"]), st.integers(0, 10**6))
+    return num_queued, size, batch, draw(st.lists(events, min_size=20, max_size=200))
+
+
+class Model:
+    """The plainest statement of the rule, over the list of all that was ever submitted."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.gone: list[bool] = []
+        self.finished: list[bool] = []
+
+    def head(self) -> int:
+        return next((place for place, gone in enumerate(self.gone) if not gone), len(self.gone))
+
+    def takeable(self) -> list[int]:
+        inside = range(self.head(), min(self.head() + self.size, len(self.gone)))
+        return [place for place in inside if self.finished[place] and not self.gone[place]]
+
+    def take(self, num_units: int) -> list[int]:
+        before, taken = list(self.gone), []
+        for _ in range(num_units):
+            if not self.takeable():
+                self.gone = before
+                return []
+            taken.append(self.takeable()[0])
+            self.gone[taken[-1]] = True
+        return taken
+
+
+@given(histories())
+def test_the_window_is_its_plain_statement(history: tuple[int, int, int, list[tuple[str, int]]]) -> None:
+    num_queued, size, batch, events = history
+    window, model = Window(size), Model(size)
+    groups: list[int] = []
+
+    def refill() -> None:
+        while len(window) < num_queued:
+            place = len(model.gone)
+            # Groups of up to three units, some of which are then consumed before others.
+            groups.append(place // 3)
+            window.submit(Unit(place, f"g{groups[-1]}"))
+            model.gone.append(False)
+            model.finished.append(False)
+
+    refill()
+    for kind, number in events:
+        head = model.head()
+        waiting = [place for place, gone in enumerate(model.gone) if not gone]
+        place = waiting[number % len(waiting)]
+        if kind == "finish":
+            window.finish(place)
+            model.finished[place] = True
+            assert window.head is not None
+            assert window.head.place == head, "the head moves only when it is consumed"
+        elif kind == "take":
+            taken = window.take(batch)
+            assert places(taken) == model.take(batch)
+            for unit in taken:
+                assert window.lag(unit) <= num_queued + size - 2 + batch
+        else:
+            gone = window.give_up(place)
+            assert place in places(gone)
+            assert not any(unit.group == f"g{groups[place]}" for unit in window), "never a part of a group"
+            for unit in gone:
+                model.gone[unit.place] = True
+        assert places(list(window)) == [place for place, gone in enumerate(model.gone) if not gone]
+        refill()
+
+
+@given(histories())
+def test_one_by_one_the_lag_is_bounded_by_queue_and_window(
+    history: tuple[int, int, int, list[tuple[str, int]]],
+) -> None:
+    num_queued, size, _, events = history
+    window = filled(num_queued, size)
+    next_place = num_queued
+    for kind, number in events:
+        waiting = places(list(window))
+        if kind != "take":
+            window.finish(waiting[number % len(waiting)])
+            continue
+        for unit in window.take(1):
+            assert window.lag(unit) <= num_queued + size - 2
+            window.submit(Unit(next_place, f"g{next_place}"))
+            next_place += 1
+
+
+@given(st.sets(st.integers(0, 15)), st.integers(1, 16))
+def test_a_window_of_one_is_strict_fifo_and_of_all_takes_whatever_is_finished(finished: set[int], num: int) -> None:
+    strict = places(filled(16, 1, finished).take(num))
+    assert strict == (list(range(num)) if set(range(num)) <= finished else [])
+    greedy = places(filled(16, 16, finished).take(num))
+    assert greedy == (sorted(finished)[:num] if len(finished) >= num else [])
+
+
+@given(st.text("abc", min_size=1, max_size=20), st.integers(1, 8), st.integers(1, 4), st.data())
+def test_quotas_never_wait_for_what_cannot_come(labels: str, size: int, num_each: int, data: st.DataObject) -> None:
+    """Once all of the window is finished, a batch that the queue can hold is given."""
+    quotas = dict.fromkeys("ab", num_each)
+    num_units = sum(quotas.values())
+    finished = data.draw(st.sets(st.integers(0, len(labels) - 1)))
+    window = labelled(labels, size, finished)
+    chosen = window.choose(num_units, quotas)
+    assert len(chosen) in (0, num_units)
+    assert all(unit.is_finished for unit in chosen)
+    for place in range(len(labels)):
+        window.finish(place)
+    assert len(window.take(num_units, quotas)) == (num_units if len(labels) >= num_units else 0)
