@@ -1,0 +1,136 @@
+"""Agent: values that only a tool can tell. Two families; the difficulty of either is how many calls it takes.
+
+    chain    Start at 3G. Follow 3 links.           look(3G) → 5B, look(5B) → 1H, look(1H) → 9A        answer: 9A
+    gather   Read 3G, 5B and 8A.                    look(3G) → 5B, look(5B) → 1H, look(8A) → 4D        answer: 5B 1H 4D
+
+Each call of a chain needs what the last one told. Those of `gather` do not: they may all be made in one turn, and since
+each takes `call_s`, an agent that does so is done sooner. Its demonstrations split the calls into turns at random.
+
+Keys and values are a digit and a letter: two tokens, and the same two in every context, whatever the vocabulary. So to
+call is to copy, of few tokens that each occur often, which is what a small network learns first. What lies behind a key
+follows from the task's secret, which no message shows: a guess is right once in a hundred tasks.
+"""
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from m2forge.records import Domain, JsonValue, Task
+from m2forge.tasks.family import Verdict, call_problem, compare, make_task, read_int, read_text, shown, task_random
+from m2forge.text.message import Message, Tool, ToolCall
+
+KEYS = tuple(f"{digit}{letter}" for digit in range(10) for letter in "ABCDEFGHIJ")
+MAX_LEVEL = 16
+LOOK = Tool(
+    "look",
+    "Look up a key.",
+    {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+)
+
+
+class Lookup:
+    """The tool of both families."""
+
+    def tools(self, task: Task) -> tuple[Tool, ...]:
+        return (LOOK,)
+
+    def call(self, task: Task, name: str, arguments: JsonValue) -> str:
+        problem = call_problem((LOOK,), name, arguments)
+        if problem is not None or not isinstance(arguments, Mapping):
+            return problem or ""
+        key = arguments["key"]
+        if not isinstance(key, str) or key not in KEYS:
+            return f"error: no key {shown(key)}; keys are {KEYS[0]} to {KEYS[-1]}"
+        return behind(read_int(task, "secret"), key)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain(Lookup):
+    name: str = "chain"
+    domain: Domain = Domain.AGENT
+    levels: range = range(1, MAX_LEVEL + 1)
+    call_s: float = 0.0
+    """What a call takes."""
+
+    def draw(self, difficulty: int, seed: int) -> Task:
+        rng = task_random(self, difficulty, seed)
+        start, secret = rng.choice(KEYS), rng.getrandbits(32)
+        links = "link" if difficulty == 1 else "links"
+        instruction = f"Start at {start}. Follow {difficulty} {links}."
+        return make_task(self, difficulty, instruction, {"start": start, "num_links": difficulty, "secret": secret})
+
+    def latency_s(self, task: Task, name: str) -> float:
+        return self.call_s
+
+    def verify(self, task: Task, answer: str) -> Verdict:
+        return compare(answer, _links(task)[-1])
+
+    def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
+        links = _links(task)
+        messages = [Message("user", task.instruction)]
+        for turn, key in enumerate(links[:-1]):
+            messages += look_up(task, [key], f"{len(links) - 1 - turn} left.", num_before=turn)
+        return [*messages, Message("assistant", links[-1], thinking="0 left.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Gather(Lookup):
+    name: str = "gather"
+    domain: Domain = Domain.AGENT
+    levels: range = range(1, MAX_LEVEL + 1)
+    call_s: float = 0.3
+    """What a call takes."""
+
+    def draw(self, difficulty: int, seed: int) -> Task:
+        rng = task_random(self, difficulty, seed)
+        keys = rng.sample(KEYS, difficulty)
+        secret = rng.getrandbits(32)
+        *firsts, last = keys
+        listed = f"{', '.join(firsts)} and {last}" if firsts else last
+        return make_task(self, difficulty, f"Read {listed}.", {"keys": " ".join(keys), "secret": secret})
+
+    def latency_s(self, task: Task, name: str) -> float:
+        return self.call_s
+
+    def verify(self, task: Task, answer: str) -> Verdict:
+        return compare(answer, _values(task))
+
+    def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
+        """Some read one key a turn, some all at once, some a few at a time."""
+        keys = read_text(task, "keys").split()
+        messages, num_before = [Message("user", task.instruction)], 0
+        most = rng.choice((1, len(keys), rng.randint(1, len(keys))))
+        while num_before < len(keys):
+            part = keys[num_before : num_before + most]
+            messages += look_up(task, part, f"Next {' '.join(part)}.", num_before)
+            num_before += len(part)
+        return [*messages, Message("assistant", _values(task), thinking="All read.")]
+
+
+def behind(secret: int, key: str) -> str:
+    """The value of a key, itself a key; all have even chances."""
+    digest = hashlib.blake2b(f"{secret}/{key}".encode(), digest_size=8).digest()
+    return KEYS[int.from_bytes(digest, "big") % len(KEYS)]
+
+
+def look_up(task: Task, keys: Sequence[str], thinking: str, num_before: int) -> list[Message]:
+    """A turn that calls once for each key, and what the tool answers."""
+    secret = read_int(task, "secret")
+    ids = [f"call_{num_before + n + 1}" for n in range(len(keys))]
+    calls = tuple(ToolCall(LOOK.name, {"key": key}, id) for key, id in zip(keys, ids, strict=True))
+    results = [Message("tool", behind(secret, key), tool_call_id=id) for key, id in zip(keys, ids, strict=True)]
+    return [Message("assistant", thinking=thinking, tool_calls=calls), *results]
+
+
+def _links(task: Task) -> list[str]:
+    """The keys from the start to the end of the chain."""
+    secret, links = read_int(task, "secret"), [read_text(task, "start")]
+    for _ in range(read_int(task, "num_links")):
+        links.append(behind(secret, links[-1]))
+    return links
+
+
+def _values(task: Task) -> str:
+    secret = read_int(task, "secret")
+    return " ".join(behind(secret, key) for key in read_text(task, "keys").split())

@@ -1,0 +1,157 @@
+"""The order of training: batches of tasks, stage after stage, each with its domains at their ratios.
+
+In: the configuration, and the pass rate of every group that was judged. Out: batches. A batch holds every domain of its
+stage as `tasks/mixture.py` promises, spread evenly, so that a queue of batches is mixed wherever it is cut. Within a
+domain its families take turns, and each draws from the levels that its pace has reached; a family keeps its levels from
+one stage to the next, within the bounds of each. Only tasks of the train split are given.
+
+What comes next depends on the seed, the configuration and the pass rates in their order. `state()` is JSON; a
+curriculum made with it goes on exactly.
+
+    curriculum = Curriculum(config)
+    for assignment in curriculum.next_batch():
+        ...
+        curriculum.record(assignment.task, pass_rate=0.25)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from m2forge.errors import ConfigError, RecordError
+from m2forge.records import Domain, JsonValue, Task
+from m2forge.tasks.catalog import find_family
+from m2forge.tasks.config import CurriculumConfig, FamilyConfig, StageConfig
+from m2forge.tasks.family import Family, family_name
+from m2forge.tasks.mixture import Mixture
+from m2forge.tasks.pace import Pace
+from m2forge.tasks.task_set import TaskSet
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A task, and what its stage says about it."""
+
+    task: Task
+    context: int
+    """The longest context, in tokens, that an agent may send or receive."""
+    stage: str
+
+
+class Curriculum:
+    def __init__(
+        self,
+        config: CurriculumConfig,
+        *,
+        families: Mapping[str, Family] | None = None,
+        state: Mapping[str, JsonValue] | None = None,
+    ) -> None:
+        """`families`: in place of those of the catalog, or beside them. `state`: that of an earlier curriculum."""
+        self._config = config
+        self._families = dict(families or {})
+        for stage in config.stages:
+            self._check(stage)
+        self._sets = {name: TaskSet(family, "train", config.seed) for name, family in sorted(self._families.items())}
+        self._paces: dict[str, Pace] = {}
+        self._turns = dict.fromkeys(Domain, 0)
+        self._enter(0)
+        if state is not None:
+            self._restore(state)
+
+    @property
+    def stage(self) -> StageConfig:
+        return self._config.stages[self._stage]
+
+    def levels(self) -> dict[str, tuple[int, int]]:
+        """The difficulties that each family of the stage is drawn from."""
+        names = [family.name for domain in self.stage.domains.values() for family in domain.families]
+        return {name: self._paces[name].levels for name in names}
+
+    def pass_rates(self) -> dict[str, float | None]:
+        """Of each family of the stage at those difficulties; None where none has been counted."""
+        return {name: self._paces[name].pass_rate for name in self.levels()}
+
+    def next_batch(self) -> list[Assignment]:
+        if self._mixture.num_batches == self.stage.num_batches:
+            self._enter(self._stage + 1)
+        counts = self._mixture.next()
+        # Unit k of n stands at (k + ½) / n of the batch.
+        places = [((unit + 0.5) / num, domain) for domain, num in counts.items() for unit in range(num)]
+        return [self._assign(domain) for _, domain in sorted(places)]
+
+    def record(self, task: Task, pass_rate: float) -> None:
+        """Report a judged group: the share of its attempts that passed. Groups that are not trained on because all
+        passed, or none, count too."""
+        pace = self._paces.get(family_name(task))
+        if pace is not None:
+            pace.record(task.difficulty, pass_rate)
+
+    def state(self) -> dict[str, JsonValue]:
+        """JSON for a checkpoint."""
+        return {
+            "stage": self.stage.name,
+            "num_batches": self._mixture.num_batches,
+            "extras": {str(domain): num for domain, num in self._mixture.extras.items()},
+            "turns": {str(domain): num for domain, num in self._turns.items()},
+            "positions": {name: tasks.position for name, tasks in self._sets.items()},
+            "paces": {name: pace.state() for name, pace in self._paces.items()},
+        }
+
+    def _assign(self, domain: Domain) -> Assignment:
+        settings = self.stage.domains[domain]
+        family = settings.families[self._turns[domain] % len(settings.families)]
+        self._turns[domain] += 1
+        task = self._sets[family.name].next(*self._paces[family.name].levels)
+        return Assignment(task, settings.context, self.stage.name)
+
+    def _enter(self, stage: int) -> None:
+        self._stage = stage
+        self._mixture = Mixture(self.stage.ratios(), self._config.batch_groups)
+        for domain in self.stage.domains.values():
+            for family in domain.families:
+                self._bound(family)
+
+    def _bound(self, family: FamilyConfig) -> None:
+        if family.name in self._paces:
+            self._paces[family.name].bound(family.difficulty)
+        else:
+            self._paces[family.name] = Pace(self._config.pace, family.difficulty, family.start)
+
+    def _restore(self, state: Mapping[str, JsonValue]) -> None:
+        names = [stage.name for stage in self._config.stages]
+        if state.get("stage") not in names:
+            raise RecordError(f"curriculum: state: stage: expected one of {names}, received {state.get('stage')!r}")
+        for stage in range(names.index(str(state["stage"])) + 1):
+            self._enter(stage)
+        extras, num_batches = _counts(state, "extras"), state.get("num_batches")
+        if not isinstance(num_batches, int):
+            raise RecordError(f"curriculum: state: num_batches: expected an integer, received {num_batches!r}")
+        self._mixture = Mixture(self.stage.ratios(), self._config.batch_groups, extras, num_batches)
+        turns, positions = _counts(state, "turns"), _counts(state, "positions")
+        self._turns = {domain: turns.get(domain, 0) for domain in Domain}
+        for name, tasks in self._sets.items():
+            tasks.position = positions.get(name, 0)
+        paces = state.get("paces")
+        for name, pace in paces.items() if isinstance(paces, Mapping) else ():
+            if name in self._paces and isinstance(pace, Mapping):
+                self._paces[name].restore(pace)
+
+    def _check(self, stage: StageConfig) -> None:
+        """Find the stage's families; refuse those of another domain, or without the difficulties asked for."""
+        for domain, settings in stage.domains.items():
+            for wanted in settings.families:
+                family = self._families.get(wanted.name) or find_family(wanted.name)
+                self._families[wanted.name] = family
+                place = f"stages: {stage.name}: domains: {domain}: {wanted.name}"
+                if family.domain != domain:
+                    raise ConfigError(f"{place}: its tasks belong to the domain {family.domain}; name it there")
+                for level in wanted.difficulty:
+                    if level not in family.levels:
+                        lowest, highest = family.levels[0], family.levels[-1]
+                        raise ConfigError(f"{place}: difficulty: expected {lowest} to {highest}, received {level}")
+
+
+def _counts(state: Mapping[str, JsonValue], key: str) -> dict[str, int]:
+    value = state.get(key)
+    if not isinstance(value, Mapping):
+        raise RecordError(f"curriculum: state: {key}: expected an object, received {value!r}")
+    return {name: num for name, num in value.items() if isinstance(num, int)}

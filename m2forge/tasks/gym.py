@@ -1,0 +1,153 @@
+"""The tasks of the library reasoning-gym, as families: `reasoning-gym:chain_sum` and a hundred others.
+
+A task is an item of one of the library's datasets, known by level and seed; the verifier is the library's scorer. Many
+of the scorers give part of the credit to any answer that contains the right one, such as 0.8 to 11589 for 1589, which a
+policy would learn to use: by default only the whole credit counts.
+
+Where a dataset has a curriculum, the difficulty sets each of its attributes to that level, or to its highest; where it
+has none, every task has difficulty 0. The library makes items from a seed, so a task can be verified wherever the same
+version is installed; another version's item is noticed and refused.
+
+Some scorers evaluate the answer as Python. What a policy writes is not to be trusted with that: their datasets are
+refused.
+"""
+
+import importlib
+import random
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from types import ModuleType
+from typing import Literal, Protocol, TypeAlias, cast
+
+from m2forge.errors import ConfigError, DataError, NotFoundError, suggest
+from m2forge.records import Domain, JsonValue, Task
+from m2forge.tasks.family import ToolFree, Verdict, make_task, read_int, shown, task_random
+from m2forge.text.message import Message
+
+GYM_PREFIX = "reasoning-gym:"
+NUM_SEEDS = 1 << 31
+NUM_CACHED = 1024
+"""Datasets that are kept: a task is verified once for each attempt."""
+MAX_ANSWER = 65_536
+"""Characters that a scorer is given; a longer answer is wrong."""
+EVALUATING = frozenset(
+    (
+        "binary_matrix",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    )
+)
+"""Datasets whose scorer evaluates the answer."""
+_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What the library's generators and scorers raise at what they cannot do."""
+
+
+Entry: TypeAlias = dict[str, object]
+"""An item: its question, its answer, and what the scorer needs."""
+
+
+class Dataset(Protocol):
+    """What is used of the library's datasets."""
+
+    def __getitem__(self, index: int) -> Entry: ...
+
+    def score_answer(self, answer: str | None, entry: Entry) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GymFamily(ToolFree):
+    dataset: str
+    """Its name in the library."""
+    domain: Domain = Domain.REASONING
+    credit: Literal["whole", "part"] = "whole"
+    """What a score below 1 is worth: nothing, or itself. The evidence holds it either way."""
+    name: str = field(init=False)
+    levels: range = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", f"{GYM_PREFIX}{self.dataset}")
+        object.__setattr__(self, "levels", range(_num_levels(self.dataset)))
+
+    def draw(self, difficulty: int, seed: int) -> Task:
+        item = task_random(self, difficulty, seed).randrange(NUM_SEEDS)
+        _, entry = _open(self.dataset, difficulty, item)
+        return make_task(self, difficulty, str(entry["question"]), {"level": difficulty, "seed": item})
+
+    def verify(self, task: Task, answer: str) -> Verdict:
+        dataset, entry = self._open(task)
+        evidence: dict[str, JsonValue] = {"expected": shown(str(entry["answer"])), "received": shown(answer)}
+        if len(answer) > MAX_ANSWER:
+            return Verdict(0.0, evidence | {"error": f"{len(answer)} characters, at most {MAX_ANSWER}"})
+        try:
+            score = min(1.0, max(0.0, float(dataset.score_answer(answer.strip(), entry))))
+        except _ERRORS as error:
+            return Verdict(0.0, evidence | {"error": shown(f"{type(error).__name__}: {error}")})
+        return Verdict(score if self.credit == "part" else float(score == 1), evidence | {"score": score})
+
+    def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
+        """The answer alone: the library does not say how it was found."""
+        answer = self._open(task)[1]["answer"]
+        if not isinstance(answer, str):
+            raise DataError(f"{self.name}: its tasks come without an answer; take demonstrations from another family")
+        return [Message("user", task.instruction), Message("assistant", answer)]
+
+    def _open(self, task: Task) -> tuple[Dataset, Entry]:
+        dataset, entry = _open(self.dataset, read_int(task, "level"), read_int(task, "seed"))
+        if str(entry["question"]) != task.instruction:
+            raise DataError(
+                f"Task {task.id}: the installed reasoning-gym makes another question of it; "
+                "install the version that the task was made with"
+            )
+        return dataset, entry
+
+
+def _library() -> ModuleType:
+    try:
+        return importlib.import_module("reasoning_gym.factory")
+    except ImportError as error:
+        raise ConfigError(
+            f"task families {GYM_PREFIX}… need reasoning-gym, which is missing: pip install 'm2forge[tasks]'"
+        ) from error
+
+
+@cache
+def _num_levels(name: str) -> int:
+    # The package registers its datasets as it is imported.
+    factory = _library()
+    importlib.import_module("reasoning_gym")
+    if name not in factory.DATASETS:
+        raise NotFoundError(f"reasoning-gym has no dataset {name!r}; {suggest(name, factory.DATASETS)}")
+    if name in EVALUATING:
+        raise ConfigError(f"{GYM_PREFIX}{name}: its scorer evaluates answers as Python; choose another dataset")
+    if not factory.has_curriculum(name):
+        return 1
+    attributes = factory.create_curriculum(name).attributes.values()
+    return max((len(attribute.levels) for attribute in attributes), default=1)
+
+
+@lru_cache(NUM_CACHED)
+def _open(name: str, level: int, seed: int) -> tuple[Dataset, Entry]:
+    """A dataset of one item, since some make all of theirs at once, and the item."""
+    num_levels, factory = _num_levels(name), _library()
+    if not 0 <= level < num_levels:
+        raise DataError(f"{GYM_PREFIX}{name}: level: expected 0 to {num_levels - 1}, received {level}")
+    settings = {"seed": seed, "size": 1}
+    try:
+        if factory.has_curriculum(name):
+            curriculum = factory.create_curriculum(name)
+            curriculum.set_global_level(level)
+            dataset = cast(Dataset, factory.DATASETS[name][0](config=curriculum.generate_configuration(settings)))
+        else:
+            dataset = cast(Dataset, factory.create_dataset(name, **settings))
+        return dataset, dataset[0]
+    except _ERRORS as error:
+        # At the highest levels some of the library's curricula ask for more than its datasets allow.
+        raise DataError(
+            f"{GYM_PREFIX}{name}: the library makes no task of level {level} ({error}); choose other levels"
+        ) from error

@@ -1,0 +1,70 @@
+"""A tiny stack language, run within bounds: the programs that the coding family asks for.
+
+A program is words with spaces between. A number or the name of an input is pushed; `+ - *` take two values and push
+one; `dup`, `drop`, `swap` and `over` move values about. Its result is the one value that is left. There is no loop, so
+a program ends after as many steps as it has words.
+"""
+
+from collections.abc import Mapping
+
+MAX_WORDS = 128
+MAX_VALUE = 10**15
+"""Larger values, of either sign, stop the program."""
+MAX_DIGITS = 9
+
+
+class ProgramError(ValueError):
+    """A program that cannot be run to its end."""
+
+
+def run_program(program: str, inputs: Mapping[str, int]) -> int:
+    words = program.split()
+    if len(words) > MAX_WORDS:
+        raise ProgramError(f"{len(words)} words, at most {MAX_WORDS}")
+    stack: list[int] = []
+    for word in words:
+        _step(word, stack, inputs)
+        if stack and abs(stack[-1]) > MAX_VALUE:
+            raise ProgramError(f"a value above {MAX_VALUE}")
+    if len(stack) != 1:
+        raise ProgramError(f"{len(stack)} values are left, expected one")
+    return stack[0]
+
+
+def _step(word: str, stack: list[int], inputs: Mapping[str, int]) -> None:
+    if word in inputs:
+        stack.append(inputs[word])
+    elif word.isascii() and word.isdecimal() and len(word) <= MAX_DIGITS:
+        stack.append(int(word))
+    elif word in NUM_TAKEN:
+        if len(stack) < NUM_TAKEN[word]:
+            raise ProgramError(f"{word}: {len(stack)} values on the stack, expected {NUM_TAKEN[word]}")
+        taken = stack[len(stack) - NUM_TAKEN[word] :]
+        del stack[len(stack) - NUM_TAKEN[word] :]
+        stack.extend(_apply(word, taken))
+    else:
+        raise ProgramError("an unknown word")
+
+
+NUM_TAKEN = {"+": 2, "-": 2, "*": 2, "dup": 1, "drop": 1, "swap": 2, "over": 2}
+"""How many values each word takes off the stack."""
+
+
+def _apply(word: str, taken: list[int]) -> list[int]:
+    match word:
+        case "dup":
+            return [taken[0], taken[0]]
+        case "drop":
+            return []
+    first, second = taken
+    match word:
+        case "+":
+            return [first + second]
+        case "-":
+            return [first - second]
+        case "*":
+            return [first * second]
+        case "swap":
+            return [second, first]
+        case _:
+            return [first, second, first]

@@ -1,0 +1,70 @@
+"""Endless streams of tasks, and the line between those that are trained on and those that are held out.
+
+Which split a task belongs to is decided by a hash of its family and its instruction: never by a seed, a position, or
+what lies behind its tools. So no instruction that training gives is ever met when it is measured, whatever seeds either
+of them uses. One instruction in `HELD_OUT_EVERY` is held out.
+
+A stream is a function of its seed, its position and the difficulties asked for. Its state is its position.
+"""
+
+import hashlib
+import random
+from typing import Literal, TypeAlias
+
+from m2forge.errors import DataError, RecordError
+from m2forge.records import Task
+from m2forge.tasks.family import Family, family_name
+
+Split: TypeAlias = Literal["train", "held_out"]
+
+HELD_OUT_EVERY = 5
+MAX_DRAWS = 2000
+"""Tasks drawn in search of one of the right split, or of one that is not there yet."""
+
+
+def split_of(task: Task) -> Split:
+    digest = hashlib.blake2b(f"{family_name(task)}\0{task.instruction}".encode(), digest_size=8).digest()
+    return "train" if int.from_bytes(digest, "big") % HELD_OUT_EVERY else "held_out"
+
+
+class TaskSet:
+    """The tasks of one family and one split, one after another."""
+
+    def __init__(self, family: Family, split: Split, seed: int, position: int = 0) -> None:
+        """`position`: that of an earlier stream with the same arguments, to go on from."""
+        if position < 0:
+            raise RecordError(f"TaskSet: position: expected 0 or more, received {position}")
+        self._family = family
+        self._split = split
+        self._seed = seed
+        self.position = position
+        """How many tasks were taken."""
+
+    def next(self, lowest: int, highest: int) -> Task:
+        """The next task, of any of these difficulties with even chances."""
+        name = self._family.name
+        rng = random.Random(f"{self._seed}/{name}/{self._split}/{self.position}")
+        for _ in range(MAX_DRAWS):
+            task = self._family.draw(rng.randint(lowest, highest), rng.getrandbits(48))
+            if split_of(task) == self._split:
+                self.position += 1
+                return task
+        raise DataError(
+            f"{name}: none of {MAX_DRAWS} tasks of difficulty {lowest} to {highest} belongs to the split "
+            f"{self._split!r}; ask for other difficulties"
+        )
+
+    def distinct(self, num: int, lowest: int, highest: int) -> list[Task]:
+        """So many different tasks, as a measurement needs them."""
+        tasks: dict[str, Task] = {}
+        num_repeats = 0
+        while len(tasks) < num:
+            task = self.next(lowest, highest)
+            num_repeats = num_repeats + 1 if task.id in tasks else 0
+            if num_repeats > MAX_DRAWS:
+                raise DataError(
+                    f"{self._family.name}: only {len(tasks)} different tasks of difficulty {lowest} to {highest} were "
+                    f"found in the split {self._split!r}, expected {num}; ask for fewer, or for other difficulties"
+                )
+            tasks[task.id] = task
+        return list(tasks.values())

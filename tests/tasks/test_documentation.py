@@ -1,0 +1,26 @@
+"""What docs/tasks.md shows is what happens."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from m2forge.tasks.catalog import EMBEDDED, find_family
+
+TEXT = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+
+
+def test_the_example_prints_what_its_comments_say(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    exec(compile(code, "docs/tasks.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines() == re.findall(r"^print\(.*  # (.*)$", code, re.MULTILINE)
+
+
+def test_the_table_shows_a_task_of_each_family_with_its_answer() -> None:
+    names = [family.name for family in EMBEDDED]
+    rows = re.findall(r"^\| `([a-z-]+)[^|]*\| \w+ \|[^|]*\| `([^`]+)`[^|]*\| `([^`]+)`", TEXT, re.MULTILINE)
+    assert [name for name, _, _ in rows] == [*names, "reasoning-gym"]
+    for name, instruction, answer in rows:
+        family = find_family("reasoning-gym:chain_sum" if name == "reasoning-gym" else name)
+        task = family.draw(family.levels[2], 7)
+        assert (task.instruction, family.verify(task, answer).perf) == (instruction, 1)
