@@ -7,7 +7,8 @@
     M2FORGE_TASK_FILE                                        where the instruction lies in the workspace
     M2FORGE_TASK                                             the instruction itself, unless it is too long for that
 
-It works in the sandbox's workspace until it exits or the sandbox ends it. What it printed and how it ended is kept.
+It works in the sandbox's workspace until it exits or the sandbox ends it. What it printed and how it ended is kept, the
+key left out.
 """
 
 import json
@@ -18,6 +19,7 @@ from m2forge.files import staged_folder
 from m2forge.protocols import AgentEnd, AgentResult, Command, Endpoint, Outcome, OutcomeReason, Sandbox
 from m2forge.records import JsonValue, Task
 
+KEY = "[key]"
 TASK_FILE = ".m2forge/task.txt"
 MAX_VARIABLE_BYTES = 100_000
 """Linux refuses to start a program with a variable of 128 KiB."""
@@ -33,15 +35,17 @@ class BlackBoxAgent:
         await sandbox.write(TASK_FILE, task.instruction.encode(errors="replace"))
         env = environment(task, endpoint, sandbox.workspace) | dict(self._config.env)
         outcome = await sandbox.run(Command(self._config.command, env, timeout_s=self._config.timeout_s))
+        # A program may print its environment; what it said is kept for longer than the key should be known.
+        stdout, stderr = (said.text().replace(endpoint.key, KEY) for said in (outcome.stdout, outcome.stderr))
         return AgentResult(
             end=_end(outcome),
-            answer=outcome.stdout.text(),
+            answer=stdout,
             started_s=outcome.started_s,
             finished_s=outcome.finished_s,
             failure=_failure(outcome),
             transcript={
-                "stdout.txt": outcome.stdout.text().encode(),
-                "stderr.txt": outcome.stderr.text().encode(),
+                "stdout.txt": stdout.encode(),
+                "stderr.txt": stderr.encode(),
                 "exit.json": json.dumps(_exit(outcome), indent=2).encode(),
             },
         )

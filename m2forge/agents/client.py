@@ -37,8 +37,6 @@ class CompletionClient(Protocol):
         """Raises RequestError for what is refused, a spent budget included; EngineError where nobody answers."""
         ...
 
-    async def close(self) -> None: ...
-
 
 class ChatClient:
     """Over OpenAI's chat completions, as a gateway serves them.
@@ -78,7 +76,7 @@ class ChatClient:
             try:
                 headers = {"x-stainless-retry-count": str(attempt)}
                 response = await self._http.post(f"{self._url}/v1/chat/completions", json=body, headers=headers)
-            except httpx2.TransportError as error:
+            except httpx2.HTTPError as error:
                 failure = f"{type(error).__name__}: {error}"
                 continue
             if response.status_code < 500:

@@ -44,8 +44,8 @@ class SummariseConfig(Config):
     kind: Literal["summarise"] = "summarise"
     threshold: Share = 0.7
     """Of the context; when the conversation is longer, the model is asked to sum it up."""
-    keep_turns: Annotated[int, Field(ge=0)] = 1
-    """The last turns stay as they are."""
+    keep_turns: Count = 1
+    """The last turns stay as they are: there may be results among them that the model has not seen."""
     request: str = (
         "Your context is nearly full. Write down what you need to go on: what was asked, what you found out, what you "
         "did and what is left to do. Call no tool; everything but the task and your notes will be gone."
@@ -93,6 +93,8 @@ class WhiteBoxConfig(Config):
     tools: tuple[Literal["shell", "files"], ...] = ("shell", "files")
     """Over the sandbox."""
     tool_timeout_s: Seconds = 60.0
+    max_parallel_calls: Count = 32
+    """Of one turn; the others wait."""
     max_tool_chars: Annotated[int, Field(ge=100)] = 20_000
     """Of one result: the middle of a longer one is left out."""
     operations: tuple[OperationConfig, ...] = ()

@@ -17,10 +17,10 @@ _SHORT = 60
 """Characters; what is no longer than the line that would stand for it stays."""
 TOOL = Tool(
     "drop_tool_output",
-    "Drop the output of earlier tool calls from this conversation; the calls themselves stay.",
+    "Drop the output of earlier turns' tool calls from this conversation; the calls themselves stay.",
     {
         "type": "object",
-        "properties": {"keep_results": {"type": "integer", "description": "How many of the last results stay whole."}},
+        "properties": {"keep_results": {"type": "integer", "description": "How many of those results stay whole."}},
         "required": ["keep_results"],
     },
 )
@@ -54,26 +54,29 @@ class DropToolOutput:
         )
 
     def read_call(self, view: View, arguments: Mapping[str, JsonValue]) -> Inputs:
-        results = [index for index, message in enumerate(view.messages) if message.role == "tool"]
+        old = [index for index in range(_last_turn(view.messages)) if view.messages[index].role == "tool"]
         keep = arguments["keep_results"]
-        num_kept = max(keep, 0) if isinstance(keep, int) else 0
-        older = results[: max(len(results) - num_kept, 0)]
-        return {"indexes": [index for index in older if _can_go(view.messages[index])]}
+        num_kept = max(int(keep), 0) if isinstance(keep, int | float) else 0
+        dropped = old[: max(len(old) - num_kept, 0)]
+        return {"indexes": [index for index in dropped if _can_go(view.messages[index])]}
 
     def _beyond(self, view: View) -> list[int]:
         """Results, the newest first, that are more than may be kept, less those of the last turn."""
         room = self._config.keep_share * view.max_tokens
         beyond: list[int] = []
-        is_last_turn = True
+        last_turn = _last_turn(view.messages)
         for index in reversed(range(len(view.messages))):
             message = view.messages[index]
-            if message.role == "assistant":
-                is_last_turn = False
-            elif message.role == "tool":
+            if message.role == "tool":
                 room -= view.count(message.content)
-                if room < 0 and not is_last_turn and _can_go(message):
+                if room < 0 and index < last_turn and _can_go(message):
                     beyond.append(index)
         return beyond[::-1]
+
+
+def _last_turn(messages: Sequence[Message]) -> int:
+    """Where it begins."""
+    return max((index for index, message in enumerate(messages) if message.role == "assistant"), default=0)
 
 
 def _can_go(message: Message) -> bool:

@@ -1,5 +1,9 @@
-"""Files of the workspace, read, written and edited without a shell."""
+"""Files of the workspace, read, written and edited without a shell.
 
+Calls of one turn run at once; those of file tools come one after the other, in the order of the calls.
+"""
+
+import asyncio
 from collections.abc import Mapping
 
 from m2forge.errors import DataError
@@ -17,44 +21,47 @@ def _tool(name: str, description: str, *others: str) -> Tool:
     return Tool(name, description, {"type": "object", "properties": properties, "required": ["path", *others]})
 
 
-class ReadTool:
+class _FileTool:
+    is_timed = True
+
+    def __init__(self, sandbox: Sandbox, turn: asyncio.Lock) -> None:
+        """`turn` is shared by the tools of one workspace: of two edits at once, one would be lost."""
+        self._sandbox, self._turn = sandbox, turn
+
+    async def run(self, arguments: Mapping[str, JsonValue]) -> str:
+        async with self._turn:
+            return await self._use(arguments)
+
+    async def _use(self, arguments: Mapping[str, JsonValue]) -> str:
+        raise NotImplementedError
+
+
+class ReadTool(_FileTool):
     """See `ToolRunner`."""
 
     tool = _tool("read_file", "Read a text file.")
-    is_timed = True
 
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox = sandbox
-
-    async def run(self, arguments: Mapping[str, JsonValue]) -> str:
+    async def _use(self, arguments: Mapping[str, JsonValue]) -> str:
         return (await self._sandbox.read(str(arguments["path"]), MAX_FILE_BYTES)).decode(errors="replace")
 
 
-class WriteTool:
+class WriteTool(_FileTool):
     """See `ToolRunner`."""
 
     tool = _tool("write_file", "Write a text file, whole; folders are made.", "content")
-    is_timed = True
 
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox = sandbox
-
-    async def run(self, arguments: Mapping[str, JsonValue]) -> str:
+    async def _use(self, arguments: Mapping[str, JsonValue]) -> str:
         content = str(arguments["content"]).encode(errors="replace")
         await self._sandbox.write(str(arguments["path"]), content)
         return f"wrote {len(content)} bytes"
 
 
-class EditTool:
+class EditTool(_FileTool):
     """See `ToolRunner`."""
 
     tool = _tool("edit_file", "Replace a piece of a text file, which must occur in it exactly once.", "old", "new")
-    is_timed = True
 
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox = sandbox
-
-    async def run(self, arguments: Mapping[str, JsonValue]) -> str:
+    async def _use(self, arguments: Mapping[str, JsonValue]) -> str:
         path, old, new = (str(arguments[name]).encode(errors="replace") for name in ("path", "old", "new"))
         content = await self._sandbox.read(path.decode(), MAX_FILE_BYTES)
         count = content.count(old) if old else 0

@@ -4,12 +4,17 @@
     async def search(query: str, limit: int = 5) -> str:
         '''Look it up.'''
 
-A function that is not a coroutine runs in a thread. What it returns is told as text, or as JSON if it is no text.
+A function that is not a coroutine runs in a thread of its own. What it returns is told as text, or as JSON if it is no
+text.
 """
 
 import asyncio
+import concurrent.futures
+import contextvars
+import functools
 import inspect
 import json
+import threading
 import typing
 from collections.abc import Callable, Mapping
 
@@ -44,12 +49,27 @@ class FunctionTool:
         if inspect.iscoroutinefunction(self._function):
             told = await self._function(**values)
         else:
-            told = await asyncio.to_thread(self._function, **values)
+            told = await _in_thread(functools.partial(self._function, **values))
         return told if isinstance(told, str) else json.dumps(told, ensure_ascii=False, default=str)
 
 
 def function_tool(function: Callable[..., object]) -> FunctionTool:
     return FunctionTool(function)
+
+
+async def _in_thread(work: Callable[[], object]) -> object:
+    """Not in the event loop's pool: one that never ends would keep a place there, and the process from ending."""
+    done: concurrent.futures.Future[object] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()  # from here on nobody can cancel it
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001  (raised where it is awaited)
+            done.set_exception(error)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 def _arguments_of(function: Callable[..., object]) -> type[BaseModel]:

@@ -2,7 +2,7 @@
 
     operations that are due change the conversation
     the policy answers: thinking, words, calls; all of it stays in the conversation
-    its calls run at once, and their results come in the order of the calls
+    its calls run at once, up to a limit, and their results come in the order of the calls
     operations that it called itself are applied after that
 
 An answer that was cut off, or that is neither words nor a call (a malformed call leaves nothing), is told to the model
@@ -50,6 +50,8 @@ class Loop:
         """Operations are those that happen by themselves; the model calls others through an `OperationTool`."""
         self._config, self._operations = config, tuple(operations)
         self._runners: Mapping[str, ToolRunner] = {runner.tool.name: runner for runner in runners}
+        # Each loop has its own: a sub-agent that waited for the place its parent's call holds would wait for ever.
+        self._places = asyncio.Semaphore(config.max_parallel_calls)
 
     async def run(self, context: Context, max_turns: int) -> LoopResult:
         content = ""
@@ -84,4 +86,5 @@ class Loop:
 
     async def _answer(self, call: ToolCall) -> Message:
         timeout_s, max_chars = self._config.tool_timeout_s, self._config.max_tool_chars
-        return await answer_call(call, self._runners, timeout_s=timeout_s, max_chars=max_chars)
+        async with self._places:
+            return await answer_call(call, self._runners, timeout_s=timeout_s, max_chars=max_chars)

@@ -1,6 +1,6 @@
 """The tokens of a conversation, worked out plainly: what the policy wrote as it sampled it, the rest rendered.
 
-    ids = prompts.open(messages, tools)
+    ids = prompts.open(messages, tools, recorded)
     prompts.record(messages, tools, ids, answer, response_ids)
 
 The ids are those of the longest recorded conversation that the messages begin with, the prompt and the answer of one
@@ -8,12 +8,15 @@ call, followed by the rest as the chat format appends it; other answers of the p
 Where the format cannot append (its template would write earlier messages otherwise), the rest is rendered after the
 nearest recorded answer from which it can, or from the beginning.
 
+Answers may read the same and yet be other tokens: text cut otherwise, a malformed call that left nothing. No message
+says which of them it is, so that one is taken which `recorded` has in its place, and no other tokens are.
+
 This is what a gateway does by other means and for any client; here it serves to check it.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from m2forge.errors import FormatError
 from m2forge.text.format import ChatFormat
@@ -24,8 +27,8 @@ from m2forge.text.message import Message, Tool, message_to_openai, tool_to_opena
 class _Node:
     """A conversation, up to one message."""
 
-    ids: list[int] | None = None
-    """Where the message is an answer of the policy: all tokens up to its end."""
+    paths: list[list[int]] = field(default_factory=list)
+    """Where the message is an answer of the policy: all tokens up to its end, of each that read so."""
     children: dict[str, "_Node"] = field(default_factory=dict)
 
 
@@ -34,14 +37,14 @@ class Prompts:
         self._format = format
         self._beginnings: dict[str, _Node] = {}
         """By their tools."""
-        self._answers: dict[str, list[int]] = {}
-        """Tokens of each answer, ended where it was cut off."""
+        self._answers: dict[str, list[list[int]]] = {}
+        """Tokens of each answer, ended where it was cut off, by how it reads."""
 
-    def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        known = list(self._known(messages, tools))
+    def open(self, messages: Sequence[Message], tools: Sequence[Tool], recorded: Sequence[int]) -> list[int]:
+        known = list(self._known(messages, tools, recorded))
         depth, ids = known[-1]
         try:
-            return ids + self._spliced(messages, depth, tools)
+            return self._spliced(messages, depth, ids, tools, recorded)
         except FormatError:
             for depth, ids in reversed(known):
                 try:
@@ -67,10 +70,12 @@ class Prompts:
         node = self._beginnings.setdefault(_tools_key(tools), _Node())
         for message in (*messages, answer):
             node = node.children.setdefault(_key(message), _Node())
-        node.ids = [*prompt_ids, *ended]
-        self._answers[_key(answer)] = ended
+        node.paths.append([*prompt_ids, *ended])
+        self._answers.setdefault(_key(answer), []).append(ended)
 
-    def _known(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[tuple[int, list[int]]]:
+    def _known(
+        self, messages: Sequence[Message], tools: Sequence[Tool], recorded: Sequence[int]
+    ) -> Iterator[tuple[int, list[int]]]:
         """After how many messages it is known which tokens they are, and these."""
         yield 0, []
         node = self._beginnings.get(_tools_key(tools))
@@ -78,23 +83,32 @@ class Prompts:
             node = None if node is None else node.children.get(_key(message))
             if node is None:
                 return
-            if node.ids is not None:
-                yield index + 1, node.ids
+            if node.paths:
+                yield index + 1, _choose(node.paths, recorded)
 
-    def _spliced(self, messages: Sequence[Message], start: int, tools: Sequence[Tool]) -> list[int]:
-        """The ids after `start` messages: sampled where the policy wrote a message, else rendered."""
-        ids: list[int] = []
+    def _spliced(
+        self, messages: Sequence[Message], start: int, ids: list[int], tools: Sequence[Tool], recorded: Sequence[int]
+    ) -> list[int]:
+        """`ids`, of the first `start` messages, and those of the rest: sampled by the policy, or else rendered."""
+        ids = list(ids)
         for index in range(start, len(messages)):
-            sampled = self._answers.get(_key(messages[index])) if messages[index].role == "assistant" else None
-            if sampled is not None:
+            answers = self._answers.get(_key(messages[index])) if messages[index].role == "assistant" else None
+            if answers is not None:
                 ids += self._format.extend(messages[:start], messages[start:index], tools, generation=True).ids
-                ids += sampled
+                ids += _choose(answers, recorded[len(ids) :])
                 start = index + 1
         return ids + self._format.extend(messages[:start], messages[start:], tools, generation=True).ids
 
 
+def _choose(readings: Sequence[list[int]], recorded: Sequence[int]) -> list[int]:
+    """The one that `recorded` begins with; the last if none is, and then the difference is noticed."""
+    return next((ids for ids in reversed(readings) if list(recorded[: len(ids)]) == ids), readings[-1])
+
+
 def _key(message: Message) -> str:
-    return json.dumps(message_to_openai(message), sort_keys=True)
+    """What a model is shown of it, which ids of calls are no part of."""
+    calls = tuple(replace(call, id="") for call in message.tool_calls)
+    return json.dumps(message_to_openai(replace(message, tool_calls=calls, tool_call_id="")), sort_keys=True)
 
 
 def _tools_key(tools: Sequence[Tool]) -> str:

@@ -71,7 +71,8 @@ def rebuild(
         if state.id not in calls:
             raise RecordError(f"{place}: is in the log, but was not recorded")
         call = calls[state.id]
-        recorded, rebuilt = call.prompt_ids.tolist(), prompts.open(state.messages, state.tools)
+        recorded = call.prompt_ids.tolist()
+        rebuilt = prompts.open(state.messages, state.tools, recorded)
         if rebuilt != recorded:
             raise RecordError(f"{place}: {_difference(rebuilt, recorded, format)}")
         _check_answer(place, state, call, format)

@@ -45,4 +45,4 @@ class SlidingWindow:
 
 
 def _positive(value: JsonValue) -> int:
-    return max(value, 1) if isinstance(value, int) else 1
+    return max(int(value), 1) if isinstance(value, int | float) else 1

@@ -16,7 +16,7 @@ NOTES_HEAD = "Your notes on what happened so far:\n\n"
 NO_NOTES = "(none)"
 TOOL = Tool(
     "summarise_context",
-    "Replace all but the task and the last turn of this conversation by your own notes.",
+    "Replace all but the task and the end of this conversation by your own notes.",
     {
         "type": "object",
         "properties": {"summary": {"type": "string", "description": "Notes that hold all you need to go on."}},
@@ -45,7 +45,7 @@ class Summarise:
 
     def apply(self, messages: Sequence[Message], inputs: Inputs) -> tuple[Message, ...]:
         _, turns = split_turns(messages)
-        kept = turns[-self._config.keep_turns :] if self._config.keep_turns else []
+        kept = turns[-self._config.keep_turns :]
         notes = Message("user", f"{NOTES_HEAD}{inputs['summary']}")
         return (*task_of(messages), notes, *(message for turn in kept for message in turn))
 

@@ -35,12 +35,12 @@ async def answer_call(
     if problems := call_problems(call, runner.tool):
         return _result(call, f"error: {call.name} was not called: {'; '.join(problems)}", max_chars)
     try:
-        async with asyncio.timeout(timeout_s if runner.is_timed else None):
+        async with asyncio.timeout(timeout_s if runner.is_timed else None) as limit:
             text = await runner.run(call.arguments)
-    except TimeoutError:
-        text = f"error: {call.name} did not end within {timeout_s:g} s"
     except Exception as error:  # noqa: BLE001  (one tool's failure is kept from the rest)
-        text = f"error: {type(error).__name__}: {error}"
+        is_late = limit.expired() and isinstance(error, TimeoutError)
+        text = f"{call.name} did not end within {timeout_s:g} s" if is_late else f"{type(error).__name__}: {error}"
+        text = f"error: {text}"
     return _result(call, text, max_chars)
 
 

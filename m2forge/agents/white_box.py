@@ -18,7 +18,7 @@ from m2forge.agents.operation import Operation
 from m2forge.agents.registry import make_operation
 from m2forge.agents.shell_tool import ShellTool
 from m2forge.agents.tool import ToolRunner
-from m2forge.errors import ConfigError, M2ForgeError
+from m2forge.errors import ConfigError
 from m2forge.protocols import AgentEnd, AgentResult, Endpoint, Sandbox
 from m2forge.records import JsonValue, Task
 from m2forge.text.message import Message, Tool
@@ -44,24 +44,20 @@ class WhiteBoxAgent:
 
     async def run(self, task: Task, endpoint: Endpoint, sandbox: Sandbox) -> AgentResult:
         client = ChatClient(endpoint, max_tokens=self._config.max_tokens, temperature=self._config.temperature)
-        try:
-            return await self.run_with(task, client, sandbox)
-        finally:
-            await client.close()
-
-    async def run_with(self, task: Task, client: CompletionClient, sandbox: Sandbox) -> AgentResult:
-        """The same, with whoever answers."""
         attempt = Attempt(self._config, client, [*self._sandbox_tools(sandbox), *self._tools], self._operations)
         started_s = time.time()
+        instruction = task.instruction.encode(errors="replace").decode()
         end, answer, failure = AgentEnd.FAILED, "", None
         try:
-            async with asyncio.timeout(self._config.max_s):
-                result = await attempt.converse(MAIN, self._config.system, task.instruction, self._config.max_turns)
+            async with asyncio.timeout(self._config.max_s) as limit:
+                result = await attempt.converse(MAIN, self._config.system, instruction, self._config.max_turns)
             end, answer = result.end, result.answer
-        except TimeoutError:
-            end, failure = AgentEnd.TIMEOUT, f"time ran out after {self._config.max_s:g} s"
-        except M2ForgeError as error:
+        except Exception as error:  # noqa: BLE001  (an operation of the caller's may raise anything; the log is kept)
             failure = f"{type(error).__name__}: {error}"
+            if limit.expired() and isinstance(error, TimeoutError):
+                end, failure = AgentEnd.TIMEOUT, f"time ran out after {self._config.max_s:g} s"
+        finally:
+            await client.close()
         log = write_log(attempt.log)
         return AgentResult(end, answer, started_s, max(time.time(), started_s), failure, {LOG_FILE: log})
 
@@ -70,7 +66,8 @@ class WhiteBoxAgent:
         if "shell" in self._config.tools:
             runners.append(ShellTool(sandbox, timeout_s=self._config.tool_timeout_s))
         if "files" in self._config.tools:
-            runners += [ReadTool(sandbox), WriteTool(sandbox), EditTool(sandbox)]
+            turn = asyncio.Lock()
+            runners += [ReadTool(sandbox, turn), WriteTool(sandbox, turn), EditTool(sandbox, turn)]
         return runners
 
 

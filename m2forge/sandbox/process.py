@@ -8,6 +8,7 @@ are killed. That keeps agents from disturbing each other by accident; it keeps n
 
 import asyncio
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class ProcessSandbox:
         return await asyncio.to_thread(self._read, path, max_bytes)
 
     async def write(self, path: str, content: bytes) -> None:
-        await asyncio.to_thread(write_atomic, self._inside(path), content)
+        await asyncio.to_thread(self._write, path, content)
 
     async def close(self) -> None:
         workers = list(self._workers)
@@ -84,6 +85,13 @@ class ProcessSandbox:
         if len(content) > max_bytes:
             raise DataError(f"{path} is larger than {max_bytes} bytes; read a part of it by a command")
         return content
+
+    def _write(self, path: str, content: bytes) -> None:
+        place = self._inside(path)
+        mode = place.stat().st_mode if place.is_file() else None
+        write_atomic(place, content)
+        if mode is not None:
+            place.chmod(stat.S_IMODE(mode))  # a program stays one
 
     def _inside(self, path: str) -> Path:
         place = (self._root / path).resolve()

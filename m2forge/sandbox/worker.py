@@ -29,6 +29,8 @@ from m2forge.sandbox.pipe import Drain, Source
 _LOADER = ("LD_LIBRARY_PATH",)
 """What an interpreter may need to start. A command can read it, so there is nothing else."""
 _ID_SIZE = 8
+STUCK_S = keeper.GIVE_UP_S + 5.0
+"""A keeper that is not done so long after it should be was stopped by its command, or cannot go on; it is killed."""
 LAST_WORDS_S = 1.0
 """How long streams may stay open after all processes are dead: one may have handed them to a stranger."""
 
@@ -47,6 +49,7 @@ class ProcessWorker:
 
     def __init__(self, command: Command, config: SandboxConfig, *, is_fed: bool) -> None:
         self._command, self._config, self._is_fed = command, config, is_fed
+        self._timeout_s = min(config.timeout_s, command.timeout_s or config.timeout_s)
         self._stdout, self._stderr = Capture(config.max_output_bytes), Capture(config.max_output_bytes)
         self._lines = bytearray()
         self._num_searched = 0
@@ -92,7 +95,10 @@ class ProcessWorker:
         if not self._is_fed:
             self._pipes.stdin.write(self._command.stdin)
             self._pipes.stdin.close()
-        self.ended = asyncio.get_running_loop().create_task(self._finish())
+        loop = asyncio.get_running_loop()
+        limit_s = self._timeout_s + self._config.grace_s + STUCK_S
+        self._alarm = loop.call_later(limit_s, self._kill_keeper, OutcomeReason.TIMEOUT)
+        self.ended = loop.create_task(self._finish())
 
     # -- Worker --------------------------------------------------------------------------------------------------------
 
@@ -129,7 +135,10 @@ class ProcessWorker:
 
     def kill(self, reason: OutcomeReason) -> None:
         """Ask for its end; `wait` tells when nothing is left. What ended before keeps its own reason."""
-        self._reason = self._reason or reason
+        if self._reason is None and not self._is_over:
+            self._reason = reason
+            self._alarm.cancel()
+            self._alarm = asyncio.get_running_loop().call_later(STUCK_S, self._kill_keeper, reason)
         self._pipes.control.abort()
 
     # -- its life ------------------------------------------------------------------------------------------------------
@@ -144,8 +153,7 @@ class ProcessWorker:
             "RLIMIT_CORE": 0,
         }
         set_limits = {name: most for name, most in limits.items() if most is not None}
-        timeout_s = min(config.timeout_s, command.timeout_s or config.timeout_s)
-        order: keeper.Order = (list(command.argv), dict(env), str(folder), set_limits, timeout_s, config.grace_s)
+        order: keeper.Order = (list(command.argv), dict(env), str(folder), set_limits, self._timeout_s, config.grace_s)
         return marshal.dumps(order)
 
     async def _connect(self, control: int, status: int) -> _Pipes:
@@ -165,6 +173,7 @@ class ProcessWorker:
         pipes = self._pipes
         await pipes.status.ended
         finished_s = time.time()
+        self._alarm.cancel()
         self._process.wait()  # it closes its status by ending
         self._is_over = True
         if len(self._report) == _ID_SIZE:
@@ -184,8 +193,16 @@ class ProcessWorker:
         self._more.set()
         return self._judge(finished_s)
 
+    def _kill_keeper(self, reason: OutcomeReason) -> None:
+        """With all that is below it, which it cannot end itself."""
+        self._reason = self._reason or reason
+        for process in (*keeper.descendants(self._process.pid), self._process.pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+
     def _judge(self, finished_s: float) -> Outcome:
-        report: keeper.Report = (signal.SIGKILL.value, False, False, 0.0, 0)
+        # Without a report the keeper was killed: by us for a reason, or by somebody else.
+        report: keeper.Report = (signal.SIGKILL.value, False, self._reason is not None, 0.0, 0)
         if len(self._report) > _ID_SIZE:
             report = marshal.loads(self._report[_ID_SIZE:])
         wait_status, is_timeout, is_asked, cpu_s, max_memory_bytes = report

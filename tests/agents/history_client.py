@@ -1,4 +1,4 @@
-"""A policy that says what a test wants in tokens of its own choice, behind the history of a real gateway's episode."""
+"""A policy whose every token a test chooses, behind the history of a real gateway's episode."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -13,14 +13,25 @@ from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Tool
 from tests.gateway.dialogue import array, read, sample
 
-Say = Callable[[Sequence[Message]], Message]
+Draw = Callable[[Sequence[Tool]], Sequence[int]]
+"""The tokens of an answer; one without a stop token is cut off."""
+
+
+def drawn(format: ChatFormat, say: Callable[[], Message], rng: random.Random, *, cut_share: float = 0.1) -> Draw:
+    """What is said, in tokens of a model's own choice, some of it cut off."""
+
+    def draw(tools: Sequence[Tool]) -> Sequence[int]:
+        ids: list[int] = sample(format, say(), rng, tools).tolist()
+        return ids[: rng.randrange(len(ids))] if rng.random() < cut_share else ids
+
+    return draw
 
 
 class HistoryClient:
     """See `CompletionClient`."""
 
-    def __init__(self, format: ChatFormat, say: Say, rng: random.Random) -> None:
-        self._format, self._say, self._rng = format, say, rng
+    def __init__(self, format: ChatFormat, draw: Draw) -> None:
+        self._format, self._draw = format, draw
         self._history = History(format)
         self.calls: dict[str, Call] = {}
         self.asked: list[tuple[Message, ...]] = []
@@ -28,10 +39,8 @@ class HistoryClient:
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
         opening = self._history.open(messages, tools)
-        ids = sample(self._format, self._say(messages), self._rng, tools)
-        is_cut = self._rng.random() < 0.1
-        if is_cut:
-            ids = array(ids[: self._rng.randrange(len(ids))].tolist())
+        ids = array(self._draw(tools))
+        is_cut = not ids.size or int(ids[-1]) not in self._format.stop_ids
         completion = read(self._format, ids, len(self.calls), tools)
         self._history.record(opening, ids, completion)
         number = len(self.calls)
@@ -41,5 +50,3 @@ class HistoryClient:
         self.asked.append(tuple(messages))
         self.divergences.append(opening.divergence)
         return Reply(f"id-{number}", completion.message(), is_cut, opening.ids.size, ids.size)
-
-    async def close(self) -> None: ...

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from m2forge.agents.black_box import BlackBoxAgent, environment, write_transcript
+from m2forge.agents.black_box import BlackBoxAgent, write_transcript
 from m2forge.agents.config import BlackBoxConfig
 from m2forge.config import build
 from m2forge.errors import ConfigError, ExistsError
@@ -25,10 +25,10 @@ def attempt(folder: Path, script: str, instruction: str = "Do ß\nit.", **limits
 
 
 def test_the_environment_names_gateway_and_task(tmp_path: Path) -> None:
-    result = attempt(tmp_path, 'cat "$M2FORGE_TASK_FILE"; echo; echo "$M2FORGE_TASK"; env | sort')
-    told = result.answer.split("\n")
-    assert told[:4] == ["Do ß", "it.", "Do ß", "it."]
-    variables = dict(line.split("=", 1) for line in told[4:] if "=" in line)
+    result = attempt(tmp_path, 'cat "$M2FORGE_TASK_FILE"; echo; echo "$M2FORGE_TASK"; env > env.txt')
+    assert result.answer == "Do ß\nit.\nDo ß\nit.\n"
+    lines = (tmp_path / "env.txt").read_text().split("\n")
+    variables = dict(line.split("=", 1) for line in lines if "=" in line)
     assert variables["OPENAI_BASE_URL"] == "http://127.0.0.1:8500/v1"
     assert variables["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8500"
     for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
@@ -70,9 +70,12 @@ def test_the_transcript_is_written_whole(tmp_path: Path) -> None:
         write_transcript(result, tmp_path / "kept")
 
 
-def test_keys_are_not_shown() -> None:
+def test_keys_are_not_shown(tmp_path: Path) -> None:
     assert "m2f-key" not in repr(ENDPOINT)
-    assert environment(Task("t", Domain.AGENT, "x"), ENDPOINT, "/w")["OPENAI_API_KEY"] == "m2f-key"
+    result = attempt(tmp_path, "echo $OPENAI_API_KEY; env >&2")
+    assert result.answer == "[key]\n"
+    assert b"OPENAI_API_KEY=[key]\n" in result.transcript["stderr.txt"]
+    assert not any(b"m2f-key" in content for content in result.transcript.values())
 
 
 def test_a_program_must_be_named() -> None:

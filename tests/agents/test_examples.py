@@ -14,15 +14,15 @@ LAST = Message("assistant", "3", "Three lines.")
 LONG = pytest.mark.long
 CASES = [
     ("openai_sdk.py", ("--stream",), "minimax_m2"),
-    ("openai_sdk.py", (), "chatml"),
     ("anthropic_sdk.py", ("--stream",), "chatml"),
-    ("anthropic_sdk.py", (), "minimax_m2"),
     ("openai_agents.py", ("--stream",), "minimax_m2"),
     ("openai_agents.py", ("--responses",), "chatml"),
     pytest.param("openai_sdk.py", ("--stream",), "chatml", marks=LONG),
+    pytest.param("openai_sdk.py", (), "chatml", marks=LONG),
     pytest.param("openai_sdk.py", (), "minimax_m2", marks=LONG),
     pytest.param("anthropic_sdk.py", ("--stream",), "minimax_m2", marks=LONG),
     pytest.param("anthropic_sdk.py", (), "chatml", marks=LONG),
+    pytest.param("anthropic_sdk.py", (), "minimax_m2", marks=LONG),
     pytest.param("openai_agents.py", ("--stream",), "chatml", marks=LONG),
     pytest.param("openai_agents.py", (), "minimax_m2", marks=LONG),
     pytest.param("openai_agents.py", ("--responses", "--stream"), "minimax_m2", marks=LONG),

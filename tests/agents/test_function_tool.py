@@ -1,6 +1,8 @@
 """Functions become tools by their signatures; what does not fit is told and not called."""
 
 import asyncio
+import threading
+import time
 from typing import Annotated, Literal
 
 import pytest
@@ -39,6 +41,28 @@ def test_arguments_are_checked_and_the_result_is_text() -> None:
     for wrong in wrongs:
         assert asyncio.run(weigh.run(wrong | {"thing": "a"})).startswith("error: weigh was not called: ")
     assert asyncio.run(weigh.run({})) == "error: weigh was not called: thing: Field required"
+
+
+def test_functions_that_never_end_keep_nobody_waiting() -> None:
+    released = threading.Event()
+
+    @function_tool
+    def hang() -> None:
+        released.wait(60)
+
+    async def use() -> str:
+        for _ in range(40):  # more than the event loop's own pool has threads
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.005):
+                    await hang.run({})
+        return await weigh.run({"thing": "a"})
+
+    started_s = time.monotonic()
+    try:
+        assert asyncio.run(use()).startswith('{"thing": "a"')
+        assert time.monotonic() - started_s < 20
+    finally:
+        released.set()
 
 
 def test_a_function_without_annotations_is_refused() -> None:

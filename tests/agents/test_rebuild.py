@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from m2forge.agents.client import Reply
 from m2forge.agents.config import DropToolOutputConfig, SlidingWindowConfig, SummariseConfig
 from m2forge.agents.context import Context
-from m2forge.agents.engine_client import EngineClient
 from m2forge.agents.log import MAIN, Appended, Applied, Called, LogEntry, read_log, write_log
 from m2forge.agents.operation import Operation
 from m2forge.agents.rebuild import rebuild, replay
 from m2forge.agents.registry import make_operation
 from m2forge.errors import DataError, NotFoundError, RecordError
-from m2forge.testing.scripted import ScriptedEngine
 from m2forge.text.format import ChatFormat
-from m2forge.text.message import Message
-from tests.agents.history_client import HistoryClient
+from m2forge.text.message import Message, Tool
+from tests.agents.history_client import HistoryClient, drawn
 from tests.gateway.dialogue import FORMATS, call, chatml, minimax
 from tests.text.draw import TOOLS
 
@@ -32,7 +30,7 @@ ALL_FORMATS = {
 }
 OPERATIONS: list[Operation] = [
     make_operation(SlidingWindowConfig(max_turns=3, keep_turns=2)),
-    make_operation(SummariseConfig(keep_turns=0)),
+    make_operation(SummariseConfig(keep_turns=1)),
     make_operation(SummariseConfig(keep_turns=2)),
     make_operation(DropToolOutputConfig(max_share=0.01, keep_share=0.001)),
 ]
@@ -44,7 +42,7 @@ class Speak:
     def __init__(self, rng: random.Random) -> None:
         self._rng, self._count = rng, 0
 
-    def __call__(self, messages: Sequence[Message]) -> Message:
+    def __call__(self) -> Message:
         self._count += 1
         thinking = f"think {self._count}" if self._rng.random() < 0.8 else ""
         number = self._rng.randrange(4)
@@ -73,7 +71,7 @@ async def wander(contexts: Sequence[Context], steps: Sequence[int], rng: random.
 @given(seed=st.integers(0, 2**32), steps=st.lists(st.integers(0, 11), max_size=14))
 def test_random_operations_are_rebuilt_as_they_were_recorded(name: str, seed: int, steps: list[int]) -> None:
     format, rng = ALL_FORMATS[name], random.Random(seed)
-    client = HistoryClient(format, Speak(rng), rng)
+    client = HistoryClient(format, drawn(format, Speak(rng), rng))
     log: list[LogEntry] = []
     contexts = [Context(f"main{suffix}", TOOLS, client, log, max_tokens=1000) for suffix in ("", ".0")]
     asyncio.run(wander(contexts, steps, rng))
@@ -83,9 +81,25 @@ def test_random_operations_are_rebuilt_as_they_were_recorded(name: str, seed: in
     assert [state.id for state in states] == list(client.calls)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_that_differ_by_their_ids_alone_are_rebuilt(name: str) -> None:
+    """When the first of them is forgotten, the second comes to its place."""
+    format, rng = ALL_FORMATS[name], random.Random(1)
+    message = Message("assistant", "again", "hm", (call(query="the same", limit=1),))
+    client = HistoryClient(format, drawn(format, lambda: message, rng, cut_share=0))
+    log: list[LogEntry] = []
+    context = Context(MAIN, TOOLS, client, log, max_tokens=1000)
+    asyncio.run(wander([context], [1, 2], rng))
+    context.apply(OPERATIONS[0], {"keep_turns": 1})
+    asyncio.run(context.ask())
+    first, second = (made.response_ids.tolist() for made in list(client.calls.values())[:2])
+    assert first != second, "the policy should say the same in other tokens"
+    assert len(rebuild(log, format, client.calls)) == 3
+
+
 def short_log(format: ChatFormat) -> tuple[list[LogEntry], HistoryClient]:
     rng = random.Random(3)
-    client = HistoryClient(format, Speak(rng), rng)
+    client = HistoryClient(format, drawn(format, Speak(rng), rng))
     log: list[LogEntry] = []
     asyncio.run(wander([Context(MAIN, TOOLS, client, log, max_tokens=1000)], [1, 2, 4, 3, 5, 7], rng))
     assert any(isinstance(entry, Applied) for entry in log)
@@ -160,20 +174,43 @@ def test_a_log_that_makes_no_sense_is_refused() -> None:
 def test_what_an_engine_samples_at_random_is_rebuilt(name: str) -> None:
     """Words that are no language, markers in strange places, answers that are cut off."""
     format = ALL_FORMATS[name]
-    engine = ScriptedEngine(format.tokenizer.vocab_size, seed=5)
-    client = EngineClient(engine, format, context=6000, max_tokens=25)
-    log: list[LogEntry] = []
-    asyncio.run(
-        wander([Context(MAIN, TOOLS, client, log, max_tokens=1000)], [1, 2, 4, 5, 3, 7, 8, 6, 10], random.Random(1))
-    )
-    assert len(rebuild(log, format, client.calls)) == len(client.calls) >= 7
+    for seed in range(5):
+        rng = random.Random(seed)
+
+        def draw(tools: Sequence[Tool], rng: random.Random = rng) -> list[int]:
+            ids = [rng.randrange(format.tokenizer.vocab_size) for _ in range(rng.randrange(25))]
+            ends = [index for index, id in enumerate(ids) if id in format.stop_ids]
+            return ids[: ends[0] + 1] if ends else ids
+
+        client = HistoryClient(format, draw)
+        log: list[LogEntry] = []
+        asyncio.run(wander([Context(MAIN, TOOLS, client, log, max_tokens=1000)], [1, 2, 4, 5, 3, 7, 8, 6, 10], rng))
+        assert len(rebuild(log, format, client.calls)) == len(client.calls) >= 7
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_policy_that_repeats_itself_in_other_tokens_is_rebuilt(name: str) -> None:
+    """Then which answer a message is, its text does not tell."""
+    format = ALL_FORMATS[name]
+    for seed in range(12):
+        rng = random.Random(seed)
+
+        def say(rng: random.Random = rng) -> Message:
+            calls = (call(query="q", limit=1),) * rng.randrange(3)
+            return Message("assistant", rng.choice(["ok", "yes"]), rng.choice(["hm", "so"]), calls)
+
+        client = HistoryClient(format, drawn(format, say, rng, cut_share=0))
+        log: list[LogEntry] = []
+        contexts = [Context(f"main{suffix}", TOOLS, client, log, max_tokens=1000) for suffix in ("", ".0")]
+        asyncio.run(wander(contexts, [rng.randrange(12) for _ in range(12)], rng))
+        assert rebuild(log, format, client.calls)
 
 
 def test_the_formats_are_those_that_rewrite_history_and_those_that_do_not() -> None:
     rng = random.Random(0)
     seen = []
     for format in (minimax(), chatml(drop_thinking=True)):
-        client = HistoryClient(format, Speak(rng), rng)
+        client = HistoryClient(format, drawn(format, Speak(rng), rng))
         log: list[LogEntry] = []
         asyncio.run(wander([Context(MAIN, TOOLS, client, log, max_tokens=1000)], [1] * 8, rng))
         seen.append({divergence for divergence in client.divergences if divergence is not None})

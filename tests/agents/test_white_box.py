@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ import pytest
 
 from m2forge.agents.config import DropToolOutputConfig, SlidingWindowConfig, SubAgentConfig, SummariseConfig
 from m2forge.agents.config import WhiteBoxConfig as Settings
-from m2forge.agents.engine_client import EngineClient
 from m2forge.agents.function_tool import function_tool
 from m2forge.agents.log import Applied, read_log
 from m2forge.agents.loop import CUT_OFF, NOTHING
+from m2forge.agents.operation import View
 from m2forge.agents.rebuild import CallState, rebuild
+from m2forge.agents.sliding_window import SlidingWindow
 from m2forge.agents.summarise import NOTES_HEAD
 from m2forge.agents.tool import ToolRunner
 from m2forge.agents.white_box import LOG_FILE, WhiteBoxAgent
@@ -25,10 +25,9 @@ from m2forge.gateway.episode import Episode
 from m2forge.protocols import Agent, AgentEnd, AgentResult, Endpoint
 from m2forge.records import Call, Domain, JsonValue, Task
 from m2forge.sandbox.process import ProcessSandbox
-from m2forge.testing.scripted import ScriptedEngine
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Tool
-from tests.gateway.dialogue import FORMATS, call, minimax, sample
+from tests.gateway.dialogue import FORMATS, call, minimax
 from tests.gateway.live import Live, check_recorded, live, num_new_tokens
 
 TASK = Task("t", Domain.AGENT, "Do it.")
@@ -129,17 +128,38 @@ def test_calls_of_one_turn_run_at_once_and_are_told_in_order(name: str, tmp_path
         assert scene.divergences() == {}
 
 
+def test_no_more_calls_run_at_once_than_may(tmp_path: Path) -> None:
+    running: list[int] = []
+    num_running = 0
+
+    @function_tool
+    async def count(text: str) -> str:
+        """Counts those that run."""
+        nonlocal num_running
+        num_running += 1
+        running.append(num_running)
+        await asyncio.sleep(0.01)
+        num_running -= 1
+        return text
+
+    said = [say(*(call("count", text=letter) for letter in "abcdefg")), DONE]
+    with attempt(tmp_path, said, [count], max_parallel_calls=3) as scene:
+        assert [line[-1] for line in scene.shown()[3:]] == list("abcdefg")
+    assert max(running) == 3
+
+
 def test_what_goes_wrong_is_told_to_the_model(tmp_path: Path) -> None:
     @function_tool
     def fail(number: int) -> None:
         """Fails."""
-        raise ValueError(f"not {number}")
+        raise ValueError(f"not {number}") if number == 7 else TimeoutError("the server's")
 
     calls = [
         call("ecko", text="a"),
         call("echo"),
         call("echo", text="a", more=1),
         call("fail", number=7),
+        call("fail", number=8),
         call("echo", text="slow", wait_s=60),
         call("echo", text="x" * 200),
     ]
@@ -149,6 +169,7 @@ def test_what_goes_wrong_is_told_to_the_model(tmp_path: Path) -> None:
             "tool: error: there is no tool 'ecko'; did you mean 'echo'?",
             *[line for line in scene.shown()[4:6] if "error: echo was not called: " in line and "text" in line],
             "tool: error: ValueError: not 7",
+            "tool: error: TimeoutError: the server's",
             "tool: error: echo did not end within 0.3 s",
             f"tool: {'x' * 50}\n[500 characters left out]\n{'x' * 50}",
             "assistant: ",
@@ -161,6 +182,16 @@ def test_an_answer_that_is_cut_off_is_told_and_goes_on(tmp_path: Path) -> None:
     with attempt(tmp_path, [Message("assistant", "long " * 50, "Hm."), DONE], max_tokens=40) as scene:
         assert scene.shown()[-1] == f"user: {CUT_OFF}"
         assert scene.result.answer == "done"
+
+
+def test_edits_of_one_turn_are_all_made(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("echo a b c d\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    edits = [call("edit_file", path="run.sh", old=letter, new=letter.upper()) for letter in "abd"]
+    said = [say(*edits, call("read_file", path="run.sh")), say(call("shell", command="./run.sh")), DONE]
+    with attempt(tmp_path, said, (), tools=("shell", "files")) as scene:
+        assert scene.shown()[3:7] == [*["tool: edited"] * 3, "tool: echo A B c D\n"]
+        assert scene.shown()[-1] == "tool: A B c D\n", "it is a program no more"
 
 
 def test_tools_work_in_the_sandbox(tmp_path: Path) -> None:
@@ -252,7 +283,7 @@ def test_a_sub_agent_without_turns_says_so(tmp_path: Path) -> None:
 def test_the_model_may_change_its_own_context(tmp_path: Path) -> None:
     said = [
         *(say(call("echo", text=letter * 30)) for letter in "abc"),
-        say(call("drop_tool_output", keep_results=1), call("echo", text="d")),
+        say(call("echo", text="d" * 30), call("drop_tool_output", keep_results=1)),
         say(call("forget_old_turns", keep_turns=2), call("forget_old_turns", keep_turns="x")),
         say(call("summarise_context", summary="I know all.")),
         DONE,
@@ -261,8 +292,8 @@ def test_the_model_may_change_its_own_context(tmp_path: Path) -> None:
     with attempt(tmp_path, said, operations=operations, offers_operations=True) as scene:
         states = scene.states()
         contents = [[message.content for message in state.messages if message.role == "tool"] for state in states]
-        assert contents[4][:3] == ["[90 characters of output dropped]"] * 3
-        assert contents[4][3:] == ["It is done after this turn.", "ddd"]
+        assert contents[4][:2] == ["[90 characters of output dropped]"] * 2
+        assert contents[4][2:] == ["c" * 90, "d" * 90, "It is done after this turn."]
         assert contents[5][-1].startswith("error: forget_old_turns was not called")
         assert len([message for message in states[5].messages if message.role == "assistant"]) == 2
         assert scene.shown()[2:] == [
@@ -286,20 +317,21 @@ def test_turns_and_time_and_budget_have_an_end(tmp_path: Path) -> None:
         scene.gateway.wait_until(lambda: scene.gateway.engine.num_aborted == 1)
 
 
-def test_an_engine_can_be_asked_without_a_gateway(tmp_path: Path) -> None:
-    format, rng = minimax(), random.Random(1)
-    lines = [sample(format, message, rng, [echo.tool]).tolist() for message in (say(call("echo", text="a")), DONE)]
-    client = EngineClient(
-        ScriptedEngine(format.tokenizer.vocab_size, script=lambda _: lines.pop(0)), format, context=4096
-    )
-    agent = WhiteBoxAgent(Settings(tools=()), [echo])
-    result = asyncio.run(agent.run_with(TASK, client, ProcessSandbox(tmp_path)))
-    assert (result.end, result.answer) == (AgentEnd.FINISHED, "done")
-    states = rebuild(read_log(result.transcript[LOG_FILE]), format, client.calls)
-    assert [message.content for message in states[-1].messages[3:]] == ["aaa"]
-    full = EngineClient(ScriptedEngine(format.tokenizer.vocab_size), format, context=10)
-    result = asyncio.run(agent.run_with(TASK, full, ProcessSandbox(tmp_path)))
-    assert "leave no room in a context of 10" in str(result.failure)
+def test_an_operation_that_fails_ends_the_attempt_and_the_log_is_kept(tmp_path: Path) -> None:
+    class Broken(SlidingWindow):
+        def is_due(self, view: View) -> bool:
+            return len(view.messages) > 2 and bool(1 / 0)
+
+    task = Task("t", Domain.AGENT, "Do \ud800 it.")  # half a character, as JSON may hold it
+    agent = WhiteBoxAgent(Settings(tools=()), [echo], [Broken(SlidingWindowConfig())])
+    with live(minimax(), [say(call("echo", text="x"))], tools=[echo.tool]) as gateway:
+        _, key = gateway.episode()
+        result = asyncio.run(agent.run(task, Endpoint(gateway.url, key), ProcessSandbox(tmp_path)))
+    assert (result.end, result.failure) == (AgentEnd.FAILED, "ZeroDivisionError: division by zero")
+    messages = [
+        message for entry in read_log(result.transcript[LOG_FILE]) for message in getattr(entry, "messages", ())
+    ]
+    assert [message.content for message in messages[1:]] == ["Do ? it.", "xxx"]
 
 
 def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

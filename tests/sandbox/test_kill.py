@@ -154,6 +154,26 @@ def test_a_command_that_kills_its_keeper_dies(tmp_path: Path) -> None:
     assert not lives(int(outcome.stdout.text()))
 
 
+@pytest.mark.parametrize("reason", [OutcomeReason.TIMEOUT, OutcomeReason.KILLED])
+def test_a_command_that_stops_its_keeper_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: OutcomeReason
+) -> None:
+    monkeypatch.setattr("m2forge.sandbox.worker.STUCK_S", 0.2)
+    timeout_s = 0.5 if reason is OutcomeReason.TIMEOUT else 60
+    script = "setsid sh -c 'echo $$; exec sleep 60' & sleep 0.2; echo; kill -STOP $PPID; sleep 60"
+
+    async def use() -> Outcome:
+        worker = await ProcessSandbox(tmp_path).start(Command(("sh", "-c", script), timeout_s=timeout_s))
+        process = int(await worker.receive_line(10))
+        await worker.receive_line(10)
+        await asyncio.sleep(0.1)
+        outcome = await (worker.wait() if reason is OutcomeReason.TIMEOUT else worker.stop())
+        assert not lives(process)
+        return outcome
+
+    assert asyncio.run(asyncio.wait_for(use(), 20)).reason is reason
+
+
 def test_forking_faster_than_we_look_does_not_help(tmp_path: Path) -> None:
     code = (
         "import os, time\n"
