@@ -128,6 +128,19 @@ def command_sft(args: argparse.Namespace) -> None:
     print(f"next: m2forge eval CONFIG --set model={folder}")
 
 
+def command_rl(args: argparse.Namespace) -> None:
+    from m2forge.config import load
+    from m2forge.forge.config import ForgeConfig
+
+    config = load(ForgeConfig, args.config, args.set)
+    from m2forge.forge.stage import run_forge
+
+    folder, checks = run_forge(config, args.runs)
+    for check in checks:
+        print(f"step {check.step}: {check.success:.1%} ±{check.margin:.1%} of {check.num_tasks} held-out tasks")
+    print(f"wrote {folder}; metrics in {folder.parent / 'metrics.jsonl'}")
+
+
 def command_eval(args: argparse.Namespace) -> None:
     from m2forge.config import load
     from m2forge.evaluate.config import EvalConfig
@@ -285,6 +298,7 @@ COMMANDS = {
     "corpus": Command("build token shards from documents", _add_corpus, command_corpus),
     "pretrain": Command("train a base model over a corpus, or go on with it", _add_run, command_pretrain),
     "sft": Command("fine-tune a model on trajectories, or go on with it", _add_run, command_sft),
+    "rl": Command("train a model by what its agents do, or go on with it", _add_run, command_rl),
     "eval": Command("measure a model: a table and plots", _add_config, command_eval),
     "serve": Command("sample from a model by HTTP: token ids in and out", _add_serve, command_serve),
     "gateway": Command("serve agents: the vendors' APIs in, every token recorded", _add_gateway, command_gateway),

@@ -2,8 +2,10 @@
 
     POST /episodes               {"task_id", "group", "budget": {"max_calls", "max_tokens", "max_s"}, "id"} -> id, key
     GET  /episodes/ID            what it has spent, how its calls branched, its rewards
+    GET  /episodes/ID/tree       what was recorded, as `tree/codec.py` writes it
     POST /episodes/ID/reward     {"value", "call", "id", "evidence"}; the same one twice is taken once
     POST /episodes/ID/close      {"failure"}: no more calls
+    DELETE /episodes/ID          let go, journal and all, once what it recorded is kept elsewhere; its key is refused
 
 All fields may be left out but `value`. A reward is for the whole episode, or for one call: its index, or the id of its
 answer. `id` tells rewards apart; without one there is a single reward of the whole and a single one of each call.
@@ -23,6 +25,7 @@ from m2forge.gateway.exchange import AskError
 from m2forge.gateway.reading import Fields, read_object, refuse_value
 from m2forge.gateway.registry import Episodes
 from m2forge.records import MAX_INT32, JsonValue
+from m2forge.tree.codec import encode_tree
 
 PATH = "/episodes"
 MAX_REWARD = 1e9
@@ -63,6 +66,14 @@ class Admin:
         episode = self._find(id)
         episode.close(Fields(body, _CLOSE_FIELDS).text("failure"))
         return describe(episode)
+
+    def tree(self, id: str) -> bytes:
+        return encode_tree(self._find(id).tree)
+
+    def delete(self, id: str) -> dict[str, JsonValue]:
+        self._find(id)
+        self._episodes.delete(id)
+        return {"id": id}
 
     def _find(self, id: str) -> Episode:
         episode = self._episodes.get(id)

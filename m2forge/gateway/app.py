@@ -109,7 +109,10 @@ class GatewayApp:
             await respond(send, 200, self._models(path))
         elif path == admin.PATH or path.startswith(f"{admin.PATH}/"):
             status, body = await self._administer(scope, path, headers, receive)
-            await respond(send, status, body)
+            if isinstance(body, bytes):
+                await respond_bytes(send, status, body, [(b"content-type", b"application/octet-stream")])
+            else:
+                await respond(send, status, body)
         elif path == "/health":
             _require_method(scope, "GET")
             await respond(send, 200, await self._health())
@@ -141,12 +144,15 @@ class GatewayApp:
 
     async def _administer(
         self, scope: Scope, path: str, headers: Headers, receive: Receive
-    ) -> tuple[int, dict[str, JsonValue]]:
+    ) -> tuple[int, dict[str, JsonValue] | bytes]:
         self._require_admin(headers)
         id, _, action = path.removeprefix(admin.PATH).removeprefix("/").partition("/")
         if id and not action:
+            _require_method(scope, "GET", "DELETE")
+            return 200, self._admin.show(id) if scope["method"] == "GET" else self._admin.delete(id)
+        if id and action == "tree":
             _require_method(scope, "GET")
-            return 200, self._admin.show(id)
+            return 200, self._admin.tree(id)
         if action not in ("", "reward", "close"):
             raise Refusal(404, "there is no such route here")
         _require_method(scope, "POST")
@@ -182,9 +188,9 @@ class GatewayApp:
         }
 
 
-def _require_method(scope: Scope, method: str) -> None:
-    if scope["method"] != method:
-        raise Refusal(405, f"the route takes {method} alone", allowed=method)
+def _require_method(scope: Scope, *methods: str) -> None:
+    if scope["method"] not in methods:
+        raise Refusal(405, f"the route takes {' and '.join(methods)} alone", allowed=", ".join(methods))
 
 
 def _dialect_of(path: str) -> Dialect:

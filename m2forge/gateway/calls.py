@@ -32,6 +32,7 @@ from m2forge.text.format import ChatFormat
 
 _SEED_MASK = (1 << 63) - 1
 """Seeds may be negative for OpenAI; engines draw with what is 0 or more."""
+_DIGEST_LENGTH = 32
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class Calls:
         ask = route.dialect.read(parse_body(body, self._config.max_depth))
         if ask.num_samples > self._config.max_samples:
             raise Refusal(400, f"expected at most {self._config.max_samples} samples, received {ask.num_samples}")
-        digest = hashlib.blake2b(b"%b %b" % (route.dialect.path.encode(), body), digest_size=16).hexdigest()
+        digest = digest_of(route.dialect.path, body)
         attempt, retry_token = read_retry(headers)
         while True:
             if self.is_draining:
@@ -179,10 +180,9 @@ class Calls:
     async def _stream(self, generation: Generation, data: bytes, send: Send) -> None:
         id = (b"x-request-id", generation.plan.id.encode())
         await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, id]})
-        clock = asyncio.get_running_loop().time
         while not generation.is_over:
             await send({"type": "http.response.body", "body": data, "more_body": True})
-            data = await generation.more(clock())
+            data = await generation.more(time.monotonic())
         await send({"type": "http.response.body", "body": data})
 
     async def _tell(self, route: Route, ask: Ask, reply: Reply, send: Send) -> None:
@@ -227,6 +227,13 @@ class Calls:
             request.is_lost = True
             raise
         return Outcome.REPEATED
+
+
+def digest_of(path: str, body: bytes) -> str:
+    """What tells requests of an episode apart."""
+    hashed = hashlib.sha256(b"%b " % path.encode())
+    hashed.update(body)
+    return hashed.hexdigest()[:_DIGEST_LENGTH]
 
 
 def _watch(generation: Generation, receive: Receive) -> "asyncio.Task[None]":

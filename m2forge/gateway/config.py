@@ -46,6 +46,8 @@ class GatewayConfig(Config):
     """Of episodes that are made without one."""
     journal: str = ""
     """Folder of the journals, one file for each episode; empty keeps nothing on disk."""
+    max_closed: Annotated[int, Field(ge=0)] = 256
+    """Closed episodes that stay in memory; of older ones the journal is read again when somebody asks for them."""
     sync: Literal["system", "disk"] = "system"
     """When a call counts as written. system: when the operating system has it, which outlives this process. disk: when
     the disk has it, which outlives a loss of power and takes its milliseconds."""
@@ -63,6 +65,8 @@ class GatewayConfig(Config):
     """Completions of one request."""
     read_timeout_s: Seconds = 60.0
     """A body must have come whole by then."""
+    write_timeout_s: Seconds = 60.0
+    """A client that leaves what it was sent unread for so long is hung up on."""
     call_timeout_s: Seconds = 3600.0
     """A completion that takes longer is aborted, and recorded as such."""
     shutdown_s: Seconds = 30.0

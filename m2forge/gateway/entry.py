@@ -27,6 +27,7 @@ from m2forge.text.completion import Completion, Problem, ProblemKind
 from m2forge.text.message import Message, Role, Tool, ToolCall
 
 _HEAD = struct.Struct("<I")
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _SAMPLING_FIELDS = tuple(item.name for item in fields(Sampling))
 _Fields: TypeAlias = dict[str, JsonValue]
 _CallFields: TypeAlias = tuple[str, dict[str, JsonValue], str]
@@ -104,7 +105,7 @@ def encode_entry(entry: Entry) -> bytes:
                 arrays += [sample.response_ids, sample.logprobs, sample.versions]
         case Rewarded() | Closed():
             head = asdict(entry)
-    text = json.dumps({"kind": type(entry).__name__, **head}, separators=(",", ":"), allow_nan=False).encode()
+    text = _encode({"kind": type(entry).__name__, **head}).encode()
     return b"".join([_HEAD.pack(len(text)), text, *(_little(array).tobytes() for array in arrays)])
 
 

@@ -57,12 +57,16 @@ class Episode:
         vocab_size: int | None = None,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.time,
+        on_close: "Callable[[Episode], None]" = lambda episode: None,
     ) -> None:
         """`vocab_size`: of the network, where it knows more ids than its tokenizer."""
         self.id, self.task_id, self.group = created.id, created.task_id, created.group
         self.key_hash, self.budget, self.created_s = created.key_hash, created.budget, created.created_s
         self.history = History(format, restores_thinking=restores_thinking)
-        self.tree = TokenTree(vocab_size or format.tokenizer.vocab_size)
+        self._tree = TokenTree(vocab_size or format.tokenizer.vocab_size)
+        self._untreed: list[tuple[str, Call]] = []
+        """Calls that are not in the tree yet, by name. A tree looks at whole paths, so it is made when it is asked for:
+        the end of an answer does not wait for it, the less the longer a conversation is."""
         self.requests = Requests()
         self.completions: list[Completion] = []
         """What clients were told of each call."""
@@ -73,8 +77,13 @@ class Episode:
         self.num_sampled = 0
         """Sampled tokens."""
         self.closed: Closed | None = None
-        self._journal, self._clock = journal, clock
+        self._journal, self._clock, self._on_close = journal, clock, on_close
         self._running: set[Request] = set()
+
+    def __del__(self) -> None:
+        # A busy gateway lets go of many episodes, and its search for what holds itself is rare.
+        if hasattr(self, "history"):
+            self.history.dissolve()
 
     # -- a request's way -----------------------------------------------------------------------------------------------
 
@@ -202,9 +211,28 @@ class Episode:
             closed = Closed(self._clock(), failure)
             self._write(closed)
             self.closed = closed
+            self._on_close(self)
+
+    def release(self) -> None:
+        """Close its file until something is written again."""
+        if self._journal is not None:
+            self._journal.release()
+
+    def drop_journal(self) -> None:
+        """Delete what was written down. Nothing can be recorded after it."""
+        if self._journal is not None:
+            self._journal.delete()
+
+    @property
+    def tree(self) -> TokenTree:
+        for name, call in self._untreed:
+            self._tree.add(call, name, episode=self.id)
+        self._untreed.clear()
+        return self._tree
 
     def calls(self) -> tuple[Call, ...]:
-        return tuple(self.tree.call(index) for index in range(self.num_calls))
+        tree = self.tree
+        return tuple(tree.call(index) for index in range(self.num_calls))
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
@@ -254,8 +282,8 @@ class Episode:
         if not samples:
             raise RecordError("a request is answered by one completion or more, received none")
         for ids in (*raw_prompts, *(sample.call.response_ids for sample in samples)):
-            if ids.size and int(ids.max()) >= self.tree.vocab_size:
-                raise RecordError(f"expected ids below {self.tree.vocab_size}, received {int(ids.max())}")
+            if ids.size and int(ids.max()) >= self._tree.vocab_size:
+                raise RecordError(f"expected ids below {self._tree.vocab_size}, received {int(ids.max())}")
 
     def _enter(self, request: Request, entry: Answered, opening: Opening | None, samples: Sequence[Sampled]) -> None:
         # The prompt is in the history and would keep its memory alive behind a view.
@@ -263,7 +291,7 @@ class Episode:
         request.first_call, request.num_reserved = self.num_calls, 0
         self.requests.name(request, entry.id)
         for sample, written in zip(samples, entry.samples, strict=True):
-            self.tree.add(sample.call, f"{self.id}/{self.num_calls}", episode=self.id)
+            self._untreed.append((f"{self.id}/{self.num_calls}", sample.call))
             if opening is not None:
                 self.history.record(opening, sample.call.response_ids, sample.completion)
             self.completions.append(written.completion)
@@ -286,7 +314,7 @@ def _sample_entry(sample: Sampled) -> SampleEntry:
         started_s=call.started_s,
         finished_s=call.finished_s,
         # What a stream held back until the end is in the text.
-        completion=replace(sample.completion, final_events=()),
+        completion=replace(sample.completion, final_events=()) if sample.completion.final_events else sample.completion,
     )
 
 

@@ -134,12 +134,12 @@ class Generation:
 
     async def more(self, since_s: float = -math.inf) -> bytes:
         """What is there to be sent, waiting for it. Pieces that come close together go together: while it goes on,
-        nothing comes sooner than the pace's gap after `since_s`, on the loop's clock."""
+        nothing comes sooner than the pace's gap after `since_s`, on the monotonic clock."""
         has_waited = False
         while not self._outbox and not self._inbox and not self.is_over:
             await self._wait()
             has_waited = True
-        now_s = self._loop.time()
+        now_s = time.monotonic()
         if has_waited:
             self._pace.note(now_s - self._woken_s)
         gap_s = since_s + self._pace.gap_s - now_s
@@ -172,7 +172,7 @@ class Generation:
         await waker
 
     def _wake(self) -> None:
-        self._woken_s = self._loop.time()
+        self._woken_s = time.monotonic()
         for waker in self._wakers:
             if not waker.done():
                 waker.set_result(None)
@@ -185,6 +185,8 @@ class Generation:
             async with contextlib.aclosing(self._engine.generate(self.plan.prompt)) as chunks:
                 async for chunk in chunks:
                     self._take(chunk)
+                    if self._pace.is_late and chunk.finish_reason is None:
+                        await asyncio.sleep(self._pace.gap_s)
             self._read()
             if any(reader.answer is None for reader in self._readers):
                 raise EngineError("the engine ended before all completions did; ask again")

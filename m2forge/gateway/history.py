@@ -116,6 +116,14 @@ class History:
             turn.parent.answered = turn
             turn = turn.parent
 
+    def dissolve(self) -> None:
+        """Take the turns apart, which hold one another, so that their memory is free at once. Nothing may follow."""
+        ahead = [root for roots in self._beginnings.values() for _, root in roots]
+        while ahead:
+            turn = ahead.pop()
+            ahead += [child for same in turn.children.values() for child in same]
+            turn.dissolve()
+
     # -- following what is known ---------------------------------------------------------------------------------------
 
     def _beginning(self, tools: Sequence[Tool]) -> Turn:

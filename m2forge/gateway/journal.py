@@ -12,6 +12,7 @@ else is no torn tail: it is refused with its place in the file.
 import os
 import struct
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Self
@@ -22,6 +23,8 @@ from m2forge.gateway.entry import Entry, decode_entry, encode_entry
 MAGIC = b"M2GWJ\x00\x01\n"
 SUFFIX = ".journal"
 _FRAME = struct.Struct("<II")
+MAX_OPEN = 128
+"""Files that stay open at once, of all journals together."""
 _MODE = 0o600
 """Prompts and completions are nobody else's business."""
 
@@ -31,7 +34,8 @@ class JournalError(M2ForgeError, OSError):
 
 
 class Journal:
-    """The file is opened for each entry: there may be more episodes than a process may hold files open."""
+    """Files stay open while they are among those that were written last: there may be more episodes than a process may
+    hold files open."""
 
     def __init__(self, path: Path, size: int, sync: Literal["system", "disk"]) -> None:
         self.path = path
@@ -79,15 +83,37 @@ class Journal:
         """Returns when the entry is written; if it raises, the journal is as before."""
         data = encode_entry(entry)
         frame = _FRAME.pack(len(data), zlib.crc32(data)) + data
+        descriptor = self._open()
+        try:
+            self._check_end(descriptor)
+            self._write(descriptor, frame if self._size else MAGIC + frame)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Close the file until the next entry."""
+        descriptor = _OPEN.pop(self, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def delete(self) -> None:
+        self.release()
+        self.path.unlink(missing_ok=True)
+
+    def _open(self) -> int:
+        descriptor = _OPEN.get(self)
+        if descriptor is not None:
+            _OPEN.move_to_end(self)
+            return descriptor
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         except OSError as error:
             raise _unwritable(self.path, error) from error
-        try:
-            self._check_end(descriptor)
-            self._write(descriptor, frame if self._size else MAGIC + frame)
-        finally:
-            os.close(descriptor)
+        _OPEN[self] = descriptor
+        if len(_OPEN) > MAX_OPEN:
+            next(iter(_OPEN)).release()
+        return descriptor
 
     def _check_end(self, descriptor: int) -> None:
         """The file must end where this journal left it."""
@@ -95,12 +121,13 @@ class Journal:
             if self._is_torn:
                 os.ftruncate(descriptor, self._size)
                 self._is_torn = False
-            size = os.fstat(descriptor).st_size
+            found, ours = self.path.stat(), os.fstat(descriptor)
         except OSError as error:
             raise _unwritable(self.path, error) from error
-        if size != self._size:
+        if not os.path.samestat(found, ours) or found.st_size != self._size:
             raise JournalError(
-                f"{self.path}: {size} bytes long, expected {self._size}: is it another gateway's as well?"
+                f"{self.path}: the journal cannot be written: another file of {found.st_size} bytes, expected ours of "
+                f"{self._size}: is it another gateway's as well?"
             )
 
     def _write(self, descriptor: int, data: bytes) -> None:
@@ -117,6 +144,10 @@ class Journal:
                 self._is_torn = True
             raise _unwritable(self.path, error) from error
         self._size += len(data)
+
+
+_OPEN: OrderedDict[Journal, int] = OrderedDict()
+"""Descriptors of open files, those that were written last at the end."""
 
 
 def read_entries(path: Path) -> tuple[list[Entry], int]:

@@ -22,7 +22,7 @@ from m2forge.gateway.reading import Fields, read_list, read_object, read_text, r
 from m2forge.gateway.tool_result import order_results
 from m2forge.records import JsonValue
 from m2forge.text.json_value import parse_json
-from m2forge.text.message import Message, Tool, ToolCall
+from m2forge.text.message import Message, Role, Tool, ToolCall
 
 SYSTEM_FIELDS = frozenset({"role", "content", "name"})
 ASSISTANT_FIELDS = SYSTEM_FIELDS | {"reasoning_content", "reasoning", "tool_calls", "refusal", "audio", "function_call"}
@@ -34,6 +34,8 @@ CALL_FUNCTION_FIELDS = frozenset({"name", "arguments", "parsed_arguments"})
 TOOL_FIELDS = frozenset({"type", "function"})
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 
+_PLAIN_ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles of messages that may be their content and nothing else."""
 _NAME = "the model is shown no names of participants; write it into the content"
 _ASSISTANT_REFUSED = {
     "name": _NAME,
@@ -51,7 +53,16 @@ def read_messages(fields: Fields) -> tuple[Message, ...]:
     values = read_list(fields.value("messages"), place)
     if not values:
         raise AskError(f"{place}: expected at least one message, received none", place)
-    return order_results([_message(value, f"{place}[{index}]") for index, value in enumerate(values)], place)
+    messages = []
+    for index, value in enumerate(values):
+        # Most messages of a long history, without the questions that have no answer in them.
+        if type(value) is dict and len(value) == 2 and type(content := value.get("content")) is str:
+            role = value.get("role")
+            if type(role) is str and role in _PLAIN_ROLES:
+                messages.append(Message(_PLAIN_ROLES[role], content))
+                continue
+        messages.append(_message(value, f"{place}[{index}]"))
+    return order_results(messages, place)
 
 
 def read_tools(fields: Fields) -> tuple[Tool, ...]:

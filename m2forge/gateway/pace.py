@@ -2,7 +2,9 @@
 
 A send costs a system call and the work of HTTP around it, more than everything else that is done for a token. So the
 gap between two sends of a stream grows with how late the event loop is: a loop that keeps up sends every token by
-itself, one that does not sends several together and catches up. The first piece of a stream and its end never wait.
+itself, one that does not sends several together and catches up. Then it also reads from the engine as seldom, since
+what comes together is read together for less. The first piece of a stream never waits, and while the loop keeps up its
+end does not either.
 """
 
 LEAST_GAP_S = 0.002
@@ -22,6 +24,11 @@ class Pace:
     def note(self, lateness_s: float) -> None:
         """How long it took until somebody who was woken ran."""
         self._lateness_s += SHARE * (lateness_s - self._lateness_s)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the loop does not keep up."""
+        return GAP_PER_LATENESS * self._lateness_s > LEAST_GAP_S
 
     @property
     def gap_s(self) -> float:

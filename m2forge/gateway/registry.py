@@ -1,6 +1,10 @@
 """All episodes of a gateway, by id and by key; written down in a folder of journals, and found again after a restart.
 
 A key is told once, when its episode is made, and kept as a hash.
+
+Where there are journals, memory holds the episodes that are open and the last ones that were closed. Of the others it
+holds id and hash, and whoever asks for one has it read again: for a late reward, or a retry. As long as anybody holds
+an episode, it is that one and no second.
 """
 
 import hashlib
@@ -8,18 +12,21 @@ import hmac
 import re
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
+from weakref import WeakValueDictionary
 
 from m2forge.errors import ExistsError, RecordError
 from m2forge.gateway.config import Budget
-from m2forge.gateway.entry import Created
+from m2forge.gateway.entry import Closed, Created, Entry
 from m2forge.gateway.episode import Episode
 from m2forge.gateway.journal import SUFFIX, Journal
 from m2forge.text.format import ChatFormat
 
 KEY_PREFIX = "m2f-"
+MAX_CLOSED = 256
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -34,15 +41,25 @@ class Episodes:
         folder: Path | None = None,
         sync: Literal["system", "disk"] = "system",
         clock: Callable[[], float] = time.time,
+        max_closed: int = MAX_CLOSED,
     ) -> None:
-        """`budget`: of episodes that are made without one. `folder`: of the journals; without it nothing is kept.
-        `vocab_size`: of the network, where it knows more ids than its tokenizer."""
+        """`budget`: of episodes that are made without one. `folder`: of the journals; without it nothing is kept, and
+        nothing leaves memory. `vocab_size`: of the network, where it knows more ids than its tokenizer. `max_closed`:
+        closed episodes that stay in memory though they could be read again."""
         self._format, self._restores_thinking, self._clock = format, restores_thinking, clock
         self._vocab_size = vocab_size
         self._budget, self._folder = budget or Budget(), folder
         self._sync: Literal["system", "disk"] = sync
         self._by_id: dict[str, Episode] = {}
-        self._by_key: dict[str, Episode] = {}
+        """In memory."""
+        self._closed: OrderedDict[str, None] = OrderedDict()
+        """Of these, the closed ones, the last that were asked for at the end."""
+        self._max_closed = max_closed
+        self._held: WeakValueDictionary[str, Episode] = WeakValueDictionary()
+        """Those that somebody holds."""
+        self._id_of_key: dict[str, str] = {}
+        """By the hashes of keys: episodes in memory, and those that can be read again."""
+        self._key_of_id: dict[str, str] = {}
         for path in sorted(folder.glob(f"*{SUFFIX}")) if folder is not None else ():
             self._restore(path)
 
@@ -53,7 +70,7 @@ class Episodes:
         id = id or f"ep_{secrets.token_hex(8)}"
         if not _ID.fullmatch(id):
             raise RecordError(f"episode: id: expected up to 64 letters, digits, '_' and '-', received {id[:80]!r}")
-        if id in self._by_id:
+        if id in self._key_of_id:
             raise ExistsError(f"episode {id} exists; choose another id")
         key = KEY_PREFIX + secrets.token_urlsafe(32)
         created = Created(id, task_id, group, hash_key(key), self._clock(), budget or self._budget)
@@ -70,23 +87,57 @@ class Episodes:
     def find(self, key: str) -> Episode | None:
         """The episode of a key. How long it takes tells nothing about keys: their hashes are compared, and whole."""
         hashed = hash_key(key)
-        episode = self._by_key.get(hashed)
+        id = self._id_of_key.get(hashed)
+        episode = None if id is None else self.get(id)
         return episode if episode is not None and hmac.compare_digest(episode.key_hash, hashed) else None
 
     def get(self, id: str) -> Episode | None:
-        return self._by_id.get(id)
+        """The episode of that id; one that has left memory is read again."""
+        episode = self._by_id.get(id)
+        if episode is None and id in self._key_of_id:
+            episode = self._held.get(id) or self._read(id)
+            self._by_id[id] = episode
+        if episode is not None and episode.closed is not None:
+            self._keep_closed(episode)
+        return episode
 
     def forget(self, id: str) -> None:
         """Let an episode go from memory, key and all; its journal stays."""
-        episode = self._by_id.pop(id, None)
+        key_hash = self._key_of_id.pop(id, None)
+        if key_hash is not None:
+            del self._id_of_key[key_hash]
+        self._let_go(id)
+
+    def delete(self, id: str) -> None:
+        """Let an episode go for good: its journal too. What of it is in flight cannot be committed any more."""
+        episode = self.get(id)
+        self.forget(id)
         if episode is not None:
-            del self._by_key[episode.key_hash]
+            episode.close()
+            episode.drop_journal()
 
     def __iter__(self) -> Iterator[Episode]:
+        """Those in memory."""
         return iter(self._by_id.values())
 
     def __len__(self) -> int:
+        """How many are in memory."""
         return len(self._by_id)
+
+    def _keep_closed(self, episode: Episode) -> None:
+        """It stays in memory while it is one of the last."""
+        if self._folder is None or episode.id not in self._by_id:
+            return
+        self._closed[episode.id] = None
+        self._closed.move_to_end(episode.id)
+        while len(self._closed) > self._max_closed:
+            self._let_go(next(iter(self._closed)))
+
+    def _let_go(self, id: str) -> None:
+        episode = self._by_id.pop(id, None)
+        self._closed.pop(id, None)
+        if episode is not None:
+            episode.release()
 
     def _restore(self, path: Path) -> None:
         journal, entries = Journal.open(path, sync=self._sync)
@@ -94,12 +145,21 @@ class Episodes:
             # Made by a process that ended before it had told anybody the key.
             path.unlink()
             return
-        created, *others = entries
-        if not isinstance(created, Created):
-            raise RecordError(f"{path}: begins with {type(created).__name__}, expected the episode's making")
-        episode = self._add(created, journal)
-        for entry in others:
+        if any(isinstance(entry, Closed) for entry in entries):
+            self._know(_created(path, entries))
+        else:
+            self._rebuild(path, journal, entries)
+
+    def _read(self, id: str) -> Episode:
+        assert self._folder is not None, "without journals nothing leaves memory"
+        path = self._folder / f"{id}{SUFFIX}"
+        return self._rebuild(path, *Journal.open(path, sync=self._sync))
+
+    def _rebuild(self, path: Path, journal: Journal, entries: list[Entry]) -> Episode:
+        episode = self._add(_created(path, entries), journal)
+        for entry in entries[1:]:
             episode.apply(entry)
+        return episode
 
     def _add(self, created: Created, journal: Journal | None) -> Episode:
         episode = Episode(
@@ -109,9 +169,22 @@ class Episodes:
             vocab_size=self._vocab_size,
             journal=journal,
             clock=self._clock,
+            on_close=self._keep_closed,
         )
-        self._by_id[episode.id] = self._by_key[episode.key_hash] = episode
+        self._by_id[episode.id] = self._held[episode.id] = episode
+        self._know(created)
         return episode
+
+    def _know(self, created: Created) -> None:
+        self._id_of_key[created.key_hash], self._key_of_id[created.id] = created.id, created.key_hash
+
+
+def _created(path: Path, entries: list[Entry]) -> Created:
+    first = entries[0] if entries else None
+    if not isinstance(first, Created):
+        begin = "nothing" if first is None else type(first).__name__
+        raise RecordError(f"{path}: begins with {begin}, expected the episode's making")
+    return first
 
 
 def hash_key(key: str) -> str:

@@ -2,6 +2,8 @@
 stop."""
 
 import asyncio
+import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from m2forge.gateway.server import GatewayServer, bind, find_admin_key
 from m2forge.protocols import Engine
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
+
+_COLLECTOR_THRESHOLDS = (20_000, 10, 10)
 
 
 def serve_gateway(
@@ -27,6 +31,8 @@ def serve_gateway(
     context = config.context or context
     if context is None:
         raise ConfigError(f"{folder} does not say how long its context is; give it with --set context=N")
+    # Messages are tokenised one at a time: to hand them to other threads would only take longer.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     format = make_format(config.format, load_tokenizer(folder))
     admin_key = find_admin_key(config)
     # Before weights are read: an address that is taken should be told at once.
@@ -50,4 +56,24 @@ def serve_gateway(
             finally:
                 await engine.close()
 
-        asyncio.run(run(context))
+        spare_collector()
+        with asyncio.Runner(loop_factory=_find_loop()) as runner:
+            runner.run(run(context))
+
+
+def spare_collector() -> None:
+    """Let the search for cyclic garbage be rare. Streams leave little of it, episodes are many objects that live long,
+    and everybody waits while they are looked through."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECTOR_THRESHOLDS)
+
+
+def _find_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed: half of a busy gateway's time is the loop's."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    make_loop: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return make_loop

@@ -151,6 +151,7 @@ def make_episodes(format: ChatFormat, config: GatewayConfig, vocab_size: int | N
         budget=config.budget,
         folder=Path(config.journal) if config.journal else None,
         sync=config.sync,
+        max_closed=config.max_closed,
     )
 
 

@@ -152,6 +152,10 @@ class Turn:
             for rival in same:
                 rival.has_rivals = True
 
+    def dissolve(self) -> None:
+        """Let go of the turns around it."""
+        self.children, self.parent, self.latest, self.answered = {}, None, None, None
+
     def find(self, message: Message, *, restores_thinking: bool) -> "Turn | None":
         """The child that `message` is, the best of those that it may be."""
         if self.latest is not None and self.latest.is_plainly(message, restores_thinking):
@@ -173,9 +177,11 @@ class Turn:
     def is_plainly_answer(self, message: Message, restores_thinking: bool) -> bool:
         """The same for an assistant's message whose content is this one's."""
         thinking, ours, theirs = message.thinking, self._calls, message.tool_calls
-        if self.has_rivals or len(ours) != len(theirs):
+        if self.has_rivals or ((thinking or not restores_thinking) and thinking != self._thinking):
             return False
-        if (thinking or not restores_thinking) and thinking != self._thinking:
+        if not ours or not theirs:
+            return not ours and not theirs
+        if len(ours) != len(theirs):
             return False
         for (name, arguments, id, kinds), other in zip(ours, theirs, strict=True):
             others = other.arguments

@@ -1,9 +1,12 @@
 """Requests to the HTTP server of an engine, with their failures told as errors of this package.
 
 What the server refuses is told by `read_error`; a server that cannot be reached, breaks off or sends what is no JSON is
-an `EngineError` that names it.
+an `EngineError` that names it. Completions are read line by line (see `streaming`), what is asked now and then by a
+general client.
 """
 
+import asyncio
+import base64
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -13,6 +16,7 @@ import httpx2
 
 from m2forge.errors import EngineError, M2ForgeError
 from m2forge.records import JsonValue
+from m2forge.rollout.streaming import Answer, BrokenOffError, Connections
 
 CONNECT_S = 10.0
 ANSWER_S = 30.0
@@ -34,6 +38,18 @@ class Client:
     ) -> None:
         """`key` is sent as a bearer token. `read_error` takes the JSON, or else the text, and status of a refusal."""
         self.url, self._read_error, self._is_closed = url.rstrip("/"), read_error, False
+        parts = httpx2.URL(self.url)
+        headers = {"Host": parts.netloc.decode("ascii"), "Accept": "*/*", "Content-Type": "application/json"}
+        if parts.userinfo:
+            headers["Authorization"] = f"Basic {base64.b64encode(parts.userinfo).decode()}"
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._head = b"POST %b HTTP/1.1\r\n" + lines.replace("%", "%%").encode() + b"Content-Length: %d\r\n\r\n"
+        self._path = parts.raw_path.rstrip(b"/")
+        is_secure = parts.scheme == "https"
+        port = parts.port or (443 if is_secure else 80)
+        self._connections = Connections(parts.host, port, is_secure=is_secure, idle_s=IDLE_S)
         # As many connections as there are completions under way: a limit here would be a queue that nobody sees.
         self._http = httpx2.AsyncClient(
             base_url=self.url,
@@ -56,31 +72,56 @@ class Client:
     ) -> str:
         return await self._send("POST", path, body, parameters, timeout_s)
 
-    async def lines(self, path: str, body: JsonValue) -> AsyncGenerator[bytes, None]:
-        """The lines of the answer as they come, blank ones left out. Closing the iterator hangs up."""
-        parts: list[bytes] = []
-        with self._told():
-            async with self._http.stream("POST", path, json=body) as response:
-                if response.is_error:
-                    await response.aread()
-                    raise self._refusal(response)
-                # Not by characters: text in JSON may hold line separators that end no line here.
-                async for piece in response.aiter_bytes():
-                    end, *rest = piece.split(b"\n")
-                    parts.append(end)
-                    for begin in rest:
-                        if (line := b"".join(parts)).strip():
-                            yield line
-                        parts = [begin]
-        if (line := b"".join(parts)).strip():
-            yield line
+    async def batches(
+        self, path: str, body: JsonValue | bytes, deadline_s: float | None = None
+    ) -> AsyncGenerator[list[bytes], None]:
+        """Post `body`, or the JSON that it is already: the lines of the answer as they come, blank ones left out, those
+        together that came together. Closing the iterator hangs up. Raises TimeoutError when the loop's clock reaches
+        `deadline_s`."""
+        if self._is_closed:
+            raise EngineError(f"the engine at {self.url} is closed; make another")
+        answer = await self._connect(deadline_s)
+        timer = None
+        if deadline_s is not None:
+            timer = asyncio.get_running_loop().call_at(deadline_s, answer.fail, TimeoutError())
+        try:
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer.ask(self._head % (self._path + path.encode(), len(data)), data)
+            if await answer.begin() >= 400:
+                raise self._refusal(path, answer.status, await answer.read_all())
+            rest: list[bytes] = []
+            while piece := await answer.read():
+                end, *begun = piece.split(b"\n")
+                rest.append(end)
+                if begun:
+                    # Not by characters: text in JSON may hold line separators that end no line here.
+                    lines = [line for line in (b"".join(rest), *begun[:-1]) if line.strip()]
+                    rest = [begun[-1]]
+                    if lines:
+                        yield lines
+            if (line := b"".join(rest)).strip():
+                yield [line]
+        except BrokenOffError as error:
+            raise EngineError(f"{self.url} broke off: {error}") from error
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._connections.give_back(answer)
 
-    async def events(self, path: str, body: JsonValue) -> AsyncGenerator[Any, None]:
+    async def lines(self, path: str, body: JsonValue, deadline_s: float | None = None) -> AsyncGenerator[bytes, None]:
+        """The same one by one."""
+        async with aclosing(self.batches(path, body, deadline_s)) as batches:
+            async for batch in batches:
+                for line in batch:
+                    yield line
+
+    async def events(self, path: str, body: JsonValue, deadline_s: float | None = None) -> AsyncGenerator[Any, None]:
         """The JSON of server-sent events, up to the one that says it is the last."""
-        async with aclosing(self.lines(path, body)) as lines:
-            async for line in lines:
-                if line.startswith(b"data:") and (data := line[5:].strip()) != _END:
-                    yield self.parse(data)
+        async with aclosing(self.batches(path, body, deadline_s)) as batches:
+            async for batch in batches:
+                for line in batch:
+                    if line.startswith(b"data:") and (data := line[5:].strip()) != _END:
+                        yield self.parse(data)
 
     def parse(self, text: str | bytes) -> Any:
         try:
@@ -90,6 +131,7 @@ class Client:
 
     async def close(self) -> None:
         self._is_closed = True
+        self._connections.close()
         await self._http.aclose()
 
     async def _send(
@@ -104,16 +146,30 @@ class Client:
         with self._told():
             response = await self._http.request(method, path, json=body, params=parameters, timeout=timeout)
         if response.is_error:
-            raise self._refusal(response)
+            raise self._refusal(path, response.status_code, response.content)
         return response.text
 
-    def _refusal(self, response: httpx2.Response) -> M2ForgeError:
+    async def _connect(self, deadline_s: float | None) -> Answer:
+        loop = asyncio.get_running_loop()
+        connect_s = loop.time() + CONNECT_S
+        is_late = deadline_s is not None and deadline_s < connect_s
         try:
-            told: object = response.json()
+            async with asyncio.timeout_at(deadline_s if is_late else connect_s):
+                return await self._connections.take()
+        except TimeoutError as error:
+            if is_late:
+                raise
+            raise EngineError(f"{self.url} cannot be reached within {CONNECT_S:g} s; is the server running?") from error
+        except OSError as error:
+            raise EngineError(f"{self.url} cannot be reached ({error}); is the server running?") from error
+
+    def _refusal(self, path: str, status: int, content: bytes) -> M2ForgeError:
+        try:
+            told: object = json.loads(content)
         except ValueError:
-            told = response.text
-        error = self._read_error(told, response.status_code)
-        return type(error)(f"{self.url}{response.url.path}: {error}")
+            told = content.decode(errors="replace")
+        error = self._read_error(told, status)
+        return type(error)(f"{self.url}{path}: {error}")
 
     @contextmanager
     def _told(self) -> Iterator[None]:

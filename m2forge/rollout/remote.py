@@ -13,7 +13,7 @@ from m2forge.protocols import Chunk, EngineState, Prompt
 from m2forge.records import JsonValue, PolicyVersion
 from m2forge.rollout import wire
 from m2forge.rollout.client import ANSWER_S, Client
-from m2forge.rollout.turn import within_deadline
+from m2forge.rollout.turn import deadline_of, within_deadline
 
 
 class RemoteEngine:
@@ -23,8 +23,7 @@ class RemoteEngine:
         self._client = Client(url, key=admin_key, read_error=wire.read_error)
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
-        # The server keeps the deadline; this one is for a server that does not answer any more.
-        async with aclosing(within_deadline(self._sample(prompt), prompt, grace_s=ANSWER_S)) as chunks:
+        async with aclosing(within_deadline(self._sample(prompt), prompt)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -44,6 +43,9 @@ class RemoteEngine:
         await self._client.close()
 
     async def _sample(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
-        async with aclosing(self._client.lines("/generate", wire.write_prompt(prompt))) as lines:
-            async for line in lines:
-                yield wire.read_chunk(line)
+        # The server keeps the deadline; this one is for a server that does not answer any more.
+        deadline_s = deadline_of(prompt, ANSWER_S)
+        async with aclosing(self._client.batches("/generate", wire.write_prompt(prompt), deadline_s)) as batches:
+            async for lines in batches:
+                for chunk in wire.read_chunks(lines):
+                    yield chunk

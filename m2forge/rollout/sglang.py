@@ -32,7 +32,7 @@ from m2forge.errors import EngineError, M2ForgeError, NotFoundError, RequestErro
 from m2forge.protocols import Chunk, EngineState, Prompt
 from m2forge.records import FinishReason, JsonValue, PolicyVersion
 from m2forge.rollout.client import ANSWER_S, Client
-from m2forge.rollout.turn import Turns, within_deadline
+from m2forge.rollout.turn import Turns, deadline_of, within_deadline
 
 _ALL_TOKENS = -1
 """SGLang's top_k for no limit."""
@@ -88,12 +88,13 @@ class SGLangEngine:
         await self._client.close()
 
     async def _sample(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
-        await self._turns.wait()
+        deadline_s = deadline_of(prompt)
+        await self._turns.wait(deadline_s)
         with self._turns.request() as version:
             rids = [f"m2forge-{secrets.token_hex(8)}" for _ in range(prompt.num_samples)]
             num_read, unfinished = [0] * prompt.num_samples, set(range(prompt.num_samples))
             try:
-                async with aclosing(self._client.events("/generate", _body(prompt, rids))) as events:
+                async with aclosing(self._client.events("/generate", _body(prompt, rids), deadline_s)) as events:
                     async for event in events:
                         if "error" in event:
                             raise _read_error(event, 500)

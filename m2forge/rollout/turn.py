@@ -26,10 +26,11 @@ class Turns:
         self._one_load = asyncio.Lock()
         self._doubt: str | None = None
 
-    async def wait(self) -> None:
-        """Until no weights are being changed."""
-        while not self._is_open.is_set():
-            await self._is_open.wait()
+    async def wait(self, deadline_s: float | None = None) -> None:
+        """Until no weights are being changed. Raises TimeoutError when the loop's clock reaches `deadline_s`."""
+        async with asyncio.timeout_at(deadline_s):
+            while not self._is_open.is_set():
+                await self._is_open.wait()
         if self._doubt is not None:
             raise EngineError(self._doubt)
 
@@ -71,26 +72,22 @@ class Turns:
             raise
 
 
-async def within_deadline(
-    chunks: AsyncGenerator[Chunk, None], prompt: Prompt, grace_s: float = 0.0
-) -> AsyncGenerator[Chunk, None]:
-    """These chunks, until time is up and `grace_s` more: then the completions that have not ended do, as aborted."""
-    loop = asyncio.get_running_loop()
-    deadline_s = None if prompt.timeout_s is None else loop.time() + prompt.timeout_s + grace_s
+def deadline_of(prompt: Prompt, grace_s: float = 0.0) -> float | None:
+    """When time is up, and `grace_s` more, on the loop's clock."""
+    return None if prompt.timeout_s is None else asyncio.get_running_loop().time() + prompt.timeout_s + grace_s
+
+
+async def within_deadline(chunks: AsyncGenerator[Chunk, None], prompt: Prompt) -> AsyncGenerator[Chunk, None]:
+    """These chunks, until they raise TimeoutError: then the completions that have not ended do, as aborted."""
     unfinished, is_late = set(range(prompt.num_samples)), False
     async with aclosing(chunks):
-        while True:
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    chunk = await anext(chunks)
-            except StopAsyncIteration:
-                break
-            except TimeoutError:
-                is_late = True
-                break
-            if chunk.finish_reason is not None:
-                unfinished.discard(chunk.sample)
-            yield chunk
+        try:
+            async for chunk in chunks:
+                if chunk.finish_reason is not None:
+                    unfinished.discard(chunk.sample)
+                yield chunk
+        except TimeoutError:
+            is_late = True
     if unfinished and not is_late:
         raise EngineError(f"the server ended its answer with {len(unfinished)} completions unfinished")
     for sample in sorted(unfinished):

@@ -26,7 +26,7 @@ from m2forge.errors import EngineError, M2ForgeError, NotFoundError, RequestErro
 from m2forge.protocols import Chunk, EngineState, Prompt
 from m2forge.records import FinishReason, FloatArray, JsonValue, PolicyVersion, Sampling
 from m2forge.rollout.client import Client
-from m2forge.rollout.turn import Turns, within_deadline
+from m2forge.rollout.turn import Turns, deadline_of, within_deadline
 
 LogprobsMode: TypeAlias = Literal["raw", "processed"]
 
@@ -88,9 +88,10 @@ class VLLMEngine:
         await self._client.close()
 
     async def _sample(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
-        await self._turns.wait()
+        deadline_s = deadline_of(prompt)
+        await self._turns.wait(deadline_s)
         with self._turns.request() as version:
-            async with aclosing(self._client.events("/v1/completions", self._body(prompt))) as events:
+            async with aclosing(self._client.events("/v1/completions", self._body(prompt), deadline_s)) as events:
                 async for event in events:
                     if "error" in event:
                         raise _read_error(event, 500)

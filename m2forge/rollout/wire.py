@@ -1,19 +1,20 @@
 """Prompts, chunks and errors as JSON, as the server and the remote engine exchange them.
 
-A prompt is an object with the fields of `Prompt`, those with a default optional, and `stream`. A chunk is an object
-with the fields of `Chunk`; NaN, which JSON has not, is null, and experts are {"shape", "data"} with the int16 values,
-little end first, in base64. An error is {"error": {"type", "message"}}. Numbers come back as they were, to the bit.
+A prompt is an object with the fields of `Prompt`, those with a default optional, and `stream`; its ids are a list, or
+the int32 values, little end first, in base64, which a long history is written and read in far faster. A chunk is an
+object with the fields of `Chunk`; NaN, which JSON has not, is null, and experts are {"shape", "data"} with the int16
+values in base64 likewise. An error is {"error": {"type", "message"}}. Numbers come back as they were, to the bit.
 """
 
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
-from typing import Annotated, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import FailFast, Field, ValidationError
+from pydantic import BeforeValidator, FailFast, Field, ValidationError
 
 from m2forge.config import Config
 from m2forge.errors import (
@@ -29,12 +30,27 @@ from m2forge.errors import (
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import MAX_INT32, FinishReason, FloatArray, IntArray, JsonValue, PolicyVersion, Sampling
 
+_ID_TYPE = "<i4"
+
+
+def _read_packed(value: object) -> object:
+    """Ids that were written in base64; anything else is left to the check that follows."""
+    if not isinstance(value, str):
+        return tuple(value) if isinstance(value, list) else value
+    data = base64.b64decode(value, validate=True)
+    if len(data) % np.dtype(_ID_TYPE).itemsize:
+        raise ValueError(f"expected int32 values in base64, received {len(data)} bytes")
+    return tuple(np.frombuffer(data, _ID_TYPE).tolist())
+
+
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 TokenIds = Annotated[tuple[TokenId, ...], FailFast()]
 """The first that is none ends the reading: a million errors would take seconds and a gigabyte to tell."""
 BodyT = TypeVar("BodyT", bound=Config)
 
 _EXPERT_TYPE = "<i2"
+_decode = json.JSONDecoder().decode
+_PROMPT_FIELDS = tuple(field.name for field in fields(Prompt) if field.name != "ids")
 _NUM_SHOWN = 8
 """Problems of one body that are told."""
 _ERRORS: dict[str, type[M2ForgeError]] = {
@@ -54,7 +70,7 @@ class SamplingBody(Config):
 
 
 class PromptBody(Config):
-    ids: TokenIds
+    ids: Annotated[TokenIds, BeforeValidator(_read_packed)]
     max_tokens: Annotated[int, Field(le=MAX_INT32)]
     sampling: SamplingBody = SamplingBody()
     stop_ids: TokenIds = ()
@@ -112,9 +128,12 @@ def read_body(kind: type[BodyT], data: bytes) -> BodyT:
         raise RequestError(f"the body cannot be used: {'; '.join(problems)}") from error
 
 
-def write_prompt(prompt: Prompt) -> dict[str, JsonValue]:
-    body: dict[str, JsonValue] = {field.name: getattr(prompt, field.name) for field in fields(prompt)}
-    return body | {"ids": prompt.ids.tolist(), "sampling": asdict(prompt.sampling)}
+def write_prompt(prompt: Prompt) -> bytes:
+    body: dict[str, JsonValue] = {name: getattr(prompt, name) for name in _PROMPT_FIELDS}
+    body["sampling"] = {name: getattr(prompt.sampling, name) for name in SamplingBody.model_fields}
+    # Base64 needs no escapes, so it is not looked through for them.
+    ids = base64.b64encode(np.ascontiguousarray(prompt.ids, _ID_TYPE).data)
+    return b"".join((b'{"ids": "', ids, b'", ', json.dumps(body)[1:].encode()))
 
 
 def write_chunk(chunk: Chunk) -> dict[str, JsonValue]:
@@ -138,7 +157,7 @@ def write_chunk(chunk: Chunk) -> dict[str, JsonValue]:
 def read_chunk(line: str | bytes) -> Chunk:
     """The chunk of one line of a stream. A line that tells of an error raises it."""
     try:
-        body = json.loads(line)
+        body = _decode(line if isinstance(line, str) else line.decode())
         if "error" in body:
             raise read_error(body, 500)
         return Chunk(
@@ -155,6 +174,37 @@ def read_chunk(line: str | bytes) -> Chunk:
         if isinstance(error, M2ForgeError):
             raise
         raise EngineError(f"the server sent a line that is no chunk ({error!r}): {line[:200]!r}") from error
+
+
+def read_chunks(lines: Sequence[bytes]) -> Iterator[Chunk]:
+    """The chunks of lines that came together: what is one completion's is one chunk. Where a line tells of an error, it
+    is raised after what came before it."""
+    if len(lines) > 1:
+        try:
+            bodies = _decode((b"[%b]" % b",".join(lines)).decode())
+            if (merged := _read_merged(bodies)) is not None:
+                yield merged
+                return
+        except (KeyError, OverflowError, TypeError, ValueError):
+            pass  # told by the line that it is in
+    yield from map(read_chunk, lines)
+
+
+def _read_merged(bodies: Sequence[Mapping[str, Any]]) -> Chunk | None:
+    """Chunks of one completion as one; None where they are something else."""
+    first, last = bodies[0], bodies[-1]
+    for body in bodies:
+        if body.get("sample") != first["sample"] or "experts" in body or (body is not last and "finish_reason" in body):
+            return None
+    return Chunk(
+        sample=first["sample"],
+        ids=_read_ints([id for body in bodies for id in body["ids"]]),
+        logprobs=_read_floats([number for body in bodies for number in body["logprobs"]]),
+        raw_logprobs=_read_floats([number for body in bodies for number in body["raw_logprobs"]]),
+        versions=_read_ints([step for body in bodies for step in body["versions"]]),
+        num_cached=max(body["num_cached"] for body in bodies),
+        finish_reason=None if "finish_reason" not in last else FinishReason(last["finish_reason"]),
+    )
 
 
 def write_error(error: M2ForgeError) -> dict[str, JsonValue]:

@@ -2,17 +2,21 @@
 what is never written down."""
 
 import concurrent.futures
+import gc
 import json
 import logging
 import random
+import resource
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
 from m2forge.errors import ConfigError
+from m2forge.gateway import connection
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.server import bind, find_admin_key
 from tests.gateway.dialogue import minimax
@@ -103,7 +107,17 @@ def test_it_listens_elsewhere_only_with_an_admin_key(monkeypatch: pytest.MonkeyP
     assert find_admin_key(GatewayConfig()) == "abc"
 
 
-def test_what_is_too_large_too_deep_or_too_slow_is_refused() -> None:
+@pytest.fixture(params=["fast", "plain"])
+def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both parsers of HTTP, where both are installed."""
+    if request.param == "plain":
+        monkeypatch.setattr(connection, "HAS_HTTPTOOLS", False)
+    elif not connection.HAS_HTTPTOOLS:
+        pytest.skip("httptools is not installed")
+    return str(request.param)
+
+
+def test_what_is_too_large_too_deep_or_too_slow_is_refused(parser: str) -> None:
     with live(minimax(), config=SMALL) as gateway:
         _, key = gateway.episode()
         deep = b'{"model": "m", "messages": ' + b"[" * 5000 + b"]" * 5000 + b"}"
@@ -219,28 +233,98 @@ def request(key: str, rng: random.Random) -> tuple[list[bytes], bool]:
     return [whole[:at], whole[at:]], ends
 
 
+NUM_ROUND = 5000
+"""Requests of one episode, which is closed after them."""
+ALLOWED = ("none", "200", "400", "401", "404", "405", "408", "413", "431")
+
+
+def send(gateway: Live, key: str, seed: int) -> str:
+    pieces, ends = request(key, random.Random(seed))
+    answer = talk(gateway, *pieces, ends=ends)
+    status = answer[9:12].decode() or "none"
+    assert status in ALLOWED, (seed, pieces, answer[:300])
+    return status
+
+
+def fuzz_round(gateway: Live, pool: concurrent.futures.Executor, seeds: list[int]) -> set[str]:
+    """What the requests of an episode were answered; none of its records is lost."""
+    episode, key = gateway.episode()
+    statuses = set(pool.map(lambda seed: send(gateway, key, seed), seeds))
+    assert post(gateway, key, BODY).status_code == 200
+    gateway.wait_until(lambda: gateway.server.app.calls.num_running == episode.num_running == 0)
+    seen = [pair for pair in gateway.engine.seen() if pair[1]]
+    assert sorted(gateway.run(lambda: recorded(episode))) == sorted(seen), "a record was lost"
+    gateway.run(episode.close)
+    gateway.engine.prompts.clear()
+    gateway.engine.completions.clear()
+    return statuses
+
+
 @pytest.mark.parametrize("num_requests", [800, pytest.param(100_000, marks=pytest.mark.long)])
 def test_broken_requests_are_refused_and_nothing_else_happens(
-    num_requests: int, caplog: pytest.LogCaptureFixture
+    num_requests: int, parser: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rng = random.Random(num_requests)
-    config = SMALL.model_copy(update={"read_timeout_s": 0.2})
+    seeds = [rng.getrandbits(40) for _ in range(num_requests)]
+    config = SMALL.model_copy(update={"read_timeout_s": 0.2, "journal": str(tmp_path), "max_closed": 1})
+    caplog.set_level(logging.ERROR)
+    memory_mib, statuses = [], set()
     with live(minimax(), config=config) as gateway, concurrent.futures.ThreadPoolExecutor(16) as pool:
-        episode, key = gateway.episode()
-
-        def send(seed: int) -> str:
-            pieces, ends = request(key, random.Random(seed))
-            answer = talk(gateway, *pieces, ends=ends)
-            status = answer[9:12].decode() or "none"
-            allowed = ("none", "200", "400", "401", "404", "405", "408", "413", "431")
-            assert status in allowed, (seed, pieces, answer[:300])
-            return status
-
-        caplog.set_level(logging.ERROR)
-        statuses = set(pool.map(send, (rng.getrandbits(40) for _ in range(num_requests))))
-        assert post(gateway, key, BODY).status_code == 200
-        gateway.wait_until(lambda: gateway.server.app.calls.num_running == episode.num_running == 0)
-        seen = [pair for pair in gateway.engine.seen() if pair[1]]
-        assert sorted(gateway.run(lambda: recorded(episode))) == sorted(seen), "a record was lost"
+        for start in range(0, num_requests, NUM_ROUND):
+            statuses |= fuzz_round(gateway, pool, seeds[start : start + NUM_ROUND])
+            gc.collect()
+            memory_mib.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20)
     assert {"200", "400", "408"} < statuses
     assert not caplog.records, "something failed"
+    # The first rounds fill caches; after them the client's threads and the gateway together stay as they are.
+    quarter = len(memory_mib) // 4
+    assert memory_mib[-1] < 1.05 * memory_mib[quarter], memory_mib
+
+
+def test_a_client_that_reads_nothing_is_hung_up_on(parser: str) -> None:
+    config = GatewayConfig(port=0, write_timeout_s=0.3)
+    with live(minimax(), config=config) as gateway:
+        _, key = gateway.episode()
+        body = json.dumps(BODY | {"stream": True, "n": 100, "max_tokens": 1500, "logprobs": True}).encode()
+        host, port = gateway.url.removeprefix("http://").split(":")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            client.sendall(head(key, len(body)) + body)
+            gateway.wait_until(lambda: gateway.server.app.calls.num_running == 1)
+            gateway.wait_until(lambda: not gateway.server._server.server_state.connections)
+        gateway.wait_until(lambda: gateway.server.app.calls.num_running == 0)
+        assert post(gateway, key, BODY).status_code == 200
+
+
+def test_requests_that_are_sent_ahead_are_answered_in_their_order(parser: str) -> None:
+    with live(minimax(), delay_s=0.002) as gateway:
+        episode, key = gateway.episode()
+        body = json.dumps(BODY | {"max_tokens": 3}).encode()
+        first = head(key, len(body)).replace(b"connection: close\r\n", b"") + body
+        answers = talk(gateway, first + first + head(key, 4, "/v1/messages") + b"nope")
+        assert [part[:3] for part in answers.split(b"HTTP/1.1 ")[1:]] == [b"200", b"200", b"400"]
+        # Whoever hangs up after having asked ahead is noticed all the same.
+        host, port = gateway.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            long = json.dumps(BODY | {"max_tokens": 2000, "stream": True}).encode()
+            client.sendall(head(key, len(long)) + long + first)
+            client.recv(100)
+        gateway.wait_until(lambda: gateway.server.app.calls.num_running == 0)
+        check_recorded(gateway, episode)
+
+
+def test_an_offer_of_another_protocol_is_passed_over(parser: str) -> None:
+    with live(minimax()) as gateway:
+        _, key = gateway.episode()
+        body = json.dumps(BODY).encode()
+        offer = head(key, len(body), "/v1/chat/completions", "upgrade: h2c", "http2-settings: AAMAAABk")
+        answer = talk(
+            gateway, offer.replace(b"connection: close", b"connection: upgrade, http2-settings, close") + body
+        )
+        assert answer.startswith(b"HTTP/1.1 200")
+        # A tunnel is none of our routes.
+        assert talk(gateway, b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")[9:12] in (b"400", b"404")
+        open_end = offer.replace(b"connection: close", b"connection: upgrade, http2-settings")
+        again = head(key, len(body)) + body
+        assert talk(gateway, open_end + body[:50], body[50:] + again, pause_s=0.05).count(b"HTTP/1.1 200") == 2

@@ -1,0 +1,184 @@
+"""Episodes of the pool attempted by agents: leases in, recorded calls and judged groups out.
+
+    lease → key of the gateway → agent → answer → what was recorded, into the pool → verified → group whole: judged
+
+An attempt that the agent or the gateway broke is given up, and the pool makes another of it under another key. One that
+ran out of time or budget counts: it is what the policy did. The gateway's copy is let go when the pool has it.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from m2forge.errors import M2ForgeError
+from m2forge.forge.config import AgentConfig
+from m2forge.forge.gateway_admin import GatewayAdmin
+from m2forge.forge.worker import JobError, WorkerDiedError, Workers
+from m2forge.pool.pool import Pool
+from m2forge.pool.state import LeaseLostError, StateError
+from m2forge.pool.stored import Lease, Outcome, StoredEpisode, StoredUnit
+from m2forge.pool.writer import PoolWriter
+from m2forge.records import Task
+from m2forge.reward.judge import Attempt, Judge, Judged
+from m2forge.reward.step import read_step
+from m2forge.tasks.catalog import family_of
+from m2forge.tasks.family import Verdict
+from m2forge.text.format import ChatFormat
+from m2forge.tree.token_tree import TokenTree
+
+ANSWER = "answer"
+"""Under this name the pool keeps what the agent said at last: a verdict can be given again after a restart."""
+TIMEOUT = "time ran out"
+JUDGED_AT_ONCE = 16
+"""Groups that are read from the pool together."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What an agent did."""
+
+    answer: str
+    tree: TokenTree
+    """What was recorded of it."""
+    failure: str | None = None
+
+
+@dataclass(slots=True)
+class AttemptCounts:
+    num_ended: int = 0
+    num_broken: int = 0
+    num_interrupted: int = 0
+    """By the death of a process: they are attempted again, as often as it takes."""
+    num_timeouts: int = 0
+    num_groups: int = 0
+    """Judged."""
+    num_tokens: int = 0
+    """Sampled."""
+    perfs: dict[str, list[float]] = field(default_factory=dict)
+    """By domain, of the groups that were judged since somebody last took them."""
+
+    def note_group(self, task: Task, perfs: Sequence[float]) -> None:
+        self.num_groups += 1
+        self.perfs.setdefault(task.domain, []).extend(perfs)
+
+
+class Interrupted(JobError):
+    """An attempt that broke because a process that it needs was started again meanwhile."""
+
+
+class Agents:
+    """Attempts tasks through the gateway."""
+
+    def __init__(
+        self, config: AgentConfig, gateway: GatewayAdmin, workers: Workers, num_starts: Callable[[], int]
+    ) -> None:
+        """`num_starts`: how often the processes behind the gateway's address, and itself, have been started."""
+        self.config, self.gateway, self.workers, self._num_starts = config, gateway, workers, num_starts
+
+    async def attempt(self, name: str, task: Task, group: str) -> Tried:
+        """Raises `JobError` where the attempt broke through no doing of the policy."""
+        num_starts = self._num_starts()
+        budget = self.config.budget.model_copy(update={"max_s": self.config.timeout_s})
+        try:
+            endpoint = await self.gateway.open(name, task.id, group, budget)
+            answer, failure = "", None
+            try:
+                answer = await self.workers.attempt(name, task, endpoint)
+            except TimeoutError:
+                failure = TIMEOUT
+            return Tried(answer, await self.gateway.close(name), failure)
+        except M2ForgeError as error:
+            await self.gateway.forget(name)
+            await self.gateway.wait_until_up()
+            if self._num_starts() != num_starts or isinstance(error, WorkerDiedError):
+                raise Interrupted(str(error)) from error
+            raise
+
+
+class Attempts:
+    def __init__(
+        self,
+        agents: Agents,
+        pool: Pool,
+        writer: PoolWriter,
+        judge: Judge,
+        format: ChatFormat,
+        on_judged: Callable[[Task, float], None],
+    ) -> None:
+        """`on_judged`: told the pass rate of every group."""
+        self._agents, self._pool, self._writer = agents, pool, writer
+        self._judge, self._format, self._on_judged = judge, format, on_judged
+        self._judging = asyncio.Lock()
+        self.counts = AttemptCounts()
+
+    async def run(self, lease: Lease) -> None:
+        """One attempt, from its lease to its end in the pool; the last one of a group has it judged."""
+        try:
+            tried = await self._agents.attempt(lease.name, lease.task, lease.group)
+        except Interrupted as error:
+            self.counts.num_interrupted += 1
+            await self._writer.run(self._pool.interrupt, lease, str(error))
+            return
+        except M2ForgeError as error:
+            await self._give_up(lease, str(error))
+            return
+        try:
+            await self._store(lease, tried)
+        except StateError as error:
+            _log.warning("%s: %s", lease.name, error)
+            return
+        finally:
+            await self._agents.gateway.forget(lease.name)
+        self._count(tried)
+        await self.judge_whole()
+
+    async def judge_whole(self) -> None:
+        """Judge the groups whose every attempt has ended, also those of a loop that died before it could."""
+        async with self._judging:
+            while whole := await self._writer.run(self._pool.unjudged, JUDGED_AT_ONCE):
+                for unit, leases in whole:
+                    await self._judge_unit(unit, leases)
+
+    async def _judge_unit(self, unit: StoredUnit, leases: Sequence[Lease]) -> None:
+        attempts = [self._attempt(stored) for stored in unit.episodes]
+        judged = self._judge.judge(attempts)
+        perfs = [attempt.perf for attempt in attempts]
+        self.counts.note_group(unit.task, perfs)
+        self._on_judged(unit.task, sum(perf == 1 for perf in perfs) / len(perfs))
+        await self._writer.run(self._reward, leases, judged)
+
+    def _attempt(self, stored: StoredEpisode) -> Attempt:
+        family, episode = family_of(stored.task), stored.episode()
+        verdict = Verdict(0.0, {"failure": stored.failure or ""})
+        if stored.failure is None:
+            verdict = family.verify(stored.task, stored.artifacts[ANSWER])
+        tools = family.tools(stored.task)
+        steps = tuple(read_step(call, self._format, tools) for call in episode.calls)
+        return Attempt(episode, steps, verdict.perf, verdict.evidence)
+
+    def _reward(self, leases: Sequence[Lease], judged: Sequence[Judged]) -> None:
+        for lease, what in zip(leases, judged, strict=True):
+            assert what.episode.reward is not None
+            self._pool.reward(lease, what.episode.reward, what.step_rewards)
+
+    async def _store(self, lease: Lease, tried: Tried) -> None:
+        writer = lease.writer(self._pool.vocab_size)
+        for index in range(len(tried.tree.samples)):
+            await self._writer.append(lease, writer.write(tried.tree.call(index)))
+        outcome = Outcome(failure=tried.failure, artifacts={ANSWER: tried.answer})
+        await self._writer.run(self._pool.finish, lease, outcome)
+
+    async def _give_up(self, lease: Lease, reason: str) -> None:
+        self.counts.num_broken += 1
+        _log.warning("%s broke: %s", lease.name, reason)
+        with contextlib.suppress(LeaseLostError):
+            await self._writer.run(self._pool.fail, lease, reason)
+
+    def _count(self, tried: Tried) -> None:
+        self.counts.num_ended += 1
+        self.counts.num_timeouts += tried.failure == TIMEOUT
+        self.counts.num_tokens += sum(sample.logprobs.size for sample in tried.tree.samples)

@@ -1,0 +1,86 @@
+"""Held-out tasks, attempted by the policy of the moment: how often it succeeds. Nothing is learnt from them.
+
+The same tasks every time, of all domains of the last stage, at any difficulty that it allows; none is shared with
+training (`tasks/task_set.py`). One line of `checks.jsonl` for each check.
+"""
+
+import asyncio
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from m2forge.errors import M2ForgeError
+from m2forge.forge.attempts import Agents
+from m2forge.forge.config import ForgeConfig
+from m2forge.records import Task
+from m2forge.tasks.catalog import family_of, find_family
+from m2forge.tasks.task_set import TaskSet
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    step: int
+    """Of the policy when it began."""
+    num_tasks: int
+    success: float
+    """Share of the tasks solved."""
+    margin: float
+    """Half of the 95% interval."""
+    by_family: dict[str, float]
+    num_broken: int
+    """Attempts that broke; they count as not solved."""
+    seconds: float
+
+
+def held_out_tasks(config: ForgeConfig) -> list[Task]:
+    """Of every family of the last stage alike."""
+    wanted = [family for domain in config.curriculum.stages[-1].domains.values() for family in domain.families]
+    tasks: list[Task] = []
+    for index, family in enumerate(wanted):
+        num = config.check.num_tasks // len(wanted) + (index < config.check.num_tasks % len(wanted))
+        tasks += TaskSet(find_family(family.name), "held_out", config.check.seed).distinct(num, *family.difficulty)
+    return tasks
+
+
+async def check(agents: Agents, tasks: list[Task], step: int, num_at_once: int) -> Check:
+    started_s = time.monotonic()
+    seats = asyncio.Semaphore(num_at_once)
+
+    async def attempt(index: int, task: Task) -> float | None:
+        async with seats:
+            name = f"check-{step}-{int(time.time() * 1e6)}-{index}"
+            try:
+                tried = await agents.attempt(name, task, group="")
+            except M2ForgeError:
+                return None
+            await agents.gateway.forget(name)
+        return 0.0 if tried.failure is not None else family_of(task).verify(task, tried.answer).perf
+
+    perfs = await asyncio.gather(*(attempt(index, task) for index, task in enumerate(tasks)))
+    solved = [perf == 1 for perf in perfs]
+    by_family: dict[str, list[bool]] = {}
+    for task, is_solved in zip(tasks, solved, strict=True):
+        by_family.setdefault(family_of(task).name, []).append(is_solved)
+    success = sum(solved) / len(solved)
+    return Check(
+        step=step,
+        num_tasks=len(tasks),
+        success=success,
+        margin=1.96 * math.sqrt(success * (1 - success) / len(tasks)),
+        by_family={name: sum(found) / len(found) for name, found in by_family.items()},
+        num_broken=sum(perf is None for perf in perfs),
+        seconds=time.monotonic() - started_s,
+    )
+
+
+def note_check(path: Path, found: Check) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(found)) + "\n")
+
+
+def read_checks(path: Path) -> list[Check]:
+    if not path.exists():
+        return []
+    return [Check(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]

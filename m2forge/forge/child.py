@@ -1,0 +1,97 @@
+"""Processes of a run: started by the loop, started again when they die, and dead when the loop is.
+
+    python -m m2forge.forge.child PARENT MODULE ARGUMENTS…
+
+runs a module as `python -m` would, in a process that the kernel kills with its parent, however that ends.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from m2forge.errors import EngineError
+
+PR_SET_PDEATHSIG = 1
+MAX_DEATHS = 5
+"""So many deaths in a row, each within `SHORT_S` of its start, end the run: another start would not help."""
+SHORT_S = 10.0
+STOP_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class Child:
+    def __init__(
+        self, name: str, command: Callable[[], Sequence[str]], env: Mapping[str, str], log_folder: Path
+    ) -> None:
+        """`command`: module and arguments, asked anew at every start. `env`: on top of this process's own."""
+        self.name = name
+        self.num_starts = 0
+        self._command, self._env = command, dict(env)
+        self._log_path = log_folder / f"{name}.log"
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_stopping = False
+
+    async def keep(self) -> None:
+        """Run it, again and again, until it exits with 0 or is stopped."""
+        num_short = 0
+        while not self._is_stopping:
+            started_s = time.monotonic()
+            status = await self._run()
+            if status == 0 or self._is_stopping:
+                return
+            num_short = num_short + 1 if time.monotonic() - started_s < SHORT_S else 1
+            if num_short >= MAX_DEATHS:
+                raise EngineError(f"the {self.name} process ended {num_short} times in a row; see {self._log_path}")
+            _log.warning("the %s process ended with status %d; it is started again", self.name, status)
+
+    async def _run(self) -> int:
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        module, *arguments = self._command()
+        self.num_starts += 1
+        with self._log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "m2forge.forge.child", str(os.getpid()), module, *arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | self._env,
+            )
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        self._is_stopping = True
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when the one that started it is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)  # it died before we asked
+
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[1]))
+    sys.argv = sys.argv[2:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,106 @@
+"""A run of the loop: the model it starts from, the tasks, the agents, the trainer, and what lies between.
+
+name = "demo"
+model = "runs/sft/model"
+num_steps = 60
+group_size = 8
+
+[curriculum]
+batch_groups = 8
+...
+
+[agent]
+command = ["python", "examples/demo_agent.py"]
+
+[pool.window]
+queue = 64
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from m2forge.config import Config
+from m2forge.gateway.config import Budget, GatewayConfig
+from m2forge.pool.config import PoolConfig
+from m2forge.reward.config import RewardConfig
+from m2forge.rollout.config import RolloutConfig
+from m2forge.sandbox.config import SandboxConfig
+from m2forge.tasks.config import CurriculumConfig
+from m2forge.train.config import Curve, PolicyConfig, TrainConfig
+
+Count = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class AgentConfig(Config):
+    """The program that attempts tasks. It lives across attempts: jobs come as lines on its standard input, answers go
+    as lines to its standard output (`forge/worker.py` states both)."""
+
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    num_workers: Count = 1
+    """Processes of it."""
+    jobs_per_worker: Count = 16
+    """Attempts that each of them works on at once; 1 for a program that does one thing after another."""
+    timeout_s: Seconds = 120.0
+    """Of one attempt. The window stalls behind an attempt that never ends."""
+    budget: Budget = Budget(max_calls=32)
+    """Of one attempt, beside its time."""
+    sandbox: SandboxConfig = SandboxConfig(timeout_s=7 * 86400.0)
+    """Of a worker: its time is that of its whole life."""
+
+    @property
+    def num_jobs(self) -> int:
+        return self.num_workers * self.jobs_per_worker
+
+
+class EngineConfig(Config):
+    """Of the process that samples."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["stored", "float32", "bfloat16", "float16"] = "stored"
+    rollout: RolloutConfig = RolloutConfig()
+    num_threads: Count | None = None
+    """CPU threads; None leaves it to torch."""
+
+
+class CheckConfig(Config):
+    """Held-out tasks, attempted now and then by the policy of the moment; nothing is learnt from them."""
+
+    every_steps: Annotated[int, Field(ge=0)] = 0
+    """0: only before the first step and after the last."""
+    num_tasks: Annotated[int, Field(ge=0)] = 0
+    """0: never."""
+    seed: int = 1
+
+
+class ForgeConfig(Config):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    model: str = Field(min_length=1)
+    """A model folder with its tokenizer."""
+    num_steps: Count
+    group_size: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Attempts at each task; what one attempt is worth is told by the others."""
+    rate: Curve = Curve(start=1e-5)
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    keep_versions: Annotated[int, Field(ge=2)] = 2
+    """Published weights kept: somebody may be reading the one before."""
+    curriculum: CurriculumConfig
+    agent: AgentConfig
+    check: CheckConfig = CheckConfig()
+    reward: RewardConfig = RewardConfig()
+    policy: PolicyConfig = PolicyConfig()
+    train: TrainConfig = TrainConfig()
+    engine: EngineConfig = EngineConfig()
+    gateway: GatewayConfig = GatewayConfig(port=0)
+    pool: PoolConfig = PoolConfig()
+    """A relative SQLite path lies in the run's directory."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        queue, batch = self.pool.window.queue, self.curriculum.batch_groups
+        if self.pool.window.unit == "group" and queue < batch:
+            raise ValueError(f"pool.window.queue ({queue}) must hold a batch of curriculum.batch_groups ({batch})")
+        if self.gateway.journal:
+            raise ValueError("gateway.journal is set by the run; leave it out")
+        return self

@@ -1,0 +1,63 @@
+"""What lies where in the directory of a run.
+
+runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/      the trainer's
+            weights/            published versions
+            pool.db             the data pool
+            journal/            what the gateway writes down
+            loop.json           where the curriculum stands, and what time tasks take
+            checks.jsonl        success on held-out tasks
+            log/                what the processes print
+            model/              when the run is complete
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from m2forge.forge.config import ForgeConfig
+from m2forge.pool.config import PoolConfig
+from m2forge.weights.store import WeightStore
+
+SQLITE = "sqlite:///"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    run_dir: Path
+
+    @property
+    def weights(self) -> Path:
+        return self.run_dir / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    @property
+    def journal(self) -> Path:
+        return self.run_dir / "journal"
+
+    @property
+    def log(self) -> Path:
+        return self.run_dir / "log"
+
+    @property
+    def loop_state(self) -> Path:
+        return self.run_dir / "loop.json"
+
+    @property
+    def checks(self) -> Path:
+        return self.run_dir / "checks.jsonl"
+
+    @property
+    def model(self) -> Path:
+        return self.run_dir / "model"
+
+    def pool(self, config: PoolConfig) -> PoolConfig:
+        """With a relative path of SQLite's taken from the run's directory."""
+        path = config.url.removeprefix(SQLITE)
+        if path == config.url or path.startswith("/"):
+            return config
+        return config.model_copy(update={"url": f"{SQLITE}{(self.run_dir / path).absolute()}"})
+
+    def weight_store(self, config: ForgeConfig, companions: tuple[Path, ...] = ()) -> WeightStore:
+        return WeightStore(self.weights, config.name, keep=config.keep_versions, companions=companions)

@@ -1,0 +1,41 @@
+"""Units of the pool in, one optimizer step out: advantages on every call, the attempts of a group in one token tree."""
+
+from collections.abc import Sequence
+
+from m2forge.errors import RecordError
+from m2forge.pool.stored import StoredEpisode, StoredUnit
+from m2forge.reward.advantage import assign_advantages
+from m2forge.reward.config import AdvantageConfig
+from m2forge.reward.judge import Judged
+from m2forge.tree.token_tree import TokenTree
+
+
+def make_trees(units: Sequence[StoredUnit], config: AdvantageConfig, vocab_size: int) -> list[TokenTree]:
+    """A tree for each group, with what each of its calls is worth. The units are the whole batch of a step."""
+    groups: dict[str, list[Judged]] = {}
+    for unit in units:
+        groups.setdefault(unit.group, []).extend(_judged(episode) for episode in unit.episodes)
+    episodes = [judged.episode for group in groups.values() for judged in group]
+    advantages = iter(assign_advantages(list(groups.values()), config))
+    trees: list[TokenTree] = []
+    for group in groups.values():
+        tree = TokenTree(vocab_size)
+        for judged in group:
+            for index, call in enumerate(judged.episode.calls):
+                worth = next(advantages)
+                assert episodes[worth.episode] is judged.episode, "advantages come in another order than episodes"
+                tree.add(
+                    call,
+                    f"{judged.episode.id}/{index}",
+                    episode=judged.episode.id,
+                    advantage=worth.value,
+                    weight=worth.weight,
+                )
+        trees.append(tree)
+    return trees
+
+
+def _judged(stored: StoredEpisode) -> Judged:
+    if stored.reward is None or stored.step_rewards is None:
+        raise RecordError(f"episode {stored.name}: expected a reward for it and for each of its steps")
+    return Judged(stored.episode(), stored.step_rewards)

@@ -1,0 +1,267 @@
+"""The loop: keeps the queue filled, the agents busy, the sampler on the newest weights, and the processes alive.
+
+    curriculum → pool → agents → gateway → sampler
+                  ↓                           ↑ weights
+               trainer ───────────────────────┘
+
+Everything that must outlive it is on disk: the pool, the journals, the weights, the checkpoints, and in `loop.json`
+where the curriculum stands. Killed, it takes the other processes and the agents with it; started again, attempts that
+were under way are made anew under other keys, and the old ones are refused.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import socket
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from m2forge.errors import EngineError
+from m2forge.files import write_atomic
+from m2forge.forge.attempts import Agents, Attempts
+from m2forge.forge.check import check, held_out_tasks, note_check, read_checks
+from m2forge.forge.child import Child
+from m2forge.forge.config import ForgeConfig
+from m2forge.forge.gateway_admin import GatewayAdmin
+from m2forge.forge.layout import Layout
+from m2forge.forge.process import ENGINE_KEY_VARIABLE, HOST
+from m2forge.forge.view import View
+from m2forge.forge.worker import Workers
+from m2forge.model.folder import read_config
+from m2forge.pool.pool import Pool
+from m2forge.pool.stored import Lease
+from m2forge.pool.writer import PoolWriter
+from m2forge.records import PolicyVersion, Task
+from m2forge.reward.judge import Judge
+from m2forge.rollout.server_config import ADMIN_KEY_VARIABLE
+from m2forge.tasks.curriculum import Curriculum
+from m2forge.text.format import make_format
+from m2forge.text.tokenizer import load_tokenizer
+
+WORKER = "loop"
+"""Under this name the loop holds leases; there is one loop to a run."""
+POLL_S = 0.02
+VIEW_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Loop:
+    def __init__(self, layout: Layout, config: ForgeConfig) -> None:
+        self.config, self.layout = config, layout
+        folder = Path(config.model)
+        self.pool = Pool(self.layout.pool(config.pool), read_config(folder).vocab_size)
+        self.weights = self.layout.weight_store(config)
+        state = _read_state(self.layout.loop_state)
+        self.curriculum = Curriculum(config.curriculum, state=state.get("curriculum"))
+        self.judge = Judge(config.reward, base_times=state.get("base_times"))
+        self.format = make_format(config.gateway.format, load_tokenizer(folder))
+        self.served: PolicyVersion | None = None
+        """What the sampler was told last."""
+        self._is_checking = False
+        self._running: dict[asyncio.Task[None], Lease] = {}
+        self._make_children()
+
+    def _make_children(self) -> None:
+        run_dir, ports = str(self.layout.run_dir), _free_ports(2)
+        self._sampler_url, self._gateway_url = (f"http://{HOST}:{port}" for port in ports)
+        sampler_key, gateway_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        self._sampler_key, self._gateway_key = sampler_key, gateway_key
+        module, log = "m2forge.forge.process", self.layout.log
+
+        def make(name: str, arguments: tuple[object, ...], env: Mapping[str, str]) -> Child:
+            return Child(name, lambda: [module, name, run_dir, *map(str, arguments)], env, log)
+
+        self.trainer = make("trainer", (), {})
+        self.sampler = make("sampler", (ports[0],), {ADMIN_KEY_VARIABLE: sampler_key})
+        gateway_env = {self.config.gateway.admin_key_env: gateway_key, ENGINE_KEY_VARIABLE: sampler_key}
+        self.gateway = make("gateway", (ports[1], ports[0]), gateway_env)
+
+    async def run(self) -> None:
+        """Until the trainer has made all its steps and the last check is done."""
+        background: set[asyncio.Task[None]] = set()
+
+        def keep(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+            task = asyncio.create_task(work)
+            background.add(task)
+            return task
+
+        try:
+            training = keep(self.trainer.keep())
+            await self._while_alive(background, self._wait_for_weights())
+            keep(self.sampler.keep())
+            keep(self.gateway.keep())
+            async with (
+                GatewayAdmin(self._gateway_url, self._gateway_key) as admin,
+                Workers(self.config.agent, self.layout.run_dir / "agents") as workers,
+                PoolWriter(self.pool) as writer,
+            ):
+                agents = Agents(self.config.agent, admin, workers, self._num_starts)
+                attempts = Attempts(agents, self.pool, writer, self.judge, self.format, self._note_group)
+                await self._while_alive(background, admin.wait_until_up())
+                await self._take_over(writer, admin)
+                await attempts.judge_whole()
+                keep(self._push_weights())
+                await self._while_alive(background, self._check_if_due(agents))
+                keep(self._renew(writer))
+                view = View(self.layout, self.config, self.pool, attempts.counts)
+                keep(view.show(writer))
+                feeding = keep(self._feed(writer, attempts, agents))
+                await self._while_alive(background - {training}, training)
+                feeding.cancel()
+                await cancel_all(set(self._running))
+                await self._while_alive(background - {training, feeding}, self._last_check(agents))
+        finally:
+            await cancel_all(background)
+            for child in (self.trainer, self.gateway, self.sampler):
+                await child.stop()
+            self.pool.close()
+
+    async def _while_alive(
+        self, background: set[asyncio.Task[None]], work: Coroutine[Any, Any, None] | asyncio.Task[None]
+    ) -> None:
+        """Wait for `work`; whatever fails in the background fails it too."""
+        task = work if isinstance(work, asyncio.Task) else asyncio.create_task(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task, *background}, return_when=asyncio.FIRST_COMPLETED)
+                for other in [other for other in background if other.done()]:
+                    background.discard(other)
+                    other.result()
+            task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+
+    # -- work that never ends ------------------------------------------------------------------------------------------
+
+    async def _feed(self, writer: PoolWriter, attempts: Attempts, agents: Agents) -> None:
+        """Fill the queue, and give every agent something to do."""
+        while True:
+            await self._fill_queue(writer)
+            num_free = self.config.agent.num_jobs - len(self._running)
+            leases = [] if self._is_checking or num_free < 1 else await writer.run(self.pool.lease, WORKER, num_free)
+            for lease in leases:
+                task = asyncio.create_task(attempts.run(lease))
+                self._running[task] = lease
+            for task in [task for task in self._running if task.done()]:
+                del self._running[task]
+                if not task.cancelled():
+                    task.result()
+            await self._check_if_due(agents)
+            if not leases:
+                await asyncio.sleep(POLL_S)
+
+    async def _fill_queue(self, writer: PoolWriter) -> None:
+        window, num_groups = self.config.pool.window, self.config.curriculum.batch_groups
+        num_units = num_groups * (self.config.group_size if window.unit == "episode" else 1)
+        while await writer.run(self.pool.room) >= num_units:
+            tasks = [(assignment.task, self.config.group_size) for assignment in self.curriculum.next_batch()]
+            # Before the tasks are queued: a loop that dies in between leaves some out and gives none twice.
+            state = {"curriculum": self.curriculum.state(), "base_times": self.judge.base_times()}
+            write_atomic(self.layout.loop_state, json.dumps(state))
+            await writer.run(self.pool.put, tasks)
+
+    async def _renew(self, writer: PoolWriter) -> None:
+        while True:
+            await asyncio.sleep(self.config.pool.lease_s / 4)
+            lost = await writer.run(self.pool.renew, list(self._running.values()))
+            names = {lease.name for lease in lost}
+            for task, lease in self._running.items():
+                if lease.name in names:
+                    task.cancel()
+            while await writer.run(self.pool.sweep):
+                await asyncio.sleep(0)
+
+    async def _push_weights(self) -> None:
+        """Tell the sampler of every version that is published. One that starts again begins with the newest."""
+        headers = {"Authorization": f"Bearer {self._sampler_key}"}
+        num_starts = self.sampler.num_starts
+        async with httpx2.AsyncClient(
+            base_url=self._sampler_url, headers=headers, timeout=600.0, trust_env=False, verify=False
+        ) as http:
+            while True:
+                newest = self.weights.newest()
+                if newest is not None and (newest[0] != self.served or self.sampler.num_starts != num_starts):
+                    version, folder = newest
+                    body = {
+                        "folder": str(folder.absolute()),
+                        "version": {"lineage": version.lineage, "step": version.step},
+                    }
+                    with contextlib.suppress(httpx2.TransportError):
+                        response = await http.post("/weights", json=body)
+                        if response.is_success:
+                            self.served, num_starts = version, self.sampler.num_starts
+                        elif folder.exists():
+                            raise EngineError(f"the sampler refused version {version.step}: {response.text[:500]}")
+                await asyncio.sleep(POLL_S)
+
+    def _num_starts(self) -> int:
+        return self.sampler.num_starts + self.gateway.num_starts
+
+    # -- now and then --------------------------------------------------------------------------------------------------
+
+    async def _wait_for_weights(self) -> None:
+        while self.weights.newest() is None:
+            await asyncio.sleep(POLL_S)
+
+    async def _take_over(self, writer: PoolWriter, admin: GatewayAdmin) -> None:
+        """Attempts of a loop that died are made anew; their keys are good for nothing any more."""
+        for lease in await writer.run(self.pool.release, WORKER):
+            await admin.forget(lease.name)
+
+    def _note_group(self, task: Task, pass_rate: float) -> None:
+        self.curriculum.record(task, pass_rate)
+
+    async def _check_if_due(self, agents: Agents) -> None:
+        every, done = self.config.check.every_steps, [found.step for found in read_checks(self.layout.checks)]
+        step = 0 if self.served is None else self.served.step
+        if self._is_checking or not self.config.check.num_tasks:
+            return
+        if not done or (every and step // every > done[-1] // every):
+            await self._check(agents)
+
+    async def _last_check(self, agents: Agents) -> None:
+        done = [found.step for found in read_checks(self.layout.checks)]
+        while self.served is None or self.served.step < self.config.num_steps:
+            await asyncio.sleep(POLL_S)
+        if self.config.check.num_tasks and (not done or done[-1] < self.config.num_steps):
+            await self._check(agents)
+
+    async def _check(self, agents: Agents) -> None:
+        self._is_checking = True
+        try:
+            while self.served is None:
+                await asyncio.sleep(POLL_S)
+            found = await check(agents, held_out_tasks(self.config), self.served.step, self.config.agent.num_jobs)
+            note_check(self.layout.checks, found)
+            _log.info("step %d: %.1f%% of %d held-out tasks", found.step, 100 * found.success, found.num_tasks)
+        finally:
+            self._is_checking = False
+
+
+async def cancel_all(tasks: set[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def _free_ports(num: int) -> list[int]:
+    """Ports that nobody listens on; fixed for the run's life, since agents are told them."""
+    sockets = [socket.socket() for _ in range(num)]
+    try:
+        for opened in sockets:
+            opened.bind((HOST, 0))
+        return [opened.getsockname()[1] for opened in sockets]
+    finally:
+        for opened in sockets:
+            opened.close()

@@ -1,0 +1,86 @@
+"""The processes beside the loop, each made from the run's directory alone:
+
+    python -m m2forge.forge.process trainer RUN_DIR
+    python -m m2forge.forge.process sampler RUN_DIR PORT              the newest published weights, by HTTP
+    python -m m2forge.forge.process gateway RUN_DIR PORT SAMPLER_PORT
+
+Keys come from the environment, as for `m2forge serve` and `m2forge gateway`.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from m2forge.config import load
+from m2forge.errors import NotFoundError
+from m2forge.forge.config import ForgeConfig
+from m2forge.forge.layout import Layout
+from m2forge.observe.log import set_up_logging
+from m2forge.train.run_dir import CONFIG_FILE
+
+ENGINE_KEY_VARIABLE = "M2FORGE_ENGINE_KEY"
+HOST = "127.0.0.1"
+
+
+def run_trainer(run_dir: Path) -> None:
+    from m2forge.forge.trainer import train
+
+    train(run_dir)
+
+
+def run_sampler(run_dir: Path, port: str) -> None:
+    import torch
+
+    from m2forge.rollout.serve import serve_model
+    from m2forge.rollout.server_config import ADMIN_KEY_VARIABLE, ServeConfig, ServerConfig
+
+    config = load(ForgeConfig, run_dir / CONFIG_FILE)
+    newest = Layout(run_dir).weight_store(config).newest()
+    if newest is None:
+        raise NotFoundError(f"{run_dir}: no weights are published yet")
+    version, folder = newest
+    if config.engine.num_threads is not None:
+        torch.set_num_threads(config.engine.num_threads)
+    serving = ServeConfig(
+        lineage=version.lineage,
+        step=version.step,
+        device=config.engine.device,
+        dtype=config.engine.dtype,
+        rollout=config.engine.rollout,
+        server=ServerConfig(host=HOST, port=int(port), admin_key=os.environ[ADMIN_KEY_VARIABLE]),
+    )
+    serve_model(folder, serving, _announce)
+
+
+def run_gateway(run_dir: Path, port: str, sampler_port: str) -> None:
+    from m2forge.gateway.serve import serve_gateway
+    from m2forge.model.folder import read_config
+    from m2forge.rollout.remote import RemoteEngine
+
+    config = load(ForgeConfig, run_dir / CONFIG_FILE)
+    layout, folder = Layout(run_dir), Path(config.model)
+    network = read_config(folder)
+    rollout = config.engine.rollout
+    serve_gateway(
+        folder,
+        config.gateway.model_copy(update={"host": HOST, "port": int(port), "journal": str(layout.journal)}),
+        lambda: RemoteEngine(f"http://{HOST}:{sampler_port}", admin_key=os.environ[ENGINE_KEY_VARIABLE]),
+        _announce,
+        context=min(rollout.max_context or network.max_context, network.max_context),
+        vocab_size=network.vocab_size,
+    )
+
+
+def _announce(url: str) -> None:
+    print(f"listening on {url}", flush=True)
+
+
+PROCESSES: dict[str, Callable[..., None]] = {"trainer": run_trainer, "sampler": run_sampler, "gateway": run_gateway}
+
+if __name__ == "__main__":
+    # As `m2forge` does before torch is loaded.
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
+    set_up_logging()
+    kind, directory, *arguments = sys.argv[1:]
+    PROCESSES[kind](Path(directory), *arguments)

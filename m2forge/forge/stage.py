@@ -1,0 +1,31 @@
+"""The RL stage: a model folder and a configuration in, a better model out. This file wires a run to its directory."""
+
+import asyncio
+from pathlib import Path
+
+from m2forge.errors import NotFoundError
+from m2forge.forge.check import Check, read_checks
+from m2forge.forge.config import ForgeConfig
+from m2forge.forge.layout import Layout
+from m2forge.forge.loop import Loop
+from m2forge.train.checkpoint import begun_phase
+from m2forge.train.run_dir import hold_run, open_run
+
+
+def run_forge(config: ForgeConfig, runs: Path) -> tuple[Path, list[Check]]:
+    """Train, or go on with, the run `config` describes; the finished model's folder, and what was checked."""
+    if not Path(config.model).is_dir():
+        raise NotFoundError(f"model {config.model!r} is no folder; give one that `m2forge sft` or `import` wrote")
+    run_dir = runs / config.name
+    layout = Layout(run_dir)
+    with hold_run(run_dir):
+        open_run(run_dir, config, begun_phase(layout.checkpoints))
+        if not is_complete(layout, config):
+            asyncio.run(Loop(layout, config).run())
+    return layout.model, read_checks(layout.checks)
+
+
+def is_complete(layout: Layout, config: ForgeConfig) -> bool:
+    checks = read_checks(layout.checks)
+    is_checked = not config.check.num_tasks or (bool(checks) and checks[-1].step == config.num_steps)
+    return layout.model.is_dir() and is_checked

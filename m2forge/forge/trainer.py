@@ -1,0 +1,147 @@
+"""The process that learns: batches of the pool in, versions of the policy out.
+
+    claim a batch in the window → advantages → a step over its token trees → commit → publish → now and then, checkpoint
+
+It holds nothing that is not on disk elsewhere. Killed at any moment and started again, it goes on from its newest
+checkpoint: versions that were published since are forgotten, and the pool returns what those steps had learnt. So every
+episode is in the lineage of the weights once.
+"""
+
+import itertools
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from m2forge.config import load
+from m2forge.forge.config import ForgeConfig
+from m2forge.forge.layout import Layout
+from m2forge.forge.learner import make_trees
+from m2forge.forge.quota import batch_quotas
+from m2forge.model.checkpoint import load_model, save_model
+from m2forge.model.exchange import find_companions
+from m2forge.observe.metrics import MetricsWriter
+from m2forge.pool.batch import Claim
+from m2forge.pool.pool import Pool
+from m2forge.records import PolicyVersion
+from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, read_position, restore
+from m2forge.train.config import PhaseConfig
+from m2forge.train.engine import TrainEngine
+from m2forge.train.machine import choose_device, choose_dtype, machine_settings, set_up_model
+from m2forge.train.run_dir import CONFIG_FILE, hold_run
+from m2forge.train.schedule import rate_at
+
+POLL_S = 0.02
+TRAINER_FOLDER = "trainer"
+
+_log = logging.getLogger(__name__)
+
+
+class Trainer:
+    def __init__(self, run_dir: Path, config: ForgeConfig) -> None:
+        self.config, self.layout = config, Layout(run_dir)
+        self._companions = find_companions(Path(config.model))
+        self.checkpoints = CheckpointStore(self.layout.checkpoints, config.train.checkpoint, self._companions)
+        self.weights = self.layout.weight_store(config, self._companions)
+        device = choose_device(config.train.machine)
+        dtype, newest = choose_dtype(config.train.machine, device), self.checkpoints.newest()
+        if newest is None:
+            model, self.position = load_model(Path(config.model), device=device, dtype=dtype), Position()
+        else:
+            model, self.position = load_checkpoint_model(newest, device, dtype), read_position(newest)
+        self.engine = TrainEngine(
+            model, config.train.optimizer, policy=config.policy, offload=config.train.machine.offload
+        )
+        if newest is not None:
+            restore(self.engine, newest)
+            _log.info("going on from %s", newest)
+        set_up_model(model, config.train.machine, device)
+        self._phase = PhaseConfig(
+            name="rl",
+            steps=config.num_steps,
+            context=model.config.max_context,
+            pack_tokens=max(config.policy.pack_tokens, model.config.max_context),
+            rate=config.rate,
+            warmup_steps=min(config.warmup_steps, config.num_steps),
+        )
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self.config.name, self.position.step)
+
+    def run(self) -> None:
+        """Train what is left of the steps, and write the finished model."""
+        config, device = self.config, self.engine.device
+        with (
+            machine_settings(config.train.machine, device),
+            Pool(self.layout.pool(config.pool), self.engine.model.config.vocab_size) as pool,
+            MetricsWriter(self.layout.run_dir) as metrics,
+        ):
+            self._go_back(pool)
+            quotas = itertools.islice(batch_quotas(config.curriculum), self.position.step, config.num_steps)
+            waited_from_s = time.perf_counter()
+            for quota in quotas:
+                claimed = self._wait_for_batch(pool, quota)
+                waited_s = time.perf_counter() - waited_from_s
+                figures = self._learn(pool, claimed)
+                waited_from_s = time.perf_counter()
+                metrics.write(self.position.step, figures | {"waited_s": waited_s})
+                if self.position.step % config.train.checkpoint.every_steps == 0:
+                    self._save(pool)
+            self._save(pool)
+        if not self.layout.model.exists():
+            save_model(self.engine.model, self.layout.model, companions=self._companions)
+
+    def _go_back(self, pool: Pool) -> None:
+        """Whatever came after the checkpoint never was."""
+        self.weights.go_back(self.position.step)
+        restored = pool.restore(self.version)
+        if restored.num_returned:
+            _log.info("step %d has not learnt %d units, which return", self.position.step, restored.num_returned)
+        newest = self.weights.newest()
+        if newest is None or newest[0] != self.version:
+            self.weights.publish(self.engine.model, self.position.step)
+
+    def _wait_for_batch(self, pool: Pool, quota: dict[str, int]) -> Claim:
+        while True:
+            claimed = pool.claim(sum(quota.values()), self.version, quota)
+            if claimed is not None:
+                return claimed
+            time.sleep(POLL_S)
+
+    def _learn(self, pool: Pool, claimed: Claim) -> dict[str, float]:
+        started_s = time.perf_counter()
+        units = pool.fetch(claimed)
+        trees = make_trees(units, self.config.reward.advantage, self.engine.model.config.vocab_size)
+        rate = rate_at(self._phase, self.position.step)
+        report = self.engine.step(trees, rate=rate, version=self.position.step)
+        for problem in report.problems:
+            _log.warning("not trained: %s", problem.reason)
+        figures = report.read() | {"rate": rate, "trained_s": time.perf_counter() - started_s}
+        num_tokens = int(figures["tokens_computed"])
+        self.position = replace(
+            self.position, step=self.position.step + 1, num_tokens=self.position.num_tokens + num_tokens
+        )
+        pool.commit(claimed, self.version)
+        published_s = time.perf_counter()
+        self.weights.publish(self.engine.model, self.position.step)
+        figures["published_s"] = time.perf_counter() - published_s
+        rewards = [episode.reward for unit in units for episode in unit.episodes if episode.reward is not None]
+        figures["reward"] = sum(reward.total for reward in rewards) / max(1, len(rewards))
+        figures["perf"] = sum(reward.perf for reward in rewards) / max(1, len(rewards))
+        figures["lag"] = max((unit.lag for unit in units if unit.lag is not None), default=0)
+        oldest = [unit.oldest_step for unit in units if unit.oldest_step is not None]
+        figures["staleness"] = self.position.step - 1 - min(oldest, default=self.position.step - 1)
+        return figures
+
+    def _save(self, pool: Pool) -> None:
+        self.checkpoints.save(self.engine, self.position)
+        if self.config.train.checkpoint.keep:
+            pool.mark_durable(self.version)
+
+
+def train(run_dir: Path) -> None:
+    """Train the run whose configuration lies in `run_dir`; one process at a time."""
+    config = load(ForgeConfig, run_dir / CONFIG_FILE)
+    with hold_run(run_dir / TRAINER_FOLDER):
+        Trainer(run_dir, config).run()

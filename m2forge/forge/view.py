@@ -1,0 +1,62 @@
+"""What the terminal shows while a run goes on: steps, the queue and its window, tokens, rewards, where time goes."""
+
+import asyncio
+import time
+
+from m2forge.forge.attempts import AttemptCounts
+from m2forge.forge.config import ForgeConfig
+from m2forge.forge.layout import Layout
+from m2forge.observe.metrics import FILE_NAME, StepMetrics, read_metrics
+from m2forge.observe.progress import progress
+from m2forge.pool.pool import Pool
+from m2forge.pool.state import UnitState
+from m2forge.pool.writer import PoolWriter
+
+EVERY_S = 1.0
+
+
+class View:
+    def __init__(self, layout: Layout, config: ForgeConfig, pool: Pool, counts: AttemptCounts) -> None:
+        self._layout, self._config, self._pool, self._counts = layout, config, pool, counts
+
+    async def show(self, writer: PoolWriter) -> None:
+        with progress(self._config.num_steps, self._config.name) as bar:
+            shown, num_tokens, at_s = 0, self._counts.num_tokens, time.monotonic()
+            while True:
+                await asyncio.sleep(EVERY_S)
+                steps = self._steps()
+                fields = await self._queue_fields(writer)
+                passed_s, at_s = time.monotonic() - at_s, time.monotonic()
+                fields["tokens/s"] = f"{(self._counts.num_tokens - num_tokens) / passed_s:,.0f}"
+                num_tokens = self._counts.num_tokens
+                for domain, perfs in self._counts.perfs.items():
+                    if perfs:
+                        fields[domain] = f"{sum(perfs) / len(perfs):.0%}"
+                        del perfs[:-256]
+                if steps:
+                    fields |= _step_fields(steps[-1])
+                done = steps[-1].step if steps else 0
+                bar.advance(max(0, done - shown), fields)
+                shown = max(shown, done)
+
+    def _steps(self) -> list[StepMetrics]:
+        path = self._layout.run_dir / FILE_NAME
+        return read_metrics(path) if path.exists() else []
+
+    async def _queue_fields(self, writer: PoolWriter) -> dict[str, float | str]:
+        window = self._config.pool.window
+        places = await writer.run(self._pool.places, window.queue)
+        inside = [state for place, state in places if place < places[0][0] + window.size]
+        num_ready = sum(state == UnitState.READY for state in inside)
+        return {"queue": f"{len(places)}", "window": f"{num_ready}/{len(inside)} ready"}
+
+
+def _step_fields(last: StepMetrics) -> dict[str, float | str]:
+    values = last.values
+    busy_s = values.get("trained_s", 0.0) + values.get("published_s", 0.0)
+    waited_s = values.get("waited_s", 0.0)
+    return {
+        "reward": values.get("reward", 0.0),
+        "staleness": f"{values.get('staleness', 0.0):.0f}",
+        "trainer busy": f"{busy_s / max(busy_s + waited_s, 1e-9):.0%}",
+    }

@@ -1,0 +1,115 @@
+"""The trainer: every unit once in the lineage of the weights, whenever it is killed."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from sqlalchemy import select
+
+from m2forge.config import write_resolved
+from m2forge.forge.config import ForgeConfig
+from m2forge.forge.layout import Layout
+from m2forge.forge.trainer import Trainer
+from m2forge.model.checkpoint import load_model
+from m2forge.observe.metrics import read_metrics
+from m2forge.pool.pool import Pool
+from m2forge.pool.schema import unit_table
+from m2forge.records import PolicyVersion
+from m2forge.train.run_dir import CONFIG_FILE
+from tests.forge.scene import fill_pool, make_config, make_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("scene"))
+
+
+def open_pool(config: ForgeConfig, run_dir: Path) -> Pool:
+    vocab_size = load_model(Path(config.model)).config.vocab_size
+    return Pool(Layout(run_dir).pool(config.pool), vocab_size)
+
+
+def learnt(pool: Pool) -> dict[int, int | None]:
+    """The step that learnt each unit."""
+    with pool.database.read() as connection:
+        return {row.id: row.step for row in connection.execute(select(unit_table.c.id, unit_table.c.step))}
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    ours, theirs = load_model(one).state_dict(), load_model(other).state_dict()
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_it_learns_all_that_is_there_and_publishes_every_step(model: Path, tmp_path: Path) -> None:
+    config = make_config(model)
+    with open_pool(config, tmp_path) as pool:
+        fill_pool(pool, 8, 2)
+        Trainer(tmp_path, config).run()
+        assert sorted(learnt(pool).values(), key=str) == [1, 1, 2, 2, 3, 3, 4, 4]
+    layout = Layout(tmp_path)
+    newest = layout.weight_store(config).newest()
+    assert newest is not None
+    assert newest[0] == PolicyVersion("run", 4)
+    assert same_weights(newest[1], layout.model)
+    assert not same_weights(model, layout.model)
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    assert all(step.values["perf"] == 0.5 and step.values["staleness"] == step.step - 1 for step in steps)
+
+
+def test_a_trainer_that_starts_again_goes_on_from_its_checkpoint(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, num_steps=4)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    with open_pool(config, whole) as pool:
+        fill_pool(pool, 8, 2)
+    Trainer(whole, config).run()
+    with open_pool(config, parts) as pool:
+        fill_pool(pool, 8, 2)
+        stopped = Trainer(parts, config)
+        stopped._go_back(pool)
+        quota = {"agent": 2}
+        for step in range(3):
+            stopped._learn(pool, stopped._wait_for_batch(pool, quota))
+            if step == 1:
+                stopped._save(pool)
+        assert Layout(parts).weight_store(config).newest() is not None
+        assert sum(step is not None for step in learnt(pool).values()) == 6
+        # It dies here, with a batch claimed that it never commits.
+        assert pool.claim(2, stopped.version, quota) is not None
+        again = Trainer(parts, config)
+        assert again.position.step == 2
+        again.run()
+        assert sorted(learnt(pool).values(), key=str) == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert same_weights(Layout(parts).model, Layout(whole).model)
+
+
+def test_killed_at_any_moment_it_trains_every_unit_once(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, num_steps=4)
+    with open_pool(config, tmp_path) as pool:
+        fill_pool(pool, 8, 2)
+    write_resolved(config, tmp_path / CONFIG_FILE)
+    rng, num_kills = random.Random(0), 0
+    command = [sys.executable, "-m", "m2forge.forge.process", "trainer", str(tmp_path)]
+    while True:
+        with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+            published = time.monotonic()
+            while process.poll() is None and num_kills < 3:
+                # Anywhere between its first step and its last.
+                if Layout(tmp_path).weight_store(config).newest() is not None and time.monotonic() - published > 0.05:
+                    time.sleep(rng.uniform(0.0, 0.4))
+                    process.send_signal(signal.SIGKILL)
+                    num_kills += 1
+                    break
+                time.sleep(0.01)
+            _, said = process.communicate()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, said.decode()
+    with open_pool(config, tmp_path) as pool:
+        assert sorted(learnt(pool).values(), key=str) == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert Layout(tmp_path).model.is_dir()

@@ -1,0 +1,100 @@
+"""Programs that live across attempts: many jobs at once, whatever else they print, and whenever they die."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from m2forge.forge.config import AgentConfig
+from m2forge.forge.worker import JobError, Workers
+from m2forge.protocols import Endpoint
+from m2forge.records import Domain, Task
+
+PROGRAM = """
+import json, os, sys
+print("hello, this is no answer")
+for line in sys.stdin:
+    job = json.loads(line)
+    what = job["task"]["instruction"]
+    if what == "die":
+        os._exit(3)
+    if what == "hang":
+        continue
+    if what == "complain":
+        told = {"error": "I cannot"}
+    else:
+        told = {"answer": f"{what} by {os.getpid()} at {job['base_url']} with {job['api_key']}"}
+    print("[1, 2]\\n" + json.dumps({"id": "somebody else's", "answer": "x"}))
+    print(json.dumps({"id": job["id"]} | told), flush=True)
+"""
+ENDPOINT = Endpoint("http://127.0.0.1:1", "key")
+
+
+def make_task(instruction: str) -> Task:
+    return Task("t", Domain.AGENT, instruction)
+
+
+def make_workers(tmp_path: Path, program: str = PROGRAM, **fields: object) -> Workers:
+    config = AgentConfig(command=(sys.executable, "-c", program), **fields)  # type: ignore[arg-type]  # checked there
+    return Workers(config, tmp_path)
+
+
+def test_jobs_are_answered_each_with_its_own_answer(tmp_path: Path) -> None:
+    async def scene() -> list[str]:
+        async with make_workers(tmp_path, num_workers=2) as workers:
+            return await asyncio.gather(*(workers.attempt(str(n), make_task(f"job {n}"), ENDPOINT) for n in range(20)))
+
+    answers = asyncio.run(scene())
+    assert [answer.partition(" by ")[0] for answer in answers] == [f"job {n}" for n in range(20)]
+    assert all(answer.endswith("at http://127.0.0.1:1/v1 with key") for answer in answers)
+    assert len({answer.split()[3] for answer in answers}) == 2
+
+
+def test_a_worker_that_dies_fails_its_jobs_and_is_started_again(tmp_path: Path) -> None:
+    async def scene() -> str:
+        async with make_workers(tmp_path) as workers:
+            hanging = asyncio.create_task(workers.attempt("0", make_task("hang"), ENDPOINT))
+            await workers.attempt("1", make_task("job"), ENDPOINT)
+            with pytest.raises(JobError, match="status 3"):
+                await workers.attempt("2", make_task("die"), ENDPOINT)
+            with pytest.raises(JobError, match="status 3"):
+                await hanging
+            return await workers.attempt("3", make_task("again"), ENDPOINT)
+
+    assert asyncio.run(scene()).startswith("again by")
+
+
+def test_what_an_agent_cannot_do_is_told(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with make_workers(tmp_path) as workers:
+            with pytest.raises(JobError, match="I cannot"):
+                await workers.attempt("0", make_task("complain"), ENDPOINT)
+
+    asyncio.run(scene())
+
+
+def test_an_attempt_ends_with_its_time(tmp_path: Path) -> None:
+    async def scene() -> str:
+        async with make_workers(tmp_path, timeout_s=2.0) as workers:
+            with pytest.raises(TimeoutError):
+                await workers.attempt("0", make_task("hang"), ENDPOINT)
+            return await workers.attempt("0", make_task("again"), ENDPOINT)
+
+    assert asyncio.run(scene()).startswith("again by")
+
+
+def test_a_program_that_cannot_start_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m2forge.forge.worker.RESTART_S", 0.0)
+    monkeypatch.setattr("m2forge.forge.worker.MAX_DEATHS", 3)
+
+    async def scene() -> None:
+        async with make_workers(tmp_path, "import no_such_module") as workers:
+            for _ in range(5):
+                with pytest.raises(JobError):
+                    await workers.attempt("0", make_task("job"), ENDPOINT)
+                await asyncio.sleep(0.3)
+            with pytest.raises(JobError, match="no_such_module"):
+                await workers.attempt("1", make_task("job"), ENDPOINT)
+
+    asyncio.run(scene())
