@@ -7,10 +7,11 @@ conversations of eight turns and send all of their history each time. Our gatewa
 disk and checks keys; LiteLLM does neither. A busy gateway of ours sends what came meanwhile in one event, so that its
 streams have fewer than LiteLLM's: the table says how many.
 
-Added latency is measured with an upstream that sends a chunk of each stream every 10 ms, at as many streams a second as
-keep the gateway's core half busy: how much later than it was due (the request's time and the upstream's pace) each word
-of each stream came to the client, less the median of the same without a gateway. Beyond that load chunks are put
-together, and words wait for others.
+Added latency is how much later than it was due (the request's time and the upstream's pace) each word of each stream
+came to the client, less the median of the same without a gateway. It is measured twice, streams coming at random times:
+with the same upstream, at half of the streams a second that 64 clients get; and with one that sends a chunk of each
+stream every 10 ms, at as many streams a second as keep the gateway's core half busy. Each chunk is an event of its own
+then. Beyond that load chunks are put together, and words wait for others.
 
     python benchmarks/gateway.py [--json] [--quick] [--part streams|latency|turns|memory] [--clients N]
 """
@@ -41,10 +42,15 @@ MOST_STREAMS_PER_S = 2000
 """More than a gateway in Python can do: so many episodes are made beforehand."""
 PROBE_STREAMS_PER_S = 60.0
 """Few enough for any gateway, to find out how many make its core half busy."""
+HALF_OF_CLIENTS = 64
+"""Clients of the load of which half is measured."""
 NUM_TALKING = 64
 """Conversations that take turns where streams come by the clock."""
 NUM_EVENTS = NUM_CHUNKS + 1
 """Of a stream that is passed on as it is: its chunks, and the end."""
+
+
+_LATENCY_COLUMNS = ("", "streams/s", "its core", "words", "p50", "p90", "p99", "most")
 
 
 class Work:
@@ -115,38 +121,64 @@ def _row(number: int, name: str, load: Load, proxy_share: float, other_share: fl
 
 
 def latency(work: Work, seconds: float) -> list[Bar]:
+    return [*_latency_of_half(work, seconds), *_latency_paced(work, seconds)]
+
+
+def _latency_of_half(work: Work, seconds: float) -> list[Bar]:
+    """At half of the streams a second that saturate it, from the same upstream."""
+    with upstream(work.folder, work.answers) as behind:
+        with our_gateway(work.model, work.journal(), behind) as ours:
+            load, _, _ = _saturate(ours, behind, HALF_OF_CLIENTS, min(seconds, 6.0), is_ours=True)
+        half = load.streams_per_s / 2
+        base, _ = _paced(behind, deque(["none"] * 10**5), half, seconds / 2, 0.0)
+        late, share = _paced_ours(work, behind, half, seconds, 0.0)
+    rows = [_latency_row("no gateway", half, None, base), _latency_row("ours, at half of its rate", half, share, late)]
+    print_table("Words, ms after the request; chunks as fast as they go", _LATENCY_COLUMNS, rows)
+    return _latency_bars("half of the saturating rate", late, base)
+
+
+def _latency_paced(work: Work, seconds: float) -> list[Bar]:
     with upstream(work.folder, work.answers, PACE_MS) as behind:
-        base, _ = _paced(behind, deque(["none"] * 10**5), PROBE_STREAMS_PER_S, seconds / 2)
+        base, _ = _paced(behind, deque(["none"] * 10**5), PROBE_STREAMS_PER_S, seconds / 2, PACE_MS)
         # The core's business goes with the rate as long as every chunk is sent by itself.
-        _, share = _paced_ours(work, behind, PROBE_STREAMS_PER_S, seconds / 2)
+        _, share = _paced_ours(work, behind, PROBE_STREAMS_PER_S, seconds / 2, PACE_MS)
         half = PROBE_STREAMS_PER_S * 0.5 / share
-        at_half, half_share = _paced_ours(work, behind, half, seconds)
-        beyond, most_share = _paced_ours(work, behind, 2 * half, seconds / 2)
+        at_half, half_share = _paced_ours(work, behind, half, seconds, PACE_MS)
+        beyond, most_share = _paced_ours(work, behind, 2 * half, seconds / 2, PACE_MS)
     rows = [
         _latency_row("no gateway", PROBE_STREAMS_PER_S, None, base),
         _latency_row("ours, its core half busy", half, half_share, at_half),
         _latency_row("ours, twice that", 2 * half, most_share, beyond),
     ]
-    columns = ("", "streams/s", "its core", "words", "p50", "p90", "p99", "most")
-    print_table(f"Words, ms after they were due; {PACE_MS:g} ms between the chunks of a stream", columns, rows)
-    p50, p99 = (float(np.quantile(at_half, part) - np.median(base)) * 1e3 for part in (0.5, 0.99))
+    print_table(f"Words, ms after they were due; {PACE_MS:g} ms between the chunks of a stream", _LATENCY_COLUMNS, rows)
+    return _latency_bars(f"a chunk every {PACE_MS:g} ms, core half busy", at_half, base)
+
+
+def _latency_bars(name: str, late: Sequence[float], base: Sequence[float]) -> list[Bar]:
+    p50, p99 = (float(np.quantile(late, part) - np.median(base)) * 1e3 for part in (0.5, 0.99))
     return [
-        Bar.at_most("half load: added latency, p50, ms", p50, 3.0),
-        Bar.at_most("half load: added latency, p99, ms", p99, 30.0),
+        Bar.at_most(f"{name}: added latency, p50, ms", p50, 3.0),
+        Bar.at_most(f"{name}: added latency, p99, ms", p99, 30.0),
     ]
 
 
-def _paced_ours(work: Work, behind: Server, streams_per_s: float, seconds: float) -> tuple[list[float], float]:
+def _paced_ours(
+    work: Work, behind: Server, streams_per_s: float, seconds: float, pace_ms: float
+) -> tuple[list[float], float]:
     with our_gateway(work.model, work.journal(), behind) as ours:
         _, keys = make_episodes(ours.port, int(streams_per_s * seconds) // NUM_TURNS + NUM_TALKING)
-        return _paced(ours, keys, streams_per_s, seconds)
+        return _paced(ours, keys, streams_per_s, seconds, pace_ms)
 
 
-def _paced(server: Server, keys: "deque[str]", streams_per_s: float, seconds: float) -> tuple[list[float], float]:
+def _paced(
+    server: Server, keys: "deque[str]", streams_per_s: float, seconds: float, pace_ms: float
+) -> tuple[list[float], float]:
     """How late words were, at so many streams a second; and how busy the server's core was."""
     gaps_s = np.random.default_rng(0).exponential(1 / streams_per_s, int(streams_per_s * seconds))
     before_s, start_s = server.cpu_s, time.monotonic()
-    late = _late(run(_arrive(server, np.cumsum(gaps_s), keys, int(4 * streams_per_s) + 64)))
+    # Ten times as many connections as there are streams at once on average, and some.
+    num_clients = int((1 + 10 * NUM_CHUNKS * pace_ms / 1e3) * streams_per_s) + 64
+    late = _late(run(_arrive(server, np.cumsum(gaps_s), keys, num_clients)), pace_ms)
     return late, (server.cpu_s - before_s) / (time.monotonic() - start_s)
 
 
@@ -162,14 +194,14 @@ async def _arrive(server: Server, starts_s: "np.ndarray", keys: "deque[str]", nu
     return await arrive(server.port, starts_s.tolist(), requests, words, num_clients)
 
 
-def _late(timings: Sequence[Timing]) -> list[float]:
+def _late(timings: Sequence[Timing], pace_ms: float) -> list[float]:
     """Seconds between when each word was due and when it came. The first chunk of a stream holds none."""
     late = []
     for timing in timings:
         if len(timing.arrived_s) != len(WORDS):
             raise SystemExit(f"{len(timing.arrived_s)} words of {len(WORDS)} came")
         due = enumerate(timing.arrived_s, 1)
-        late += [arrived_s - timing.sent_s - place * PACE_MS / 1e3 for place, arrived_s in due]
+        late += [arrived_s - timing.sent_s - place * pace_ms / 1e3 for place, arrived_s in due]
     return late
 
 
