@@ -3,12 +3,13 @@
     POST /episodes               {"task_id", "group", "budget": {"max_calls", "max_tokens", "max_s"}, "id"} -> id, key
     GET  /episodes/ID            what it has spent, how its calls branched, its rewards
     GET  /episodes/ID/tree       what was recorded, as `tree/codec.py` writes it
-    POST /episodes/ID/reward     {"value", "call", "id", "evidence"}; the same one twice is taken once
+    POST /episodes/ID/reward     {"value", "call", "choice", "id", "evidence"}; the same one twice is taken once
     POST /episodes/ID/close      {"failure"}: no more calls
     DELETE /episodes/ID          let go, journal and all, once what it recorded is kept elsewhere; its key is refused
 
 All fields may be left out but `value`. A reward is for the whole episode, or for one call: its index, or the id of its
-answer. `id` tells rewards apart; without one there is a single reward of the whole and a single one of each call.
+answer, and where that answer has several choices (`n`), the index of the one. `id` tells rewards apart; without one
+there is a single reward of the whole and a single one of each call.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from m2forge.tree.codec import encode_tree
 PATH = "/episodes"
 MAX_REWARD = 1e9
 _EPISODE_FIELDS = frozenset({"task_id", "group", "budget", "id"})
-_REWARD_FIELDS = frozenset({"value", "call", "id", "evidence"})
+_REWARD_FIELDS = frozenset({"value", "call", "choice", "id", "evidence"})
 _CLOSE_FIELDS = frozenset({"failure"})
 _BUDGET_FIELDS = frozenset(Budget.model_fields)
 
@@ -110,8 +111,13 @@ def _call(episode: Episode, fields: Fields) -> int | None:
     """Index of the call that a reward is for."""
     told = fields.value("call")
     if not isinstance(told, str):
+        if fields.has("choice"):
+            fields.refuse("choice", "is one of an answer's; give the id of that as call")
         return fields.integer("call", 0, MAX_INT32)
     request = episode.requests.named(told)
     if request is None:
         raise AskError("call: no answer of this episode has that id", "call")
-    return request.first_call
+    choice = fields.integer("choice", 0, request.num_samples - 1)
+    if choice is None and request.num_samples > 1:
+        refuse_value("choice", f"0 to {request.num_samples - 1}, since the answer has several", None)
+    return request.first_call + (choice or 0)

@@ -14,10 +14,11 @@ Tools are the client's own; those that run at the vendor's are refused, and so a
 from collections.abc import Mapping
 from typing import Literal
 
-from m2forge.errors import FormatError, RecordError
+from m2forge.errors import RecordError
 from m2forge.gateway.anthropic_messages_block import check_cache_control, read_conversation
 from m2forge.gateway.exchange import Ask, AskError
 from m2forge.gateway.reading import Fields, read_object, refuse_value, shown
+from m2forge.gateway.tool_list import make_tool, read_tools
 from m2forge.records import MAX_INT32, JsonValue, Sampling
 from m2forge.text.message import Tool
 
@@ -40,6 +41,8 @@ COUNT_FIELDS = FIELDS - NOT_COUNTED
 DISPLAY = "display"
 """Key of `Ask.echo`: whether the client is shown the thinking, `summarized` or `omitted`."""
 MIN_BUDGET = 1024
+MAX_STOPS = 256
+"""Each is looked for in all that is sampled."""
 TOOL_FIELDS = frozenset({"name", "description", "input_schema", "type", "cache_control", "allowed_callers", "strict"})
 TOOL_FIELDS |= {"defer_loading", "eager_input_streaming", "input_examples"}
 
@@ -56,7 +59,7 @@ def read_ask(body: Mapping[str, JsonValue]) -> Ask:
     _check_allowed(fields)
     return Ask(
         messages=conversation.messages(),
-        tools=_tools(fields),
+        tools=read_tools(fields, _tool),
         max_tokens=max_tokens,
         sampling=_sampling(fields),
         stop_texts=_stop_texts(fields),
@@ -75,7 +78,7 @@ def read_count(body: Mapping[str, JsonValue]) -> Ask:
     _display(fields)
     return Ask(
         messages=conversation.messages(),
-        tools=_tools(fields),
+        tools=read_tools(fields, _tool),
         tool_choice=_tool_choice(fields),
         model=fields.required_text("model"),
     )
@@ -126,8 +129,10 @@ def _sampling(fields: Fields) -> Sampling:
 
 
 def _stop_texts(fields: Fields) -> tuple[str, ...]:
-    texts = []
-    for index, value in enumerate(fields.items("stop_sequences")):
+    texts, values = [], fields.items("stop_sequences")
+    if len(values) > MAX_STOPS:
+        fields.refuse("stop_sequences", f"expected at most {MAX_STOPS} texts, received {len(values)}")
+    for index, value in enumerate(values):
         if not isinstance(value, str) or not value:
             refuse_value(f"stop_sequences[{index}]", "text", value)
         texts.append(value)
@@ -165,16 +170,6 @@ def _tool_choice(fields: Fields) -> Literal["auto", "none"]:
     return "none" if kind == "none" else "auto"
 
 
-def _tools(fields: Fields) -> tuple[Tool, ...]:
-    tools: dict[str, Tool] = {}
-    for index, value in enumerate(fields.items("tools")):
-        tool = _tool(value, f"tools[{index}]")
-        if tool.name in tools:
-            fields.refuse("tools", f"expected names to differ, received {shown(tool.name)} more than once")
-        tools[tool.name] = tool
-    return tuple(tools.values())
-
-
 def _tool(value: JsonValue, place: str) -> Tool:
     kind = read_object(value, place).get("type")
     if kind not in (None, "custom"):
@@ -191,7 +186,4 @@ def _tool(value: JsonValue, place: str) -> Tool:
     if fields.has("allowed_callers") and list(fields.items("allowed_callers")) != ["direct"]:
         fields.refuse("allowed_callers", "only the model calls tools here; leave it out or say ['direct']")
     schema = read_object(fields.value("input_schema"), f"{place}.input_schema")
-    try:
-        return Tool(fields.required_text("name"), fields.text("description") or "", schema)
-    except FormatError as error:
-        raise AskError(f"{place}: {error}", place) from error
+    return make_tool(fields, schema, place)

@@ -11,11 +11,12 @@ others in OpenAI's. Nothing of a request's text is logged unless the configurati
 
 import hmac
 import logging
+import secrets
 import time
 import traceback
 
 from m2forge.errors import EngineError, M2ForgeError
-from m2forge.gateway import admin, openai_models
+from m2forge.gateway import admin, anthropic_models, openai_models
 from m2forge.gateway.anthropic_messages import AnthropicMessages
 from m2forge.gateway.calls import Calls, Route
 from m2forge.gateway.config import GatewayConfig
@@ -38,19 +39,18 @@ from m2forge.gateway.openai_chat import OpenAIChat
 from m2forge.gateway.openai_completions import OpenAICompletions
 from m2forge.gateway.openai_responses import OpenAIResponses
 from m2forge.gateway.registry import Episodes, hash_key
-from m2forge.gateway.respond import error_headers, field_of, respond, respond_bytes, status_of
+from m2forge.gateway.respond import Pairs, error_headers, field_of, id_headers, respond, respond_bytes, status_of
 from m2forge.protocols import Engine
 from m2forge.records import JsonValue
 from m2forge.text.format import ChatFormat
 
+_OPENAI, _MESSAGES = OpenAIChat(), AnthropicMessages()
 _ROUTES = (
-    Route("chat", OpenAIChat(), "chatcmpl-", "call_"),
+    Route("chat", _OPENAI, "chatcmpl-", "call_"),
     Route("responses", OpenAIResponses(), "resp_", "call_"),
     Route("completions", OpenAICompletions(), "cmpl-", "call_"),
-    Route("messages", AnthropicMessages(), "msg_", "toolu_"),
+    Route("messages", _MESSAGES, "msg_", "toolu_"),
 )
-_MESSAGES = AnthropicMessages()
-_OPENAI: Dialect = OpenAIChat()
 
 _log = logging.getLogger(__name__)
 
@@ -77,9 +77,6 @@ class GatewayApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        await self._answer(scope, receive, send)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
         try:
             headers = read_headers(scope, self._config.max_header_bytes)
@@ -92,21 +89,21 @@ class GatewayApp:
         except Gone:
             pass
         except M2ForgeError as error:
-            body = _dialect_of(path).error(status_of(error), str(error), field_of(error))
+            body = _dialect_of(scope).error(status_of(error), str(error), field_of(error))
             await respond(send, status_of(error), body, error_headers(error))
         except Exception as error:  # noqa: BLE001  (told apart from the server's own 500 by its body)
             # Without the error's own words, which may hold those of a prompt.
             _log.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
-            await respond(send, 500, _dialect_of(path).error(500, "the gateway failed; its log says where"))
+            await respond(send, 500, _dialect_of(scope).error(500, "the gateway failed; its log says where"))
 
     async def _answer_other(self, scope: Scope, path: str, headers: Headers, receive: Receive, send: Send) -> None:
         if path == _MESSAGES.count_path:
             _require_method(scope, "POST")
-            await respond(send, 200, await self._count(headers, receive))
-        elif path == openai_models.PATH or path.startswith(f"{openai_models.PATH}/"):
+            await respond(send, 200, await self._count(headers, receive), _request_id())
+        elif _is_models(scope):
             _require_method(scope, "GET")
             self._episode(headers)
-            await respond(send, 200, self._models(path))
+            await respond(send, 200, self._models(scope, path), _request_id())
         elif path == admin.PATH or path.startswith(f"{admin.PATH}/"):
             status, body = await self._administer(scope, path, headers, receive)
             if isinstance(body, bytes):
@@ -164,16 +161,19 @@ class GatewayApp:
 
     async def _count(self, headers: Headers, receive: Receive) -> dict[str, JsonValue]:
         episode = self._episode(headers)
-        ask = _MESSAGES.read_count(parse_body(await read_body(headers, receive, self._config), self._config.max_depth))
-        return _MESSAGES.count(self.calls.count(ask, episode))
+        body = await read_body(headers, receive, self._config)
+        ask = _MESSAGES.read_count(parse_body(body, self._config.max_depth))
+        return _MESSAGES.count(await self.calls.count(ask, episode, len(body)))
 
-    def _models(self, path: str) -> dict[str, JsonValue]:
+    def _models(self, scope: Scope, path: str) -> dict[str, JsonValue]:
         name = path.removeprefix(openai_models.PATH).removeprefix("/")
-        if not name:
-            return openai_models.models_body(self._config.models, self._started_s)
-        if name not in self._config.models:
+        if name and name not in self._config.models:
             raise Refusal(404, "there is no model of that name; GET /v1/models tells them")
-        return openai_models.model_body(name, self._started_s)
+        if _is_anthropic(scope):
+            tell, tell_all = anthropic_models.model_body, anthropic_models.models_body
+        else:
+            tell, tell_all = openai_models.model_body, openai_models.models_body
+        return tell(name, self._started_s) if name else tell_all(self._config.models, self._started_s)
 
     async def _health(self) -> dict[str, JsonValue]:
         if self.calls.is_draining:
@@ -193,5 +193,20 @@ def _require_method(scope: Scope, *methods: str) -> None:
         raise Refusal(405, f"the route takes {' and '.join(methods)} alone", allowed=", ".join(methods))
 
 
-def _dialect_of(path: str) -> Dialect:
-    return _MESSAGES if path.startswith(_MESSAGES.path) else _OPENAI
+def _dialect_of(scope: Scope) -> Dialect:
+    is_messages = scope["path"].startswith(_MESSAGES.path)
+    return _MESSAGES if is_messages or (_is_models(scope) and _is_anthropic(scope)) else _OPENAI
+
+
+def _is_models(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path == openai_models.PATH or path.startswith(f"{openai_models.PATH}/")
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    """Both vendors have the route; only one sends this."""
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
+
+
+def _request_id() -> Pairs:
+    return id_headers(f"req_{secrets.token_hex(12)}")

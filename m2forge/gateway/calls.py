@@ -3,7 +3,7 @@
     body -> dialect -> Ask -> admitted by the episode, or a retry -> prompt as tokens -> Generation -> answer or events
 
 A client that hangs up leaves its generation, which is aborted when nobody else waits for it. An answer that could not
-be delivered is kept for the retry.
+be delivered is kept for the retry. A request for which the budget has tokens, but promised them to others, waits.
 """
 
 import asyncio
@@ -11,19 +11,21 @@ import hashlib
 import logging
 import secrets
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
 
 from m2forge.errors import EngineError, M2ForgeError
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.counts import GatewayCounts, Outcome
-from m2forge.gateway.episode import Episode
+from m2forge.gateway.episode import Episode, ReservedError
 from m2forge.gateway.exchange import Ask, AskError, Dialect
 from m2forge.gateway.generation import Abort, Generation, Plan, raw_ids, time_limit
 from m2forge.gateway.history import Opening
-from m2forge.gateway.limits import Gone, Headers, Receive, Refusal, Send, parse_body, read_body, read_retry
+from m2forge.gateway.limits import Gone, Headers, Receive, Send, parse_body, read_body, read_retry
 from m2forge.gateway.pace import Pace
+from m2forge.gateway.prompt_size import PromptSizes
 from m2forge.gateway.reply import Reply, play, read_reply
-from m2forge.gateway.respond import STREAM_HEADERS, respond, respond_bytes, status_of
+from m2forge.gateway.respond import STREAM_HEADERS, id_headers, respond, respond_bytes, status_of
 from m2forge.gateway.retry import Request, RequestState
 from m2forge.gateway.sample import offered
 from m2forge.protocols import Engine, Prompt
@@ -33,6 +35,8 @@ from m2forge.text.format import ChatFormat
 _SEED_MASK = (1 << 63) - 1
 """Seeds may be negative for OpenAI; engines draw with what is 0 or more."""
 _DIGEST_LENGTH = 32
+_NOTICE_S = 0.002
+"""A loop that was busy has heard by then of a client that left meanwhile."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +56,7 @@ class Calls:
         self, engine: Engine, format: ChatFormat, config: GatewayConfig, context: int, counts: GatewayCounts
     ) -> None:
         self._engine, self._format, self._config, self._counts = engine, format, config, counts
-        self._context, self._pace = context, Pace()
+        self._context, self._pace, self._sizes = context, Pace(), PromptSizes(format, context)
         end = format.tokenizer.end_of_text_id
         self._raw_stop_ids = tuple(dict.fromkeys((*format.stop_ids, *(() if end is None else (end,)))))
         self._running: dict[Request, Generation] = {}
@@ -89,42 +93,59 @@ class Calls:
         body = await read_body(headers, receive, self._config)
         ask = route.dialect.read(parse_body(body, self._config.max_depth))
         if ask.num_samples > self._config.max_samples:
-            raise Refusal(400, f"expected at most {self._config.max_samples} samples, received {ask.num_samples}")
+            raise AskError(f"n: expected at most {self._config.max_samples}, received {ask.num_samples}", "n")
+        await self._sizes.check(ask, len(body))
         digest = digest_of(route.dialect.path, body)
         attempt, retry_token = read_retry(headers)
+        until_s: float | None = None
         while True:
             if self.is_draining:
                 raise EngineError("the gateway is stopping; ask again")
-            request, is_repeated = episode.admit(
-                digest, num_samples=ask.num_samples, attempt=attempt, retry_token=retry_token
-            )
-            if not is_repeated:
-                generation = self._start(route, ask, episode, request)
-                return await self._follow(route, generation, receive, send)
-            if request in self._running:
-                await self._wait(self._running[request], receive)
-            if request.state is RequestState.ANSWERED and request.answer is not None and request.answer.digest:
-                reply = read_reply(request.answer, ask, self._format.tokenizer)
-                return await self._repeat(route, ask, request, reply, send)
+            try:
+                request, is_repeated = episode.admit(
+                    digest,
+                    num_samples=ask.num_samples,
+                    max_tokens=min(ask.max_tokens or self._context, self._context),
+                    attempt=attempt,
+                    retry_token=retry_token,
+                )
+            except ReservedError:
+                now_s = time.monotonic()
+                until_s = now_s + time_limit(episode, self._config.call_timeout_s) if until_s is None else until_s
+                watch = asyncio.create_task(_gone(receive))
+                if not await _unless_gone(watch, episode.wait_for_end(), until_s - now_s):
+                    raise
+                continue
+            request.num_waiting += 1
+            try:
+                if not is_repeated:
+                    return await self._follow(route, self._start(route, ask, episode, request), receive, send)
+                outcome = await self._repeat(route, ask, request, receive, send)
+            finally:
+                request.num_waiting -= 1
+            if outcome is not None:
+                return outcome
 
-    def count(self, ask: Ask, episode: Episode) -> int:
+    async def count(self, ask: Ask, episode: Episode, num_body_bytes: int) -> int:
         """Tokens of the prompt that the request would have."""
-        return int(episode.open(ask.messages, offered(ask)).ids.size)
+        await self._sizes.check(ask, num_body_bytes)
+        return episode.count(ask.messages, offered(ask))
 
     # -- a request of its own ------------------------------------------------------------------------------------------
 
     def _start(self, route: Route, ask: Ask, episode: Episode, request: Request) -> Generation:
+        opening: Opening | IntArray | None = None
         try:
-            plan = self._plan(route, ask, episode, request)
+            opening = self._open(ask, episode)
+            plan = self._plan(route, ask, episode, request, opening)
             generation = Generation(plan, self._engine, self._format, episode, request, self._pace, on_end=self._on_end)
         except BaseException:
-            episode.abandon(request)
+            episode.abandon(request, opening)
             raise
         self._running[request] = generation
         return generation
 
-    def _plan(self, route: Route, ask: Ask, episode: Episode, request: Request) -> Plan:
-        opening = self._open(ask, episode)
+    def _plan(self, route: Route, ask: Ask, episode: Episode, request: Request, opening: Opening | IntArray) -> Plan:
         ids = opening.ids if isinstance(opening, Opening) else opening
         room = self._context - ids.size
         if room < 1:
@@ -175,11 +196,11 @@ class Calls:
             is_gone = watch.done()
         finally:
             watch.cancel()
-        return _settle(generation, is_gone)
+        return _outcome(generation, is_gone)
 
     async def _stream(self, generation: Generation, data: bytes, send: Send) -> None:
-        id = (b"x-request-id", generation.plan.id.encode())
-        await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS, id]})
+        headers = [*STREAM_HEADERS, *id_headers(generation.plan.id)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         while not generation.is_over:
             await send({"type": "http.response.body", "body": data, "more_body": True})
             data = await generation.more(time.monotonic())
@@ -187,7 +208,7 @@ class Calls:
 
     async def _tell(self, route: Route, ask: Ask, reply: Reply, send: Send) -> None:
         body = route.dialect.answer(ask, reply.id, reply.created_s, reply.answers, reply.usage)
-        await respond(send, 200, body, [(b"x-request-id", reply.id.encode())])
+        await respond(send, 200, body, id_headers(reply.id))
 
     def _on_end(self, generation: Generation) -> None:
         self._running.pop(generation.request, None)
@@ -203,30 +224,32 @@ class Calls:
 
     # -- a retry -------------------------------------------------------------------------------------------------------
 
-    async def _wait(self, generation: Generation, receive: Receive) -> None:
-        """Until it has ended. Raises Gone if the client does not wait so long."""
-        watch = _watch(generation, receive)
-        ended = asyncio.ensure_future(generation.end())
+    async def _repeat(self, route: Route, ask: Ask, request: Request, receive: Receive, send: Send) -> Outcome | None:
+        """Tell the answer to an earlier request, waiting for it; None if nothing came of that one."""
+        generation = self._running.get(request)
+        if generation is not None:
+            await _unless_gone(_watch(generation, receive), generation.end())
+        if request.state is not RequestState.ANSWERED or request.answer is None or not request.answer.digest:
+            return None
+        reply = read_reply(request.answer, ask, self._format.tokenizer)
+        watch = asyncio.create_task(_gone(receive))
         try:
-            await asyncio.wait((watch, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
-                raise Gone
+            await asyncio.wait((watch,), timeout=_NOTICE_S)
+            if not watch.done():
+                await self._tell_again(route, ask, reply, send)
+            # Nothing is awaited in between: see `_follow`.
+            is_gone = watch.done()
         finally:
             watch.cancel()
-            ended.cancel()
+        request.is_delivered |= not is_gone
+        return Outcome.HUNG_UP if is_gone else Outcome.REPEATED
 
-    async def _repeat(self, route: Route, ask: Ask, request: Request, reply: Reply, send: Send) -> Outcome:
-        id = (b"x-request-id", reply.id.encode())
-        try:
-            if ask.is_streamed:
-                data = play(route.dialect.stream(ask, reply.id, reply.created_s), reply)
-                await respond_bytes(send, 200, data, (*STREAM_HEADERS, id))
-            else:
-                await self._tell(route, ask, reply, send)
-        except BaseException:
-            request.is_lost = True
-            raise
-        return Outcome.REPEATED
+    async def _tell_again(self, route: Route, ask: Ask, reply: Reply, send: Send) -> None:
+        if not ask.is_streamed:
+            await self._tell(route, ask, reply, send)
+            return
+        data = play(route.dialect.stream(ask, reply.id, reply.created_s), reply)
+        await respond_bytes(send, 200, data, (*STREAM_HEADERS, *id_headers(reply.id)))
 
 
 def digest_of(path: str, body: bytes) -> str:
@@ -236,23 +259,39 @@ def digest_of(path: str, body: bytes) -> str:
     return hashed.hexdigest()[:_DIGEST_LENGTH]
 
 
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has hung up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def _watch(generation: Generation, receive: Receive) -> "asyncio.Task[None]":
     """Done when the client hangs up. While it is not, the generation has a listener."""
-
-    async def until_gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
     generation.join()
-    watch = asyncio.get_running_loop().create_task(until_gone())
+    watch = asyncio.get_running_loop().create_task(_gone(receive))
     watch.add_done_callback(lambda task: generation.leave())
     return watch
 
 
-def _settle(generation: Generation, is_gone: bool) -> Outcome:
+async def _unless_gone(
+    watch: "asyncio.Task[None]", coming: Coroutine[None, None, None], limit_s: float | None = None
+) -> bool:
+    """Whether it came within the limit. Raises Gone if the client, whom `watch` watches, does not wait so long."""
+    awaited = asyncio.ensure_future(coming)
+    try:
+        await asyncio.wait((watch, awaited), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if watch.done() and not awaited.done():
+            raise Gone
+        return awaited.done()
+    finally:
+        watch.cancel()
+        awaited.cancel()
+
+
+def _outcome(generation: Generation, is_gone: bool) -> Outcome:
     """What became of a request whose answer was sent, or could not be."""
     if generation.reply is not None:
-        generation.request.is_lost = is_gone
+        generation.request.is_delivered |= not is_gone
         return Outcome.HUNG_UP if is_gone else Outcome.ANSWERED
     if is_gone or generation.abort_reason is Abort.HUNG_UP:
         return Outcome.HUNG_UP

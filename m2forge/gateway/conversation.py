@@ -33,6 +33,11 @@ class _Turn:
         return Message("assistant", "".join(self.content), "".join(self.thinking), tuple(self.calls))
 
 
+def join_systems(first: Message, content: str) -> Message:
+    """System messages that stand together as one: chat formats have a place for one."""
+    return Message("system", f"{first.content}\n\n{content}")
+
+
 class Conversation:
     """Takes the parts in the order in which they were sent."""
 
@@ -42,11 +47,11 @@ class Conversation:
         """The assistant's last, while only results of its calls have followed."""
 
     def say(self, role: Literal["system", "user"], content: str) -> None:
-        """System messages that stand together are one: chat formats have a place for one."""
+        """System messages that stand together are one."""
         self._turn = None
         last = self._entries[-1] if self._entries else None
         if role == "system" and isinstance(last, Message) and last.role == "system":
-            self._entries[-1] = Message("system", f"{last.content}\n\n{content}")
+            self._entries[-1] = join_systems(last, content)
         else:
             self._entries.append(Message(role, content))
 
@@ -84,9 +89,10 @@ class Conversation:
     def ends_with_turn(self) -> bool:
         return bool(self._entries) and isinstance(self._entries[-1], _Turn)
 
-    def messages(self) -> tuple[Message, ...]:
-        """All of them, results in the order of their calls."""
-        return order_results([entry.message() if isinstance(entry, _Turn) else entry for entry in self._entries])
+    def messages(self, place: str = "messages") -> tuple[Message, ...]:
+        """All of them, results in the order of their calls. `place` is told where a call has no result."""
+        entries = [entry.message() if isinstance(entry, _Turn) else entry for entry in self._entries]
+        return order_results(entries, place)
 
     def _open(self, source: str) -> _Turn:
         turn = self._turn

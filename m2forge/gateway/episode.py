@@ -4,13 +4,14 @@
     opening = episode.open(messages, tools)          the prompt, as tokens
     limit = episode.reserve(request, max_tokens)     what it may sample
     episode.commit(request, opening, …)              written down, then entered in history and tree
-    request.is_lost = True                           the connection broke before the answer was delivered
+    episode.abandon(request, opening)                or nothing came of it
 
 Requests of one episode may run at once. What `commit` recorded is in the journal before it returns, so an answer may be
 told after it and not before; if the journal cannot be written, nothing is recorded and the request has failed. The tree
 is the one that the calls make in the order of their commits.
 """
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,10 @@ from m2forge.tree.token_tree import TokenTree
 
 class BudgetError(M2ForgeError, RuntimeError):
     """A call beyond what its episode may spend."""
+
+
+class ReservedError(BudgetError):
+    """A call that the budget allows once others have ended: till then they are promised what it would need."""
 
 
 class ClosedError(M2ForgeError, RuntimeError):
@@ -79,6 +84,9 @@ class Episode:
         self.closed: Closed | None = None
         self._journal, self._clock, self._on_close = journal, clock, on_close
         self._running: set[Request] = set()
+        self._waiting: list[asyncio.Future[None]] = []
+        """Those who wait for one of these to end."""
+        self._counted: Opening | None = None
 
     def __del__(self) -> None:
         # A busy gateway lets go of many episodes, and its search for what holds itself is rare.
@@ -88,16 +96,16 @@ class Episode:
     # -- a request's way -----------------------------------------------------------------------------------------------
 
     def admit(
-        self, digest: str, *, num_samples: int = 1, attempt: int = 0, retry_token: str = ""
+        self, digest: str, *, num_samples: int = 1, max_tokens: int = 1, attempt: int = 0, retry_token: str = ""
     ) -> tuple[Request, bool]:
         """The request of a body with this digest, and whether it is an earlier one, running or answered, that this one
-        repeats. An earlier one costs nothing."""
+        repeats. An earlier one costs nothing. `max_tokens`: what each sample may need. Raises ReservedError where that
+        is there but promised to others."""
         earlier = self.requests.find(digest, attempt=attempt, retry_token=retry_token)
         if earlier is not None:
             return earlier, True
-        if self.closed is not None:
-            raise ClosedError(f"episode {self.id} is closed; make another")
-        self._check_budget(num_samples)
+        self._require_open()
+        self._check_budget(num_samples, max_tokens)
         request = Request(digest, retry_token, num_samples)
         self.requests.add(request)
         self._running.add(request)
@@ -105,6 +113,16 @@ class Episode:
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Opening:
         return self.history.open(messages, tools)
+
+    def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        """Tokens of the prompt that these would be."""
+        self._require_open()
+        opening = self.history.open(messages, tools)
+        # The last one stays, because what was counted is often asked next.
+        if self._counted is not None:
+            self.history.release(self._counted)
+        self._counted = opening
+        return opening.ids.size
 
     def reserve(self, request: Request, num_tokens: int) -> int:
         """How many tokens each of the request's samples may have: `num_tokens`, or what the budget leaves."""
@@ -140,17 +158,35 @@ class Episode:
         if self._journal is not None:
             self._journal.append(entry)
         self._enter(request, entry, prompt if isinstance(prompt, Opening) else None, samples)
-        self._running.discard(request)
         if not is_told:
             self.requests.remove(request)
-        request.end(RequestState.ANSWERED)
+        self._end(request, prompt, RequestState.ANSWERED)
 
-    def abandon(self, request: Request) -> None:
-        """Nothing came of it: a retry is a request of its own."""
+    def abandon(self, request: Request, prompt: Opening | IntArray | None = None) -> None:
+        """Nothing came of it: a retry is a request of its own. `prompt`: what was opened for it."""
         if request in self._running:
-            self._running.discard(request)
             self.requests.remove(request)
-            request.end(RequestState.FAILED)
+            self._end(request, prompt, RequestState.FAILED)
+
+    async def wait_for_end(self) -> None:
+        """Until one of the requests in flight has ended."""
+        ended = asyncio.get_running_loop().create_future()
+        self._waiting.append(ended)
+        await ended
+
+    def _end(self, request: Request, prompt: Opening | IntArray | None, state: RequestState) -> None:
+        self._running.discard(request)
+        request.state = state
+        if isinstance(prompt, Opening):
+            self.history.release(prompt)
+        waiting, self._waiting = self._waiting, []
+        for ended in waiting:
+            if not ended.done():
+                ended.set_result(None)
+
+    def _require_open(self) -> None:
+        if self.closed is not None:
+            raise ClosedError(f"episode {self.id} is closed; make another")
 
     # -- what it may spend ---------------------------------------------------------------------------------------------
 
@@ -177,17 +213,29 @@ class Episode:
             return math.inf
         return self.created_s + self.budget.max_s - self._clock()
 
-    def _check_budget(self, num_samples: int) -> None:
+    def _check_budget(self, num_samples: int, max_tokens: int) -> None:
         budget = self.budget
         num_calls = self.num_calls + sum(request.num_samples for request in self._running)
         if budget.max_calls is not None and num_calls + num_samples > budget.max_calls:
             raise BudgetError(
                 f"episode {self.id}: {num_calls} of {budget.max_calls} calls are spent, {num_samples} were asked for"
             )
-        if self.tokens_left is not None and self.tokens_left < num_samples:
-            raise BudgetError(f"episode {self.id}: all of {budget.max_tokens} sampled tokens are spent")
         if self.seconds_left <= 0:
             raise BudgetError(f"episode {self.id}: its {budget.max_s} seconds are over")
+        left = self.tokens_left
+        if budget.max_tokens is None or left is None:
+            return
+        unspent = budget.max_tokens - self.num_sampled
+        if unspent < num_samples:
+            raise BudgetError(
+                f"episode {self.id}: {self.num_sampled} of {budget.max_tokens} sampled tokens are spent, at least "
+                f"{num_samples} were asked for"
+            )
+        if left < min(num_samples * max_tokens, unspent):
+            raise ReservedError(
+                f"episode {self.id}: of {budget.max_tokens} sampled tokens {unspent - left} are promised to calls in "
+                "flight; ask again when they have ended"
+            )
 
     # -- what it is told -----------------------------------------------------------------------------------------------
 
@@ -249,11 +297,10 @@ class Episode:
                 opening = None if entry.path is None else self.history.restore(entry.path, entry.prompt_ids)
                 prompt_ids = entry.prompt_ids if opening is None else opening.ids
                 request = Request(entry.digest, entry.retry_token, len(entry.samples))
-                request.is_lost = True
                 self.requests.add(request)
                 samples = [_sampled(entry, sample, prompt_ids) for sample in entry.samples]
                 self._enter(request, entry, opening, samples)
-                request.end(RequestState.ANSWERED)
+                request.state = RequestState.ANSWERED
 
     def _entry(
         self,

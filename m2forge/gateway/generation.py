@@ -5,7 +5,8 @@ last one has left it is aborted. Chunks are collected, and read when somebody is
 sends fewer, larger pieces.
 
 The endings of all samples and the last events go out after the commit and not before. What was sampled before an abort
-is recorded too, since a client may go on from what it was shown of it; only nobody who asks again is told that answer.
+or a failure of the engine is recorded too, since a client may go on from what it was shown of it; only nobody who asks
+again is told that answer.
 """
 
 import asyncio
@@ -92,7 +93,9 @@ class Generation:
         self._wakers: list[asyncio.Future[None]] = []
         self.num_listeners = 0
         """Connections that wait for it."""
-        self._is_begun, self._is_pausing = False, False
+        self.is_begun = False
+        """Whether there is an answer, so that its status is known."""
+        self._is_pausing = False
         self.num_cached = 0
         self.first_chunk_s: float | None = None
         """Seconds until the first chunk came."""
@@ -102,7 +105,7 @@ class Generation:
         """Once it is recorded, and may be told."""
         self.failure: M2ForgeError | None = None
         self._task = self._loop.create_task(self._run())
-        self._task.add_done_callback(self._settle)
+        self._task.add_done_callback(self._end_unrun)
         self._timer: asyncio.TimerHandle | None = None
         if plan.prompt.timeout_s is not None:
             self._timer = self._loop.call_later(plan.prompt.timeout_s + GRACE_S, self.abort, Abort.TIMED_OUT)
@@ -126,11 +129,6 @@ class Generation:
     @property
     def num_sampled(self) -> int:
         return sum(reader.num_sampled for reader in self._readers)
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether there is an answer, so that its status is known."""
-        return self._is_begun
 
     async def more(self, since_s: float = -math.inf) -> bytes:
         """What is there to be sent, waiting for it. Pieces that come close together go together: while it goes on,
@@ -181,27 +179,31 @@ class Generation:
     # -- the engine ----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
+        failure: M2ForgeError | None = None
         try:
             async with contextlib.aclosing(self._engine.generate(self.plan.prompt)) as chunks:
                 async for chunk in chunks:
                     self._take(chunk)
                     if self._pace.is_late and chunk.finish_reason is None:
                         await asyncio.sleep(self._pace.gap_s)
-            self._read()
-            if any(reader.answer is None for reader in self._readers):
-                raise EngineError("the engine ended before all completions did; ask again")
-            self._commit(is_told=True)
         except asyncio.CancelledError:
-            if not self.is_over:
-                self._record_aborted()
+            failure = EngineError("the gateway is stopping; ask again")
+        except M2ForgeError as error:
+            failure = error
+        except Exception as error:  # noqa: BLE001  (one request's failure must not reach the others)
+            failure = self._log(error)
+        if self.is_over:
+            return
+        try:
+            self._end(failure)
         except M2ForgeError as error:
             self._fail(error)
-        except Exception as error:  # noqa: BLE001  (one request's failure must not reach the others)
+        except Exception as error:  # noqa: BLE001  (see above)
             self._crash(error)
 
     def _take(self, chunk: Chunk) -> None:
         """Keep a chunk until somebody asks for more: those that came meanwhile are read together."""
-        if not self._is_begun:
+        if not self.is_begun:
             self._begin(chunk.num_cached)
         if chunk.finish_reason is not None:
             self._readers[chunk.sample].finished_s = self._clock()
@@ -229,20 +231,31 @@ class Generation:
             self._outbox.append(stream.piece(sample, events, logprobs))
 
     def _begin(self, num_cached: int) -> None:
-        self._is_begun, self.num_cached = True, num_cached
+        self.is_begun, self.num_cached = True, num_cached
         self.first_chunk_s = time.monotonic() - self._begun_s
         if self.plan.stream is not None:
             self._outbox.append(self.plan.stream.begin(self.plan.prompt.ids.size, num_cached))
 
     # -- its end -------------------------------------------------------------------------------------------------------
 
-    def _record_aborted(self) -> None:
+    def _end(self, failure: M2ForgeError | None) -> None:
+        """The engine has ended, or failed."""
+        if failure is None:
+            self._read()
+            if all(reader.answer is not None for reader in self._readers):
+                self._commit()
+                return
+            failure = EngineError("the engine ended before all completions did; ask again")
+        self._break_off(failure)
+
+    def _break_off(self, failure: M2ForgeError) -> None:
+        """Record what there is, and tell it if the time was over, else the failure."""
         is_told = self.abort_reason is Abort.TIMED_OUT
         self._read()
         if not is_told and not self.num_sampled:
-            self._fail(EngineError("the gateway is stopping; ask again"))
+            self._fail(failure)
             return
-        if not self._is_begun:
+        if not self.is_begun:
             self._begin(0)
         for sample, reader in enumerate(self._readers):
             if reader.answer is None:
@@ -250,50 +263,52 @@ class Generation:
                 events = reader.finish(FinishReason.ABORT)
                 if is_told and self.plan.stream is not None:
                     self._outbox.append(self.plan.stream.piece(sample, events, ()))
-        try:
-            self._commit(is_told=is_told)
-        except M2ForgeError as error:
-            self._fail(error)
+        self._commit(None if is_told else failure)
 
-    def _commit(self, *, is_told: bool) -> None:
-        """Record the answer; its end may be told after that."""
+    def _commit(self, failure: M2ForgeError | None = None) -> None:
+        """Record the answer; its end may be told after that, or the failure."""
         plan, prompt = self.plan, self.plan.prompt
         answers = tuple(reader.answer for reader in self._readers if reader.answer is not None)
         num_thinking = sum(reader.num_thinking() for reader in self._readers)
         usage = Usage(prompt.ids.size, self.num_cached, self.num_sampled, num_thinking)
         reply = Reply(plan.id, plan.created_s, answers, usage)
-        samples = [
-            Sampled(reader.call(prompt.ids, prompt.sampling, self._started_s), answer.completion)
-            for reader, answer in zip(self._readers, answers, strict=True)
-        ]
         try:
+            samples = [
+                Sampled(reader.call(prompt.ids, prompt.sampling, self._started_s), answer.completion)
+                for reader, answer in zip(self._readers, answers, strict=True)
+            ]
             self.episode.commit(
-                self.request, plan.opening, samples, id=plan.id, reply=write_reply(reply), is_told=is_told
+                self.request, plan.opening, samples, id=plan.id, reply=write_reply(reply), is_told=failure is None
             )
         except RecordError as error:
             raise EngineError(f"what the engine sampled cannot be recorded: {error}") from error
-        if not is_told:
-            self._fail(EngineError("the gateway is stopping; ask again"))
+        if failure is not None:
+            self._fail(failure)
             return
-        self.reply = reply
         if plan.stream is not None:
             ends = [plan.stream.end_sample(sample, answer) for sample, answer in enumerate(answers)]
             self._outbox.append(b"".join([*ends, plan.stream.finish(usage)]))
+        self.reply = reply
         self._finish()
 
     def _crash(self, error: Exception) -> None:
+        failure = self._log(error)
+        self._inbox.clear()
+        self._fail(failure)
+
+    def _log(self, error: Exception) -> EngineError:
+        """What a client is told of an error that nobody expected."""
         # Without the error's own words, which may hold those of a prompt.
         frames = "".join(traceback.format_tb(error.__traceback__))
         _log.error("request %s: %s\n%s", self.plan.id, type(error).__name__, frames)
-        self._inbox.clear()
-        self._fail(EngineError(f"the gateway failed ({type(error).__name__}); ask again"))
+        return EngineError(f"the gateway failed ({type(error).__name__}); ask again")
 
     def _fail(self, error: M2ForgeError) -> None:
         self.failure = error
         self._read()
-        if self._is_begun and self.plan.stream is not None:
+        if self.is_begun and self.plan.stream is not None:
             self._outbox.append(self.plan.stream.fail(503, str(error)))
-        self.episode.abandon(self.request)
+        self.episode.abandon(self.request, self.plan.opening)
         self._finish()
 
     def _finish(self) -> None:
@@ -303,7 +318,7 @@ class Generation:
         self._on_end(self)
         self._wake()
 
-    def _settle(self, task: "asyncio.Task[None]") -> None:
+    def _end_unrun(self, task: "asyncio.Task[None]") -> None:
         """A task that was cancelled before its first step has not run at all."""
         if not self.is_over:
             self._fail(EngineError("the request was broken off; ask again"))

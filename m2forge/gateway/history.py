@@ -2,6 +2,7 @@
 
     opening = history.open(messages, tools)          before the engine is asked
     history.record(opening, sampled ids, completion)    after it answered; once for each sample
+    history.release(opening)                            when it is answered or given up
 
 Messages that are known are followed through the tree of turns, and their recorded tokens stand. The others are appended
 by the chat format, which is given the new ones alone to encode. Where a client changed something, the call branches
@@ -14,10 +15,11 @@ remain so, and the parser reads the same message from it that the client was sen
 
 Where the format would have to change recorded tokens, the call branches at the last message from which it need not.
 
+Of a prompt that was never answered nothing stays.
+
 Work per call: one comparison for each message, and the encoding of the new ones. Not thread-safe; one per episode.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
@@ -25,9 +27,10 @@ from itertools import chain, islice, takewhile
 import numpy as np
 
 from m2forge.errors import FormatError, RecordError
+from m2forge.gateway.answers import Answers
 from m2forge.gateway.divergence import Divergence, classify
 from m2forge.gateway.rendering import append, is_local, near
-from m2forge.gateway.turn import Echo, Key, PathRecord, Strand, Turn, TurnRecord, best_echo, key_of, same_tools
+from m2forge.gateway.turn import PathRecord, Strand, Turn, same_tools
 from m2forge.records import IntArray
 from m2forge.text.completion import Completion
 from m2forge.text.format import ChatFormat
@@ -68,20 +71,27 @@ class History:
         self._stop_ids: IntArray = np.array(format.stop_ids[:1], np.int32)
         self._beginnings: dict[tuple[str, ...], list[tuple[tuple[Tool, ...], Turn]]] = {}
         """By the names of their tools."""
-        self._answers: dict[Key, list[Turn]] = {}
-        """Everything that the model said."""
+        self._answers = Answers(restores_thinking=restores_thinking)
         self._numbered: list[Turn] = []
         self._tools_of: dict[Turn, tuple[Tool, ...]] = {}
-        self.num_divergences: Counter[Divergence] = Counter()
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Opening:
         """Raises FormatError for a conversation that the chat format cannot express."""
         root = self._beginning(tools)
+        try:
+            opening = self._open(root, messages, tools)
+        except FormatError:
+            self._let_go(root)
+            raise
+        opening.turn.num_held += 1
+        return opening
+
+    def _open(self, root: Turn, messages: Sequence[Message], tools: Sequence[Tool]) -> Opening:
         turn = self._follow(root, messages)
         left_at = turn
         while left_at.number is None and left_at.parent is not None:
             left_at = left_at.parent
-        divergence = classify(left_at, messages[left_at.depth :], self._said, is_first=not self._answers)
+        divergence = classify(left_at, messages[left_at.depth :], self._answers.said, is_first=not self._answers)
         if turn.depth < len(messages) or turn.opened is None or turn.strand is None:
             base = self._base(turn, messages, tools)
             try:
@@ -95,8 +105,6 @@ class History:
             turn, strand, size, num_recorded = self._attach(base, messages, blocks)
         else:
             strand, size, num_recorded = turn.strand, turn.opened, turn.opened
-        if divergence is not None:
-            self.num_divergences[divergence] += 1
         return Opening(strand.view(size), num_recorded, size - num_recorded, divergence, turn, strand)
 
     def record(self, opening: Opening, response_ids: IntArray, completion: Completion) -> None:
@@ -109,12 +117,17 @@ class History:
         answer = Turn(opening.turn, completion.message(), response_ids)
         answer.strand, answer.start = opening.strand, opening.ids.size
         opening.turn.add(answer)
-        self._answers.setdefault(key_of(answer.message), []).append(answer)
+        self._answers.add(answer)
         self._number(answer)
         turn = answer
         while turn.parent is not None and turn.parent.answered is not turn:
             turn.parent.answered = turn
             turn = turn.parent
+
+    def release(self, opening: Opening) -> None:
+        """The prompt is answered, or given up: then the turns that are there for it alone are let go."""
+        opening.turn.num_held -= 1
+        self._let_go(opening.turn)
 
     def dissolve(self) -> None:
         """Take the turns apart, which hold one another, so that their memory is free at once. Nothing may follow."""
@@ -138,6 +151,18 @@ class History:
         self._tools_of[root] = tuple(tools)
         return root
 
+    def _let_go(self, turn: Turn) -> None:
+        """Of a turn and those above it, from the last on, what no answer and no prompt needs."""
+        while turn.number is None and not turn.num_held and not turn.children:
+            if turn.parent is None:
+                names = tuple(tool.name for tool in self._tools_of.pop(turn))
+                self._beginnings[names] = [pair for pair in self._beginnings[names] if pair[1] is not turn]
+                if not self._beginnings[names]:
+                    del self._beginnings[names]
+                return
+            turn.parent.remove(turn)
+            turn = turn.parent
+
     def _follow(self, turn: Turn, messages: Sequence[Message]) -> Turn:
         """The last turn that the messages are, from `turn` on."""
         restores_thinking = self._restores_thinking
@@ -155,17 +180,6 @@ class History:
                     break
             turn = child
         return turn
-
-    def _said(self, message: Message) -> Turn | None:
-        """An answer of the model that `message` may be, thinking aside."""
-        return best_echo(self._answers.get(key_of(message), ()), message, Echo.WITHOUT_THINKING)
-
-    def _twin(self, message: Message, after: Turn, distance: int) -> Turn | None:
-        """An answer of the model whose tokens may stand for `message`, rather one that came so long after `after`."""
-        if message.role != "assistant":
-            return None
-        least = Echo.WITHOUT_THINKING if self._restores_thinking else Echo.SAME
-        return best_echo(self._answers.get(key_of(message), ()), message, least, after, distance)
 
     # -- where to go on ------------------------------------------------------------------------------------------------
 
@@ -220,7 +234,7 @@ class History:
         whole = list(messages)
         since = after.depth - 1
         for index in range(turn.depth, len(whole)):
-            twin = self._twin(whole[index], after, index - since)
+            twin = self._answers.twin(whole[index], after, index - since)
             if twin is not None:
                 whole[index], after, since = twin.complete(whole[index]), twin, index
         at: Turn = turn
@@ -241,7 +255,7 @@ class History:
         past = [*past, *pending[:at]]
         since = after.depth - 1 - base.depth
         for index in range(at, len(pending)):
-            twin = self._twin(pending[index], after, index - since)
+            twin = self._answers.twin(pending[index], after, index - since)
             if twin is not None:
                 after, since = twin, index
                 new = pending[at:index]
@@ -360,24 +374,13 @@ class History:
             strand = strand if prefix.strand is None else prefix.strand
         strand, size = strand.grow(record.start, ids), record.start + ids.size
         for turn_record in record.turns:
-            parent = self._restore_turn(parent, turn_record, strand)
+            parent = Turn.restored(parent, turn_record, strand)
         if parent.opened is None:
             parent.strand, parent.opened = strand, size
         if parent.opened == size and parent.strand is strand:
             parent.written = size
         self._number(parent)
         return Opening(strand.view(size), record.start, ids.size, None, parent, strand)
-
-    def _restore_turn(self, parent: Turn, record: TurnRecord, strand: Strand) -> Turn:
-        response_ids = None
-        if record.start is not None:
-            response_ids = strand.view(record.start + record.num_response)[record.start :]
-        turn = Turn(parent, record.message, response_ids)
-        turn.written = max(record.closed or 0, record.opened or 0)
-        if turn.written:
-            turn.strand, turn.closed, turn.opened, turn.start = strand, record.closed, record.opened, record.start
-        parent.add(turn)
-        return turn
 
     def _number(self, turn: Turn) -> None:
         """Number a turn and those before it that have no number yet, from the first on."""

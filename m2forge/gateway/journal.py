@@ -111,7 +111,7 @@ class Journal:
         except OSError as error:
             raise _unwritable(self.path, error) from error
         _OPEN[self] = descriptor
-        if len(_OPEN) > MAX_OPEN:
+        while len(_OPEN) > MAX_OPEN:
             next(iter(_OPEN)).release()
         return descriptor
 

@@ -6,17 +6,18 @@ they say how tokens are drawn, and can be honoured.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from m2forge.gateway.exchange import Ending, TokenLogprob, Usage
-from m2forge.gateway.reading import Fields, read_text
+from m2forge.gateway.reading import Fields, read_text, shown
 from m2forge.records import MAX_INT32, JsonValue, Sampling
 from m2forge.text.message import ToolCall
 
 SAMPLING_FIELDS = frozenset(
     {"temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty"}
 )
-MAX_STOPS, MAX_SAMPLES, MAX_SEED = 4, 128, 2**63 - 1
+MAX_STOPS, MAX_SEED = 4, 2**63 - 1
 LOWEST_LOGPROB = -9999.0
 """What stands for a log-probability that JSON cannot write."""
 DONE = b"data: [DONE]\n\n"
@@ -76,7 +77,8 @@ def read_seed(fields: Fields) -> int | None:
 
 
 def read_num_samples(fields: Fields) -> int:
-    return fields.integer("n", 1, MAX_SAMPLES) or 1
+    """How many are too many is the gateway's to say."""
+    return fields.integer("n", 1, MAX_INT32) or 1
 
 
 def read_stream(fields: Fields) -> tuple[bool, dict[str, JsonValue]]:
@@ -90,6 +92,15 @@ def read_stream(fields: Fields) -> tuple[bool, dict[str, JsonValue]]:
     if options.boolean("include_obfuscation"):
         options.refuse("include_obfuscation", "chunks are not padded; leave it out or send false")
     return is_streamed, {"include_usage": True} if options.boolean("include_usage") else {}
+
+
+def read_tool_choice(fields: Fields) -> Literal["auto", "none"]:
+    choice = fields.value("tool_choice")
+    if choice not in (None, "auto", "none"):
+        kind = choice.get("type") if isinstance(choice, Mapping) else choice
+        reason = "a sampled model cannot be forced to call a tool, nor kept from one that is offered"
+        fields.refuse("tool_choice", f"expected 'auto' or 'none', received {shown(kind)}; {reason}")
+    return "none" if choice == "none" else "auto"
 
 
 def refuse_bias(fields: Fields) -> None:
@@ -117,9 +128,9 @@ def arguments_text(call: ToolCall) -> str:
     return json.dumps(call.arguments, ensure_ascii=False)
 
 
-def logprobs_body(logprobs: Sequence[TokenLogprob]) -> dict[str, JsonValue]:
-    """Chat's form. A token may be part of a character: its bytes are exact, its text is not."""
-    content: list[JsonValue] = [
+def token_bodies(logprobs: Iterable[TokenLogprob]) -> list[JsonValue]:
+    """A token may be part of a character: its bytes are exact, its text is not."""
+    return [
         {
             "token": token.text.decode(errors="replace"),
             "logprob": finite_logprob(token.logprob),
@@ -128,7 +139,11 @@ def logprobs_body(logprobs: Sequence[TokenLogprob]) -> dict[str, JsonValue]:
         }
         for token in logprobs
     ]
-    return {"content": content, "refusal": None}
+
+
+def logprobs_body(logprobs: Iterable[TokenLogprob]) -> dict[str, JsonValue]:
+    """Of a chat's choice."""
+    return {"content": token_bodies(logprobs), "refusal": None}
 
 
 def finite_logprob(logprob: float) -> float:

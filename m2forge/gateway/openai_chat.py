@@ -10,7 +10,6 @@ in their order: thinking, content, calls and the end marker.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from m2forge.gateway.exchange import Answer, Ask, Usage
 from m2forge.gateway.openai_body import (
@@ -24,12 +23,14 @@ from m2forge.gateway.openai_body import (
     read_seed,
     read_stop,
     read_stream,
+    read_tool_choice,
     refuse_bias,
     usage_body,
 )
 from m2forge.gateway.openai_chat_stream import ChatStream
-from m2forge.gateway.openai_message import read_messages, read_tools
-from m2forge.gateway.reading import Fields, shown
+from m2forge.gateway.openai_message import read_messages, read_tool
+from m2forge.gateway.reading import Fields
+from m2forge.gateway.tool_list import read_tools
 from m2forge.records import MAX_INT32, JsonValue
 from m2forge.text.completion import Completion
 
@@ -85,7 +86,7 @@ class OpenAIChat:
         for name, reason in REFUSED.items():
             if fields.has(name):
                 fields.refuse(name, reason)
-        tools = read_tools(fields)
+        tools = read_tools(fields, read_tool)
         _check_allowed(fields, has_tools=bool(tools))
         is_streamed, echo = read_stream(fields)
         return Ask(
@@ -97,7 +98,7 @@ class OpenAIChat:
             seed=read_seed(fields),
             num_samples=read_num_samples(fields),
             is_streamed=is_streamed,
-            tool_choice=_tool_choice(fields),
+            tool_choice=read_tool_choice(fields),
             num_top_logprobs=_num_top_logprobs(fields),
             model=fields.required_text("model"),
             echo=echo | _repeated(fields),
@@ -154,14 +155,6 @@ def _max_tokens(fields: Fields) -> int | None:
             "max_tokens", f"{older} is not max_completion_tokens, {newer}, which replaced it; send that alone"
         )
     return older if newer is None else newer
-
-
-def _tool_choice(fields: Fields) -> Literal["auto", "none"]:
-    choice = fields.value("tool_choice")
-    if choice not in (None, "auto", "none"):
-        reason = "a policy that is sampled cannot be made to call a tool"
-        fields.refuse("tool_choice", f"expected 'auto' or 'none', received {shown(choice)}; {reason}")
-    return "none" if choice == "none" else "auto"
 
 
 def _num_top_logprobs(fields: Fields) -> int | None:

@@ -1,6 +1,6 @@
 """Messages and tools as OpenAI's Chat Completions writes them, read strictly.
 
-    system, developer   content
+    system, developer   content; those that stand together are one message
     user                content
     assistant           content, reasoning_content (thinking; `reasoning` is another name of it), tool_calls
     tool                content, tool_call_id; `name` says what the call says already
@@ -16,9 +16,10 @@ do not fit the schema are handed to the client as they are.
 
 from collections.abc import Callable, Mapping, Sequence
 
-from m2forge.errors import FormatError
+from m2forge.gateway.conversation import join_systems
 from m2forge.gateway.exchange import AskError
 from m2forge.gateway.reading import Fields, read_list, read_object, read_text, refuse_value
+from m2forge.gateway.tool_list import make_tool
 from m2forge.gateway.tool_result import order_results
 from m2forge.records import JsonValue
 from m2forge.text.json_value import parse_json
@@ -53,25 +54,32 @@ def read_messages(fields: Fields) -> tuple[Message, ...]:
     values = read_list(fields.value("messages"), place)
     if not values:
         raise AskError(f"{place}: expected at least one message, received none", place)
-    messages = []
+    messages, num_systems = [], 0
     for index, value in enumerate(values):
         # Most messages of a long history, without the questions that have no answer in them.
         if type(value) is dict and len(value) == 2 and type(content := value.get("content")) is str:
             role = value.get("role")
-            if type(role) is str and role in _PLAIN_ROLES:
-                messages.append(Message(_PLAIN_ROLES[role], content))
+            if type(role) is str and (plain := _PLAIN_ROLES.get(role)) is not None:
+                if plain == "system":
+                    num_systems += 1
+                messages.append(Message(plain, content))
                 continue
-        messages.append(_message(value, f"{place}[{index}]"))
-    return order_results(messages, place)
+        message = _message(value, f"{place}[{index}]")
+        num_systems += message.role == "system"
+        messages.append(message)
+    ordered = order_results(messages, place)
+    return ordered if num_systems < 2 else _joined(ordered)
 
 
-def read_tools(fields: Fields) -> tuple[Tool, ...]:
-    tools = [_tool(value, f"{fields.path('tools')}[{index}]") for index, value in enumerate(fields.items("tools"))]
-    names = [tool.name for tool in tools]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        fields.refuse("tools", f"expected names to differ, received {twice!r} more than once")
-    return tuple(tools)
+def _joined(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """With system messages that stand together as one."""
+    joined: list[Message] = []
+    for message in messages:
+        if message.role == "system" and joined and joined[-1].role == "system":
+            joined[-1] = join_systems(joined[-1], message.content)
+        else:
+            joined.append(message)
+    return tuple(joined)
 
 
 def _message(value: JsonValue, place: str) -> Message:
@@ -160,17 +168,14 @@ def _call(value: JsonValue, place: str) -> ToolCall:
     return ToolCall(function.required_text("name"), arguments, fields.required_text("id"))
 
 
-def _tool(value: JsonValue, place: str) -> Tool:
+def read_tool(value: JsonValue, place: str) -> Tool:
     fields = _of_kind("function", value, TOOL_FIELDS, place)
     function = Fields(fields.value("function"), FUNCTION_FIELDS, fields.path("function"))
     function.boolean("strict")
     parameters = function.value("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         refuse_value(function.path("parameters"), "a JSON schema", parameters)
-    try:
-        return Tool(function.required_text("name"), function.text("description") or "", parameters or {})
-    except FormatError as error:
-        raise AskError(f"{place}: {error}", place) from error
+    return make_tool(function, parameters or {}, place)
 
 
 def _of_kind(kind: str, value: JsonValue, known: frozenset[str], place: str) -> Fields:

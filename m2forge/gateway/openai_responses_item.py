@@ -25,6 +25,8 @@ from m2forge.text.message import ToolCall
 MESSAGE_FIELDS = frozenset({"type", "role", "content", "id", "status", "phase"})
 REASONING_FIELDS = frozenset({"type", "id", "summary", "content", "encrypted_content", "status"})
 CALL_FIELDS = frozenset({"type", "id", "call_id", "name", "arguments", "status", "caller", "namespace", "async"})
+CALL_FIELDS |= {"async_"}
+"""The last as it goes through Python: some clients send it back so."""
 RESULT_FIELDS = frozenset({"type", "id", "call_id", "output", "status", "caller", "namespace", "name"})
 PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
 _STATUSES = ("in_progress", "completed", "incomplete")
@@ -82,8 +84,9 @@ def _read_call(conversation: Conversation, item: Mapping[str, JsonValue], place:
     fields = Fields(item, CALL_FIELDS, place)
     fields.choice("status", _STATUSES)
     _check_direct(fields)
-    if fields.boolean("async"):
-        fields.refuse("async", "tools are not called in the background; leave it out")
+    for name in ("async", "async_"):
+        if fields.boolean(name):
+            fields.refuse(name, "tools are not called in the background; leave it out")
     text = read_text(fields.value("arguments"), f"{place}.arguments")
     try:
         arguments = parse_json(text) if text.strip() else {}

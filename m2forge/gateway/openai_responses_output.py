@@ -8,10 +8,10 @@ An answer in which there is nothing at all is a message without words, so that a
 assistant's turn.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from m2forge.gateway.exchange import Answer, Ask, Ending, TokenLogprob, Usage
-from m2forge.gateway.openai_body import arguments_text, finite_logprob
+from m2forge.gateway.openai_body import arguments_text, token_bodies
 from m2forge.gateway.openai_responses_item import item_id
 from m2forge.gateway.openai_responses_read import HIDDEN
 from m2forge.gateway.seal import seal
@@ -67,7 +67,7 @@ def items_body(ask: Ask, id: str, answer: Answer) -> list[dict[str, JsonValue]]:
     if completion.thinking:
         items.append(reasoning_body(ask, item_id("rs", id, 0), completion.thinking, "completed"))
     if completion.content or not (items or completion.tool_calls):
-        logprobs = logprobs_body(tokens.take(completion.content))
+        logprobs = token_bodies(tokens.take(completion.content))
         items.append(message_body(item_id("msg", id, len(items)), completion.content, logprobs, "completed"))
     if answer.ending in CUT_OFF and not completion.tool_calls:
         items[-1]["status"] = "incomplete"
@@ -111,18 +111,6 @@ def call_body(id: str, call: ToolCall, arguments: str, status: str) -> dict[str,
         "arguments": arguments,
         "status": status,
     }
-
-
-def logprobs_body(tokens: Iterable[TokenLogprob]) -> list[Mapping[str, JsonValue]]:
-    return [
-        {
-            "token": token.text.decode(errors="replace"),
-            "bytes": list(token.text),
-            "logprob": finite_logprob(token.logprob),
-            "top_logprobs": [],
-        }
-        for token in tokens
-    ]
 
 
 class SpokenTokens:

@@ -14,14 +14,13 @@ holds the thinking (`seal.py`), for clients that keep nothing else.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
 
-from m2forge.errors import FormatError
 from m2forge.gateway.conversation import Conversation
 from m2forge.gateway.exchange import Ask, AskError
-from m2forge.gateway.openai_body import SAMPLING_FIELDS, read_sampling
+from m2forge.gateway.openai_body import SAMPLING_FIELDS, read_sampling, read_tool_choice
 from m2forge.gateway.openai_responses_item import read_item
 from m2forge.gateway.reading import Fields, read_list, read_object, refuse_value, shown
+from m2forge.gateway.tool_list import make_tool, read_tools
 from m2forge.records import MAX_INT32, JsonValue
 from m2forge.text.message import Message, Tool
 
@@ -60,7 +59,7 @@ def read_ask(body: Mapping[str, JsonValue]) -> Ask:
     for name, reason in REFUSED.items():
         if fields.has(name):
             fields.refuse(name, reason)
-    tools = _tools(fields)
+    tools = read_tools(fields, _tool)
     _check_allowed(fields, has_tools=bool(tools))
     include = _include(fields)
     if fields.integer("top_logprobs", 0, 20):
@@ -71,7 +70,7 @@ def read_ask(body: Mapping[str, JsonValue]) -> Ask:
         max_tokens=fields.integer("max_output_tokens", 1, MAX_INT32),
         sampling=read_sampling(fields),
         is_streamed=bool(fields.boolean("stream")),
-        tool_choice=_tool_choice(fields),
+        tool_choice=read_tool_choice(fields),
         num_top_logprobs=0 if _LOGPROBS in include else None,
         model=fields.required_text("model"),
     )
@@ -180,25 +179,6 @@ def _summary(fields: Fields) -> str | None:
     return asked[0] or asked[1]
 
 
-def _tool_choice(fields: Fields) -> Literal["auto", "none"]:
-    value = fields.value("tool_choice")
-    if value not in (None, "auto", "none"):
-        kind = value.get("type") if isinstance(value, Mapping) else value
-        reason = "a sampled model cannot be forced to call a tool, nor kept from one that is offered"
-        fields.refuse("tool_choice", f"expected 'auto' or 'none', received {shown(kind)}; {reason}")
-    return "none" if value == "none" else "auto"
-
-
-def _tools(fields: Fields) -> tuple[Tool, ...]:
-    tools: dict[str, Tool] = {}
-    for index, value in enumerate(fields.items("tools")):
-        tool = _tool(value, f"tools[{index}]")
-        if tool.name in tools:
-            fields.refuse("tools", f"expected names to differ, received {shown(tool.name)} more than once")
-        tools[tool.name] = tool
-    return tuple(tools.values())
-
-
 def _tool(value: JsonValue, place: str) -> Tool:
     kind = read_object(value, place).get("type")
     if kind != "function":
@@ -215,10 +195,7 @@ def _tool(value: JsonValue, place: str) -> Tool:
     if fields.has("output_schema"):
         fields.refuse("output_schema", "the model is shown no schema of results; put it into the description")
     schema = read_object(fields.value("parameters"), f"{place}.parameters") if fields.has("parameters") else {}
-    try:
-        return Tool(fields.required_text("name"), fields.text("description") or "", schema)
-    except FormatError as error:
-        raise AskError(f"{place}: {error}", place) from error
+    return make_tool(fields, schema, place)
 
 
 # -- the conversation -------------------------------------------------------------------------------------------------
@@ -234,7 +211,7 @@ def _messages(fields: Fields) -> tuple[Message, ...]:
     else:
         for index, item in enumerate(read_list(value, "input")):
             read_item(conversation, item, f"input[{index}]")
-    messages = conversation.messages()
+    messages = conversation.messages("input")
     if not messages:
         fields.refuse("input", "expected text or at least one item, received none")
     return messages

@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from m2forge.gateway.exchange import Answer, Ask, Ending, TokenLogprob, Usage
-from m2forge.gateway.openai_body import arguments_text, quote
+from m2forge.gateway.openai_body import arguments_text, quote, token_bodies
 from m2forge.gateway.openai_responses_item import item_id
 from m2forge.gateway.openai_responses_output import (
     CUT_OFF,
     SpokenTokens,
     call_body,
     ending_body,
-    logprobs_body,
     message_body,
     reasoning_body,
     response_body,
@@ -128,7 +127,7 @@ class ResponsesStream:
     def _logprobs(self, item: _Item, text: str) -> str:
         if self._tokens is None:
             return "[]"
-        told = logprobs_body(self._tokens.take(text))
+        told = token_bodies(self._tokens.take(text))
         item.logprobs.extend(told)
         return quote(told)
 

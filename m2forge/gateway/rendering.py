@@ -5,10 +5,13 @@ depends on few: the beginning, and the last assistant's message with what follow
 only those are given to it, so the work does not grow with the conversation. That is found out once for each format, on
 made-up conversations of every shape; a template that fails there (one that counts turns, or drops old thinking) is
 given everything.
+
+Templates may also pass over what has no place in them. A system's message after the first that a format would not show
+to the model is refused.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -19,7 +22,7 @@ from m2forge.records import IntArray
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Tool, ToolCall
 
-_IS_LOCAL: WeakKeyDictionary[ChatFormat, bool] = WeakKeyDictionary()
+_FOUND: WeakKeyDictionary[ChatFormat, dict[str, bool]] = WeakKeyDictionary()
 """What was found out about formats: all episodes of a gateway share one."""
 
 
@@ -32,6 +35,11 @@ def append(
     generation: bool,
 ) -> IntArray:
     """The ids that follow those of `history`; raises FormatError where the format cannot say it so."""
+    if any(message.role == "system" for message in (new if history else new[1:])) and not shows_systems(format):
+        raise FormatError(
+            "the model's chat template shows a system's message at the beginning alone; put the later ones into that, "
+            "or into a user's"
+        )
     try:
         rendered = format.extend(history, new, tools, generation=generation)
     except FormatError:
@@ -46,9 +54,41 @@ def append(
 
 def is_local(format: ChatFormat) -> bool:
     """Whether messages are written after `near(history)` as after `history`, whatever the assistant said."""
-    if format not in _IS_LOCAL:
-        _IS_LOCAL[format] = _passes_trials(format)
-    return _IS_LOCAL[format]
+    return _find_out(format, "is_local", _passes_trials)
+
+
+def shows_systems(format: ChatFormat) -> bool:
+    """Whether a system's message after the first is written, wherever the format takes one."""
+    return _find_out(format, "shows_systems", lambda format: all(_differ(format, *pair) for pair in _later_systems()))
+
+
+def keeps_thinking(format: ChatFormat) -> bool:
+    """Whether thinking is written, also that of answers before the last user's message."""
+    user = Message("user", "u")
+    one, other = ([user, Message("assistant", "a", thinking), user] for thinking in ("s", "t"))
+    return _find_out(format, "keeps_thinking", lambda format: _differ(format, one, other, []))
+
+
+def _find_out(format: ChatFormat, what: str, find_out: Callable[[ChatFormat], bool]) -> bool:
+    found = _FOUND.setdefault(format, {})
+    if what not in found:
+        found[what] = find_out(format)
+    return found[what]
+
+
+def _differ(format: ChatFormat, one: Sequence[Message], other: Sequence[Message], tools: Sequence[Tool]) -> bool:
+    """Whether two conversations are written otherwise; one that is refused is not passed over."""
+    first = _attempt(format, (), one, tools)
+    return first is None or first != _attempt(format, (), other, tools)
+
+
+def _later_systems() -> Iterator[tuple[list[Message], list[Message], list[Tool]]]:
+    """Conversations that differ in a system's message after the first: in the middle, after an answer, and last."""
+    user, answer = Message("user", "u"), Message("assistant", "a")
+    before = ([user], [user, answer], [Message("system", "s"), user], [Message("system", "s"), user, answer])
+    for head, tail, tools in itertools.product(before, ([], [user]), ([], [Tool("f")])):
+        one, other = ([*head, Message("system", text), *tail] for text in ("v", "w"))
+        yield one, other, tools
 
 
 def _passes_trials(format: ChatFormat) -> bool:

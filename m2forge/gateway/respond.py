@@ -32,6 +32,12 @@ STREAM_HEADERS: Pairs = (
 )
 
 
+def id_headers(id: str) -> Pairs:
+    """What OpenAI's SDKs tell as the request's id, and what Anthropic's do."""
+    sent = id.encode()
+    return (b"x-request-id", sent), (b"request-id", sent)
+
+
 def status_of(error: M2ForgeError) -> int:
     """Anything that is not listed is the client's mistake."""
     if isinstance(error, Refusal):

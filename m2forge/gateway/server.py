@@ -73,6 +73,9 @@ class GatewayServer:
         self._task = asyncio.create_task(self.serve())
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0)
+        if self._task.done():
+            await self._task
+            raise ConfigError(f"{self.url}: the gateway ended before it took requests; its log says why")
         return self
 
     async def __aexit__(

@@ -12,7 +12,6 @@ What a client sends back is the message that was recorded if role, content and c
 any order, 1 and 1.0 alike, true and 1 not), ids of calls where both sides have any. Thinking may be missing.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -24,6 +23,8 @@ from m2forge.records import IntArray, JsonValue
 from m2forge.text.message import Message, Tool, ToolCall
 
 _LEAST_ROOM = 256
+_MAX_CLIMBS = 16
+"""How many turns are asked where they hang, the likeliest first."""
 _PLAIN = (str, int, float, bool, type(None))
 
 Key: TypeAlias = tuple[object, ...]
@@ -104,6 +105,7 @@ class Turn:
         "has_rivals",
         "latest",
         "message",
+        "num_held",
         "num_sampled",
         "number",
         "opened",
@@ -136,6 +138,8 @@ class Turn:
         """Its place among the turns that were recorded; None while no answer that goes through it was."""
         self.written: int | None = None
         """How many of its ids are written down with it; None for an answer, of which all are."""
+        self.num_held = 0
+        """Prompts that end here and are neither answered nor given up."""
         self.children: dict[Key, list[Turn]] = {}
         self.has_rivals = False
         """Whether another child of its parent may be meant by the same message."""
@@ -151,6 +155,14 @@ class Turn:
         if len(same) > 1:
             for rival in same:
                 rival.has_rivals = True
+
+    def remove(self, child: "Turn") -> None:
+        key = key_of(child.message)
+        self.children[key].remove(child)
+        if not self.children[key]:
+            del self.children[key]
+        if self.latest is child:
+            self.latest = None
 
     def dissolve(self) -> None:
         """Let go of the turns around it."""
@@ -212,7 +224,30 @@ class Turn:
             yield turn
             turn = turn.parent
 
+    def is_below(self, other: "Turn") -> bool:
+        turn = self
+        while turn.depth > other.depth and turn.parent is not None:
+            turn = turn.parent
+        return turn is other and turn is not self
+
+    def has_ids_of(self, message: Message) -> bool:
+        """Whether the calls, which are the same, have the same ids."""
+        return all(one.id == other.id for one, other in zip(self.message.tool_calls, message.tool_calls, strict=False))
+
     # -- written down: with a prompt, `ids` on `strand`, that goes through this turn -----------------------------------
+
+    @classmethod
+    def restored(cls, parent: "Turn", record: TurnRecord, strand: Strand) -> "Turn":
+        """The turn that `record` made the record of, as a child of its parent."""
+        response_ids = None
+        if record.start is not None:
+            response_ids = strand.view(record.start + record.num_response)[record.start :]
+        turn = cls(parent, record.message, response_ids)
+        turn.written = max(record.closed or 0, record.opened or 0)
+        if turn.written:
+            turn.strand, turn.closed, turn.opened, turn.start = strand, record.closed, record.opened, record.start
+        parent.add(turn)
+        return turn
 
     def record(self, ids: IntArray, strand: Strand) -> TurnRecord:
         if not self.num_known(ids, strand):
@@ -241,18 +276,32 @@ def best_echo(
 ) -> Turn | None:
     """The turn that `message` repeats best: with the ids of its calls, then below `after` and as near as can be to
     `distance` messages below, then with its thinking, then the latest."""
-    best, best_rank = None, (False, -math.inf, least.value)
-    for turn in turns:
-        echo = turn.echo(message)
-        if echo is Echo.OTHER or echo.value < least.value:
-            continue
-        nearness = -math.inf
-        if len(turns) > 1 and after is not None and any(above is after for above in turn.above()):
-            nearness = -abs(turn.depth - after.depth - distance)
-        rank = (_has_ids(turn.message.tool_calls, message.tool_calls), nearness, echo.value)
-        if rank >= best_rank:
-            best, best_rank = turn, rank
-    return best
+    found = [turn for turn in turns if turn.echo(message).value >= least.value]
+    if len(found) > 1:
+        found = [turn for turn in found if turn.has_ids_of(message)] or found
+    if len(found) > 1 and after is not None:
+        found = _nearest(found, after, distance) or found
+    if len(found) > 1:
+        found = [turn for turn in found if turn.message.thinking == message.thinking] or found
+    return found[-1] if found else None
+
+
+def _nearest(turns: Sequence[Turn], after: Turn, distance: int) -> list[Turn]:
+    """Those below `after` that are nearest to `distance` messages below, in the order that they have. Of two that are
+    as near, the one above: a client puts a message in more often than it takes one out."""
+
+    def gap(turn: Turn) -> tuple[int, int]:
+        return abs(turn.depth - after.depth - distance), turn.depth
+
+    latest_first = list(reversed(turns))
+    latest_first.sort(key=gap)
+    nearest: list[Turn] = []
+    for turn in latest_first[:_MAX_CLIMBS]:
+        if nearest and gap(turn) != gap(nearest[0]):
+            break
+        if turn.is_below(after):
+            nearest.append(turn)
+    return nearest[::-1]
 
 
 def key_of(message: Message) -> Key:
@@ -303,7 +352,3 @@ def _kinds(arguments: Mapping[str, JsonValue]) -> list[type]:
     if all(kind is str for kind in kinds):
         return []
     return kinds if all(kind in _PLAIN for kind in kinds) else [type]
-
-
-def _has_ids(ours: Sequence[ToolCall], theirs: Sequence[ToolCall]) -> bool:
-    return all(one.id == other.id for one, other in zip(ours, theirs, strict=False))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import anthropic
 import httpx2
+from anthropic import types
 
 from tests.gateway.openai_client import Wire
 
@@ -32,3 +33,10 @@ def named_events_of(stream: bytes) -> list[dict[str, object]]:
         assert name == f"event: {event['type']}"
         found.append(event)
     return found
+
+
+def results_of(message: types.Message) -> list[types.MessageParam]:
+    """What a user sends back for the calls of a message, if there are any."""
+    uses = [block for block in message.content if block.type == "tool_use"]
+    results: list[types.ToolResultBlockParam] = [{"type": "tool_result", "tool_use_id": use.id} for use in uses]
+    return [{"role": "user", "content": results}] if results else []

@@ -6,9 +6,8 @@ import random
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
-
-import numpy as np
 
 from m2forge.gateway.config import Budget, GatewayConfig
 from m2forge.gateway.episode import Episode
@@ -26,6 +25,9 @@ ADMIN_KEY = "admin-key"
 CONTEXT = 4096
 Seen = tuple[tuple[int, ...], tuple[int, ...]]
 """Ids of a prompt, and those of a completion."""
+Drawn = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], tuple[int, ...]]
+"""The same, with the log-probabilities and versions of the completion."""
+TOKENS_PER_VERSION = 5
 
 
 class Scene:
@@ -40,7 +42,8 @@ class Scene:
 
 
 class WatchedEngine(ScriptedEngine):
-    """Keeps all prompts and completions, those that were broken off too."""
+    """Keeps all prompts and completions, those that were broken off too. It says that it has taken over other weights
+    after every few tokens."""
 
     def __init__(self, format: ChatFormat, scene: Scene, *, delay_s: float = 0.0) -> None:
         tokenizer = format.tokenizer
@@ -49,18 +52,23 @@ class WatchedEngine(ScriptedEngine):
         )
         self.prompts: list[Prompt] = []
         self.completions: list[list[list[int]]] = []
+        self.chunks: list[list[Chunk]] = []
+        """Of each prompt."""
         self.num_aborted = 0
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
         completions: list[list[int]] = [[] for _ in range(prompt.num_samples)]
         self.prompts.append(prompt)
         self.completions.append(completions)
+        said: list[Chunk] = []
+        self.chunks.append(said)
         is_over = False
         try:
             async with contextlib.aclosing(super().generate(prompt)) as chunks:
                 async for chunk in chunks:
                     completions[chunk.sample] += chunk.ids.tolist()
-                    yield chunk
+                    said.append(replace(chunk, versions=chunk.versions + len(said) // TOKENS_PER_VERSION))
+                    yield said[-1]
             is_over = True
         finally:
             self.num_aborted += not is_over
@@ -70,6 +78,19 @@ class WatchedEngine(ScriptedEngine):
             (tuple(prompt.ids.tolist()), tuple(ids))
             for prompt, completions in zip(self.prompts, self.completions, strict=True)
             for ids in completions
+        ]
+
+    def drawn(self) -> list[Drawn]:
+        return [
+            (
+                tuple(prompt.ids.tolist()),
+                tuple(id for chunk in mine for id in chunk.ids.tolist()),
+                tuple(logprob for chunk in mine for logprob in chunk.logprobs.tolist()),
+                tuple(version for chunk in mine for version in chunk.versions.tolist()),
+            )
+            for prompt, chunks in zip(self.prompts, self.chunks, strict=True)
+            for sample in range(prompt.num_samples)
+            for mine in [[chunk for chunk in chunks if chunk.sample == sample]]
         ]
 
 
@@ -153,13 +174,13 @@ def recorded(episode: Episode) -> list[Seen]:
 
 
 def check_recorded(gateway: Live, *episodes: Episode) -> None:
-    """The trees, flattened, are what the engine saw and said, token for token, with its log-probabilities."""
-    found = gateway.run(lambda: [pair for episode in episodes for pair in recorded(episode)])
-    assert sorted(found) == sorted(gateway.engine.seen())
+    """The trees, flattened, are what the engine saw and said, token for token, with log-probabilities and versions."""
     calls: list[Call] = gateway.run(lambda: [call for episode in episodes for call in episode.calls()])
-    for call in calls:
-        assert np.isfinite(call.logprobs).all()
-        assert (call.versions == 0).all()
+    found = [
+        tuple(tuple(array.tolist()) for array in (call.prompt_ids, call.response_ids, call.logprobs, call.versions))
+        for call in calls
+    ]
+    assert sorted(found) == sorted(gateway.engine.drawn())
 
 
 def num_new_tokens(format: ChatFormat, seen: Sequence[Seen]) -> int:

@@ -2,11 +2,13 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import httpx2
 import openai
 import pydantic
+from openai.types import responses
+from openai.types.responses.response_input_item_param import FunctionCallOutput
 
 from m2forge.records import JsonValue
 
@@ -54,3 +56,9 @@ def extras_of(model: pydantic.BaseModel) -> set[str]:
             if isinstance(inner, pydantic.BaseModel):
                 found |= extras_of(inner)
     return found
+
+
+def results_of(output: Sequence[object]) -> list[FunctionCallOutput]:
+    """What is sent back for the calls of a response."""
+    calls = [item for item in output if isinstance(item, responses.ResponseFunctionToolCall)]
+    return [{"type": "function_call_output", "call_id": call.call_id, "output": "ok"} for call in calls]

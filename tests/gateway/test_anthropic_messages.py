@@ -281,6 +281,11 @@ def test_results_are_text_and_errors_say_so(result: Body, content: str) -> None:
     assert said(CALLED, {"role": "user", "content": [RESULT | result]})[-1].content == content
 
 
+def test_stop_sequences_are_bounded() -> None:
+    assert len(read(stop_sequences=["x"] * 256).stop_texts) == 256
+    assert refused(stop_sequences=["x"] * 257).field == "stop_sequences"
+
+
 def test_omitted_thinking_is_read_from_the_signature() -> None:
     block: Body = {"type": "thinking", "thinking": "", "signature": seal("Hm.")}
     assert said({"role": "assistant", "content": [block]}) == (Message("assistant", "", "Hm."),)

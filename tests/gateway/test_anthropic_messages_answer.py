@@ -17,7 +17,7 @@ from m2forge.gateway.exchange import Answer, Ask, Dialect, Ending, TokenLogprob,
 from m2forge.records import JsonValue
 from m2forge.text.completion import CallFinished, Completion, ContentDelta, Event, ThinkingDelta
 from m2forge.text.message import Message, ToolCall
-from tests.gateway.anthropic_client import connected, named_events_of
+from tests.gateway.anthropic_client import connected, named_events_of, results_of
 from tests.gateway.draw_answer import answers, arrivals, play
 from tests.gateway.openai_client import Wire, extras_of, streamed
 
@@ -115,8 +115,9 @@ def test_what_a_client_sends_back_is_the_message_that_was_sampled(
             final = stream.get_final_message()
         for message in (whole, final):
             back: types.MessageParam = {"role": "assistant", "content": message.content}
-            client.messages.create(model="m2", max_tokens=9, messages=[USER, back, USER])
-            assert asks[-1].messages == (Message("user", "Hi"), answer.completion.message(), Message("user", "Hi"))
+            client.messages.create(model="m2", max_tokens=9, messages=[USER, back, *results_of(message), USER])
+            sent = [message for message in asks[-1].messages if message.role != "tool"]
+            assert sent == [Message("user", "Hi"), answer.completion.message(), Message("user", "Hi")]
 
 
 def test_results_of_calls_go_back_by_their_ids() -> None:
@@ -236,7 +237,7 @@ def test_words_after_a_call_come_back_as_one_content() -> None:
         with client.messages.stream(model="m2", max_tokens=9, messages=[USER]) as stream:
             final = stream.get_final_message()
         assert [block.type for block in final.content] == ["text", "tool_use", "text"]
-        client.messages.create(model="m2", max_tokens=9, messages=[USER, final.to_param(), USER])
+        client.messages.create(model="m2", max_tokens=9, messages=[USER, final.to_param(), *results_of(final), USER])
     assert asks[-1].messages[1] == answer.completion.message()
 
 

@@ -9,6 +9,11 @@ from m2forge.text.message import Message, ToolCall
 ONE, TWO = ToolCall("look", {"at": 1}, "call_1"), ToolCall("look", {"at": 2}, "call_2")
 
 
+def answer_calls(conversation: Conversation, *calls: ToolCall) -> None:
+    for call in calls:
+        conversation.answer_call(call.id, "ok", "")
+
+
 def test_parts_in_a_row_are_one_turn() -> None:
     conversation = Conversation()
     conversation.say("user", "Hi")
@@ -18,7 +23,11 @@ def test_parts_in_a_row_are_one_turn() -> None:
     conversation.call(ONE)
     conversation.call(TWO)
     assert conversation.ends_with_turn()
-    assert conversation.messages() == (Message("user", "Hi"), Message("assistant", "Let me see.", "Hm.", (ONE, TWO)))
+    answer_calls(conversation, ONE, TWO)
+    assert conversation.messages()[:2] == (
+        Message("user", "Hi"),
+        Message("assistant", "Let me see.", "Hm.", (ONE, TWO)),
+    )
 
 
 def test_thinking_begins_a_turn() -> None:
@@ -35,7 +44,11 @@ def test_words_begin_a_turn_where_messages_are_turns() -> None:
     conversation.write("Two.", begins=True)
     conversation.call(ONE)
     conversation.write(" And on.", begins=True)
-    assert conversation.messages() == (Message("assistant", "One."), Message("assistant", "Two. And on.", "", (ONE,)))
+    answer_calls(conversation, ONE)
+    assert conversation.messages()[:2] == (
+        Message("assistant", "One."),
+        Message("assistant", "Two. And on.", "", (ONE,)),
+    )
 
 
 def test_parts_of_one_answer_are_one_turn_across_results() -> None:
@@ -64,7 +77,8 @@ def test_without_sources_a_call_after_a_result_is_another_turn() -> None:
     conversation.call(ONE)
     conversation.answer_call("call_1", "1", "")
     conversation.call(TWO)
-    assert [message.role for message in conversation.messages()] == ["assistant", "tool", "assistant"]
+    answer_calls(conversation, TWO)
+    assert [message.role for message in conversation.messages()] == ["assistant", "tool", "assistant", "tool"]
 
 
 def test_results_come_in_the_order_of_their_calls() -> None:
@@ -74,6 +88,16 @@ def test_results_come_in_the_order_of_their_calls() -> None:
     conversation.answer_call("call_2", "2", "")
     conversation.answer_call("call_1", "1", "")
     assert [message.content for message in conversation.messages()[1:]] == ["1", "2"]
+
+
+def test_a_call_without_its_result_is_refused() -> None:
+    conversation = Conversation()
+    conversation.call(ONE)
+    conversation.call(TWO)
+    conversation.answer_call("call_2", "2", "")
+    with pytest.raises(AskError, match="'call_1' has no result") as caught:
+        conversation.messages("input")
+    assert caught.value.field == "input"
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])

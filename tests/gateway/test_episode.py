@@ -1,4 +1,4 @@
-"""Episodes: keys, budgets, retries, rewards, the tree of all calls, and everything found again after a restart."""
+"""Episodes: keys, retries, rewards, the tree of all calls, and everything found again after a restart."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from m2forge.errors import ConfigError, ExistsError, FormatError, RecordError
 from m2forge.gateway.config import Budget, GatewayConfig
 from m2forge.gateway.divergence import Divergence
 from m2forge.gateway.entry import Rewarded
-from m2forge.gateway.episode import BudgetError, ClosedError, Episode, Sampled
+from m2forge.gateway.episode import ClosedError, Episode, Sampled
 from m2forge.gateway.history import Opening
 from m2forge.gateway.journal import JournalError
 from m2forge.gateway.registry import Episodes
@@ -56,6 +56,7 @@ def answer(
         for index, text in enumerate(texts)
     ]
     episode.commit(request, opening, samples, id=f"id-{episode.num_calls}")
+    request.is_delivered = True
     return request
 
 
@@ -99,59 +100,6 @@ def test_an_episode_that_was_never_told_is_dropped_on_restart(tmp_path: Path) ->
     assert not path.exists()
 
 
-# -- budgets ----------------------------------------------------------------------------------------------------------
-
-
-def test_calls_beyond_the_budget_are_refused_those_in_flight_counted() -> None:
-    episode, _ = Episodes(minimax(), budget=Budget(max_calls=3)).create()
-    first, _ = episode.admit("a", num_samples=2)
-    with pytest.raises(BudgetError, match=r"2 of 3 calls are spent, 2 were asked for"):
-        episode.admit("b", num_samples=2)
-    episode.admit("b")
-    with pytest.raises(BudgetError):
-        episode.admit("c")
-    assert episode.admit("a", attempt=1) == (first, True)
-    episode.abandon(first)
-    episode.admit("c", num_samples=2)
-
-
-def test_tokens_are_promised_once() -> None:
-    format = minimax()
-    episode, _ = Episodes(format).create(budget=Budget(max_tokens=100))
-    first, _ = episode.admit("a")
-    second, _ = episode.admit("b", num_samples=3)
-    assert episode.reserve(first, 70) == 70
-    assert episode.reserve(second, 70) == 10
-    third = None
-    with pytest.raises(BudgetError, match="100 sampled tokens are spent"):
-        third = episode.admit("c")
-    assert third is None
-    opening = episode.open([USER], TOOLS)
-    ids = sample(format, Message("assistant", "Short"), random.Random(0))[:20]
-    episode.commit(first, opening, [sampled(format, opening.ids, ids)], id="x")
-    assert episode.tokens_left == 100 - ids.size - 30
-    episode.abandon(second)
-    assert episode.tokens_left == 100 - ids.size
-    left = episode.tokens_left
-    assert left is not None
-    other, _ = episode.admit("e")
-    last, _ = episode.admit("d", num_samples=left)
-    assert episode.reserve(other, 1) == 1
-    with pytest.raises(BudgetError, match=f"too few for {left} samples"):
-        episode.reserve(last, 1)
-
-
-def test_time_runs_out() -> None:
-    now = [100.0]
-    episode, _ = Episodes(minimax(), clock=lambda: now[0]).create(budget=Budget(max_s=5))
-    episode.admit("a")
-    now[0] = 104.0
-    assert episode.seconds_left == 1
-    now[0] = 105.0
-    with pytest.raises(BudgetError, match="seconds are over"):
-        episode.admit("b")
-
-
 # -- retries ----------------------------------------------------------------------------------------------------------
 
 
@@ -163,9 +111,11 @@ def test_the_same_body_again_is_another_sample_unless_it_is_a_retry() -> None:
     assert first is not second
     assert episode.num_calls == 2
     assert episode.admit("d", attempt=1) == (second, True)
-    first.is_lost = True
+    first.is_delivered = False
+    assert first.is_lost
     assert episode.admit("d") == (first, True)
-    assert episode.admit("d")[1] is False
+    first.num_waiting += 1
+    assert episode.admit("d")[1] is False, "somebody is being told it"
     assert episode.admit("other", attempt=2)[1] is False
 
 
@@ -183,13 +133,11 @@ def test_a_retry_waits_for_the_call_in_flight_and_a_failed_one_is_asked_again() 
     again, is_retry = episode.admit("d", attempt=1)
     assert is_retry
     assert again is request
-    told: list[RequestState] = []
-    again.on_end(lambda: told.append(again.state))
-    assert told == []
+    assert request.state is RequestState.RUNNING
     opening = episode.open([USER], TOOLS)
     ids = sample(format, Message("assistant", "One"), random.Random(0))
     episode.commit(request, opening, [sampled(format, opening.ids, ids)], id="answer", reply={"model": "m"})
-    assert told == [RequestState.ANSWERED]
+    assert again.state is RequestState.ANSWERED
     assert again.answer is not None
     assert again.answer.reply == {"model": "m"}
     assert episode.requests.named("answer") is request
@@ -197,10 +145,9 @@ def test_a_retry_waits_for_the_call_in_flight_and_a_failed_one_is_asked_again() 
         episode.commit(request, opening, [sampled(format, opening.ids, ids)], id="answer")
 
     failing, _ = episode.admit("e")
-    failing.on_end(lambda: told.append(failing.state))
     episode.abandon(failing)
     episode.abandon(failing)
-    assert told[-1] is RequestState.FAILED
+    assert failing.state is RequestState.FAILED
     assert episode.admit("e", attempt=1)[1] is False
 
 

@@ -74,7 +74,6 @@ def test_a_conversation_keeps_every_token_and_encodes_new_messages_alone(
     opening = dialogue.open()
     assert opening.ids.tolist() == dialogue.ids
     assert opening.divergence is None
-    assert not history.num_divergences
 
 
 @BOTH
@@ -118,9 +117,13 @@ def test_a_conversation_that_the_format_cannot_express_is_refused_and_leaves_no_
     bad = Message("assistant", "".join(MARKERS))
     with pytest.raises(FormatError):
         history.open([*dialogue.sent, bad, USER], TOOLS)
+    assert history._beginnings.keys() == {tuple(tool.name for tool in TOOLS)}
+    with pytest.raises(FormatError):
+        history.open([bad, USER], [Tool("other")])
+    assert history._beginnings.keys() == {tuple(tool.name for tool in TOOLS)}
     opening = dialogue.open()
     assert opening.ids.tolist() == dialogue.ids
-    assert not history.num_divergences
+    assert opening.divergence is None
 
 
 # -- several samples, several conversations ---------------------------------------------------------------------------
@@ -181,7 +184,6 @@ def test_a_sub_agent_shares_the_system_prompt_and_is_counted(format: ChatFormat)
         == format.render([SYSTEM, Message("user", "You are a sub-agent.")], TOOLS, generation=True).ids
     )
     assert dialogue.open().divergence is None
-    assert history.num_divergences == {Divergence.NEW_CONVERSATION: 1}
 
 
 # -- where clients change something -----------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ GOOD: dict[str, list[JsonValue]] = {
     "metadata": [{}, {"task": "7"}],
     "modalities": [["text"]],
     "model": ["m2"],
-    "n": [1, 128],
+    "n": [1, 500],
     "parallel_tool_calls": [True, False],
     "presence_penalty": [2, -0.5],
     "prompt_cache_key": ["key"],
@@ -82,7 +82,7 @@ BAD: dict[str, list[JsonValue]] = {
     "modalities": [["audio"], ["text", "audio"], "text"],
     "model": [None, "", 5],
     "moderation": [{"model": "omni-moderation-latest"}],
-    "n": [0, 129, "2"],
+    "n": [0, 2**31, "2"],
     "parallel_tool_calls": ["no"],
     "prediction": [{"type": "content", "content": "x"}],
     "presence_penalty": [-3],
@@ -127,8 +127,8 @@ def read(**changes: JsonValue) -> Ask:
     return OpenAIChat().read(BODY | changes)
 
 
-def said(message: Body, *before: Body) -> Message:
-    return read(messages=[*before, message]).messages[-1]
+def said(message: Body, *after: Body) -> Message:
+    return read(messages=[message, *after]).messages[0]
 
 
 def refused(**changes: JsonValue) -> AskError:
@@ -282,7 +282,8 @@ def test_an_assistants_turn_is_read() -> None:
         "parsed": None,
         "provider_specific_fields": {"refusal": None},
     }
-    assert said(whole) == said(whole | clutter) == expected
+    result: Body = {"role": "tool", "tool_call_id": "call_1", "content": "A cat."}
+    assert said(whole, result) == said(whole | clutter, result) == expected
     assert said({"role": "assistant", "content": None, "reasoning": "Hm"}) == Message("assistant", "", "Hm")
     assert said({"role": "assistant", "content": [{"type": "text", "text": "a"}]}).content == "a"
     assert said({"role": "assistant", "tool_calls": None}) == Message("assistant")
@@ -297,7 +298,16 @@ def test_results_stand_in_the_order_of_their_calls() -> None:
     assert [message.content for message in ordered[2:4]] == ["one", "two"]
     assert ordered[3].tool_call_id == "call_2"
     for wrong in ([USER, first], [USER, calls, first, first], [USER, calls, USER, first], [first]):
-        assert (refused(messages=wrong).field or "").startswith("messages[")
+        assert (refused(messages=wrong).field or "").startswith("messages")
+
+
+def test_systems_in_a_row_are_one_message() -> None:
+    system: Body = {"role": "system", "content": "Be brief."}
+    developer: Body = {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]}
+    joined = Message("system", "Be brief.\n\nBe kind.")
+    assert read(messages=[system, developer, USER]).messages == (joined, Message("user", "Hi"))
+    assert read(messages=[USER, system, developer]).messages == (Message("user", "Hi"), joined)
+    assert len(read(messages=[system, USER, developer]).messages) == 3
 
 
 @pytest.mark.parametrize(

@@ -326,6 +326,7 @@ def test_thinking_is_the_content_or_the_word_or_the_summary() -> None:
         CALL | {"call_id": ""},
         CALL | {"namespace": "x"},
         CALL | {"async": True},
+        CALL | {"async_": True},
         CALL | {"caller": {"type": "program", "caller_id": "x"}},
         RESULT | {"call_id": "call_2"},
         RESULT | {"output": None},
@@ -334,6 +335,10 @@ def test_thinking_is_the_content_or_the_word_or_the_summary() -> None:
 def test_items_that_cannot_be_shown_to_the_model_are_refused(item: Body) -> None:
     error = refused(input=[CALL, item])
     assert (error.field or "").startswith("input[1]"), str(error)
+
+
+def test_a_call_sent_back_as_python_names_it_is_read() -> None:
+    assert said(CALL | {"async_": False}, RESULT) == said(CALL, RESULT)
 
 
 def test_a_result_is_answered_once() -> None:

@@ -21,7 +21,7 @@ from m2forge.text.completion import CallFinished, Completion, ContentDelta, Even
 from m2forge.text.message import Message, ToolCall
 from tests.gateway.anthropic_client import named_events_of
 from tests.gateway.draw_answer import answers, arrivals, play
-from tests.gateway.openai_client import Wire, connected, extras_of, streamed
+from tests.gateway.openai_client import Wire, connected, extras_of, results_of, streamed
 
 DIALECT: Dialect = OpenAIResponses()
 USER: ResponseInputParam = [{"role": "user", "content": "Hi"}]
@@ -129,9 +129,10 @@ def test_what_a_client_sends_back_is_the_message_that_was_sampled(
         whole = client.responses.create(model="m2", input="Hi", **setting)
         events = list(client.responses.create(model="m2", input="Hi", stream=True, **setting))
         for response in (whole, last_response(events)):
-            back: Any = [*USER, *response.output, *USER]
+            back: Any = [*USER, *response.output, *results_of(response.output), *USER]
             client.responses.create(model="m2", input=back)
-            assert asks[-1].messages == (Message("user", "Hi"), answer.completion.message(), Message("user", "Hi"))
+            sent = [message for message in asks[-1].messages if message.role != "tool"]
+            assert sent == [Message("user", "Hi"), answer.completion.message(), Message("user", "Hi")]
 
 
 def test_calls_and_results_may_come_back_in_turns() -> None:
@@ -247,8 +248,12 @@ def test_the_events_of_an_answer(is_summarised: bool) -> None:
         *words,
         "completed",
     ]
-    back = DIALECT.read({"model": "m2", "input": told[-1]["response"]["output"]})
-    assert back.messages == (answer.completion.message(),)
+    output = told[-1]["response"]["output"]
+    results = [
+        {"type": "function_call_output", "call_id": call.id, "output": "ok"} for call in answer.completion.tool_calls
+    ]
+    back = DIALECT.read({"model": "m2", "input": [*output, *results]})
+    assert back.messages[0] == answer.completion.message()
 
 
 # -- log-probabilities ------------------------------------------------------------------------------------------------

@@ -81,7 +81,8 @@ def test_messages_carries_what_was_parsed(data: bytes, size: int) -> None:
         turns: list[MessageParam] = [USER]
         for _ in range(2):
             with client.messages.stream(model="m2", max_tokens=9, messages=turns) as stream:
-                turns += [stream.get_final_message().to_param(), USER]
+                message = stream.get_final_message()
+                turns += [message.to_param(), *anthropic_client.results_of(message), USER]
     assert sent[1][1] == answer.completion.message()
 
 
@@ -93,5 +94,6 @@ def test_responses_carries_what_was_parsed(data: bytes, size: int) -> None:
         turns: list[Any] = [USER]
         for _ in range(2):
             with client.responses.stream(model="m2", input=turns) as stream:
-                turns += [*stream.get_final_response().output, USER]
+                output = stream.get_final_response().output
+                turns += [*output, *openai_client.results_of(output), USER]
     assert sent[1][1] == answer.completion.message()

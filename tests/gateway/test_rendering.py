@@ -8,7 +8,7 @@ import pytest
 from m2forge.errors import FormatError
 from m2forge.gateway.divergence import Divergence
 from m2forge.gateway.history import History
-from m2forge.gateway.rendering import is_local
+from m2forge.gateway.rendering import is_local, keeps_thinking, shows_systems
 from m2forge.text.format import ChatFormat, Rendered
 from m2forge.text.message import Message, Tool
 from tests.gateway.dialogue import (
@@ -45,7 +45,6 @@ def test_a_format_that_drops_old_thinking_branches_once_for_each_user(format: Ch
     following = history.open([*sent, read(format, ids).message(), Message("tool", "r")], TOOLS)
     assert following.divergence is None
     assert following.ids[: opening.ids.size + ids.size].tolist() == opening.ids.tolist() + ids.tolist()
-    assert history.num_divergences == {Divergence.TEMPLATE: 1}
 
 
 def test_a_result_that_joins_others_after_they_were_sent_is_the_templates_fault() -> None:
@@ -78,6 +77,28 @@ def test_only_formats_that_look_no_further_are_shown_less() -> None:
     assert is_local(chatml())
     assert not is_local(chatml(NUMBERED))
     assert not is_local(chatml(TEMPLATE, drop_thinking=True))
+
+
+def test_what_a_format_passes_over_is_found_out() -> None:
+    assert keeps_thinking(minimax())
+    assert keeps_thinking(chatml())
+    assert not keeps_thinking(minimax(drop_thinking=True))
+    assert not keeps_thinking(chatml(TEMPLATE, drop_thinking=True))
+    assert shows_systems(chatml(NUMBERED))
+    assert not shows_systems(chatml())
+
+
+def test_a_system_message_that_would_not_be_shown_is_refused() -> None:
+    """The template, as many do, writes the first one alone."""
+    later = Message("system", "Be long.")
+    for sent in ([SYSTEM, USER, later], [USER, later, USER], [SYSTEM, USER, Message("assistant", "a"), later, USER]):
+        for tools in ((), TOOLS):
+            history = History(chatml())
+            with pytest.raises(FormatError, match="at the beginning alone"):
+                history.open(sent, tools)
+            assert not history._beginnings
+    shown = chatml(NUMBERED)
+    assert "Be long." in shown.tokenizer.decode(History(shown).open([SYSTEM, USER, later, USER]).ids.tolist())
 
 
 def test_a_template_that_counts_messages_is_shown_them_all() -> None:

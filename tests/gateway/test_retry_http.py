@@ -252,6 +252,22 @@ def test_budgets_are_kept_and_their_refusals_are_not_retried() -> None:
             assert budget.max_tokens is None or episode.num_sampled <= budget.max_tokens
 
 
+def test_a_reward_by_the_id_of_several_choices_says_which() -> None:
+    with live(minimax()) as gateway:
+        episode, key = gateway.episode()
+        post(gateway, key, BODY)
+        id = post(gateway, key, BODY | {"n": 3}).json()["id"]
+        with httpx2.Client(base_url=gateway.url, headers={"Authorization": f"Bearer {ADMIN_KEY}"}) as client:
+            wrong: Any
+            for wrong in ({}, {"choice": 3}, {"choice": -1}, {"choice": "0"}, {"call": 1, "choice": 0}):
+                told = client.post(f"/episodes/{episode.id}/reward", json={"value": 1, "call": id} | wrong)
+                assert told.status_code == 400
+                assert told.json()["error"]["param"] == "choice"
+            assert not episode.rewards
+            client.post(f"/episodes/{episode.id}/reward", json={"value": 1, "call": id, "choice": 2})
+        assert [(reward.id, reward.call) for reward in episode.rewards.values()] == [("call-3", 3)]
+
+
 def test_a_closed_episode_takes_no_calls_and_still_rewards() -> None:
     with live(minimax()) as gateway:
         admin = {"Authorization": f"Bearer {ADMIN_KEY}"}

@@ -7,7 +7,9 @@ from typing import Any
 
 import anthropic
 import pytest
+from anthropic import types
 
+from m2forge.gateway.config import GatewayConfig
 from m2forge.text.message import Message
 from tests.gateway.dialogue import FORMATS, call, minimax
 from tests.gateway.live import Live, check_recorded, live, num_new_tokens
@@ -98,3 +100,28 @@ def test_errors_are_the_exceptions_of_the_client() -> None:
             told = say(client, True, messages=hello, stop_sequences=["two"])
             assert (told.stop_reason, told.stop_sequence) == ("stop_sequence", "two")
             assert told.content[-1].text == "one "
+
+
+def test_models_and_ids_of_requests_are_told_as_the_vendor_tells_them() -> None:
+    with live(minimax(), [Message("assistant", "Hello", "t")] * 2, GatewayConfig(port=0, models=("a", "b"))) as gateway:
+        _, key = gateway.episode()
+        hello: list[Any] = [{"role": "user", "content": "x"}]
+        with connected(gateway, key) as client:
+            page = client.models.list()
+            assert [(model.type, model.id, model.display_name) for model in page] == [
+                ("model", "a", "a"),
+                ("model", "b", "b"),
+            ]
+            assert (page.has_more, page.first_id, page.last_id) == (False, "a", "b")
+            assert page._request_id
+            model = client.models.retrieve("b")
+            assert types.ModelInfo.model_validate(model.to_dict()).created_at.tzinfo is not None
+            with pytest.raises(anthropic.NotFoundError) as caught:
+                client.models.retrieve("c")
+            assert isinstance(caught.value.body, dict)
+            assert caught.value.body["type"] == "error"
+            told = say(client, False, messages=hello)
+            assert told._request_id == told.id
+            with client.messages.stream(model="m", max_tokens=9, messages=hello) as stream:
+                assert stream.request_id == stream.get_final_message().id
+            assert client.messages.count_tokens(model="m", messages=hello)._request_id

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from m2forge.text.message import Message, tool_to_openai
-from tests.gateway.dialogue import FORMATS, call, minimax
+from tests.gateway.dialogue import FORMATS, array, call, minimax, read
 from tests.gateway.live import Live, check_recorded, live, num_new_tokens, recorded
 from tests.text.draw import TOOLS
 
@@ -134,18 +134,28 @@ def test_several_samples_are_all_told_and_recorded(is_streamed: bool) -> None:
             parts = parts_of(client.chat.completions.create(**options))
             num_logprobs = [0, 0, 0]
             reasons: list[Any] = [None, None, None]
+            texts: list[dict[str, str]] = [{}, {}, {}]
             for part in parts:
                 for choice in part.choices:
                     num_logprobs[choice.index] += len(choice.logprobs.content) if choice.logprobs else 0
                     reasons[choice.index] = reasons[choice.index] or choice.finish_reason
+                    told = choice.delta if is_streamed else choice.message
+                    for name in ("content", "reasoning_content"):
+                        text = texts[choice.index].get(name, "") + (getattr(told, name, None) or "")
+                        texts[choice.index][name] = text
             usage = parts[-1].usage
         seen = gateway.engine.seen()
         assert num_logprobs == [len(ids) for _, ids in seen]
+        drawn = [read(format, array(ids), tools=()) for _, ids in seen]
+        assert len({completion.thinking + completion.content for completion in drawn}) == 3
+        assert [(text["content"], text["reasoning_content"]) for text in texts] == [
+            (completion.content, completion.thinking) for completion in drawn
+        ]
         assert all(reason in ("length", "stop") for reason in reasons)
         assert usage.completion_tokens == sum(num_logprobs)
         assert usage.prompt_tokens == len(seen[0][0])
         check_recorded(gateway, episode)
-        assert episode.num_calls == 3
+        assert gateway.run(lambda: recorded(episode)) == seen, "in the order of the choices"
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

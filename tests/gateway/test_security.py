@@ -18,8 +18,12 @@ import pytest
 from m2forge.errors import ConfigError
 from m2forge.gateway import connection
 from m2forge.gateway.config import GatewayConfig
+from m2forge.gateway.openai_chat import OpenAIChat
+from m2forge.gateway.openai_chat_stream import ChatStream
+from m2forge.gateway.sample import SampleReader
 from m2forge.gateway.server import bind, find_admin_key
 from tests.gateway.dialogue import minimax
+from tests.gateway.fuzz_bodies import BODIES, CHAT, long_bodies
 from tests.gateway.live import ADMIN_KEY, Live, check_recorded, live, recorded
 from tests.gateway.test_retry_http import BODY, PATHS, post
 
@@ -164,14 +168,51 @@ def test_no_text_and_no_key_is_logged(caplog: pytest.LogCaptureFixture, tmp_path
             _, key = gateway.episode()
             assert post(gateway, key, body).status_code == 200
             assert post(gateway, key, body | {"sesame-open": 1}).status_code == 400
-        ours = [record.getMessage() for record in caplog.records if record.name.startswith(("m2forge", "uvicorn"))]
-        assert not any("sesame" in message or key in message for message in ours)
+        logged = texts_of(caplog)
+        assert not any("sesame" in message or key in message for message in logged)
         with live(minimax(), config=GatewayConfig(port=0, logs_text=True)) as gateway:
             _, key = gateway.episode()
             assert post(gateway, key, body).status_code == 200
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("m2forge")]
     assert any("sesame" in message for message in ours)
     assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
+
+
+LOGGERS = ("m2forge", "uvicorn", "asyncio")
+
+
+def texts_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """All that was logged by this side, the words of exceptions included."""
+    formatter = logging.Formatter()
+    return [formatter.format(record) for record in caplog.records if record.name.startswith(LOGGERS)]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("place", ["read", "answer", "stream", "piece", "end_sample", "generate", "parser"])
+def test_a_failure_of_ours_is_logged_without_the_words_of_a_prompt(
+    place: str, is_streamed: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "sesame-open"
+
+    def fail(*args: object, **options: object) -> None:
+        raise ZeroDivisionError(secret)
+
+    body = BODY | {"messages": [{"role": "user", "content": secret}], "stream": is_streamed}
+    with caplog.at_level(logging.DEBUG), live(minimax()) as gateway:
+        episode, key = gateway.episode()
+        owners = {"generate": gateway.engine, "piece": ChatStream, "end_sample": ChatStream, "parser": SampleReader}
+        with monkeypatch.context() as patch:
+            patch.setattr(owners.get(place, OpenAIChat), "take" if place == "parser" else place, fail)
+            told = post(gateway, key, body)
+        is_reached = (
+            is_streamed != (place == "answer") if place in ("answer", "stream", "piece", "end_sample") else True
+        )
+        assert secret not in told.text
+        assert ("ZeroDivisionError" in "\n".join(texts_of(caplog))) == is_reached
+        gateway.wait_until(lambda: episode.num_running == 0)
+        assert post(gateway, key, body).status_code == 200
+    gc.collect()
+    assert not any("sesame" in message or key in message for message in texts_of(caplog))
 
 
 # -- nonsense ----------------------------------------------------------------------------------------------------------
@@ -204,8 +245,8 @@ def mutated(body: dict[str, Any], rng: random.Random) -> Any:
 
 def request(key: str, rng: random.Random) -> tuple[list[bytes], bool]:
     """Pieces of a request that is broken in some way, and whether our half is closed after it."""
-    path = rng.choice([*PATHS, "/v1/messages/count_tokens", "/v1/models", "/episodes", "/x"])
-    valid = PATHS.get(path, BODY)
+    path = rng.choice([*BODIES, "/v1/models", "/episodes", "/x"])
+    valid = rng.choice(BODIES.get(path, [BODY]))
     body = json.dumps(mutated(valid | {"stream": rng.random() < 0.5}, rng)).encode()
     ends = rng.random() < 0.2
     match rng.randrange(9):
@@ -257,6 +298,7 @@ def fuzz_round(gateway: Live, pool: concurrent.futures.Executor, seeds: list[int
     gateway.run(episode.close)
     gateway.engine.prompts.clear()
     gateway.engine.completions.clear()
+    gateway.engine.chunks.clear()
     return statuses
 
 
@@ -279,6 +321,32 @@ def test_broken_requests_are_refused_and_nothing_else_happens(
     # The first rounds fill caches; after them the client's threads and the gateway together stay as they are.
     quarter = len(memory_mib) // 4
     assert memory_mib[-1] < 1.05 * memory_mib[quarter], memory_mib
+
+
+def test_good_conversations_of_every_dialect_are_answered() -> None:
+    """What the broken ones are made of."""
+    with live(minimax()) as gateway:
+        episode, key = gateway.episode()
+        for path, bodies in BODIES.items():
+            for body in bodies:
+                assert post(gateway, key, body, path).status_code == 200, (path, body)
+        check_recorded(gateway, episode)
+
+
+def test_broken_requests_of_a_megabyte_are_refused_too() -> None:
+    rng = random.Random(1)
+    with live(minimax()) as gateway:
+        episode, key = gateway.episode()
+        for path, body in long_bodies(1 << 20).items():
+            whole = json.dumps(body).encode()
+            assert len(whole) > 1 << 20
+            for changed in (body, mutated(body, rng), mutated(body, rng)):
+                sent = json.dumps(changed).encode()
+                assert talk(gateway, head(key, len(sent), path), sent)[9:12] == b"400"
+            assert talk(gateway, head(key, len(whole), path), whole[:-9], ends=True)[9:12] in (b"400", b"")
+        assert not episode.history._beginnings
+        assert post(gateway, key, CHAT).status_code == 200
+        check_recorded(gateway, episode)
 
 
 def test_a_client_that_reads_nothing_is_hung_up_on(parser: str) -> None:

@@ -8,15 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 import torch
 
 from m2forge import cli
-from m2forge.errors import EngineError
+from m2forge.errors import ConfigError, EngineError
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.sample import StopCutter
 from m2forge.gateway.server import GatewayServer
@@ -116,40 +118,105 @@ class FailingEngine(WatchedEngine):
     """Fails after so many chunks."""
 
     num_chunks = 0
+    failure: Exception = EngineError("the engine failed")
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
         async with contextlib.aclosing(super().generate(prompt)) as chunks:
             number = 0
             async for chunk in chunks:
                 if number == self.num_chunks:
-                    raise EngineError("the engine failed")
+                    raise self.failure
                 number += 1
                 yield chunk
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("num_chunks", [0, 3])
-def test_a_failed_engine_is_told_and_nothing_is_recorded(num_chunks: int, is_streamed: bool) -> None:
+@pytest.mark.parametrize("failure", [EngineError("the engine failed"), ZeroDivisionError("sesame")])
+def test_a_failed_engine_is_told_and_what_it_had_sampled_is_recorded(
+    num_chunks: int, is_streamed: bool, failure: Exception
+) -> None:
     format = minimax()
+    words = str(failure) if isinstance(failure, EngineError) else "the gateway failed (ZeroDivisionError); ask again"
 
     async def run() -> None:
         engine = FailingEngine(format, Scene(format))
-        engine.num_chunks = num_chunks
+        engine.num_chunks, engine.failure = num_chunks, failure
         async with GatewayServer(engine, format, GatewayConfig(port=0), context=CONTEXT) as gateway:
             episode, key = gateway.episodes.create()
             async with httpx2.AsyncClient(base_url=gateway.url, headers={"x-api-key": key}, verify=False) as client:
                 told = await client.post("/v1/chat/completions", json=BODY | {"stream": is_streamed})
                 if is_streamed and num_chunks:
                     assert told.status_code == 200
-                    assert json.loads(told.text.split("data: ")[-1])["error"]["message"] == "the engine failed"
+                    assert json.loads(told.text.split("data: ")[-1])["error"]["message"] == words
                 else:
                     assert told.status_code == 503
-                    assert told.json()["error"]["message"] == "the engine failed"
-                assert (episode.num_calls, episode.num_running) == (0, 0)
+                    assert told.json()["error"]["message"] == words
+                # A client may go on from what it was shown; and what was sampled is spent.
+                calls = episode.calls()
+                assert [call.finish_reason for call in calls] == [FinishReason.ABORT] * bool(num_chunks)
+                assert [call.response_ids.tolist() for call in calls] == [
+                    ids[0][:3] for ids in engine.completions if calls
+                ]
+                assert (episode.num_sampled, episode.num_running) == (num_chunks, 0)
+                engine.num_chunks = 1000
+                again = await client.post("/v1/chat/completions", json=BODY, headers={"x-stainless-retry-count": "1"})
+                assert again.status_code == 200, "nobody is told half an answer"
+                assert len(engine.prompts) == 2
                 metrics = (await client.get("/metrics")).text
             assert 'm2forge_gateway_requests_total{dialect="chat",outcome="failed"} 1.0\n' in metrics
 
     asyncio.run(run())
+
+
+class WrongEngine(WatchedEngine):
+    """Samples what no engine may."""
+
+    async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
+        async with contextlib.aclosing(super().generate(prompt)) as chunks:
+            async for chunk in chunks:
+                yield replace(chunk, logprobs=np.full(chunk.ids.size, np.nan, np.float32))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_what_an_engine_does_wrong_is_not_the_clients_mistake(is_streamed: bool) -> None:
+    format = minimax()
+
+    async def run() -> None:
+        engine = WrongEngine(format, Scene(format))
+        async with GatewayServer(engine, format, GatewayConfig(port=0), context=CONTEXT) as gateway:
+            episode, key = gateway.episodes.create()
+            async with httpx2.AsyncClient(base_url=gateway.url, headers={"x-api-key": key}, verify=False) as client:
+                body = BODY | {"stream": is_streamed, "logprobs": False}
+                told = await client.post("/v1/chat/completions", json=body)
+            assert told.status_code == (200 if is_streamed else 503)
+            error = json.loads(told.text.split("data: ")[-1])["error"] if is_streamed else told.json()["error"]
+            assert error["type"] == "server_error"
+            assert "what the engine sampled cannot be recorded" in error["message"]
+            assert (episode.num_calls, episode.num_running) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_a_gateway_that_cannot_start_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    format = minimax()
+
+    async def run(failure: Exception | None) -> None:
+        server = GatewayServer(WatchedEngine(format, Scene(format)), format, GatewayConfig(port=0), context=CONTEXT)
+
+        async def startup(sockets: object = None) -> None:
+            if failure is not None:
+                raise failure
+            server._server.should_exit = True
+
+        monkeypatch.setattr(server._server, "startup", startup)
+        async with server:
+            raise AssertionError("it was said to have started")
+
+    with pytest.raises(OSError, match="no more files"):
+        asyncio.run(run(OSError("no more files")))
+    with pytest.raises(ConfigError, match="ended before it took requests"):
+        asyncio.run(run(None))
 
 
 def test_an_answer_that_cannot_be_written_down_is_not_told(tmp_path: Path) -> None:
@@ -178,9 +245,11 @@ def test_a_call_that_takes_too_long_is_aborted_recorded_and_told() -> None:
 
 
 def test_samples_beyond_the_limit_and_wrong_conversations_are_refused() -> None:
-    with live(minimax(), config=GatewayConfig(port=0, max_samples=2)) as gateway:
+    with live(minimax(), config=GatewayConfig(port=0, max_samples=130)) as gateway:
         episode, key = gateway.episode()
-        assert post(gateway, key, BODY | {"n": 3}).status_code == 400
+        assert len(post(gateway, key, BODY | {"n": 130, "max_tokens": 1}).json()["choices"]) == 130
+        told = post(gateway, key, BODY | {"n": 131}).json()["error"]
+        assert (told["param"], told["message"]) == ("n", "n: expected at most 130, received 131")
         wrong = [{"role": "tool", "tool_call_id": "x", "content": "of no call"}]
         assert post(gateway, key, BODY | {"messages": wrong}).status_code == 400
         assert episode.num_running == 0

@@ -1,0 +1,134 @@
+"""Texts that are far too long: refused before anything is made of them, and nothing of them stays."""
+
+import asyncio
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+from m2forge.gateway.config import Budget
+from m2forge.gateway.episode import ClosedError
+from m2forge.gateway.exchange import Ask, AskError
+from m2forge.gateway.prompt_size import PromptSizes
+from m2forge.gateway.registry import Episodes
+from m2forge.gateway.rendering import keeps_thinking
+from m2forge.gateway.turn import Turn
+from m2forge.text.format import make_format
+from m2forge.text.message import Message, Tool
+from m2forge.text.tokenizer import Tokenizer, train_tokenizer
+from tests.gateway.dialogue import TEMPLATE, minimax
+from tests.gateway.live import CONTEXT, live
+from tests.gateway.test_rendering import Watched
+from tests.gateway.test_retry_http import BODY, PATHS, post
+from tests.text.draw import CHATML_SPECIALS
+
+LONG = "some words " * (20 * CONTEXT)
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
+def test_a_text_far_beyond_the_context_is_refused_before_it_is_made_tokens(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[threading.Thread] = set()
+    encode = Tokenizer.encode
+
+    def note(self: Tokenizer, text: str) -> list[int]:
+        if len(text) > CONTEXT:
+            threads.add(threading.current_thread())
+        return encode(self, text)
+
+    format = Watched(minimax())
+    monkeypatch.setattr(Tokenizer, "encode", note)
+    with live(format) as gateway:
+        episode, key = gateway.episode()
+        gateway.run(lambda: threads.add(threading.current_thread()))
+        (loop_thread,) = threads
+        threads.clear()
+        messages = [{"role": "user", "content": LONG}]
+        changed: Any = {"messages": messages}
+        if path == "/v1/responses":
+            changed = {"input": LONG}
+        elif path == "/v1/completions":
+            changed = {"prompt": LONG}
+        body = PATHS.get(path, {"model": "m"}) | changed
+        assert keeps_thinking(format)  # found out once for each format, on made-up conversations
+        given = format.num_messages
+        told = post(gateway, key, body, path)
+        assert told.status_code == 400
+        assert "tokens long and the context 4096" in told.json()["error"]["message"]
+        # Nothing of it was made tokens where everybody waits.
+        assert threads
+        assert loop_thread not in threads
+        assert format.num_messages == given
+        assert not episode.history._beginnings
+        assert (episode.num_running, episode.num_calls) == (0, 0)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_and_forgotten() -> None:
+    with live(minimax()) as gateway:
+        episode, key = gateway.episode()
+        for number in range(3):
+            messages = [{"role": "user", "content": f"{number} " + "x y z " * 2000}]
+            told = post(gateway, key, BODY | {"messages": messages})
+            assert told.status_code == 400
+            assert "nothing is left to sample" in told.json()["error"]["message"]
+        assert not episode.history._beginnings
+
+
+WORD = "pneumonoultramicroscopic"
+
+
+def test_long_words_may_fit() -> None:
+    """A text of few long tokens, which its bytes alone would not tell from one that is too long."""
+    tokenizer = train_tokenizer([f"{WORD} " * 500], 400, CHATML_SPECIALS)
+    format = make_format("chatml", tokenizer.with_chat_template(TEMPLATE))
+    text = f" {WORD}" * 900
+    assert len(tokenizer.encode(text)) < 1000
+    sizes = PromptSizes(format, 1000)
+
+    def check(ask: Ask) -> None:
+        asyncio.run(sizes.check(ask, 100_000))
+
+    check(Ask((Message("user", text),)))
+    check(Ask((), prompt=text))
+    check(Ask((), prompt=tuple(range(100)) * 100))
+    for long in (
+        Ask((Message("user", 2 * text),)),
+        Ask((Message("user", text), Message("assistant", "a", text), Message("user", "x"))),
+        Ask((Message("user", "x"),), (Tool("f", 2 * text),)),
+        Ask((Message("user", "x"),), (Tool("f", "", {"type": "object", "description": 2 * text}),)),
+        Ask((), prompt=2 * text),
+    ):
+        with pytest.raises(AskError, match="the context 1000"):
+            check(long)
+    # The same asked in a body that is short for the context is not looked at.
+    asyncio.run(sizes.check(Ask((), prompt=2 * text), 8000))
+
+
+def test_counting_keeps_no_more_than_the_last_prompt() -> None:
+    episode, _ = Episodes(minimax()).create(budget=Budget(max_calls=1))
+
+    def num_turns() -> int:
+        gc.collect()
+        return sum(type(item) is Turn for item in gc.get_objects())
+
+    episode.count([Message("user", "0")])
+    before = num_turns()
+    sizes = [episode.count([Message("user", f"{number} some words")]) for number in range(50)]
+    assert num_turns() == before
+    opening = episode.open([Message("user", "49 some words")])
+    assert opening.num_encoded == 0, "what was counted last is not encoded again"
+    assert opening.ids.size == sizes[-1]
+    episode.close()
+    with pytest.raises(ClosedError):
+        episode.count([Message("user", "x")])
+
+
+def test_a_closed_episode_counts_nothing() -> None:
+    with live(minimax()) as gateway:
+        episode, key = gateway.episode()
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        assert post(gateway, key, body, "/v1/messages/count_tokens").status_code == 200
+        gateway.run(episode.close)
+        assert post(gateway, key, body, "/v1/messages/count_tokens").status_code == 403
