@@ -113,12 +113,23 @@ def wait_for_step(run_dir: Path, loop: subprocess.Popen[bytes]) -> None:
 
 def processes(loop: int) -> dict[str, int]:
     """The processes of a run by what they are."""
-    found = {"loop": loop}
-    for pid, words in running():
+    found, words_of = {"loop": loop}, dict(running())
+    for pid, words in words_of.items():
         if "m2forge.forge.process" in words and str(loop) in words:
             found[words[words.index("m2forge.forge.process") + 1]] = pid
-        elif str(AGENT) in words:
+        elif str(AGENT) in words and loop in ancestors(pid):
             found["agent"] = pid
+    return found
+
+
+def ancestors(pid: int) -> list[int]:
+    """Another test's agent is none of ours."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        while pid > 1:
+            # After the name, which may hold anything: state and parent.
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            found.append(pid)
     return found
 
 
