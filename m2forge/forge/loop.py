@@ -46,7 +46,6 @@ from m2forge.text.tokenizer import load_tokenizer
 WORKER = "loop"
 """Under this name the loop holds leases; there is one loop to a run."""
 POLL_S = 0.02
-VIEW_S = 1.0
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,32 @@
+"""What the loop asks of a gateway: what an episode recorded, and to let it go."""
+
+from pathlib import Path
+
+import httpx2
+
+from m2forge.gateway.config import GatewayConfig
+from m2forge.tree.codec import decode_tree
+from tests.gateway.dialogue import minimax
+from tests.gateway.live import ADMIN_KEY, live
+from tests.gateway.test_retry_http import BODY, post
+
+
+def test_a_tree_is_told_and_an_episode_that_is_deleted_is_gone(tmp_path: Path) -> None:
+    config = GatewayConfig(port=0, journal=str(tmp_path), max_closed=1)
+    admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    with live(minimax(), config=config) as gateway, httpx2.Client(base_url=gateway.url, headers=admin) as client:
+        made = [client.post("/episodes", json={"id": id}).json() for id in ("one", "two", "three")]
+        for episode in made:
+            assert post(gateway, episode["key"], BODY).status_code == 200
+            client.post(f"/episodes/{episode['id']}/close", json={})
+        tree = decode_tree(client.get("/episodes/one/tree").content)
+        assert len(tree.samples) == 1
+        assert tree.samples[0].episode == "one"
+        assert client.post("/episodes/one/tree").status_code == 405
+        for episode in made[:2]:  # one of them has left memory by now
+            assert client.delete(f"/episodes/{episode['id']}").json() == {"id": episode["id"]}
+            assert client.get(f"/episodes/{episode['id']}").status_code == 404
+            assert client.delete(f"/episodes/{episode['id']}").status_code == 404
+            assert post(gateway, episode["key"], BODY).status_code == 401
+        assert [path.stem for path in tmp_path.iterdir()] == ["three"]
+        assert httpx2.delete(f"{gateway.url}/episodes/three", headers={"x-api-key": made[2]["key"]}).status_code == 401
