@@ -5,6 +5,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CHROMIUM := $(VENV)/.chromium
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Two workers on two cores: a second thread in each would only take turns with the other.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
@@ -19,20 +20,23 @@ PLATFORMS := $(foreach tag,manylinux_2_28 manylinux_2_17 manylinux2014,--platfor
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-long test-vllm check format offline-deps clean
+.PHONY: help setup demo demo-control test test-long test-vllm check format offline-deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## create .venv and install the pinned dependencies
 
-demo: $(STAMP) ## from the standard library's text to a small agent that calls tools, in minutes
-	@$(BIN)/python examples/agent.py --scale 0.5 --runs runs/demo
+demo: $(STAMP) ## pre-train and fine-tune a small network, then let an untouched agent make it better, in minutes
+	@$(BIN)/python examples/demo.py $(ARGS)
 
-test: $(STAMP) ## run the tests on 2 workers (ARGS="-k name" is passed on)
+demo-control: $(STAMP) ## the demo with rewards dealt at random, under which nothing is learnt
+	@$(BIN)/python examples/demo.py --control $(ARGS)
+
+test: $(STAMP) $(CHROMIUM) ## run the tests on 2 workers (ARGS="-k name" is passed on)
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 $(ARGS)
 
-test-long: $(STAMP) ## run the tests with many more random cases, and those marked long
+test-long: $(STAMP) $(CHROMIUM) ## run the tests with many more random cases, and those marked long
 	M2FORGE_LONG=1 $(ONE_THREAD) $(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## test the vLLM backend against a real server (downloads gigabytes, takes minutes)
@@ -65,6 +69,11 @@ $(STAMP): $(wildcard requirements/*.txt) pyproject.toml | $(BIN)/python
 	@$(PIP) install -r requirements/dev.txt
 	@$(PIP) install --no-deps -r requirements/nodeps.txt
 	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# A browser for the tests of the run page; without one they are skipped.
+$(CHROMIUM): dev/chromium.sh | $(STAMP)
+	@dev/chromium.sh $(BIN)/python
 	@touch $@
 
 # vLLM serves text models without the libraries for images and sound, and fails at their import where they were built

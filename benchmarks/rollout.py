@@ -6,7 +6,8 @@ agent workload. speculation: against plain decoding, with modules trained here. 
 measured. By default all parts that this machine can measure run, with --quick those that have bars on a CPU; --tiny
 runs the gpu part small, on any machine.
 
-    python benchmarks/rollout.py [--json] [--quick] [--part cpu|gpu|agent|speculation] [--tiny] [--keep FOLDER]
+    python benchmarks/rollout.py [--json] [--quick] [--part cpu|gpu|agent|speculation] [--tiny]
+        [--keep FOLDER] [--train-only]
 """
 
 import logging
@@ -27,7 +28,10 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, help="only this one")
     parser.add_argument("--tiny", action="store_true", help="the gpu part with a small network, to see that it runs")
     parser.add_argument("--keep", type=Path, help="where speculation keeps its trained model, or finds it")
+    parser.add_argument("--train-only", action="store_true", help="speculation trains what it will measure, for --keep")
     options = parser.parse_args()
+    if options.train_only and options.keep is None:
+        parser.error("--train-only: nothing would be left of it; give --keep FOLDER")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
@@ -41,7 +45,7 @@ def main() -> None:
         elif part == "agent":
             bars += agent(device, is_quick=options.quick)
         elif part == "speculation" and (options.part or not options.quick):
-            bars += speculation(device, is_quick=options.quick, keep=options.keep)
+            bars += speculation(device, is_quick=options.quick, keep=options.keep, only_trains=options.train_only)
         else:
             print("  not measured on this machine")
     finish(bars, options.json)

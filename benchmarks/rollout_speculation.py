@@ -2,9 +2,10 @@
 
 The network learns the Python sources of this machine, first with one module, then the chain is lengthened to three by
 copies and the modules train on alone. Prompts are held-out files. Both engines decode the same prompts in turns: one
-plain, one that chooses how far to speculate (`speculation = 3`). Speed is tokens per second of decode steps, ratios are
-of medians. Acceptance, how often the first k drafts are all accepted, comes from a third engine that always drafts
-three.
+plain, one that chooses how far to speculate (`speculation = 3`). Because texts differ, small batches run more often.
+Speed is tokens per second of decode steps, ratios are of medians over runs. Acceptance, how often the first k drafts
+are all accepted, comes from a third engine that always drafts three. Training and measuring can be two commands, with a
+folder between them.
 
 On a CPU everything is scaled down, which shows that it runs; time there says nothing of a GPU, and there are no bars.
 """
@@ -36,6 +37,9 @@ from m2forge.rollout.core import Core
 
 DEPTH = 3
 MIN_SPEEDUP, SMALL_BATCH, MIN_ANYWHERE = 1.6, 8, 0.95
+WARM_UP_RUNS = 3
+"""In which graphs are captured, and the engine tries every depth."""
+ACCEPTANCE_RUNS = 4
 
 
 @dataclass(frozen=True)
@@ -57,16 +61,16 @@ class Load:
 GPU = Load(
     model="m2-mini",
     vocab_size=16_384,
-    text_bytes=30_000_000,
+    text_bytes=90_000_000,
     context=1024,
     pack_tokens=32_768,
-    base_steps=400,
-    module_steps=150,
+    base_steps=1400,
+    module_steps=500,
     rate=1.5e-3,
     batches=(1, 2, 4, 8, 32, 128, 256),
     num_prompt=256,
     num_new=128,
-    repeats=3,
+    repeats=4,
 )
 CPU = Load(
     model="m2-nano",
@@ -85,8 +89,9 @@ CPU = Load(
 QUICK = replace(CPU, text_bytes=300_000, base_steps=30, module_steps=10, num_new=24)
 
 
-def speculation(device: torch.device, *, is_quick: bool, keep: Path | None) -> list[Bar]:
-    """`keep`: a folder for corpus and model, which are taken from there if they are there already."""
+def speculation(device: torch.device, *, is_quick: bool, keep: Path | None, only_trains: bool = False) -> list[Bar]:
+    """`keep`: a folder for corpus and model, which are taken from there if they are there already. `only_trains`: the
+    rest is left to another command."""
     if "speculation" not in RolloutConfig.model_fields:
         print("speculation: not measured: this engine has none")
         return []
@@ -98,6 +103,8 @@ def speculation(device: torch.device, *, is_quick: bool, keep: Path | None) -> l
         if not trained.exists():
             folder.mkdir(parents=True, exist_ok=True)
             trained.write_text(str(train(load, folder)))
+        if only_trains:
+            return []
         model = load_model(Path(trained.read_text()), device=device, dtype=torch.bfloat16 if is_full else None)
         text = held_out(load, folder / "corpus")
         bars = [bar for temperature in (0.0, 1.0) for bar in compare(model, load, text, temperature)]
@@ -165,10 +172,9 @@ def compare(model: Transformer, load: Load, text: IntArray, temperature: float) 
         context = load.num_prompt + load.num_new
         cores = [make_core(model, batch, context, speculation=depth) for depth in (0, DEPTH)]
         plain, drafted = in_turns(cores, load, text, batch, temperature)
-        speedup = rate(drafted) / rate(plain)
-        whole = statistics.median(t.rate for t in drafted) / statistics.median(t.rate for t in plain)
+        speedup, whole = (of(drafted) / of(plain) for of in (decode_rate, whole_rate))
         depth = mean_depth(cores[1].metrics())
-        rates = (f"{rate(runs):,.0f}" for runs in (plain, drafted))
+        rates = (f"{decode_rate(runs):,.0f}" for runs in (plain, drafted))
         rows.append((str(batch), *rates, f"{depth:.2f}", f"{speedup:.2f}x", f"{whole:.2f}x"))
         print(f"  {kind}, batch {batch}: {speedup:.2f}x, {depth:.2f} drafts", flush=True)
         asked = MIN_SPEEDUP if batch <= SMALL_BATCH else MIN_ANYWHERE
@@ -184,19 +190,22 @@ def compare(model: Transformer, load: Load, text: IntArray, temperature: float) 
 
 
 def in_turns(cores: Sequence[Core], load: Load, text: IntArray, batch: int, temperature: float) -> list[list[Timed]]:
-    """Runs of each engine. Small batches run several times in one repeat, so that one text decides nothing; before
-    all of it come as many runs that are not counted, in which the engine finds its depth."""
-    num_rounds = max(1, SMALL_BATCH // 2 // batch)
+    """Runs of each engine; before them come runs that are not counted, in which the engine finds its depth."""
+    num_runs = load.repeats * max(1, SMALL_BATCH // batch)
     runs: list[list[Timed]] = [[] for _ in cores]
-    for seed in range((1 + load.repeats) * num_rounds):
+    for seed in range(WARM_UP_RUNS + num_runs):
         prompts = draw_prompts(load, text, batch, temperature, seed)
         for core, timed in zip(cores, runs, strict=True):
             timed.append(serve(core, prompts))
-    return [timed[num_rounds:] for timed in runs]
+    return [timed[WARM_UP_RUNS:] for timed in runs]
 
 
-def rate(runs: Sequence[Timed]) -> float:
+def decode_rate(runs: Sequence[Timed]) -> float:
     return statistics.median(timed.decode_rate for timed in runs)
+
+
+def whole_rate(runs: Sequence[Timed]) -> float:
+    return statistics.median(timed.rate for timed in runs)
 
 
 def acceptance(model: Transformer, load: Load, text: IntArray, temperature: float) -> list[float]:
@@ -205,7 +214,8 @@ def acceptance(model: Transformer, load: Load, text: IntArray, temperature: floa
 
     made = make_core(model, SMALL_BATCH, load.num_prompt + load.num_new, speculation=DEPTH)
     core = Core(model, made.config, PolicyVersion("benchmark", 0), depth=FixedDepth(DEPTH))
-    serve(core, draw_prompts(load, text, SMALL_BATCH, temperature, seed=0))
+    for seed in range(ACCEPTANCE_RUNS):
+        serve(core, draw_prompts(load, text, SMALL_BATCH, temperature, seed))
     metrics = core.metrics()
     return [metrics[f"total_accepted_{k}"] / metrics[f"total_drafted_{k}"] for k in range(1, DEPTH + 1)]
 

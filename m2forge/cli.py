@@ -194,6 +194,12 @@ def command_gateway(args: argparse.Namespace) -> None:
     )
 
 
+def command_page(args: argparse.Namespace) -> None:
+    from m2forge.page.serve import serve_page
+
+    serve_page(args.run_dir, args.host, args.port, lambda url: print(f"{args.run_dir} on {url}", flush=True))
+
+
 def _make_engine(kind: str, folder: Path, url: str, config: "ServeConfig") -> "Engine":
     from m2forge.records import PolicyVersion
 
@@ -281,6 +287,14 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_page(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, such as runs/NAME")
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
+    parser.add_argument(
+        "--port", type=int, default=8600, metavar="N", help="where to listen (default: 8600; 0: any that is free)"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """One row of the command table."""
@@ -302,6 +316,7 @@ COMMANDS = {
     "eval": Command("measure a model: a table and plots", _add_config, command_eval),
     "serve": Command("sample from a model by HTTP: token ids in and out", _add_serve, command_serve),
     "gateway": Command("serve agents: the vendors' APIs in, every token recorded", _add_gateway, command_gateway),
+    "page": Command("show a run in the browser: curves, the window, trajectories", _add_page, command_page),
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 from m2forge.config import Config, load
 from m2forge.corpus.config import CorpusConfig
 from m2forge.evaluate.config import EvalConfig
+from m2forge.forge.config import ForgeConfig
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.sft.config import SFTConfig
 
@@ -16,6 +17,7 @@ KINDS: dict[str, type[Config]] = {
     "pretrain": PretrainConfig,
     "sft": SFTConfig,
     "eval": EvalConfig,
+    "rl": ForgeConfig,
 }
 FILES = sorted(CONFIGS.rglob("*.toml"))
 

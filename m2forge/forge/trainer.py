@@ -20,6 +20,7 @@ from m2forge.forge.learner import make_trees
 from m2forge.forge.quota import batch_quotas
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.exchange import find_companions
+from m2forge.observe.busy import open_busy_log
 from m2forge.observe.metrics import MetricsWriter
 from m2forge.pool.batch import Claim
 from m2forge.pool.pool import Pool
@@ -41,6 +42,7 @@ class Trainer:
     def __init__(self, run_dir: Path, config: ForgeConfig) -> None:
         self.config, self.layout = config, Layout(run_dir)
         self._companions = find_companions(Path(config.model))
+        self._busy = open_busy_log("trainer")
         self.checkpoints = CheckpointStore(self.layout.checkpoints, config.train.checkpoint, self._companions)
         self.weights = self.layout.weight_store(config, self._companions)
         device = choose_device(config.train.machine)
@@ -114,10 +116,14 @@ class Trainer:
         units = pool.fetch(claimed)
         trees = make_trees(units, self.config.reward.advantage, self.engine.model.config.vocab_size)
         rate = rate_at(self._phase, self.position.step)
-        report = self.engine.step(trees, rate=rate, version=self.position.step)
+        with self._busy:
+            report = self.engine.step(trees, rate=rate, version=self.position.step)
+            # Waits for the device.
+            read = report.read()
+        self._busy.flush()
         for problem in report.problems:
             _log.warning("not trained: %s", problem.reason)
-        figures = report.read() | {"rate": rate, "trained_s": time.perf_counter() - started_s}
+        figures = read | {"rate": rate, "trained_s": time.perf_counter() - started_s}
         num_tokens = int(figures["tokens_computed"])
         self.position = replace(
             self.position, step=self.position.step + 1, num_tokens=self.position.num_tokens + num_tokens

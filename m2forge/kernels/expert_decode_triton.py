@@ -3,14 +3,18 @@
     a[n, k] = weight[n, k] · silu(W1[e] x[n]) * (W3[e] x[n]),   e = expert[n, k]
     out[n] = Σ_k W2[e] a[n, k]
 
-Very few pairs (n, k): each is a product of its own. A program of the first kernel owns columns of one pair's `a`, one
+One token: each pair (n, k) is a product of its own. A program of the first kernel owns columns of one pair's `a`, one
 of the second owns columns of the output, and adds up the pairs in their order. Two launches.
 
-More pairs: those of one expert share its matrices. `group` lists them by expert, without a sort; a program owns columns
-of one expert's rows, and reads its matrices once for every tile of rows. The rows of a token are added up last. Four
-launches.
+Few tokens: those of one expert share its matrices. A token chooses none twice, so that rows are tokens, and a program
+finds its own by itself, without a sort: it owns columns of one expert's rows. What experts add to a token is left for
+the norm behind them to add up (norm_triton.py). Two launches.
 
-Every sum has a fixed order, and the grids follow from shapes alone. The twin is `expert.expert_ffn_plain`.
+More tokens: `group` lists pairs by expert, without a sort; a program reads an expert's matrices once for every tile of
+its rows. Three launches.
+
+A pair whose expert is E or more is none: no matrix is read for it, and nothing is written. Every sum has a fixed order,
+and the grids follow from shapes alone. The twin is `expert.expert_ffn_plain`.
 
 Shapes: N tokens, K experts per token, S = N·K pairs, E experts, D hidden size, F expert width. Within a kernel: M rows.
 """
@@ -32,8 +36,11 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-SINGLE_PAIRS = 16
-"""Up to here each pair is a product of its own: experts rarely meet twice, and grouping costs two launches."""
+FEW_TOKENS = 32
+"""Up to here a program finds its rows by itself."""
+FEW = Tiling(32, 128, 4, 4)
+ROWS = 16
+"""The least of a tile that tensor cores take; more of them are slower, and hardly ever needed by few tokens."""
 SINGLE_UP = Tiling(32, 128, 4, 4)
 SINGLE_UP_SHORT = Tiling(32, 256, 4, 3)
 """Where there are too few programs to fill the processors."""
@@ -76,77 +83,159 @@ def _group_kernel(expert, order, ends, S, SCAN: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(expert, order, ends, M: tl.constexpr, GROUPED: tl.constexpr):
-    """(expert, its first row, the row behind its last): rows are places in `order`, or else pairs."""
-    index = tl.program_id(0)
-    if GROUPED:
-        own, end = index, tl.load(ends + index)
-        begin = tl.load(ends + index - 1, mask=index > 0, other=0)
-    else:
-        own, begin, end = tl.load(expert + index).to(tl.int32), index, index + 1
-    return own.to(tl.int64), begin, end
+def _up_tile(
+    x, w13, weight, a, own, pair, live, column,
+    D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Columns of `a` for pairs of one expert."""
+    step = tl.arange(0, STEP)
+    w13 += own * (2 * F * D) + tl.minimum(column, F - 1)[:, None] * D + step[None, :]
+    x += (pair // K)[:, None] * D + step[None, :]
+    gate, up = tl.zeros((M, COLUMNS), tl.float32), tl.zeros((M, COLUMNS), tl.float32)
+    for start in range(0, D, STEP):
+        x_tile = tl.load(x + start, mask=live[:, None], other=0.0)
+        w1, w3 = tl.load(w13 + start), tl.load(w13 + F * D + start)
+        gate = tl.dot(x_tile, tl.trans(w1), gate, input_precision="ieee")
+        up = tl.dot(x_tile, tl.trans(w3), up, input_precision="ieee")
+    scale = tl.load(weight + pair, mask=live, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up * scale[:, None]
+    at = pair[:, None] * F + column[None, :]
+    tl.store(a + at, value.to(a.dtype.element_ty), mask=live[:, None] & (column < F)[None, :])
+
+
+@triton.jit
+def _down_tile(
+    a, w2, y, own, pair, live, column,
+    D: tl.constexpr, F: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    step = tl.arange(0, STEP)
+    w2 += own * (D * F) + tl.minimum(column, D - 1)[:, None] * F + step[None, :]
+    a += pair[:, None] * F + step[None, :]
+    total = tl.zeros((M, COLUMNS), tl.float32)
+    for start in range(0, F, STEP):
+        a_tile = tl.load(a + start, mask=live[:, None], other=0.0)
+        total = tl.dot(a_tile, tl.trans(tl.load(w2 + start)), total, input_precision="ieee")
+    at = pair[:, None] * D + column[None, :]
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=live[:, None] & (column < D)[None, :])
+
+
+@triton.jit
+def _rows_of(ends):
+    """(expert, its first row, the row behind its last) of this program; rows are places in `order`."""
+    own = tl.program_id(0)
+    return own.to(tl.int64), tl.load(ends + own - 1, mask=own > 0, other=0), tl.load(ends + own)
 
 
 @triton.jit
 def _up_kernel(
-    x, w13, weight, expert, order, ends, a,
+    x, w13, weight, order, ends, a,
     D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    GROUPED: tl.constexpr,
 ):  # fmt: skip
-    own, begin, end = _rows_of(expert, order, ends, M, GROUPED)
+    own, begin, end = _rows_of(ends)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < F
-    step = tl.arange(0, STEP)
-    w13 += own * (2 * F * D) + tl.minimum(column, F - 1)[:, None] * D + step[None, :]
     for first in range(begin, end, M):
         row = first + tl.arange(0, M)
-        live = row < end
-        pair = tl.load(order + row, mask=live, other=0) if GROUPED else row
-        x_row = x + (pair // K)[:, None] * D + step[None, :]
-        gate, up = tl.zeros((M, COLUMNS), tl.float32), tl.zeros((M, COLUMNS), tl.float32)
-        for start in range(0, D, STEP):
-            x_tile = tl.load(x_row + start, mask=live[:, None], other=0.0)
-            w1, w3 = tl.load(w13 + start), tl.load(w13 + F * D + start)
-            gate = tl.dot(x_tile, tl.trans(w1), gate, input_precision="ieee")
-            up = tl.dot(x_tile, tl.trans(w3), up, input_precision="ieee")
-        scale = tl.load(weight + pair, mask=live, other=0.0).to(tl.float32)
-        value = gate / (1.0 + tl.exp(-gate)) * up * scale[:, None]
-        at = pair[:, None] * F + column[None, :]
-        tl.store(a + at, value.to(a.dtype.element_ty), mask=live[:, None] & inside[None, :])
+        pair = tl.load(order + row, mask=row < end, other=0)
+        _up_tile(x, w13, weight, a, own, pair, row < end, column, D, F, K, M, COLUMNS, STEP)
 
 
 @triton.jit
 def _down_kernel(
-    a, w2, expert, order, ends, y,
+    a, w2, order, ends, y,
     D: tl.constexpr, F: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    own, begin, end = _rows_of(expert, order, ends, M, True)
+    own, begin, end = _rows_of(ends)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    step = tl.arange(0, STEP)
-    w2 += own * (D * F) + tl.minimum(column, D - 1)[:, None] * F + step[None, :]
     for first in range(begin, end, M):
         row = first + tl.arange(0, M)
-        live = row < end
-        pair = tl.load(order + row, mask=live, other=0)
-        a_row = a + pair[:, None] * F + step[None, :]
-        total = tl.zeros((M, COLUMNS), tl.float32)
-        for start in range(0, F, STEP):
-            a_tile = tl.load(a_row + start, mask=live[:, None], other=0.0)
-            total = tl.dot(a_tile, tl.trans(tl.load(w2 + start)), total, input_precision="ieee")
-        at = pair[:, None] * D + column[None, :]
-        tl.store(y + at, total.to(y.dtype.element_ty), mask=live[:, None] & (column < D)[None, :])
+        pair = tl.load(order + row, mask=row < end, other=0)
+        _down_tile(a, w2, y, own, pair, row < end, column, D, F, M, COLUMNS, STEP)
+
+
+@triton.jit
+def _meeting(
+    expert, N, E: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, CHOICES: tl.constexpr, BY_PAIR: tl.constexpr
+):
+    """(expert, the pair of each token with it, how many chose it before that token or −1, how many do). A program is of
+    one expert, or of one pair: then the first pair of an expert serves all, and to others nobody comes."""
+    index, token, choice = tl.program_id(0), tl.arange(0, TOKENS), tl.arange(0, CHOICES)
+    own = tl.load(expert + index).to(tl.int32) if BY_PAIR else index
+    there = (token < N)[:, None] & (choice < K)[None, :]
+    chosen = tl.load(expert + token[:, None] * K + choice[None, :], mask=there, other=-1).to(tl.int32)
+    # Of numbers that are none a router may choose an expert twice: any of its places lies inside.
+    place = tl.max(tl.where(chosen == own, choice[None, :], -1), 1)
+    live = (place >= 0).to(tl.int32)
+    pair = token * K + tl.maximum(place, 0)
+    rank = tl.sum(tl.where(token[None, :] < token[:, None], live[None, :], 0), 1)
+    first = tl.min(tl.where(place >= 0, pair, TOKENS * K), 0)
+    serves = (own < E) & (first == index if BY_PAIR else first < TOKENS * K)
+    return own.to(tl.int64), pair, tl.where(place >= 0, rank, -1), tl.where(serves, tl.sum(live, 0), 0)
+
+
+@triton.jit
+def _rows_from(pair, rank, first, M: tl.constexpr):
+    """(pairs, which are any) of the rows of a tile, the first of which is the token of rank `first`: where tokens are
+    more than rows. Where they are not, each has its own row."""
+    is_row = rank[None, :] == first + tl.arange(0, M)[:, None]
+    return tl.sum(tl.where(is_row, pair[None, :], 0), 1), tl.sum(is_row.to(tl.int32), 1) > 0
+
+
+@triton.jit(do_not_specialize=["N"])
+def _few_up_kernel(
+    x, w13, weight, expert, a, N,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr, TOKENS: tl.constexpr, CHOICES: tl.constexpr, BY_PAIR: tl.constexpr,
+):  # fmt: skip
+    own, pair_T, rank, count = _meeting(expert, N, E, K, TOKENS, CHOICES, BY_PAIR)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    if TOKENS == M:
+        if count > 0:
+            _up_tile(x, w13, weight, a, own, pair_T, rank >= 0, column, D, F, K, M, COLUMNS, STEP)
+    else:
+        for first in range(0, count, M):
+            pair, live = _rows_from(pair_T, rank, first, M)
+            _up_tile(x, w13, weight, a, own, pair, live, column, D, F, K, M, COLUMNS, STEP)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _few_down_kernel(
+    a, w2, expert, y, N,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr, TOKENS: tl.constexpr, CHOICES: tl.constexpr, BY_PAIR: tl.constexpr,
+):  # fmt: skip
+    own, pair_T, rank, count = _meeting(expert, N, E, K, TOKENS, CHOICES, BY_PAIR)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    if TOKENS == M:
+        if count > 0:
+            _down_tile(a, w2, y, own, pair_T, rank >= 0, column, D, F, M, COLUMNS, STEP)
+    else:
+        for first in range(0, count, M):
+            pair, live = _rows_from(pair_T, rank, first, M)
+            _down_tile(a, w2, y, own, pair, live, column, D, F, M, COLUMNS, STEP)
+
+
+@triton.jit
+def _single_up_kernel(
+    x, w13, weight, expert, a,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0) + tl.arange(0, M)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    own = tl.minimum(tl.load(expert + tl.program_id(0)), E - 1)
+    _up_tile(x, w13, weight, a, own, pair, tl.arange(0, M) < 1, column, D, F, K, M, COLUMNS, STEP)
 
 
 @triton.jit(do_not_specialize=["N", "S"])
 def _down_single_kernel(
     a, w2, expert, out, N, S,
-    D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    PAIRS: tl.constexpr,
+    E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Rows are tokens. One loop over all pairs and the width, so that loads run ahead from one expert to the next."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     step, token, lane = tl.arange(0, STEP), tl.arange(0, M), tl.arange(0, PAIRS)
-    chosen = tl.load(expert + lane, mask=lane < S, other=0).to(tl.int64)
+    chosen = tl.minimum(tl.load(expert + lane, mask=lane < S, other=0).to(tl.int64), E - 1)
     w2 += tl.minimum(column, D - 1)[:, None] * F + step[None, :]
     total = tl.zeros((M, COLUMNS), tl.float32)
     for index in range(S * (F // STEP)):
@@ -175,26 +264,33 @@ def expert_ffn_decode(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: 
     """(N, D), of operands that this module `serves`."""
     if x_ND.shape[0] == 0:
         return torch.empty_like(x_ND)
-    run = _single if expert_NK.numel() <= SINGLE_PAIRS else _grouped
+    if x_ND.shape[0] == 1:
+        return _single(x_ND, w13_EGD, w2_EDF, weight_NK.contiguous(), expert_NK.contiguous())
+    return expert_pairs(x_ND, w13_EGD, w2_EDF, weight_NK, expert_NK).sum(1).to(x_ND.dtype)
+
+
+def expert_pairs(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
+    """What each expert adds to each token (N, K, D), before the sum."""
+    run = _few if x_ND.shape[0] <= FEW_TOKENS else _grouped
     return run(x_ND, w13_EGD, w2_EDF, weight_NK.contiguous(), expert_NK.contiguous())
 
 
 def _single(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
-    (num_tokens, num_chosen), (_, dim, width) = expert_NK.shape, w2_EDF.shape
+    (num_tokens, num_chosen), (num_experts, dim, width) = expert_NK.shape, w2_EDF.shape
     num_pairs = num_tokens * num_chosen
     a_SF, out_ND = x_ND.new_empty(num_pairs, width), torch.empty_like(x_ND)
     is_long = num_pairs * triton.cdiv(width, SINGLE_UP.columns) >= LEAST_PROGRAMS
     up, down = SINGLE_UP if is_long else SINGLE_UP_SHORT, SINGLE_DOWN
-    _up_kernel[(num_pairs, triton.cdiv(width, up.columns))](
-        *(x_ND, w13_EGD, weight_NK, expert_NK, expert_NK, expert_NK, a_SF),
-        *(dim, width, num_chosen, 16, up.columns, _step(dim, up.step), False),
+    _single_up_kernel[(num_pairs, triton.cdiv(width, up.columns))](
+        *(x_ND, w13_EGD, weight_NK, expert_NK, a_SF),
+        *(num_experts, dim, width, num_chosen, 16, up.columns, _step(dim, up.step)),
         num_warps=up.num_warps,
         num_stages=up.num_stages,
     )
     rows = max(16, triton.next_power_of_2(num_tokens))
     _down_single_kernel[(triton.cdiv(dim, down.columns),)](
         *(a_SF, w2_EDF, expert_NK, out_ND, num_tokens, num_pairs),
-        *(dim, width, num_chosen, rows, down.columns, _step(width, down.step)),
+        *(num_experts, dim, width, num_chosen, rows, down.columns, _step(width, down.step)),
         triton.next_power_of_2(num_pairs),
         num_warps=down.num_warps,
         num_stages=down.num_stages,
@@ -202,26 +298,46 @@ def _single(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, ex
     return out_ND
 
 
+def _few(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
+    (num_tokens, num_chosen), (num_experts, dim, width) = expert_NK.shape, w2_EDF.shape
+    num_pairs = num_tokens * num_chosen
+    a_SF, y_NKD = x_ND.new_empty(num_pairs, width), x_ND.new_empty((num_tokens, num_chosen, dim), dtype=torch.float32)
+    num_programs, tokens = min(num_pairs, num_experts), max(ROWS, triton.next_power_of_2(num_tokens))
+    sizes = (num_experts, dim, width, num_chosen, ROWS, FEW.columns)
+    choice = (tokens, triton.next_power_of_2(num_chosen), num_pairs < num_experts)
+    _few_up_kernel[(num_programs, triton.cdiv(width, FEW.columns))](
+        *(x_ND, w13_EGD, weight_NK, expert_NK, a_SF, num_tokens, *sizes, _step(dim, FEW.step), *choice),
+        num_warps=FEW.num_warps,
+        num_stages=FEW.num_stages,
+    )
+    _few_down_kernel[(num_programs, triton.cdiv(dim, FEW.columns))](
+        *(a_SF, w2_EDF, expert_NK, y_NKD, num_tokens, *sizes, _step(width, FEW.step), *choice),
+        num_warps=FEW.num_warps,
+        num_stages=FEW.num_stages,
+    )
+    return y_NKD
+
+
 def _grouped(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
     (num_tokens, num_chosen), (num_experts, dim, width) = expert_NK.shape, w2_EDF.shape
     num_pairs = num_tokens * num_chosen
     order_S, ends_E = group(expert_NK, num_experts)
-    a_SF, y_SD = x_ND.new_empty(num_pairs, width), x_ND.new_empty(num_pairs, dim)
+    a_SF, y_NKD = x_ND.new_empty(num_pairs, width), x_ND.new_empty(num_tokens, num_chosen, dim)
     rows = _rows_per_tile(num_pairs, num_experts, x_ND)
     up, down = GROUPED_UP[rows], GROUPED_DOWN[rows]
     _up_kernel[(num_experts, triton.cdiv(width, up.columns))](
-        *(x_ND, w13_EGD, weight_NK, expert_NK, order_S, ends_E, a_SF),
-        *(dim, width, num_chosen, rows, up.columns, _step(dim, up.step), True),
+        *(x_ND, w13_EGD, weight_NK, order_S, ends_E, a_SF),
+        *(dim, width, num_chosen, rows, up.columns, _step(dim, up.step)),
         num_warps=up.num_warps,
         num_stages=up.num_stages,
     )
     _down_kernel[(num_experts, triton.cdiv(dim, down.columns))](
-        *(a_SF, w2_EDF, expert_NK, order_S, ends_E, y_SD),
+        *(a_SF, w2_EDF, order_S, ends_E, y_NKD),
         *(dim, width, rows, down.columns, _step(width, down.step)),
         num_warps=down.num_warps,
         num_stages=down.num_stages,
     )
-    return y_SD.view(num_tokens, num_chosen, dim).sum(1)
+    return y_NKD
 
 
 def _rows_per_tile(num_pairs: int, num_experts: int, x_ND: Tensor) -> int:

@@ -203,6 +203,8 @@ def paged_attention_cuda(
     repeats = num_heads // num_kv_heads
     if q_BQHK.stride(3) != 1 or q_BQHK.stride(2) != head_dim:
         q_BQHK = q_BQHK.contiguous()
+    if table_BS.stride(1) != 1:
+        table_BS = table_BS.contiguous()
     out_BQHK = q_BQHK.new_empty(q_BQHK.shape)
     if out_BQHK.numel() == 0:
         return out_BQHK
@@ -215,8 +217,8 @@ def paged_attention_cuda(
     lse = out_BQHK.new_empty((parts, num_rows) if is_split else 0, dtype=torch.float32)
     size, num_sinks = window or (0, 0)
     _paged_kernel[(num_tiles * parts, num_kv_heads, num_batch)](
-        *(q_BQHK, k_PTGK, v_PTGK, table_BS.contiguous(), position_BQ.contiguous(), out_BQHK, part, lse),
-        *(num_queries, parts, *q_BQHK.stride()[:2], *k_PTGK.stride()[:3], table_BS.shape[1]),
+        *(q_BQHK, k_PTGK, v_PTGK, table_BS, position_BQ.contiguous(), out_BQHK, part, lse),
+        *(num_queries, parts, *q_BQHK.stride()[:2], *k_PTGK.stride()[:3], table_BS.stride(0)),
         *(head_dim**-0.5 * LOG2_E, size, num_sinks),
         *(num_heads, repeats, head_dim, block_tokens, tile.rows, tile.keys),
         *(tile.rows >= 64 and window is None, window is not None, is_split),

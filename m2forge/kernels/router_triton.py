@@ -4,6 +4,8 @@
     chosen = top-k of s + b, falling; of equals the lower index
     weight = s[chosen] / Σ s[chosen] (when normalised)
 
+A row that is none chooses no expert: then nobody reads a matrix for it.
+
 The twin is the body of `model.router.Router.forward`.
 
 Shapes: N tokens, E experts, K of them chosen.
@@ -19,8 +21,9 @@ from torch import Tensor
 
 @triton.jit
 def _select_kernel(
-    logits, bias, expert, weight, E: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, CHOICES: tl.constexpr,
-    SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr,
+    logits, bias, position, expert, weight,
+    E: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, CHOICES: tl.constexpr, SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr, NORMALIZE: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     token, lane, choice = tl.program_id(0).to(tl.int64), tl.arange(0, LANES), tl.arange(0, CHOICES)
     inside = lane < E
@@ -43,22 +46,31 @@ def _select_kernel(
         standing = tl.where(lane == best, -float("inf"), standing)
     if NORMALIZE:
         value = value / tl.sum(value, 0)
+    if PLACED:
+        chosen = tl.where(tl.load(position + token) < 0, E, chosen)
     tl.store(expert + token * K + choice, chosen, mask=choice < K)
     tl.store(weight + token * K + choice, value, mask=choice < K)
 
 
 def select_experts(
-    logits_NE: Tensor, bias_E: Tensor | None, top_k: int, scoring: Literal["sigmoid", "softmax"], normalize: bool
+    logits_NE: Tensor,
+    bias_E: Tensor | None,
+    top_k: int,
+    scoring: Literal["sigmoid", "softmax"],
+    normalize: bool,
+    position_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(experts in int64, weights in float32), each (N, K)."""
+    """(experts in int64, weights in float32), each (N, K). `position_N`: below 0 where a row is none, whose experts are
+    then E, one behind the last."""
     num_tokens, num_experts = logits_NE.shape
     expert_NK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits_NE.device)
     weight_NK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits_NE.device)
     if num_tokens:
         _select_kernel[(num_tokens,)](
-            *(logits_NE.contiguous(), logits_NE if bias_E is None else bias_E, expert_NK, weight_NK),
+            *(logits_NE.contiguous(), logits_NE if bias_E is None else bias_E),
+            *(expert_NK if position_N is None else position_N, expert_NK, weight_NK),
             *(num_experts, top_k, triton.next_power_of_2(num_experts), triton.next_power_of_2(top_k)),
-            *(scoring == "sigmoid", bias_E is not None, normalize),
+            *(scoring == "sigmoid", bias_E is not None, normalize, position_N is not None),
             num_warps=1,
         )
     return expert_NK, weight_NK

@@ -11,6 +11,7 @@ the episode, and the baseline times stay as they were.
 
 import json
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -84,6 +85,8 @@ class Judge:
         tasks = sorted({attempt.episode.task.id for attempt in attempts})
         if len(tasks) > 1:
             raise RecordError(f"judge: attempts: expected attempts at one task, received {tasks}")
+        if self._config.shuffled:
+            attempts = _dealt_anew(attempts)
         times_s = [episode_time_s(attempt.episode) for attempt in attempts if self._passed(attempt)]
         base_s = self._base_times.base_s(tasks[0], times_s)
         judged = [self._judge(attempt, base_s) for attempt in attempts]
@@ -129,6 +132,13 @@ class Judge:
                 where = f"Episode {episode.id}: call {index}: rule {name}"
                 raise RecordError(f"{where}: expected a measure from 0 to 1, received {value!r}")
         return measures
+
+
+def _dealt_anew(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """With one another's perf, at random but the same whenever these attempts are judged."""
+    perfs = [attempt.perf for attempt in attempts]
+    random.Random("/".join(attempt.episode.id for attempt in attempts)).shuffle(perfs)
+    return [replace(attempt, perf=perf) for attempt, perf in zip(attempts, perfs, strict=True)]
 
 
 def _steps_of_rules(measures: Sequence[Mapping[str, float]]) -> dict[str, list[JsonValue]]:

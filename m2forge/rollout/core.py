@@ -25,6 +25,7 @@ from m2forge.model.transformer import Transformer
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.admission import refuse_unservable
+from m2forge.rollout.ahead import lend_room, num_steps_ahead
 from m2forge.rollout.batch import completing, rows_of
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.depth import DepthChooser, MeasuredDepth
@@ -134,15 +135,17 @@ class Core:
         self._load_if_due()
 
     def _run(self, batch: Mapping[Request, int]) -> None:
-        start_s, depth = self._clock(), self._depth.choose(len(batch))
+        start_s, num_captured, depth = self._clock(), self._runner.num_captured, self._depth.choose(len(batch))
         self._runner.copy(self._scheduler.copies)
         num_drafts = sum(max(num_tokens - request.num_left, 0) for request, num_tokens in batch.items())
         reads = sum(batch.values()) - num_drafts > len(batch)
         num_steps = (self._decode_whole if self._can_decode(batch, depth) else self._run_parts)(batch, depth)
         self._totals["steps"] += num_steps
-        # Only steps that verify about as many drafts as they make, and read no prompts, tell what a depth costs.
-        if not reads and 3 * depth * len(batch) <= 4 * num_drafts <= 4 * depth * len(batch):
-            self._depth.note_step(depth, len(batch), (self._clock() - start_s) / num_steps)
+        # Only steps that verify about as many drafts as they make, read no prompts and capture no graph tell what a
+        # depth costs.
+        is_even = 3 * depth * len(batch) <= 4 * num_drafts <= 4 * depth * len(batch)
+        if is_even and not reads and self._runner.num_captured == num_captured:
+            self._depth.note_steps(depth, len(batch), num_steps, self._clock() - start_s)
 
     def _can_decode(self, batch: Mapping[Request, int], depth: int) -> bool:
         """Whether the step can be run as one: all that are in it are being completed, and draw in the same simple way;
@@ -160,13 +163,11 @@ class Core:
 
     def _decode_whole(self, batch: Mapping[Request, int], depth: int) -> int:
         """Verify, draw and draft without the host, for as many steps as are returned."""
-        requests, drafts = list(batch), [request.drafts[: num - 1] for request, num in batch.items()]
-        num_rows = 1 + max(depth, *(len(tokens) for tokens in drafts))
-        num_steps = self._num_steps(requests, num_rows) if num_rows == depth + 1 else 1
-        rooms = list(batch.values())
-        if depth or num_steps > 1:
-            most = num_steps * num_rows + depth
-            rooms = [max(num, self._scheduler.lend(request, most)) for request, num in batch.items()]
+        # More than are made would be verified once, by a graph of their own: they are not worth its capture.
+        requests, drafts = list(batch), [request.drafts[: min(num - 1, depth)] for request, num in batch.items()]
+        num_steps = num_steps_ahead(self._scheduler, requests, depth, self._depth.tokens_per_step(depth))
+        granted = [1 + len(tokens) for tokens in drafts]
+        rooms = lend_room(self._scheduler, requests, granted, depth, num_steps)
         num_places = max(request.num_computed + room for request, room in zip(requests, rooms, strict=True))
         table_BS = self._scheduler.table_of([request.slot for request in requests], num_places)
         decoded = self._runner.decode(completing(requests, drafts, rooms, table_BS), depth, num_steps)
@@ -188,17 +189,9 @@ class Core:
                 request.drafts = decoded.drafts[place][:num_there]
         if is_broken:
             self._drop_cache()
-        if num_rows > 1:
+        if depth:
             self._note_drafts(*decoded.drafted(np.array(num_taken)))
         return num_steps
-
-    def _num_steps(self, requests: Sequence[Request], num_rows: int) -> int:
-        """One after the other, before the host looks: none that nobody wants, none behind somebody's last while others
-        wait, and one where blocks are few."""
-        last = min if self._scheduler.waiting else max
-        num_steps = min(self.config.ahead_steps, last(request.num_wanted for request in requests))
-        num_blocks = (num_steps * num_rows + num_rows) // self.config.block_tokens + 1
-        return num_steps if len(requests) * num_blocks <= self._scheduler.pool.num_available else 1
 
     def _run_parts(self, batch: Mapping[Request, int], depth: int) -> int:
         """The main model over the batch; then a token of each sequence whose tokens are all computed, or several where

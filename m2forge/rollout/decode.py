@@ -64,14 +64,24 @@ class Shape(NamedTuple):
         return NUM_FIELDS + self.num_drafts + self.num_blocks
 
     @property
+    def num_places(self) -> int:
+        """That tokens are drawn at, by numbers."""
+        return 0 if self.is_greedy else self.num_steps * self.num_rows
+
+    @property
     def widths_of_reals(self) -> tuple[int, int, int, int]:
         """Temperature, then the numbers of tokens, of verdicts and of drafts."""
-        num_places = 0 if self.is_greedy else self.num_steps * self.num_rows
-        return 1, num_places, num_places, 0 if self.is_greedy else num_places + self.depth
+        return 1, self.num_places, self.num_places, 0 if self.is_greedy else self.num_places + self.depth
 
     @property
     def widths_of_output(self) -> tuple[int, int, int, int, int, int]:
         return self.num_rows, 1, 1, self.depth, self.num_rows, self.num_rows
+
+
+class Step(Protocol):
+    """`Decoder`, or fused_decode.py, whose twin it is."""
+
+    def step(self, shape: Shape, integers: Tensor, reals: Tensor) -> tuple[Tensor, Tensor | None]: ...
 
 
 class Decoder:

@@ -1,63 +1,128 @@
 """How many drafts a step makes for each sequence: as many as give the most tokens in a second, none where none pays.
 
     tokens per second of depth K = (1 + Σ_{k ≤ K} share_k) / seconds of a step of depth K
+    share_k = share_{k−1} · how often draft k stands where those before it do
 
-share_k, how often the first k drafts are all accepted, is a property of the text: one running average. Seconds depend
-on how many sequences run together: they are kept by powers of two. The numerator bends down with K and the denominator
-is almost a line, so that there is one summit: it is enough to compare the best depth so far with its neighbours. One
-that was never measured is tried at once, for a few steps; all others, because text and lengths change, now and then.
+How often drafts stand is a property of the text: running averages, which begin high, so that a deep enough depth is
+chosen to find out. Seconds depend on how many sequences run together: they are kept by powers of two, and what disturbs
+a step only makes it longer, so that of few measurements the lower ones count.
+
+A depth that was never measured is tried for a few steps, as long as it may win: seconds do not fall with depth, so what
+shallower ones took bounds what a deeper one can give. A first draft may not pay where three do: it is not enough to
+look at neighbours. Because text and lengths change, all that may win are tried again now and then, sooner where it is a
+near thing. A size that is met for the first time does for a while what was best at the nearest one: batches shrink
+through many sizes when completions end, and do not stay there.
 
 Steps without drafts do not run the modules, which catch up when there are drafts again (runner.py): where none pays,
 only the trials cost anything. As a trial begins with catching up, those that change nothing become rare.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median_low
 from typing import Protocol
 
-TRIAL_SAMPLES = 3
-"""Measured steps that a trial needs."""
-TRIAL_STEPS = 24
-"""Steps after which a trial is given up: there were others between, that read prompts or caught up."""
-PAUSE_STEPS = 256
-"""Steps between two trials, of which a trial takes about a fiftieth; twice as many after each that changed nothing."""
-MAX_PAUSE_STEPS = 2048
-MEMORY_STEPS = 9
-"""Last measurements, whose median counts: it forgets a step that had to compile something."""
+TRIAL_SAMPLES = 2
+TRIAL_STEPS = 3
+"""Measurements, and measured steps, that a trial needs."""
+MAX_TRIAL_CALLS = 24
+"""Choices after which a trial is given up: there were others between, that read prompts or caught up."""
+PAUSE = 50
+"""Steps between two trials, by the steps of one; twice as many after each that changed nothing."""
+NEAR_PAUSE = 16
+"""The same where another depth is about as good."""
+MAX_PAUSE = 400
+NEAR = 0.85
+MARGIN = 1.1
+"""By which drafts must be better than none: over prompts the modules run too, which these steps do not show."""
+HOPE = 1.5
+"""A depth is tried again if it may be this much better than it was measured."""
+BORROWED_STEPS = 96
+"""That a new size does as the nearest one."""
+MEMORY_SAMPLES = 9
+"""Last measurements, whose lower median counts."""
 MEMORY_DRAFTS = 500
-"""Verified drafts over which a share is averaged."""
+"""Verified drafts over which is averaged how often they stand."""
 OLD_DRAFTS = 16
 """As how many those from before a trial count, so that a few trials notice text that has changed."""
+HOPED_DRAFTS, HOPED_SHARE = 6, 0.9
+"""What is believed before there are any."""
 
 
 class DepthChooser(Protocol):
     def choose(self, num_sequences: int) -> int:
-        """For the step that begins."""
+        """For the steps that begin."""
         ...
 
-    def note_step(self, depth: int, num_sequences: int, duration_s: float) -> None:
-        """A step verified and made `depth` drafts of each sequence, and did nothing else."""
+    def note_steps(self, depth: int, num_sequences: int, num_steps: int, duration_s: float) -> None:
+        """Steps verified and made `depth` drafts of each sequence, and did nothing else; all of them took so long."""
         ...
 
     def note_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """By place: how many drafts were verified, and how many of them stood with all before them."""
         ...
 
+    def tokens_per_step(self, depth: int) -> float:
+        """Of one sequence, as far as is known."""
+        ...
+
 
 class FixedDepth:
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        self._shares = _Shares()
 
     def choose(self, num_sequences: int) -> int:
         return self.depth
 
-    def note_step(self, depth: int, num_sequences: int, duration_s: float) -> None:
+    def note_steps(self, depth: int, num_sequences: int, num_steps: int, duration_s: float) -> None:
         pass
 
     def note_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        pass
+        self._shares.note(drafted, accepted)
+
+    def tokens_per_step(self, depth: int) -> float:
+        return self._shares.tokens_per_step(depth)
+
+
+class _Shares:
+    """How often the first drafts are all accepted, by their number."""
+
+    def __init__(self) -> None:
+        self._num: list[float] = []
+        """By place: drafts before which all stood."""
+        self._num_stood: list[float] = []
+
+    def note(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        num_new = max(len(drafted) - len(self._num), 0)
+        self._num += [float(HOPED_DRAFTS)] * num_new
+        self._num_stood += [HOPED_DRAFTS * HOPED_SHARE] * num_new
+        share_before = 1.0
+        for place, (num, num_stood) in enumerate(zip(drafted, accepted, strict=True)):
+            if not num:
+                break
+            self._num[place] += num * share_before
+            self._num_stood[place] += num_stood
+            self._keep(place, MEMORY_DRAFTS)
+            share_before = num_stood / num
+
+    def age(self) -> None:
+        for place in range(len(self._num)):
+            self._keep(place, OLD_DRAFTS)
+
+    def _keep(self, place: int, most: int) -> None:
+        scale = min(most / self._num[place], 1.0)
+        self._num[place] *= scale
+        self._num_stood[place] *= scale
+
+    def tokens_per_step(self, depth: int) -> float:
+        total, share = 1.0, 1.0
+        for place in range(depth):
+            is_known = place < len(self._num)
+            share *= self._num_stood[place] / self._num[place] if is_known else HOPED_SHARE
+            total += share
+        return total
 
 
 @dataclass
@@ -65,13 +130,20 @@ class _Size:
     """What is known of batches of about one size."""
 
     durations_s: list[deque[float]]
-    """By depth."""
+    """Of a step, by depth."""
     trial: int | None = None
     """The depth that is being tried."""
+    num_calls: int = 0
     num_steps: int = 0
     """Of this trial, or since the last one."""
     num_samples: int = 0
+    num_measured: int = 0
+    """Measurements of this trial, and their steps."""
     pause_steps: int = 0
+    pause: int = 0
+    """The same, by the steps of a trial."""
+    borrowed: int | None = None
+    """The best depth of the nearest size, as long as nothing is known of this one."""
     rival: int | None = None
     """The best depth when the trial began."""
     tried_at: dict[int, int] = field(default_factory=dict)
@@ -81,62 +153,103 @@ class _Size:
 class MeasuredDepth:
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
-        self._shares, self._num_drafts = [1.0] * max_depth, [0] * max_depth
-        self._sizes: defaultdict[int, _Size] = defaultdict(
-            lambda: _Size([deque(maxlen=MEMORY_STEPS) for _ in range(max_depth + 1)])
-        )
+        self._shares = _Shares()
+        self._sizes: dict[int, _Size] = {}
 
     def choose(self, num_sequences: int) -> int:
         if self.max_depth == 0:
             return 0
-        size = self._sizes[num_sequences.bit_length()]
+        size = self._size(num_sequences)
         if size.trial is not None:
             self._end_trial_if_due(size)
         if size.trial is None and size.num_steps >= size.pause_steps:
             self._start_trial(size)
+        size.num_calls += 1
         size.num_steps += 1
-        return self._best(size) if size.trial is None else size.trial
+        if size.trial is not None:
+            return size.trial
+        return self._best(size) if size.borrowed is None else size.borrowed
 
-    def note_step(self, depth: int, num_sequences: int, duration_s: float) -> None:
-        size = self._sizes[num_sequences.bit_length()]
-        size.durations_s[depth].append(duration_s)
-        size.num_samples += depth == size.trial
+    def _size(self, num_sequences: int) -> _Size:
+        key = num_sequences.bit_length()
+        if key not in self._sizes:
+            size = _Size([deque(maxlen=MEMORY_SAMPLES) for _ in range(self.max_depth + 1)])
+            known = [other for other, each in self._sizes.items() if each.durations_s[0] or each.borrowed is not None]
+            if known:
+                nearest = self._sizes[min(known, key=lambda other: abs(other - key))]
+                size.borrowed = self._best(nearest) if nearest.borrowed is None else nearest.borrowed
+                size.pause_steps = BORROWED_STEPS
+            self._sizes[key] = size
+        return self._sizes[key]
+
+    def note_steps(self, depth: int, num_sequences: int, num_steps: int, duration_s: float) -> None:
+        size = self._size(num_sequences)
+        size.durations_s[depth].append(duration_s / num_steps)
+        size.num_steps += num_steps - 1  # one was counted when it was chosen
+        if depth == size.trial:
+            size.num_samples += 1
+            size.num_measured += num_steps
 
     def note_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        for place, (num, num_stood) in enumerate(zip(drafted, accepted, strict=True)):
-            if num:
-                self._num_drafts[place] = min(self._num_drafts[place] + num, MEMORY_DRAFTS)
-                weight = min(num / self._num_drafts[place], 1.0)
-                self._shares[place] += (num_stood / num - self._shares[place]) * weight
+        self._shares.note(drafted, accepted)
+
+    def tokens_per_step(self, depth: int) -> float:
+        return self._shares.tokens_per_step(depth)
 
     def _start_trial(self, size: _Size) -> None:
-        """Of the neighbour that was tried longest ago, or never; without drafts first."""
-        size.trial = min(self._neighbours(size), key=lambda depth: size.tried_at.get(depth, -1))
+        """Of the depth that was tried longest ago, or never; without drafts first."""
+        depths = self._worth_trying(size)
+        if not depths:
+            size.num_steps = 0
+            return
+        size.trial = min(depths, key=lambda depth: size.tried_at.get(depth, -1))
         size.tried_at[size.trial] = max(size.tried_at.values(), default=-1) + 1
-        size.num_steps, size.num_samples, size.rival = 0, 0, self._best(size)
-        self._num_drafts = [min(number, OLD_DRAFTS) for number in self._num_drafts]
+        size.num_calls = size.num_steps = size.num_samples = size.num_measured = 0
+        size.rival, size.borrowed = self._best(size), None
+        if size.pause_steps:
+            self._shares.age()
 
     def _end_trial_if_due(self, size: _Size) -> None:
-        is_measured = size.num_samples >= TRIAL_SAMPLES
-        if not is_measured and size.num_steps < TRIAL_STEPS:
+        is_measured = size.num_samples >= TRIAL_SAMPLES and size.num_measured >= TRIAL_STEPS
+        if not is_measured and size.num_calls < MAX_TRIAL_CALLS:
             return
-        size.trial, size.num_steps = None, 0
+        num_steps, size.trial, size.num_steps = size.num_steps, None, 0
         # Where steps of this depth cannot be measured, those of others may not be either: no hurry.
-        hurries = is_measured and not all(depth in size.tried_at for depth in self._neighbours(size))
-        if hurries:
+        if is_measured and any(depth not in size.tried_at for depth in self._worth_trying(size)):
             size.pause_steps = 0
-        elif self._best(size) == size.rival:
-            size.pause_steps = min(max(2 * size.pause_steps, PAUSE_STEPS), MAX_PAUSE_STEPS)
-        else:
-            size.pause_steps = PAUSE_STEPS
-
-    def _neighbours(self, size: _Size) -> list[int]:
+            return
         best = self._best(size)
-        return [depth for depth in (best - 1, best + 1) if 0 <= depth <= self.max_depth]
+        rates = [self._rate(size, depth) for depth in range(self.max_depth + 1) if size.durations_s[depth]]
+        is_near = sum(rate > NEAR * max(rates) for rate in rates) > 1
+        least = NEAR_PAUSE if is_near else PAUSE
+        size.pause = min(max(2 * size.pause, least), MAX_PAUSE) if best == size.rival else least
+        size.pause_steps = size.pause * num_steps
+
+    def _worth_trying(self, size: _Size) -> list[int]:
+        best = self._best(size)
+        if not size.durations_s[0]:
+            return [0]
+        least = self._rate(size, best)
+        return [
+            depth
+            for depth in range(self.max_depth + 1)
+            if depth != best and (abs(depth - best) == 1 or self._highest_rate(size, depth) > least)
+        ]
 
     def _best(self, size: _Size) -> int:
         known = [depth for depth, durations_s in enumerate(size.durations_s) if durations_s]
         return max(known, key=lambda depth: self._rate(size, depth), default=0)
 
     def _rate(self, size: _Size, depth: int) -> float:
-        return (1 + sum(self._shares[:depth])) / max(median(size.durations_s[depth]), 1e-9)
+        """Tokens per second; what is done without drafts counts for more."""
+        margin = MARGIN if depth == 0 else 1.0
+        return margin * self._shares.tokens_per_step(depth) / max(median_low(size.durations_s[depth]), 1e-9)
+
+    def _highest_rate(self, size: _Size, depth: int) -> float:
+        """That the depth may have: more than was measured, or what shallower ones allow it."""
+        if size.durations_s[depth]:
+            return HOPE * self._rate(size, depth)
+        shallower = max(less for less in range(depth) if size.durations_s[less])
+        if shallower == 0 and depth > 1:
+            return 0.0  # the first draft comes first
+        return self._shares.tokens_per_step(depth) / max(median_low(size.durations_s[shallower]), 1e-9)

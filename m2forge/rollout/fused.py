@@ -1,4 +1,4 @@
-"""The network over the paged cache on CUDA, in eleven to fourteen launches a layer.
+"""The network over the paged cache on CUDA, in ten to thirteen launches a layer.
 
 What `Transformer.forward` and `Transformer.run_module` compute, with each sum joined to the norm behind it, both norms
 and rotations of attention to the writes into the cache, and all that follows a router's product in one kernel. Nothing
@@ -8,8 +8,9 @@ waits for the device, and grids follow from shapes alone, so a CUDA graph can ho
 import torch
 from torch import Tensor
 
-from m2forge.kernels.expert import expert_ffn_unsorted
+from m2forge.kernels.expert import FEW_PAIRS, expert_ffn_unsorted
 from m2forge.kernels.linear import linear, linear_float32
+from m2forge.kernels.residual import Ending, Pairs
 from m2forge.model.attention import Attention
 from m2forge.model.block import Block
 from m2forge.model.ffn import DenseFFN, MixtureFFN
@@ -18,6 +19,9 @@ from m2forge.model.norm import RMSNorm
 from m2forge.model.rope import Rotation, frequencies, rotation
 from m2forge.model.transformer import Transformer
 from m2forge.rollout.paged_plan import PagedCache, PagedPlan
+
+Delta = Tensor | Pairs
+"""What is still to be added to a state."""
 
 
 def serves(cache: PagedCache) -> bool:
@@ -42,32 +46,65 @@ def is_capturable(model: Transformer) -> bool:
 class FusedNetwork:
     def __init__(self, model: Transformer, cache: PagedCache) -> None:
         self._model, self._cache = model, cache
-        self._frequency_R = frequencies(model.config.attention, cache.device)
+        self.frequency_R = frequencies(model.config.attention, cache.device)
 
     def main(self, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
         """States, what the head takes, and the experts that were chosen (N, layers, K), if there are any."""
-        model, chosen = self._model, list[Tensor]()
-        x_ND, delta_ND = model.embedding(token_N), None
-        turn = rotation(plan.position_N, self._frequency_R, x_ND.dtype)
-        for layer, block in enumerate(model.blocks):
-            assert isinstance(block, Block)
-            x_ND, delta_ND, expert_NK = self._block(block, layer, layer, x_ND, delta_ND, turn, plan)
-            chosen += [] if expert_NK is None else [expert_NK]
-        assert delta_ND is not None
-        state_ND, hidden_ND = _add_norm(x_ND, delta_ND, model.norm)
-        return state_ND, hidden_ND, torch.stack(chosen, 1) if chosen else None
+        norm, x_ND = self._model.norm, self._model.embedding(token_N)
+        turn = rotation(plan.position_N, self.frequency_R, x_ND.dtype)
+        x_ND, delta, experts = self._blocks(x_ND, _norm(x_ND, _first_norm(self._model)), turn, plan, None)
+        return *_add_norm(x_ND, delta, norm), experts
 
     def module(self, index: int, parent_ND: Tensor, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor]:
         """As `Transformer.run_module`."""
-        model, module = self._model, self._model.mtp[index]
+        module = self._model.mtp[index]
         assert isinstance(module, MTPModule)
-        turn = rotation(plan.position_N, self._frequency_R, parent_ND.dtype)
-        embedding_ND = model.embedding(token_N)
+        turn = rotation(plan.position_N, self.frequency_R, parent_ND.dtype)
+        embedding_ND = self._model.embedding(token_N)
         joined = torch.cat((_norm(parent_ND, module.state_norm), _norm(embedding_ND, module.embedding_norm)), -1)
-        last, depth = model.config.num_layers - 1, model.config.num_layers + index
+        x_ND, delta = self._module(index, joined, turn, plan, None)
+        return _add_norm(x_ND, delta, module.norm)
+
+    def begun_main(
+        self, x_ND: Tensor, normed_ND: Tensor, turn: Rotation, plan: PagedPlan, ending: Ending
+    ) -> tuple[Tensor, Tensor | None]:
+        """`main` of rows that are embedded and normed for the first product: what the head takes, and the experts. Rows
+        at place −1 choose none."""
+        x_ND, delta, experts = self._blocks(x_ND, normed_ND, turn, plan, plan.position_N)
+        return _end_norm(x_ND, delta, self._model.norm, ending), experts
+
+    def begun_module(self, index: int, joined: Tensor, turn: Rotation, plan: PagedPlan, ending: Ending) -> Tensor:
+        """`module` of rows that are joined and normed: what the head takes."""
+        module = self._model.mtp[index]
+        assert isinstance(module, MTPModule)
+        x_ND, delta = self._module(index, joined, turn, plan, plan.position_N)
+        return _end_norm(x_ND, delta, module.norm, ending)
+
+    def _blocks(
+        self, x_ND: Tensor, normed_ND: Tensor, turn: Rotation, plan: PagedPlan, place_N: Tensor | None
+    ) -> tuple[Tensor, Delta, Tensor | None]:
+        delta: Delta | None = None
+        chosen = list[Tensor]()
+        for layer, block in enumerate(self._model.blocks):
+            assert isinstance(block, Block)
+            if delta is not None:
+                x_ND, normed_ND = _add_norm(x_ND, delta, block.attention_norm)
+            x_ND, delta, expert_NK = self._block(block, layer, layer, x_ND, normed_ND, turn, plan, place_N)
+            chosen += [] if expert_NK is None else [expert_NK]
+        assert delta is not None
+        return x_ND, delta, torch.stack(chosen, 1) if chosen else None
+
+    def _module(
+        self, index: int, joined: Tensor, turn: Rotation, plan: PagedPlan, place_N: Tensor | None
+    ) -> tuple[Tensor, Delta]:
+        module, num_layers = self._model.mtp[index], self._model.config.num_layers
+        assert isinstance(module, MTPModule)
         x_ND = linear(joined, module.projection.weight)
-        x_ND, delta_ND, _ = self._block(module.block, last, depth, x_ND, None, turn, plan)
-        return _add_norm(x_ND, delta_ND, module.norm)
+        normed_ND = _norm(x_ND, module.block.attention_norm)
+        x_ND, delta, _ = self._block(
+            module.block, num_layers - 1, num_layers + index, x_ND, normed_ND, turn, plan, place_N
+        )
+        return x_ND, delta
 
     def _block(
         self,
@@ -75,16 +112,13 @@ class FusedNetwork:
         layer: int,
         depth: int,
         x_ND: Tensor,
-        delta_ND: Tensor | None,
+        normed_ND: Tensor,
         turn: Rotation,
         plan: PagedPlan,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        place_N: Tensor | None,
+    ) -> tuple[Tensor, Delta, Tensor | None]:
         """The state before the last sum, what is still to be added to it, and the experts chosen. `layer` says what
-        the block sees, `depth` where in the cache it lies."""
-        if delta_ND is None:
-            normed_ND = _norm(x_ND, block.attention_norm)
-        else:
-            x_ND, normed_ND = _add_norm(x_ND, delta_ND, block.attention_norm)
+        the block sees, `depth` where in the cache it lies, `place_N` below 0 which rows are none."""
         window = self._model.config.attention.window if self._model.config.is_windowed(layer) else None
         sight = None if window is None else (window.size, window.num_sinks)
         x_ND, normed_ND = _add_norm(
@@ -92,7 +126,7 @@ class FusedNetwork:
         )
         if isinstance(block.ffn, DenseFFN):
             return x_ND, block.ffn(normed_ND)[0], None
-        return x_ND, *_mixture(block.ffn, normed_ND)
+        return x_ND, *_mixture(block.ffn, normed_ND, place_N)
 
     def _attention(
         self,
@@ -117,14 +151,26 @@ class FusedNetwork:
         return linear(mixed_NHK.flatten(1), attention.out.weight)
 
 
-def _mixture(ffn: MixtureFFN, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+def _mixture(ffn: MixtureFFN, x_ND: Tensor, place_N: Tensor | None) -> tuple[Delta, Tensor]:
+    from m2forge.kernels.expert_decode_triton import expert_pairs, serves
     from m2forge.kernels.router_triton import select_experts
 
-    router, config = ffn.router, ffn.router.config
+    router, config, num_rows = ffn.router, ffn.router.config, x_ND.shape[0]
+    is_few = num_rows * config.top_k <= FEW_PAIRS and serves(x_ND, ffn.w13, ffn.w2)
     expert_NK, weight_NK = select_experts(
-        linear_float32(x_ND, router.weight), router.bias, config.top_k, config.scoring, config.normalize
+        *(linear_float32(x_ND, router.weight), router.bias, config.top_k, config.scoring, config.normalize),
+        position_N=place_N if is_few else None,
     )
+    if is_few and num_rows > 1:
+        y_NKD = expert_pairs(x_ND, ffn.w13, ffn.w2, weight_NK, expert_NK)
+        return Pairs(y_NKD, expert_NK, ffn.w2.shape[0]), expert_NK
     return expert_ffn_unsorted(x_ND, ffn.w13, ffn.w2, weight_NK, expert_NK), expert_NK
+
+
+def _first_norm(model: Transformer) -> RMSNorm:
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    return block.attention_norm
 
 
 def _norm(x_ND: Tensor, norm: RMSNorm) -> Tensor:
@@ -133,7 +179,13 @@ def _norm(x_ND: Tensor, norm: RMSNorm) -> Tensor:
     return rms_norm_cuda(x_ND, norm.weight, norm.eps)
 
 
-def _add_norm(x_ND: Tensor, delta_ND: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+def _add_norm(x_ND: Tensor, delta: Delta, norm: RMSNorm) -> tuple[Tensor, Tensor]:
     from m2forge.kernels.norm_triton import add_rms_norm
 
-    return add_rms_norm(x_ND, delta_ND, norm.weight, norm.eps)
+    return add_rms_norm(x_ND, delta, norm.weight, norm.eps)
+
+
+def _end_norm(x_ND: Tensor, delta: Delta, norm: RMSNorm, ending: Ending) -> Tensor:
+    from m2forge.kernels.norm_triton import end_rms_norm
+
+    return end_rms_norm(x_ND, delta, norm.weight, norm.eps, ending)

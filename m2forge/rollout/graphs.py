@@ -1,18 +1,24 @@
 """CUDA graphs of the decoding step, one for each shape, captured when it first comes.
 
 However many kernels a step holds, it is one launch; several follow one another without the host, each on what the last
-one left. Batches are padded to the next of a few sizes.
+one left. Batches are padded to the next of a few sizes. A capture takes as long as hundreds of steps: a batch that
+shrinks, because completions end, runs in the graph of a larger one, where rows that are none cost little, until it has
+come often enough.
 """
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from m2forge.rollout.decode import Decoder, Shape
+from m2forge.rollout.decode import Shape, Step
 
 NUM_WARM_UP = 2
 """Runs before a capture: what is compiled, or allocated once, must be there."""
+PATIENCE = 24
+"""Calls that a larger graph serves before a shape gets one of its own."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +33,17 @@ class _Captured:
 
 
 class DecodeGraphs:
-    def __init__(self, decoder: Decoder, nowhere_slot: int, device: torch.device) -> None:
+    def __init__(self, decoder: Step, nowhere_slot: int, device: torch.device) -> None:
         """`nowhere_slot`: of sequences that only fill up a batch."""
         self._decoder, self._nowhere_slot, self._device = decoder, nowhere_slot, device
         self._captured: dict[Shape, _Captured] = {}
+        self._num_missed = Counter[Shape]()
         self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs there are. A call after which there are more took the time of a capture."""
+        return len(self._captured)
 
     def __call__(
         self, shape: Shape, integers: Tensor, reals: Tensor, num_steps: int = 1
@@ -39,6 +51,9 @@ class DecodeGraphs:
         """As `Decoder`, of host memory; what is returned lies on the device, and holds until the next call."""
         num_sequences = shape.num_sequences
         padded = shape._replace(num_sequences=batch_size(num_sequences))
+        if padded not in self._captured:
+            self._num_missed[padded] += 1
+            padded = serving_shape(padded, self._captured, self._num_missed[padded])
         if padded not in self._captured:
             self._captured[padded] = self._capture(padded)
         captured = self._captured[padded]
@@ -83,6 +98,16 @@ class DecodeGraphs:
                 all_experts.index_copy_(0, turn, experts[None])
             turn += 1
         return _Captured(graph, integers, reals, turn, outs, all_experts)
+
+
+def serving_shape(wanted: Shape, captured: Collection[Shape], num_missed: int) -> Shape:
+    """The smallest larger one that is there, or the shape itself where there is none, or it was missed too often."""
+    larger = [
+        shape
+        for shape in captured
+        if shape.num_sequences > wanted.num_sequences and shape._replace(num_sequences=wanted.num_sequences) == wanted
+    ]
+    return min(larger) if larger and num_missed <= PATIENCE else wanted
 
 
 def batch_size(num_sequences: int) -> int:

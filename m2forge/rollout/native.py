@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from m2forge.errors import EngineError, M2ForgeError
+from m2forge.observe.busy import open_busy_log
 from m2forge.protocols import Chunk, EngineState, Prompt
 from m2forge.records import PolicyVersion
 from m2forge.rollout.merge import merge_by_sample
@@ -80,6 +81,7 @@ class NativeEngine:
     def __init__(self, core: Steps) -> None:
         """From here on `core` belongs to the engine's thread."""
         self._core = core
+        self._busy = open_busy_log("engine")
         self._state = EngineState(core.version, 0, 0)
         self._numbers = itertools.count()
         # Shared by the thread and the loops, under the condition's lock:
@@ -170,7 +172,7 @@ class NativeEngine:
         try:
             while self._wait():
                 self._empty_inbox()
-                outputs = [] if self._core.is_idle else self._core.step()
+                outputs = [] if self._core.is_idle else self._step()
                 # Before anybody hears of this step, so that who has heard sees the state it left.
                 self._state = EngineState(self._core.version, self._core.num_running, self._core.num_waiting)
                 self._deliver(outputs)
@@ -179,10 +181,16 @@ class NativeEngine:
             _log.exception("the rollout engine failed")
             self._fail_all(f"the engine failed ({type(error).__name__}: {error}); start another")
 
+    def _step(self) -> list[tuple[str, Chunk]]:
+        """It has read what was sampled when it returns, so the device's work lies within."""
+        with self._busy:
+            return self._core.step()
+
     def _wait(self) -> bool:
         """Sleep until there is something to do; false when closed and done."""
         with self._condition:
             while not self._inbox and self._core.is_idle:
+                self._busy.flush()
                 if self._is_closing:
                     return False
                 self._condition.wait()

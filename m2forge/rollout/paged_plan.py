@@ -118,11 +118,15 @@ class Bundle:
 
 
 class PagedPlan:
-    def __init__(self, cache: PagedCache, bundles: Sequence[Bundle], first_layer: int = 0) -> None:
-        """`first_layer`: the layer of the cache that is run first."""
+    def __init__(
+        self, cache: PagedCache, bundles: Sequence[Bundle], first_layer: int = 0, slot_N: Tensor | None = None
+    ) -> None:
+        """`first_layer`: the layer of the cache that is run first. `slot_N`: the places of all tokens in the cache,
+        where they are known."""
         self.cache, self._bundles = cache, bundles
-        self.position_N = torch.cat([bundle.position_BQ.flatten() for bundle in self._bundles])
-        self.slot_N = self._slots(0)
+        positions = [bundle.position_BQ.flatten() for bundle in self._bundles]
+        self.position_N = positions[0] if len(positions) == 1 else torch.cat(positions)
+        self.slot_N = self._slots(0) if slot_N is None else slot_N
         self.count_N: Tensor | None = None
         self._layers = iter(range(first_layer, cache.k_YPTGK.shape[0]))
 
@@ -138,7 +142,7 @@ class PagedPlan:
             block_BQ = bundle.table_BS.gather(1, position_BQ.clamp(min=0) // size)
             slot_BQ = torch.where(position_BQ >= 0, block_BQ * size + position_BQ % size, self.cache.nowhere)
             slots.append(slot_BQ.flatten())
-        return torch.cat(slots)
+        return slots[0] if len(slots) == 1 else torch.cat(slots)
 
     def attend(self, q_NHK: Tensor, k_PTGK: Tensor, v_PTGK: Tensor, sight: tuple[int, int] | None) -> Tensor:
         """The attention of one layer, whose keys and values are in the cache."""

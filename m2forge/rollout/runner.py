@@ -30,6 +30,7 @@ from m2forge.model.transformer import Transformer
 from m2forge.rollout import fused, joined
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.decode import Decoder, Network, Shape
+from m2forge.rollout.fused_decode import FusedDecoder
 from m2forge.rollout.graphs import DecodeGraphs
 from m2forge.rollout.paged_plan import PagedCache, PagedPlan, Span, arranged, bundled
 from m2forge.rollout.request import Drawn
@@ -145,13 +146,18 @@ class Runner:
             self._network = fused.FusedNetwork(model, self.cache)
         elif joined.serves(model, self.cache):
             self._network = joined.JoinedNetwork(model, self.cache)
-        decoder = Decoder(model, self._network, self.cache, self._logq_SKV)
-        self._step: DecodeGraphs | Decoder = (
-            DecodeGraphs(decoder, config.max_running, weight.device) if is_fused else decoder
-        )
+        self._step: DecodeGraphs | Decoder = Decoder(model, self._network, self.cache, self._logq_SKV)
+        if isinstance(self._network, fused.FusedNetwork):
+            decoder = FusedDecoder(model, self._network, self.cache, self._logq_SKV)
+            self._step = DecodeGraphs(decoder, config.max_running, weight.device)
         self._most_steps = config.ahead_steps
         self.decodes_whole = is_fused and fused.is_capturable(model)
         """Whether `decode` is faster than its parts."""
+
+    @property
+    def num_captured(self) -> int:
+        """CUDA graphs there are: one more after a step that took the time of a capture."""
+        return self._step.num_captured if isinstance(self._step, DecodeGraphs) else 0
 
     def copy(self, copies: Sequence[Copy]) -> None:
         self.cache.copy(copies)

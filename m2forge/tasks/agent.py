@@ -1,10 +1,16 @@
-"""Agent: values that only a tool can tell. Two families; the difficulty of either is how many calls it takes.
+"""Agent: values that only a tool can tell. Three families; the difficulty of the first two is how many calls it takes.
 
     chain    Start at 3G. Follow 3 links.           look(3G) → 5B, look(5B) → 1H, look(1H) → 9A        answer: 9A
     gather   Read 3G, 5B and 8A.                    look(3G) → 5B, look(5B) → 1H, look(8A) → 4D        answer: 5B 1H 4D
+    copies   Start at 3G. Follow 2 links.           recall(3G) → 5B, look(5B) → 1H                      answer: 1H
 
 Each call of a chain needs what the last one told. Those of `gather` do not: they may all be made in one turn, and since
 each takes `call_s`, an agent that does so is done sooner. Its demonstrations split the calls into turns at random.
+
+The keys of `copies` can be looked up in two places: `look` asks the source, `recall` a copy, which may be out of date.
+The difficulty is how many of the links that have to be followed are; with none, any tool will do. Its demonstrations
+take the copy two times of three, and are shown where it is right, as people do to whom it has never done harm. What it
+costs elsewhere shows only at the end, in the answer.
 
 Keys and values are a digit and a letter: two tokens, and the same two in every context, whatever the vocabulary. So to
 call is to copy, of few tokens that each occur often, which is what a small network learns first. What lies behind a key
@@ -27,10 +33,13 @@ LOOK = Tool(
     "Look up a key.",
     {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
 )
+RECALL = Tool("recall", "Look up a key in a copy.", LOOK.parameters)
+COPY_SHARE = 2 / 3
+"""Of the calls of a demonstration of `copies` that ask the copy."""
 
 
 class Lookup:
-    """The tool of both families."""
+    """The tool of `chain` and `gather`."""
 
     def tools(self, task: Task) -> tuple[Tool, ...]:
         return (LOOK,)
@@ -39,10 +48,7 @@ class Lookup:
         problem = call_problem((LOOK,), name, arguments)
         if problem is not None or not isinstance(arguments, Mapping):
             return problem or ""
-        key = arguments["key"]
-        if not isinstance(key, str) or key not in KEYS:
-            return f"error: no key {shown(key)}; keys are {KEYS[0]} to {KEYS[-1]}"
-        return behind(read_int(task, "secret"), key)
+        return look(task, arguments["key"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +114,85 @@ class Gather(Lookup):
         return [*messages, Message("assistant", _values(task), thinking="All read.")]
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    name: str = "copies"
+    domain: Domain = Domain.AGENT
+    levels: range = range(MAX_LEVEL + 1)
+    call_s: float = 0.0
+    """What a call takes."""
+
+    def draw(self, difficulty: int, seed: int) -> Task:
+        rng = task_random(self, difficulty, seed)
+        start, num_links = rng.choice(KEYS), max(difficulty, rng.randint(2, 3))
+        links: list[str] = []
+        while len(set(links)) < num_links + 1:  # a chain that meets itself has fewer links
+            secret = rng.getrandbits(32)
+            links = follow(secret, start, num_links)
+        old = " ".join(rng.sample(links[:-1], difficulty))
+        metadata: dict[str, JsonValue] = {"start": start, "num_links": num_links, "secret": secret, "old": old}
+        return make_task(self, difficulty, f"Start at {start}. Follow {num_links} links.", metadata)
+
+    def tools(self, task: Task) -> tuple[Tool, ...]:
+        return LOOK, RECALL
+
+    def call(self, task: Task, name: str, arguments: JsonValue) -> str:
+        problem = call_problem(self.tools(task), name, arguments)
+        if problem is not None or not isinstance(arguments, Mapping):
+            return problem or ""
+        return look(task, arguments["key"], is_old=name == RECALL.name)
+
+    def latency_s(self, task: Task, name: str) -> float:
+        return self.call_s
+
+    def verify(self, task: Task, answer: str) -> Verdict:
+        return compare(answer, _links(task)[-1])
+
+    def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
+        """Where the copy is out of date it is left alone, so that every demonstration is right."""
+        links, messages = _links(task), [Message("user", task.instruction)]
+        for turn, key in enumerate(links[:-1]):
+            is_copy = key not in read_text(task, "old").split() and rng.random() < COPY_SHARE
+            thinking, tool = f"{len(links) - 1 - turn} left.", RECALL if is_copy else LOOK
+            messages += look_up(task, [key], thinking, num_before=turn, tool=tool)
+        return [*messages, Message("assistant", links[-1], thinking="0 left.")]
+
+
 def behind(secret: int, key: str) -> str:
     """The value of a key, itself a key; all have even chances."""
     digest = hashlib.blake2b(f"{secret}/{key}".encode(), digest_size=8).digest()
     return KEYS[int.from_bytes(digest, "big") % len(KEYS)]
 
 
-def look_up(task: Task, keys: Sequence[str], thinking: str, num_before: int) -> list[Message]:
+def look(task: Task, key: JsonValue, *, is_old: bool = False) -> str:
+    """What the tool answers. `is_old`: what a copy does."""
+    if not isinstance(key, str) or key not in KEYS:
+        return f"error: no key {shown(key)}; keys are {KEYS[0]} to {KEYS[-1]}"
+    secret, value = read_int(task, "secret"), behind(read_int(task, "secret"), key)
+    if is_old and key in read_text(task, "old").split():
+        return next(old for n in range(1, len(KEYS)) if (old := behind(secret + n, key)) != value)
+    return value
+
+
+def follow(secret: int, start: str, num_links: int) -> list[str]:
+    """The keys from the start to the end of a chain."""
+    links = [start]
+    for _ in range(num_links):
+        links.append(behind(secret, links[-1]))
+    return links
+
+
+def look_up(task: Task, keys: Sequence[str], thinking: str, num_before: int, tool: Tool = LOOK) -> list[Message]:
     """A turn that calls once for each key, and what the tool answers."""
     secret = read_int(task, "secret")
     ids = [f"call_{num_before + n + 1}" for n in range(len(keys))]
-    calls = tuple(ToolCall(LOOK.name, {"key": key}, id) for key, id in zip(keys, ids, strict=True))
+    calls = tuple(ToolCall(tool.name, {"key": key}, id) for key, id in zip(keys, ids, strict=True))
     results = [Message("tool", behind(secret, key), tool_call_id=id) for key, id in zip(keys, ids, strict=True)]
     return [Message("assistant", thinking=thinking, tool_calls=calls), *results]
 
 
 def _links(task: Task) -> list[str]:
-    """The keys from the start to the end of the chain."""
-    secret, links = read_int(task, "secret"), [read_text(task, "start")]
-    for _ in range(read_int(task, "num_links")):
-        links.append(behind(secret, links[-1]))
-    return links
+    return follow(read_int(task, "secret"), read_text(task, "start"), read_int(task, "num_links"))
 
 
 def _values(task: Task) -> str:

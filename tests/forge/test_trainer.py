@@ -16,6 +16,7 @@ from m2forge.forge.config import ForgeConfig
 from m2forge.forge.layout import Layout
 from m2forge.forge.trainer import Trainer
 from m2forge.model.checkpoint import load_model
+from m2forge.observe.busy import FOLDER_VARIABLE, read_busy
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool.pool import Pool
 from m2forge.pool.schema import unit_table
@@ -45,7 +46,10 @@ def same_weights(one: Path, other: Path) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_it_learns_all_that_is_there_and_publishes_every_step(model: Path, tmp_path: Path) -> None:
+def test_it_learns_all_that_is_there_and_publishes_every_step(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "busy"))
     config = make_config(model)
     with open_pool(config, tmp_path) as pool:
         fill_pool(pool, 8, 2)
@@ -57,6 +61,7 @@ def test_it_learns_all_that_is_there_and_publishes_every_step(model: Path, tmp_p
     assert newest[0] == PolicyVersion("run", 4)
     assert same_weights(newest[1], layout.model)
     assert not same_weights(model, layout.model)
+    assert len(read_busy(tmp_path / "busy", "trainer")) == 4
     steps = read_metrics(tmp_path / "metrics.jsonl")
     assert [step.step for step in steps] == [1, 2, 3, 4]
     assert all(step.values["perf"] == 0.5 and step.values["staleness"] == step.step - 1 for step in steps)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from m2forge.kernels.expert import expert_ffn_plain, expert_ffn_unsorted
 from m2forge.kernels.norm import rms_norm_plain
+from m2forge.kernels.residual import Ending, Pairs
 from m2forge.kernels.rotary import rotate_plain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -52,6 +53,31 @@ def test_experts_that_all_tokens_choose() -> None:
     assert error(expert_ffn_unsorted(*operands), plain(*operands)) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("num_tokens", [2, 16, 17, 32, 40])
+@pytest.mark.parametrize("num_experts", [4, 64])
+def test_rows_that_are_none_add_nothing_and_stay_alone(num_experts: int, num_tokens: int) -> None:
+    """Where all tokens choose all experts, and where hardly two meet; sums, their norms, and where these go."""
+    from m2forge.kernels.expert_decode_triton import expert_pairs
+    from m2forge.kernels.norm_triton import add_rms_norm, end_rms_norm
+
+    x, w13, w2, weight, expert = drawn(num_tokens, 128, 64, num_experts, 4, torch.float32)
+    expected = x + plain(x, w13, w2, weight, expert)
+    is_none = torch.arange(num_tokens, device="cuda") % 3 == 1
+    expected[is_none] = x[is_none].double()
+    expert[is_none] = num_experts
+    pairs = Pairs(expert_pairs(x, w13, w2, weight, expert), expert, num_experts)
+    norm_weight = torch.rand(128, device="cuda")
+    total, normed = add_rms_norm(x, pairs, norm_weight, 1e-6)
+    assert error(total, expected) < TOLERANCE[torch.float32]
+    assert error(normed, rms_norm_plain(expected, norm_weight.double(), 1e-6)) < TOLERANCE[torch.float32]
+    slot, keep = torch.randperm(50, device="cuda")[:num_tokens], torch.zeros(50, 128, device="cuda")
+    target = torch.full((num_tokens,), -1, device="cuda")
+    target[0], target[num_tokens - 1] = 1, 0
+    ends = end_rms_norm(x, pairs, norm_weight, 1e-6, Ending(keep, slot, target, 2))
+    assert torch.equal(ends, normed[[num_tokens - 1, 0]])
+    assert torch.equal(keep[slot], total)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 8, 64])
 def test_a_captured_graph_follows_the_choice(num_tokens: int) -> None:
     operands = drawn(num_tokens, 256, 128, 32, 8, torch.bfloat16)
@@ -92,6 +118,16 @@ def test_choice(scoring: Literal["sigmoid", "softmax"], is_biased: bool, num_exp
     assert torch.equal(expert, expected)
     shares = scores.gather(1, expected)
     torch.testing.assert_close(weight, shares / shares.sum(-1, keepdim=True), rtol=1e-5, atol=1e-7)
+
+
+def test_a_row_that_is_none_chooses_no_expert() -> None:
+    from m2forge.kernels.router_triton import select_experts
+
+    position = torch.tensor([3, -1, 0], device="cuda")
+    logits = torch.randn(3, 60, device="cuda")
+    expert, _ = select_experts(logits, None, 4, "sigmoid", normalize=True, position_N=position)
+    assert torch.equal(expert[::2], logits.topk(4).indices[::2])
+    assert (expert[1] == 60).all()
 
 
 def test_of_equals_the_lower_index_is_chosen() -> None:

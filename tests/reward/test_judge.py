@@ -76,6 +76,19 @@ def test_the_pass_mark_is_configured() -> None:
     assert (high.episode.reward.speed, low.episode.reward.speed) == (0.5, 0.0)
 
 
+def test_a_control_deals_the_verdicts_of_a_group_at_random() -> None:
+    perfs = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    dealt = []
+    for round in range(20):
+        attempts = [attempt(f"e{round}-{n}", perf=perf) for n, perf in enumerate(perfs)]
+        judged = Judge(RewardConfig(shuffled=True)).judge(attempts)
+        assert judged == Judge(RewardConfig(shuffled=True)).judge(attempts)
+        dealt.append([one.episode.reward.perf for one in judged if one.episode.reward is not None])
+    assert all(sorted(group) == sorted(perfs) for group in dealt)
+    # Those that were right keep a quarter of what there is, as everybody does.
+    assert sum(sum(group[:2]) for group in dealt) < 20
+
+
 def test_an_unknown_task_is_measured_by_the_passing_attempts_of_its_group() -> None:
     attempts = [
         attempt("a", time_s=4.0),

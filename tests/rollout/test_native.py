@@ -2,13 +2,16 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from m2forge.errors import EngineError
+from m2forge.observe.busy import FOLDER_VARIABLE, busy_s, read_busy
 from m2forge.protocols import Chunk, Engine
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.config import RolloutConfig
@@ -65,6 +68,27 @@ def test_the_thread_sleeps_while_there_is_nothing_to_do() -> None:
         assert core.num_steps == 8
 
     asyncio.run(run())
+
+
+def test_steps_are_noted_as_work_of_the_device_and_pauses_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+
+    async def run() -> None:
+        engine = NativeEngine(make_core(step_s=0.01))
+        for _ in range(2):
+            await complete(engine, make_prompt())
+            await asyncio.sleep(0.2)
+        await engine.close()
+
+    started_s = time.monotonic()
+    asyncio.run(run())
+    ended_s = time.monotonic()
+    noted = read_busy(tmp_path, "engine")
+    pause_s = max(later[0] - earlier[1] for earlier, later in pairwise(noted))
+    assert pause_s > 0.15, "between the two prompts"
+    assert 0.14 < busy_s(noted, started_s, ended_s) < ended_s - started_s - 0.3, "16 steps"
 
 
 def test_closing_finishes_what_is_under_way() -> None:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.records import Domain, JsonValue, Task
-from m2forge.tasks.agent import KEYS, Chain, Gather, behind
+from m2forge.tasks.agent import KEYS, Chain, Copies, Gather, behind
 from m2forge.tasks.coding import StackProgram
-from m2forge.tasks.family import plain
+from m2forge.tasks.family import plain, read_int
 from m2forge.tasks.general import CASES, COUNTS, JOINERS, ORDERS, Words
 from m2forge.tasks.reasoning import Counters
 from m2forge.tasks.stack_language import MAX_WORDS, ProgramError, run_program
@@ -66,6 +66,42 @@ def test_gathering_is_shown_one_by_one_all_at_once_and_in_between() -> None:
     assert sizes == {1, 2, 3, 4, 5}
     assert task.instruction.count(",") == 3
     assert " and " in task.instruction
+
+
+@given(st.integers(0, 16), st.integers(0, 1000))
+def test_a_copy_is_out_of_date_at_as_many_links_as_the_task_is_difficult(difficulty: int, seed: int) -> None:
+    task = Copies().draw(difficulty, seed)
+    key, num_old = str(task.metadata["start"]), 0
+    for _ in range(read_int(task, "num_links")):
+        value = Copies().call(task, "look", {"key": key})
+        copied = Copies().call(task, "recall", {"key": key})
+        assert copied in KEYS
+        key, num_old = value, num_old + (copied != value)
+    assert num_old == difficulty
+    assert Copies().verify(task, key).perf == 1
+
+
+def test_whoever_trusts_the_copy_fails_and_nobody_notices_before() -> None:
+    num_solved = 0
+    for seed in range(300):
+        task = Copies().draw(1, seed)
+        key = str(task.metadata["start"])
+        for _ in range(read_int(task, "num_links")):
+            key = Copies().call(task, "recall", {"key": key})
+        num_solved += Copies().verify(task, key).perf == 1
+    assert num_solved < 15
+
+
+def test_demonstrations_take_the_copy_where_it_is_right_two_times_of_three() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(300):
+        task = Copies().draw(seed % 2, seed)
+        for message in Copies().demonstrate(task, random.Random(seed)):
+            for call in message.tool_calls:
+                is_old = call.arguments["key"] in str(task.metadata["old"]).split()
+                assert not (is_old and call.name == "recall")
+                counts[call.name] += not is_old
+    assert 0.6 < counts["recall"] / counts.total() < 0.73
 
 
 def test_only_gathering_takes_time() -> None:

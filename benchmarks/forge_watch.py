@@ -1,0 +1,90 @@
+"""Starts `m2forge rl` and watches from outside: when each check on held-out tasks was done, how busy the GPU was."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from m2forge.forge.check import Check, read_checks
+from m2forge.forge.layout import Layout
+from m2forge.observe.busy import FOLDER_VARIABLE
+
+ROOT = Path(__file__).parent.parent
+POLL_S = 0.1
+UTILISATION_MS = 200
+END_S = 30.0
+"""How long a run may take to end when it is told to."""
+
+
+@dataclass
+class Watched:
+    run_dir: Path
+    started_s: float
+    """Of the monotonic clock, as all times here."""
+    checks: list[tuple[float, Check]] = field(default_factory=list)
+    """With the time at which each was done."""
+    utilisation: list[tuple[float, float]] = field(default_factory=list)
+    """Shares of the last moments in which the GPU ran a kernel, as nvidia-smi tells them; none without a GPU."""
+
+
+def run(
+    config: Path, runs: Path, name: str, sets: Sequence[str], limit_s: float, accepts: Callable[[Check], bool]
+) -> Watched:
+    """Run the stage as a user would; stop it after `limit_s`, or at once where `accepts` refuses the first check."""
+    run_dir = runs / name
+    command = [sys.executable, "-m", "m2forge", "rl", str(config), "--runs", str(runs)]
+    command += [word for item in sets for word in ("--set", item)]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {FOLDER_VARIABLE: str(run_dir / "busy"), "PYTHONPATH": os.pathsep.join(paths)}
+    watched, stopped_s = Watched(run_dir, time.monotonic()), None
+    with _utilisation(watched), subprocess.Popen(command, env=env, cwd=ROOT) as process:
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            _note_checks(watched)
+            is_refused = bool(watched.checks) and not accepts(watched.checks[0][1])
+            if stopped_s is None and (is_refused or time.monotonic() - watched.started_s > limit_s):
+                stopped_s = time.monotonic()
+                process.send_signal(signal.SIGINT)
+            if stopped_s is not None and time.monotonic() - stopped_s > END_S:
+                process.kill()
+    _note_checks(watched)
+    if process.returncode and stopped_s is None:
+        raise SystemExit(f"the run ended with status {process.returncode}; see {run_dir / 'log'}")
+    return watched
+
+
+def _note_checks(watched: Watched) -> None:
+    found = read_checks(Layout(watched.run_dir).checks)
+    watched.checks += [(time.monotonic(), check) for check in found[len(watched.checks) :]]
+
+
+@contextmanager
+def _utilisation(watched: Watched) -> Iterator[None]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        yield
+        return
+    query = ["--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", f"--loop-ms={UTILISATION_MS}"]
+    with subprocess.Popen([program, *query], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = process.stdout
+
+        def read() -> None:
+            for line in lines:
+                if line.strip().isdecimal():
+                    watched.utilisation.append((time.monotonic(), int(line) / 100))
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        try:
+            yield
+        finally:
+            process.terminate()
+            reader.join()

@@ -1,0 +1,95 @@
+"""When the processes of a run had work for the device: intervals, in a small file of each process.
+
+    M2FORGE_BUSY=runs/NAME/busy      the folder; without it nothing is noted
+
+A line of `busy/NAME-PID.txt` is the start and the end of one interval, in seconds of the machine's monotonic clock,
+which all processes share. Nothing waits for the device: an interval is whatever the caller puts a `with` around, so it
+ends with the work only if the caller has read the result by then. Intervals less than `JOIN_S` apart are written as
+one, and one that goes on is written in pieces, so that a killed process loses at most `PIECE_S` of it.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeAlias
+
+from m2forge.errors import RecordError
+
+FOLDER_VARIABLE = "M2FORGE_BUSY"
+JOIN_S = 0.001
+PIECE_S = 1.0
+
+Interval: TypeAlias = tuple[float, float]
+
+
+class BusyLog:
+    """Around every piece of work: `with log:`. For one thread."""
+
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`path`: None notes nothing."""
+        self._path, self._clock = path, clock
+        self._began_s = 0.0
+        self._open: Interval | None = None
+        """What is not written yet."""
+
+    def __enter__(self) -> None:
+        if self._path is not None:
+            self._began_s = self._clock()
+
+    def __exit__(self, *error: object) -> None:
+        if self._path is None:
+            return
+        end_s = self._clock()
+        if self._open is not None and self._began_s - self._open[1] > JOIN_S:
+            self.flush()
+        self._open = (self._began_s if self._open is None else self._open[0], end_s)
+        if end_s - self._open[0] >= PIECE_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has been noted."""
+        if self._open is None or self._path is None:
+            return
+        with self._path.open("a", encoding="ascii") as file:
+            file.write(f"{self._open[0]:.6f} {self._open[1]:.6f}\n")
+        self._open = None
+
+
+def open_busy_log(name: str) -> BusyLog:
+    """Of this process, where the environment asks for one. `name`: what the process does."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        return BusyLog(None)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return BusyLog(Path(folder) / f"{name}-{os.getpid()}.txt")
+
+
+def read_busy(folder: Path, name: str) -> list[Interval]:
+    """Of all processes of that name, in the order of time and apart from each other. A torn last line is left out."""
+    found: list[Interval] = []
+    for path in sorted(folder.glob(f"{name}-*.txt")):
+        text = path.read_text(encoding="ascii")
+        for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+            try:
+                start_s, end_s = map(float, line.split())
+            except ValueError as error:
+                raise RecordError(f"{path}, line {number}: expected two numbers, received {line!r}") from error
+            found.append((start_s, end_s))
+    return union(found)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same moments, as intervals that do not touch."""
+    joined: list[Interval] = []
+    for start_s, end_s in sorted(intervals):
+        if joined and start_s <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end_s, joined[-1][1]))
+        else:
+            joined.append((start_s, end_s))
+    return joined
+
+
+def busy_s(intervals: Iterable[Interval], from_s: float, to_s: float) -> float:
+    """Seconds between the two moments that lie in any of the intervals."""
+    return sum(max(0.0, min(end_s, to_s) - max(start_s, from_s)) for start_s, end_s in union(intervals))

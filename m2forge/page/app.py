@@ -1,0 +1,229 @@
+"""The page as an ASGI application: static files of this package, and what a run has written as JSON.
+
+    GET /  /static/NAME                              the page
+    GET /api/run                                     stage, state, checks
+    GET /api/curves?revision=&step=                  metrics, those that are new to the browser
+    GET /api/queue, /api/past                        the window as it stands, and as it moved
+    GET /api/episodes?domain=&state=&task=&text=&least=&most=&order=&upto=&offset=&limit=
+    GET /api/episodes/ID, …/outline, …/calls?start=&end=, …/tokens?call=&start=&end=, …/search?text=
+
+Answers are JSON, never markup; the browser puts them on the page as text. Handlers read files and a database, so they
+run in threads.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from m2forge.errors import M2ForgeError, NotFoundError
+from m2forge.page.episode import Episodes
+from m2forge.page.episode_list import ORDERS, Filter, list_episodes
+from m2forge.page.guard import Guard
+from m2forge.page.pool_reader import PoolMissing, PoolReader
+from m2forge.page.queue_view import queue_now, queue_past
+from m2forge.page.run import Run
+from m2forge.pool.state import EpisodeState
+from m2forge.records import Domain, JsonValue
+
+STATIC = Path(__file__).parent / "static"
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MAX_TEXT = 500
+MAX_LIST = 200
+MAX_CALLS = 200
+MAX_NUMBER = 2**53
+
+_log = logging.getLogger(__name__)
+
+
+def make_app(run: Run, key: str | None = None) -> ASGIApp:
+    """`key`: asked of everybody where other machines can reach the page."""
+    service = _Service(run)
+    paths: list[tuple[str, Callable[[Request], Response]]] = [
+        ("/", _index),
+        ("/static/{name:str}", _static),
+        ("/api/run", service.run),
+        ("/api/curves", service.curves),
+        ("/api/queue", service.queue),
+        ("/api/past", service.past),
+        ("/api/episodes", service.episodes),
+        ("/api/episodes/{id:int}", service.head),
+        ("/api/episodes/{id:int}/outline", service.outline),
+        ("/api/episodes/{id:int}/calls", service.calls),
+        ("/api/episodes/{id:int}/tokens", service.tokens),
+        ("/api/episodes/{id:int}/search", service.search),
+    ]
+    handlers = {M2ForgeError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}
+    app = Starlette(routes=[Route(path, handler) for path, handler in paths], exception_handlers=handlers)
+    return Guard(app, key)
+
+
+class _Service:
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._reader: PoolReader | None = None
+        self._episodes: Episodes | None = None
+
+    def _pool(self) -> PoolReader:
+        """Opened when it is first asked for: the run may not have begun."""
+        config = self._run.pool_config()
+        if config is None:
+            raise PoolMissing("this run has no data pool; only runs of m2forge rl have one")
+        if self._reader is None or self._reader.config != config:
+            self._reader = PoolReader(config)
+            self._episodes = Episodes(self._run, self._reader)
+        return self._reader
+
+    def _calls(self) -> Episodes:
+        self._pool()
+        assert self._episodes is not None
+        return self._episodes
+
+    def run(self, request: Request) -> Response:
+        return answer(self._run.describe())
+
+    def curves(self, request: Request) -> Response:
+        return answer(self._run.curves.since(_number(request, "revision", -1), _number(request, "step", 0)))
+
+    def queue(self, request: Request) -> Response:
+        pool = self._pool()
+        with pool.read() as connection:
+            return answer(queue_now(connection, pool.config))
+
+    def past(self, request: Request) -> Response:
+        pool = self._pool()
+        with pool.read() as connection:
+            return answer(queue_past(connection, pool.config))
+
+    def episodes(self, request: Request) -> Response:
+        wanted = Filter(
+            domain=_choice(request, "domain", [*Domain]),
+            state=_choice(request, "state", [*EpisodeState]),
+            task=_text(request, "task"),
+            text=_text(request, "text"),
+            least=_bound(request, "least"),
+            most=_bound(request, "most"),
+            order=_choice(request, "order", list(ORDERS)) or "newest",
+            upto=_number(request, "upto", MAX_NUMBER),
+        )
+        offset, limit = _number(request, "offset", 0), min(MAX_LIST, _number(request, "limit", 100))
+        with self._pool().read() as connection:
+            return answer(list_episodes(connection, wanted, offset, limit))
+
+    def head(self, request: Request) -> Response:
+        return answer(self._calls().head(_id(request)))
+
+    def outline(self, request: Request) -> Response:
+        return answer(self._calls().outline(_id(request)))
+
+    def calls(self, request: Request) -> Response:
+        start = _number(request, "start", 0)
+        end = min(_number(request, "end", start + 20), start + MAX_CALLS)
+        return answer(self._calls().calls(_id(request), start, end))
+
+    def tokens(self, request: Request) -> Response:
+        places = [_number(request, name, 0) for name in ("call", "start", "end")]
+        return answer(self._calls().tokens(_id(request), *places))
+
+    def search(self, request: Request) -> Response:
+        text = _text(request, "text")
+        if not text:
+            raise HTTPException(400, "text: expected something to look for")
+        return answer(self._calls().search(_id(request), text))
+
+
+# -- what may be asked -------------------------------------------------------------------------------------------------
+
+
+def _id(request: Request) -> int:
+    id: int = request.path_params["id"]
+    if id > MAX_NUMBER:
+        raise NotFoundError(f"episode {id} is not in the pool")
+    return id
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name)
+    if text is None or text == "":
+        return default
+    if not (text.removeprefix("-").isascii() and text.removeprefix("-").isdecimal() and len(text) < 17):
+        raise HTTPException(400, f"{name}: expected an integer, received {text[:40]!r}")
+    number = int(text)
+    if number < min(0, default):
+        raise HTTPException(400, f"{name}: expected {min(0, default)} or more, received {number}")
+    return number
+
+
+def _bound(request: Request, name: str) -> float | None:
+    text = request.query_params.get(name)
+    if not text:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise HTTPException(400, f"{name}: expected a number, received {text[:40]!r}")
+    return number
+
+
+def _choice(request: Request, name: str, choices: list[str]) -> str:
+    text = request.query_params.get(name, "")
+    if text and text not in choices:
+        raise HTTPException(400, f"{name}: expected one of {', '.join(choices)}, received {text[:40]!r}")
+    return text
+
+
+def _text(request: Request, name: str) -> str:
+    text = request.query_params.get(name, "")
+    if len(text) > MAX_TEXT or "\0" in text:
+        raise HTTPException(400, f"{name}: expected at most {MAX_TEXT} characters, none of them NUL")
+    return text
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def answer(body: JsonValue, status: int = 200) -> Response:
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # What agents wrote may hold half a character.
+    return Response(text.encode(errors="replace"), status, media_type="application/json")
+
+
+def _index(request: Request) -> Response:
+    return _file("index.html")
+
+
+def _static(request: Request) -> Response:
+    return _file(request.path_params["name"])
+
+
+def _file(name: str) -> Response:
+    # By the list of what there is: a name that is asked for never becomes a path.
+    path = next((path for path in STATIC.iterdir() if path.name == name and path.suffix in MEDIA_TYPES), None)
+    if path is None:
+        raise HTTPException(404, "there is no such file")
+    return Response(path.read_bytes(), media_type=MEDIA_TYPES[path.suffix])
+
+
+def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, PoolMissing):
+        return answer({"error": str(error), "reason": "pool"}, 503)
+    return answer({"error": str(error)}, 404 if isinstance(error, NotFoundError) else 500)
+
+
+def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return answer({"error": error.detail}, error.status_code)
+
+
+def _on_bug(request: Request, error: Exception) -> Response:
+    return answer({"error": f"the page failed ({type(error).__name__}); its log says where"}, 500)

@@ -1,0 +1,69 @@
+"""A failed attempt from the beginning of a run beside a solved one from its end, at alike tasks: two ids.
+
+Held-out attempts are not kept, so both are attempts that were trained on, or waited to be. Alike means the same task
+where there is such a pair, else the same family and difficulty. Of several pairs the one that lies furthest apart in
+versions is taken, and of those one whose solution took several calls, since it shows more.
+"""
+
+import json
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, select
+
+from m2forge.page.episode_list import JOINED
+from m2forge.pool.schema import episode_table, unit_table
+
+MAX_LOOKED_AT = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Contrast:
+    before: int
+    after: int
+    """Ids of episodes."""
+    is_same_task: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    id: int
+    version: int
+    num_calls: int
+    is_solved: bool
+
+
+def find_contrast(connection: Connection) -> Contrast | None:
+    episode, unit = episode_table.c, unit_table.c
+    query = (
+        select(episode.id, episode.oldest_step, episode.num_calls, episode.reward, unit.task)
+        .select_from(JOINED)
+        .where(episode.reward.is_not(None), episode.oldest_step.is_not(None))
+        .order_by(episode.id)
+        .limit(MAX_LOOKED_AT)
+    )
+    by_task: dict[Hashable, list[_Tried]] = {}
+    by_kind: dict[Hashable, list[_Tried]] = {}
+    for row in connection.execute(query):
+        task = json.loads(row.task)
+        tried = _Tried(row.id, row.oldest_step, row.num_calls, json.loads(row.reward)["perf"] >= 1)
+        by_task.setdefault(task["id"], []).append(tried)
+        kind = (task["domain"], task["metadata"].get("family"), task["difficulty"])
+        by_kind.setdefault(kind, []).append(tried)
+    for alike, is_same_task in ((by_task, True), (by_kind, False)):
+        pairs = [pair for tries in alike.values() if (pair := _furthest(tries)) is not None]
+        if pairs:
+            before, after = max(pairs, key=lambda pair: (pair[1].version - pair[0].version, pair[1].num_calls > 1))
+            return Contrast(before.id, after.id, is_same_task)
+    return None
+
+
+def _furthest(tries: list[_Tried]) -> tuple[_Tried, _Tried] | None:
+    """The first that failed and the last that succeeded, by a later version."""
+    failed = [tried for tried in tries if not tried.is_solved]
+    solved = [tried for tried in tries if tried.is_solved]
+    if not failed or not solved:
+        return None
+    before = min(failed, key=lambda tried: (tried.version, tried.id))
+    after = max(solved, key=lambda tried: (tried.version, tried.id))
+    return (before, after) if after.version > before.version else None

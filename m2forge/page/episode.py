@@ -1,0 +1,274 @@
+"""One episode of the pool, its calls page by page: stored bytes in, JSON out.
+
+The first calls of an episode are read without the others; the whole of it is read once and kept, since who looks at one
+call looks at the next.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from sqlalchemy import Connection, select
+
+from m2forge.errors import M2ForgeError, NotFoundError
+from m2forge.page.episode_list import JOINED, SHOWN, summary
+from m2forge.page.part import LOOK_BACK, Part, TokenText, cut_completion, cut_prompt
+from m2forge.page.pool_reader import PoolReader
+from m2forge.page.run import Run, known_keys
+from m2forge.page.trajectory import Trajectory
+from m2forge.page.worth import advantages_of
+from m2forge.pool.delta import read_tree
+from m2forge.pool.queue import read_queue
+from m2forge.pool.schema import call_table, episode_table, unit_table
+from m2forge.pool.stored import read_task
+from m2forge.records import JsonValue
+from m2forge.reward.config import AdvantageConfig
+from m2forge.tasks.catalog import family_of
+from m2forge.text.completion import Completion, ProblemKind
+from m2forge.text.message import Tool
+
+FIRST_CALLS = 48
+"""So many calls are read without the rest of their episode."""
+MAX_KEPT = 4
+"""Whole episodes that stay read."""
+PART_TOKENS = 1200
+"""Tokens of one part that come with its call; the rest is asked for."""
+PAGE_TOKENS = 24_000
+"""A page of calls is cut off behind so many tokens; there is always one call."""
+MAX_FOUND = 5000
+"""Calls that a search names."""
+MAX_TOKENS = 20_000
+"""Tokens that are handed out at once."""
+
+Json: TypeAlias = dict[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    episode: int
+    attempt: int
+    num_calls: int
+    """Read: those of a prefix, or all."""
+
+
+class Episodes:
+    def __init__(self, run: Run, reader: PoolReader) -> None:
+        self._run, self._reader = run, reader
+        self._kept: OrderedDict[_Key, Trajectory] = OrderedDict()
+        self._lock = threading.Lock()
+        self._reading: dict[_Key, threading.Lock] = {}
+
+    # -- what the page asks for ----------------------------------------------------------------------------------------
+
+    def head(self, episode: int) -> Json:
+        """All but the calls."""
+        config = self._advantage_config()
+        with self._reader.read() as connection:
+            more = [episode_table.c[name] for name in ("reward", "step_rewards", "artifacts")]
+            query = select(*[*SHOWN, *more]).select_from(JOINED).where(episode_table.c.id == episode)
+            row = connection.execute(query).one_or_none()
+            if row is None:
+                raise NotFoundError(f"episode {episode} is not in the pool; retention may have removed it")
+            worth = None if config is None else advantages_of(connection, episode, config)
+            group = _group(connection, row.group_name)
+        return summary(row) | {
+            "task": json.loads(row.task),
+            "reward_parts": None if row.reward is None else json.loads(row.reward),
+            "step_rewards": None if row.step_rewards is None else json.loads(row.step_rewards),
+            "advantages": None if worth is None else [round(value, 5) for value in worth],
+            "artifacts": json.loads(row.artifacts),
+            "group_episodes": group,
+            "has_text": self._run.format() is not None,
+        }
+
+    def outline(self, episode: int) -> Json:
+        """What the tree is like: for each call where it parts from which other, and how long it is."""
+        trajectory = self._trajectory(episode)
+        legs, samples = trajectory.legs, trajectory.samples
+        return {
+            "num_calls": len(legs),
+            "num_tokens": trajectory.tree.num_tokens,
+            "num_input_tokens": trajectory.tree.num_input_tokens,
+            "parents": [leg.parent for leg in legs],
+            "starts": [leg.start for leg in legs],
+            "prompts": [leg.num_prompt for leg in legs],
+            "ends": [leg.num_tokens for leg in legs],
+            "chains": list(trajectory.chains),
+            "lanes": list(trajectory.lanes),
+            "logprobs": [
+                round(float(sample.logprobs.mean()), 4) if sample.logprobs.size else None for sample in samples
+            ],
+            "started_s": [round(sample.started_s, 3) for sample in samples],
+            "durations_s": [round(sample.finished_s - sample.started_s, 3) for sample in samples],
+        }
+
+    def calls(self, episode: int, start: int, end: int) -> Json:
+        """Calls from `start` on, cut into parts; fewer than asked for where they are long."""
+        trajectory = self._trajectory(episode, end)
+        tools = self._tools(episode)
+        text = TokenText(self._run.format())
+        found: list[JsonValue] = []
+        num_tokens = 0
+        for call in range(start, min(end, len(trajectory.legs))):
+            if found and num_tokens > PAGE_TOKENS:
+                break
+            shown, size = _show_call(trajectory, call, text, tools)
+            found.append(shown)
+            num_tokens += size
+        return {"first": start, "calls": found}
+
+    def tokens(self, episode: int, call: int, start: int, end: int) -> Json:
+        """Texts and log-probabilities of some tokens of a call's path."""
+        trajectory = self._trajectory(episode, call + 1)
+        if call >= len(trajectory.legs):
+            raise NotFoundError(f"episode {episode} has {len(trajectory.legs)} calls, no call {call}")
+        end = min(end, start + MAX_TOKENS, trajectory.legs[call].num_tokens)
+        return _show_tokens(trajectory, call, start, end, TokenText(self._run.format()))
+
+    def search(self, episode: int, text: str) -> Json:
+        """Calls whose own tokens, not those that they share with earlier ones, hold `text`; case does not count."""
+        trajectory = self._trajectory(episode)
+        writer, wanted = TokenText(self._run.format()), text.casefold()
+        calls: list[JsonValue] = []
+        total = 0
+        for call, leg in enumerate(trajectory.legs):
+            ids = trajectory.tokens(call, min(leg.start, leg.num_prompt), leg.num_tokens).tolist()
+            number = writer.text(ids).casefold().count(wanted)
+            if number:
+                total += number
+                if len(calls) < MAX_FOUND:
+                    calls.append([call, number])
+        return {"total": total, "calls": calls}
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _trajectory(self, episode: int, num_calls: int | None = None) -> Trajectory:
+        """The first `num_calls` at least, or all."""
+        with self._reader.read() as connection:
+            attempt, num_all = self._extent(connection, episode)
+        whole = _Key(episode, attempt, num_all)
+        with self._lock:
+            if whole in self._kept:
+                self._kept.move_to_end(whole)
+                return self._kept[whole]
+        key = (
+            whole if num_calls is None or num_calls > FIRST_CALLS else _Key(episode, attempt, min(FIRST_CALLS, num_all))
+        )
+        with self._lock:
+            lock = self._reading.setdefault(key, threading.Lock())
+        # One reads, and those who want the same wait for it.
+        with lock:
+            with self._lock:
+                if key in self._kept:
+                    return self._kept[key]
+            trajectory = self._read(key)
+            with self._lock:
+                self._kept[key] = trajectory
+                self._reading.pop(key, None)
+                while len(self._kept) > 2 * MAX_KEPT:
+                    self._kept.popitem(last=False)
+        return trajectory
+
+    def _extent(self, connection: Connection, episode: int) -> tuple[int, int]:
+        columns = (episode_table.c.attempt, episode_table.c.num_calls)
+        row = connection.execute(select(*columns).where(episode_table.c.id == episode)).one_or_none()
+        if row is None:
+            raise NotFoundError(f"episode {episode} is not in the pool; retention may have removed it")
+        return row.attempt, row.num_calls
+
+    def _read(self, key: _Key) -> Trajectory:
+        call = call_table.c
+        query = select(call.data).where(call.episode == key.episode, call.attempt == key.attempt)
+        with self._reader.read() as connection:
+            vocab_size: int = read_queue(connection).vocab_size
+            stored = list(connection.execute(query.order_by(call.ordinal).limit(key.num_calls)).scalars())
+        return Trajectory(read_tree(stored, vocab_size, f"episode {key.episode}"))
+
+    def _tools(self, episode: int) -> tuple[Tool, ...] | None:
+        """Those that the task's family offers; None where the family is not known here."""
+        with self._reader.read() as connection:
+            query = select(unit_table.c.task).select_from(JOINED).where(episode_table.c.id == episode)
+            text = connection.execute(query).scalar_one()
+        try:
+            task = read_task(text)
+            return tuple(family_of(task).tools(task))
+        except (M2ForgeError, ValueError, TypeError, KeyError):
+            return None
+
+    def _advantage_config(self) -> AdvantageConfig | None:
+        reward = self._run.config().get("reward")
+        given = reward.get("advantage") if isinstance(reward, dict) else None
+        if not isinstance(given, dict):
+            return AdvantageConfig()
+        try:
+            return AdvantageConfig.model_validate(known_keys(AdvantageConfig, given))
+        except ValueError:
+            return None
+
+
+def _group(connection: Connection, name: str) -> list[JsonValue]:
+    """The other attempts at the same task, and this one."""
+    columns = (episode_table.c.id, episode_table.c.state, episode_table.c.reward_total)
+    query = select(*columns).select_from(JOINED).where(unit_table.c.group_name == name).order_by(episode_table.c.id)
+    return [{"id": row.id, "state": row.state, "reward": row.reward_total} for row in connection.execute(query)]
+
+
+def _show_call(trajectory: Trajectory, call: int, text: TokenText, tools: tuple[Tool, ...] | None) -> tuple[Json, int]:
+    """A call, and the number of tokens that were written out for it."""
+    leg, sample = trajectory.legs[call], trajectory.samples[call]
+    start = min(leg.start, leg.num_prompt)
+    before = trajectory.tokens(call, max(0, start - LOOK_BACK), start).tolist()
+    ids = trajectory.tokens(call, start, leg.num_tokens).tolist()
+    num_new = leg.num_prompt - start
+    prompt, response = text.texts(ids[:num_new]), text.texts(ids[num_new:])
+    parts = cut_prompt(ids[:num_new], prompt, before, text.format)
+    answer, completion = cut_completion(response, text.format, tools or ())
+    shown = [_show_part(part, prompt, start) for part in parts]
+    shown += [_show_part(part, response, leg.num_prompt, sample.logprobs.tolist()) for part in answer]
+    steps = np.unique(sample.versions)
+    return {
+        "call": call,
+        "parts": shown,
+        "tools": [] if completion is None else [made.name for made in completion.tool_calls],
+        "problems": _problems(completion, tools),
+        "finish_reason": sample.finish_reason,
+        "versions": [int(steps[0]), int(steps[-1])] if steps.size else None,
+        "temperature": sample.sampling.temperature,
+    }, sum(min(part.end - part.start, PART_TOKENS) for part in [*parts, *answer])
+
+
+def _show_part(part: Part, texts: Sequence[str], offset: int, logprobs: Sequence[float] | None = None) -> Json:
+    end = min(part.end, part.start + PART_TOKENS)
+    shown: Json = {
+        "kind": part.kind,
+        "start": offset + part.start,
+        "num_tokens": part.end - part.start,
+        "texts": list(texts[part.start : end]),
+    }
+    if logprobs is not None:
+        shown["logprobs"] = [round(value, 3) for value in logprobs[part.start : end]]
+    return shown
+
+
+def _show_tokens(trajectory: Trajectory, call: int, start: int, end: int, text: TokenText) -> Json:
+    leg, sample = trajectory.legs[call], trajectory.samples[call]
+    shown: Json = {"start": start, "texts": list(text.texts(trajectory.tokens(call, start, end).tolist()))}
+    if start >= leg.num_prompt:
+        values = sample.logprobs[start - leg.num_prompt : end - leg.num_prompt].tolist()
+        shown["logprobs"] = [round(value, 3) for value in values]
+    return shown
+
+
+def _problems(completion: Completion | None, tools: tuple[Tool, ...] | None) -> list[JsonValue]:
+    """Without the tools that were offered nobody can tell which were not."""
+    if completion is None:
+        return []
+    return [
+        {"kind": problem.kind, "detail": problem.detail}
+        for problem in completion.problems
+        if tools is not None or problem.kind != ProblemKind.UNKNOWN_TOOL
+    ]

@@ -1,0 +1,137 @@
+"""A run in one file: `report.html`, which needs no server, no network and no other file.
+
+The page's own modules are put one after another into one script, the data beside it as JSON. Data cannot end its
+element or become markup, and a policy in the file lets the browser run that one script and nothing else.
+"""
+
+import base64
+import hashlib
+import json
+import re
+from html import escape
+from pathlib import Path
+
+from m2forge.files import write_atomic
+from m2forge.page.app import STATIC
+from m2forge.page.contrast import find_contrast
+from m2forge.page.episode import Episodes
+from m2forge.page.pool_reader import PoolMissing, PoolReader
+from m2forge.page.queue_view import queue_past
+from m2forge.page.run import Run
+from m2forge.records import JsonValue
+
+MODULES = ("dom", "format", "chart", "curves", "window", "turn", "stats", "theme", "report")
+"""Each after those that it imports."""
+MAX_CALLS = 40
+"""Of each of the two trajectories."""
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) )", re.MULTILINE)
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{name} · m2forge</title>
+<style>{style}</style>
+</head>
+<body class="report">
+<main>
+<header class="title">
+{icon}
+<div class="grow"><h1>{name}</h1><p class="soft">{summary}</p></div>
+<button class="icon" id="theme-button" aria-label="Light or dark" title="Light or dark">◐</button>
+</header>
+<div id="report"></div>
+<noscript><p class="empty">The charts need JavaScript, all of which lies in this file.</p></noscript>
+</main>
+<script type="application/json" id="data">{data}</script>
+<script type="module">{script}</script>
+</body>
+</html>
+"""
+
+
+def write_report(run_dir: Path, out: Path) -> None:
+    """Write what the run in `run_dir` has reached, to be opened by any browser."""
+    data = collect(Run(run_dir))
+    style, script = (STATIC / "style.css").read_text(encoding="utf-8"), bundle()
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'"
+    run = data["run"]
+    assert isinstance(run, dict)
+    page = _PAGE.format(
+        policy=escape(policy),
+        name=escape(str(run["name"])),
+        summary=escape(_summary(run)),
+        style=style,
+        icon=(STATIC / "icon.svg")
+        .read_text(encoding="utf-8")
+        .replace("<svg ", '<svg width="42" height="42" ', 1)
+        .strip(),
+        data=json_for_script(data),
+        script=script,
+    )
+    write_atomic(out, page)
+
+
+def collect(run: Run) -> dict[str, JsonValue]:
+    """All that the report shows. What the pool cannot tell is left out, and why is said."""
+    data: dict[str, JsonValue] = {"run": run.describe(), "curves": run.curves.since(-1, 0)}
+    data |= {"past": None, "sides": None, "why": "this run has no data pool"}
+    config = run.pool_config()
+    if config is None:
+        return data
+    reader = PoolReader(config)
+    try:
+        with reader.read() as connection:
+            data["past"] = queue_past(connection, config)
+            pair = find_contrast(connection)
+        data["why"] = "no task was failed by an early version and solved by a later one, or retention has removed it"
+        if pair is not None:
+            alike = "the same task" if pair.is_same_task else "tasks of the same family and difficulty"
+            episodes = Episodes(run, reader)
+            data["sides"] = {
+                "note": f"attempts at {alike}, from training; held-out attempts are not kept",
+                "before": _side(episodes, pair.before),
+                "after": _side(episodes, pair.after),
+            }
+    except PoolMissing as error:
+        data["why"] = str(error)
+    finally:
+        reader.close()
+    return data
+
+
+def _side(episodes: Episodes, id: int) -> dict[str, JsonValue]:
+    head, calls = episodes.head(id), episodes.calls(id, 0, MAX_CALLS)["calls"]
+    assert isinstance(calls, list)
+    num_calls = head["num_calls"]
+    assert isinstance(num_calls, int)
+    return {"head": head, "calls": calls, "num_left": num_calls - len(calls)}
+
+
+def bundle() -> str:
+    """The modules as one script: their imports are met by what stands above, so they are left out."""
+    parts = []
+    for index, name in enumerate(MODULES):
+        text = (STATIC / f"{name}.js").read_text(encoding="utf-8")
+        missing = set(_IMPORT.findall(text)) - set(MODULES[:index])
+        assert not missing, f"{name}.js imports {missing}, which the report lacks"
+        parts.append(_EXPORT.sub("", _IMPORT.sub("", text)))
+    return "\n".join(parts)
+
+
+def json_for_script(value: JsonValue) -> str:
+    """JSON that can stand inside a script element: nothing in it can end the element."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _summary(run: dict[str, JsonValue]) -> str:
+    step, num_steps, model = run["step"], run["num_steps"], run["model"]
+    begun = f" from {model}" if model else ""
+    return f"{run['stage']}{begun}: {run['state']}, step {step}" + (f" of {num_steps}" if num_steps else "")

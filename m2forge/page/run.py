@@ -1,0 +1,217 @@
+"""The directory of a run as the page sees it: which stage wrote it, how far it is, what was checked.
+
+Everything is read as it is found: a configuration of another version, files that are not there yet, a last line that is
+half written. What cannot be read is told in `problems` and changes nothing else. The names are those of `forge/layout`,
+repeated here because that module brings torch with it, which a page has no use for.
+"""
+
+import json
+import math
+import threading
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from m2forge.config import Config, TomlValue
+from m2forge.errors import M2ForgeError, NotFoundError
+from m2forge.observe.metrics import FILE_NAME
+from m2forge.page.curve import Curves
+from m2forge.pool.config import PoolConfig
+from m2forge.records import JsonValue
+from m2forge.text.format import ChatFormat, FormatName, make_format
+from m2forge.text.tokenizer import load_tokenizer
+from m2forge.train.run_dir import CONFIG_FILE, LOCK_FILE
+
+CHECKS_FILE, LOOP_FILE, MODEL_FOLDER, WEIGHTS_FOLDER = "checks.jsonl", "loop.json", "model", "weights"
+POOL_FILES = ("pool.db", "pool.db-wal")
+SQLITE = "sqlite:///"
+QUIET_S = 30.0
+"""A run that has written nothing for so long, and that nobody holds, has stopped."""
+_LOCKS = Path("/proc/locks")
+
+Table = Mapping[str, TomlValue]
+
+
+class Run:
+    def __init__(self, run_dir: Path) -> None:
+        if not run_dir.is_dir():
+            raise NotFoundError(f"{run_dir} is no folder; give the directory of a run, such as runs/NAME")
+        self.run_dir = run_dir
+        self.name = run_dir.absolute().name
+        self.curves = Curves(run_dir / FILE_NAME)
+        self._format: ChatFormat | None = None
+        self._format_lock = threading.Lock()
+
+    # -- configuration -------------------------------------------------------------------------------------------------
+
+    def config(self) -> Table:
+        """As it stands in the run's directory; empty where it is not there or broken."""
+        try:
+            return tomllib.loads((self.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+
+    def stage(self) -> str:
+        config = self.config()
+        if "curriculum" in config and "agent" in config:
+            return "rl"
+        return "pretrain" if "corpus" in config else "sft" if "data" in config else "run"
+
+    def pool_config(self) -> PoolConfig | None:
+        """Of a run that has a pool. Keys that this version does not know are left out."""
+        given = self.config().get("pool")
+        if not isinstance(given, dict):
+            return None
+        try:
+            config = PoolConfig.model_validate(known_keys(PoolConfig, given))
+        except ValueError:
+            return None
+        path = config.url.removeprefix(SQLITE)
+        if path == config.url or path.startswith("/"):
+            return config
+        return config.model_copy(update={"url": f"{SQLITE}{(self.run_dir / path).absolute()}"})
+
+    # -- the tokenizer -------------------------------------------------------------------------------------------------
+
+    def format(self) -> ChatFormat | None:
+        """The chat format of the run's own model, or of the one it began with; None while there is none to be read."""
+        with self._format_lock:
+            if self._format is None:
+                self._format = self._find_format()
+            return self._format
+
+    def _find_format(self) -> ChatFormat | None:
+        config = self.config()
+        gateway, model = config.get("gateway"), config.get("model")
+        name = gateway.get("format") if isinstance(gateway, dict) else None
+        kind: FormatName = "minimax_m2" if name == "minimax_m2" else "chatml" if name == "chatml" else "auto"
+        folders = [self.run_dir / MODEL_FOLDER, *sorted((self.run_dir / WEIGHTS_FOLDER).glob("step-*"), reverse=True)]
+        folders += [Path(model)] if isinstance(model, str) else []
+        for folder in folders:
+            try:
+                return make_format(kind, load_tokenizer(folder))
+            except (M2ForgeError, OSError, ValueError):
+                continue
+        return None
+
+    # -- how it stands -------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, JsonValue]:
+        config = self.config()
+        model, group_size = config.get("model"), config.get("group_size")
+        checks, num_unread = self.checks()
+        problems = [] if config else [f"{CONFIG_FILE} is missing or cannot be read; what the run was told is not known"]
+        if num_unread:
+            problems.append(f"checks.jsonl: {num_unread} lines are no checks and are left out")
+        return {
+            "name": self.name,
+            "stage": self.stage(),
+            "state": self.state(checks),
+            "age_s": self.age_s(),
+            "step": self.curves.last_step(),
+            "num_steps": self.num_steps(),
+            "model": model if isinstance(model, str) else None,
+            "group_size": group_size if isinstance(group_size, int) else None,
+            "has_pool": self.pool_config() is not None,
+            "checks": checks,
+            "problems": problems,
+        }
+
+    def num_steps(self) -> int | None:
+        """That the run is to make, where its configuration says so."""
+        config = self.config()
+        phases = config.get("phases")
+        if isinstance(phases, list):
+            steps = [phase.get("steps") for phase in phases if isinstance(phase, dict)]
+            return sum(step for step in steps if isinstance(step, int)) or None
+        given = config.get("num_steps")
+        return given if isinstance(given, int) else None
+
+    def state(self, checks: list[JsonValue] | None = None) -> str:
+        """complete, running, stopped, or empty while nothing is written."""
+        if (self.run_dir / MODEL_FOLDER).is_dir() and not self._is_check_due(
+            self.checks()[0] if checks is None else checks
+        ):
+            return "complete"
+        age_s = self.age_s()
+        if age_s is None:
+            return "running" if self._is_held() else "empty"
+        return "running" if age_s < QUIET_S or self._is_held() else "stopped"
+
+    def _is_check_due(self, checks: list[JsonValue]) -> bool:
+        check = self.config().get("check")
+        if not isinstance(check, dict) or not check.get("num_tasks"):
+            return False
+        last = checks[-1] if checks else None
+        return not isinstance(last, dict) or last.get("step") != self.num_steps()
+
+    def age_s(self) -> float | None:
+        """Since it wrote last."""
+        names = (FILE_NAME, CHECKS_FILE, LOOP_FILE, *POOL_FILES)
+        times_s = [found for name in names if (found := _changed_s(self.run_dir / name)) is not None]
+        return max(0.0, time.time() - max(times_s)) if times_s else None
+
+    def _is_held(self) -> bool:
+        """Whether a process trains into it. The kernel is asked who holds the lock: to try it, even for a moment, could
+        keep a run from starting."""
+        try:
+            inode = (self.run_dir / LOCK_FILE).stat().st_ino
+            return any(line.split()[5].endswith(f":{inode}") for line in _LOCKS.read_text().splitlines())
+        except (OSError, IndexError):
+            return False
+
+    def checks(self) -> tuple[list[JsonValue], int]:
+        """Success on held-out tasks, and the number of lines that cannot be read; a last line without its end is still
+        being written."""
+        try:
+            text = (self.run_dir / CHECKS_FILE).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return [], 0
+        found: list[JsonValue] = []
+        num_unread = 0
+        for line in text[: text.rfind("\n") + 1].splitlines():
+            try:
+                found.append(_read_check(json.loads(line)))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                num_unread += 1
+        return found, num_unread
+
+
+def _read_check(record: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """The numbers that every check has; what else it may hold is left to who wrote it."""
+    by_family = record.get("by_family") or {}
+    numbers = {name: _finite(record.get(name, 0.0)) for name in ("success", "margin", "seconds", "num_broken")}
+    step, num_tasks = int(_finite(record["step"])), int(_finite(record.get("num_tasks", 0)))
+    if not isinstance(by_family, dict):
+        raise TypeError(by_family)
+    shares: dict[str, JsonValue] = {str(name): _finite(value) for name, value in by_family.items()}
+    return {"step": step, "num_tasks": num_tasks, "by_family": shares, **numbers}
+
+
+def _finite(value: JsonValue) -> float:
+    number = float(value)  # type: ignore[arg-type]  # whatever is no number raises, which the caller counts
+    if not math.isfinite(number):
+        raise ValueError(number)
+    return number
+
+
+def known_keys(config: type[Config], given: Table) -> dict[str, TomlValue]:
+    """What a table says, less the keys that the class does not have, tables inside included."""
+    known: dict[str, TomlValue] = {}
+    for name, value in given.items():
+        field = config.model_fields.get(name)
+        if field is None:
+            continue
+        kind: object = field.annotation
+        if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, Config):
+            value = known_keys(kind, value)
+        known[name] = value
+    return known
+
+
+def _changed_s(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None

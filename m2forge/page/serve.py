@@ -1,0 +1,72 @@
+"""The page as a process: a run's directory, served until told to stop."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from m2forge.errors import ConfigError
+from m2forge.page.app import make_app
+from m2forge.page.guard import LOOPBACK
+from m2forge.page.run import Run
+
+KEY_VARIABLE = "M2FORGE_PAGE_KEY"
+"""Environment variable with the key that browsers on other machines need; a command line can be read by everybody."""
+MAX_PORT = 65535
+GRACE_S = 2
+
+
+def serve_page(run_dir: Path, host: str, port: int, announce: Callable[[str], None]) -> None:
+    """`announce` is told the address once requests are taken there."""
+    run, key = Run(run_dir), find_key(host)
+    with bind(host, port) as listener:
+        announce(address(listener))
+        asyncio.run(make_server(make_app(run, key)).serve(sockets=[listener]))
+
+
+def find_key(host: str) -> str | None:
+    key = os.environ.get(KEY_VARIABLE) or None
+    if key is None and host not in LOOPBACK:
+        raise ConfigError(
+            f"host {host}: other machines could read what agents wrote; set a key in {KEY_VARIABLE}, "
+            f"or listen on 127.0.0.1"
+        )
+    if key is not None and not all(sign.isascii() and (sign.isalnum() or sign in "-_") for sign in key):
+        raise ConfigError(f"{KEY_VARIABLE}: expected letters, digits, - and _, which an address can carry")
+    return key
+
+
+def bind(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"port {port}: expected 0 to {MAX_PORT}; 0 takes any that is free")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        place = f"{host}:{port}"
+        raise ConfigError(f"{place} cannot be listened on ({error.strerror}); give another host or port") from error
+
+
+def address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_server(app: ASGIApp) -> uvicorn.Server:
+    """To be run by `serve(sockets=[listener])`."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+    )

@@ -1,0 +1,94 @@
+"""A run's directory in every state it can be found in."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from m2forge.errors import NotFoundError
+from m2forge.forge.layout import Layout
+from m2forge.page import run as page_run
+from m2forge.page.run import Run
+from m2forge.pool.config import PoolConfig
+from m2forge.text.format import ChatFormat
+from tests.page.scene import Scene
+
+
+def test_the_names_are_those_that_the_loop_writes(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    assert layout.checks == tmp_path / page_run.CHECKS_FILE
+    assert layout.loop_state == tmp_path / page_run.LOOP_FILE
+    assert layout.model == tmp_path / page_run.MODEL_FOLDER
+    assert layout.weights == tmp_path / page_run.WEIGHTS_FOLDER
+    for url in ("sqlite:///pool.db", "sqlite:////elsewhere/pool.db", "postgresql://me@host/db"):
+        (tmp_path / "config.toml").write_text(f'[pool]\nurl = "{url}"\n')
+        assert Run(tmp_path).pool_config() == layout.pool(PoolConfig(url=url))
+
+
+def test_a_complete_run_says_so(done: Path) -> None:
+    found = Run(done).describe()
+    assert (found["stage"], found["state"], found["step"], found["num_steps"]) == ("rl", "complete", 6, 6)
+    checks = found["checks"]
+    assert isinstance(checks, list)
+    assert [check["step"] for check in checks if isinstance(check, dict)] == [0, 6, 6]
+    assert found["problems"] == []
+
+
+def test_keys_of_another_version_do_not_hide_the_pool(done: Path) -> None:
+    assert "max_attempts" in (done / "config.toml").read_text()
+    config = Run(done).pool_config()
+    assert config is not None
+    assert (config.window.queue, config.window.size) == (8, 6)
+
+
+def test_a_run_is_running_while_it_writes_or_is_held(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert run.state() == "empty"
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("")
+    assert run.state() == "running"
+    os.utime(metrics, (1e9, 1e9))
+    assert run.state() == "stopped"
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run.state() == "running"
+    assert run.state() == "stopped"
+
+
+def test_a_model_without_its_last_check_is_not_complete(format: ChatFormat, tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "run", format, num_steps=2)
+    scene.pool.close()
+    (scene.run_dir / "model").mkdir()
+    assert Run(scene.run_dir).state() != "complete"
+    scene.write_check(0.5, 2)
+    assert Run(scene.run_dir).state() == "complete"
+
+
+def test_broken_files_are_told_and_the_rest_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("name = [")
+    (tmp_path / "checks.jsonl").write_text('{"step": 0, "success": 0.5}\n{"step": "x"}\n[]\nNaN\n{"step": 3, "succ')
+    found = Run(tmp_path).describe()
+    problems = found["problems"]
+    assert isinstance(problems, list)
+    assert len(problems) == 2
+    assert "3 lines" in str(problems[1])
+    assert found["stage"] == "run"
+    assert Run(tmp_path).pool_config() is None
+    assert Run(tmp_path).format() is None
+
+
+@pytest.mark.parametrize(("text", "stage"), [('corpus = "c"', "pretrain"), ("[data]", "sft"), ("", "run")])
+def test_stages_are_told_apart(tmp_path: Path, text: str, stage: str) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    assert Run(tmp_path).stage() == stage
+
+
+def test_phases_add_up(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('corpus = "c"\n[[phases]]\nsteps = 5\n[[phases]]\nsteps = 7\n')
+    assert Run(tmp_path).num_steps() == 12
+
+
+def test_no_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="is no folder"):
+        Run(tmp_path / "none")
