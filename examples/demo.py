@@ -1,6 +1,6 @@
 """A newcomer's tour in minutes: a small network learns to use tools, then an agent program, untouched, makes it better.
 
-    python examples/demo.py [--runs runs/demo] [--seed 0] [--control]
+    python examples/demo.py [--runs runs/demo] [--seed 0] [--control] [--scale 1.0]
 
     text       pages of keys, which the network learns to copy, and a tokenizer
     pretrain   a narrow m2-nano from random weights, with one prediction module
@@ -10,10 +10,11 @@
     report     what happened, in one HTML file
 
 Demonstrations were made where the copy is right, so the network trusts it. The tasks of the rl stage are harder: the
-copy is out of date at one or two of their links. No message says so; only the verifier's verdict tells. `--control`
+copy is out of date at one to three of their links. No message says so; only the verifier's verdict tells. `--control`
 hands the verdicts of a group to its attempts at random: nothing can be learnt then, and nothing should be.
 
-A stage that was killed goes on where it stopped, and one that is complete is not repeated.
+A stage that was killed goes on where it stopped, and one that is complete is not repeated. `--scale 0.1` does a tenth
+of everything, which is enough to see that it works and too little to learn.
 """
 
 import os
@@ -56,17 +57,17 @@ ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
 FAMILY = "copies"
 BARE, WHOLE = "bare.jsonl", "whole.jsonl"
-NUM_PAGES, NUM_BARE, NUM_WHOLE = 4000, 1500, 640
+NUM_PAGES, NUM_BARE, NUM_WHOLE = 4000, 1000, 440
 VOCAB_SIZE, TOKENIZER_TEXTS = 512, 300
 
 Result = TypeVar("Result")
 
 
-def make_pages(folder: Path, seed: int) -> Path:
+def make_pages(folder: Path, seed: int, num_pages: int) -> Path:
     """Pages of a few keys, each written two to four times."""
     rng = random.Random(seed)
     pages = []
-    for _ in range(NUM_PAGES):
+    for _ in range(num_pages):
         line = " ".join(rng.choice(KEYS) for _ in range(rng.randint(2, 10)))
         pages.append(f"{line}\n" * rng.randint(2, 4))
     path = folder / "pages.jsonl"
@@ -74,10 +75,10 @@ def make_pages(folder: Path, seed: int) -> Path:
     return path
 
 
-def make_demonstrations(folder: Path, seed: int) -> None:
+def make_demonstrations(folder: Path, seed: int, num_bare: int, num_whole: int) -> None:
     """With the description of the tools, as the agent sends them, and without."""
     tasks = TaskSet(find_family(FAMILY), "train", seed)
-    bare, whole = ([tasks.next(0, 0) for _ in range(num)] for num in (NUM_BARE, NUM_WHOLE))
+    bare, whole = ([tasks.next(0, 0) for _ in range(num)] for num in (num_bare, num_whole))
     write_demonstrations(folder / WHOLE, whole, seed)
     lines = (json.dumps(item | {"tools": []}) for item in demonstrations(bare, seed, system=""))
     write_atomic(folder / BARE, "".join(f"{line}\n" for line in lines))
@@ -110,8 +111,8 @@ def told(**settings: object) -> list[str]:
 
 
 class Demo:
-    def __init__(self, runs: Path, seed: int, is_control: bool) -> None:
-        self.runs, self.seed, self.is_control = runs, seed, is_control
+    def __init__(self, runs: Path, seed: int, *, is_control: bool = False, scale: float = 1.0) -> None:
+        self.runs, self.seed, self.is_control, self._scale = runs, seed, is_control, scale
         self.seconds: dict[str, float] = {}
 
     def run(self) -> None:
@@ -132,17 +133,23 @@ class Demo:
         self.seconds[name] = time.monotonic() - started_s
         return result
 
+    def _scaled(self, number: int) -> int:
+        return max(1, round(number * self._scale))
+
     def _text(self, data: Path) -> Path:
         folder = self.runs / "corpus"
         if folder.exists():
             return folder
-        make_demonstrations(data, self.seed)
+        make_demonstrations(data, self.seed, self._scaled(NUM_BARE), self._scaled(NUM_WHOLE))
         tokenizer = make_tokenizer(data / "tokenizer", self.seed)
-        return make_corpus(folder, make_pages(data, self.seed), tokenizer)
+        return make_corpus(folder, make_pages(data, self.seed, self._scaled(NUM_PAGES)), tokenizer)
 
     def _pretrain(self, corpus: Path) -> Path:
-        settings = told(corpus=str(corpus), seed=self.seed)
-        return run_pretrain(load(PretrainConfig, CONFIGS / "pretrain" / "demo.toml", settings), self.runs)
+        path = CONFIGS / "pretrain" / "demo.toml"
+        steps = self._scaled(load(PretrainConfig, path).phases[0].steps)
+        settings = told(corpus=str(corpus), seed=self.seed, phases__0__steps=steps)
+        settings += told(phases__0__warmup_steps=min(steps, 30))
+        return run_pretrain(load(PretrainConfig, path, settings), self.runs)
 
     def _sft(self, base: Path, data: Path) -> Path:
         paths = {f"data__sources__{n}__path": str(data / name) for n, name in enumerate((BARE, WHOLE))}
@@ -151,10 +158,14 @@ class Demo:
 
     def _rl(self, agent: Path) -> list[Check]:
         command = [sys.executable, str(ROOT / "examples" / "task_agent.py")]
+        path = CONFIGS / "rl" / "demo.toml"
+        config = load(ForgeConfig, path)
         settings = told(model=str(agent), agent__command=command, curriculum__seed=self.seed)
+        settings += told(num_steps=self._scaled(config.num_steps), warmup_steps=min(3, self._scaled(config.num_steps)))
+        settings += told(check__num_tasks=self._scaled(config.check.num_tasks))
         if self.is_control:
             settings += told(name="control", reward__shuffled=True)
-        return run_forge(load(ForgeConfig, CONFIGS / "rl" / "demo.toml", settings), self.runs)[1]
+        return run_forge(load(ForgeConfig, path, settings), self.runs)[1]
 
     def _summarise(self, checks: list[Check], run: Path, report: Path) -> None:
         steps = [step.values for step in read_metrics(run / FILE_NAME)]
@@ -197,8 +208,11 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--control", action="store_true", help="rewards at random, under which nothing is learnt")
+    parser.add_argument("--scale", type=float, default=1.0, help="do less of everything: 0.1 is a tenth")
     args = parser.parse_args()
-    Demo(args.runs, args.seed, args.control).run()
+    if not 0 < args.scale <= 1:
+        parser.error(f"--scale {args.scale}: give a number above 0, at most 1")
+    Demo(args.runs, args.seed, is_control=args.control, scale=args.scale).run()
 
 
 if __name__ == "__main__":

@@ -6,20 +6,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from m2forge.model.checkpoint import load_model
 from m2forge.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
 
 
-def run_agent(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / "agent.py"), *arguments]
+def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / example), *arguments]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def test_the_agent_goes_from_text_to_calls(tmp_path: Path) -> None:
-    result = run_agent("--scale", "0.01", "--runs", str(tmp_path))
+    result = run("agent.py", "--scale", "0.01", "--runs", str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert re.search(r"^calls +\d+\.\d% of 300 held-out requests", result.stdout, re.MULTILINE)
     assert json.loads((tmp_path / "summary.json").read_text())["seconds"].keys() == {
@@ -38,7 +40,28 @@ def test_the_agent_goes_from_text_to_calls(tmp_path: Path) -> None:
 
 def test_the_agent_refuses_a_scale_that_is_none(tmp_path: Path) -> None:
     for scale in ("0", "nan", "1000"):
-        result = run_agent(f"--scale={scale}", "--runs", str(tmp_path / "run"))
+        result = run("agent.py", f"--scale={scale}", "--runs", str(tmp_path / "run"))
         assert result.returncode == 2
         assert "give a number above 0, at most 100" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_the_demo_closes_the_ring(tmp_path: Path) -> None:
+    """Too small to learn anything; `make demo` at its own size does."""
+    result = run("demo.py", "--scale", "0.03", "--runs", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"^before +\d+\.\d% of 6 held-out tasks", result.stdout, re.MULTILINE)
+    assert re.search(r"^after +\d+\.\d% after 1 steps of CISPO", result.stdout, re.MULTILINE)
+    assert "Before and after" in (tmp_path / "report.html").read_text()
+    assert load_model(tmp_path / "rl" / "model").config.num_mtp == 1
+    told = json.loads((tmp_path / "rl" / "summary.json").read_text())
+    assert told["seconds"].keys() == {"text", "pretrain", "sft", "rl", "report"}
+    assert len(read_metrics(tmp_path / "rl" / "metrics.jsonl")) == 1
+
+
+def test_the_demo_refuses_a_scale_that_is_none(tmp_path: Path) -> None:
+    result = run("demo.py", "--scale=0", "--runs", str(tmp_path / "run"))
+    assert result.returncode == 2
+    assert "give a number above 0, at most 1" in result.stderr
     assert not (tmp_path / "run").exists()

@@ -32,7 +32,7 @@ def test_the_commands_run_after_the_demo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save_model(build(preset("m2-nano")), Path("runs/demo/nano/model"))
+    save_model(build(preset("m2-nano")), Path("runs/demo/rl/model"))
     (block,) = code_blocks("console")
     for line in block.splitlines():
         program, *arguments = shlex.split(line, comments=True)

@@ -17,6 +17,7 @@ from m2forge.forge.config import AgentConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.forge.worker import JobError, WorkerDiedError, Workers
 from m2forge.pool.pool import Pool
+from m2forge.pool.record import Rewarding
 from m2forge.pool.state import LeaseLostError, StateError
 from m2forge.pool.stored import Lease, Outcome, StoredEpisode, StoredUnit
 from m2forge.pool.writer import PoolWriter
@@ -78,13 +79,27 @@ class Agents:
     ) -> None:
         """`num_starts`: how often the processes behind the gateway's address, and itself, have been started."""
         self.config, self.gateway, self.workers, self._num_starts = config, gateway, workers, num_starts
+        self._budget = config.budget.model_copy(update={"max_s": config.timeout_s})
+        self._num_up = -1
+        """Of these starts, when all of them were last known to serve."""
 
     async def attempt(self, name: str, task: Task, group: str) -> Tried:
-        """Raises `JobError` where the attempt broke through no doing of the policy."""
-        num_starts = self._num_starts()
-        budget = self.config.budget.model_copy(update={"max_s": self.config.timeout_s})
+        """Raises `JobError` where the attempt broke through no doing of the policy. What was recorded is the caller's
+        to let go, when it is kept elsewhere."""
         try:
-            endpoint = await self.gateway.open(name, task.id, group, budget)
+            return await self._attempt(name, task, group)
+        except asyncio.CancelledError:
+            self.gateway.forget_soon(name)
+            raise
+
+    async def _attempt(self, name: str, task: Task, group: str) -> Tried:
+        num_starts = self._num_starts()
+        try:
+            if num_starts != self._num_up:
+                # Else what is broken off while a process starts would look like the agent's doing.
+                await self.gateway.wait_until_up()
+                self._num_up = num_starts
+            endpoint = await self.gateway.open(name, task.id, group, self._budget)
             answer, failure = "", None
             try:
                 answer = await self.workers.attempt(name, task, endpoint)
@@ -92,7 +107,7 @@ class Agents:
                 failure = TIMEOUT
             return Tried(answer, await self.gateway.close(name), failure)
         except M2ForgeError as error:
-            await self.gateway.forget(name)
+            await self.gateway.forget([name])
             await self.gateway.wait_until_up()
             if self._num_starts() != num_starts or isinstance(error, WorkerDiedError):
                 raise Interrupted(str(error)) from error
@@ -127,14 +142,15 @@ class Attempts:
             await self._give_up(lease, str(error))
             return
         try:
-            await self._store(lease, tried)
+            is_over = await self._store(lease, tried)
         except StateError as error:
             _log.warning("%s: %s", lease.name, error)
             return
         finally:
-            await self._agents.gateway.forget(lease.name)
+            self._agents.gateway.forget_soon(lease.name)
         self._count(tried)
-        await self.judge_whole()
+        if is_over:
+            await self.judge_whole()
 
     async def judge_whole(self) -> None:
         """Judge the groups whose every attempt has ended, also those of a loop that died before it could."""
@@ -146,10 +162,17 @@ class Attempts:
     async def _judge_unit(self, unit: StoredUnit, leases: Sequence[Lease]) -> None:
         attempts = [self._attempt(stored) for stored in unit.episodes]
         judged = self._judge.judge(attempts)
+        try:
+            await self._writer.run(
+                self._pool.reward_unit, [_rewarding(*pair) for pair in zip(leases, judged, strict=True)]
+            )
+        except StateError as error:
+            # Given up by the trainer meanwhile: it waited too long, or is too stale.
+            _log.warning("%s: %s", unit.group, error)
+            return
         perfs = [attempt.perf for attempt in attempts]
         self.counts.note_group(unit.task, perfs)
         self._on_judged(unit.task, sum(perf == 1 for perf in perfs) / len(perfs))
-        await self._writer.run(self._reward, leases, judged)
 
     def _attempt(self, stored: StoredEpisode) -> Attempt:
         family, episode = family_of(stored.task), stored.episode()
@@ -160,17 +183,11 @@ class Attempts:
         steps = tuple(read_step(call, self._format, tools) for call in episode.calls)
         return Attempt(episode, steps, verdict.perf, verdict.evidence)
 
-    def _reward(self, leases: Sequence[Lease], judged: Sequence[Judged]) -> None:
-        for lease, what in zip(leases, judged, strict=True):
-            assert what.episode.reward is not None
-            self._pool.reward(lease, what.episode.reward, what.step_rewards)
-
-    async def _store(self, lease: Lease, tried: Tried) -> None:
+    async def _store(self, lease: Lease, tried: Tried) -> bool:
+        """Whether its group may be over with it."""
         writer = lease.writer(self._pool.vocab_size)
-        for index in range(len(tried.tree.samples)):
-            await self._writer.append(lease, writer.write(tried.tree.call(index)))
-        outcome = Outcome(failure=tried.failure, artifacts={ANSWER: tried.answer})
-        await self._writer.run(self._pool.finish, lease, outcome)
+        calls = [writer.write(tried.tree.call(index)) for index in range(len(tried.tree.samples))]
+        return await self._writer.end(lease, calls, Outcome(failure=tried.failure, artifacts={ANSWER: tried.answer}))
 
     async def _give_up(self, lease: Lease, reason: str) -> None:
         self.counts.num_broken += 1
@@ -182,3 +199,8 @@ class Attempts:
         self.counts.num_ended += 1
         self.counts.num_timeouts += tried.failure == TIMEOUT
         self.counts.num_tokens += sum(sample.logprobs.size for sample in tried.tree.samples)
+
+
+def _rewarding(lease: Lease, judged: Judged) -> Rewarding:
+    assert judged.episode.reward is not None
+    return Rewarding(lease, judged.episode.reward, judged.step_rewards)

@@ -1,22 +1,28 @@
 """Held-out tasks, attempted by the policy of the moment: how often it succeeds. Nothing is learnt from them.
 
 The same tasks every time, of all domains of the last stage, at any difficulty that it allows; none is shared with
-training (`tasks/task_set.py`). One line of `checks.jsonl` for each check.
+training (`tasks/task_set.py`). One line of `checks.jsonl` for each check; of a few tasks, the same every time, what the
+policy did is kept (`forge/kept.py`).
 """
 
 import asyncio
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from m2forge.errors import M2ForgeError
 from m2forge.forge.attempts import Agents
 from m2forge.forge.config import ForgeConfig
+from m2forge.forge.kept import Kept, make_kept
 from m2forge.records import Task
 from m2forge.tasks.catalog import family_of, find_family
 from m2forge.tasks.task_set import TaskSet
+
+NUM_KEPT = 8
+"""Tasks whose attempts are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,8 @@ class Check:
     num_broken: int
     """Attempts that broke; they count as not solved."""
     seconds: float
+    at_s: float = 0.0
+    """When it ended, in seconds since the epoch; 0 where that was not noted."""
 
 
 def held_out_tasks(config: ForgeConfig) -> list[Task]:
@@ -44,9 +52,12 @@ def held_out_tasks(config: ForgeConfig) -> list[Task]:
     return tasks
 
 
-async def check(agents: Agents, tasks: list[Task], step: int, num_at_once: int) -> Check:
+async def check(agents: Agents, tasks: list[Task], step: int, num_at_once: int) -> tuple[Check, list[Kept]]:
+    """How the policy fares, and what it did at `NUM_KEPT` of the tasks, spread over all of them."""
     started_s = time.monotonic()
     seats = asyncio.Semaphore(num_at_once)
+    places = {index * len(tasks) // NUM_KEPT for index in range(NUM_KEPT)}
+    kept: dict[int, Kept] = {}
 
     async def attempt(index: int, task: Task) -> float | None:
         async with seats:
@@ -55,10 +66,18 @@ async def check(agents: Agents, tasks: list[Task], step: int, num_at_once: int) 
                 tried = await agents.attempt(name, task, group="")
             except M2ForgeError:
                 return None
-            await agents.gateway.forget(name)
-        return 0.0 if tried.failure is not None else family_of(task).verify(task, tried.answer).perf
+            agents.gateway.forget_soon(name)
+        perf = 0.0 if tried.failure is not None else family_of(task).verify(task, tried.answer).perf
+        if index in places:
+            kept[index] = make_kept(step, task, perf, tried.answer, tried.failure, tried.tree)
+        return perf
 
     perfs = await asyncio.gather(*(attempt(index, task) for index, task in enumerate(tasks)))
+    seconds = time.monotonic() - started_s
+    return _tell(tasks, perfs, step, seconds), [kept[index] for index in sorted(kept)]
+
+
+def _tell(tasks: Sequence[Task], perfs: Sequence[float | None], step: int, seconds: float) -> Check:
     solved = [perf == 1 for perf in perfs]
     by_family: dict[str, list[bool]] = {}
     for task, is_solved in zip(tasks, solved, strict=True):
@@ -71,7 +90,8 @@ async def check(agents: Agents, tasks: list[Task], step: int, num_at_once: int) 
         margin=1.96 * math.sqrt(success * (1 - success) / len(tasks)),
         by_family={name: sum(found) / len(found) for name, found in by_family.items()},
         num_broken=sum(perf is None for perf in perfs),
-        seconds=time.monotonic() - started_s,
+        seconds=seconds,
+        at_s=time.time(),
     )
 
 

@@ -64,6 +64,8 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env=os.environ | self._env,
+                # Ctrl-C is for the loop, which then ends the others.
+                start_new_session=True,
             )
         return await self._process.wait()
 

@@ -35,7 +35,8 @@ Seconds = Annotated[float, Field(gt=0)]
 
 class AgentConfig(Config):
     """The program that attempts tasks. It lives across attempts: jobs come as lines on its standard input, answers go
-    as lines to its standard output (`forge/worker.py` states both)."""
+    as lines to its standard output (`forge/worker.py` states both). It runs in a folder of its own; words that are
+    paths of files are taken from the folder that the loop was started in."""
 
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     num_workers: Count = 1

@@ -1,41 +1,52 @@
 """The gateway's admin routes, for the loop: keys made for attempts, and what they recorded fetched and let go.
 
 The gateway may be killed and started again at any time; what was asked meanwhile is asked again, so every request here
-may be repeated.
+may be repeated. Attempts are many and the loop is one process, so an attempt costs two small requests and its part of a
+third one.
 """
 
 import asyncio
+import json
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
-
-import httpx2
+from urllib.parse import urlsplit
 
 from m2forge.errors import EngineError
 from m2forge.gateway.config import Budget
 from m2forge.protocols import Endpoint
 from m2forge.records import JsonValue
+from m2forge.rollout.streaming import Connections
 from m2forge.tree.codec import decode_tree
 from m2forge.tree.token_tree import TokenTree
 
 PATIENCE_S = 120.0
 """How long a gateway may be away before the loop gives up."""
+ANSWER_S = 30.0
 RETRY_S = 0.1
-OK, CREATED, NOT_FOUND, AWAY = 200, 201, 404, 503
+IDLE_S = 2.0
+"""How long a connection is kept for the next request; the gateway closes its own after 5 s."""
+MAX_AT_ONCE = 32
+"""Requests under way: more would wait in the gateway instead."""
+FORGET_S = 0.2
+"""What is to be forgotten is collected for so long."""
+OK, CREATED, AWAY = 200, 201, 503
+
+_log = logging.getLogger(__name__)
 
 
 class GatewayAdmin:
     def __init__(self, url: str, key: str) -> None:
         self.url = url
-        self._http = httpx2.AsyncClient(
-            base_url=url,
-            headers={"Authorization": f"Bearer {key}"},
-            timeout=30.0,
-            limits=httpx2.Limits(max_connections=64, keepalive_expiry=2.0),
-            trust_env=False,
-            verify=False,
-        )
+        place = urlsplit(url)
+        self._connections = Connections(place.hostname or "", place.port or 80, is_secure=False, idle_s=IDLE_S)
+        lines = f"Host: {place.netloc}\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+        self._headers = f"{lines}Content-Length: "
+        self._seats = asyncio.Semaphore(MAX_AT_ONCE)
+        self._forgotten: list[str] = []
+        self._forgetting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -43,7 +54,12 @@ class GatewayAdmin:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.aclose()
+        if self._forgetting is not None:
+            if kind is not None:
+                # Who is interrupted does not wait: what is left is forgotten when the next loop takes over.
+                self._forgetting.cancel()
+            await asyncio.gather(self._forgetting, return_exceptions=True)
+        self._connections.close()
 
     async def wait_until_up(self) -> None:
         """Until it serves, and the sampler behind it."""
@@ -55,40 +71,68 @@ class GatewayAdmin:
         told = await self._ask(
             "POST", "/episodes", {"id": id, "task_id": task_id, "group": group, "budget": spends}, (CREATED,)
         )
-        return Endpoint(self.url, told.json()["key"])
+        return Endpoint(self.url, json.loads(told)["key"])
 
     async def close(self, id: str) -> TokenTree:
         """No more calls; what was recorded."""
-        await self._ask("POST", f"/episodes/{id}/close", {})
-        return decode_tree((await self._ask("GET", f"/episodes/{id}/tree")).content)
+        return decode_tree(await self._ask("POST", f"/episodes/{id}/take", {}))
 
-    async def forget(self, id: str) -> None:
-        """What was recorded is stored elsewhere. One that is not there is forgotten already."""
-        await self._ask("DELETE", f"/episodes/{id}", allowed=(OK, NOT_FOUND))
+    async def forget(self, ids: Iterable[str]) -> None:
+        """What was recorded is stored elsewhere, or of no use; keys are refused from now on. Those that are not there
+        are forgotten already."""
+        await self._ask("DELETE", "/episodes", {"ids": list(ids)})
+
+    def forget_soon(self, id: str) -> None:
+        """The same, together with others and without waiting for it; for what is closed."""
+        self._forgotten.append(id)
+        if self._forgetting is None:
+            self._forgetting = asyncio.create_task(self._forget_all())
+
+    async def _forget_all(self) -> None:
+        try:
+            while self._forgotten:
+                await asyncio.sleep(FORGET_S)
+                ids, self._forgotten = self._forgotten, []
+                await self.forget(ids)
+        except EngineError as error:
+            _log.warning("%d episodes stay with the gateway: %s", len(ids), error)
+        finally:
+            self._forgetting = None
 
     async def _ask(
-        self, method: str, path: str, body: Mapping[str, JsonValue] | None = None, allowed: tuple[int, ...] = (OK,)
-    ) -> httpx2.Response:
+        self, method: str, path: str, body: dict[str, JsonValue] | None = None, allowed: tuple[int, ...] = (OK,)
+    ) -> bytes:
+        data = b"" if body is None else json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.1\r\n{self._headers}{len(data)}\r\n\r\n".encode()
         until_s = time.monotonic() + PATIENCE_S
         while True:
             try:
-                response = await self._http.request(method, path, json=body)
-            except httpx2.TransportError as error:
+                status, content = await self._send(head, data)
+            except OSError as error:
                 problem = str(error) or type(error).__name__
             else:
-                if response.status_code in allowed:
-                    return response
-                problem = _reason(response)
-                if response.status_code != AWAY:
+                if status in allowed:
+                    return content
+                problem = _reason(status, content)
+                if status != AWAY:
                     raise EngineError(f"{method} {path}: the gateway refused: {problem}")
             if time.monotonic() > until_s:
                 raise EngineError(f"{method} {path}: the gateway at {self.url} does not serve: {problem}")
             await asyncio.sleep(RETRY_S)
 
+    async def _send(self, head: bytes, body: bytes) -> tuple[int, bytes]:
+        async with self._seats, asyncio.timeout(ANSWER_S):
+            answer = await self._connections.take()
+            try:
+                answer.ask(head, body)
+                return await answer.begin(), await answer.read_all()
+            finally:
+                self._connections.give_back(answer)
 
-def _reason(response: httpx2.Response) -> str:
+
+def _reason(status: int, content: bytes) -> str:
     try:
-        told: Any = response.json()
+        told: Any = json.loads(content)
         return str(told["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"status {response.status_code}"
+        return f"status {status}"

@@ -6,6 +6,7 @@ runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/      the trai
             journal/            what the gateway writes down
             loop.json           where the curriculum stands, and what time tasks take
             checks.jsonl        success on held-out tasks
+            kept/               attempts at a few of them, of every check
             log/                what the processes print
             model/              when the run is complete
 """
@@ -47,6 +48,10 @@ class Layout:
     @property
     def checks(self) -> Path:
         return self.run_dir / "checks.jsonl"
+
+    @property
+    def kept(self) -> Path:
+        return self.run_dir / "kept"
 
     @property
     def model(self) -> Path:

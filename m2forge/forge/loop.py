@@ -11,11 +11,16 @@ were under way are made anew under other keys, and the old ones are refused.
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
+import re
 import secrets
+import signal
 import socket
-from collections.abc import Coroutine, Mapping
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +33,12 @@ from m2forge.forge.check import check, held_out_tasks, note_check, read_checks
 from m2forge.forge.child import Child
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
+from m2forge.forge.kept import write_kept
 from m2forge.forge.layout import Layout
 from m2forge.forge.process import ENGINE_KEY_VARIABLE, HOST
 from m2forge.forge.view import View
 from m2forge.forge.worker import Workers
+from m2forge.gateway.journal import SUFFIX
 from m2forge.model.folder import read_config
 from m2forge.pool.pool import Pool
 from m2forge.pool.stored import Lease
@@ -45,7 +52,13 @@ from m2forge.text.tokenizer import load_tokenizer
 
 WORKER = "loop"
 """Under this name the loop holds leases; there is one loop to a run."""
+OWN_NAME = re.compile(r"g\d+-\d+-\d+|check-.*")
+"""Of episodes at the gateway: the pool's attempts, and those of checks. Others belong to deployed agents."""
 POLL_S = 0.02
+MAX_BASE_TIMES = 4096
+"""Tasks whose times outlive the loop."""
+DRY_S = 0.2
+"""How long nobody asks a queue again of which all is under way."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +75,8 @@ class Loop:
         self.format = make_format(config.gateway.format, load_tokenizer(folder))
         self.served: PolicyVersion | None = None
         """What the sampler was told last."""
-        self._is_checking = False
+        self._checked = max((found.step for found in read_checks(self.layout.checks)), default=None)
+        """Step of the last check."""
         self._running: dict[asyncio.Task[None], Lease] = {}
         self._make_children()
 
@@ -82,44 +96,51 @@ class Loop:
         self.gateway = make("gateway", (ports[1], ports[0]), gateway_env)
 
     async def run(self) -> None:
-        """Until the trainer has made all its steps and the last check is done."""
+        """Until the trainer has made all its steps and the last check is done. Interrupted, it ends all that it has
+        started before it raises."""
         background: set[asyncio.Task[None]] = set()
-
-        def keep(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-            task = asyncio.create_task(work)
-            background.add(task)
-            return task
-
         try:
-            training = keep(self.trainer.keep())
-            await self._while_alive(background, self._wait_for_weights())
-            keep(self.sampler.keep())
-            keep(self.gateway.keep())
-            async with (
-                GatewayAdmin(self._gateway_url, self._gateway_key) as admin,
-                Workers(self.config.agent, self.layout.run_dir / "agents") as workers,
-                PoolWriter(self.pool) as writer,
-            ):
-                agents = Agents(self.config.agent, admin, workers, self._num_starts)
-                attempts = Attempts(agents, self.pool, writer, self.judge, self.format, self._note_group)
-                await self._while_alive(background, admin.wait_until_up())
-                await self._take_over(writer, admin)
-                await attempts.judge_whole()
-                keep(self._push_weights())
-                await self._while_alive(background, self._check_if_due(agents))
-                keep(self._renew(writer))
-                view = View(self.layout, self.config, self.pool, attempts.counts)
-                keep(view.show(writer))
-                feeding = keep(self._feed(writer, attempts, agents))
-                await self._while_alive(background - {training}, training)
-                feeding.cancel()
-                await cancel_all(set(self._running))
-                await self._while_alive(background - {training, feeding}, self._last_check(agents))
+            with _terminated_as_interrupted():
+                training = self._keep(background, self.trainer.keep())
+                await self._while_alive(background, self._wait_for_weights())
+                self._keep(background, self.sampler.keep())
+                self._keep(background, self.gateway.keep())
+                async with (
+                    GatewayAdmin(self._gateway_url, self._gateway_key) as admin,
+                    Workers(self.config.agent, self.layout.run_dir / "agents") as workers,
+                    PoolWriter(self.pool) as writer,
+                ):
+                    agents = Agents(self.config.agent, admin, workers, self._num_starts)
+                    try:
+                        await self._roll_out(background, training, agents, writer)
+                    finally:
+                        # Before what they use is closed.
+                        await cancel_all(background | set(self._running))
         finally:
             await cancel_all(background)
-            for child in (self.trainer, self.gateway, self.sampler):
-                await child.stop()
+            await asyncio.gather(*(child.stop() for child in (self.trainer, self.gateway, self.sampler)))
             self.pool.close()
+
+    async def _roll_out(
+        self, background: set[asyncio.Task[None]], training: asyncio.Task[None], agents: Agents, writer: PoolWriter
+    ) -> None:
+        attempts = Attempts(agents, self.pool, writer, self.judge, self.format, self._note_group)
+        await self._while_alive(background, agents.gateway.wait_until_up())
+        await self._take_over(writer, agents.gateway)
+        await attempts.judge_whole()
+        self._keep(background, self._push_weights())
+        await self._while_alive(background, self._check_if_due(agents))
+        self._keep(background, self._renew(writer))
+        self._keep(background, View(self.layout, self.config, self.pool, attempts.counts).show(writer))
+        feeding = self._keep(background, self._feed(writer, attempts, agents))
+        await self._while_alive(background - {training}, training)
+        await cancel_all({feeding, *self._running})
+        await self._while_alive(background - {training, feeding}, self._last_check(agents))
+
+    def _keep(self, background: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        background.add(task)
+        return task
 
     async def _while_alive(
         self, background: set[asyncio.Task[None]], work: Coroutine[Any, Any, None] | asyncio.Task[None]
@@ -134,37 +155,47 @@ class Loop:
                     other.result()
             task.result()
         finally:
-            if not task.done():
-                task.cancel()
+            await cancel_all({task})
 
     # -- work that never ends ------------------------------------------------------------------------------------------
 
     async def _feed(self, writer: PoolWriter, attempts: Attempts, agents: Agents) -> None:
         """Fill the queue, and give every agent something to do."""
+        look_at_s = 0.0
         while True:
-            await self._fill_queue(writer)
+            is_filled = await self._fill_queue(writer)
             num_free = self.config.agent.num_jobs - len(self._running)
-            leases = [] if self._is_checking or num_free < 1 else await writer.run(self.pool.lease, WORKER, num_free)
-            for lease in leases:
-                task = asyncio.create_task(attempts.run(lease))
-                self._running[task] = lease
+            if num_free and (is_filled or time.monotonic() >= look_at_s):
+                leases = await writer.run(self.pool.lease, WORKER, num_free)
+                for lease in leases:
+                    self._running[asyncio.create_task(attempts.run(lease))] = lease
+                # Where nothing waits, something will when the queue is filled; or when an attempt broke, which is rare.
+                look_at_s = time.monotonic() + (DRY_S if len(leases) < num_free else 0.0)
             for task in [task for task in self._running if task.done()]:
                 del self._running[task]
                 if not task.cancelled():
                     task.result()
             await self._check_if_due(agents)
-            if not leases:
-                await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_S)
 
-    async def _fill_queue(self, writer: PoolWriter) -> None:
+    async def _fill_queue(self, writer: PoolWriter) -> bool:
+        """Whether anything was queued."""
         window, num_groups = self.config.pool.window, self.config.curriculum.batch_groups
         num_units = num_groups * (self.config.group_size if window.unit == "episode" else 1)
+        is_filled = False
         while await writer.run(self.pool.room) >= num_units:
             tasks = [(assignment.task, self.config.group_size) for assignment in self.curriculum.next_batch()]
             # Before the tasks are queued: a loop that dies in between leaves some out and gives none twice.
-            state = {"curriculum": self.curriculum.state(), "base_times": self.judge.base_times()}
-            write_atomic(self.layout.loop_state, json.dumps(state))
+            write_atomic(self.layout.loop_state, json.dumps(self._state()))
             await writer.run(self.pool.put, tasks)
+            is_filled = True
+        return is_filled
+
+    def _state(self) -> dict[str, object]:
+        # Of tasks that are not met again the times are of no use, and they grow with the run.
+        times = self.judge.base_times() if self.config.reward.beta else {}
+        latest = dict(itertools.islice(times.items(), max(0, len(times) - MAX_BASE_TIMES), None))
+        return {"curriculum": self.curriculum.state(), "base_times": latest}
 
     async def _renew(self, writer: PoolWriter) -> None:
         while True:
@@ -210,38 +241,51 @@ class Loop:
             await asyncio.sleep(POLL_S)
 
     async def _take_over(self, writer: PoolWriter, admin: GatewayAdmin) -> None:
-        """Attempts of a loop that died are made anew; their keys are good for nothing any more."""
-        for lease in await writer.run(self.pool.release, WORKER):
-            await admin.forget(lease.name)
+        """Attempts of a loop that died are made anew; their keys are good for nothing any more. What it had stored and
+        not yet let go goes too."""
+        await writer.run(self.pool.release, WORKER)
+        left = [path.stem for path in self.layout.journal.glob(f"*{SUFFIX}")]
+        await admin.forget(name for name in left if OWN_NAME.fullmatch(name))
 
     def _note_group(self, task: Task, pass_rate: float) -> None:
         self.curriculum.record(task, pass_rate)
 
     async def _check_if_due(self, agents: Agents) -> None:
-        every, done = self.config.check.every_steps, [found.step for found in read_checks(self.layout.checks)]
+        every = self.config.check.every_steps
         step = 0 if self.served is None else self.served.step
-        if self._is_checking or not self.config.check.num_tasks:
-            return
-        if not done or (every and step // every > done[-1] // every):
+        if self._checked is None or (every and step // every > self._checked // every):
             await self._check(agents)
 
     async def _last_check(self, agents: Agents) -> None:
-        done = [found.step for found in read_checks(self.layout.checks)]
         while self.served is None or self.served.step < self.config.num_steps:
             await asyncio.sleep(POLL_S)
-        if self.config.check.num_tasks and (not done or done[-1] < self.config.num_steps):
+        if self._checked is None or self._checked < self.config.num_steps:
             await self._check(agents)
 
     async def _check(self, agents: Agents) -> None:
-        self._is_checking = True
-        try:
-            while self.served is None:
-                await asyncio.sleep(POLL_S)
-            found = await check(agents, held_out_tasks(self.config), self.served.step, self.config.agent.num_jobs)
-            note_check(self.layout.checks, found)
-            _log.info("step %d: %.1f%% of %d held-out tasks", found.step, 100 * found.success, found.num_tasks)
-        finally:
-            self._is_checking = False
+        if not self.config.check.num_tasks:
+            return
+        while self.served is None:
+            await asyncio.sleep(POLL_S)
+        found, kept = await check(agents, held_out_tasks(self.config), self.served.step, self.config.agent.num_jobs)
+        write_kept(self.layout.kept, found.step, kept)
+        note_check(self.layout.checks, found)
+        self._checked = found.step
+        _log.info("step %d: %.1f%% of %d held-out tasks", found.step, 100 * found.success, found.num_tasks)
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """What ends a program ends it in the same way as Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 async def cancel_all(tasks: set[asyncio.Task[None]]) -> None:

@@ -10,6 +10,7 @@ episode is in the lineage of the weights once.
 import itertools
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from m2forge.observe.busy import open_busy_log
 from m2forge.observe.metrics import MetricsWriter
 from m2forge.pool.batch import Claim
 from m2forge.pool.pool import Pool
-from m2forge.records import PolicyVersion
+from m2forge.pool.stored import StoredUnit
+from m2forge.records import PolicyVersion, Reward
 from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, read_position, restore
 from m2forge.train.config import PhaseConfig
 from m2forge.train.engine import TrainEngine
@@ -135,6 +137,7 @@ class Trainer:
         rewards = [episode.reward for unit in units for episode in unit.episodes if episode.reward is not None]
         figures["reward"] = sum(reward.total for reward in rewards) / max(1, len(rewards))
         figures["perf"] = sum(reward.perf for reward in rewards) / max(1, len(rewards))
+        figures |= _by_domain(units)
         figures["lag"] = max((unit.lag for unit in units if unit.lag is not None), default=0)
         oldest = [unit.oldest_step for unit in units if unit.oldest_step is not None]
         figures["staleness"] = self.position.step - 1 - min(oldest, default=self.position.step - 1)
@@ -144,6 +147,18 @@ class Trainer:
         self.checkpoints.save(self.engine, self.position)
         if self.config.train.checkpoint.keep:
             pool.mark_durable(self.version)
+
+
+def _by_domain(units: Sequence[StoredUnit]) -> dict[str, float]:
+    rewards: dict[str, list[Reward]] = {}
+    for unit in units:
+        given = [episode.reward for episode in unit.episodes if episode.reward is not None]
+        rewards.setdefault(unit.task.domain, []).extend(given)
+    figures = {}
+    for domain, given in rewards.items():
+        figures[f"reward/{domain}"] = sum(reward.total for reward in given) / max(1, len(given))
+        figures[f"perf/{domain}"] = sum(reward.perf for reward in given) / max(1, len(given))
+    return figures
 
 
 def train(run_dir: Path) -> None:

@@ -1,18 +1,23 @@
 """What the terminal shows while a run goes on: steps, the queue and its window, tokens, rewards, where time goes."""
 
 import asyncio
+import json
+import os
 import time
+from pathlib import Path
 
 from m2forge.forge.attempts import AttemptCounts
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.layout import Layout
-from m2forge.observe.metrics import FILE_NAME, StepMetrics, read_metrics
+from m2forge.observe.metrics import FILE_NAME, StepMetrics
 from m2forge.observe.progress import progress
 from m2forge.pool.pool import Pool
 from m2forge.pool.state import UnitState
 from m2forge.pool.writer import PoolWriter
 
 EVERY_S = 1.0
+TAIL_BYTES = 1 << 18
+"""Many times what the metrics of one step take."""
 
 
 class View:
@@ -24,7 +29,7 @@ class View:
             shown, num_tokens, at_s = 0, self._counts.num_tokens, time.monotonic()
             while True:
                 await asyncio.sleep(EVERY_S)
-                steps = self._steps()
+                last = read_last_step(self._layout.run_dir / FILE_NAME)
                 fields = await self._queue_fields(writer)
                 passed_s, at_s = time.monotonic() - at_s, time.monotonic()
                 fields["tokens/s"] = f"{(self._counts.num_tokens - num_tokens) / passed_s:,.0f}"
@@ -33,15 +38,11 @@ class View:
                     if perfs:
                         fields[domain] = f"{sum(perfs) / len(perfs):.0%}"
                         del perfs[:-256]
-                if steps:
-                    fields |= _step_fields(steps[-1])
-                done = steps[-1].step if steps else 0
+                if last is not None:
+                    fields |= _step_fields(last)
+                done = 0 if last is None else last.step
                 bar.advance(max(0, done - shown), fields)
                 shown = max(shown, done)
-
-    def _steps(self) -> list[StepMetrics]:
-        path = self._layout.run_dir / FILE_NAME
-        return read_metrics(path) if path.exists() else []
 
     async def _queue_fields(self, writer: PoolWriter) -> dict[str, float | str]:
         window = self._config.pool.window
@@ -49,6 +50,21 @@ class View:
         inside = [state for place, state in places if place < places[0][0] + window.size]
         num_ready = sum(state == UnitState.READY for state in inside)
         return {"queue": f"{len(places)}", "window": f"{num_ready}/{len(inside)} ready"}
+
+
+def read_last_step(path: Path) -> StepMetrics | None:
+    """The end of the file is enough, however long the run has lasted. What is torn or not there yet comes later."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = file.read().split(b"\n")[:-1]
+    try:
+        record = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        return None
+    step, time_s = int(record.pop("step")), float(record.pop("time_s"))
+    return StepMetrics(step, time_s, {name: float(value) for name, value in record.items()})
 
 
 def _step_fields(last: StepMetrics) -> dict[str, float | str]:

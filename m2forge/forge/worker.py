@@ -12,7 +12,7 @@ had are told so. What it prints besides is its own affair: lines that are no ans
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -49,7 +49,7 @@ class _Desk:
 class Workers:
     def __init__(self, config: AgentConfig, folder: Path) -> None:
         """`folder`: where they work, each in a folder of its own."""
-        self._config = config
+        self._config, self._command = config, Command(from_here(config.command))
         self._desks = [_Desk(f"worker-{index}") for index in range(config.num_workers)]
         self._sandboxes = [ProcessSandbox(folder / desk.name, config.sandbox) for desk in self._desks]
         self._tasks: list[asyncio.Task[None]] = []
@@ -97,7 +97,7 @@ class Workers:
 
     async def _keep(self, desk: _Desk, sandbox: ProcessSandbox) -> None:
         while self._broken is None:
-            worker = await sandbox.start(Command(self._config.command))
+            worker = await sandbox.start(self._command)
             desk.worker = worker
             self._is_up.set()
             try:
@@ -147,3 +147,8 @@ def _job(id: str, task: Task, endpoint: Endpoint) -> bytes:
         "task": asdict(task),
     }
     return json.dumps(job).encode() + b"\n"
+
+
+def from_here(command: Sequence[str]) -> tuple[str, ...]:
+    """A worker has a folder of its own: paths that name a file from this one are made whole."""
+    return tuple(str(Path(word).absolute()) if "/" in word and Path(word).is_file() else word for word in command)

@@ -5,7 +5,9 @@
     GET  /episodes/ID/tree       what was recorded, as `tree/codec.py` writes it
     POST /episodes/ID/reward     {"value", "call", "choice", "id", "evidence"}; the same one twice is taken once
     POST /episodes/ID/close      {"failure"}: no more calls
+    POST /episodes/ID/take       {"failure"}: no more calls, and what was recorded, by one request
     DELETE /episodes/ID          let go, journal and all, once what it recorded is kept elsewhere; its key is refused
+    DELETE /episodes             {"ids"}: the same of many; those that are not there are passed over
 
 All fields may be left out but `value`. A reward is for the whole episode, or for one call: its index, or the id of its
 answer, and where that answer has several choices (`n`), the index of the one. `id` tells rewards apart; without one
@@ -33,6 +35,7 @@ MAX_REWARD = 1e9
 _EPISODE_FIELDS = frozenset({"task_id", "group", "budget", "id"})
 _REWARD_FIELDS = frozenset({"value", "call", "choice", "id", "evidence"})
 _CLOSE_FIELDS = frozenset({"failure"})
+_DELETE_FIELDS = frozenset({"ids"})
 _BUDGET_FIELDS = frozenset(Budget.model_fields)
 
 
@@ -68,6 +71,11 @@ class Admin:
         episode.close(Fields(body, _CLOSE_FIELDS).text("failure"))
         return describe(episode)
 
+    def take(self, id: str, body: Mapping[str, JsonValue]) -> bytes:
+        episode = self._find(id)
+        episode.close(Fields(body, _CLOSE_FIELDS).text("failure"))
+        return encode_tree(episode.tree)
+
     def tree(self, id: str) -> bytes:
         return encode_tree(self._find(id).tree)
 
@@ -75,6 +83,15 @@ class Admin:
         self._find(id)
         self._episodes.delete(id)
         return {"id": id}
+
+    def delete_all(self, body: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        ids = Fields(body, _DELETE_FIELDS).value("ids")
+        if not isinstance(ids, list) or not all(isinstance(id, str) for id in ids):
+            refuse_value("ids", "a list of texts", ids)
+        found = [id for id in dict.fromkeys(cast("list[str]", ids)) if self._episodes.get(id) is not None]
+        for id in found:
+            self._episodes.delete(id)
+        return {"num_deleted": len(found)}
 
     def _find(self, id: str) -> Episode:
         episode = self._episodes.get(id)

@@ -51,6 +51,8 @@ _ROUTES = (
     Route("completions", OpenAICompletions(), "cmpl-", "call_"),
     Route("messages", _MESSAGES, "msg_", "toolu_"),
 )
+_EPISODE_ACTIONS = ("reward", "close", "take")
+"""That an admin posts."""
 
 _log = logging.getLogger(__name__)
 
@@ -150,13 +152,15 @@ class GatewayApp:
         if id and action == "tree":
             _require_method(scope, "GET")
             return 200, self._admin.tree(id)
-        if action not in ("", "reward", "close"):
+        if action not in (_EPISODE_ACTIONS if id else ("",)):
             raise Refusal(404, "there is no such route here")
-        _require_method(scope, "POST")
+        _require_method(scope, *(("POST",) if id else ("POST", "DELETE")))
         sent = await read_body(headers, receive, self._config)
         body = parse_body(sent, self._config.max_depth) if sent else {}
         if not id:
-            return 201, self._admin.create(body)
+            return (201, self._admin.create(body)) if scope["method"] == "POST" else (200, self._admin.delete_all(body))
+        if action == "take":
+            return 200, self._admin.take(id, body)
         return 200, self._admin.reward(id, body) if action == "reward" else self._admin.close(id, body)
 
     async def _count(self, headers: Headers, receive: Receive) -> dict[str, JsonValue]:

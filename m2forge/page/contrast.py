@@ -1,16 +1,18 @@
-"""A failed attempt from the beginning of a run beside a solved one from its end, at alike tasks: two ids.
+"""A failed attempt from the beginning of a run beside a solved one from its end, at alike tasks.
 
-Held-out attempts are not kept, so both are attempts that were trained on, or waited to be. Alike means the same task
-where there is such a pair, else the same family and difficulty. Of several pairs the one that lies furthest apart in
-versions is taken, and of those one whose solution took several calls, since it shows more.
+Best are two attempts at the same held-out task, of those that checks keep (`forge/kept.py`). Else both are attempts
+that were trained on, or waited to be: at the same task where there is such a pair, else at tasks of the same family and
+difficulty. Of several pairs the one that lies furthest apart in versions is taken, and of those one whose solution took
+several calls, since it shows more.
 """
 
 import json
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, select
 
+from m2forge.forge.kept import Kept
 from m2forge.page.episode_list import JOINED
 from m2forge.pool.schema import episode_table, unit_table
 
@@ -33,6 +35,15 @@ class _Tried:
     is_solved: bool
 
 
+def find_held_out(attempts: Sequence[Kept]) -> tuple[Kept, Kept] | None:
+    """Before and after, of what the checks have kept."""
+    by_task: dict[Hashable, list[_Tried]] = {}
+    for id, kept in enumerate(attempts):
+        by_task.setdefault(kept.task.id, []).append(_Tried(id, kept.step, len(kept.calls), kept.perf >= 1))
+    pair = _best(by_task)
+    return None if pair is None else (attempts[pair[0].id], attempts[pair[1].id])
+
+
 def find_contrast(connection: Connection) -> Contrast | None:
     episode, unit = episode_table.c, unit_table.c
     query = (
@@ -51,11 +62,15 @@ def find_contrast(connection: Connection) -> Contrast | None:
         kind = (task["domain"], task["metadata"].get("family"), task["difficulty"])
         by_kind.setdefault(kind, []).append(tried)
     for alike, is_same_task in ((by_task, True), (by_kind, False)):
-        pairs = [pair for tries in alike.values() if (pair := _furthest(tries)) is not None]
-        if pairs:
-            before, after = max(pairs, key=lambda pair: (pair[1].version - pair[0].version, pair[1].num_calls > 1))
-            return Contrast(before.id, after.id, is_same_task)
+        pair = _best(alike)
+        if pair is not None:
+            return Contrast(pair[0].id, pair[1].id, is_same_task)
     return None
+
+
+def _best(alike: Mapping[Hashable, list[_Tried]]) -> tuple[_Tried, _Tried] | None:
+    pairs = [pair for tries in alike.values() if (pair := _furthest(tries)) is not None]
+    return max(pairs, key=lambda pair: (pair[1].version - pair[0].version, pair[1].num_calls > 1), default=None)
 
 
 def _furthest(tries: list[_Tried]) -> tuple[_Tried, _Tried] | None:

@@ -25,7 +25,7 @@ from m2forge.pool.delta import read_tree
 from m2forge.pool.queue import read_queue
 from m2forge.pool.schema import call_table, episode_table, unit_table
 from m2forge.pool.stored import read_task
-from m2forge.records import JsonValue
+from m2forge.records import JsonValue, Task
 from m2forge.reward.config import AdvantageConfig
 from m2forge.tasks.catalog import family_of
 from m2forge.text.completion import Completion, ProblemKind
@@ -109,17 +109,8 @@ class Episodes:
     def calls(self, episode: int, start: int, end: int) -> Json:
         """Calls from `start` on, cut into parts; fewer than asked for where they are long."""
         trajectory = self._trajectory(episode, end)
-        tools = self._tools(episode)
-        text = TokenText(self._run.format())
-        found: list[JsonValue] = []
-        num_tokens = 0
-        for call in range(start, min(end, len(trajectory.legs))):
-            if found and num_tokens > PAGE_TOKENS:
-                break
-            shown, size = _show_call(trajectory, call, text, tools)
-            found.append(shown)
-            num_tokens += size
-        return {"first": start, "calls": found}
+        shown = show_calls(trajectory, start, end, TokenText(self._run.format()), self._tools(episode))
+        return {"first": start, "calls": shown}
 
     def tokens(self, episode: int, call: int, start: int, end: int) -> Json:
         """Texts and log-probabilities of some tokens of a call's path."""
@@ -194,9 +185,8 @@ class Episodes:
             query = select(unit_table.c.task).select_from(JOINED).where(episode_table.c.id == episode)
             text = connection.execute(query).scalar_one()
         try:
-            task = read_task(text)
-            return tuple(family_of(task).tools(task))
-        except (M2ForgeError, ValueError, TypeError, KeyError):
+            return tools_of(read_task(text))
+        except (ValueError, TypeError, KeyError):
             return None
 
     def _advantage_config(self) -> AdvantageConfig | None:
@@ -215,6 +205,29 @@ def _group(connection: Connection, name: str) -> list[JsonValue]:
     columns = (episode_table.c.id, episode_table.c.state, episode_table.c.reward_total)
     query = select(*columns).select_from(JOINED).where(unit_table.c.group_name == name).order_by(episode_table.c.id)
     return [{"id": row.id, "state": row.state, "reward": row.reward_total} for row in connection.execute(query)]
+
+
+def tools_of(task: Task) -> tuple[Tool, ...] | None:
+    """Those that the task's family offers; None where the family is not known here."""
+    try:
+        return tuple(family_of(task).tools(task))
+    except (M2ForgeError, ValueError, TypeError, KeyError):
+        return None
+
+
+def show_calls(
+    trajectory: Trajectory, start: int, end: int, text: TokenText, tools: tuple[Tool, ...] | None
+) -> list[JsonValue]:
+    """Calls from `start` on, cut into parts; fewer than asked for where they are long."""
+    found: list[JsonValue] = []
+    num_tokens = 0
+    for call in range(start, min(end, len(trajectory.legs))):
+        if found and num_tokens > PAGE_TOKENS:
+            break
+        shown, size = _show_call(trajectory, call, text, tools)
+        found.append(shown)
+        num_tokens += size
+    return found
 
 
 def _show_call(trajectory: Trajectory, call: int, text: TokenText, tools: tuple[Tool, ...] | None) -> tuple[Json, int]:

@@ -8,16 +8,21 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 
 from m2forge.files import write_atomic
+from m2forge.forge.kept import Kept, read_kept
+from m2forge.forge.layout import Layout
 from m2forge.page.app import STATIC
-from m2forge.page.contrast import find_contrast
-from m2forge.page.episode import Episodes
+from m2forge.page.contrast import find_contrast, find_held_out
+from m2forge.page.episode import Episodes, show_calls, tools_of
+from m2forge.page.part import TokenText
 from m2forge.page.pool_reader import PoolMissing, PoolReader
 from m2forge.page.queue_view import queue_past
 from m2forge.page.run import Run
+from m2forge.page.trajectory import Trajectory
 from m2forge.records import JsonValue
 
 MODULES = ("dom", "format", "chart", "curves", "window", "turn", "stats", "theme", "report")
@@ -87,11 +92,19 @@ def collect(run: Run) -> dict[str, JsonValue]:
             data["past"] = queue_past(connection, config)
             pair = find_contrast(connection)
         data["why"] = "no task was failed by an early version and solved by a later one, or retention has removed it"
-        if pair is not None:
+        held_out = find_held_out(read_kept(Layout(run.run_dir).kept))
+        if held_out is not None:
+            before, after = held_out
+            data["sides"] = {
+                "note": "attempts at the same held-out task, by the policy of an early check and of a later one",
+                "before": _held_out_side(run, before),
+                "after": _held_out_side(run, after),
+            }
+        elif pair is not None:
             alike = "the same task" if pair.is_same_task else "tasks of the same family and difficulty"
             episodes = Episodes(run, reader)
             data["sides"] = {
-                "note": f"attempts at {alike}, from training; held-out attempts are not kept",
+                "note": f"attempts at {alike}, from training",
                 "before": _side(episodes, pair.before),
                 "after": _side(episodes, pair.after),
             }
@@ -108,6 +121,21 @@ def _side(episodes: Episodes, id: int) -> dict[str, JsonValue]:
     num_calls = head["num_calls"]
     assert isinstance(num_calls, int)
     return {"head": head, "calls": calls, "num_left": num_calls - len(calls)}
+
+
+def _held_out_side(run: Run, kept: Kept) -> dict[str, JsonValue]:
+    trajectory = Trajectory(kept.tree())
+    calls = show_calls(trajectory, 0, MAX_CALLS, TokenText(run.format()), tools_of(kept.task))
+    head: dict[str, JsonValue] = {
+        "name": f"held-out {kept.task.id}",
+        "oldest_step": kept.step,
+        "reward": kept.perf,
+        "reward_parts": {"perf": kept.perf},
+        "task": asdict(kept.task),
+        "num_calls": len(kept.calls),
+        "failure": kept.failure,
+    }
+    return {"head": head, "calls": calls, "num_left": len(kept.calls) - len(calls)}
 
 
 def bundle() -> str:

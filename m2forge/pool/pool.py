@@ -30,7 +30,7 @@ from m2forge.pool import record, retention
 from m2forge.pool.batch import Claim, Restored
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.dialect import Database
-from m2forge.pool.record import Append
+from m2forge.pool.record import Append, Ending, Rewarding
 from m2forge.pool.schema import QUEUE_ID, SCHEMA_VERSION, episode_table, metadata, queue_table, unit_table
 from m2forge.pool.state import EpisodeState, LeaseLostError, UnitState
 from m2forge.pool.stored import Lease, Outcome, StoredUnit, read_units
@@ -154,6 +154,17 @@ class Pool:
         """The attempt has ended, also by a limit; it counts."""
         with self.database.write() as connection:
             record.finish(connection, self.config, lease, outcome, self._clock())
+
+    def end(self, endings: Sequence[Ending]) -> list[bool | M2ForgeError]:
+        """Calls and ends of several attempts at once; for each whether its unit may be over now and wait to be judged,
+        or why it was refused."""
+        with self.database.write() as connection:
+            return record.end(connection, self.config, endings, self._clock())
+
+    def reward_unit(self, given: Sequence[Rewarding]) -> None:
+        """What the finished attempts of one unit earned, all at once."""
+        with self.database.write() as connection:
+            record.reward_unit(connection, self.config, given)
 
     def reward(self, lease: Lease, reward: Reward, step_rewards: Sequence[float] | None = None) -> None:
         """What a finished attempt earned. `step_rewards`: one per call."""

@@ -46,6 +46,7 @@ _FRESH: dict[str, object] = {
     "artifacts": json.dumps({}),
 }
 """An episode of which nothing is recorded but how often it was tried."""
+_ADD_EPISODES = insert(episode_table)
 
 
 def lock_queue(connection: Connection) -> QueueRow:
@@ -91,13 +92,16 @@ def put(connection: Connection, config: PoolConfig, tasks: Sequence[tuple[Task, 
     if num_units > room:
         raise StateError(f"the queue has room for {room} of {config.window.queue} units, not for {num_units}")
     place, names = queue.next_place, []
+    episodes: list[dict[str, object]] = []
     for (task, num_episodes), size in zip(tasks, sizes, strict=True):
         group = f"g{place}"
         for first in range(0, num_episodes, size):
             unit = _add_unit(connection, queue, Origin.LOOP, group, task, size, place)
-            _add_episodes(connection, unit, [f"{group}-{index}" for index in range(first, first + size)])
+            episodes += [_fresh(unit, f"{group}-{index}") for index in range(first, first + size)]
             place += 1
         names.append(group)
+    if episodes:
+        connection.execute(_ADD_EPISODES, episodes)
     connection.execute(update(queue_table).values(next_place=place))
     difficulties = [
         task.difficulty for (task, num), size in zip(tasks, sizes, strict=True) for _ in range(0, num, size)
@@ -111,7 +115,8 @@ def open_deployed(connection: Connection, config: PoolConfig, name: str, task: T
     if connection.execute(select(episode_table.c.id).where(episode_table.c.name == name)).first() is not None:
         raise ExistsError(f"episode {name} exists; an episode is opened once")
     unit = _add_unit(connection, read_queue(connection), Origin.DEPLOYED, name, task, 1, None)
-    (episode,) = _add_episodes(connection, unit, [name])
+    made = insert(episode_table).values(_fresh(unit, name)).returning(episode_table.c.id)
+    episode: int = connection.execute(made).scalar_one()
     until_s = now_s + config.deployed_s
     where = episode_table.c.id == episode
     move_episodes(connection, EpisodeState.RUNNING, where, attempt=1, started_s=now_s, lease_until_s=until_s)
@@ -161,12 +166,9 @@ def _add_unit(
     return id
 
 
-def _add_episodes(connection: Connection, unit: int, names: Sequence[str]) -> list[int]:
-    fresh = {"unit": unit, "state": EpisodeState.QUEUED, "attempt": 0, "num_failures": 0, "num_deaths": 0, **_FRESH}
-    return [
-        connection.execute(insert(episode_table).values(name=name, **fresh).returning(episode_table.c.id)).scalar_one()
-        for name in names
-    ]
+def _fresh(unit: int, name: str) -> dict[str, object]:
+    counts = {"attempt": 0, "num_failures": 0, "num_deaths": 0}
+    return {"name": name, "unit": unit, "state": EpisodeState.QUEUED, **counts, **_FRESH}
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------

@@ -1,17 +1,36 @@
 """What happens to an attempt: calls appended, its end, its reward. Each is refused where the attempt is not the
-episode's any more. These functions run inside the transaction that is handed to them."""
+episode's any more. These functions run inside the transaction that is handed to them.
+
+An episode that is there as a whole when it ends is stored by `end`, with others in one go, and a unit is rewarded by
+`reward_unit`: a statement costs about as much for all of them as for one.
+"""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
-from sqlalchemy import Connection, Integer, Update, bindparam, case, func, insert, or_, select, update
+from sqlalchemy import (
+    BindParameter,
+    Connection,
+    Integer,
+    Text,
+    Update,
+    bindparam,
+    case,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 
 from m2forge.errors import M2ForgeError, RecordError
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.delta import StoredCall
-from m2forge.pool.queue import describe_loss, drop_group, lock_unit
+from m2forge.pool.queue import UnitRow, describe_loss, drop_group, lock_unit
 from m2forge.pool.schema import call_table, episode_table, unit_table
 from m2forge.pool.state import (
     DropReason,
@@ -50,15 +69,67 @@ def _extending() -> Update:
     )
 
 
+def _ending() -> Update:
+    episode = episode_table.c
+    return (
+        update(episode_table)
+        .where(
+            episode.id == bindparam("of_episode"),
+            episode.attempt == bindparam("of_attempt"),
+            episode.state == EpisodeState.RUNNING,
+        )
+        .values(
+            state=EpisodeState.FINISHED,
+            lease_until_s=None,
+            finished_s=bindparam("at_s"),
+            failure=bindparam("told_failure", type_=Text),
+            artifacts=bindparam("left"),
+        )
+    )
+
+
+def _rewarding() -> Update:
+    given: dict[str, BindParameter[object]] = {
+        name: bindparam(f"given_{name}") for name in ("reward", "reward_total", "step_rewards")
+    }
+    return update(episode_table).where(episode_table.c.id == bindparam("of_episode")).values(given)
+
+
+def _counting_down() -> Update:
+    unit = unit_table.c
+    left = unit.num_unfinished - bindparam("num_ended", type_=Integer)
+    return update(unit_table).where(unit.id == bindparam("of_unit")).values(num_unfinished=left)
+
+
 # Made once, because making them costs several times what the database takes to run them.
 _EXTEND = _extending()
 _STORE = insert(call_table)
+_END = _ending()
+_REWARD = _rewarding()
+_COUNT_DOWN = _counting_down()
 
 
 @dataclass(frozen=True, slots=True)
 class Append:
     lease: Lease
     call: StoredCall
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """An attempt that has ended, with the calls of it that are not stored yet."""
+
+    lease: Lease
+    calls: tuple[StoredCall, ...]
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Rewarding:
+    lease: Lease
+    reward: Reward
+    step_rewards: tuple[float, ...] | None = None
+    """One per call."""
 
 
 def append(connection: Connection, appends: Sequence[Append]) -> list[M2ForgeError | None]:
@@ -130,6 +201,81 @@ def _row(item: Append) -> dict[str, object]:
     return {"episode": lease.episode, "attempt": lease.attempt, "ordinal": call.ordinal, "data": call.data}
 
 
+def end(
+    connection: Connection, config: PoolConfig, endings: Sequence[Ending], now_s: float
+) -> list[bool | M2ForgeError]:
+    """Store calls and ends of attempts; for each whether all of its unit may have ended with it, or why it was refused,
+    which keeps none of the others. An attempt is stored whole or not at all, and one that is stored already is not
+    stored again."""
+    order = sorted(range(len(endings)), key=lambda n: endings[n].lease.episode)
+    over = _end_all(connection, [endings[n] for n in order], now_s)
+    if over is not None:
+        return [ending.lease.unit in over for ending in endings]
+    told: list[bool | M2ForgeError] = [True] * len(endings)
+    for n in order:
+        savepoint = connection.begin_nested()
+        try:
+            _end_one(connection, config, endings[n], now_s)
+        except M2ForgeError as error:
+            savepoint.rollback()
+            told[n] = error
+        else:
+            savepoint.commit()
+    return told
+
+
+def _end_all(connection: Connection, endings: Sequence[Ending], now_s: float) -> set[int] | None:
+    """Store all of them, if every one is in order; the units that are over with it. Else nothing, and None."""
+    runs = [[Append(ending.lease, call) for call in ending.calls] for ending in endings if ending.calls]
+    if any(ending.outcome.reward is not None for ending in endings) or not all(_is_consecutive(run) for run in runs):
+        return None
+    num_ended = Counter(ending.lease.unit for ending in endings)
+    unit = unit_table.c
+    units = select(unit.id, unit.num_unfinished).where(unit.id.in_(num_ended)).order_by(unit.place, unit.id)
+    savepoint = connection.begin_nested()
+    num_left = {row.id: row.num_unfinished - num_ended[row.id] for row in connection.execute(units.with_for_update())}
+    is_whole = len(num_left) == len(num_ended)
+    if is_whole and runs:
+        is_whole = connection.execute(_EXTEND, [_numbers(run) for run in runs]).rowcount == len(runs)
+    if is_whole:
+        rows = [_end_row(ending, now_s) for ending in endings]
+        is_whole = connection.execute(_END, rows).rowcount == len(endings)
+    if not is_whole:
+        savepoint.rollback()
+        return None
+    if runs:
+        connection.execute(_STORE, [_row(item) for run in runs for item in run])
+    connection.execute(_COUNT_DOWN, [{"of_unit": id, "num_ended": num} for id, num in sorted(num_ended.items())])
+    savepoint.commit()
+    return {id for id, num in num_left.items() if num == 0}
+
+
+def _end_one(connection: Connection, config: PoolConfig, ending: Ending, now_s: float) -> None:
+    # The unit first, as everybody locks them.
+    lock_unit(connection, ending.lease.unit)
+    appends = [Append(ending.lease, call) for call in ending.calls]
+    reason = None if _is_over(connection, ending.lease) else next(filter(None, append(connection, appends)), None)
+    if reason is not None:
+        raise reason
+    finish(connection, config, ending.lease, ending.outcome, now_s)
+
+
+def _is_over(connection: Connection, lease: Lease) -> bool:
+    episode = episode_table.c
+    here = (episode.id == lease.episode, episode.attempt == lease.attempt, episode.state == EpisodeState.FINISHED)
+    return connection.execute(select(episode.id).where(*here)).first() is not None
+
+
+def _end_row(ending: Ending, now_s: float) -> dict[str, object]:
+    return {
+        "of_episode": ending.lease.episode,
+        "of_attempt": ending.lease.attempt,
+        "at_s": now_s,
+        "told_failure": ending.outcome.failure,
+        "left": json.dumps(dict(ending.outcome.artifacts)),
+    }
+
+
 def finish(connection: Connection, config: PoolConfig, lease: Lease, outcome: Outcome, now_s: float) -> None:
     """End an attempt. Ending it again changes nothing."""
     unit = lock_unit(connection, lease.unit)
@@ -146,8 +292,7 @@ def finish(connection: Connection, config: PoolConfig, lease: Lease, outcome: Ou
         artifacts=json.dumps(dict(outcome.artifacts)),
     )
     if not moved:
-        is_over = connection.execute(select(episode.id).where(*here, episode.state == EpisodeState.FINISHED)).first()
-        if is_over is None:
+        if not _is_over(connection, lease):
             raise LeaseLostError(describe_loss(connection, lease))
     else:
         values = {"num_unfinished": unit.num_unfinished - 1}
@@ -176,15 +321,48 @@ def reward(
         raise RecordError(
             f"{lease.name}: step_rewards: expected one per call, {row.num_calls}, received {len(step_rewards)}"
         )
-    values = {
-        "reward": reward_text(given),
-        "reward_total": given.total,
-        "step_rewards": None if step_rewards is None else json.dumps(list(step_rewards), allow_nan=False),
+    _give(connection, config, unit, [Rewarding(lease, given, None if step_rewards is None else tuple(step_rewards))])
+
+
+def reward_unit(connection: Connection, config: PoolConfig, given: Sequence[Rewarding]) -> None:
+    """Reward finished attempts of one unit, all of them or, where one is refused, none."""
+    unit = lock_unit(connection, given[0].lease.unit)
+    episode = episode_table.c
+    query = select(episode.id, episode.attempt, episode.num_calls).where(
+        episode.unit == unit.id, episode.state == EpisodeState.FINISHED, episode.reward.is_(None)
+    )
+    open_calls = {(row.id, row.attempt): row.num_calls for row in connection.execute(query)}
+    num_calls = {
+        (item.lease.episode, item.lease.attempt): None if item.step_rewards is None else len(item.step_rewards)
+        for item in given
     }
-    connection.execute(update(episode_table).where(*here).values(values))
-    left = {"num_unrewarded": unit.num_unrewarded - 1}
-    connection.execute(update(unit_table).where(unit_table.c.id == unit.id).values(left))
-    if unit.num_unrewarded == 1:
+    is_plain = len(num_calls) == len(given) and all(
+        attempt in open_calls and num in (None, open_calls[attempt]) for attempt, num in num_calls.items()
+    )
+    if is_plain:
+        _give(connection, config, unit, given)
+        return
+    for item in given:
+        reward(connection, config, item.lease, item.reward, item.step_rewards)
+
+
+def _give(connection: Connection, config: PoolConfig, unit: UnitRow, given: Sequence[Rewarding]) -> None:
+    """Rewards that nothing speaks against."""
+    rows = [
+        {
+            "of_episode": item.lease.episode,
+            "given_reward": reward_text(item.reward),
+            "given_reward_total": item.reward.total,
+            "given_step_rewards": None
+            if item.step_rewards is None
+            else json.dumps(list(item.step_rewards), allow_nan=False),
+        }
+        for item in given
+    ]
+    connection.execute(_REWARD, sorted(rows, key=itemgetter("of_episode")))
+    num_left = unit.num_unrewarded - len(given)
+    connection.execute(update(unit_table).where(unit_table.c.id == unit.id).values(num_unrewarded=num_left))
+    if not num_left:
         _settle(connection, config, unit.id)
 
 

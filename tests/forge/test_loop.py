@@ -14,8 +14,10 @@ from sqlalchemy import select
 
 from m2forge.config import write_resolved
 from m2forge.forge.config import ForgeConfig
+from m2forge.forge.kept import read_kept
 from m2forge.forge.layout import Layout
 from m2forge.forge.stage import run_forge
+from m2forge.forge.view import read_last_step
 from m2forge.model.folder import read_config
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool.pool import Pool
@@ -26,14 +28,6 @@ from tests.forge.scene import make_config, make_model
 ROOT = Path(__file__).parent.parent.parent
 AGENT = ROOT / "examples" / "task_agent.py"
 NUM_KILLS = 50 if os.environ.get("M2FORGE_LONG") else 5
-LOOP = """
-import sys
-from pathlib import Path
-from m2forge.config import load
-from m2forge.forge.config import ForgeConfig
-from m2forge.forge.stage import run_forge
-run_forge(load(ForgeConfig, Path(sys.argv[1])), Path(sys.argv[2]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +67,26 @@ def test_agents_act_and_the_policy_learns(model: Path, tmp_path: Path, monkeypat
     assert all(found.num_tasks == 4 and found.num_broken == 0 for found in checks)
     assert trained_steps(config, tmp_path / "run") == [1, 1, 2, 2, 3, 3]
     assert (folder / "tokenizer.json").is_file()
-    assert not list((tmp_path / "run" / "journal").glob("check-*")), "what is recorded elsewhere is let go"
-    assert [step.step for step in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    assert not list((tmp_path / "run" / "journal").iterdir()), "what is recorded elsewhere is let go"
+    kept = read_kept(Layout(tmp_path / "run").kept)
+    assert [found.step for found in kept] == [0] * 4 + [3] * 4
+    assert [found.task for found in kept[:4]] == [found.task for found in kept[4:]]
+    assert all(found.tree().samples and not found.failure for found in kept)
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [step.step for step in steps] == [1, 2, 3]
+    assert all(step.values["reward/agent"] == step.values["reward"] for step in steps)
+    assert read_last_step(tmp_path / "run" / "metrics.jsonl") == steps[-1]
     # A run that is complete does nothing more.
     assert run_forge(config, tmp_path) == (folder, checks)
 
 
-def test_killed_anywhere_the_run_completes_and_learns_everything_once(model: Path, tmp_path: Path) -> None:
-    config, rng, num_left = make_run(model, num_steps=2 + NUM_KILLS), random.Random(0), NUM_KILLS
+def test_ended_anywhere_the_run_completes_and_learns_everything_once(model: Path, tmp_path: Path) -> None:
+    config, rng, num_left = make_run(model, num_steps=3 + NUM_KILLS), random.Random(0), NUM_KILLS
     write_resolved(config, tmp_path / "config.toml")
-    command = [sys.executable, "-c", LOOP, str(tmp_path / "config.toml"), str(tmp_path)]
+    command = [sys.executable, "-m", "m2forge", "rl", str(tmp_path / "config.toml"), "--runs", str(tmp_path)]
+    terminate(command, tmp_path)
     while True:
-        with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE) as loop:
+        with start(command) as loop:
             while loop.poll() is None and num_left:
                 wait_for_step(tmp_path / "run", loop)
                 time.sleep(rng.uniform(0.0, 1.0))
@@ -101,6 +103,23 @@ def test_killed_anywhere_the_run_completes_and_learns_everything_once(model: Pat
             break
         assert loop.returncode == -signal.SIGKILL, said.decode()
     assert trained_steps(config, tmp_path / "run") == [step for step in range(1, config.num_steps + 1) for _ in "ab"]
+
+
+def start(command: list[str]) -> subprocess.Popen[bytes]:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def terminate(command: list[str], folder: Path) -> None:
+    """In the midst of attempts: it says one line and leaves nothing behind. Ctrl-C goes the same way."""
+    with start(command) as loop:
+        wait_for_step(folder / "run", loop)
+        loop.terminate()
+        _, said = loop.communicate(timeout=60)
+    assert loop.returncode == 130, said.decode()
+    assert not processes_of(folder), "a process outlived its loop"
+    lines = [line for line in said.decode().splitlines() if not line.startswith("run ") and "INFO" not in line]
+    assert lines == ["m2forge: interrupted"], said.decode()
 
 
 def wait_for_step(run_dir: Path, loop: subprocess.Popen[bytes]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from m2forge.forge.config import AgentConfig
-from m2forge.forge.worker import JobError, Workers
+from m2forge.forge.worker import JobError, Workers, from_here
 from m2forge.protocols import Endpoint
 from m2forge.records import Domain, Task
 
@@ -98,3 +98,19 @@ def test_a_program_that_cannot_start_ends_the_run(tmp_path: Path, monkeypatch: p
                 await workers.attempt("1", make_task("job"), ENDPOINT)
 
     asyncio.run(scene())
+
+
+def test_a_path_is_taken_from_where_the_loop_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agents").mkdir()
+    (tmp_path / "agents" / "one.py").touch()
+    (tmp_path / "python").touch()
+    words = ("python", "agents/one.py", "-m", "agents.one", "agents/two.py", "agents")
+    assert from_here(words) == (
+        "python",
+        str(tmp_path / "agents" / "one.py"),
+        "-m",
+        "agents.one",
+        "agents/two.py",
+        "agents",
+    )

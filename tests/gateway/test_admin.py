@@ -30,3 +30,26 @@ def test_a_tree_is_told_and_an_episode_that_is_deleted_is_gone(tmp_path: Path) -
             assert post(gateway, episode["key"], BODY).status_code == 401
         assert [path.stem for path in tmp_path.iterdir()] == ["three"]
         assert httpx2.delete(f"{gateway.url}/episodes/three", headers={"x-api-key": made[2]["key"]}).status_code == 401
+
+
+def test_one_request_closes_and_tells_the_tree_and_one_lets_many_go(tmp_path: Path) -> None:
+    config = GatewayConfig(port=0, journal=str(tmp_path), max_closed=1)
+    admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    with live(minimax(), config=config) as gateway, httpx2.Client(base_url=gateway.url, headers=admin) as client:
+        made = [client.post("/episodes", json={"id": id}).json() for id in ("one", "two", "three")]
+        for episode in made:
+            assert post(gateway, episode["key"], BODY).status_code == 200
+            for _ in range(2):  # who does not know whether it was answered asks again
+                tree = decode_tree(client.post(f"/episodes/{episode['id']}/take", json={"failure": "late"}).content)
+                assert [sample.episode for sample in tree.samples] == [episode["id"]]
+            assert post(gateway, episode["key"], BODY | {"seed": 1}).status_code == 403
+        assert client.get("/episodes/one").json()["closed"]["failure"] == "late"
+        assert client.post("/episodes/none/take").status_code == 404
+        told = client.request("DELETE", "/episodes", json={"ids": ["one", "none", "two", "one"]})
+        assert told.json() == {"num_deleted": 2}
+        assert [path.stem for path in tmp_path.iterdir()] == ["three"]
+        assert post(gateway, made[0]["key"], BODY).status_code == 401
+        for wrong in ({}, {"ids": "three"}, {"ids": [3]}):
+            assert client.request("DELETE", "/episodes", json=wrong).status_code == 400
+        own = {"x-api-key": made[2]["key"]}
+        assert httpx2.request("DELETE", f"{gateway.url}/episodes", headers=own, json={"ids": []}).status_code == 401

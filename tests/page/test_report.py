@@ -1,16 +1,19 @@
 """The report in one file: its script whole, its data harmless, its two trajectories alike."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from m2forge.errors import NotFoundError
-from m2forge.page.contrast import find_contrast
+from m2forge.forge.kept import make_kept, read_kept, write_kept
+from m2forge.page.contrast import find_contrast, find_held_out
 from m2forge.page.pool_reader import PoolReader
 from m2forge.page.report import bundle, collect, json_for_script, write_report
 from m2forge.page.run import Run
 from m2forge.text.format import ChatFormat
+from m2forge.tree.token_tree import TokenTree
 from tests.page.scene import Scene, make_call
 
 HOSTILE = {"</script><!--": "<script>&amp;\u2028\u2029\ud800</script>]]>"}
@@ -70,3 +73,30 @@ def test_the_same_task_goes_before_alike_ones(format: ChatFormat, tmp_path: Path
     scene.pool.close()
     assert found is not None
     assert (found.before, found.after, found.is_same_task) == (2, 3, True)
+
+
+def test_held_out_attempts_go_before_those_of_training(done: Path, format: ChatFormat, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(done, run_dir)
+    scene = Scene(tmp_path / "other", format, queue=8, window=8, group_size=2)
+    tasks = [scene.next_task() for _ in range(3)]
+    scene.pool.close()
+    perfs = {0: (0.0, 0.0, 1.0), 4: (0.0, 1.0, 1.0), 9: (0.0, 1.0, 0.0)}
+    for step, earned in perfs.items():
+        tree = TokenTree(scene.pool.vocab_size)
+        tree.add(make_call([20, 21], [22], step, 0.0, scene.draw), "x", episode="x")
+        pairs = zip(tasks, earned, strict=True)
+        write_kept(run_dir / "kept", step, [make_kept(step, task, perf, "x", None, tree) for task, perf in pairs])
+    kept = read_kept(run_dir / "kept")
+    assert [(found.step, found.perf) for found in kept] == [(n, perf) for n, earned in perfs.items() for perf in earned]
+    found = find_held_out(kept)
+    assert found is not None
+    # The third task was solved only by the earlier version.
+    assert [(side.task.id, side.step) for side in found] == [(tasks[1].id, 0), (tasks[1].id, 9)]
+    sides = collect(Run(run_dir))["sides"]
+    assert isinstance(sides, dict)
+    assert "held-out" in str(sides["note"])
+    after = sides["after"]
+    assert isinstance(after, dict)
+    assert (len(after["calls"]), after["head"]["oldest_step"]) == (1, 9)
+    assert find_held_out(kept[:3]) is None
