@@ -137,7 +137,7 @@ class Demo:
         return max(1, round(number * self._scale))
 
     def _text(self, data: Path) -> Path:
-        folder = self.runs / "corpus"
+        folder = self.runs / "pages"
         if folder.exists():
             return folder
         make_demonstrations(data, self.seed, self._scaled(NUM_BARE), self._scaled(NUM_WHOLE))

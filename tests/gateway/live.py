@@ -116,11 +116,11 @@ class Live:
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
         async def wait() -> None:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not holds():
                     await asyncio.sleep(0.005)
 
-        asyncio.run_coroutine_threadsafe(wait(), self._loop).result(12)
+        asyncio.run_coroutine_threadsafe(wait(), self._loop).result(62)
 
 
 @contextlib.contextmanager
