@@ -62,7 +62,9 @@ class Probe:
             under_way = [attempt for attempt in attempts if not attempt.is_over]
             for attempt, ids in zip(under_way, self._sample(under_way), strict=True):
                 parser = self._format.parser(family_of(attempt.task).tools(attempt.task))
-                parser.feed(self._format.tokenizer.decode_bytes(ids))
+                tokenizer = self._format.tokenizer
+                # Networks know a few more ids than their tokenizers; these have no text.
+                parser.feed(tokenizer.decode_bytes([id for id in ids if id < tokenizer.vocab_size]))
                 attempt.take(parser.finish())
         solved: dict[str, list[bool]] = {}
         for attempt in attempts:
