@@ -26,10 +26,10 @@ from m2forge.gateway.app import GatewayApp
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.connection import make_connection
 from m2forge.gateway.registry import Episodes
+from m2forge.listener import LOOPBACK, address, listen
 from m2forge.protocols import Engine
 from m2forge.text.format import ChatFormat
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 GRACE_S = 5
 """What was aborted may take so long to be recorded and told."""
 KEEP_ALIVE_S = 60
@@ -173,14 +173,4 @@ def bind(config: GatewayConfig, admin_key: str | None) -> socket.socket:
             f"host {config.host}: other machines could reach the gateway; set an admin key in {config.admin_key_env}, "
             "or listen on 127.0.0.1"
         )
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        return socket.create_server((config.host, config.port), family=family, backlog=2048)
-    except OSError as error:
-        place = f"{config.host}:{config.port}"
-        raise ConfigError(f"{place} cannot be listened on ({error.strerror}); give another host or port") from error
-
-
-def address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return listen(config.host, config.port, backlog=2048)

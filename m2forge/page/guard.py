@@ -13,7 +13,8 @@ from urllib.parse import parse_qs
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+from m2forge.listener import LOOPBACK
+
 COOKIE = "m2forge_page"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

@@ -10,8 +10,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from m2forge.errors import ConfigError
+from m2forge.listener import LOOPBACK, address, listen
 from m2forge.page.app import make_app
-from m2forge.page.guard import LOOPBACK
 from m2forge.page.run import Run
 
 KEY_VARIABLE = "M2FORGE_PAGE_KEY"
@@ -43,17 +43,7 @@ def find_key(host: str) -> str | None:
 def bind(host: str, port: int) -> socket.socket:
     if not 0 <= port <= MAX_PORT:
         raise ConfigError(f"port {port}: expected 0 to {MAX_PORT}; 0 takes any that is free")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        place = f"{host}:{port}"
-        raise ConfigError(f"{place} cannot be listened on ({error.strerror}); give another host or port") from error
-
-
-def address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return listen(host, port)
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:

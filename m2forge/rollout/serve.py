@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 
 from m2forge.errors import ConfigError, M2ForgeError, NotFoundError
+from m2forge.listener import address
 from m2forge.model.checkpoint import load_model
 from m2forge.records import PolicyVersion
 from m2forge.rollout.core import Core
 from m2forge.rollout.native import NativeEngine
 from m2forge.rollout.request import Decode
-from m2forge.rollout.server import address, bind, make_app, make_server
+from m2forge.rollout.server import bind, make_app, make_server
 from m2forge.rollout.server_config import ServeConfig
 from m2forge.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -29,6 +29,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from m2forge.errors import ConfigError, EngineError, M2ForgeError, RequestError
+from m2forge.listener import LOOPBACK, listen
 from m2forge.protocols import Chunk, Engine
 from m2forge.records import JsonValue
 from m2forge.rollout import wire
@@ -74,21 +75,11 @@ def make_app(engine: Engine, config: ServerConfig) -> Starlette:
 
 def bind(config: ServerConfig) -> socket.socket:
     """A socket that listens where the configuration says."""
-    if config.admin_key is None and config.host not in ("127.0.0.1", "::1", "localhost"):
+    if config.admin_key is None and config.host not in LOOPBACK:
         raise ConfigError(
             f"host {config.host}: other machines could change the weights; set an admin key, or serve 127.0.0.1"
         )
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        return socket.create_server((config.host, config.port), family=family, backlog=1024)
-    except OSError as error:
-        place = f"{config.host}:{config.port}"
-        raise ConfigError(f"{place} cannot be listened on ({error.strerror}); give another host or port") from error
-
-
-def address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return listen(config.host, config.port, backlog=1024)
 
 
 def make_server(app: Starlette) -> uvicorn.Server:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import uvicorn
 
+from m2forge.listener import address
 from m2forge.page.app import make_app
 from m2forge.page.run import Run
-from m2forge.page.serve import address, bind, make_server
+from m2forge.page.serve import bind, make_server
 from m2forge.text.format import ChatFormat
 from tests.page.scene import Scene, make_chat_format
 

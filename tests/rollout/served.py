@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 import uvicorn
 from starlette.applications import Starlette
 
-from m2forge.rollout.server import address, bind, make_server
+from m2forge.listener import address
+from m2forge.rollout.server import bind, make_server
 from m2forge.rollout.server_config import ServerConfig
 
 

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 
 from m2forge.config import build
 from m2forge.errors import ConfigError, RequestError
+from m2forge.listener import address
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, JsonValue, PolicyVersion, Sampling
 from m2forge.rollout import wire
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 from m2forge.rollout.native import NativeEngine
-from m2forge.rollout.server import address, bind, make_app
+from m2forge.rollout.server import bind, make_app
 from m2forge.rollout.server_config import ServerConfig
 from m2forge.testing.scripted import ScriptedEngine
 from tests.rollout.engine_contract import MANY, complete, make_prompt, settled

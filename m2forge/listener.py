@@ -1,0 +1,23 @@
+"""The socket that a server of ours listens on, and the address that it tells."""
+
+import socket
+
+from m2forge.errors import ConfigError
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
+    """Port 0 takes any that is free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=backlog)
+    except OSError as error:
+        raise ConfigError(
+            f"{host}:{port} cannot be listened on ({error.strerror}); give another host or port"
+        ) from error
+
+
+def address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
