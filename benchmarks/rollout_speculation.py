@@ -1,11 +1,11 @@
 """Speculation against plain decoding, with prediction modules that this project's own pre-training trained.
 
 The network learns the Python sources of this machine, first with one module, then the chain is lengthened to three by
-copies and the modules train on alone. Prompts are held-out files. Both engines decode the same prompts in turns: one
-plain, one that chooses how far to speculate (`speculation = 3`). Because texts differ, small batches run more often.
-Speed is tokens per second of decode steps, ratios are of medians over runs. Acceptance, how often the first k drafts
-are all accepted, comes from a third engine that always drafts three. Training and measuring can be two commands, with a
-folder between them.
+copies and the modules train on alone: first they follow the network, then they learn to be accepted. Prompts are
+held-out files. Both engines decode the same prompts in turns: one plain, one that chooses how far to speculate
+(`speculation = 3`). Because texts differ, small batches run more often. Speed is tokens per second of decode steps,
+ratios are of medians over runs. Acceptance, how often the first k drafts are all accepted, comes from a third engine
+that always drafts three. Training and measuring can be two commands, with a folder between them.
 
 On a CPU everything is scaled down, which shows that it runs; time there says nothing of a GPU, and there are no bars.
 """
@@ -51,6 +51,7 @@ class Load:
     pack_tokens: int
     base_steps: int
     module_steps: int
+    """Of either loss."""
     rate: float
     batches: tuple[int, ...]
     num_prompt: int
@@ -64,8 +65,8 @@ GPU = Load(
     text_bytes=90_000_000,
     context=1024,
     pack_tokens=32_768,
-    base_steps=1400,
-    module_steps=500,
+    base_steps=1250,
+    module_steps=450,
     rate=1.5e-3,
     batches=(1, 2, 4, 8, 32, 128, 256),
     num_prompt=256,
@@ -79,14 +80,14 @@ CPU = Load(
     context=128,
     pack_tokens=512,
     base_steps=120,
-    module_steps=40,
+    module_steps=20,
     rate=4e-3,
     batches=(1, 8),
     num_prompt=32,
     num_new=48,
     repeats=1,
 )
-QUICK = replace(CPU, text_bytes=300_000, base_steps=30, module_steps=10, num_new=24)
+QUICK = replace(CPU, text_bytes=300_000, base_steps=30, module_steps=5, num_new=24)
 
 
 def speculation(device: torch.device, *, is_quick: bool, keep: Path | None, only_trains: bool = False) -> list[Bar]:
@@ -130,13 +131,20 @@ def train(load: Load, folder: Path) -> Path:
         "name": "modules",
         "steps": load.module_steps,
         "warmup_steps": load.module_steps // 10,
-        "rate": {"start": load.rate / 2, "end": load.rate / 20},
+        "rate": {"start": load.rate / 2, "end": load.rate / 5},
         "mtp_weight": {"start": 1.0},
+        "mtp_loss": "topk_kl",
         "num_mtp": DEPTH,
+        "mtp_source": "mtp1",
         "trains": "mtp",
     }
+    accepted: dict[str, TomlValue] = modules | {
+        "name": "accepted",
+        "rate": {"start": load.rate / 5, "end": load.rate / 20},
+        "mtp_loss": "topk_acceptance",
+    }
     model = load.model
-    for phase, optimizer in ((base, "muon"), (modules, "adamw")):
+    for phase, optimizer in ((base, "muon"), (modules, "adamw"), (accepted, "adamw")):
         data: dict[str, TomlValue] = {
             "name": phase["name"],
             "corpus": str(corpus),

@@ -28,6 +28,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -57,10 +58,25 @@ ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
 FAMILY = "copies"
 BARE, WHOLE = "bare.jsonl", "whole.jsonl"
-NUM_PAGES, NUM_BARE, NUM_WHOLE = 4000, 1000, 440
+NUM_PAGES = 4000
 VOCAB_SIZE, TOKENIZER_TEXTS = 512, 300
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What is demonstrated to the network."""
+
+    family: str = FAMILY
+    difficulty: int = 0
+    num_bare: int = 1000
+    num_whole: int = 440
+    """Demonstrations without and with the description of the tools."""
+
+    def tasks(self, num: int, seed: int) -> list[Task]:
+        tasks = TaskSet(find_family(self.family), "train", seed)
+        return [tasks.next(self.difficulty, self.difficulty) for _ in range(num)]
 
 
 def make_pages(folder: Path, seed: int, num_pages: int) -> Path:
@@ -75,21 +91,18 @@ def make_pages(folder: Path, seed: int, num_pages: int) -> Path:
     return path
 
 
-def make_demonstrations(folder: Path, seed: int, num_bare: int, num_whole: int) -> None:
+def make_demonstrations(folder: Path, seed: int, bare: list[Task], whole: list[Task]) -> None:
     """With the description of the tools, as the agent sends them, and without."""
-    tasks = TaskSet(find_family(FAMILY), "train", seed)
-    bare, whole = ([tasks.next(0, 0) for _ in range(num)] for num in (num_bare, num_whole))
     write_demonstrations(folder / WHOLE, whole, seed)
     lines = (json.dumps(item | {"tools": []}) for item in demonstrations(bare, seed, system=""))
     write_atomic(folder / BARE, "".join(f"{line}\n" for line in lines))
 
 
-def make_tokenizer(folder: Path, seed: int) -> Path:
+def make_tokenizer(folder: Path, seed: int, tasks: list[Task]) -> Path:
     """Trained on conversations as the network will read them."""
     plain = make_format("minimax_m2", train_tokenizer(["a b"], 300, MINIMAX_M2_SPECIALS))
-    tasks = TaskSet(find_family(FAMILY), "train", seed)
     texts = []
-    for item in demonstrations([tasks.next(0, 0) for _ in range(TOKENIZER_TEXTS)], seed):
+    for item in demonstrations(tasks, seed):
         messages, tools = item["messages"], item["tools"]
         assert isinstance(messages, list)
         assert isinstance(tools, list)
@@ -111,21 +124,28 @@ def told(**settings: object) -> list[str]:
 
 
 class Demo:
-    def __init__(self, runs: Path, seed: int, *, is_control: bool = False, scale: float = 1.0) -> None:
+    def __init__(
+        self, runs: Path, seed: int, *, is_control: bool = False, scale: float = 1.0, lesson: Lesson | None = None
+    ) -> None:
         self.runs, self.seed, self.is_control, self._scale = runs, seed, is_control, scale
+        self._lesson = lesson or Lesson()
         self.seconds: dict[str, float] = {}
 
     def run(self) -> None:
-        data = self.runs / "data"
-        data.mkdir(parents=True, exist_ok=True)
-        corpus = self._timed("text", lambda: self._text(data))
-        base = self._timed("pretrain", lambda: self._pretrain(corpus))
-        agent = self._timed("sft", lambda: self._sft(base, data))
+        agent = self.make_agent()
         checks = self._timed("rl", lambda: self._rl(agent))
         name = "control" if self.is_control else "rl"
         report = self.runs / ("control.html" if self.is_control else "report.html")
         self._timed("report", lambda: write_report(self.runs / name, report))
         self._summarise(checks, self.runs / name, report)
+
+    def make_agent(self) -> Path:
+        """The folder of a model that has seen demonstrations and no reward."""
+        data = self.runs / "data"
+        data.mkdir(parents=True, exist_ok=True)
+        corpus = self._timed("text", lambda: self._text(data))
+        base = self._timed("pretrain", lambda: self._pretrain(corpus))
+        return self._timed("sft", lambda: self._sft(base, data))
 
     def _timed(self, name: str, stage: Callable[[], Result]) -> Result:
         started_s = time.monotonic()
@@ -140,8 +160,10 @@ class Demo:
         folder = self.runs / "pages"
         if folder.exists():
             return folder
-        make_demonstrations(data, self.seed, self._scaled(NUM_BARE), self._scaled(NUM_WHOLE))
-        tokenizer = make_tokenizer(data / "tokenizer", self.seed)
+        num_bare, num_whole = self._scaled(self._lesson.num_bare), self._scaled(self._lesson.num_whole)
+        tasks = self._lesson.tasks(num_bare + num_whole, self.seed)
+        make_demonstrations(data, self.seed, tasks[:num_bare], tasks[num_bare:])
+        tokenizer = make_tokenizer(data / "tokenizer", self.seed, self._lesson.tasks(TOKENIZER_TEXTS, self.seed))
         return make_corpus(folder, make_pages(data, self.seed, self._scaled(NUM_PAGES)), tokenizer)
 
     def _pretrain(self, corpus: Path) -> Path:

@@ -104,6 +104,8 @@ class Agents:
             try:
                 answer = await self.workers.attempt(name, task, endpoint)
             except TimeoutError:
+                if self._num_starts() != num_starts:
+                    raise Interrupted("time ran out while a process was away") from None
                 failure = TIMEOUT
             return Tried(answer, await self.gateway.close(name), failure)
         except M2ForgeError as error:

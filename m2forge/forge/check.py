@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from m2forge.errors import M2ForgeError
-from m2forge.forge.attempts import Agents
+from m2forge.forge.attempts import Agents, Interrupted, Tried
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import Kept, make_kept
 from m2forge.records import Task
@@ -23,6 +23,8 @@ from m2forge.tasks.task_set import TaskSet
 
 NUM_KEPT = 8
 """Tasks whose attempts are kept."""
+MAX_INTERRUPTIONS = 20
+"""Of one task: one at which its agent dies every time must not go on for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,9 @@ async def check(agents: Agents, tasks: list[Task], step: int, num_at_once: int) 
 
     async def attempt(index: int, task: Task) -> float | None:
         async with seats:
-            name = f"check-{step}-{int(time.time() * 1e6)}-{index}"
-            try:
-                tried = await agents.attempt(name, task, group="")
-            except M2ForgeError:
-                return None
-            agents.gateway.forget_soon(name)
+            tried = await _try(agents, task, f"check-{step}-{int(time.time() * 1e6)}-{index}")
+        if tried is None:
+            return None
         perf = 0.0 if tried.failure is not None else family_of(task).verify(task, tried.answer).perf
         if index in places:
             kept[index] = make_kept(step, task, perf, tried.answer, tried.failure, tried.tree)
@@ -75,6 +74,21 @@ async def check(agents: Agents, tasks: list[Task], step: int, num_at_once: int) 
     perfs = await asyncio.gather(*(attempt(index, task) for index, task in enumerate(tasks)))
     seconds = time.monotonic() - started_s
     return _tell(tasks, perfs, step, seconds), [kept[index] for index in sorted(kept)]
+
+
+async def _try(agents: Agents, task: Task, name: str) -> Tried | None:
+    """None where it broke. That a process died says nothing about the policy: the task is attempted anew."""
+    for attempt in range(MAX_INTERRUPTIONS):
+        own = f"{name}-{attempt}"
+        try:
+            tried = await agents.attempt(own, task, group="")
+        except Interrupted:
+            continue
+        except M2ForgeError:
+            return None
+        agents.gateway.forget_soon(own)
+        return tried
+    return None
 
 
 def _tell(tasks: Sequence[Task], perfs: Sequence[float | None], step: int, seconds: float) -> Check:

@@ -82,10 +82,18 @@ class ForgeConfig(Config):
     num_steps: Count
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
     """Attempts at each task; what one attempt is worth is told by the others."""
+    batch_tokens: Count | None = None
+    """None: a batch is `curriculum.batch_groups` groups. Else it is as many groups as fit into so many tokens, at least
+    one and at most `curriculum.batch_groups`, with every domain at its ratio. A token counts once for each attempt that
+    recorded it, so that a step computes no more than this, what several packs repeat aside. How much of a step the
+    network takes at a time is another matter: `policy.pack_tokens`."""
     rate: Curve = Curve(start=1e-5)
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     keep_versions: Annotated[int, Field(ge=2)] = 2
     """Published weights kept: somebody may be reading the one before."""
+    keep_ratios: Annotated[int, Field(ge=0)] = 8
+    """Steps of which the run page can show, token by token, how far the policy had moved since each was sampled: two
+    bytes a token. 0: none."""
     curriculum: CurriculumConfig
     agent: AgentConfig
     check: CheckConfig = CheckConfig()

@@ -2,11 +2,11 @@
 
 runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/      the trainer's
             weights/            published versions
-            pool.db             the data pool
+            pool.db             the data pool, and where the curriculum stands
             journal/            what the gateway writes down
-            loop.json           where the curriculum stands, and what time tasks take
             checks.jsonl        success on held-out tasks
             kept/               attempts at a few of them, of every check
+            ratios/             of trained to sampled probability, token by token, of the last steps
             log/                what the processes print
             model/              when the run is complete
 """
@@ -42,16 +42,16 @@ class Layout:
         return self.run_dir / "log"
 
     @property
-    def loop_state(self) -> Path:
-        return self.run_dir / "loop.json"
-
-    @property
     def checks(self) -> Path:
         return self.run_dir / "checks.jsonl"
 
     @property
     def kept(self) -> Path:
         return self.run_dir / "kept"
+
+    @property
+    def ratios(self) -> Path:
+        return self.run_dir / "ratios"
 
     @property
     def model(self) -> Path:

@@ -4,9 +4,10 @@
                   ↓                           ↑ weights
                trainer ───────────────────────┘
 
-Everything that must outlive it is on disk: the pool, the journals, the weights, the checkpoints, and in `loop.json`
-where the curriculum stands. Killed, it takes the other processes and the agents with it; started again, attempts that
-were under way are made anew under other keys, and the old ones are refused.
+Everything that must outlive it is on disk: the pool, the journals, the weights, the checkpoints. Where the curriculum
+stands is stored with the tasks that it gave, in one transaction, so that none is left out and none comes twice. Killed,
+it takes the other processes and the agents with it; started again, attempts that were under way are made anew under
+other keys, and the old ones are refused. Pass rates that came after the last tasks are forgotten.
 """
 
 import asyncio
@@ -17,7 +18,6 @@ import logging
 import re
 import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping
@@ -27,7 +27,6 @@ from typing import Any
 import httpx2
 
 from m2forge.errors import EngineError
-from m2forge.files import write_atomic
 from m2forge.forge.attempts import Agents, Attempts
 from m2forge.forge.check import check, held_out_tasks, note_check, read_checks
 from m2forge.forge.child import Child
@@ -39,8 +38,10 @@ from m2forge.forge.process import ENGINE_KEY_VARIABLE, HOST
 from m2forge.forge.view import View
 from m2forge.forge.worker import Workers
 from m2forge.gateway.journal import SUFFIX
+from m2forge.listener import free_ports
 from m2forge.model.folder import read_config
 from m2forge.pool.pool import Pool
+from m2forge.pool.state import StateError
 from m2forge.pool.stored import Lease
 from m2forge.pool.writer import PoolWriter
 from m2forge.records import PolicyVersion, Task
@@ -69,7 +70,7 @@ class Loop:
         folder = Path(config.model)
         self.pool = Pool(self.layout.pool(config.pool), read_config(folder).vocab_size)
         self.weights = self.layout.weight_store(config)
-        state = _read_state(self.layout.loop_state)
+        state = json.loads(self.pool.note() or "{}")
         self.curriculum = Curriculum(config.curriculum, state=state.get("curriculum"))
         self.judge = Judge(config.reward, base_times=state.get("base_times"))
         self.format = make_format(config.gateway.format, load_tokenizer(folder))
@@ -77,11 +78,13 @@ class Loop:
         """What the sampler was told last."""
         self._checked = max((found.step for found in read_checks(self.layout.checks)), default=None)
         """Step of the last check."""
+        self._drawn: list[tuple[Task, int]] = []
+        """Tasks that wait for room in the queue, and the attempts at each."""
         self._running: dict[asyncio.Task[None], Lease] = {}
         self._make_children()
 
     def _make_children(self) -> None:
-        run_dir, ports = str(self.layout.run_dir), _free_ports(2)
+        run_dir, ports = str(self.layout.run_dir), free_ports(HOST, 2)
         self._sampler_url, self._gateway_url = (f"http://{HOST}:{port}" for port in ports)
         sampler_key, gateway_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         self._sampler_key, self._gateway_key = sampler_key, gateway_key
@@ -184,11 +187,14 @@ class Loop:
         num_units = num_groups * (self.config.group_size if window.unit == "episode" else 1)
         is_filled = False
         while await writer.run(self.pool.room) >= num_units:
-            tasks = [(assignment.task, self.config.group_size) for assignment in self.curriculum.next_batch()]
-            # Before the tasks are queued: a loop that dies in between leaves some out and gives none twice.
-            write_atomic(self.layout.loop_state, json.dumps(self._state()))
-            await writer.run(self.pool.put, tasks)
-            is_filled = True
+            if not self._drawn:
+                self._drawn = [(given.task, self.config.group_size) for given in self.curriculum.next_batch()]
+            try:
+                await writer.run(self.pool.put, self._drawn, json.dumps(self._state()))
+            except StateError:
+                # A trainer that went back has returned units meanwhile.
+                break
+            self._drawn, is_filled = [], True
         return is_filled
 
     def _state(self) -> dict[str, object]:
@@ -276,14 +282,25 @@ class Loop:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """What ends a program ends it in the same way as Ctrl-C."""
+    """What ends a program ends it in the same way as Ctrl-C, which a shell's background jobs do not hear."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
+    loop, task, is_terminated = asyncio.get_running_loop(), asyncio.current_task(), False
+    assert task is not None
+
+    def terminate() -> None:
+        nonlocal is_terminated
+        is_terminated = True
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, terminate)
     try:
         yield
+    except asyncio.CancelledError:
+        if is_terminated:
+            raise KeyboardInterrupt from None
+        raise
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
 
@@ -292,19 +309,3 @@ async def cancel_all(tasks: set[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
-
-
-def _free_ports(num: int) -> list[int]:
-    """Ports that nobody listens on; fixed for the run's life, since agents are told them."""
-    sockets = [socket.socket() for _ in range(num)]
-    try:
-        for opened in sockets:
-            opened.bind((HOST, 0))
-        return [opened.getsockname()[1] for opened in sockets]
-    finally:
-        for opened in sockets:
-            opened.close()

@@ -10,15 +10,17 @@ episode is in the lineage of the weights once.
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from m2forge.config import load
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.layout import Layout
 from m2forge.forge.learner import make_trees
-from m2forge.forge.quota import batch_quotas
+from m2forge.forge.quota import SizedQuotas, batch_quotas
+from m2forge.forge.ratio import forget_ratios, write_ratios
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.exchange import find_companions
 from m2forge.observe.busy import open_busy_log
@@ -82,10 +84,8 @@ class Trainer:
             MetricsWriter(self.layout.run_dir) as metrics,
         ):
             self._go_back(pool)
-            quotas = itertools.islice(batch_quotas(config.curriculum), self.position.step, config.num_steps)
             waited_from_s = time.perf_counter()
-            for quota in quotas:
-                claimed = self._wait_for_batch(pool, quota)
+            for claimed in self._batches(pool):
                 waited_s = time.perf_counter() - waited_from_s
                 figures = self._learn(pool, claimed)
                 waited_from_s = time.perf_counter()
@@ -98,6 +98,7 @@ class Trainer:
 
     def _go_back(self, pool: Pool) -> None:
         """Whatever came after the checkpoint never was."""
+        forget_ratios(self.layout.ratios, self.position.step)
         self.weights.go_back(self.position.step)
         restored = pool.restore(self.version)
         if restored.num_returned:
@@ -106,12 +107,20 @@ class Trainer:
         if newest is None or newest[0] != self.version:
             self.weights.publish(self.engine.model, self.position.step)
 
-    def _wait_for_batch(self, pool: Pool, quota: dict[str, int]) -> Claim:
-        while True:
-            claimed = pool.claim(sum(quota.values()), self.version, quota)
-            if claimed is not None:
-                return claimed
-            time.sleep(POLL_S)
+    def _batches(self, pool: Pool) -> Iterator[Claim]:
+        """One for each step that is left, as soon as the window has it."""
+        config, left = self.config.curriculum, range(self.position.step, self.config.num_steps)
+        max_tokens = self.config.batch_tokens
+        if max_tokens is None:
+            for quotas in itertools.islice(batch_quotas(config), left.start, left.stop):
+                yield _wait_for(partial(pool.claim, sum(quotas.values()), self.version, quotas))
+            return
+        sized = SizedQuotas(config, pool.batch_sizes(self.version.lineage))
+        for _ in left:
+            within = partial(pool.claim_within, max_tokens, config.batch_groups, self.version, sized.quotas)
+            claimed = _wait_for(within)
+            sized.note(len(claimed.units))
+            yield claimed
 
     def _learn(self, pool: Pool, claimed: Claim) -> dict[str, float]:
         started_s = time.perf_counter()
@@ -134,10 +143,13 @@ class Trainer:
         published_s = time.perf_counter()
         self.weights.publish(self.engine.model, self.position.step)
         figures["published_s"] = time.perf_counter() - published_s
+        log_ratios = {sample.name: logprobs - sample.logprobs for sample, logprobs in report.logprobs()}
+        write_ratios(self.layout.ratios, self.position.step, log_ratios, self.config.keep_ratios)
         rewards = [episode.reward for unit in units for episode in unit.episodes if episode.reward is not None]
         figures["reward"] = sum(reward.total for reward in rewards) / max(1, len(rewards))
         figures["perf"] = sum(reward.perf for reward in rewards) / max(1, len(rewards))
         figures |= _by_domain(units)
+        figures["num_units"] = len(units)
         figures["lag"] = max((unit.lag for unit in units if unit.lag is not None), default=0)
         oldest = [unit.oldest_step for unit in units if unit.oldest_step is not None]
         figures["staleness"] = self.position.step - 1 - min(oldest, default=self.position.step - 1)
@@ -147,6 +159,12 @@ class Trainer:
         self.checkpoints.save(self.engine, self.position)
         if self.config.train.checkpoint.keep:
             pool.mark_durable(self.version)
+
+
+def _wait_for(claim: Callable[[], Claim | None]) -> Claim:
+    while (claimed := claim()) is None:
+        time.sleep(POLL_S)
+    return claimed
 
 
 def _by_domain(units: Sequence[StoredUnit]) -> dict[str, float]:

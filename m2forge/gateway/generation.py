@@ -25,7 +25,7 @@ from m2forge.errors import EngineError, M2ForgeError, RecordError
 from m2forge.gateway.episode import Episode, Sampled
 from m2forge.gateway.exchange import Ask, Stream, Usage
 from m2forge.gateway.history import Opening
-from m2forge.gateway.pace import Pace
+from m2forge.gateway.pace import Naps, Pace
 from m2forge.gateway.reply import Reply, write_reply
 from m2forge.gateway.retry import Request
 from m2forge.gateway.sample import SampleReader
@@ -182,10 +182,13 @@ class Generation:
         failure: M2ForgeError | None = None
         try:
             async with contextlib.aclosing(self._engine.generate(self.plan.prompt)) as chunks:
+                naps, asked_s = Naps(self._pace), time.monotonic()
                 async for chunk in chunks:
                     self._take(chunk)
-                    if self._pace.is_late and chunk.finish_reason is None:
-                        await asyncio.sleep(self._pace.gap_s)
+                    nap_s = naps.after(len(chunk.ids), time.monotonic() - asked_s)
+                    if nap_s and chunk.finish_reason is None:
+                        await asyncio.sleep(nap_s)
+                    asked_s = time.monotonic()
         except asyncio.CancelledError:
             failure = EngineError("the gateway is stopping; ask again")
         except M2ForgeError as error:

@@ -5,10 +5,12 @@ call looks at the next.
 """
 
 import json
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -18,18 +20,20 @@ from m2forge.errors import M2ForgeError, NotFoundError
 from m2forge.page.episode_list import JOINED, SHOWN, summary
 from m2forge.page.part import LOOK_BACK, Part, TokenText, cut_completion, cut_prompt
 from m2forge.page.pool_reader import PoolReader
-from m2forge.page.run import Run, known_keys
+from m2forge.page.ratio import Ratios
+from m2forge.page.run import RATIOS_FOLDER, Run, known_keys
 from m2forge.page.trajectory import Trajectory
 from m2forge.page.worth import advantages_of
 from m2forge.pool.delta import read_tree
 from m2forge.pool.queue import read_queue
 from m2forge.pool.schema import call_table, episode_table, unit_table
 from m2forge.pool.stored import read_task
-from m2forge.records import JsonValue, Task
+from m2forge.records import FloatArray, JsonValue, Task
 from m2forge.reward.config import AdvantageConfig
 from m2forge.tasks.catalog import family_of
 from m2forge.text.completion import Completion, ProblemKind
 from m2forge.text.message import Tool
+from m2forge.tree.sample import Sample
 
 FIRST_CALLS = 48
 """So many calls are read without the rest of their episode."""
@@ -43,6 +47,8 @@ MAX_FOUND = 5000
 """Calls that a search names."""
 MAX_TOKENS = 20_000
 """Tokens that are handed out at once."""
+MAX_LOG_RATIO = 20.0
+"""Beyond it nobody tells one ratio from another."""
 
 Json: TypeAlias = dict[str, JsonValue]
 
@@ -58,6 +64,7 @@ class _Key:
 class Episodes:
     def __init__(self, run: Run, reader: PoolReader) -> None:
         self._run, self._reader = run, reader
+        self._ratios = Ratios(run.run_dir / RATIOS_FOLDER)
         self._kept: OrderedDict[_Key, Trajectory] = OrderedDict()
         self._lock = threading.Lock()
         self._reading: dict[_Key, threading.Lock] = {}
@@ -75,10 +82,12 @@ class Episodes:
                 raise NotFoundError(f"episode {episode} is not in the pool; retention may have removed it")
             worth = None if config is None else advantages_of(connection, episode, config)
             group = _group(connection, row.group_name)
+            no_ratios = self._ratios.of_episode(connection, episode).absence
         return summary(row) | {
             "task": json.loads(row.task),
             "reward_parts": None if row.reward is None else json.loads(row.reward),
             "step_rewards": None if row.step_rewards is None else json.loads(row.step_rewards),
+            "no_ratios": no_ratios,
             "advantages": None if worth is None else [round(value, 5) for value in worth],
             "artifacts": json.loads(row.artifacts),
             "group_episodes": group,
@@ -109,16 +118,18 @@ class Episodes:
     def calls(self, episode: int, start: int, end: int) -> Json:
         """Calls from `start` on, cut into parts; fewer than asked for where they are long."""
         trajectory = self._trajectory(episode, end)
-        shown = show_calls(trajectory, start, end, TokenText(self._run.format()), self._tools(episode))
+        tools, log_ratios = self._tools(episode), self._log_ratios(episode)
+        shown = show_calls(trajectory, start, end, TokenText(self._run.format()), tools, log_ratios)
         return {"first": start, "calls": shown}
 
     def tokens(self, episode: int, call: int, start: int, end: int) -> Json:
-        """Texts and log-probabilities of some tokens of a call's path."""
+        """Texts, log-probabilities and ratios of some tokens of a call's path."""
         trajectory = self._trajectory(episode, call + 1)
         if call >= len(trajectory.legs):
             raise NotFoundError(f"episode {episode} has {len(trajectory.legs)} calls, no call {call}")
         end = min(end, start + MAX_TOKENS, trajectory.legs[call].num_tokens)
-        return _show_tokens(trajectory, call, start, end, TokenText(self._run.format()))
+        log_ratios = self._log_ratios(episode).get(call)
+        return _show_tokens(trajectory, call, start, end, TokenText(self._run.format()), log_ratios)
 
     def search(self, episode: int, text: str) -> Json:
         """Calls whose own tokens, not those that they share with earlier ones, hold `text`; case does not count."""
@@ -189,6 +200,10 @@ class Episodes:
         except (ValueError, TypeError, KeyError):
             return None
 
+    def _log_ratios(self, episode: int) -> Mapping[int, FloatArray]:
+        with self._reader.read() as connection:
+            return self._ratios.of_episode(connection, episode).by_call
+
     def _advantage_config(self) -> AdvantageConfig | None:
         reward = self._run.config().get("reward")
         given = reward.get("advantage") if isinstance(reward, dict) else None
@@ -216,21 +231,29 @@ def tools_of(task: Task) -> tuple[Tool, ...] | None:
 
 
 def show_calls(
-    trajectory: Trajectory, start: int, end: int, text: TokenText, tools: tuple[Tool, ...] | None
+    trajectory: Trajectory,
+    start: int,
+    end: int,
+    text: TokenText,
+    tools: tuple[Tool, ...] | None,
+    log_ratios: Mapping[int, FloatArray] = MappingProxyType({}),
 ) -> list[JsonValue]:
-    """Calls from `start` on, cut into parts; fewer than asked for where they are long."""
+    """Calls from `start` on, cut into parts; fewer than asked for where they are long. `log_ratios`: of those calls
+    whose are known."""
     found: list[JsonValue] = []
     num_tokens = 0
     for call in range(start, min(end, len(trajectory.legs))):
         if found and num_tokens > PAGE_TOKENS:
             break
-        shown, size = _show_call(trajectory, call, text, tools)
+        shown, size = _show_call(trajectory, call, text, tools, log_ratios.get(call))
         found.append(shown)
         num_tokens += size
     return found
 
 
-def _show_call(trajectory: Trajectory, call: int, text: TokenText, tools: tuple[Tool, ...] | None) -> tuple[Json, int]:
+def _show_call(
+    trajectory: Trajectory, call: int, text: TokenText, tools: tuple[Tool, ...] | None, log_ratios: FloatArray | None
+) -> tuple[Json, int]:
     """A call, and the number of tokens that were written out for it."""
     leg, sample = trajectory.legs[call], trajectory.samples[call]
     start = min(leg.start, leg.num_prompt)
@@ -241,7 +264,9 @@ def _show_call(trajectory: Trajectory, call: int, text: TokenText, tools: tuple[
     parts = cut_prompt(ids[:num_new], prompt, before, text.format)
     answer, completion = cut_completion(response, text.format, tools or ())
     shown = [_show_part(part, prompt, start) for part in parts]
-    shown += [_show_part(part, response, leg.num_prompt, sample.logprobs.tolist()) for part in answer]
+    for part in answer:
+        end = min(part.end, part.start + PART_TOKENS)
+        shown.append(_show_part(part, response, leg.num_prompt) | _numbers(sample, log_ratios, part.start, end))
     steps = np.unique(sample.versions)
     return {
         "call": call,
@@ -254,25 +279,32 @@ def _show_call(trajectory: Trajectory, call: int, text: TokenText, tools: tuple[
     }, sum(min(part.end - part.start, PART_TOKENS) for part in [*parts, *answer])
 
 
-def _show_part(part: Part, texts: Sequence[str], offset: int, logprobs: Sequence[float] | None = None) -> Json:
-    end = min(part.end, part.start + PART_TOKENS)
-    shown: Json = {
+def _show_part(part: Part, texts: Sequence[str], offset: int) -> Json:
+    return {
         "kind": part.kind,
         "start": offset + part.start,
         "num_tokens": part.end - part.start,
-        "texts": list(texts[part.start : end]),
+        "texts": list(texts[part.start : min(part.end, part.start + PART_TOKENS)]),
     }
-    if logprobs is not None:
-        shown["logprobs"] = [round(value, 3) for value in logprobs[part.start : end]]
-    return shown
 
 
-def _show_tokens(trajectory: Trajectory, call: int, start: int, end: int, text: TokenText) -> Json:
+def _show_tokens(
+    trajectory: Trajectory, call: int, start: int, end: int, text: TokenText, log_ratios: FloatArray | None
+) -> Json:
     leg, sample = trajectory.legs[call], trajectory.samples[call]
     shown: Json = {"start": start, "texts": list(text.texts(trajectory.tokens(call, start, end).tolist()))}
     if start >= leg.num_prompt:
-        values = sample.logprobs[start - leg.num_prompt : end - leg.num_prompt].tolist()
-        shown["logprobs"] = [round(value, 3) for value in values]
+        shown |= _numbers(sample, log_ratios, start - leg.num_prompt, end - leg.num_prompt)
+    return shown
+
+
+def _numbers(sample: Sample, log_ratios: FloatArray | None, start: int, end: int) -> Json:
+    """Of some of the tokens that a call sampled."""
+    shown: Json = {"logprobs": [round(value, 3) for value in sample.logprobs[start:end].tolist()]}
+    if log_ratios is not None and log_ratios.size == sample.logprobs.size:
+        ratios = np.exp(log_ratios[start:end].clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)).tolist()
+        # A step whose numbers were none has none here.
+        shown["ratios"] = [None if math.isnan(ratio) else float(f"{ratio:.4g}") for ratio in ratios]
     return shown
 
 

@@ -23,7 +23,7 @@ from m2forge.text.format import ChatFormat, FormatName, make_format
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.run_dir import CONFIG_FILE, LOCK_FILE
 
-CHECKS_FILE, LOOP_FILE, MODEL_FOLDER, WEIGHTS_FOLDER = "checks.jsonl", "loop.json", "model", "weights"
+CHECKS_FILE, MODEL_FOLDER, RATIOS_FOLDER, WEIGHTS_FOLDER = "checks.jsonl", "model", "ratios", "weights"
 POOL_FILES = ("pool.db", "pool.db-wal")
 SQLITE = "sqlite:///"
 QUIET_S = 30.0
@@ -148,7 +148,7 @@ class Run:
 
     def age_s(self) -> float | None:
         """Since it wrote last."""
-        names = (FILE_NAME, CHECKS_FILE, LOOP_FILE, *POOL_FILES)
+        names = (FILE_NAME, CHECKS_FILE, *POOL_FILES)
         times_s = [found for name in names if (found := _changed_s(self.run_dir / name)) is not None]
         return max(0.0, time.time() - max(times_s)) if times_s else None
 

@@ -8,10 +8,10 @@ A unit is trained once in the lineage of the weights: it is trained exactly if t
 that the weights at hand descend from. These functions run inside the transaction that is handed to them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, and_, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, func, insert, literal, or_, select, update
 
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.queue import QueueRow, UnitRow, drop_group, lock_queue, requeue_group
@@ -50,32 +50,43 @@ class Restored:
     """Units that the weights have not learnt any more, but that retention has deleted."""
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a batch is to hold."""
+
+    num_units: int
+    quotas: Callable[[int], Mapping[str, int]] | None = None
+    """Units of each domain, of a batch of so many."""
+    max_tokens: int | None = None
+    """With it there are at most `num_units`, as many as fit; at least one."""
+
+    def take(self, window: Window) -> list[Unit]:
+        if self.max_tokens is not None:
+            return window.take_within(self.max_tokens, self.num_units, self.quotas)
+        return window.take(self.num_units, None if self.quotas is None else self.quotas(self.num_units))
+
+
 def claim(
-    connection: Connection,
-    config: PoolConfig,
-    num_units: int,
-    version: PolicyVersion,
-    quotas: Mapping[str, int] | None,
-    now_s: float,
+    connection: Connection, config: PoolConfig, wanted: Wanted, version: PolicyVersion, now_s: float
 ) -> Claim | None:
-    """A batch for weights that are at `version`; None where the window holds too few finished units yet. `quotas`:
-    units of each domain."""
+    """A batch for weights that are at `version`; None where the window holds too few finished units yet."""
     queue = lock_queue(connection)
     _check_lineage(queue, version)
-    rows = _window_rows(connection, config.window.size + num_units)
+    rows = _window_rows(connection, config.window.size + wanted.num_units, wanted.max_tokens is not None)
     by_place = {row.place: row for row in rows}
     window = Window(config.window.size, [_unit(row) for row in rows], queue.num_taken)
     if config.window.max_staleness is not None:
         stale = window.give_up_stale(version.step - config.window.max_staleness)
         _give_up(connection, config, [by_place[unit.place] for unit in stale], config.window.stale, DropReason.STALE)
-    taken = window.take(num_units, quotas)
+    taken = wanted.take(window)
     while not taken and config.window.straggler != "wait":
-        head = window.blocker(num_units, quotas)
-        if head is None or not _is_straggler(connection, config, by_place[head.place], now_s):
+        # A batch that waits for another unit than the head is not the head's fault.
+        head = window.head
+        if head is None or head.is_finished or not _is_straggler(connection, config, by_place[head.place], now_s):
             break
         gone = [by_place[unit.place] for unit in window.give_up(head.place)]
         _give_up(connection, config, gone, config.window.straggler, DropReason.STRAGGLER)
-        taken = window.take(num_units, quotas)
+        taken = wanted.take(window)
     if not taken:
         return None
     chosen = [by_place[unit.place] for unit in taken]
@@ -97,11 +108,14 @@ def _mark_taken(connection: Connection, queue: QueueRow, rows: Sequence[UnitRow]
     return Claim(batch, queue.epoch, tuple(ids))
 
 
-def _window_rows(connection: Connection, limit: int) -> Sequence[UnitRow]:
+def _window_rows(connection: Connection, limit: int, with_tokens: bool) -> Sequence[UnitRow]:
     """The first queued units. Of a batch of n no unit stands behind W + n of them."""
-    unit = unit_table.c
-    query = select(*(unit[name] for name in _WINDOW_COLUMNS)).where(unit.is_queued).order_by(unit.place).limit(limit)
-    return connection.execute(query.with_for_update()).all()
+    unit, episode = unit_table.c, episode_table.c
+    own = select(func.coalesce(func.sum(episode.num_tokens), 0)).where(episode.unit == unit.id).scalar_subquery()
+    num_tokens = (own if with_tokens else literal(0)).label("num_tokens")
+    columns = [*(unit[name] for name in _WINDOW_COLUMNS), num_tokens]
+    query = select(*columns).where(unit.is_queued).order_by(unit.place).limit(limit)
+    return connection.execute(query.with_for_update(of=unit_table)).all()
 
 
 def _unit(row: UnitRow) -> Unit:
@@ -112,6 +126,7 @@ def _unit(row: UnitRow) -> Unit:
         is_finished=row.state == UnitState.READY,
         oldest_step=row.oldest_step,
         num_taken_before=row.taken_before,
+        num_tokens=int(row.num_tokens),
     )
 
 
@@ -197,6 +212,13 @@ def _return(connection: Connection, where: ColumnElement[bool]) -> int:
     is_ahead = and_(unit.is_queued, unit.taken_before > num_taken)
     connection.execute(update(unit_table).where(is_ahead).values(taken_before=num_taken))
     return moved
+
+
+def batch_sizes(connection: Connection, lineage: str) -> list[int]:
+    """Units of each batch that the weights have learnt, in their order; also of those that are deleted since."""
+    batch = batch_table.c
+    query = select(batch.num_units).where(batch.lineage == lineage).order_by(batch.step)
+    return list(connection.execute(query).scalars())
 
 
 def mark_durable(connection: Connection, version: PolicyVersion) -> None:

@@ -27,7 +27,7 @@ from m2forge.errors import ConfigError, M2ForgeError
 from m2forge.pool import batch as batches
 from m2forge.pool import queue as queues
 from m2forge.pool import record, retention
-from m2forge.pool.batch import Claim, Restored
+from m2forge.pool.batch import Claim, Restored, Wanted
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.dialect import Database
 from m2forge.pool.record import Append, Ending, Rewarding
@@ -90,10 +90,16 @@ class Pool:
         with self.database.read() as connection:
             return max(0, self.config.window.queue - queues.num_queued(connection))
 
-    def put(self, tasks: Sequence[tuple[Task, int]]) -> list[str]:
-        """Queue groups, each a task and its number of episodes; their names. Refused where there is no room."""
+    def put(self, tasks: Sequence[tuple[Task, int]], note: str | None = None) -> list[str]:
+        """Queue groups, each a task and its number of episodes; their names. Refused where there is no room. `note`:
+        what the caller needs to know to go on behind these tasks; it is there exactly if they are."""
         with self.database.write() as connection:
-            return queues.put(connection, self.config, tasks)
+            return queues.put(connection, self.config, tasks, note)
+
+    def note(self) -> str | None:
+        """The last one that was put."""
+        with self.database.read() as connection:
+            return queues.read_note(connection)
 
     def lease(self, worker: str, num_episodes: int) -> list[Lease]:
         """Episodes to run, oldest first; fewer where fewer wait. To be renewed within `lease_s`."""
@@ -188,7 +194,27 @@ class Pool:
         """A batch for weights at `version`, or None while the window holds too few finished units. `quotas`: how many
         units of each domain; they add up to `num_units`."""
         with self.database.write() as connection:
-            return batches.claim(connection, self.config, num_units, version, quotas, self._clock())
+            wanted = Wanted(num_units, None if quotas is None else lambda _: quotas)
+            return batches.claim(connection, self.config, wanted, version, self._clock())
+
+    def claim_within(
+        self,
+        max_tokens: int,
+        max_units: int,
+        version: PolicyVersion,
+        quotas: Callable[[int], Mapping[str, int]] | None = None,
+    ) -> Claim | None:
+        """A batch of as many units as fit into `max_tokens`, at least one and at most `max_units`, or None while the
+        window holds too few finished units to tell. A token counts once for each attempt that recorded it. `quotas`:
+        units of each domain, of a batch of so many."""
+        with self.database.write() as connection:
+            wanted = Wanted(max_units, quotas, max_tokens)
+            return batches.claim(connection, self.config, wanted, version, self._clock())
+
+    def batch_sizes(self, lineage: str) -> list[int]:
+        """Units of each batch that the weights have learnt, in their order."""
+        with self.database.read() as connection:
+            return batches.batch_sizes(connection, lineage)
 
     def fetch(self, claimed: Claim) -> list[StoredUnit]:
         """What a batch holds, in the order of submission."""

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, tuple_, up
 
 from m2forge.errors import ExistsError, RecordError
 from m2forge.pool.config import PoolConfig
-from m2forge.pool.schema import QUEUE_ID, call_table, episode_table, queue_table, unit_table
+from m2forge.pool.schema import QUEUE_ID, call_table, episode_table, note_table, queue_table, unit_table
 from m2forge.pool.state import (
     DropReason,
     EpisodeState,
@@ -80,8 +80,11 @@ def num_queued(connection: Connection) -> int:
 # -- submission --------------------------------------------------------------------------------------------------------
 
 
-def put(connection: Connection, config: PoolConfig, tasks: Sequence[tuple[Task, int]]) -> list[str]:
-    """Queue groups, each a task and its number of episodes, and return their names."""
+def put(
+    connection: Connection, config: PoolConfig, tasks: Sequence[tuple[Task, int]], note: str | None = None
+) -> list[str]:
+    """Queue groups, each a task and its number of episodes, and return their names. `note`: takes the place of the last
+    one."""
     queue = lock_queue(connection)
     if any(num_episodes < 1 for _, num_episodes in tasks):
         raise RecordError("a group: expected one episode or more")
@@ -107,7 +110,14 @@ def put(connection: Connection, config: PoolConfig, tasks: Sequence[tuple[Task, 
         task.difficulty for (task, num), size in zip(tasks, sizes, strict=True) for _ in range(0, num, size)
     ]
     count(connection, SUBMITTED, difficulties, config.difficulty_bin)
+    if note is not None:
+        connection.execute(delete(note_table))
+        connection.execute(insert(note_table).values(id=QUEUE_ID, text=note))
     return names
+
+
+def read_note(connection: Connection) -> str | None:
+    return connection.execute(select(note_table.c.text)).scalar_one_or_none()
 
 
 def open_deployed(connection: Connection, config: PoolConfig, name: str, task: Task, now_s: float) -> Lease:

@@ -6,6 +6,7 @@
     call      what each completion call adds to those before it (pool/delta.py)
     batch     units taken for one optimizer step
     tally     how many units of which difficulty were submitted, trained, dropped and why
+    note      one row: what whoever fills the queue needs to know to go on; apart from the counters, since it is long
 
 Whoever locks several rows does so in this order: queue, units by place, episodes by id, tally. Then nobody waits in a
 circle.
@@ -26,7 +27,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 QUEUE_ID = 1
 
 metadata = MetaData()
@@ -132,4 +133,11 @@ tally_table = Table(
     Column("kind", String, primary_key=True),
     Column("difficulty", Double, primary_key=True, comment="the middle of its bin"),
     Column("num_units", BigInteger, nullable=False),
+)
+
+note_table = Table(
+    "note",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("text", Text, nullable=False),
 )

@@ -9,11 +9,13 @@ W ≥ N takes the oldest finished unit wherever it stands. The lag of a unit is 
 submission and its own taking: at most N−1 that were ahead of it and W−1 that overtook it, N+W−2 in all. N = 8, W = 4:
 three may overtake, the largest lag is 10.
 
-A batch is taken whole or not at all. A group is given up whole or not at all: where its parts are units of their own,
-none of those that are still queued stays. No clock and no store: the pool and the simulation decide by this alone.
+A batch is taken whole or not at all. It is a number of units, or as many as fit into a number of tokens. A group is
+given up whole or not at all: where its parts are units of their own, none of those that are still queued stays. No
+clock and no store: the pool and the simulation decide by this alone.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from m2forge.errors import RecordError
@@ -33,6 +35,8 @@ class Unit:
     """Step of the policy that sampled its oldest token; None while nothing was sampled."""
     num_taken_before: int = 0
     """Units that had been taken when it was submitted."""
+    num_tokens: int = 0
+    """Of a finished unit, where batches are measured in them."""
 
 
 class Window:
@@ -84,11 +88,18 @@ class Window:
         `quotas`: how many units of each label. A label waits for its units as long as some of them are under way inside
         the window; if there are none, waiting would not help, and other labels fill its share.
         """
-        taken = self.choose(num_units, quotas)
-        for unit in taken:
-            del self._units[unit.place]
-        self.num_taken += len(taken)
-        return taken
+        return self._consume(self.choose(num_units, quotas))
+
+    def take_within(
+        self, max_tokens: int, max_units: int, quotas: Callable[[int], Mapping[str, int]] | None = None
+    ) -> list[Unit]:
+        """Consume as many units as fit into `max_tokens`, at least one, whatever its size, and at most `max_units`; or
+        nothing, while it is not known whether one more would fit.
+
+        `quotas`: of a batch of so many units. For every size it is the batch that `take` would take; one unit more than
+        were taken are too many tokens.
+        """
+        return self._consume(self._choose_within(max_tokens, max_units, quotas))
 
     def lag(self, unit: Unit) -> int:
         """Units taken since its submission, itself not counted, if it were the last of those taken."""
@@ -114,10 +125,34 @@ class Window:
                 gone += self.give_up(unit.place)
         return gone
 
-    def blocker(self, num_units: int, quotas: Mapping[str, int] | None = None) -> Unit | None:
-        """The unfinished head that keeps a batch waiting; None where nothing waits, or not for the head."""
-        head = self.head
-        return head if head is not None and not head.is_finished and not self.choose(num_units, quotas) else None
+    def _consume(self, units: list[Unit]) -> list[Unit]:
+        for unit in units:
+            del self._units[unit.place]
+        self.num_taken += len(units)
+        return units
+
+    def _choose_within(
+        self, max_tokens: int, max_units: int, quotas: Callable[[int], Mapping[str, int]] | None
+    ) -> list[Unit]:
+        """By halving: what fits is known of `fitting`, and of a batch of `too_many` units that it does not or that it
+        is not there yet. A batch with more units may have fewer tokens, so another size could fit too."""
+
+        def choose(num_units: int) -> list[Unit]:
+            return self.choose(num_units, None if quotas is None else quotas(num_units))
+
+        fitting, beyond = choose(1), choose(max_units)
+        if max_units == 1 or (beyond and _num_tokens(beyond) <= max_tokens):
+            return beyond
+        too_many = max_units
+        while too_many - len(fitting) > 1:
+            middle = (len(fitting) + too_many) // 2
+            chosen = choose(middle)
+            if chosen and _num_tokens(chosen) <= max_tokens:
+                fitting = chosen
+            else:
+                too_many, beyond = middle, chosen
+        is_known = bool(beyond) or _num_tokens(fitting) >= max_tokens
+        return fitting if is_known else []
 
     def _insert(self, unit: Unit) -> None:
         last = next(reversed(self._units), None)
@@ -160,5 +195,12 @@ class Window:
 
     def _reached(self, chosen: Container[int]) -> list[Unit]:
         """Units inside the window as it stands once those chosen are consumed."""
-        rest = [unit for unit in self._units.values() if unit.place not in chosen]
-        return [unit for unit in rest if unit.place < rest[0].place + self.size]
+        rest = (unit for unit in self._units.values() if unit.place not in chosen)
+        head = next(rest, None)
+        if head is None:
+            return []
+        return [head, *itertools.takewhile(lambda unit: unit.place < head.place + self.size, rest)]
+
+
+def _num_tokens(units: Iterable[Unit]) -> int:
+    return sum(unit.num_tokens for unit in units)

@@ -5,7 +5,8 @@
     copies   Start at 3G. Follow 2 links.           recall(3G) → 5B, look(5B) → 1H                      answer: 1H
 
 Each call of a chain needs what the last one told. Those of `gather` do not: they may all be made in one turn, and since
-each takes `call_s`, an agent that does so is done sooner. Its demonstrations split the calls into turns at random.
+each takes `call_s`, an agent that does so is done sooner. Its demonstrations make one call a turn two times of three,
+as people do whom nobody presses for time.
 
 The keys of `copies` can be looked up in two places: `look` asks the source, `recall` a copy, which may be out of date.
 The difficulty is how many of the links that have to be followed are; with none, any tool will do. Its demonstrations
@@ -36,6 +37,8 @@ LOOK = Tool(
 RECALL = Tool("recall", "Look up a key in a copy.", LOOK.parameters)
 COPY_SHARE = 2 / 3
 """Of the calls of a demonstration of `copies` that ask the copy."""
+SINGLE_SHARE = 2 / 3
+"""Of the demonstrations of `gather` that make one call a turn."""
 
 
 class Lookup:
@@ -85,7 +88,7 @@ class Gather(Lookup):
     name: str = "gather"
     domain: Domain = Domain.AGENT
     levels: range = range(1, MAX_LEVEL + 1)
-    call_s: float = 0.3
+    call_s: float = 1.0
     """What a call takes."""
 
     def draw(self, difficulty: int, seed: int) -> Task:
@@ -103,10 +106,10 @@ class Gather(Lookup):
         return compare(answer, _values(task))
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
-        """Some read one key a turn, some all at once, some a few at a time."""
+        """Most read one key a turn, some all at once, some a few at a time."""
         keys = read_text(task, "keys").split()
         messages, num_before = [Message("user", task.instruction)], 0
-        most = rng.choice((1, len(keys), rng.randint(1, len(keys))))
+        most = 1 if len(keys) == 1 or rng.random() < SINGLE_SHARE else rng.randint(2, len(keys))
         while num_before < len(keys):
             part = keys[num_before : num_before + most]
             messages += look_up(task, part, f"Next {' '.join(part)}.", num_before)

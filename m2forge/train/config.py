@@ -1,6 +1,6 @@
 """What a training run asks for, whichever stage it belongs to: optimizer, phases, checkpoints, machine."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -29,6 +29,9 @@ class OptimizerConfig(Config):
         return self
 
 
+MTPLoss: TypeAlias = Literal["ce", "topk_kl", "topk_acceptance"]
+
+
 class PolicyConfig(Config):
     """What a step over token trees computes. Where a value is not known of the published system, it is ours."""
 
@@ -38,8 +41,9 @@ class PolicyConfig(Config):
     ppo_low: float = Field(default=0.2, ge=0, lt=1)
     """ppo_clip: ratios are clipped to 1 − ppo_low … 1 + ppo_high."""
     ppo_high: float = Field(default=0.2, ge=0)
-    mtp_loss: Literal["topk_kl", "ce"] = "topk_kl"
-    """What the prediction modules learn at the same edges: topk_kl follows the policy, ce the sampled tokens."""
+    mtp_loss: MTPLoss = "topk_kl"
+    """What the prediction modules learn at the same edges: ce the sampled tokens, topk_kl the policy's distribution,
+    topk_acceptance to have drafts of it accepted."""
     mtp_weight: float = Field(default=0.1, ge=0)
     """Of that loss, averaged over the modules; ours. 0: they do not learn."""
     mtp_gradient: Literal["modules", "all"] = "modules"
@@ -47,7 +51,7 @@ class PolicyConfig(Config):
     the balance loss is a mean over their layers too, and both are clipped by one norm. all: it reaches the policy,
     embedding and head, as in pre-training."""
     mtp_top_k: Count = 32
-    """topk_kl: how many of the policy's likeliest tokens stand alone; the others are one bucket. Ours."""
+    """topk: how many of the policy's likeliest tokens stand alone; the others are one bucket. Ours."""
     truncated_sampling: Literal["refuse", "allow"] = "refuse"
     """What becomes of samples drawn by top-p, top-k or min-p, whose recorded log-probabilities no softmax over the
     vocabulary can match. allow: they train as if nothing had been cut off. Greedy samples are refused either way, and
@@ -86,6 +90,11 @@ class PhaseConfig(Config):
     """The rate rises from near 0 over so many steps first."""
     mtp_weight: Curve = Curve(start=0.0)
     """Weight of the multi-token prediction loss, averaged over its modules."""
+    mtp_loss: MTPLoss = "ce"
+    """What the modules learn: ce the text, topk_kl the main model's distribution, topk_acceptance to have drafts of it
+    accepted."""
+    mtp_top_k: Count = 32
+    """topk: how many of the main model's likeliest tokens stand alone; the others are one bucket. Ours."""
     num_mtp: Count | None = None
     """Lengthen the chain of prediction modules to this many before the phase."""
     mtp_source: Literal["main", "mtp1", "random"] = "main"

@@ -21,7 +21,7 @@ from torch import Tensor
 from m2forge.kernels.precision import at_least_float32
 from m2forge.model.router import aux_loss, max_violation
 from m2forge.model.transformer import Output, Transformer
-from m2forge.records import Pack
+from m2forge.records import FloatArray, Pack
 from m2forge.train.batch import (
     Batch,
     TreeBatch,
@@ -31,17 +31,19 @@ from m2forge.train.batch import (
     make_tree_batch,
     num_targets,
 )
-from m2forge.train.config import OptimizerConfig, PolicyConfig
+from m2forge.train.config import MTPLoss, OptimizerConfig, PolicyConfig
 from m2forge.train.loss.next_token import draft_agreement, next_token_loss
 from m2forge.train.loss.policy import policy_loss
 from m2forge.train.optimizer import Norms, Optimizer
 from m2forge.train.parallel import ALONE, Ranks
+from m2forge.train.policy_logprobs import TokenLogprobs
 from m2forge.train.policy_sums import PolicySums, StepCounts
 from m2forge.train.refusal import num_replayed, refuse_untrainable, replayable
 from m2forge.train.row_sums import RowSums
 from m2forge.tree.build import Problem
 from m2forge.tree.flat import FlatTree
 from m2forge.tree.pack import pack_trees
+from m2forge.tree.sample import Sample
 from m2forge.tree.token_tree import TokenTree
 
 
@@ -67,9 +69,16 @@ class PendingMetrics:
 class StepReport(PendingMetrics):
     """What became of a step over trees."""
 
-    def __init__(self, values: Mapping[str, Tensor], known: Mapping[str, float], problems: tuple[Problem, ...]) -> None:
-        """`known`: figures that need not come from the device."""
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        known: Mapping[str, float],
+        problems: tuple[Problem, ...],
+        logprobs: TokenLogprobs,
+    ) -> None:
+        """`known`: figures that need not come from the device. `logprobs`: sent before them, so there when they are."""
         super().__init__(values)
+        self._logprobs = logprobs
         self._known = dict(known)
         self.problems = problems
         """Samples that were refused; the group of each is the place of its tree."""
@@ -78,6 +87,11 @@ class StepReport(PendingMetrics):
 
     def read(self) -> dict[str, float]:
         return super().read() | self._known
+
+    def logprobs(self) -> list[tuple[Sample, FloatArray]]:
+        """Of the tokens that were trained, by sample, under the policy that the step began with. Waits as `read`."""
+        super().read()
+        return self._logprobs.read()
 
 
 _BatchT = TypeVar("_BatchT")
@@ -106,7 +120,14 @@ class TrainEngine:
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def step_rows(
-        self, packs: Sequence[Pack], *, rate: float, mtp_weight: float = 0.0, measure_agreement: bool = False
+        self,
+        packs: Sequence[Pack],
+        *,
+        rate: float,
+        mtp_weight: float = 0.0,
+        mtp_loss: MTPLoss = "ce",
+        mtp_top_k: int = 32,
+        measure_agreement: bool = False,
     ) -> PendingMetrics:
         """One optimizer step over all targets of `packs`, each counting alike. Of several ranks each has its own."""
         num_edges, num_tokens = self._totals(
@@ -119,7 +140,15 @@ class TrainEngine:
             return output
 
         def loss(batch: Batch, output: Output) -> Tensor:
-            found = next_token_loss(self.model, output, batch, num_edges=num_edges, mtp_weight=mtp_weight)
+            found = next_token_loss(
+                self.model,
+                output,
+                batch,
+                num_edges=num_edges,
+                mtp_weight=mtp_weight,
+                mtp_loss=mtp_loss,
+                mtp_top_k=mtp_top_k,
+            )
             sums.add(batch, found)
             if measure_agreement and sums.num_packs == len(packs):
                 sums.agreement = draft_agreement(self.model, output, batch)
@@ -148,7 +177,7 @@ class TrainEngine:
             )
         )
         if not counts.num_edges:
-            return StepReport({}, _token_figures(counts), problems)
+            return StepReport({}, _token_figures(counts), problems, TokenLogprobs((), (), ()))
         sums = PolicySums(self.policy, self._num_drafts(), self.device, version)
 
         def forward(batch: TreeBatch) -> Output:
@@ -170,8 +199,9 @@ class TrainEngine:
         blank = partial(blank_tree_batch, self.device, self._precision)
         load_LE = self._accumulate(makes, blank, forward, loss, counts.num_input_tokens)
         norms = self._update(load_LE, rate)
+        logprobs = TokenLogprobs(trainable, packs, sums.logp)
         figures = sums.figures(counts, self.ranks) | _shared_figures(norms, load_LE)
-        return StepReport(figures, _token_figures(counts), problems)
+        return StepReport(figures, _token_figures(counts), problems, logprobs)
 
     def _packs(self, trees: Sequence[TokenTree]) -> list[FlatTree]:
         if self.policy.replay == "none":

@@ -175,6 +175,8 @@ class TrainLoop:
             packs[self.ranks.rank :: self.ranks.num_ranks],
             rate=rate,
             mtp_weight=mtp_weight,
+            mtp_loss=phase.mtp_loss,
+            mtp_top_k=phase.mtp_top_k,
             measure_agreement=bool(self.engine.model.mtp) and self.position.step % self.config.agreement_every == 0,
         )
         num_tokens = sum(pack.tokens.size for pack in packs)

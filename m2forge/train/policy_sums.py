@@ -53,10 +53,13 @@ class PolicySums:
             self._names += ("ratio_mean", "clipped_share", "kl_k3", "kl_k1", *ratio_names())
         self._sums = torch.zeros(len(self._names), dtype=torch.float64, device=device)
         self._ratio_max = self._sums.new_zeros(())
+        self.logp: list[Tensor] = []
+        """Of the edges of each pack, as they came."""
         self._bounds = torch.tensor(RATIO_BOUNDS, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(self, batch: TreeBatch, loss: PolicyLoss) -> None:
+        self.logp.append(loss.logp_M.detach())
         values = [loss.main, *loss.mtp, loss.entropy_M.sum(), batch.advantage_M.sum()]
         if self.version is not None:
             values.append((self.version - batch.version_M).sum())

@@ -1,6 +1,8 @@
 """A small model folder, a configuration over it, and units of a pool that a trainer can learn from."""
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from m2forge.model.preset import preset
 from m2forge.pool.pool import Pool
 from m2forge.pool.record import Append
 from m2forge.pool.stored import Outcome
-from m2forge.records import Call, FinishReason, Reward, Sampling, Task
+from m2forge.records import Call, FinishReason, FloatArray, Reward, Sampling, Task
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.task_set import TaskSet
 from m2forge.text.format import MINIMAX_M2_SPECIALS
@@ -81,8 +83,11 @@ def make_call(rng: np.random.Generator, vocab_size: int, prompt: list[int] | Non
     )
 
 
-def fill_pool(pool: Pool, num_groups: int, group_size: int) -> list[Task]:
-    """Queue groups, and let all of their attempts end with different rewards."""
+def fill_pool(
+    pool: Pool, num_groups: int, group_size: int, logprobs: Callable[[Call], FloatArray] | None = None
+) -> list[Task]:
+    """Queue groups, and let all of their attempts end with different rewards. `logprobs`: what calls were sampled
+    with."""
     tasks = TaskSet(find_family("chain"), "train", 0)
     drawn = [tasks.next(1, 3) for _ in range(num_groups)]
     pool.put([(task, group_size) for task in drawn])
@@ -90,7 +95,9 @@ def fill_pool(pool: Pool, num_groups: int, group_size: int) -> list[Task]:
     for place, lease in enumerate(pool.lease("test", num_groups * group_size)):
         writer, num_calls = lease.writer(pool.vocab_size), 1 + place % 2
         for _ in range(num_calls):
-            pool.append([Append(lease, writer.write(make_call(rng, pool.vocab_size)))])
+            call = make_call(rng, pool.vocab_size)
+            call = call if logprobs is None else replace(call, logprobs=logprobs(call))
+            pool.append([Append(lease, writer.write(call))])
         perf = float(place % group_size == 0)
         reward = Reward(process=0.0, speed=0.0, perf=perf, total=perf)
         pool.finish(lease, Outcome(reward=reward, step_rewards=(*[0.0] * (num_calls - 1), perf)))

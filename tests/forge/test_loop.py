@@ -1,33 +1,36 @@
-"""The whole ring in its own processes: agents act, the trainer learns, weights go back; killed anywhere, it resumes."""
+"""The whole ring in its own processes: agents act, the trainer learns, weights go back."""
 
-import contextlib
+import asyncio
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import select
 
-from m2forge.config import write_resolved
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import read_kept
 from m2forge.forge.layout import Layout
+from m2forge.forge.loop import Loop
 from m2forge.forge.stage import run_forge
 from m2forge.forge.view import read_last_step
 from m2forge.model.folder import read_config
 from m2forge.observe.metrics import read_metrics
+from m2forge.pool import queue
 from m2forge.pool.pool import Pool
 from m2forge.pool.schema import unit_table
 from m2forge.pool.state import UnitState
+from m2forge.pool.tally import count
+from m2forge.pool.writer import PoolWriter
+from m2forge.tasks.curriculum import Curriculum
+from tests.forge.ring import AGENT, ROOT, command_of, processes_of
 from tests.forge.scene import make_config, make_model
-
-ROOT = Path(__file__).parent.parent.parent
-AGENT = ROOT / "examples" / "task_agent.py"
-NUM_KILLS = 50 if os.environ.get("M2FORGE_LONG") else 5
 
 
 @pytest.fixture(scope="module")
@@ -80,86 +83,53 @@ def test_agents_act_and_the_policy_learns(model: Path, tmp_path: Path, monkeypat
     assert run_forge(config, tmp_path) == (folder, checks)
 
 
-def test_ended_anywhere_the_run_completes_and_learns_everything_once(model: Path, tmp_path: Path) -> None:
-    config, rng, num_left = make_run(model, num_steps=3 + NUM_KILLS), random.Random(0), NUM_KILLS
-    write_resolved(config, tmp_path / "config.toml")
-    command = [sys.executable, "-m", "m2forge", "rl", str(tmp_path / "config.toml"), "--runs", str(tmp_path)]
-    terminate(command, tmp_path)
-    while True:
-        with start(command) as loop:
-            while loop.poll() is None and num_left:
-                wait_for_step(tmp_path / "run", loop)
-                time.sleep(rng.uniform(0.0, 1.0))
-                found = processes(loop.pid)
-                name = rng.choice(sorted(found))
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(found[name], signal.SIGKILL)
-                num_left -= 1
-                if name == "loop":
-                    break
-            _, said = loop.communicate()
-            assert not processes_of(tmp_path), "a process outlived its loop"
-        if loop.returncode == 0:
-            break
-        assert loop.returncode == -signal.SIGKILL, said.decode()
-    assert trained_steps(config, tmp_path / "run") == [step for step in range(1, config.num_steps + 1) for _ in "ab"]
-
-
-def start(command: list[str]) -> subprocess.Popen[bytes]:
+def test_terminated_it_says_one_line_and_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
+    """In the midst of attempts, as a job in a shell's background, which Ctrl-C does not reach."""
+    command, path = command_of(make_run(model, num_steps=3), tmp_path), tmp_path / "run" / "metrics.jsonl"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-
-def terminate(command: list[str], folder: Path) -> None:
-    """In the midst of attempts: it says one line and leaves nothing behind. Ctrl-C goes the same way."""
-    with start(command) as loop:
-        wait_for_step(folder / "run", loop)
+    deaf = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=deaf) as loop:
+        while loop.poll() is None and not path.exists():
+            time.sleep(0.05)
         loop.terminate()
         _, said = loop.communicate(timeout=60)
     assert loop.returncode == 130, said.decode()
-    assert not processes_of(folder), "a process outlived its loop"
+    assert not processes_of(tmp_path), "a process outlived its loop"
     lines = [line for line in said.decode().splitlines() if not line.startswith("run ") and "INFO" not in line]
     assert lines == ["m2forge: interrupted"], said.decode()
 
 
-def wait_for_step(run_dir: Path, loop: subprocess.Popen[bytes]) -> None:
-    """Until the trainer makes another one: what is killed should have been at work."""
-    path = run_dir / "metrics.jsonl"
-    size = path.stat().st_size if path.exists() else 0
-    while loop.poll() is None and (not path.exists() or path.stat().st_size == size):
-        time.sleep(0.05)
+@pytest.mark.parametrize("moment", ["inside", "after"])
+def test_a_loop_that_dies_while_it_queues_leaves_no_task_out_and_gives_none_twice(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Inside the transaction of its second batch of tasks, or right after it."""
+    config, dies = make_run(model, num_steps=1), iter([False, True])
 
+    async def fill() -> None:
+        loop = Loop(Layout(tmp_path), config)
+        async with PoolWriter(loop.pool) as writer:
+            assert await loop._fill_queue(writer)
+        loop.pool.close()
 
-def processes(loop: int) -> dict[str, int]:
-    """The processes of a run by what they are."""
-    found, words_of = {"loop": loop}, dict(running())
-    for pid, words in words_of.items():
-        if "m2forge.forge.process" in words and str(loop) in words:
-            found[words[words.index("m2forge.forge.process") + 1]] = pid
-        elif str(AGENT) in words and loop in ancestors(pid):
-            found["agent"] = pid
-    return found
+    def dying(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            found = method(*given)
+            if next(dies):
+                raise ArithmeticError("dead")
+            return found
 
+        return run
 
-def ancestors(pid: int) -> list[int]:
-    """Another test's agent is none of ours."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        while pid > 1:
-            # After the name, which may hold anything: state and parent.
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            found.append(pid)
-    return found
-
-
-def processes_of(folder: Path) -> list[list[str]]:
-    time.sleep(0.5)
-    return [words for _, words in running() if any(word.startswith(str(folder / "run")) for word in words)]
-
-
-def running() -> list[tuple[int, list[str]]]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            found.append((int(folder.name), (folder / "cmdline").read_bytes().decode().split("\0")))
-    return found
+    with monkeypatch.context() as patch:
+        if moment == "inside":
+            patch.setattr(queue, "count", dying(count))
+        else:
+            patch.setattr(Pool, "put", dying(Pool.put))
+        with pytest.raises(ArithmeticError):
+            asyncio.run(fill())
+    asyncio.run(fill())
+    curriculum = Curriculum(config.curriculum)
+    expected = [given.task.id for _ in range(4) for given in curriculum.next_batch()]
+    with Pool(Layout(tmp_path).pool(config.pool), read_config(model).vocab_size) as pool:
+        assert [lease.task.id for lease in pool.lease("test", 99)] == [id for id in expected for _ in "ab"]

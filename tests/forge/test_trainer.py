@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from m2forge.config import write_resolved
 from m2forge.forge.config import ForgeConfig
@@ -19,7 +19,7 @@ from m2forge.model.checkpoint import load_model
 from m2forge.observe.busy import FOLDER_VARIABLE, read_busy
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool.pool import Pool
-from m2forge.pool.schema import unit_table
+from m2forge.pool.schema import episode_table, unit_table
 from m2forge.records import PolicyVersion
 from m2forge.train.run_dir import CONFIG_FILE
 from tests.forge.scene import fill_pool, make_config, make_model
@@ -67,6 +67,36 @@ def test_it_learns_all_that_is_there_and_publishes_every_step(
     assert all(step.values["perf"] == 0.5 and step.values["staleness"] == step.step - 1 for step in steps)
 
 
+def test_a_step_holds_no_more_than_its_tokens(model: Path, tmp_path: Path) -> None:
+    """Groups have 14 to 30 tokens, so that two or three of them fit."""
+    config = make_config(model, num_steps=2, batch_tokens=60, curriculum=wide_curriculum(4))
+    with open_pool(config, tmp_path) as pool:
+        fill_pool(pool, 8, 2)
+        with pool.database.read() as connection:
+            own = episode_table.c
+            query = select(own.unit, func.sum(own.num_tokens)).group_by(own.unit)
+            sizes = {unit: int(size) for unit, size in connection.execute(query)}
+        stopped = Trainer(tmp_path, config)
+        stopped._go_back(pool)
+        stopped._learn(pool, next(stopped._batches(pool)))
+        stopped._save(pool)
+        Trainer(tmp_path, config).run()
+        steps = learnt(pool)
+    for step in (1, 2):
+        own_sizes = [sizes[unit] for unit, other in steps.items() if other == step]
+        later = [sizes[unit] for unit, other in steps.items() if other is None or other > step]
+        assert len(own_sizes) < 4
+        assert sum(own_sizes) <= 60 < sum(own_sizes) + later[0]
+    found = read_metrics(tmp_path / "metrics.jsonl")
+    assert all(step.values["tokens_computed"] <= 60 for step in found)
+
+
+def wide_curriculum(batch_groups: int) -> dict[str, object]:
+    family = {"name": "chain", "difficulty": [1, 3]}
+    stage = {"name": "only", "domains": {"agent": {"ratio": 1.0, "context": 512, "families": [family]}}}
+    return {"batch_groups": batch_groups, "stages": [stage]}
+
+
 def test_a_trainer_that_starts_again_goes_on_from_its_checkpoint(model: Path, tmp_path: Path) -> None:
     config = make_config(model, num_steps=4)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -77,15 +107,15 @@ def test_a_trainer_that_starts_again_goes_on_from_its_checkpoint(model: Path, tm
         fill_pool(pool, 8, 2)
         stopped = Trainer(parts, config)
         stopped._go_back(pool)
-        quota = {"agent": 2}
+        batches = stopped._batches(pool)
         for step in range(3):
-            stopped._learn(pool, stopped._wait_for_batch(pool, quota))
+            stopped._learn(pool, next(batches))
             if step == 1:
                 stopped._save(pool)
         assert Layout(parts).weight_store(config).newest() is not None
         assert sum(step is not None for step in learnt(pool).values()) == 6
         # It dies here, with a batch claimed that it never commits.
-        assert pool.claim(2, stopped.version, quota) is not None
+        assert next(batches) is not None
         again = Trainer(parts, config)
         assert again.position.step == 2
         again.run()

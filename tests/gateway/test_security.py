@@ -28,6 +28,7 @@ from tests.gateway.live import ADMIN_KEY, Live, check_recorded, live, recorded
 from tests.gateway.test_retry_http import BODY, PATHS, post
 
 SMALL = GatewayConfig(port=0, max_body_bytes=20_000, max_header_bytes=4000, max_depth=20, read_timeout_s=0.4)
+HANG_S = 30  # without an answer for so long, a gateway hangs
 
 
 def talk(gateway: Live, *pieces: bytes, ends: bool = False, pause_s: float = 0.0) -> bytes:
@@ -35,7 +36,7 @@ def talk(gateway: Live, *pieces: bytes, ends: bool = False, pause_s: float = 0.0
     host, port = gateway.url.removeprefix("http://").split(":")
     read = b""
     try:
-        with socket.create_connection((host, int(port)), 5) as connection:
+        with socket.create_connection((host, int(port)), HANG_S) as connection:
             for piece in pieces:
                 connection.sendall(piece)
                 time.sleep(pause_s)

@@ -29,6 +29,7 @@ def done(format: ChatFormat, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that is complete."""
     scene = Scene(tmp_path_factory.mktemp("runs") / "done", format, num_steps=6, group_size=2, queue=8, window=6)
     scene.run(6)
+    scene.keep_ratios()
     scene.complete()
     scene.pool.close()
     return scene.run_dir

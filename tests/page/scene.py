@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
+from sqlalchemy import select
 
+from m2forge.forge.ratio import write_ratios
 from m2forge.pool.config import PoolConfig, WindowConfig
 from m2forge.pool.pool import Pool
 from m2forge.pool.record import Append
-from m2forge.pool.stored import Lease, Outcome
+from m2forge.pool.schema import unit_table
+from m2forge.pool.stored import Lease, Outcome, read_units
 from m2forge.records import Call, FinishReason, IntArray, JsonValue, PolicyVersion, Reward, Task
 from m2forge.tasks.catalog import family_of, find_family
 from m2forge.text.format import MINIMAX_M2_SPECIALS, ChatFormat, make_format
@@ -143,6 +146,17 @@ class Scene:
         self.step += 1
         self.pool.commit(claim, PolicyVersion("run", self.step))
         self.write_metrics(self.step)
+
+    def keep_ratios(self) -> None:
+        """Of the last step, as its trainer would."""
+        rng, log_ratios = np.random.default_rng(self.step), {}
+        with self.pool.database.read() as connection:
+            ids = list(connection.execute(select(unit_table.c.id).where(unit_table.c.step == self.step)).scalars())
+            units = read_units(connection, ids, self.pool.vocab_size)
+        for episode in [episode for unit in units for episode in unit.episodes]:
+            for index, sample in enumerate(episode.tree().samples):
+                log_ratios[f"{episode.name}/{index}"] = rng.normal(0, 0.4, sample.num_response).astype(np.float32)
+        write_ratios(self.run_dir / "ratios", self.step, log_ratios, keep=1)
 
     def write_metrics(self, step: int, **values: float | str) -> None:
         done = step / self.num_steps

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sqlalchemy import select
 
 from m2forge.forge.learner import make_trees
+from m2forge.forge.ratio import read_ratios
 from m2forge.page.guard import POLICY
 from m2forge.page.pool_reader import PoolReader
 from m2forge.page.serve import find_key
@@ -125,6 +127,25 @@ def test_advantages_are_the_trainers(done: Path, url: str) -> None:
     shown = {e["name"]: e["id"] for e in get(f"{url}/api/episodes?limit=200")["episodes"]}
     for name, values in expected.items():
         assert get(f"{url}/api/episodes/{shown[name]}")["advantages"] == values
+
+
+def test_ratios_are_those_that_the_run_keeps(done: Path, url: str) -> None:
+    kept = read_ratios(done / "ratios", 6)
+    assert kept is not None
+    absences = {}
+    for episode in get(f"{url}/api/episodes?limit=200")["episodes"]:
+        path = f"{url}/api/episodes/{episode['id']}"
+        absences[episode["state"], episode["step"]] = get(path)["no_ratios"]
+        if episode["step"] == 6:
+            for call in get(f"{path}/calls?start=0&end=50")["calls"]:
+                found = [ratio for part in call["parts"] for ratio in part.get("ratios", [])]
+                assert found == pytest.approx(np.exp(kept[f"{episode['name']}/{call['call']}"]).tolist(), rel=1e-3)
+                sampled = next(part for part in call["parts"] if "ratios" in part)
+                more = get(f"{path}/tokens?call={call['call']}&start={sampled['start'] + 1}&end={sampled['start'] + 3}")
+                assert more["ratios"] == found[1:3]
+    assert absences["trained", 6] is None
+    assert absences["trained", 5] == "those of step 5 are not kept"
+    assert absences["finished", None] == "it has not been trained"
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ def test_a_run_is_shown_and_moves_by_itself(open_page: Callable[..., Page], form
             expect(page.locator(f"section[aria-label='{title}'] svg[role=img]")).to_be_visible()
         reward = page.locator("section[aria-label='Reward'] .curve").first
         before = reward.get_attribute("points")
+        assert before is not None
         with (scene.run_dir / "metrics.jsonl").open("a") as file:
             file.write('{"step": 4, "ti')
         page.wait_for_timeout(100)
@@ -102,7 +103,7 @@ def test_a_run_is_shown_and_moves_by_itself(open_page: Callable[..., Page], form
         scene.train(4)
         expect(step).to_have_text("4 of 9")
         expect(page.locator(".facts").first).to_contain_text("head at place 16")
-        assert reward.get_attribute("points") != before
+        expect(reward).not_to_have_attribute("points", before)
         page.locator("section[aria-label='Reward'] svg").focus()
         page.keyboard.press("ArrowLeft")
         expect(page.locator(".tip")).to_contain_text("step 4")
@@ -130,7 +131,6 @@ def test_trajectories_are_found_read_and_searched(open_page: Callable[..., Page]
         for kind in ("user", "thinking", "call", "observation", "content"):
             expect(page.locator(f".part.{kind}").first).to_be_visible()
         expect(page.locator(".t.l1, .t.l2, .t.l3, .t.l4, .t.l5").first).to_be_visible()
-        expect(page.get_by_role("button", name="ratio", exact=True)).to_be_disabled()
         page.get_by_role("button", name="advantage").click()
         expect(page.locator(".l1")).to_have_count(0)
         page.get_by_role("button", name="thinking", exact=True).click()
@@ -144,6 +144,26 @@ def test_trajectories_are_found_read_and_searched(open_page: Callable[..., Page]
         expect(page.locator(".tip")).to_contain_text("log-probability")
         with shooting(page, "episode"):
             pass
+
+
+def test_tokens_are_coloured_by_how_far_the_policy_had_moved(open_page: Callable[..., Page], done: Path) -> None:
+    page = open_page()
+    with serving(done) as url:
+        # By places of four units of two: the last step's, and the first's.
+        page.goto(f"{url}/#/episode/{6 * 8}")
+        page.get_by_role("button", name="ratio", exact=True).click()
+        expect(page.locator(".scale")).to_have_text("less likelylikelier when trained")
+        for shade in ("n3", "n1", "p1", "p3"):
+            expect(page.locator(f".t.{shade}").first).to_be_visible()
+        expect(page.locator(".t.l1")).to_have_count(0)
+        page.locator(".t.n3").first.hover()
+        expect(page.locator(".tip")).to_contain_text("ratio when trained")
+        with shooting(page, "ratio"):
+            pass
+        page.goto(f"{url}/#/episode/1")
+        expect(page.locator(".scale")).to_have_text("no ratios: those of step 1 are not kept")
+        expect(page.locator(".t").first).to_be_visible()
+        expect(page.locator(".t.n1, .t.p1, .t.l1")).to_have_count(0)
 
 
 def test_a_long_episode_does_not_stall(open_page: Callable[..., Page], format: ChatFormat, tmp_path: Path) -> None:

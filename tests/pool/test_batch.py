@@ -6,6 +6,7 @@ from m2forge.pool.config import PoolConfig, RetentionConfig
 from m2forge.pool.pool import Pool
 from m2forge.pool.state import DropReason, StateError
 from m2forge.pool.tally import REQUEUED, SUBMITTED, TRAINED, dropped
+from m2forge.records import Domain
 from tests.pool.scene import VOCAB_SIZE, Clock, play, play_all, task, version, windowed
 
 # -- groups that are given up ------------------------------------------------------------------------------------------
@@ -75,6 +76,33 @@ def test_a_stuck_head_waits_goes_or_starts_again_as_a_whole(config: PoolConfig, 
             # Also the attempt that had ended: to keep it would favour quick ones.
             assert (tally.total(REQUEUED), counts["queued"], pool.places(9)) == (1, 2, [(3, "open")])
         assert pool.renew(leases[:1]) == leases[:1]
+
+
+def test_a_batch_holds_what_fits_into_its_tokens(config: PoolConfig) -> None:
+    """A token counts once for each attempt; a unit is never cut."""
+    with Pool(windowed(config, queue=6, window=6), VOCAB_SIZE) as pool:
+        domains = [Domain.AGENT, Domain.AGENT, Domain.CODING, Domain.AGENT, Domain.CODING]
+        pool.put([(task(n, domain=domain), 2) for n, domain in enumerate(domains)])
+        leases = pool.lease("worker", 10)
+        for lease in leases[:8]:
+            play(pool, lease, float(lease.episode % 2), num_calls=1)
+        # Each attempt: 20 tokens sent and 20 sampled.
+        assert pool.claim_within(321, 5, version(0)) is None, "the fourth unit fits, the fifth is not known"
+        claimed = pool.claim_within(239, 5, version(0))
+        assert claimed is not None
+        assert [unit.place for unit in pool.fetch(claimed)] == [0, 1]
+        pool.return_batch(claimed)
+        claimed = pool.claim_within(160, 4, version(0), lambda num: {"agent": num - num // 2, "coding": num // 2})
+        assert claimed is not None
+        assert [unit.place for unit in pool.fetch(claimed)] == [0, 2]
+        pool.commit(claimed, version(1))
+        alone = pool.claim_within(1, 1, version(1))
+        assert alone is not None
+        pool.commit(alone, version(2))
+        assert pool.batch_sizes("run") == [2, 1]
+        pool.restore(version(1))
+        assert pool.batch_sizes("run") == [2]
+        assert pool.batch_sizes("other") == []
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 """The way of episodes through the pool, on both databases."""
 
 import pytest
+from sqlalchemy import update
 
 from m2forge.errors import ConfigError, ExistsError, RecordError
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.pool import Pool
 from m2forge.pool.record import Append
+from m2forge.pool.schema import SCHEMA_VERSION, queue_table
 from m2forge.pool.state import DropReason, EpisodeState, LeaseLostError, StateError
 from m2forge.pool.stored import Outcome
 from m2forge.pool.tally import dropped
@@ -79,6 +81,25 @@ def test_a_full_queue_refuses_and_says_how_much_fits(config: PoolConfig) -> None
         assert pool.room() == 1
         with pytest.raises(RecordError, match="one episode or more"):
             pool.put([(task(2), 0)])
+
+
+def test_a_note_is_there_exactly_if_its_tasks_are(config: PoolConfig) -> None:
+    with Pool(windowed(config, queue=2), VOCAB_SIZE) as pool:
+        assert pool.note() is None
+        pool.put([(task(0), 1)], "first")
+        with pytest.raises(StateError, match="room for 1"):
+            pool.put([(task(1), 1), (task(2), 1)], "refused")
+        assert pool.note() == "first"
+        pool.put([(task(1), 1)], "second")
+    with Pool(config, VOCAB_SIZE) as pool:
+        assert pool.note() == "second"
+
+
+def test_a_pool_of_another_schema_is_refused(config: PoolConfig) -> None:
+    with Pool(config, VOCAB_SIZE) as pool, pool.database.write() as connection:
+        connection.execute(update(queue_table).values(schema_version=SCHEMA_VERSION - 1))
+    with pytest.raises(ConfigError, match=f"schema_version is {SCHEMA_VERSION - 1}, expected {SCHEMA_VERSION}"):
+        Pool(config, VOCAB_SIZE)
 
 
 def test_quotas_fill_a_batch_by_domain(config: PoolConfig) -> None:

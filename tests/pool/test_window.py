@@ -79,16 +79,6 @@ def test_stale_units_are_given_up_with_their_groups() -> None:
     assert places(list(window)) == [0, 3]
 
 
-def test_the_head_that_a_batch_waits_for_is_named() -> None:
-    window = filled(6, 3, finished={1, 2, 4})
-    assert window.blocker(2) is None
-    blocker = window.blocker(3)
-    assert blocker is not None
-    assert blocker.place == 0
-    # A finished head keeps nobody waiting, however few there are behind it.
-    assert filled(6, 3, finished={0}).blocker(3) is None
-
-
 def labelled(labels: str, size: int, finished: set[int]) -> Window:
     window = Window(size)
     for place, label in enumerate(labels):
@@ -240,3 +230,93 @@ def test_quotas_never_wait_for_what_cannot_come(labels: str, size: int, num_each
     for place in range(len(labels)):
         window.finish(place)
     assert len(window.take(num_units, quotas)) == (num_units if len(labels) >= num_units else 0)
+
+
+# -- batches bounded by their tokens -----------------------------------------------------------------------------------
+
+
+def sized(sizes: list[int], window_size: int, finished: Collection[int], labels: str = "") -> Window:
+    window = Window(window_size)
+    for place, num_tokens in enumerate(sizes):
+        label = labels[place % len(labels)] if labels else ""
+        window.submit(Unit(place, f"g{place}", label, place in finished, num_tokens=num_tokens))
+    return window
+
+
+def num_tokens(units: list[Unit]) -> int:
+    return sum(unit.num_tokens for unit in units)
+
+
+def halves(num_units: int) -> dict[str, int]:
+    return {"a": num_units - num_units // 2, "b": num_units // 2}
+
+
+def test_a_batch_ends_before_the_unit_that_would_not_fit() -> None:
+    window = sized([3, 4, 2, 5, 1], 5, range(5))
+    assert places(window.take_within(9, 5)) == [0, 1, 2]
+    assert places(window.take_within(9, 2)) == [3, 4]
+    assert window.take_within(9, 2) == []
+
+
+def test_a_unit_beyond_all_bounds_is_taken_alone() -> None:
+    assert places(sized([90, 1, 1], 3, range(3)).take_within(9, 3)) == [0]
+
+
+def test_a_batch_waits_until_it_is_known_whether_one_more_fits() -> None:
+    window = sized([3, 4, 2], 3, {0, 1})
+    assert window.take_within(9, 3) == []
+    assert places(sized([3, 4, 2], 3, {0, 1}).take_within(7, 3)) == [0, 1], "it is full"
+    window.finish(2)
+    assert places(window.take_within(9, 3)) == [0, 1, 2]
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=24),
+    st.integers(1, 12),
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.sampled_from(["", "ab", "aab", "abbb", "a"]),
+    st.data(),
+)
+def test_a_bounded_batch_is_the_largest_that_the_order_allows(
+    sizes: list[int], size: int, max_tokens: int, max_units: int, labels: str, data: st.DataObject
+) -> None:
+    finished = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
+    window, same = sized(sizes, size, finished, labels), sized(sizes, size, finished, labels)
+    quotas = halves if labels else None
+    taken = window.take_within(max_tokens, max_units, quotas)
+    assert len(window) == len(same) - len(taken)
+    assert window.num_taken == len(taken)
+    if taken:
+        assert len(taken) <= max_units
+        assert num_tokens(taken) <= max_tokens or len(taken) == 1
+        # The order is that of a batch of so many units; with one more it would be too large.
+        assert taken == same.choose(len(taken), halves(len(taken)) if labels else None)
+        more = same.choose(len(taken) + 1, halves(len(taken) + 1) if labels else None)
+        assert len(taken) == max_units or num_tokens(taken) >= max_tokens or num_tokens(more) > max_tokens
+    # Nothing waits for what cannot come: once all is finished, a queue that holds the largest batch gives one.
+    for place in range(len(sizes)):
+        same.finish(place)
+    assert same.take_within(max_tokens, max_units, quotas) or len(sizes) < max_units
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 20), st.data())
+def test_bounded_batches_of_a_full_queue_train_all_once_and_keep_the_lag(
+    num_queued: int, max_units: int, max_tokens: int, data: st.DataObject
+) -> None:
+    max_units, size = min(max_units, num_queued), data.draw(st.integers(1, num_queued))
+    window = Window(size)
+    seen: list[int] = []
+    for place in range(60):
+        window.submit(Unit(place, f"g{place}", num_tokens=data.draw(st.integers(1, 9))))
+        waiting = places([unit for unit in window if not unit.is_finished])
+        ending = data.draw(st.integers(0, 2 * len(waiting)))
+        if ending < len(waiting):
+            window.finish(waiting[ending])
+        while len(window) == num_queued:
+            taken = window.take_within(max_tokens, max_units)
+            assert all(window.lag(unit) <= num_queued + size - 2 + max_units for unit in taken)
+            seen += places(taken)
+            if not taken:
+                window.finish(places([unit for unit in window if not unit.is_finished])[0])
+    assert len(seen) == len(set(seen)) == 60 - len(window)

@@ -58,12 +58,13 @@ def test_a_key_is_the_same_two_tokens_everywhere(vocab_size: int) -> None:
 
 def test_gathering_is_shown_one_by_one_all_at_once_and_in_between() -> None:
     task = Gather().draw(5, 1)
-    sizes = set()
-    for seed in range(200):
+    sizes: Counter[int] = Counter()
+    for seed in range(300):
         turns = [len(message.tool_calls) for message in Gather().demonstrate(task, random.Random(seed))]
-        sizes.add(max(turns))
+        sizes[max(turns)] += 1
         assert sum(turns) == 5
-    assert sizes == {1, 2, 3, 4, 5}
+    assert sizes.keys() == {1, 2, 3, 4, 5}
+    assert 0.6 < sizes[1] / sizes.total() < 0.73
     assert task.instruction.count(",") == 3
     assert " and " in task.instruction
 
@@ -105,7 +106,7 @@ def test_demonstrations_take_the_copy_where_it_is_right_two_times_of_three() -> 
 
 
 def test_only_gathering_takes_time() -> None:
-    assert Gather().latency_s(Gather().draw(2, 0), "look") == 0.3
+    assert Gather().latency_s(Gather().draw(2, 0), "look") == 1.0
     assert Gather(call_s=2.0).latency_s(Gather().draw(2, 0), "look") == 2.0
     assert Chain().latency_s(Chain().draw(2, 0), "look") == 0.0
 

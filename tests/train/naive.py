@@ -81,7 +81,9 @@ def naive_step(model: Transformer, trees: Sequence[TokenTree], config: PolicyCon
             if config.mtp_loss == "ce":
                 losses = F.cross_entropy(draft, target, reduction="none")
             else:
-                losses = plain_topk_kl((logits / temperature).detach(), draft / temperature, config.mtp_top_k)
+                losses = plain_topk(
+                    config.mtp_loss, (logits / temperature).detach(), draft / temperature, config.mtp_top_k
+                )
             drafts += [weight * loss for loss in losses.unbind()]
     main = torch.stack(terms).sum()
     total = main + config.mtp_weight / len(model.mtp) * torch.stack(drafts).sum()
@@ -104,8 +106,8 @@ def naive_terms(config: PolicyConfig, logp: torch.Tensor, ratio: torch.Tensor, a
     return -logp
 
 
-def plain_topk_kl(policy: torch.Tensor, draft: torch.Tensor, top_k: int) -> torch.Tensor:
-    """KL of each row over the policy's top-k tokens and the rest, from all logits, by autograd."""
+def plain_topk(kind: str, policy: torch.Tensor, draft: torch.Tensor, top_k: int) -> torch.Tensor:
+    """What each row costs over the policy's top-k tokens and the rest, from all logits, by autograd."""
     p, q = policy.softmax(-1), draft.softmax(-1)
     chosen = policy.topk(min(top_k, policy.shape[1])).indices
     is_rest = torch.ones_like(p).scatter(1, chosen, 0.0)
@@ -113,6 +115,8 @@ def plain_topk_kl(policy: torch.Tensor, draft: torch.Tensor, top_k: int) -> torc
     q_buckets = torch.cat((q.gather(1, chosen), (q * is_rest).sum(-1, keepdim=True)), -1)
     if top_k >= policy.shape[1]:
         p_buckets, q_buckets = p_buckets[:, :-1], q_buckets[:, :-1]
+    if kind == "topk_acceptance":
+        return -torch.minimum(p_buckets, q_buckets).sum(-1).log()
     return (p_buckets * (p_buckets.log() - q_buckets.log())).sum(-1)
 
 

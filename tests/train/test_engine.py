@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 
 from m2forge.model.transformer import Transformer
 from m2forge.records import NO_TARGET, Pack
-from m2forge.train.config import OptimizerConfig
+from m2forge.train.config import MTPLoss, OptimizerConfig
 from m2forge.train.engine import TrainEngine
 from tests.train.draw import draw_pack, small_model
+from tests.train.naive import plain_topk
 
+TOP_K = 3
 CONFIG = OptimizerConfig(max_norm=1e9, weight_decay=0.0)
 
 
-def plain_loss(model: Transformer, packs: list[Pack], mtp_weight: float) -> torch.Tensor:
+def plain_loss(model: Transformer, packs: list[Pack], mtp_weight: float, mtp_loss: str = "ce") -> torch.Tensor:
     """One document at a time through the network, all logits, the mean over all targets."""
     main: list[torch.Tensor] = []
     drafts: list[torch.Tensor] = []
@@ -30,8 +32,14 @@ def plain_loss(model: Transformer, packs: list[Pack], mtp_weight: float) -> torc
             output = model(torch.tensor(pack.tokens[start:end][None].copy(), dtype=torch.int64))
             target = torch.tensor(pack.targets[start:end].copy(), dtype=torch.int64)
             num_edges += int((target != NO_TARGET).sum())
-            for hidden, found in ((output.hidden_ND, main), *((mtp, drafts) for mtp in output.mtp_hidden_ND)):
-                found.append(F.cross_entropy(model.logits(hidden), target, ignore_index=NO_TARGET, reduction="sum"))
+            logits = model.logits(output.hidden_ND)
+            main.append(F.cross_entropy(logits, target, ignore_index=NO_TARGET, reduction="sum"))
+            for hidden in output.mtp_hidden_ND:
+                draft = model.logits(hidden)
+                if mtp_loss == "ce":
+                    drafts.append(F.cross_entropy(draft, target, ignore_index=NO_TARGET, reduction="sum"))
+                else:
+                    drafts.append(plain_topk(mtp_loss, logits.detach(), draft, TOP_K)[target != NO_TARGET].sum())
     total = torch.stack(main).sum()
     if drafts:
         total = total + mtp_weight / len(model.mtp) * torch.stack(drafts).sum()
@@ -42,11 +50,14 @@ def plain_loss(model: Transformer, packs: list[Pack], mtp_weight: float) -> torc
     seed=st.integers(0, 2**16),
     lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=3),
     num_mtp=st.integers(0, 2),
+    mtp_loss=st.sampled_from(("ce", "topk_kl", "topk_acceptance")),
 )
-def test_a_step_follows_the_gradient_of_the_plain_loss(seed: int, lengths: list[list[int]], num_mtp: int) -> None:
+def test_a_step_follows_the_gradient_of_the_plain_loss(
+    seed: int, lengths: list[list[int]], num_mtp: int, mtp_loss: MTPLoss
+) -> None:
     model = small_model(num_mtp=num_mtp)
     packs = [draw_pack(seed + index, found) for index, found in enumerate(lengths)]
-    plain_loss(model, packs, 0.3).backward()
+    plain_loss(model, packs, 0.3, mtp_loss).backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     engine = TrainEngine(model, CONFIG)
@@ -58,7 +69,7 @@ def test_a_step_follows_the_gradient_of_the_plain_loss(seed: int, lengths: list[
         ),
         step(rate),
     )[1]
-    engine.step_rows(packs, rate=0.0, mtp_weight=0.3)
+    engine.step_rows(packs, rate=0.0, mtp_weight=0.3, mtp_loss=mtp_loss, mtp_top_k=TOP_K)
     for name, gradient in expected.items():
         if gradient is not None:
             torch.testing.assert_close(seen[name], gradient, rtol=1e-9, atol=1e-12)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from m2forge.kernels.logprob import linear_logprob
 from m2forge.train.config import PolicyConfig
 from m2forge.train.loss.cispo import cispo
-from m2forge.train.loss.mtp_topk_kl import mtp_topk_kl
+from m2forge.train.loss.mtp_topk import TopLoss, mtp_topk
 from m2forge.train.loss.policy import is_clipped, policy_term
 from m2forge.train.loss.ppo_clip import ppo_clip
 from m2forge.train.loss.ratio import MAX_LOG_RATIO, importance_ratio
 from m2forge.train.loss.sft import sft
-from tests.train.naive import plain_topk_kl
+from tests.train.naive import plain_topk
 
 
 def draw_edges(seed: int, num_edges: int = 40, spread: float = 1.5) -> tuple[torch.Tensor, ...]:
@@ -89,8 +89,11 @@ def test_ratios_far_off_make_no_nan(loss: str, dtype: torch.dtype, old: float, l
 
 # -- drafts that follow the policy ------------------------------------------------------------------------------------
 
+KINDS: tuple[TopLoss, ...] = ("topk_kl", "topk_acceptance")
+
 
 @given(
+    kind=st.sampled_from(KINDS),
     vocab_size=st.integers(2, 30),
     top_k=st.integers(1, 33),
     num_edges=st.integers(1, 20),
@@ -98,8 +101,8 @@ def test_ratios_far_off_make_no_nan(loss: str, dtype: torch.dtype, old: float, l
     hot=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_the_kl_of_drafts_equals_that_of_all_logits(
-    vocab_size: int, top_k: int, num_edges: int, rows: int, hot: bool, seed: int
+def test_the_loss_of_drafts_equals_that_of_all_logits(
+    kind: TopLoss, vocab_size: int, top_k: int, num_edges: int, rows: int, hot: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
 
@@ -121,7 +124,8 @@ def test_the_kl_of_drafts_equals_that_of_all_logits(
         top_k=top_k,
     )
     assert found.top is not None
-    loss, kl = mtp_topk_kl(
+    loss, found_M = mtp_topk(
+        kind,
         draft,
         head,
         found.top,
@@ -133,16 +137,17 @@ def test_the_kl_of_drafts_equals_that_of_all_logits(
     )
     policy_logits = (policy[position] @ head.detach().t()) / temperature[:, None]
     draft_logits = (draft[position] @ head.t()) / temperature[:, None]
-    expected = plain_topk_kl(policy_logits, draft_logits, top_k)
-    torch.testing.assert_close(kl, expected.detach(), rtol=1e-9, atol=1e-12)
+    expected = plain_topk(kind, policy_logits, draft_logits, top_k)
+    torch.testing.assert_close(found_M, expected.detach(), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(loss, (weight * expected).sum(), rtol=1e-9, atol=1e-12)
     grads = torch.autograd.grad(3 * loss, (draft, head))
     for ours, theirs in zip(grads, torch.autograd.grad(3 * (weight * expected).sum(), (draft, head)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-11)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sharpness", [1.0, 60.0, 300.0])
-def test_a_rest_of_nearly_nothing_is_safe_in_float32(sharpness: float) -> None:
+def test_a_rest_of_nearly_nothing_is_safe_in_float32(sharpness: float, kind: TopLoss) -> None:
     """The policy is sure of two tokens, of which the draft is sure of one; the rest's probability underflows."""
     head = torch.eye(6)
     policy = (sharpness * torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])).requires_grad_()
@@ -157,7 +162,8 @@ def test_a_rest_of_nearly_nothing_is_safe_in_float32(sharpness: float) -> None:
         top_k=2,
     )
     assert found.top is not None
-    loss, _ = mtp_topk_kl(
+    loss, _ = mtp_topk(
+        kind,
         draft,
         head,
         found.top,
@@ -171,7 +177,10 @@ def test_a_rest_of_nearly_nothing_is_safe_in_float32(sharpness: float) -> None:
     logq = F.log_softmax(exact, -1)
     logp = F.log_softmax(policy.detach().double(), -1)
     buckets = [torch.cat((x[:, :2], x[:, 2:].logsumexp(-1, keepdim=True)), -1) for x in (logp, logq)]
-    expected = (buckets[0].exp() * (buckets[0] - buckets[1])).sum()
+    if kind == "topk_kl":
+        expected = (buckets[0].exp() * (buckets[0] - buckets[1])).sum()
+    else:
+        expected = -torch.minimum(*buckets).exp().sum().log()
     # Logits of 300 are known to 3e-5 in float32, and so are their differences.
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
     assert grad.isfinite().all()
@@ -179,8 +188,11 @@ def test_a_rest_of_nearly_nothing_is_safe_in_float32(sharpness: float) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-5)])
-def test_the_kl_of_drafts_on_cuda_equals_that_of_all_logits(dtype: torch.dtype, tolerance: float) -> None:
+def test_the_loss_of_drafts_on_cuda_equals_that_of_all_logits(
+    dtype: torch.dtype, tolerance: float, kind: TopLoss
+) -> None:
     torch.manual_seed(0)
     policy, draft, head = (torch.randn(shape, device="cuda") for shape in ((300, 256), (300, 256), (5001, 256)))
     temperature = torch.rand(300, dtype=torch.float64, device="cuda") + 0.5
@@ -197,7 +209,8 @@ def test_the_kl_of_drafts_on_cuda_equals_that_of_all_logits(dtype: torch.dtype, 
         top_k=20,
     )
     assert found.top is not None
-    loss, _ = mtp_topk_kl(
+    loss, _ = mtp_topk(
+        kind,
         leaves[0],
         leaves[1],
         found.top,
@@ -211,7 +224,7 @@ def test_the_kl_of_drafts_on_cuda_equals_that_of_all_logits(dtype: torch.dtype, 
     scaled = [
         x @ head.t() / temperature[:, None] for x, head in ((policy.to(dtype).double(), exact[1].detach()), exact)
     ]
-    expected = (weight * plain_topk_kl(scaled[0], scaled[1], 20)).sum()
+    expected = (weight * plain_topk(kind, scaled[0], scaled[1], 20)).sum()
     pairs = zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, exact), strict=True)
     assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
     assert all(float((ours - theirs).norm() / theirs.norm()) < tolerance for ours, theirs in pairs)

@@ -49,7 +49,7 @@ def some_forest() -> list[TokenTree]:
 @given(
     trees=forests(),
     loss=st.sampled_from(("cispo", "ppo_clip", "sft")),
-    mtp_loss=st.sampled_from(("ce", "topk_kl")),
+    mtp_loss=st.sampled_from(("ce", "topk_kl", "topk_acceptance")),
     aux_loss_weight=st.sampled_from((0.0, 0.5)),
     slack=st.integers(0, 6),
 )

@@ -138,15 +138,15 @@ class EpisodeView {
 
   makeColours() {
     const choices = [["logprob", "log-prob", ""], ["advantage", "advantage", this.head.advantages ? "" : "its group has no rewards yet"],
-      ["ratio", "ratio", "this run keeps no ratio of trained to sampled probability per token"], ["none", "plain", ""]];
+      ["ratio", "ratio", ""], ["none", "plain", ""]];
     if (saved.colour === "advantage" && !this.head.advantages) this.look_.colour = "logprob";
-    this.scale.replaceChildren(shadeScale(this.look_.colour));
+    this.scale.replaceChildren(shadeScale(this.look_.colour, this.head.no_ratios));
     const buttons = choices.map(([value, label, why]) => el("button", {
       disabled: Boolean(why), title: why, "aria-pressed": String(this.look_.colour === value), "data-colour": value,
       onclick: (event) => {
         saved.colour = this.look_.colour = value;
         buttons.forEach((button) => button.setAttribute("aria-pressed", String(button === event.currentTarget)));
-        this.scale.replaceChildren(shadeScale(value));
+        this.scale.replaceChildren(shadeScale(value, this.head.no_ratios));
         this.list.refresh();
       },
     }, label));

@@ -10,6 +10,7 @@ export const KINDS = {
 const LONG = 420;
 const BELOW = [-0.1, -0.5, -1.2, -2.5, -4.5];
 const facts = new WeakMap();
+const FACTORS = [1.05, 1.25, 2];
 export const logprobLook = { colour: "logprob", advantages: null, largest: 0 };
 
 // How surprised the policy was: six shades from a log-probability of 0 down.
@@ -26,14 +27,30 @@ export function advantageShade(advantage, largest) {
   return level < 1 ? "" : `${advantage > 0 ? "p" : "n"}${Math.min(3, level)}`;
 }
 
-export function shadeScale(colour) {
+// How far the policy had moved when it was trained: by a factor of more than 1.05, 1.25 or 2 either way.
+export function ratioShade(ratio) {
+  if (ratio === null || ratio === undefined) return "";
+  const factor = Math.max(ratio, 1 / ratio);
+  const level = FACTORS.filter((least) => factor > least).length;
+  return level ? `${ratio > 1 ? "p" : "n"}${level}` : "";
+}
+
+export function shadeScale(colour, noRatios = null) {
   if (colour === "logprob") {
     return el("span", { class: "scale" }, "likely", [1, 2, 3, 4, 5].map((shade) => el("i", { class: `l${shade}` })), "unlikely");
   }
   if (colour === "advantage") {
     return el("span", { class: "scale" }, "worse", ["n3", "n2", "n1", "p1", "p2", "p3"].map((shade) => el("i", { class: shade })), "better");
   }
+  if (colour === "ratio") {
+    return el("span", { class: "scale" }, noRatios ? `no ratios: ${noRatios}` : ["less likely", ["n3", "n2", "n1", "p1", "p2", "p3"].map((shade) => el("i", { class: shade })), "likelier when trained"]);
+  }
   return "";
+}
+
+function shadeOf(look, logprob, advantage, ratio) {
+  if (look.colour === "advantage") return advantageShade(advantage, look.largest);
+  return look.colour === "ratio" ? ratioShade(ratio) : logprobShade(logprob);
 }
 
 export function drawPart(part, call, look, onMore = null) {
@@ -69,9 +86,10 @@ function write(home, part, call, look, isSampled) {
   const advantage = look.advantages?.[call] ?? null;
   part.texts.forEach((text, index) => {
     const logprob = part.logprobs[index];
-    const shade = look.colour === "advantage" ? advantageShade(advantage, look.largest) : logprobShade(logprob);
+    const ratio = part.ratios?.[index] ?? null;
+    const shade = shadeOf(look, logprob, advantage, ratio);
     const token = el("span", { class: shade ? `t ${shade}` : "t" }, text);
-    facts.set(token, { text, logprob, advantage, place: part.start + index });
+    facts.set(token, { text, logprob, advantage, ratio, place: part.start + index });
     home.append(token);
   });
 }
@@ -83,6 +101,7 @@ export function explainTokens(home) {
     if (!fact) return hideTip();
     return showTip(event.clientX, event.clientY, el("pre", {}, JSON.stringify(fact.text)),
       tipRow("transparent", "log-probability", number(fact.logprob)), tipRow("transparent", "probability", number(Math.exp(fact.logprob))),
+      fact.ratio === null ? "" : tipRow("transparent", "ratio when trained", number(fact.ratio)),
       fact.advantage === null ? "" : tipRow("transparent", "advantage of its call", signed(fact.advantage)),
       tipRow("transparent", "place in the context", count(fact.place)));
   });

@@ -4,7 +4,8 @@
     L_k = (1 / T) · Σ over loss edges of  −log p_k(target)          T: edges of the whole optimizer step
 
 p_0 is the main model, p_k the prediction of module k for the same token. Dividing by the step's T, not the pack's,
-makes the sum over packs the mean over the step, however edges are spread over packs.
+makes the sum over packs the mean over the step, however edges are spread over packs. Modules may follow the main model
+instead of the text: L_k, k ≥ 1, is then one of `mtp_topk`.
 
 Shapes: M loss edges.
 """
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor
 
 from m2forge.kernels.cross_entropy import linear_cross_entropy
+from m2forge.kernels.logprob import TopTokens, linear_logprob
 from m2forge.kernels.precision import at_least_float32
 from m2forge.model.transformer import Output, Transformer
 from m2forge.train.batch import Batch
+from m2forge.train.config import MTPLoss
+from m2forge.train.loss.mtp_topk import TopLoss, mtp_topk
 
 
 @dataclass(frozen=True)
@@ -31,27 +35,66 @@ class NextTokenLoss:
 
 
 def next_token_loss(
-    model: Transformer, output: Output, batch: Batch, *, num_edges: float, mtp_weight: float
+    model: Transformer,
+    output: Output,
+    batch: Batch,
+    *,
+    num_edges: float,
+    mtp_weight: float,
+    mtp_loss: MTPLoss = "ce",
+    mtp_top_k: int = 32,
 ) -> NextTokenLoss:
     """`num_edges`: of the whole step."""
     precision = at_least_float32(output.hidden_ND.dtype)
     weight_M = torch.full_like(batch.target_M, 1.0 / max(1, num_edges), dtype=precision)
+    head_VD, position_M, float32_head = model.head_weight, batch.position_M, model.config.float32_head
 
     def cross_entropy(hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
         return linear_cross_entropy(
             hidden_ND,
-            model.head_weight,
+            head_VD,
             batch.target_M,
-            position_M=batch.position_M,
+            position_M=position_M,
             weight_M=weight_M,
-            float32_head=model.config.float32_head,
+            float32_head=float32_head,
         )
 
-    total, nll_M = cross_entropy(output.hidden_ND)
+    def divergence(kind: TopLoss, hidden_ND: Tensor, top: TopTokens) -> tuple[Tensor, Tensor]:
+        return mtp_topk(
+            kind,
+            hidden_ND,
+            head_VD,
+            top,
+            position_M=position_M,
+            weight_M=weight_M,
+            inverse_temperature_M=None,
+            float32_head=float32_head,
+        )
+
+    def term(logp_C: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        return -logp_C * weight_M[chunk], -weight_M[chunk]
+
+    top = None
+    if mtp_loss != "ce" and output.mtp_hidden_ND:
+        found = linear_logprob(
+            output.hidden_ND,
+            head_VD,
+            batch.target_M,
+            position_M=position_M,
+            term=term,
+            top_k=mtp_top_k,
+            float32_head=float32_head,
+        )
+        total, nll_M, top = found.loss, -found.logp_M, found.top
+    else:
+        total, nll_M = cross_entropy(output.hidden_ND)
     mtp_sums = []
     for hidden_ND in output.mtp_hidden_ND:
-        loss, mtp_nll_M = cross_entropy(hidden_ND)
-        mtp_sums.append(mtp_nll_M.sum())
+        if mtp_loss == "ce" or top is None:
+            loss, draft_M = cross_entropy(hidden_ND)
+        else:
+            loss, draft_M = divergence(mtp_loss, hidden_ND, top)
+        mtp_sums.append(draft_M.sum())
         if mtp_weight:
             total = total + mtp_weight / len(output.mtp_hidden_ND) * loss
     return NextTokenLoss(total, nll_M, tuple(mtp_sums))

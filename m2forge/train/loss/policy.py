@@ -16,10 +16,10 @@ from torch import Tensor
 from m2forge.kernels.logprob import LogProbs, TopTokens, linear_logprob
 from m2forge.model.transformer import Output, Transformer
 from m2forge.train.batch import TreeBatch
-from m2forge.train.config import PolicyConfig
+from m2forge.train.config import MTPLoss, PolicyConfig
 from m2forge.train.loss.cispo import cispo
 from m2forge.train.loss.mtp_ce import mtp_ce
-from m2forge.train.loss.mtp_topk_kl import mtp_topk_kl
+from m2forge.train.loss.mtp_topk import mtp_topk
 from m2forge.train.loss.ppo_clip import ppo_clip
 from m2forge.train.loss.sft import sft
 
@@ -60,12 +60,12 @@ def policy_loss(model: Transformer, output: Output, batch: TreeBatch, config: Po
         position_M=batch.position_M,
         term=term,
         inverse_temperature_M=batch.inverse_temperature_M,
-        top_k=config.mtp_top_k if learns and config.mtp_loss == "topk_kl" else 0,
+        top_k=config.mtp_top_k if learns and config.mtp_loss != "ce" else 0,
         float32_head=model.config.float32_head,
     )
     head_VD = model.head_weight if config.mtp_gradient == "all" else model.head_weight.detach()
     drafts = [
-        _draft_loss(hidden_ND, head_VD, batch, found.top, model.config.float32_head)
+        _draft_loss(config.mtp_loss, hidden_ND, head_VD, batch, found.top, model.config.float32_head)
         for hidden_ND in (output.mtp_hidden_ND if learns else ())
     ]
     total = found.loss
@@ -76,9 +76,9 @@ def policy_loss(model: Transformer, output: Output, batch: TreeBatch, config: Po
 
 
 def _draft_loss(
-    hidden_ND: Tensor, head_VD: Tensor, batch: TreeBatch, top: TopTokens | None, float32_head: bool
+    kind: MTPLoss, hidden_ND: Tensor, head_VD: Tensor, batch: TreeBatch, top: TopTokens | None, float32_head: bool
 ) -> Tensor:
-    if top is None:
+    if kind == "ce" or top is None:
         loss, _ = mtp_ce(
             hidden_ND,
             head_VD,
@@ -88,7 +88,8 @@ def _draft_loss(
             float32_head=float32_head,
         )
     else:
-        loss, _ = mtp_topk_kl(
+        loss, _ = mtp_topk(
+            kind,
             hidden_ND,
             head_VD,
             top,

@@ -1,0 +1,161 @@
+"""Models behind gateways, side by side, and how long agents take with each: no trainer, nothing is learnt.
+
+Each model has a sampler, a gateway and an agent program of its own, all processes as in a run of the loop. Attempts
+take turns over the models, task by task, a few at once: whatever else the machine does meets all models alike, and
+nobody waits long for a token.
+"""
+
+import asyncio
+import itertools
+import math
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from m2forge.errors import M2ForgeError
+from m2forge.forge.attempts import Agents
+from m2forge.forge.child import Child
+from m2forge.forge.config import ForgeConfig
+from m2forge.forge.gateway_admin import GatewayAdmin
+from m2forge.forge.layout import Layout
+from m2forge.forge.process import ENGINE_KEY_VARIABLE, HOST
+from m2forge.forge.worker import Workers
+from m2forge.listener import free_ports
+from m2forge.model.checkpoint import load_model
+from m2forge.model.exchange import find_companions
+from m2forge.records import Task
+from m2forge.rollout.server_config import ADMIN_KEY_VARIABLE
+from m2forge.tasks.catalog import family_of
+from m2forge.train.run_dir import open_run
+
+MODULE = "m2forge.forge.process"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An attempt."""
+
+    is_solved: bool
+    is_broken: bool
+    """Through no doing of the policy; not solved, and its time counts."""
+    time_s: float
+    """From the task to the answer, as somebody who waits for it would measure."""
+    num_turns: int
+    """Of the policy."""
+    tools_s: float
+    """Of the time, what tools took; those that were called in one turn ran together."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    TITLES: ClassVar = ("success", "±", "s per success", "s per attempt", "in tools, s", "turns")
+
+    success: float
+    margin: float
+    """Half of the 95% interval of the success."""
+    success_s: float
+    """Time of all attempts, also those that failed, over successes."""
+    time_s: float
+    tools_s: float
+    num_turns: float
+    """Means over attempts."""
+    num_broken: int
+
+    @classmethod
+    def of(cls, attempts: Sequence[Timed]) -> "Summary":
+        num, num_solved = len(attempts), sum(attempt.is_solved for attempt in attempts)
+        total_s = sum(attempt.time_s for attempt in attempts)
+        return cls(
+            success=num_solved / num,
+            margin=1.96 * math.sqrt(num_solved * (num - num_solved) / num**3),
+            success_s=total_s / max(1, num_solved),
+            time_s=total_s / num,
+            tools_s=sum(attempt.tools_s for attempt in attempts) / num,
+            num_turns=sum(attempt.num_turns for attempt in attempts) / num,
+            num_broken=sum(attempt.is_broken for attempt in attempts),
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        """Of a table with `TITLES`."""
+        shares = (f"{value:.1%}" for value in (self.success, self.margin))
+        times = (f"{value:.3f}" for value in (self.success_s, self.time_s, self.tools_s))
+        return (*shares, *times, f"{self.num_turns:.2f}")
+
+
+def time_attempts(
+    models: Mapping[str, Path], config: ForgeConfig, tasks: Sequence[Task], num_at_once: int
+) -> dict[str, list[Timed]]:
+    """Every task attempted once with each model. `config`: of agents, sampler and gateway."""
+    with tempfile.TemporaryDirectory() as name:
+        return asyncio.run(_time_attempts(models, config, tasks, num_at_once, Path(name)))
+
+
+async def _time_attempts(
+    models: Mapping[str, Path], config: ForgeConfig, tasks: Sequence[Task], num_at_once: int, folder: Path
+) -> dict[str, list[Timed]]:
+    async with AsyncExitStack() as stack:
+        agents = {
+            name: await stack.enter_async_context(_served(config, model, folder / str(place)))
+            for place, (name, model) in enumerate(models.items())
+        }
+        for each in agents.values():
+            await each.gateway.wait_until_up()
+            # The first attempt waits for the program to start.
+            await _attempt(each, tasks[0], "first")
+        seats = asyncio.Semaphore(num_at_once)
+
+        async def attempt(name: str, index: int) -> Timed:
+            async with seats:
+                return await _attempt(agents[name], tasks[index], f"attempt-{index}")
+
+        turns = [(name, index) for index in range(len(tasks)) for name in models]
+        timed = await asyncio.gather(*(attempt(*turn) for turn in turns))
+    return {name: [each for turn, each in zip(turns, timed, strict=True) if turn[0] == name] for name in models}
+
+
+async def _attempt(agents: Agents, task: Task, name: str) -> Timed:
+    started_s = time.monotonic()
+    try:
+        tried = await agents.attempt(name, task, group="")
+    except M2ForgeError:
+        return Timed(False, True, time.monotonic() - started_s, 0, 0.0)
+    time_s = time.monotonic() - started_s
+    agents.gateway.forget_soon(name)
+    family = family_of(task)
+    is_solved = tried.failure is None and family.verify(task, tried.answer).perf == 1
+    calls = sorted(
+        (tried.tree.call(index) for index in range(len(tried.tree.samples))), key=lambda call: call.started_s
+    )
+    # Between two calls the agent does nothing else.
+    tools_s = sum(later.started_s - call.finished_s for call, later in itertools.pairwise(calls))
+    return Timed(is_solved, False, time_s, len(calls), tools_s)
+
+
+@asynccontextmanager
+async def _served(config: ForgeConfig, model: Path, folder: Path) -> AsyncIterator[Agents]:
+    layout, ports = Layout(folder), free_ports(HOST, 2)
+    folder.mkdir()
+    open_run(folder, config, None)
+    layout.weight_store(config, find_companions(model)).publish(load_model(model), 0)
+    engine_key, gateway_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+    sampler_env = {ADMIN_KEY_VARIABLE: engine_key}
+    gateway_env = {config.gateway.admin_key_env: gateway_key, ENGINE_KEY_VARIABLE: engine_key}
+    sampler = Child("sampler", lambda: [MODULE, "sampler", str(folder), str(ports[0])], sampler_env, layout.log)
+    gateway = Child(
+        "gateway", lambda: [MODULE, "gateway", str(folder), str(ports[1]), str(ports[0])], gateway_env, layout.log
+    )
+    keeping = [asyncio.create_task(child.keep()) for child in (sampler, gateway)]
+    try:
+        async with (
+            GatewayAdmin(f"http://{HOST}:{ports[1]}", gateway_key) as admin,
+            Workers(config.agent, folder / "agents") as workers,
+        ):
+            yield Agents(config.agent, admin, workers, lambda: sampler.num_starts + gateway.num_starts)
+    finally:
+        await asyncio.gather(gateway.stop(), sampler.stop())
+        await asyncio.gather(*keeping)

@@ -1,0 +1,75 @@
+"""What an attempt is not judged by: that a process died meanwhile."""
+
+import asyncio
+import sys
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from m2forge.forge.attempts import TIMEOUT, Agents, Interrupted, Tried
+from m2forge.forge.check import Check, check
+from m2forge.forge.config import AgentConfig
+from m2forge.forge.gateway_admin import GatewayAdmin
+from m2forge.forge.worker import Workers
+from m2forge.gateway.config import GatewayConfig
+from m2forge.records import Task
+from m2forge.tasks.catalog import find_family
+from m2forge.tasks.task_set import TaskSet
+from tests.gateway.dialogue import minimax
+from tests.gateway.live import ADMIN_KEY, Live, live
+
+# Dies at its first three jobs, each time before it answers.
+DYING = """
+import json, pathlib, sys
+for line in sys.stdin:
+    deaths = pathlib.Path("deaths")
+    num = len(deaths.read_text()) if deaths.exists() else 0
+    if num < 3:
+        deaths.write_text("x" * (num + 1))
+        sys.exit(1)
+    print(json.dumps({"id": json.loads(line)["id"], "answer": "?"}), flush=True)
+"""
+SILENT = "import sys; sys.stdin.read()"
+COMPLAINING = """
+import json, sys
+for line in sys.stdin:
+    print(json.dumps({"id": json.loads(line)["id"], "error": "no"}), flush=True)
+"""
+
+
+def run_check(program: str, folder: Path) -> Check:
+    config = AgentConfig(command=(sys.executable, "-c", program), jobs_per_worker=4)
+    tasks = TaskSet(find_family("chain"), "held_out", 1).distinct(4, 1, 3)
+
+    async def scene(gateway: Live) -> Check:
+        async with GatewayAdmin(gateway.url, ADMIN_KEY) as admin, Workers(config, folder / "agents") as workers:
+            return (await check(Agents(config, admin, workers, lambda: 0), tasks, 0, 4))[0]
+
+    with live(minimax(), config=GatewayConfig(port=0, journal=str(folder / "journal"))) as gateway:
+        found = asyncio.run(scene(gateway))
+    assert not list((folder / "journal").iterdir()), "what was recorded is let go"
+    return found
+
+
+def test_tasks_of_a_check_are_attempted_anew_when_the_agent_dies(tmp_path: Path) -> None:
+    found = run_check(DYING, tmp_path)
+    assert (found.num_tasks, found.num_broken, found.success) == (4, 0, 0.0)
+
+
+def test_tasks_that_the_agent_cannot_do_are_broken(tmp_path: Path) -> None:
+    assert run_check(COMPLAINING, tmp_path).num_broken == 4
+
+
+def test_time_that_ran_out_counts_unless_a_process_was_started_again_meanwhile(tmp_path: Path) -> None:
+    config = AgentConfig(command=(sys.executable, "-c", SILENT), timeout_s=1.0)
+    task: Task = TaskSet(find_family("chain"), "held_out", 1).next(1, 3)
+
+    async def scene(gateway: Live) -> Tried:
+        async with GatewayAdmin(gateway.url, ADMIN_KEY) as admin, Workers(config, tmp_path) as workers:
+            with pytest.raises(Interrupted, match="while a process was away"):
+                await Agents(config, admin, workers, count().__next__).attempt("g0-0-1", task, "g0")
+            return await Agents(config, admin, workers, lambda: 0).attempt("g0-0-2", task, "g0")
+
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+        assert asyncio.run(scene(gateway)).failure == TIMEOUT

