@@ -14,7 +14,8 @@ from m2forge.protocols import Engine
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
 
-_COLLECTOR_THRESHOLDS = (20_000, 10, 10)
+_COLLECTOR_THRESHOLDS = (5_000, 4, 1_000)
+_IDLE_CHECK_S = 1.0
 
 
 def serve_gateway(
@@ -52,7 +53,14 @@ def serve_gateway(
                     captures_signals=True,
                 )
                 announce(server.url)
-                await server.serve()
+                app = server.app
+                collecting = asyncio.create_task(
+                    collect_when_idle(lambda: app.calls.num_running, lambda: app.counts.num_prompt)
+                )
+                try:
+                    await server.serve()
+                finally:
+                    collecting.cancel()
             finally:
                 await engine.close()
 
@@ -67,6 +75,16 @@ def spare_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECTOR_THRESHOLDS)
+
+
+async def collect_when_idle(num_running: Callable[[], int], num_prompt: Callable[[], int]) -> None:
+    """Look through everything while nobody waits for it: when nothing runs, and nothing was asked for a while."""
+    before = 0
+    while True:
+        await asyncio.sleep(_IDLE_CHECK_S)
+        before, asked = num_prompt(), num_prompt() - before
+        if gc.get_count()[2] and not asked and not num_running():
+            gc.collect()
 
 
 def _find_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
