@@ -1,8 +1,10 @@
 """Speculation against plain decoding, with prediction modules that this project's own pre-training trained.
 
-The network learns the Python sources of this machine, first with one module, then the chain is lengthened to three by
-copies and the modules train on alone: first they follow the network, then they learn to be accepted. Prompts are
-held-out files. Both engines decode the same prompts in turns: one plain, one that chooses how far to speculate
+The network learns the Python sources of this machine with one module. Then it writes: texts at temperature 1, behind
+parts of files that it has not learnt. On these the chain, lengthened to three by copies, trains on alone: what
+modules are asked to foresee is what the network writes, and over texts that it has learnt by heart it is surer of
+itself than elsewhere. First they follow the network, then they learn to be accepted. Prompts are other held-out files.
+Both engines decode the same prompts in turns: one plain, one that chooses how far to speculate
 (`speculation = 3`). Because texts differ, small batches run more often. Speed is tokens per second of decode steps,
 ratios are of medians over runs. Acceptance, how often the first k drafts are all accepted, comes from a third engine
 that always drafts three. Training and measuring can be two commands, with a folder between them.
@@ -25,7 +27,9 @@ from rollout_watch import Timed
 from text_corpus import write_text_corpus
 
 from m2forge.config import TomlValue, build
+from m2forge.corpus.manifest import read_manifest
 from m2forge.corpus.reader import CorpusReader
+from m2forge.corpus.shard import CorpusWriter
 from m2forge.model.checkpoint import load_model
 from m2forge.model.transformer import Transformer
 from m2forge.pretrain.config import PretrainConfig
@@ -50,6 +54,12 @@ class Load:
     context: int
     pack_tokens: int
     base_steps: int
+    written: int
+    """Texts that the network writes for its modules,"""
+    num_written: int
+    """tokens of each, behind a prompt,"""
+    writers: int
+    """and how many are written at once."""
     module_steps: int
     """Of either loss."""
     rate: float
@@ -62,11 +72,14 @@ class Load:
 GPU = Load(
     model="m2-mini",
     vocab_size=16_384,
-    text_bytes=90_000_000,
+    text_bytes=240_000_000,
     context=1024,
     pack_tokens=32_768,
-    base_steps=1250,
-    module_steps=450,
+    base_steps=1050,
+    written=14_336,
+    num_written=256,
+    writers=512,
+    module_steps=350,
     rate=1.5e-3,
     batches=(1, 2, 4, 8, 32, 128, 256),
     num_prompt=256,
@@ -80,6 +93,9 @@ CPU = Load(
     context=128,
     pack_tokens=512,
     base_steps=120,
+    written=128,
+    num_written=48,
+    writers=16,
     module_steps=20,
     rate=4e-3,
     batches=(1, 8),
@@ -87,7 +103,9 @@ CPU = Load(
     num_new=48,
     repeats=1,
 )
-QUICK = replace(CPU, text_bytes=300_000, base_steps=30, module_steps=5, num_new=24)
+QUICK = replace(CPU, text_bytes=300_000, base_steps=30, written=32, num_written=24, module_steps=5, num_new=24)
+UNSEEN_EVERY = 12
+"""Of so many files one is left out of training, for the network to write behind its parts."""
 
 
 def speculation(device: torch.device, *, is_quick: bool, keep: Path | None, only_trains: bool = False) -> list[Bar]:
@@ -100,25 +118,24 @@ def speculation(device: torch.device, *, is_quick: bool, keep: Path | None, only
     load = GPU if is_full else QUICK if is_quick else CPU
     with tempfile.TemporaryDirectory() as name:
         folder = keep or Path(name)
-        trained = folder / "trained.txt"
-        if not trained.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            trained.write_text(str(train(load, folder)))
+        folder.mkdir(parents=True, exist_ok=True)
+        trained = train(load, folder)
         if only_trains:
             return []
-        model = load_model(Path(trained.read_text()), device=device, dtype=torch.bfloat16 if is_full else None)
-        text = held_out(load, folder / "corpus")
+        model = load_model(trained, device=device, dtype=torch.bfloat16 if is_full else None)
+        text = held_out(load, folder / "corpus", "code", 4 * max(load.batches))
         bars = [bar for temperature in (0.0, 1.0) for bar in compare(model, load, text, temperature)]
     return bars if is_full else []
 
 
 def train(load: Load, folder: Path) -> Path:
-    """The folder of a model with three modules."""
+    """The folder of a model with three modules. What an earlier command finished in `folder` is taken from there."""
     start_s = time.monotonic()
-    corpus, runs = folder / "corpus", folder / "runs"
-    corpus.mkdir()
-    num_tokens = write_text_corpus(corpus, load.vocab_size, load.text_bytes)
-    print(f"  {num_tokens:,} tokens written after {time.monotonic() - start_s:.0f} s", flush=True)
+    corpus, written, runs = folder / "corpus", folder / "written", folder / "runs"
+    if not (runs / "base").exists():
+        corpus.mkdir()
+        num_tokens = write_text_corpus(corpus, load.vocab_size, load.text_bytes, UNSEEN_EVERY)
+        print(f"  {num_tokens:,} tokens of text after {time.monotonic() - start_s:.0f} s", flush=True)
     common: dict[str, TomlValue] = {"context": load.context, "pack_tokens": load.pack_tokens}
     base: dict[str, TomlValue] = common | {
         "name": "base",
@@ -145,23 +162,50 @@ def train(load: Load, folder: Path) -> Path:
     }
     model = load.model
     for phase, optimizer in ((base, "muon"), (modules, "adamw"), (accepted, "adamw")):
+        if phase is modules and not (runs / "modules").exists():
+            num_tokens = write(Path(model), load, corpus, written)
+            print(f"  {num_tokens:,} tokens written after {time.monotonic() - start_s:.0f} s", flush=True)
         data: dict[str, TomlValue] = {
             "name": phase["name"],
-            "corpus": str(corpus),
+            "corpus": str(corpus if phase is base else written),
             "model": model,
             "model_set": [] if Path(model).is_dir() else ["num_mtp=1", f"max_context={load.context}"],
             "train": {"optimizer": {"kind": optimizer, "eps": 1e-8}, "checkpoint": {"keep": 0}},
             "phases": [phase],
         }
-        model = str(run_pretrain(build(PretrainConfig, data), runs))
+        trained = folder / f"{phase['name']}.txt"
+        if not trained.exists():
+            trained.write_text(str(run_pretrain(build(PretrainConfig, data), runs)))
+        model = trained.read_text()
         print(f"  {phase['name']} trained after {time.monotonic() - start_s:.0f} s", flush=True)
     return Path(model)
 
 
-def held_out(load: Load, corpus: Path) -> IntArray:
-    """Held-out documents laid end to end, enough for every prompt of a repeat to be another."""
-    num_tokens = 4 * max(load.batches) * load.num_prompt
-    reader = CorpusReader(corpus, context=load.context, pack_tokens=num_tokens, seed=0, split="held_out")
+def write(folder: Path, load: Load, corpus: Path, written: Path) -> int:
+    """Number of tokens of a corpus that the network writes by itself, to be trained on with what they stand behind."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(folder, device=device, dtype=torch.bfloat16 if device.type == "cuda" else None)
+    core = make_core(model, load.writers, load.num_prompt + load.num_written)
+    manifest, unseen = read_manifest(corpus), held_out(load, corpus, "unseen", load.written // 2)
+    written.mkdir()
+    num_tokens = 0
+    with CorpusWriter(written, vocab_size=manifest.vocab_size) as writer:
+        for seed in range(load.written // load.writers):
+            longer = replace(load, num_new=load.num_written)
+            prompts = draw_prompts(longer, unseen, load.writers, 1.0, seed)
+            for prompt, ids in zip(prompts, serve(core, prompts).ids, strict=True):
+                writer.add("written", [*prompt.ids, *ids], split="train")
+                num_tokens += len(ids)
+        writer.finish(end_of_text_id=manifest.end_of_text_id)
+    return num_tokens
+
+
+def held_out(load: Load, corpus: Path, domain: str, num_prompts: int) -> IntArray:
+    """Held-out documents laid end to end, enough for so many prompts to be different ones."""
+    pack_tokens = num_prompts * load.num_prompt
+    reader = CorpusReader(
+        corpus, context=load.context, pack_tokens=pack_tokens, seed=0, mixture={domain: 1.0}, split="held_out"
+    )
     return reader.next_pack().tokens
 
 

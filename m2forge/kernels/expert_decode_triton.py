@@ -38,7 +38,10 @@ class Tiling(NamedTuple):
 
 FEW_TOKENS = 32
 """Up to here a program finds its rows by itself."""
-FEW = Tiling(32, 128, 4, 4)
+FEW_UP = Tiling(64, 64, 4, 4)
+FEW_UP_SHORT = Tiling(32, 128, 4, 4)
+"""For two tokens: there are too few programs."""
+FEW_DOWN = Tiling(128, 64, 4, 4)
 ROWS = 16
 """The least of a tile that tensor cores take; more of them are slower, and hardly ever needed by few tokens."""
 SINGLE_UP = Tiling(32, 128, 4, 4)
@@ -303,17 +306,18 @@ def _few(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, exper
     num_pairs = num_tokens * num_chosen
     a_SF, y_NKD = x_ND.new_empty(num_pairs, width), x_ND.new_empty((num_tokens, num_chosen, dim), dtype=torch.float32)
     num_programs, tokens = min(num_pairs, num_experts), max(ROWS, triton.next_power_of_2(num_tokens))
-    sizes = (num_experts, dim, width, num_chosen, ROWS, FEW.columns)
+    up, down = FEW_UP if num_tokens > 2 else FEW_UP_SHORT, FEW_DOWN
+    sizes = (num_experts, dim, width, num_chosen, ROWS)
     choice = (tokens, triton.next_power_of_2(num_chosen), num_pairs < num_experts)
-    _few_up_kernel[(num_programs, triton.cdiv(width, FEW.columns))](
-        *(x_ND, w13_EGD, weight_NK, expert_NK, a_SF, num_tokens, *sizes, _step(dim, FEW.step), *choice),
-        num_warps=FEW.num_warps,
-        num_stages=FEW.num_stages,
+    _few_up_kernel[(num_programs, triton.cdiv(width, up.columns))](
+        *(x_ND, w13_EGD, weight_NK, expert_NK, a_SF, num_tokens, *sizes, up.columns, _step(dim, up.step), *choice),
+        num_warps=up.num_warps,
+        num_stages=up.num_stages,
     )
-    _few_down_kernel[(num_programs, triton.cdiv(dim, FEW.columns))](
-        *(a_SF, w2_EDF, expert_NK, y_NKD, num_tokens, *sizes, _step(width, FEW.step), *choice),
-        num_warps=FEW.num_warps,
-        num_stages=FEW.num_stages,
+    _few_down_kernel[(num_programs, triton.cdiv(dim, down.columns))](
+        *(a_SF, w2_EDF, expert_NK, y_NKD, num_tokens, *sizes, down.columns, _step(width, down.step), *choice),
+        num_warps=down.num_warps,
+        num_stages=down.num_stages,
     )
     return y_NKD
 

@@ -1,6 +1,6 @@
 """From requests to what the runner takes of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +8,11 @@ import numpy.typing as npt
 from m2forge.rollout.request import Request
 from m2forge.rollout.runner import Completing
 from m2forge.rollout.sampler import Row
+
+
+def has_kept_up(requests: Iterable[Request], depth: int) -> bool:
+    """Whether the modules that draft have run over what the main model has."""
+    return not depth or all(request.num_foreseen[depth - 1] == request.num_computed for request in requests)
 
 
 def completing(

@@ -26,7 +26,7 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.admission import refuse_unservable
 from m2forge.rollout.ahead import lend_room, num_steps_ahead
-from m2forge.rollout.batch import completing, rows_of
+from m2forge.rollout.batch import completing, has_kept_up, rows_of
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.depth import DepthChooser, MeasuredDepth
 from m2forge.rollout.paged_plan import Span, arranged
@@ -135,29 +135,31 @@ class Core:
         self._load_if_due()
 
     def _run(self, batch: Mapping[Request, int]) -> None:
-        start_s, num_captured, depth = self._clock(), self._runner.num_captured, self._depth.choose(len(batch))
+        start_s, num_captured = self._clock(), self._runner.num_captured
         self._runner.copy(self._scheduler.copies)
         num_drafts = sum(max(num_tokens - request.num_left, 0) for request, num_tokens in batch.items())
         reads = sum(batch.values()) - num_drafts > len(batch)
-        num_steps = (self._decode_whole if self._can_decode(batch, depth) else self._run_parts)(batch, depth)
+        could_be_whole = self._could_decode(batch)
+        depth = self._depth.choose(len(batch), is_free=not could_be_whole)
+        is_whole = could_be_whole and has_kept_up(batch, depth)
+        num_steps = (self._decode_whole if is_whole else self._run_parts)(batch, depth)
         self._totals["steps"] += num_steps
+        if could_be_whole and not is_whole:
+            self._depth.note_catch_up(len(batch), self._clock() - start_s)
         # Only steps that verify about as many drafts as they make, read no prompts and capture no graph tell what a
         # depth costs.
         is_even = 3 * depth * len(batch) <= 4 * num_drafts <= 4 * depth * len(batch)
         if is_even and not reads and self._runner.num_captured == num_captured:
             self._depth.note_steps(depth, len(batch), num_steps, self._clock() - start_s)
 
-    def _can_decode(self, batch: Mapping[Request, int], depth: int) -> bool:
-        """Whether the step can be run as one: all that are in it are being completed, and draw in the same simple way;
-        the modules have run over what the main model has."""
+    def _could_decode(self, batch: Mapping[Request, int]) -> bool:
+        """Whether the step can be run as one, where modules are not behind: all that are in it are being completed, and
+        draw in the same simple way."""
         if not self._decodes_whole:
             return False
         is_greedy = next(iter(batch)).prompt.sampling.temperature == 0
         return all(
-            request.num_left == 1
-            and (request.prompt.sampling.temperature == 0) == is_greedy
-            and request.is_bare
-            and (not depth or request.num_foreseen[depth - 1] == request.num_computed)
+            request.num_left == 1 and (request.prompt.sampling.temperature == 0) == is_greedy and request.is_bare
             for request in batch
         )
 

@@ -13,8 +13,10 @@ look at neighbours. Because text and lengths change, all that may win are tried 
 near thing. A size that is met for the first time does for a while what was best at the nearest one: batches shrink
 through many sizes when completions end, and do not stay there.
 
-Steps without drafts do not run the modules, which catch up when there are drafts again (runner.py): where none pays,
-only the trials cost anything. As a trial begins with catching up, those that change nothing become rare.
+Modules that make no drafts do not run, and catch up when they do again (runner.py): where none pays, only the trials
+cost anything. On a GPU a step that catches up costs as much as tens of others, unless prompts are read in it anyway. So
+a depth gives way to a deeper one in a step that reads, or where what is gained soon makes up for catching up; the
+longer that takes, the longer trials wait for one another, and those that change nothing become rare.
 """
 
 from collections import deque
@@ -36,6 +38,8 @@ MAX_PAUSE = 400
 NEAR = 0.85
 MARGIN = 1.1
 """By which drafts must be better than none: over prompts the modules run too, which these steps do not show."""
+HORIZON_STEPS = 256
+"""In which catching up must be made up for."""
 HOPE = 1.5
 """A depth is tried again if it may be this much better than it was measured."""
 BORROWED_STEPS = 96
@@ -51,12 +55,16 @@ HOPED_DRAFTS, HOPED_SHARE = 6, 0.9
 
 
 class DepthChooser(Protocol):
-    def choose(self, num_sequences: int) -> int:
-        """For the steps that begin."""
+    def choose(self, num_sequences: int, is_free: bool = False) -> int:
+        """For the steps that begin. `is_free`: modules catch up in them at no price."""
         ...
 
     def note_steps(self, depth: int, num_sequences: int, num_steps: int, duration_s: float) -> None:
         """Steps verified and made `depth` drafts of each sequence, and did nothing else; all of them took so long."""
+        ...
+
+    def note_catch_up(self, num_sequences: int, duration_s: float) -> None:
+        """A step in which modules caught up took so long, which else would have been one of many."""
         ...
 
     def note_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
@@ -73,10 +81,13 @@ class FixedDepth:
         self.depth = depth
         self._shares = _Shares()
 
-    def choose(self, num_sequences: int) -> int:
+    def choose(self, num_sequences: int, is_free: bool = False) -> int:
         return self.depth
 
     def note_steps(self, depth: int, num_sequences: int, num_steps: int, duration_s: float) -> None:
+        pass
+
+    def note_catch_up(self, num_sequences: int, duration_s: float) -> None:
         pass
 
     def note_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
@@ -131,6 +142,8 @@ class _Size:
 
     durations_s: list[deque[float]]
     """Of a step, by depth."""
+    catch_ups_s: deque[float]
+    """Of steps in which modules caught up."""
     trial: int | None = None
     """The depth that is being tried."""
     num_calls: int = 0
@@ -155,8 +168,10 @@ class MeasuredDepth:
         self.max_depth = max_depth
         self._shares = _Shares()
         self._sizes: dict[int, _Size] = {}
+        self._depth = 0
+        """Chosen last: deeper modules are behind."""
 
-    def choose(self, num_sequences: int) -> int:
+    def choose(self, num_sequences: int, is_free: bool = False) -> int:
         if self.max_depth == 0:
             return 0
         size = self._size(num_sequences)
@@ -166,14 +181,28 @@ class MeasuredDepth:
             self._start_trial(size)
         size.num_calls += 1
         size.num_steps += 1
+        self._depth = self._wanted(size, is_free)
+        return self._depth
+
+    def _wanted(self, size: _Size, is_free: bool) -> int:
         if size.trial is not None:
             return size.trial
-        return self._best(size) if size.borrowed is None else size.borrowed
+        if size.borrowed is not None:
+            return size.borrowed
+        best = self._best(size)
+        is_cheap = is_free or best <= self._depth or not size.durations_s[self._depth]
+        return best if is_cheap or self._gain_s(size, best) > min(size.catch_ups_s, default=0.0) else self._depth
+
+    def _gain_s(self, size: _Size, best: int) -> float:
+        """Seconds that the best depth saves in the horizon."""
+        share = 1.0 - self._rate(size, self._depth) / self._rate(size, best)
+        return share * HORIZON_STEPS * _lower_median(size.durations_s[self._depth])
 
     def _size(self, num_sequences: int) -> _Size:
         key = num_sequences.bit_length()
         if key not in self._sizes:
-            size = _Size([deque(maxlen=MEMORY_SAMPLES) for _ in range(self.max_depth + 1)])
+            durations_s = [deque[float](maxlen=MEMORY_SAMPLES) for _ in range(self.max_depth + 1)]
+            size = _Size(durations_s, deque(maxlen=MEMORY_SAMPLES))
             known = [other for other, each in self._sizes.items() if each.durations_s[0] or each.borrowed is not None]
             if known:
                 nearest = self._sizes[min(known, key=lambda other: abs(other - key))]
@@ -189,6 +218,9 @@ class MeasuredDepth:
         if depth == size.trial:
             size.num_samples += 1
             size.num_measured += num_steps
+
+    def note_catch_up(self, num_sequences: int, duration_s: float) -> None:
+        self._size(num_sequences).catch_ups_s.append(duration_s)
 
     def note_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         self._shares.note(drafted, accepted)
@@ -223,7 +255,8 @@ class MeasuredDepth:
         is_near = sum(rate > NEAR * max(rates) for rate in rates) > 1
         least = NEAR_PAUSE if is_near else PAUSE
         size.pause = min(max(2 * size.pause, least), MAX_PAUSE) if best == size.rival else least
-        size.pause_steps = size.pause * num_steps
+        num_lost = min(size.catch_ups_s, default=0.0) / _lower_median(size.durations_s[best])
+        size.pause_steps = size.pause * (num_steps + round(num_lost))
 
     def _worth_trying(self, size: _Size) -> list[int]:
         best = self._best(size)
@@ -243,7 +276,7 @@ class MeasuredDepth:
     def _rate(self, size: _Size, depth: int) -> float:
         """Tokens per second; what is done without drafts counts for more."""
         margin = MARGIN if depth == 0 else 1.0
-        return margin * self._shares.tokens_per_step(depth) / max(median_low(size.durations_s[depth]), 1e-9)
+        return margin * self._shares.tokens_per_step(depth) / _lower_median(size.durations_s[depth])
 
     def _highest_rate(self, size: _Size, depth: int) -> float:
         """That the depth may have: more than was measured, or what shallower ones allow it."""
@@ -252,4 +285,9 @@ class MeasuredDepth:
         shallower = max(less for less in range(depth) if size.durations_s[less])
         if shallower == 0 and depth > 1:
             return 0.0  # the first draft comes first
-        return self._shares.tokens_per_step(depth) / max(median_low(size.durations_s[shallower]), 1e-9)
+        return self._shares.tokens_per_step(depth) / _lower_median(size.durations_s[shallower])
+
+
+def _lower_median(durations_s: Sequence[float]) -> float:
+    """Never 0."""
+    return max(median_low(durations_s), 1e-9) if durations_s else 1e-9

@@ -35,11 +35,23 @@ def is_deeper(value: JsonValue, depth: int) -> bool:
     """Whether arrays and objects are nested more than `depth` deep; itself without recursion."""
     level = [value]
     for _ in range(depth + 1):
-        outers = [item for item in level if isinstance(item, Mapping | Sequence) and not isinstance(item, str)]
+        # The plain types first: a long body holds thousands of values, and abstract ones are slow to tell.
+        outers = [
+            item
+            for item in level
+            if type(item) not in _LEAVES
+            and isinstance(item, dict | list | Mapping | Sequence)
+            and not isinstance(item, str)
+        ]
         if not outers:
             return False
-        level = [inner for outer in outers for inner in (outer.values() if isinstance(outer, Mapping) else outer)]
+        level = [
+            inner for outer in outers for inner in (outer.values() if isinstance(outer, dict | Mapping) else outer)
+        ]
     return True
+
+
+_LEAVES = frozenset((str, int, float, bool, type(None)))
 
 
 def _refuse_constant(text: str) -> NoReturn:

@@ -182,3 +182,53 @@ def test_trials_that_cannot_be_measured_are_given_up() -> None:
 
 def test_without_modules_nothing_is_measured() -> None:
     assert {MeasuredDepth(0).choose(number) for number in range(10)} == {0}
+
+
+def run_dear(
+    chooser: MeasuredDepth, times: Sequence[float], price: float, shares: Sequence[float], free_every: int = 0
+) -> tuple[float, int]:
+    """(tokens a second of other steps, how often modules caught up) where that takes `price`; a draft is right with a
+    share that changes every 400 steps. With `free_every`, one step in so many catches up at none."""
+    random, now, num_tokens, total_s, num_dear = np.random.default_rng(0), 0, 0, 0.0, 0
+    for step in range(400 * len(shares)):
+        is_free = bool(free_every) and step % free_every == 0
+        depth = chooser.choose(4, is_free=is_free)
+        if depth > now and not is_free:
+            chooser.note_catch_up(4, price)
+            num_dear += 1
+        else:
+            num_right = 0
+            while num_right < depth and random.random() < shares[step // 400]:
+                num_right += 1
+            chooser.note_drafts([1] * depth, [int(place < num_right) for place in range(depth)])
+            chooser.note_steps(depth, 4, 1, times[depth])
+            num_tokens += num_right
+            total_s += times[depth]
+        num_tokens += 1
+        now = depth
+    return num_tokens / total_s, num_dear
+
+
+NEAR_TIMES = (1.0, 1.25, 1.5, 1.75)
+"""With drafts of which 0.7 are right, two are as good as three within a hundredth."""
+
+
+def test_where_catching_up_is_dear_depths_that_are_as_good_do_not_take_turns() -> None:
+    cheap, dear = (run_dear(MeasuredDepth(3), NEAR_TIMES, price, [0.7] * 10) for price in (0.0, 30.0))
+    assert dear[1] <= 8
+    assert dear[1] < cheap[1] / 2
+    assert dear[0] > 0.95 * max(rate(depth, NEAR_TIMES.__getitem__, 0.7) for depth in range(4))
+
+
+def test_a_deeper_depth_waits_for_a_step_that_reads() -> None:
+    """Which comes once in 64: few others catch up, and hardly anything is lost by waiting."""
+    speed, num_dear = run_dear(MeasuredDepth(3), NEAR_TIMES, 1000.0, [0.7] * 10, free_every=64)
+    assert num_dear <= 3
+    assert speed > 0.95 * max(rate(depth, NEAR_TIMES.__getitem__, 0.7) for depth in range(4))
+
+
+def test_a_depth_that_soon_makes_up_for_catching_up_waits_for_nothing() -> None:
+    times = (1.0, 1.1, 1.2, 1.3)
+    speed, num_dear = run_dear(MeasuredDepth(3), times, 30.0, [0.9] * 10)
+    assert 1 <= num_dear <= 12
+    assert speed > 0.95 * rate(3, times.__getitem__, 0.9)
