@@ -1,5 +1,7 @@
 """What the loop asks of a gateway: what an episode recorded, and to let it go."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -7,15 +9,21 @@ import httpx2
 from m2forge.gateway.config import GatewayConfig
 from m2forge.tree.codec import decode_tree
 from tests.gateway.dialogue import minimax
-from tests.gateway.live import ADMIN_KEY, live
+from tests.gateway.live import ADMIN_KEY, Live, live
 from tests.gateway.test_retry_http import BODY, post
 
 
-def test_a_tree_is_told_and_an_episode_that_is_deleted_is_gone(tmp_path: Path) -> None:
-    config = GatewayConfig(port=0, journal=str(tmp_path), max_closed=1)
+@contextmanager
+def three_episodes(journal: Path) -> Iterator[tuple[Live, httpx2.Client, list[dict[str, str]]]]:
+    """A gateway of which one closed episode stays in memory, the loop's client, and what it was told of each."""
+    config = GatewayConfig(port=0, journal=str(journal), max_closed=1)
     admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
     with live(minimax(), config=config) as gateway, httpx2.Client(base_url=gateway.url, headers=admin) as client:
-        made = [client.post("/episodes", json={"id": id}).json() for id in ("one", "two", "three")]
+        yield gateway, client, [client.post("/episodes", json={"id": id}).json() for id in ("one", "two", "three")]
+
+
+def test_a_tree_is_told_and_an_episode_that_is_deleted_is_gone(tmp_path: Path) -> None:
+    with three_episodes(tmp_path) as (gateway, client, made):
         for episode in made:
             assert post(gateway, episode["key"], BODY).status_code == 200
             client.post(f"/episodes/{episode['id']}/close", json={})
@@ -33,10 +41,7 @@ def test_a_tree_is_told_and_an_episode_that_is_deleted_is_gone(tmp_path: Path) -
 
 
 def test_one_request_closes_and_tells_the_tree_and_one_lets_many_go(tmp_path: Path) -> None:
-    config = GatewayConfig(port=0, journal=str(tmp_path), max_closed=1)
-    admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    with live(minimax(), config=config) as gateway, httpx2.Client(base_url=gateway.url, headers=admin) as client:
-        made = [client.post("/episodes", json={"id": id}).json() for id in ("one", "two", "three")]
+    with three_episodes(tmp_path) as (gateway, client, made):
         for episode in made:
             assert post(gateway, episode["key"], BODY).status_code == 200
             for _ in range(2):  # who does not know whether it was answered asks again
