@@ -63,3 +63,27 @@ def test_a_high_priority_does_not_wait_until_a_low_one_is_read() -> None:
     core.add("high", Prompt(ids_of(1), 1, GREEDY, priority=9))
     ended = [id for _ in range(10) for id, chunk in core.step() if chunk.finish_reason]
     assert "high" in ended
+
+
+@pytest.mark.parametrize("decodes_whole", [True, False])
+def test_a_step_in_which_modules_catch_up_is_told_apart_where_it_costs(decodes_whole: bool) -> None:
+    """What a chooser hears: the step that reads is free, and of the others the one after steps without drafts is not
+    like them. Where every step is run in parts, all are free."""
+    frees, caught_up = list[bool](), list[int]()
+
+    class Watched(FixedDepth):
+        def choose(self, num_sequences: int, is_free: bool = False) -> int:
+            frees.append(is_free)
+            return (2, 2, 0, 0, 2, 2)[len(frees) - 1]
+
+        def note_catch_up(self, num_sequences: int, duration_s: float) -> None:
+            caught_up.append(len(frees))
+
+    model = network(TINY.model_copy(update={"num_mtp": 2}))
+    config = RolloutConfig(num_blocks=64, max_running=4, step_tokens=64, speculation=2, ahead_steps=1)
+    core = Core(model, config, version(0), depth=Watched(2), decodes_whole=decodes_whole)
+    core.add("a", Prompt(ids_of(1, 2, 3), 40, GREEDY))
+    for _ in range(6):
+        core.step()
+    assert frees == [True] + 5 * [not decodes_whole]
+    assert caught_up == ([5] if decodes_whole else [])
