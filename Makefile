@@ -9,6 +9,8 @@ CHROMIUM := $(VENV)/.chromium
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Two workers on two cores: a second thread in each would only take turns with the other.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Each takes half of the files, so that what the tests of a file share is made once, and then of the other's rest.
+WORKERS := -n 2 --dist worksteal
 
 PY ?= 3.12
 ARCH ?= x86_64
@@ -34,10 +36,10 @@ demo-control: $(STAMP) ## the demo with rewards dealt at random, under which not
 	@$(BIN)/python examples/demo.py --control $(ARGS)
 
 test: $(STAMP) $(CHROMIUM) ## run the tests on 2 workers (ARGS="-k name" is passed on)
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-long: $(STAMP) $(CHROMIUM) ## run the tests with many more random cases, and those marked long
-	M2FORGE_LONG=1 $(ONE_THREAD) $(BIN)/python -m pytest -n 2 $(ARGS)
+	M2FORGE_LONG=1 $(ONE_THREAD) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## test the vLLM backend against a real server (downloads gigabytes, takes minutes)
 	M2FORGE_VLLM=$(VLLM)/bin/python $(ONE_THREAD) $(BIN)/python -m pytest -m vllm tests/rollout $(ARGS)

@@ -11,7 +11,7 @@ Five stages, each of which `m2forge` also offers as a command, with the configur
     eval       the base model's held-out loss, and the agent's calls on requests with names that training never used
 
 A stage that was killed goes on where it stopped, and one that is complete is not repeated. `--scale 0.5` trains half
-as long.
+as long and asks half as many held-out requests.
 """
 
 import os
@@ -74,8 +74,13 @@ def pretrain(corpus: Path, runs: Path, scale: float) -> Path:
 def make_trajectories(folder: Path, scale: float) -> tuple[Path, Path]:
     train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
     write_jsonl(train, round(NUM_TRAIN * scale), TRAIN_SEED, "train")
-    write_jsonl(held_out, NUM_HELD_OUT, HELD_OUT_SEED, "held_out")
+    write_jsonl(held_out, num_held_out(scale), HELD_OUT_SEED, "held_out")
     return train, held_out
+
+
+def num_held_out(scale: float) -> int:
+    """A trial run asks fewer, a longer one no more: an untrained network fills every answer to its bound."""
+    return max(1, round(NUM_HELD_OUT * min(scale, 1.0)))
 
 
 def fine_tune(model: Path, trajectories: Path, runs: Path) -> Path:
@@ -139,7 +144,7 @@ def main() -> None:
     share = report.score("tool_calls")
     write_atomic(runs / "summary.json", json.dumps({"seconds": seconds, "valid_calls": share}) + "\n")
     print("time       " + ", ".join(f"{name} {passed_s:.0f} s" for name, passed_s in seconds.items()))
-    print(f"calls      {share:.1%} of {NUM_HELD_OUT} held-out requests got a well-formed call")
+    print(f"calls      {share:.1%} of {num_held_out(args.scale)} held-out requests got a well-formed call")
     print(f"model      {agent}, a Hugging Face folder with its tokenizer; the base model is {base}")
     print(f"right      {report.score('tool_calls_equal'):.1%} of the calls also had the values asked for")
     print(f"metrics    metrics.jsonl and TensorBoard events in {base.parent} and {agent.parent}")

@@ -1,6 +1,8 @@
 """Settings of every test run: how many random cases, which tests are left to `make test-long`, how many threads."""
 
+import gc
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +21,18 @@ def pytest_configure() -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules live on: no garbage is looked for while a million objects of theirs are made, nor later among them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ from m2forge.rollout.core import Core
 from tests.rollout.draw import tiny
 
 MAX_CACHE_TOKENS = 20
-NUM_TIMES = 4
+NUM_TIMES = 8
 LEAK_BYTES = 4
 """Of a request: half a reference."""
 
@@ -66,7 +66,7 @@ def growth(num_prompts: int) -> int:
 
 
 def test_some_requests_leave_no_memory_behind() -> None:
-    assert growth(100) < 100 * LEAK_BYTES
+    assert growth(60) < 60 * LEAK_BYTES
 
 
 def test_a_leak_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_a_leak_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
         kept.append(id + "x")
 
     monkeypatch.setattr(Core, "add", add_and_keep)
-    assert growth(100) > 100 * LEAK_BYTES
+    assert growth(60) > 60 * LEAK_BYTES
 
 
 @pytest.mark.long
