@@ -8,7 +8,6 @@ nobody waits long for a token.
 import asyncio
 import itertools
 import math
-import secrets
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -19,17 +18,14 @@ from typing import ClassVar
 
 from m2forge.errors import M2ForgeError
 from m2forge.forge.attempts import Agents
-from m2forge.forge.child import Child
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.forge.layout import Layout
-from m2forge.forge.process import ENGINE_KEY_VARIABLE, HOST
+from m2forge.forge.servers import make_servers
 from m2forge.forge.worker import Workers
-from m2forge.listener import free_ports
 from m2forge.model.checkpoint import load_model
 from m2forge.model.exchange import find_companions
 from m2forge.records import Task
-from m2forge.rollout.server_config import ADMIN_KEY_VARIABLE
 from m2forge.tasks.catalog import family_of
 from m2forge.train.run_dir import open_run
 
@@ -138,24 +134,20 @@ async def _attempt(agents: Agents, task: Task, name: str) -> Timed:
 
 @asynccontextmanager
 async def _served(config: ForgeConfig, model: Path, folder: Path) -> AsyncIterator[Agents]:
-    layout, ports = Layout(folder), free_ports(HOST, 2)
+    layout = Layout(folder)
     folder.mkdir()
     open_run(folder, config, None)
     layout.weight_store(config, find_companions(model)).publish(load_model(model), 0)
-    engine_key, gateway_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-    sampler_env = {ADMIN_KEY_VARIABLE: engine_key}
-    gateway_env = {config.gateway.admin_key_env: gateway_key, ENGINE_KEY_VARIABLE: engine_key}
-    sampler = Child("sampler", lambda: [MODULE, "sampler", str(folder), str(ports[0])], sampler_env, layout.log)
-    gateway = Child(
-        "gateway", lambda: [MODULE, "gateway", str(folder), str(ports[1]), str(ports[0])], gateway_env, layout.log
-    )
-    keeping = [asyncio.create_task(child.keep()) for child in (sampler, gateway)]
+    servers = make_servers(config, layout)
+    children = servers.sampler.child, servers.gateway.child
+    keeping = [asyncio.create_task(child.keep()) for child in children]
     try:
         async with (
-            GatewayAdmin(f"http://{HOST}:{ports[1]}", gateway_key) as admin,
+            GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin,
             Workers(config.agent, folder / "agents") as workers,
         ):
-            yield Agents(config.agent, admin, workers, lambda: sampler.num_starts + gateway.num_starts)
+            yield Agents(config.agent, admin, workers, lambda: servers.num_starts)
     finally:
-        await asyncio.gather(gateway.stop(), sampler.stop())
+        await asyncio.gather(*(child.stop() for child in children))
         await asyncio.gather(*keeping)
+        servers.close()

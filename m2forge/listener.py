@@ -18,18 +18,6 @@ def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
         ) from error
 
 
-def free_ports(host: str, num: int) -> list[int]:
-    """Ports that nobody listens on, for servers that are started again and must be where they were."""
-    sockets = [socket.socket() for _ in range(num)]
-    try:
-        for opened in sockets:
-            opened.bind((host, 0))
-        return [opened.getsockname()[1] for opened in sockets]
-    finally:
-        for opened in sockets:
-            opened.close()
-
-
 def address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -3,6 +3,9 @@
     python -m m2forge.forge.child PARENT MODULE ARGUMENTS…
 
 runs a module as `python -m` would, in a process that the kernel kills with its parent, however that ends.
+
+The socket that a server listens on is the loop's, so it outlives the server: who connects while none runs waits for the
+next one instead of being refused, and an agent whose library asks again after a connection broke goes on.
 """
 
 import asyncio
@@ -12,9 +15,10 @@ import logging
 import os
 import runpy
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from m2forge.errors import EngineError
@@ -30,12 +34,18 @@ _log = logging.getLogger(__name__)
 
 class Child:
     def __init__(
-        self, name: str, command: Callable[[], Sequence[str]], env: Mapping[str, str], log_folder: Path
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log_folder: Path,
+        listener: socket.socket | None = None,
     ) -> None:
-        """`command`: module and arguments, asked anew at every start. `env`: on top of this process's own."""
+        """`command`: module and arguments. `env`: on top of this process's own. `listener`: what it listens on."""
         self.name = name
         self.num_starts = 0
-        self._command, self._env = command, dict(env)
+        self._command, self._env = tuple(command), dict(env)
+        self._kept = () if listener is None else (listener.fileno(),)
         self._log_path = log_folder / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
         self._is_stopping = False
@@ -55,15 +65,15 @@ class Child:
 
     async def _run(self) -> int:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        module, *arguments = self._command()
         self.num_starts += 1
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "m2forge.forge.child", str(os.getpid()), module, *arguments),
+                *(sys.executable, "-m", "m2forge.forge.child", str(os.getpid()), *self._command),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=os.environ | self._env,
+                pass_fds=self._kept,
                 # Ctrl-C is for the loop, which then ends the others.
                 start_new_session=True,
             )

@@ -16,11 +16,10 @@ import itertools
 import json
 import logging
 import re
-import secrets
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,11 @@ from m2forge.forge.config import ForgeConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.forge.kept import write_kept
 from m2forge.forge.layout import Layout
-from m2forge.forge.process import ENGINE_KEY_VARIABLE, HOST
+from m2forge.forge.process import MODULE
+from m2forge.forge.servers import Server, make_servers
 from m2forge.forge.view import View
 from m2forge.forge.worker import Workers
 from m2forge.gateway.journal import SUFFIX
-from m2forge.listener import free_ports
 from m2forge.model.folder import read_config
 from m2forge.pool.pool import Pool
 from m2forge.pool.state import StateError
@@ -46,7 +45,6 @@ from m2forge.pool.stored import Lease
 from m2forge.pool.writer import PoolWriter
 from m2forge.records import PolicyVersion, Task
 from m2forge.reward.judge import Judge
-from m2forge.rollout.server_config import ADMIN_KEY_VARIABLE
 from m2forge.tasks.curriculum import Curriculum
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
@@ -81,57 +79,50 @@ class Loop:
         self._drawn: list[tuple[Task, int]] = []
         """Tasks that wait for room in the queue, and the attempts at each."""
         self._running: dict[asyncio.Task[None], Lease] = {}
-        self._make_children()
-
-    def _make_children(self) -> None:
-        run_dir, ports = str(self.layout.run_dir), free_ports(HOST, 2)
-        self._sampler_url, self._gateway_url = (f"http://{HOST}:{port}" for port in ports)
-        sampler_key, gateway_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
-        self._sampler_key, self._gateway_key = sampler_key, gateway_key
-        module, log = "m2forge.forge.process", self.layout.log
-
-        def make(name: str, arguments: tuple[object, ...], env: Mapping[str, str]) -> Child:
-            return Child(name, lambda: [module, name, run_dir, *map(str, arguments)], env, log)
-
-        self.trainer = make("trainer", (), {})
-        self.sampler = make("sampler", (ports[0],), {ADMIN_KEY_VARIABLE: sampler_key})
-        gateway_env = {self.config.gateway.admin_key_env: gateway_key, ENGINE_KEY_VARIABLE: sampler_key}
-        self.gateway = make("gateway", (ports[1], ports[0]), gateway_env)
+        self.trainer = Child("trainer", (MODULE, "trainer", str(self.layout.run_dir)), {}, self.layout.log)
 
     async def run(self) -> None:
         """Until the trainer has made all its steps and the last check is done. Interrupted, it ends all that it has
         started before it raises."""
         background: set[asyncio.Task[None]] = set()
+        servers = make_servers(self.config, self.layout)
         try:
             with _terminated_as_interrupted():
                 training = self._keep(background, self.trainer.keep())
                 await self._while_alive(background, self._wait_for_weights())
-                self._keep(background, self.sampler.keep())
-                self._keep(background, self.gateway.keep())
+                self._keep(background, servers.sampler.child.keep())
+                self._keep(background, servers.gateway.child.keep())
                 async with (
-                    GatewayAdmin(self._gateway_url, self._gateway_key) as admin,
+                    GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin,
                     Workers(self.config.agent, self.layout.run_dir / "agents") as workers,
                     PoolWriter(self.pool) as writer,
                 ):
-                    agents = Agents(self.config.agent, admin, workers, self._num_starts)
+                    agents = Agents(self.config.agent, admin, workers, lambda: servers.num_starts)
                     try:
-                        await self._roll_out(background, training, agents, writer)
+                        await self._roll_out(background, training, servers.sampler, agents, writer)
                     finally:
                         # Before what they use is closed.
                         await cancel_all(background | set(self._running))
         finally:
             await cancel_all(background)
-            await asyncio.gather(*(child.stop() for child in (self.trainer, self.gateway, self.sampler)))
+            children = (self.trainer, servers.gateway.child, servers.sampler.child)
+            await asyncio.gather(*(child.stop() for child in children))
+            servers.close()
             self.pool.close()
 
     async def _roll_out(
-        self, background: set[asyncio.Task[None]], training: asyncio.Task[None], agents: Agents, writer: PoolWriter
+        self,
+        background: set[asyncio.Task[None]],
+        training: asyncio.Task[None],
+        sampler: Server,
+        agents: Agents,
+        writer: PoolWriter,
     ) -> None:
         attempts = Attempts(agents, self.pool, writer, self.judge, self.format, self._note_group)
         await self._while_alive(background, agents.gateway.wait_until_up())
         await self._take_over(writer, agents.gateway)
         await attempts.judge_whole()
-        self._keep(background, self._push_weights())
+        self._keep(background, self._push_weights(sampler))
         await self._while_alive(background, self._check_if_due(agents))
         self._keep(background, self._renew(writer))
         self._keep(background, View(self.layout, self.config, self.pool, attempts.counts).show(writer))
@@ -214,16 +205,16 @@ class Loop:
             while await writer.run(self.pool.sweep):
                 await asyncio.sleep(0)
 
-    async def _push_weights(self) -> None:
+    async def _push_weights(self, sampler: Server) -> None:
         """Tell the sampler of every version that is published. One that starts again begins with the newest."""
-        headers = {"Authorization": f"Bearer {self._sampler_key}"}
-        num_starts = self.sampler.num_starts
+        headers, process = {"Authorization": f"Bearer {sampler.key}"}, sampler.child
+        num_starts = process.num_starts
         async with httpx2.AsyncClient(
-            base_url=self._sampler_url, headers=headers, timeout=600.0, trust_env=False, verify=False
+            base_url=sampler.url, headers=headers, timeout=600.0, trust_env=False, verify=False
         ) as http:
             while True:
                 newest = self.weights.newest()
-                if newest is not None and (newest[0] != self.served or self.sampler.num_starts != num_starts):
+                if newest is not None and (newest[0] != self.served or process.num_starts != num_starts):
                     version, folder = newest
                     body = {
                         "folder": str(folder.absolute()),
@@ -232,13 +223,10 @@ class Loop:
                     with contextlib.suppress(httpx2.TransportError):
                         response = await http.post("/weights", json=body)
                         if response.is_success:
-                            self.served, num_starts = version, self.sampler.num_starts
+                            self.served, num_starts = version, process.num_starts
                         elif folder.exists():
                             raise EngineError(f"the sampler refused version {version.step}: {response.text[:500]}")
                 await asyncio.sleep(POLL_S)
-
-    def _num_starts(self) -> int:
-        return self.sampler.num_starts + self.gateway.num_starts
 
     # -- now and then --------------------------------------------------------------------------------------------------
 

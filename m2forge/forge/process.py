@@ -1,13 +1,15 @@
 """The processes beside the loop, each made from the run's directory alone:
 
     python -m m2forge.forge.process trainer RUN_DIR
-    python -m m2forge.forge.process sampler RUN_DIR PORT              the newest published weights, by HTTP
-    python -m m2forge.forge.process gateway RUN_DIR PORT SAMPLER_PORT
+    python -m m2forge.forge.process sampler RUN_DIR SOCKET              the newest published weights, by HTTP
+    python -m m2forge.forge.process gateway RUN_DIR SOCKET SAMPLER_URL
 
-Keys come from the environment, as for `m2forge serve` and `m2forge gateway`.
+SOCKET is the number of one that listens, and stays open in the loop (forge/child.py). Keys come from the environment,
+as for `m2forge serve` and `m2forge gateway`.
 """
 
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ from m2forge.observe.log import set_up_logging
 from m2forge.train.run_dir import CONFIG_FILE
 
 ENGINE_KEY_VARIABLE = "M2FORGE_ENGINE_KEY"
-HOST = "127.0.0.1"
+MODULE = "m2forge.forge.process"
 
 
 def run_trainer(run_dir: Path) -> None:
@@ -29,7 +31,7 @@ def run_trainer(run_dir: Path) -> None:
     train(run_dir)
 
 
-def run_sampler(run_dir: Path, port: str) -> None:
+def run_sampler(run_dir: Path, descriptor: str) -> None:
     import torch
 
     from m2forge.rollout.serve import serve_model
@@ -48,12 +50,12 @@ def run_sampler(run_dir: Path, port: str) -> None:
         device=config.engine.device,
         dtype=config.engine.dtype,
         rollout=config.engine.rollout,
-        server=ServerConfig(host=HOST, port=int(port), admin_key=os.environ[ADMIN_KEY_VARIABLE]),
+        server=ServerConfig(admin_key=os.environ[ADMIN_KEY_VARIABLE]),
     )
-    serve_model(folder, serving, _announce)
+    serve_model(folder, serving, _announce, socket.socket(fileno=int(descriptor)))
 
 
-def run_gateway(run_dir: Path, port: str, sampler_port: str) -> None:
+def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
     from m2forge.gateway.serve import serve_gateway
     from m2forge.model.folder import read_config
     from m2forge.rollout.remote import RemoteEngine
@@ -64,11 +66,12 @@ def run_gateway(run_dir: Path, port: str, sampler_port: str) -> None:
     rollout = config.engine.rollout
     serve_gateway(
         folder,
-        config.gateway.model_copy(update={"host": HOST, "port": int(port), "journal": str(layout.journal)}),
-        lambda: RemoteEngine(f"http://{HOST}:{sampler_port}", admin_key=os.environ[ENGINE_KEY_VARIABLE]),
+        config.gateway.model_copy(update={"journal": str(layout.journal)}),
+        lambda: RemoteEngine(sampler_url, admin_key=os.environ[ENGINE_KEY_VARIABLE]),
         _announce,
         context=min(rollout.max_context or network.max_context, network.max_context),
         vocab_size=network.vocab_size,
+        listener=socket.socket(fileno=int(descriptor)),
     )
 
 

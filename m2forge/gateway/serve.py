@@ -4,6 +4,7 @@ stop."""
 import asyncio
 import gc
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,9 +27,10 @@ def serve_gateway(
     *,
     context: int | None = None,
     vocab_size: int | None = None,
+    listener: socket.socket | None = None,
 ) -> None:
     """`announce` is told the address once requests are taken there. `context` and `vocab_size` are the model's, if
-    they are known."""
+    they are known. `listener`: a socket that listens, instead of where the configuration says."""
     context = config.context or context
     if context is None:
         raise ConfigError(f"{folder} does not say how long its context is; give it with --set context=N")
@@ -37,7 +39,7 @@ def serve_gateway(
     format = make_format(config.format, load_tokenizer(folder))
     admin_key = find_admin_key(config)
     # Before weights are read: an address that is taken should be told at once.
-    with bind(config, admin_key) as listener:
+    with bind(config, admin_key) if listener is None else listener as listener:
 
         async def run(num_context: int) -> None:
             engine = make_engine()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,10 +24,13 @@ _log = logging.getLogger(__name__)
 _DTYPES = {"stored": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def serve_model(folder: Path, config: ServeConfig, announce: Callable[[str], None]) -> None:
-    """Serve `folder`; `announce` is told the address once requests are taken there."""
+def serve_model(
+    folder: Path, config: ServeConfig, announce: Callable[[str], None], listener: socket.socket | None = None
+) -> None:
+    """Serve `folder`; `announce` is told the address once requests are taken there. `listener`: a socket that listens,
+    instead of where the configuration says."""
     # Before the weights are read: an address that is taken should be told at once.
-    with bind(config.server) as listener:
+    with bind(config.server) if listener is None else listener as listener:
         engine = NativeEngine(make_core(folder, config))
 
         async def run() -> None:
