@@ -9,7 +9,7 @@ from m2forge.forge.child import Child
 from m2forge.listener import listen
 
 ROOT = Path(__file__).parents[2]
-NUM_KILLS = 2
+NUM_KILLS, TIMEOUT_S = 2, 30.0
 
 
 def test_who_connects_while_a_server_is_dead_is_answered_by_the_next_one(tmp_path: Path) -> None:
@@ -35,6 +35,6 @@ def test_who_connects_while_a_server_is_dead_is_answered_by_the_next_one(tmp_pat
             assert child.num_starts == 1 + NUM_KILLS
         return pids
 
-    pids = asyncio.run(main())
+    pids = asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
     assert len(set(pids)) == 1 + NUM_KILLS
     assert pids[1::2] == pids[2::2]
