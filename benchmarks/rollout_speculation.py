@@ -4,10 +4,11 @@ The network learns the Python sources of this machine with one module. Then it w
 parts of files that it has not learnt. On these the chain, lengthened to three by copies, trains on alone: what
 modules are asked to foresee is what the network writes, and over texts that it has learnt by heart it is surer of
 itself than elsewhere. First they follow the network, then they learn to be accepted. Prompts are other held-out files.
-Both engines decode the same prompts in turns: one plain, one that chooses how far to speculate
-(`speculation = 3`). Because texts differ, small batches run more often. Speed is tokens per second of decode steps,
-ratios are of medians over runs. Acceptance, how often the first k drafts are all accepted, comes from a third engine
-that always drafts three. Training and measuring can be two commands, with a folder between them.
+Both engines decode the same prompts in turns: one plain, one that chooses how far to speculate (`speculation = 3`).
+Texts differ, so a run of any size decodes eight prompts at least: small batches one after the other. Speed is tokens
+per second of decode steps, ratios are of medians over runs. Acceptance, how often the first k drafts are all accepted,
+comes from a third engine that always drafts three. Training and measuring can be two commands, with a folder between
+them.
 
 On a CPU everything is scaled down, which shows that it runs; time there says nothing of a GPU, and there are no bars.
 """
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from report import Bar, print_table
 from rollout_serve import make_core, serve
-from rollout_watch import Timed
+from rollout_watch import Timed, joined
 from text_corpus import write_text_corpus
 
 from m2forge.config import TomlValue, build
@@ -76,15 +77,15 @@ GPU = Load(
     context=1024,
     pack_tokens=32_768,
     base_steps=1050,
-    written=14_336,
+    written=20_480,
     num_written=256,
     writers=512,
-    module_steps=350,
+    module_steps=600,
     rate=1.5e-3,
     batches=(1, 2, 4, 8, 32, 128, 256),
     num_prompt=256,
     num_new=128,
-    repeats=4,
+    repeats=7,
 )
 CPU = Load(
     model="m2-nano",
@@ -243,12 +244,13 @@ def compare(model: Transformer, load: Load, text: IntArray, temperature: float) 
 
 def in_turns(cores: Sequence[Core], load: Load, text: IntArray, batch: int, temperature: float) -> list[list[Timed]]:
     """Runs of each engine; before them come runs that are not counted, in which the engine finds its depth."""
-    num_runs = load.repeats * max(1, SMALL_BATCH // batch)
+    num_batches = max(1, SMALL_BATCH // batch)
     runs: list[list[Timed]] = [[] for _ in cores]
-    for seed in range(WARM_UP_RUNS + num_runs):
-        prompts = draw_prompts(load, text, batch, temperature, seed)
+    for run in range(WARM_UP_RUNS + load.repeats):
+        seeds = range(run * num_batches, (run + 1) * num_batches)
+        batches = [draw_prompts(load, text, batch, temperature, seed) for seed in seeds]
         for core, timed in zip(cores, runs, strict=True):
-            timed.append(serve(core, prompts))
+            timed.append(joined([serve(core, prompts) for prompts in batches]))
     return [timed[WARM_UP_RUNS:] for timed in runs]
 
 

@@ -7,6 +7,7 @@ Nothing but the standard library is imported: sides of the comparison run under 
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -30,6 +31,19 @@ class Timed:
     def decode_rate(self) -> float:
         """Tokens per second of decode steps; no number where there were none."""
         return self.decode_tokens / self.decode_s if self.decode_steps else float("nan")
+
+
+def joined(parts: Sequence[Timed]) -> Timed:
+    """Runs one after the other as one."""
+    steps = sum(part.decode_steps for part in parts)
+    return Timed(
+        seconds=sum(part.seconds for part in parts),
+        decode_s=sum(part.decode_s for part in parts),
+        decode_steps=steps,
+        decode_tokens=sum(part.decode_tokens for part in parts),
+        decode_mean=sum(part.decode_mean * part.decode_steps for part in parts) / max(steps, 1),
+        ids=[ids for part in parts for ids in part.ids],
+    )
 
 
 class Watch:

@@ -72,6 +72,8 @@ class Answered:
     samples: tuple[SampleEntry, ...]
     reply: Mapping[str, JsonValue] = field(default_factory=dict)
     """What the server needs to tell the same answer again."""
+    is_charged: bool = True
+    """Whether its episode's budget pays for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ def _answered_head(entry: Answered) -> _Fields:
         "sampling": {name: getattr(entry.sampling, name) for name in _SAMPLING_FIELDS},
         "samples": [_sample_fields(sample) for sample in entry.samples],
         "reply": entry.reply,
+        "is_charged": entry.is_charged,
     }
 
 
@@ -159,6 +162,7 @@ def _answered(head: dict[str, object], arrays: "_Arrays") -> Answered:
         sampling=Sampling(**cast("dict[str, float]", head["sampling"])),  # type: ignore[arg-type]  # top_k alone is int
         samples=samples,
         reply=cast("dict[str, JsonValue]", head["reply"]),
+        is_charged=cast("bool", head.get("is_charged", True)),
     )
 
 

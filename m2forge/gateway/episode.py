@@ -81,6 +81,8 @@ class Episode:
         """Of recorded calls."""
         self.num_sampled = 0
         """Sampled tokens."""
+        self._num_paid_calls = self._num_paid_tokens = 0
+        """Of calls and sampled tokens, those that the budget paid for."""
         self.closed: Closed | None = None
         self._journal, self._clock, self._on_close = journal, clock, on_close
         self._running: set[Request] = set()
@@ -146,12 +148,14 @@ class Episode:
         id: str,
         reply: Mapping[str, JsonValue] | None = None,
         is_told: bool = True,
+        is_charged: bool = True,
     ) -> None:
         """Record what the engine answered. `prompt` is the opening, or the ids of a raw prompt; `id` and `reply` are
-        what the client is told besides. What is broken off is not told to the end: a retry is a request of its own."""
+        what the client is told besides. What is broken off is not told to the end: a retry is a request of its own.
+        `is_charged`: whether the budget pays for it."""
         if request not in self._running:
             raise RecordError(f"request {id}: expected one that runs, received one that is {request.state}")
-        entry = self._entry(request, prompt, samples, id, reply or {})
+        entry = replace(self._entry(request, prompt, samples, id, reply or {}), is_charged=is_charged)
         if not is_told:
             # No body has an empty digest, so nobody finds it, after a restart neither.
             entry = replace(entry, digest="", retry_token="")
@@ -204,7 +208,7 @@ class Episode:
         """Tokens that may yet be promised to a request; None without a limit."""
         if self.budget.max_tokens is None:
             return None
-        return self.budget.max_tokens - self.num_sampled - sum(request.num_reserved for request in self._running)
+        return self.budget.max_tokens - self._num_paid_tokens - sum(request.num_reserved for request in self._running)
 
     @property
     def seconds_left(self) -> float:
@@ -215,7 +219,7 @@ class Episode:
 
     def _check_budget(self, num_samples: int, max_tokens: int) -> None:
         budget = self.budget
-        num_calls = self.num_calls + sum(request.num_samples for request in self._running)
+        num_calls = self._num_paid_calls + sum(request.num_samples for request in self._running)
         if budget.max_calls is not None and num_calls + num_samples > budget.max_calls:
             raise BudgetError(
                 f"episode {self.id}: {num_calls} of {budget.max_calls} calls are spent, {num_samples} were asked for"
@@ -225,10 +229,10 @@ class Episode:
         left = self.tokens_left
         if budget.max_tokens is None or left is None:
             return
-        unspent = budget.max_tokens - self.num_sampled
+        unspent = budget.max_tokens - self._num_paid_tokens
         if unspent < num_samples:
             raise BudgetError(
-                f"episode {self.id}: {self.num_sampled} of {budget.max_tokens} sampled tokens are spent, at least "
+                f"episode {self.id}: {self._num_paid_tokens} of {budget.max_tokens} sampled tokens are spent, at least "
                 f"{num_samples} were asked for"
             )
         if left < min(num_samples * max_tokens, unspent):
@@ -343,6 +347,9 @@ class Episode:
                 self.history.record(opening, sample.call.response_ids, sample.completion)
             self.completions.append(written.completion)
             self.num_sampled += sample.call.response_ids.size
+            if entry.is_charged:
+                self._num_paid_calls += 1
+                self._num_paid_tokens += sample.call.response_ids.size
         if entry.divergence is not None:
             self.num_divergences[entry.divergence] += 1
 

@@ -4,9 +4,10 @@ It runs as a task of its own, because a retry may wait for the same answer: conn
 last one has left it is aborted. Chunks are collected, and read when somebody is ready to send: a busy gateway reads and
 sends fewer, larger pieces.
 
-The endings of all samples and the last events go out after the commit and not before. What was sampled before an abort
-or a failure of the engine is recorded too, since a client may go on from what it was shown of it; only nobody who asks
-again is told that answer.
+The endings of all samples and the last events go out after the commit and not before. What was sampled before a client
+hung up is recorded, and its episode pays for it. Where the engine failed, what was streamed before is recorded, since a
+client may go on from what it was shown, and nobody pays; of what nobody was shown nothing stays. Nobody who asks again
+is told half an answer.
 """
 
 import asyncio
@@ -255,7 +256,8 @@ class Generation:
         """Record what there is, and tell it if the time was over, else the failure."""
         is_told = self.abort_reason is Abort.TIMED_OUT
         self._read()
-        if not is_told and not self.num_sampled:
+        stays = self.plan.stream is not None or self.abort_reason is Abort.HUNG_UP
+        if not is_told and not (stays and self.num_sampled):
             self._fail(failure)
             return
         if not self.is_begun:
@@ -281,7 +283,11 @@ class Generation:
                 for reader, answer in zip(self._readers, answers, strict=True)
             ]
             self.episode.commit(
-                self.request, plan.opening, samples, id=plan.id, reply=write_reply(reply), is_told=failure is None
+                *(self.request, plan.opening, samples),
+                id=plan.id,
+                reply=write_reply(reply),
+                is_told=failure is None,
+                is_charged=failure is None or self.abort_reason is Abort.HUNG_UP,
             )
         except RecordError as error:
             raise EngineError(f"what the engine sampled cannot be recorded: {error}") from error

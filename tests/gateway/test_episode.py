@@ -15,7 +15,7 @@ from m2forge.errors import ConfigError, ExistsError, FormatError, RecordError
 from m2forge.gateway.config import Budget, GatewayConfig
 from m2forge.gateway.divergence import Divergence
 from m2forge.gateway.entry import Rewarded
-from m2forge.gateway.episode import ClosedError, Episode, Sampled
+from m2forge.gateway.episode import BudgetError, ClosedError, Episode, Sampled
 from m2forge.gateway.history import Opening
 from m2forge.gateway.journal import JournalError
 from m2forge.gateway.registry import Episodes
@@ -45,7 +45,12 @@ def sampled(format: ChatFormat, prompt_ids: IntArray, ids: IntArray, number: int
 
 
 def answer(
-    episode: Episode, format: ChatFormat, messages: Sequence[Message], *texts: str, digest: str = "d"
+    episode: Episode,
+    format: ChatFormat,
+    messages: Sequence[Message],
+    *texts: str,
+    digest: str = "d",
+    is_charged: bool = True,
 ) -> Request:
     """One request, answered with a sample for each text."""
     request, is_retry = episode.admit(digest, num_samples=len(texts))
@@ -55,7 +60,7 @@ def answer(
         sampled(format, opening.ids, sample(format, Message("assistant", text, "t"), random.Random(text)), index)
         for index, text in enumerate(texts)
     ]
-    episode.commit(request, opening, samples, id=f"id-{episode.num_calls}")
+    episode.commit(request, opening, samples, id=f"id-{episode.num_calls}", is_charged=is_charged)
     request.is_delivered = True
     return request
 
@@ -302,6 +307,22 @@ def drawn(format: ChatFormat, opening: Opening, step: int, rng: random.Random) -
         ids = ids[: rng.randrange(ids.size + 1)] if rng.random() < 0.3 else ids
         samples.append(sampled(format, opening.ids, ids, 2 * step + index))
     return samples
+
+
+def test_what_is_not_charged_is_recorded_and_leaves_the_budget_as_it_was(tmp_path: Path) -> None:
+    format = minimax()
+    episode, key = Episodes(format, folder=tmp_path).create(budget=Budget(max_calls=2, max_tokens=500))
+    answer(episode, format, [USER], "Broken", digest="0", is_charged=False)
+    answer(episode, format, [USER], "One", digest="1")
+    num_paid = episode.calls()[1].response_ids.size
+    restored = Episodes(format, folder=tmp_path).find(key)
+    assert restored is not None
+    for each in (episode, restored):
+        assert (each.num_calls, each.tokens_left) == (2, 500 - num_paid)
+        assert each.num_sampled == sum(call.response_ids.size for call in each.calls()) > num_paid
+    answer(restored, format, [USER], "Two", digest="2")
+    with pytest.raises(BudgetError, match="2 of 2 calls are spent"):
+        restored.admit("3")
 
 
 def test_a_journal_grows_with_what_is_said_and_not_with_how_often_it_is_sent(tmp_path: Path) -> None:

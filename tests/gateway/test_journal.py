@@ -70,6 +70,7 @@ ANSWERED = st.builds(
     sampling=st.builds(Sampling, temperature=st.floats(0, 2), top_k=st.integers(0, 50)),
     samples=st.lists(samples(), min_size=1, max_size=3).map(tuple),
     reply=st.dictionaries(hostile_text, hostile_text | st.integers() | st.none(), max_size=3),
+    is_charged=st.booleans(),
 )
 ENTRIES = (
     ANSWERED
@@ -83,7 +84,7 @@ def same_entry(one: Entry, other: Entry) -> bool:
     """Field by field, arrays by value and type."""
     if not isinstance(one, Answered) or not isinstance(other, Answered):
         return one == other
-    names = ("id", "digest", "retry_token", "path", "divergence", "sampling", "reply")
+    names = ("id", "digest", "retry_token", "path", "divergence", "sampling", "reply", "is_charged")
     return (
         all(getattr(one, name) == getattr(other, name) for name in names)
         and _same_array(one.prompt_ids, other.prompt_ids)

@@ -19,7 +19,7 @@ import torch
 
 from m2forge import cli
 from m2forge.errors import ConfigError, EngineError
-from m2forge.gateway.config import GatewayConfig
+from m2forge.gateway.config import Budget, GatewayConfig
 from m2forge.gateway.sample import StopCutter
 from m2forge.gateway.server import GatewayServer
 from m2forge.model.build import build
@@ -133,7 +133,7 @@ class FailingEngine(WatchedEngine):
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("num_chunks", [0, 3])
 @pytest.mark.parametrize("failure", [EngineError("the engine failed"), ZeroDivisionError("sesame")])
-def test_a_failed_engine_is_told_and_what_it_had_sampled_is_recorded(
+def test_a_failed_engine_is_told_and_what_it_had_streamed_is_recorded_at_no_cost(
     num_chunks: int, is_streamed: bool, failure: Exception
 ) -> None:
     format = minimax()
@@ -143,7 +143,8 @@ def test_a_failed_engine_is_told_and_what_it_had_sampled_is_recorded(
         engine = FailingEngine(format, Scene(format))
         engine.num_chunks, engine.failure = num_chunks, failure
         async with GatewayServer(engine, format, GatewayConfig(port=0), context=CONTEXT) as gateway:
-            episode, key = gateway.episodes.create()
+            # Enough for one call: that the engine fails is not the agent's doing.
+            episode, key = gateway.episodes.create(budget=Budget(max_calls=1, max_tokens=BODY["max_tokens"]))
             async with httpx2.AsyncClient(base_url=gateway.url, headers={"x-api-key": key}, verify=False) as client:
                 told = await client.post("/v1/chat/completions", json=BODY | {"stream": is_streamed})
                 if is_streamed and num_chunks:
@@ -152,17 +153,19 @@ def test_a_failed_engine_is_told_and_what_it_had_sampled_is_recorded(
                 else:
                     assert told.status_code == 503
                     assert told.json()["error"]["message"] == words
-                # A client may go on from what it was shown; and what was sampled is spent.
+                # A client may go on from what it was shown; of the rest nothing stays.
                 calls = episode.calls()
-                assert [call.finish_reason for call in calls] == [FinishReason.ABORT] * bool(num_chunks)
+                assert [call.finish_reason for call in calls] == [FinishReason.ABORT] * bool(num_chunks and is_streamed)
                 assert [call.response_ids.tolist() for call in calls] == [
                     ids[0][:3] for ids in engine.completions if calls
                 ]
-                assert (episode.num_sampled, episode.num_running) == (num_chunks, 0)
+                assert (episode.num_sampled, episode.num_running) == (num_chunks * is_streamed, 0)
                 engine.num_chunks = 1000
                 again = await client.post("/v1/chat/completions", json=BODY, headers={"x-stainless-retry-count": "1"})
                 assert again.status_code == 200, "nobody is told half an answer"
                 assert len(engine.prompts) == 2
+                more = await client.post("/v1/chat/completions", json=BODY | {"user": "another body"})
+                assert more.status_code == 429, "the one call is spent"
                 metrics = (await client.get("/metrics")).text
             assert 'm2forge_gateway_requests_total{dialect="chat",outcome="failed"} 1.0\n' in metrics
 
