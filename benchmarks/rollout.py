@@ -7,7 +7,7 @@ measured. By default all parts that this machine can measure run, with --quick t
 runs the gpu part small, on any machine.
 
     python benchmarks/rollout.py [--json] [--quick] [--part cpu|gpu|agent|speculation] [--tiny]
-        [--keep FOLDER] [--train-only]
+        [--keep FOLDER] [--train-only] [--depths] [--batches B …]
 """
 
 import logging
@@ -29,6 +29,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="the gpu part with a small network, to see that it runs")
     parser.add_argument("--keep", type=Path, help="where speculation keeps its trained model, or finds it")
     parser.add_argument("--train-only", action="store_true", help="speculation trains what it will measure, for --keep")
+    parser.add_argument("--depths", action="store_true", help="speculation at every fixed depth beside the chosen one")
+    parser.add_argument("--batches", type=int, nargs="+", default=[], help="of speculation, instead of all")
     options = parser.parse_args()
     if options.train_only and options.keep is None:
         parser.error("--train-only: nothing would be left of it; give --keep FOLDER")
@@ -45,7 +47,14 @@ def main() -> None:
         elif part == "agent":
             bars += agent(device, is_quick=options.quick)
         elif part == "speculation" and (options.part or not options.quick):
-            bars += speculation(device, is_quick=options.quick, keep=options.keep, only_trains=options.train_only)
+            bars += speculation(
+                device,
+                is_quick=options.quick,
+                keep=options.keep,
+                only_trains=options.train_only,
+                batches=options.batches,
+                has_depths=options.depths,
+            )
         else:
             print("  not measured on this machine")
     finish(bars, options.json)

@@ -8,7 +8,7 @@ Both engines decode the same prompts in turns: one plain, one that chooses how f
 Texts differ, so a run of any size decodes eight prompts at least: small batches one after the other. Speed is tokens
 per second of decode steps, ratios are of medians over runs. Acceptance, how often the first k drafts are all accepted,
 comes from a third engine that always drafts three. Training and measuring can be two commands, with a folder between
-them.
+them. With --depths there are engines that always draft one, two and three beside: how good is the choice?
 
 On a CPU everything is scaled down, which shows that it runs; time there says nothing of a GPU, and there are no bars.
 """
@@ -36,9 +36,9 @@ from m2forge.model.transformer import Transformer
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.pretrain.stage import run_pretrain
 from m2forge.protocols import Prompt
-from m2forge.records import IntArray, PolicyVersion, Sampling
-from m2forge.rollout.config import RolloutConfig
+from m2forge.records import IntArray, Sampling
 from m2forge.rollout.core import Core
+from m2forge.rollout.depth import FixedDepth
 
 DEPTH = 3
 MIN_SPEEDUP, SMALL_BATCH, MIN_ANYWHERE = 1.6, 8, 0.95
@@ -109,14 +109,20 @@ UNSEEN_EVERY = 12
 """Of so many files one is left out of training, for the network to write behind its parts."""
 
 
-def speculation(device: torch.device, *, is_quick: bool, keep: Path | None, only_trains: bool = False) -> list[Bar]:
+def speculation(
+    device: torch.device,
+    *,
+    is_quick: bool,
+    keep: Path | None,
+    only_trains: bool = False,
+    batches: Sequence[int] = (),
+    has_depths: bool = False,
+) -> list[Bar]:
     """`keep`: a folder for corpus and model, which are taken from there if they are there already. `only_trains`: the
-    rest is left to another command."""
-    if "speculation" not in RolloutConfig.model_fields:
-        print("speculation: not measured: this engine has none")
-        return []
+    rest is left to another command. `batches`: in place of the usual ones. `has_depths`: fixed ones beside."""
     is_full = device.type == "cuda" and not is_quick
     load = GPU if is_full else QUICK if is_quick else CPU
+    load = replace(load, batches=tuple(batches) or load.batches)
     with tempfile.TemporaryDirectory() as name:
         folder = keep or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +131,7 @@ def speculation(device: torch.device, *, is_quick: bool, keep: Path | None, only
             return []
         model = load_model(trained, device=device, dtype=torch.bfloat16 if is_full else None)
         text = held_out(load, folder / "corpus", "code", 4 * max(load.batches))
-        bars = [bar for temperature in (0.0, 1.0) for bar in compare(model, load, text, temperature)]
+        bars = [bar for temperature in (0.0, 1.0) for bar in compare(model, load, text, temperature, has_depths)]
     return bars if is_full else []
 
 
@@ -217,19 +223,24 @@ def draw_prompts(load: Load, text: IntArray, num_requests: int, temperature: flo
     return [Prompt(text[start : start + load.num_prompt], load.num_new, sampling) for start in starts]
 
 
-def compare(model: Transformer, load: Load, text: IntArray, temperature: float) -> list[Bar]:
+def compare(model: Transformer, load: Load, text: IntArray, temperature: float, has_depths: bool) -> list[Bar]:
     kind = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     shares = acceptance(model, load, text, temperature)
     rows, bars = [], []
     for batch in load.batches:
         context = load.num_prompt + load.num_new
         cores = [make_core(model, batch, context, speculation=depth) for depth in (0, DEPTH)]
-        plain, drafted = in_turns(cores, load, text, batch, temperature)
+        if has_depths:
+            cores += [with_depth(cores[1], depth) for depth in range(1, DEPTH + 1)]
+        plain, drafted, *fixed = in_turns(cores, load, text, batch, temperature)
         speedup, whole = (of(drafted) / of(plain) for of in (decode_rate, whole_rate))
         depth = mean_depth(cores[1].metrics())
         rates = (f"{decode_rate(runs):,.0f}" for runs in (plain, drafted))
         rows.append((str(batch), *rates, f"{depth:.2f}", f"{speedup:.2f}x", f"{whole:.2f}x"))
-        print(f"  {kind}, batch {batch}: {speedup:.2f}x, {depth:.2f} drafts", flush=True)
+        others = "".join(
+            f"; always {k}: {decode_rate(runs) / decode_rate(plain):.2f}x" for k, runs in enumerate(fixed, 1)
+        )
+        print(f"  {kind}, batch {batch}: {speedup:.2f}x, {depth:.2f} drafts{others}", flush=True)
         asked = MIN_SPEEDUP if batch <= SMALL_BATCH else MIN_ANYWHERE
         bars.append(Bar.at_least(f"{kind}, batch {batch}: speculation over plain decoding", speedup, asked))
     accepted = ", ".join(f"{share:.0%}" for share in shares)
@@ -264,14 +275,16 @@ def whole_rate(runs: Sequence[Timed]) -> float:
 
 def acceptance(model: Transformer, load: Load, text: IntArray, temperature: float) -> list[float]:
     """How often the first k drafts are all accepted, where three are always made."""
-    from m2forge.rollout.depth import FixedDepth
-
-    made = make_core(model, SMALL_BATCH, load.num_prompt + load.num_new, speculation=DEPTH)
-    core = Core(model, made.config, PolicyVersion("benchmark", 0), depth=FixedDepth(DEPTH))
+    core = with_depth(make_core(model, SMALL_BATCH, load.num_prompt + load.num_new, speculation=DEPTH), DEPTH)
     for seed in range(ACCEPTANCE_RUNS):
         serve(core, draw_prompts(load, text, SMALL_BATCH, temperature, seed))
     metrics = core.metrics()
     return [metrics[f"total_accepted_{k}"] / metrics[f"total_drafted_{k}"] for k in range(1, DEPTH + 1)]
+
+
+def with_depth(core: Core, depth: int) -> Core:
+    """The same that always drafts so many."""
+    return Core(core.model, core.config, core.version, depth=FixedDepth(depth))
 
 
 def mean_depth(metrics: Mapping[str, float]) -> float:

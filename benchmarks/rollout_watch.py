@@ -1,7 +1,8 @@
 """When tokens came, and what follows from it: seconds of the whole, and the rate of steps that only decode.
 
-Decode steps are those in which all requests run and none reads its prompt: after each has its first token, up to the
-step in which the first has its last. What is measured over them holds for one size of batch.
+Decode steps are those in which all requests run and none reads its prompt: after each has its first token, and before
+the one in which the first has its last. An engine may take several at once, and then the first ends somewhere within
+them, so that those are not all for one size of batch.
 
 Nothing but the standard library is imported: sides of the comparison run under Pythons that have little in common.
 """
@@ -56,7 +57,6 @@ class Watch:
         self._first: tuple[float, int] | None = None
         self._last: tuple[float, int] | None = None
         """Time and number of all tokens, where decode steps begin and end."""
-        self._is_over = False
         self._start_s = time.perf_counter()
 
     def note_step(self) -> None:
@@ -64,10 +64,9 @@ class Watch:
         if self._first is None:
             if all(self.ids):
                 self._first = self._last = now
-        elif not self._is_over:
+        elif max(map(len, self.ids)) < self._num_new:
             self._last = now
             self._num_steps += 1
-        self._is_over = self._is_over or max(map(len, self.ids)) >= self._num_new
 
     def timed(self) -> Timed:
         seconds = time.perf_counter() - self._start_s
