@@ -140,7 +140,8 @@ class Core:
         num_drafts = sum(max(num_tokens - request.num_left, 0) for request, num_tokens in batch.items())
         reads = sum(batch.values()) - num_drafts > len(batch)
         could_be_whole = self._could_decode(batch)
-        depth = self._depth.choose(len(batch), is_free=not could_be_whole)
+        num_coming = self._scheduler.num_coming if reads else 0
+        depth = self._depth.choose(len(batch), is_free=not could_be_whole, num_coming=num_coming)
         is_whole = could_be_whole and has_kept_up(batch, depth)
         num_steps = (self._decode_whole if is_whole else self._run_parts)(batch, depth)
         self._totals["steps"] += num_steps

@@ -16,7 +16,8 @@ through many sizes when completions end, and do not stay there.
 Modules that make no drafts do not run, and catch up when they do again (runner.py): where none pays, only the trials
 cost anything. On a GPU a step that catches up costs as much as tens of others, unless prompts are read in it anyway. So
 a depth gives way to a deeper one in a step that reads, or where what is gained soon makes up for catching up; the
-longer that takes, the longer trials wait for one another, and those that change nothing become rare.
+longer that takes, the longer trials wait for one another, and those that change nothing become rare. And prompts are
+read at the depth of the batch that they will be in, not of the one that there is while others wait.
 """
 
 from collections import deque
@@ -55,8 +56,9 @@ HOPED_DRAFTS, HOPED_SHARE = 6, 0.9
 
 
 class DepthChooser(Protocol):
-    def choose(self, num_sequences: int, is_free: bool = False) -> int:
-        """For the steps that begin. `is_free`: modules catch up in them at no price."""
+    def choose(self, num_sequences: int, is_free: bool = False, num_coming: int = 0) -> int:
+        """For the steps that begin. `is_free`: modules catch up in them at no price. `num_coming`: prompts are being
+        read, and when those that wait are read too, so many sequences will run."""
         ...
 
     def note_steps(self, depth: int, num_sequences: int, num_steps: int, duration_s: float) -> None:
@@ -81,7 +83,7 @@ class FixedDepth:
         self.depth = depth
         self._shares = _Shares()
 
-    def choose(self, num_sequences: int, is_free: bool = False) -> int:
+    def choose(self, num_sequences: int, is_free: bool = False, num_coming: int = 0) -> int:
         return self.depth
 
     def note_steps(self, depth: int, num_sequences: int, num_steps: int, duration_s: float) -> None:
@@ -171,9 +173,13 @@ class MeasuredDepth:
         self._depth = 0
         """Chosen last: deeper modules are behind."""
 
-    def choose(self, num_sequences: int, is_free: bool = False) -> int:
+    def choose(self, num_sequences: int, is_free: bool = False, num_coming: int = 0) -> int:
         if self.max_depth == 0:
             return 0
+        if num_coming > num_sequences:
+            # What is read now is for then: at another depth all of it would be made up for when the batch is whole.
+            self._depth = self._wanted(self._size(num_coming), is_free=True)
+            return self._depth
         size = self._size(num_sequences)
         if size.trial is not None:
             self._end_trial_if_due(size)

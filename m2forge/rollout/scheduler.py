@@ -69,6 +69,11 @@ class Scheduler:
         """Whether any sample of the prompt has ever run."""
         return id in self._started
 
+    @property
+    def num_coming(self) -> int:
+        """Sequences that will run together when all that wait are read, as far as seats go."""
+        return min(len(self.running) + len(self.waiting), self.config.max_running)
+
     def preempt_all(self) -> None:
         for request in reversed(self.running.copy()):
             self._withdraw(request)

@@ -196,7 +196,7 @@ class TurningDepth(FixedDepth):
         super().__init__(0)
         self.depths = itertools.cycle(depths)
 
-    def choose(self, num_sequences: int, is_free: bool = False) -> int:
+    def choose(self, num_sequences: int, is_free: bool = False, num_coming: int = 0) -> int:
         return next(self.depths)
 
 

@@ -72,7 +72,7 @@ def test_a_step_in_which_modules_catch_up_is_told_apart_where_it_costs(decodes_w
     frees, caught_up = list[bool](), list[int]()
 
     class Watched(FixedDepth):
-        def choose(self, num_sequences: int, is_free: bool = False) -> int:
+        def choose(self, num_sequences: int, is_free: bool = False, num_coming: int = 0) -> int:
             frees.append(is_free)
             return (2, 2, 0, 0, 2, 2)[len(frees) - 1]
 
@@ -87,3 +87,21 @@ def test_a_step_in_which_modules_catch_up_is_told_apart_where_it_costs(decodes_w
         core.step()
     assert frees == [True] + 5 * [not decodes_whole]
     assert caught_up == ([5] if decodes_whole else [])
+
+
+def test_a_chooser_hears_how_many_will_run_while_prompts_are_read() -> None:
+    """Two prompts are read in a step; of five in all four have seats."""
+    heard: list[tuple[int, int]] = []
+
+    class Watched(FixedDepth):
+        def choose(self, num_sequences: int, is_free: bool = False, num_coming: int = 0) -> int:
+            heard.append((num_sequences, num_coming))
+            return 0
+
+    config = RolloutConfig(num_blocks=64, max_running=4, step_tokens=16)
+    core = Core(network(TINY), config, version(0), depth=Watched(0))
+    for number, name in enumerate("abcde"):
+        core.add(name, Prompt(ids_of(*([number] * 8)), 40, GREEDY))
+    for _ in range(4):
+        core.step()
+    assert heard == [(2, 4), (4, 4), (4, 4), (4, 0)]

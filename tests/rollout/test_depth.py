@@ -78,6 +78,19 @@ def test_each_size_of_a_batch_has_its_own_depth() -> None:
     assert Counter(many)[0] > 0.9 * len(many)
 
 
+def test_what_is_read_for_a_batch_that_grows_is_read_at_the_depth_of_the_whole_batch() -> None:
+    chooser = MeasuredDepth(3)
+    for _ in range(3):
+        run(chooser, 300, 2, lambda depth: 1 + 0.1 * depth, 0.8)
+        run(chooser, 300, 200, lambda depth: 1.0 + depth, 0.8)
+    for num_sequences in (1, 2, 50, 199):
+        assert chooser.choose(num_sequences, is_free=True, num_coming=200) == 0
+    assert chooser.choose(1, is_free=True, num_coming=2) == 3
+    # A size that was never met does as the nearest.
+    assert chooser.choose(200, is_free=True, num_coming=4000) == 0
+    assert Counter(run(chooser, 100, 2, lambda depth: 1 + 0.1 * depth, 0.8))[3] > 90
+
+
 def test_text_that_changes_changes_the_depth() -> None:
     chooser = MeasuredDepth(3)
 
