@@ -8,7 +8,9 @@ Both engines decode the same prompts in turns: one plain, one that chooses how f
 Texts differ, so a run of any size decodes eight prompts at least: small batches one after the other. Speed is tokens
 per second of decode steps, ratios are of medians over runs. Acceptance, how often the first k drafts are all accepted,
 comes from a third engine that always drafts three. Training and measuring can be two commands, with a folder between
-them. With --depths there are engines that always draft one, two and three beside: how good is the choice?
+them. The table also has the time to read the prompts, which the modules read too, and that of everything: all arrive at
+once there, and a batch that speculates ends one by one. With --depths there are engines that always draft one, two and
+three beside: how good is the choice?
 
 On a CPU everything is scaled down, which shows that it runs; time there says nothing of a GPU, and there are no bars.
 """
@@ -236,7 +238,9 @@ def compare(model: Transformer, load: Load, text: IntArray, temperature: float, 
         speedup, whole = (of(drafted) / of(plain) for of in (decode_rate, whole_rate))
         depth = mean_depth(cores[1].metrics())
         rates = (f"{decode_rate(runs):,.0f}" for runs in (plain, drafted))
-        rows.append((str(batch), *rates, f"{depth:.2f}", f"{speedup:.2f}x", f"{whole:.2f}x"))
+        reading = statistics.median(run.read_s for run in plain) / statistics.median(run.read_s for run in drafted)
+        ratios = (f"{ratio:.2f}x" for ratio in (speedup, reading, whole))
+        rows.append((str(batch), *rates, f"{depth:.2f}", *ratios))
         others = "".join(
             f"; always {k}: {decode_rate(runs) / decode_rate(plain):.2f}x" for k, runs in enumerate(fixed, 1)
         )
@@ -247,7 +251,7 @@ def compare(model: Transformer, load: Load, text: IntArray, temperature: float, 
     print_table(
         f"{load.model}, {kind}, prompts of {load.num_prompt}, {load.num_new} new, median of {load.repeats}; of three "
         f"drafts the first one, two, three accepted: {accepted}",
-        ("batch", "plain, tokens/s", "speculating, tokens/s", "drafts a step", "decode steps", "with prompts"),
+        ("batch", "plain, tokens/s", "speculating, tokens/s", "drafts a step", "decode steps", "prompts", "all"),
         rows,
     )
     return bars

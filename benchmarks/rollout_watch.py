@@ -16,6 +16,8 @@ from dataclasses import dataclass
 class Timed:
     seconds: float
     """From the arrival of the prompts to the last token."""
+    read_s: float
+    """Of them, until each request had its first token."""
     decode_s: float
     decode_steps: int
     decode_tokens: int
@@ -39,6 +41,7 @@ def joined(parts: Sequence[Timed]) -> Timed:
     steps = sum(part.decode_steps for part in parts)
     return Timed(
         seconds=sum(part.seconds for part in parts),
+        read_s=sum(part.read_s for part in parts),
         decode_s=sum(part.decode_s for part in parts),
         decode_steps=steps,
         decode_tokens=sum(part.decode_tokens for part in parts),
@@ -70,6 +73,8 @@ class Watch:
 
     def timed(self) -> Timed:
         seconds = time.perf_counter() - self._start_s
-        (first_s, before), (last_s, after) = self._first or (0.0, 0), self._last or (0.0, 0)
+        (first_s, before), (last_s, after) = self._first or (self._start_s, 0), self._last or (self._start_s, 0)
         mean = (before + after) / 2 / len(self.ids)
-        return Timed(seconds, last_s - first_s, self._num_steps, after - before, mean, self.ids)
+        return Timed(
+            seconds, first_s - self._start_s, last_s - first_s, self._num_steps, after - before, mean, self.ids
+        )

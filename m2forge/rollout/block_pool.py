@@ -14,6 +14,7 @@ from the last to the first, so that the oldest unused block never has one behind
 No tensors here: a block is an index.
 """
 
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -24,7 +25,7 @@ Content = tuple[PolicyVersion, tuple[int, ...]]
 
 
 class Block:
-    __slots__ = ("children", "content", "index", "num_holders", "num_modules", "parent")
+    __slots__ = ("children", "content", "index", "num_holders", "num_modules", "parent", "sorted")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -35,6 +36,8 @@ class Block:
         """None while it is in no tree: nobody else can find it."""
         self.parent: Block | None = None
         self.children: dict[Content, Block] = {}
+        self.sorted: dict[PolicyVersion, list[tuple[int, ...]]] = {}
+        """The tokens of the children, by version: those that begin most alike lie side by side."""
 
 
 class Match(NamedTuple):
@@ -119,6 +122,7 @@ class BlockPool:
             return known
         block.content, block.parent = content, node
         node.children[content] = block
+        insort(node.sorted.setdefault(version, []), content[1])
         return block
 
     def clear(self) -> None:
@@ -133,7 +137,12 @@ class BlockPool:
         assert block.content is not None
         assert block.parent is not None
         assert not block.children, "a block with others behind it is evicted"
-        del block.parent.children[block.content]
+        (version, tokens), node = block.content, block.parent
+        del node.children[block.content]
+        siblings = node.sorted[version]
+        del siblings[bisect_left(siblings, tokens)]
+        if not siblings:
+            del node.sorted[version]
         block.content = block.parent = None
 
     def audit(self, holders: Iterable[Sequence[Block]]) -> None:
@@ -160,6 +169,10 @@ class BlockPool:
             if block.parent is not None and block.content is not None:
                 assert block.parent.children.get(block.content) is block
                 assert len(block.content[1]) == self.block_tokens or not block.children, "a block behind a tail"
+            contents = [(version, tokens) for version, each in block.sorted.items() for tokens in each]
+            assert {*contents} == {*block.children}
+            assert len(contents) == len(block.children), "a child is sorted twice"
+            assert all(each == sorted(each) and each for each in block.sorted.values())
             for child in block.children.values():
                 assert child.parent is block
                 assert block.num_holders >= child.num_holders, "who holds a block does not hold the one before it"
@@ -167,13 +180,15 @@ class BlockPool:
 
 
 def _longest(node: Block, version: PolicyVersion, tokens: Sequence[int]) -> tuple[Block | None, int]:
-    """The block behind `node` that shares most first tokens, and how many."""
-    best, most = None, 0
-    for (computed_by, content), child in node.children.items() if tokens else ():
-        if computed_by != version or content[0] != tokens[0]:
-            continue
-        num_equal = next((n for n, (a, b) in enumerate(zip(content, tokens, strict=False)) if a != b), None)
-        num_equal = min(len(content), len(tokens)) if num_equal is None else num_equal
-        if num_equal > most:
-            best, most = child, num_equal
-    return best, most
+    """A block behind `node` that shares most first tokens, and how many."""
+    siblings, wanted = node.sorted.get(version, []), tuple(tokens)
+    place = bisect_left(siblings, wanted)
+    near = siblings[max(place - 1, 0) : place + 1]
+    most, best = max(((_num_equal(other, wanted), other) for other in near), default=(0, ()))
+    return (node.children[version, best], most) if most else (None, 0)
+
+
+def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
+    """First tokens that are the same."""
+    different = (place for place, (a, b) in enumerate(zip(some, others, strict=False)) if a != b)
+    return next(different, min(len(some), len(others)))

@@ -56,6 +56,10 @@ class PolicyConfig(Config):
     """What becomes of samples drawn by top-p, top-k or min-p, whose recorded log-probabilities no softmax over the
     vocabulary can match. allow: they train as if nothing had been cut off. Greedy samples are refused either way, and
     sft, which asks for no log-probability, takes all."""
+    router_bias: Literal["frozen", "balanced"] = "frozen"
+    """What becomes of the biases by which experts are chosen. balanced: the sign rule goes on, as in pre-training. It
+    moves tokens to other experts at once, however small the rate, and a policy that was sure of its form may lose it
+    for a whole family of prompts, from which nothing is then learnt."""
     replay: Literal["none", "recorded"] = "none"
     """recorded: tokens go to the experts they went to when they were sampled, where that was recorded."""
     pack_tokens: Count = 32768

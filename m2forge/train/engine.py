@@ -198,7 +198,7 @@ class TrainEngine:
         makes = [partial(self._tree_batch, pack, counts.weight) for pack in packs]
         blank = partial(blank_tree_batch, self.device, self._precision)
         load_LE = self._accumulate(makes, blank, forward, loss, counts.num_input_tokens)
-        norms = self._update(load_LE, rate)
+        norms = self._update(load_LE if self.policy.router_bias == "balanced" else None, rate)
         logprobs = TokenLogprobs(trainable, packs, sums.logp)
         figures = sums.figures(counts, self.ranks) | _shared_figures(norms, load_LE)
         return StepReport(figures, _token_figures(counts), problems, logprobs)
@@ -289,6 +289,7 @@ class TrainEngine:
         )
 
     def _update(self, load_LE: Tensor | None, rate: float) -> Norms:
+        """`load_LE`: of experts that are to be balanced, if they are."""
         if not 0 <= rate < math.inf:
             raise ValueError(f"rate {rate}: expected a finite number, 0 or above")
         norms = self.optimizer.step(rate)

@@ -95,6 +95,28 @@ def test_a_tail_is_what_shares_most_first_tokens() -> None:
     assert pool.match([1, 2, 3, 4], B, 4).tail is None
 
 
+@given(
+    others=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=SIZE), max_size=12),
+    tokens=st.lists(st.integers(0, 2), min_size=1, max_size=SIZE),
+)
+def test_no_block_shares_more_first_tokens_than_the_tail(others: list[list[int]], tokens: list[int]) -> None:
+    pool = BlockPool(16, SIZE)
+    for other in others:
+        pool.release(read(pool, other))
+    equal = [
+        next(
+            (n for n, pair in enumerate(zip(each, tokens, strict=False)) if len({*pair}) > 1),
+            min(len(each), len(tokens)),
+        )
+        for each in others
+    ]
+    match = pool.match(tokens, A, len(tokens) - 1)
+    assert match.num_tail == min(max(equal, default=0), len(tokens) - 1)
+    assert match.tail is None or match.tail.content is not None
+    if match.tail is not None and match.tail.content is not None:
+        assert list(match.tail.content[1][: match.num_tail]) == tokens[: match.num_tail]
+
+
 def test_the_longest_unused_goes_first_and_leaves_before_what_they_lie_behind() -> None:
     pool = BlockPool(4, SIZE)
     old, young = [1, 1, 1, 2, 2, 2], [5, 5, 5, 6, 6, 6]
