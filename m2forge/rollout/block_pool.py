@@ -154,6 +154,10 @@ class BlockPool:
             for before, block in zip([self._root, *blocks], blocks, strict=False):
                 assert block.parent in (None, before), "a block lies behind another one than in the tree"
                 assert block.content is None or before is self._root or before.content is not None, "a gap in the tree"
+        for node in (self._root, *self._blocks):
+            contents = [(version, tokens) for version, each in node.sorted.items() for tokens in each]
+            assert Counter(contents) == Counter(node.children.keys()), "children and their order differ"
+            assert all(each == sorted(each) and each for each in node.sorted.values()), "children are out of order"
         place = {block: place for place, block in enumerate(self._unused)}
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
@@ -169,10 +173,6 @@ class BlockPool:
             if block.parent is not None and block.content is not None:
                 assert block.parent.children.get(block.content) is block
                 assert len(block.content[1]) == self.block_tokens or not block.children, "a block behind a tail"
-            contents = [(version, tokens) for version, each in block.sorted.items() for tokens in each]
-            assert {*contents} == {*block.children}
-            assert len(contents) == len(block.children), "a child is sorted twice"
-            assert all(each == sorted(each) and each for each in block.sorted.values())
             for child in block.children.values():
                 assert child.parent is block
                 assert block.num_holders >= child.num_holders, "who holds a block does not hold the one before it"

@@ -1,5 +1,8 @@
 """Blocks are counted right, shared where they are equal, and evicted oldest first."""
 
+from itertools import takewhile
+from operator import eq
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,17 +106,11 @@ def test_no_block_shares_more_first_tokens_than_the_tail(others: list[list[int]]
     pool = BlockPool(16, SIZE)
     for other in others:
         pool.release(read(pool, other))
-    equal = [
-        next(
-            (n for n, pair in enumerate(zip(each, tokens, strict=False)) if len({*pair}) > 1),
-            min(len(each), len(tokens)),
-        )
-        for each in others
-    ]
+    equal = max((len([*takewhile(bool, map(eq, other, tokens))]) for other in others), default=0)
     match = pool.match(tokens, A, len(tokens) - 1)
-    assert match.num_tail == min(max(equal, default=0), len(tokens) - 1)
-    assert match.tail is None or match.tail.content is not None
-    if match.tail is not None and match.tail.content is not None:
+    assert match.num_tail == min(equal, len(tokens) - 1)
+    if match.tail is not None:
+        assert match.tail.content is not None
         assert list(match.tail.content[1][: match.num_tail]) == tokens[: match.num_tail]
 
 
