@@ -11,6 +11,7 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import IntArray, PolicyVersion
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
+from m2forge.rollout.serve import spare_collector
 
 BLOCK_TOKENS = 16
 
@@ -18,7 +19,8 @@ BLOCK_TOKENS = 16
 def make_core(
     model: Transformer, num_requests: int, context: int, *, step_tokens: int = 16_384, speculation: int = 0
 ) -> Core:
-    """With a cache in which all requests fit, each of `context` tokens, and drafts behind them."""
+    """With a cache in which all requests fit, each of `context` tokens, and drafts behind them; in a process that is
+    made ready as a server's."""
     config = RolloutConfig(
         block_tokens=BLOCK_TOKENS,
         num_blocks=num_requests * -(-(context + speculation) // BLOCK_TOKENS),
@@ -27,7 +29,9 @@ def make_core(
         speculation=speculation,
         seed=0,
     )
-    return Core(model, config, PolicyVersion("benchmark", 0))
+    core = Core(model, config, PolicyVersion("benchmark", 0))
+    spare_collector()
+    return core
 
 
 def random_prompts(num_requests: int, num_prompt: int, vocab_size: int, seed: int) -> list[IntArray]:

@@ -1,6 +1,6 @@
 """From requests to what the runner takes of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +8,16 @@ import numpy.typing as npt
 from m2forge.rollout.request import Request
 from m2forge.rollout.runner import Completing
 from m2forge.rollout.sampler import Row
+
+
+def complete_alike(requests: Collection[Request]) -> bool:
+    """Whether all are being completed, and draw in the same simple way: then a step is one function, where modules are
+    not behind."""
+    is_greedy = next(iter(requests)).prompt.sampling.temperature == 0
+    return all(
+        request.num_left == 1 and (request.prompt.sampling.temperature == 0) == is_greedy and request.is_bare
+        for request in requests
+    )
 
 
 def has_kept_up(requests: Iterable[Request], depth: int) -> bool:

@@ -26,7 +26,7 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.admission import refuse_unservable
 from m2forge.rollout.ahead import lend_room, num_steps_ahead
-from m2forge.rollout.batch import completing, has_kept_up, rows_of
+from m2forge.rollout.batch import complete_alike, completing, has_kept_up, rows_of
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.depth import DepthChooser, MeasuredDepth
 from m2forge.rollout.paged_plan import Span, arranged
@@ -40,6 +40,8 @@ Experts = npt.NDArray[np.int16]
 """(tokens, layers, chosen)."""
 CATCH_UP_STEPS = 4
 """Tokens that a module runs in a step, in steps of the main model, which has many more layers."""
+READING = 4
+"""Of tokens that modules run, by those that decoding gives at most: from here on they read."""
 
 
 class Core:
@@ -139,7 +141,7 @@ class Core:
         self._runner.copy(self._scheduler.copies)
         num_drafts = sum(max(num_tokens - request.num_left, 0) for request, num_tokens in batch.items())
         reads = sum(batch.values()) - num_drafts > len(batch)
-        could_be_whole = self._could_decode(batch)
+        could_be_whole = self._decodes_whole and complete_alike(batch)
         num_coming = self._scheduler.num_coming if reads else 0
         depth = self._depth.choose(len(batch), is_free=not could_be_whole, num_coming=num_coming)
         is_whole = could_be_whole and has_kept_up(batch, depth)
@@ -152,17 +154,6 @@ class Core:
         is_even = 3 * depth * len(batch) <= 4 * num_drafts <= 4 * depth * len(batch)
         if is_even and not reads and self._runner.num_captured == num_captured:
             self._depth.note_steps(depth, len(batch), num_steps, self._clock() - start_s)
-
-    def _could_decode(self, batch: Mapping[Request, int]) -> bool:
-        """Whether the step can be run as one, where modules are not behind: all that are in it are being completed, and
-        draw in the same simple way."""
-        if not self._decodes_whole:
-            return False
-        is_greedy = next(iter(batch)).prompt.sampling.temperature == 0
-        return all(
-            request.num_left == 1 and (request.prompt.sampling.temperature == 0) == is_greedy and request.is_bare
-            for request in batch
-        )
 
     def _decode_whole(self, batch: Mapping[Request, int], depth: int) -> int:
         """Verify, draw and draft without the host, for as many steps as are returned."""
@@ -256,6 +247,7 @@ class Core:
         """Take what the step gave a request, which ran `num_tokens` from `start` on, as did the first `depth` modules;
         false if that is no number."""
         num_computed, is_whole = num_tokens, True
+        request.num_read += min(num_tokens, request.num_left) - (drawn is not None)
         if drawn is not None:
             num_computed, request.drafts = request.num_left, []
             if not math.isfinite(sum(drawn.logprobs) + sum(drawn.raw_logprobs)):
@@ -282,7 +274,7 @@ class Core:
     def _look_ahead(self, requests: Sequence[Request], depth: int) -> None:
         """Let the modules run over what the main model has computed and draft what may come. Where they are far behind,
         because there was no speculation for a while, they catch up first, a part in each step."""
-        budget, sequences = CATCH_UP_STEPS * self.config.step_tokens, []
+        start_s, budget, sequences = self._clock(), CATCH_UP_STEPS * self.config.step_tokens, []
         for request in requests:
             num_behind = request.num_computed - request.num_foreseen[depth - 1]
             num_tokens = min(num_behind, budget)
@@ -302,6 +294,11 @@ class Core:
             request.drafts = tokens
             self._scheduler.note_foreseen(request, depth, sequence.end)
             self._scheduler.trim(request)
+        num_read = CATCH_UP_STEPS * self.config.step_tokens - budget
+        # Who drafts has drawn a token, which the host has waited for: since then modules alone took time.
+        if num_read > READING * (1 + depth) * len(requests) and any(drafts):
+            num_sequences = max(len(requests), self._scheduler.num_coming)
+            self._depth.note_reading(depth, num_sequences, num_read, self._clock() - start_s)
 
     def _note_drafts(self, num_drafts_R: npt.NDArray[np.int64], num_accepted_R: npt.NDArray[np.int64]) -> None:
         """Of rows of drafts: how many each had, and how many of them stood."""
@@ -324,6 +321,7 @@ class Core:
         self._scheduler.remove(request)
         self._outbox.append((request.id, request.chunk()))
         self._totals[f"{reason}_samples"] += 1
+        self._depth.note_end(request.num_read, request.num_sampled)
         left = self._requests[request.id]
         left.remove(request)
         if not left:

@@ -1,7 +1,8 @@
 """How many drafts a step makes for each sequence: as many as give the most tokens in a second, none where none pays.
 
-    tokens per second of depth K = (1 + Σ_{k ≤ K} share_k) / seconds of a step of depth K
+    seconds per token of depth K = seconds of a step / (sequences · (1 + Σ_{k ≤ K} share_k)) + read_K
     share_k = share_{k−1} · how often draft k stands where those before it do
+    read_K = tokens read for each one sampled · seconds of K modules over a token read
 
 How often drafts stand is a property of the text: running averages, which begin high, so that a deep enough depth is
 chosen to find out. Seconds depend on how many sequences run together: they are kept by powers of two, and what disturbs
@@ -12,6 +13,10 @@ shallower ones took bounds what a deeper one can give. A first draft may not pay
 look at neighbours. Because text and lengths change, all that may win are tried again now and then, sooner where it is a
 near thing. A size that is met for the first time does for a while what was best at the nearest one: batches shrink
 through many sizes when completions end, and do not stay there.
+
+Modules that make drafts read the prompts too. Where prompts are long, completions short and batches large, that costs
+more than drafts save: how much is read for a token that is sampled is averaged over the requests that ended, and what
+modules need for it is measured wherever they read.
 
 Modules that make no drafts do not run, and catch up when they do again (runner.py): where none pays, only the trials
 cost anything. On a GPU a step that catches up costs as much as tens of others, unless prompts are read in it anyway. So
@@ -37,8 +42,8 @@ NEAR_PAUSE = 16
 """The same where another depth is about as good."""
 MAX_PAUSE = 400
 NEAR = 0.85
-MARGIN = 1.1
-"""By which drafts must be better than none: over prompts the modules run too, which these steps do not show."""
+MARGIN = 1.05
+"""By which drafts must be better than none: completions that speculate end one by one, and leave smaller batches."""
 HORIZON_STEPS = 256
 """In which catching up must be made up for."""
 HOPE = 1.5
@@ -51,6 +56,8 @@ MEMORY_DRAFTS = 500
 """Verified drafts over which is averaged how often they stand."""
 OLD_DRAFTS = 16
 """As how many those from before a trial count, so that a few trials notice text that has changed."""
+MEMORY_REQUESTS = 256
+"""Requests over which is averaged how much they read."""
 HOPED_DRAFTS, HOPED_SHARE = 6, 0.9
 """What is believed before there are any."""
 
@@ -67,6 +74,14 @@ class DepthChooser(Protocol):
 
     def note_catch_up(self, num_sequences: int, duration_s: float) -> None:
         """A step in which modules caught up took so long, which else would have been one of many."""
+        ...
+
+    def note_reading(self, depth: int, num_sequences: int, num_tokens: int, duration_s: float) -> None:
+        """The first modules ran over so many tokens of prompts, which took so long besides the main model."""
+        ...
+
+    def note_end(self, num_read: int, num_sampled: int) -> None:
+        """A request has ended: so many tokens were read for it, not counting those that it sampled."""
         ...
 
     def note_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
@@ -90,6 +105,12 @@ class FixedDepth:
         pass
 
     def note_catch_up(self, num_sequences: int, duration_s: float) -> None:
+        pass
+
+    def note_reading(self, depth: int, num_sequences: int, num_tokens: int, duration_s: float) -> None:
+        pass
+
+    def note_end(self, num_read: int, num_sampled: int) -> None:
         pass
 
     def note_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
@@ -146,6 +167,8 @@ class _Size:
     """Of a step, by depth."""
     catch_ups_s: deque[float]
     """Of steps in which modules caught up."""
+    num_sequences: int
+    """In the batch that was measured last."""
     trial: int | None = None
     """The depth that is being tried."""
     num_calls: int = 0
@@ -172,6 +195,10 @@ class MeasuredDepth:
         self._sizes: dict[int, _Size] = {}
         self._depth = 0
         """Chosen last: deeper modules are behind."""
+        self._readings_s: dict[tuple[int, int], deque[float]] = {}
+        """Of a token that modules read, by the size of the batch and the number of modules."""
+        self._num_read, self._num_sampled = 0.0, 1.0
+        """By requests that ended."""
 
     def choose(self, num_sequences: int, is_free: bool = False, num_coming: int = 0) -> int:
         if self.max_depth == 0:
@@ -208,7 +235,7 @@ class MeasuredDepth:
         key = num_sequences.bit_length()
         if key not in self._sizes:
             durations_s = [deque[float](maxlen=MEMORY_SAMPLES) for _ in range(self.max_depth + 1)]
-            size = _Size(durations_s, deque(maxlen=MEMORY_SAMPLES))
+            size = _Size(durations_s, deque(maxlen=MEMORY_SAMPLES), num_sequences)
             known = [other for other, each in self._sizes.items() if each.durations_s[0] or each.borrowed is not None]
             if known:
                 nearest = self._sizes[min(known, key=lambda other: abs(other - key))]
@@ -220,6 +247,7 @@ class MeasuredDepth:
     def note_steps(self, depth: int, num_sequences: int, num_steps: int, duration_s: float) -> None:
         size = self._size(num_sequences)
         size.durations_s[depth].append(duration_s / num_steps)
+        size.num_sequences = num_sequences
         size.num_steps += num_steps - 1  # one was counted when it was chosen
         if depth == size.trial:
             size.num_samples += 1
@@ -227,6 +255,15 @@ class MeasuredDepth:
 
     def note_catch_up(self, num_sequences: int, duration_s: float) -> None:
         self._size(num_sequences).catch_ups_s.append(duration_s)
+
+    def note_reading(self, depth: int, num_sequences: int, num_tokens: int, duration_s: float) -> None:
+        key = num_sequences.bit_length(), depth
+        self._readings_s.setdefault(key, deque(maxlen=MEMORY_SAMPLES)).append(duration_s / num_tokens)
+
+    def note_end(self, num_read: int, num_sampled: int) -> None:
+        kept = 1 - 1 / MEMORY_REQUESTS
+        self._num_read = kept * self._num_read + num_read
+        self._num_sampled = kept * self._num_sampled + num_sampled
 
     def note_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         self._shares.note(drafted, accepted)
@@ -279,10 +316,24 @@ class MeasuredDepth:
         known = [depth for depth, durations_s in enumerate(size.durations_s) if durations_s]
         return max(known, key=lambda depth: self._rate(size, depth), default=0)
 
-    def _rate(self, size: _Size, depth: int) -> float:
-        """Tokens per second; what is done without drafts counts for more."""
+    def _rate(self, size: _Size, depth: int, step_s: float | None = None) -> float:
+        """Tokens per second; what is done without drafts counts for more. `step_s`: instead of what was measured."""
         margin = MARGIN if depth == 0 else 1.0
-        return margin * self._shares.tokens_per_step(depth) / _lower_median(size.durations_s[depth])
+        num_tokens = size.num_sequences * self._shares.tokens_per_step(depth)
+        if step_s is None:
+            step_s = _lower_median(size.durations_s[depth])
+        return margin * num_tokens / (step_s + num_tokens * self._reading_s(size, depth))
+
+    def _reading_s(self, size: _Size, depth: int) -> float:
+        """What modules read for a token that is sampled, in seconds; what was not measured is as the nearest."""
+        if depth == 0 or not self._readings_s:
+            return 0.0
+        bits = size.num_sequences.bit_length()
+        nearest = bits, depth
+        if nearest not in self._readings_s:
+            nearest = min(self._readings_s, key=lambda key: (abs(key[0] - bits), abs(key[1] - depth)))
+        token_s = _lower_median(self._readings_s[nearest]) * depth / nearest[1]
+        return token_s * self._num_read / self._num_sampled
 
     def _highest_rate(self, size: _Size, depth: int) -> float:
         """That the depth may have: more than was measured, or what shallower ones allow it."""
@@ -291,7 +342,7 @@ class MeasuredDepth:
         shallower = max(less for less in range(depth) if size.durations_s[less])
         if shallower == 0 and depth > 1:
             return 0.0  # the first draft comes first
-        return self._shares.tokens_per_step(depth) / _lower_median(size.durations_s[shallower])
+        return self._rate(size, depth, _lower_median(size.durations_s[shallower]))
 
 
 def _lower_median(durations_s: Sequence[float]) -> float:

@@ -53,6 +53,8 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.blocks: list[Block] = []
         self.num_computed = 0
+        self.num_read = 0
+        """Tokens that were computed before the next could be drawn, besides the one drawn last."""
         self.computed_by: list[tuple[int, PolicyVersion]] = []
         """Which weights computed what is in the blocks: (first token, version), in order of the tokens."""
         self.slot = -1

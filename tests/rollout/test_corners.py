@@ -1,5 +1,7 @@
 """Corners of the engine: precisions, blocks that change hands, priorities."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -105,3 +107,54 @@ def test_a_chooser_hears_how_many_will_run_while_prompts_are_read() -> None:
     for _ in range(4):
         core.step()
     assert heard == [(2, 4), (4, 4), (4, 4), (4, 0)]
+
+
+def test_a_chooser_hears_what_was_read_for_each_request() -> None:
+    """All that was computed was read, or was there to draw the next token: after cached prefixes and preemption too."""
+    ended: list[tuple[int, int]] = []
+
+    class Watched(FixedDepth):
+        def note_end(self, num_read: int, num_sampled: int) -> None:
+            ended.append((num_read, num_sampled))
+
+    config = RolloutConfig(block_tokens=4, num_blocks=16, max_running=4, step_tokens=8)
+    core = Core(network(TINY), config, version(0), depth=Watched(0))
+    core.add("alone", Prompt(ids_of(1, 2, 3, 4, 5, 6), 9, GREEDY))
+    finish(core)
+    assert ended == [(5, 9)]
+    core.add("again", Prompt(ids_of(1, 2, 3, 4, 5, 6), 9, GREEDY))
+    finish(core)
+    assert ended[1] == (0, 9)
+    for number, name in enumerate("abcde"):
+        core.add(name, Prompt(ids_of(*([number] * 12)), 20, GREEDY, num_samples=2))
+    finish(core)
+    assert len(ended) == 12
+    metrics = core.metrics()
+    assert metrics["total_preemptions"] > 0
+    assert sum(map(sum, ended)) == metrics["total_computed_tokens"]
+
+
+@pytest.mark.parametrize("decodes_whole", [True, False])
+def test_a_chooser_hears_what_modules_read_and_not_what_they_draft(decodes_whole: bool) -> None:
+    """Two prompts are read in a step; of the third step, which reads one, modules run over the token of the others too.
+    Steps that decode are no reading, and where nothing is drafted nobody knows what the time went by with."""
+    heard: list[tuple[int, int, int, float]] = []
+
+    class Watched(FixedDepth):
+        def note_reading(self, depth: int, num_sequences: int, num_tokens: int, duration_s: float) -> None:
+            heard.append((depth, num_sequences, num_tokens, duration_s))
+
+    model = network(TINY.model_copy(update={"num_mtp": 2, "max_context": 1600}))
+    config = RolloutConfig(num_blocks=256, max_running=4, step_tokens=256, speculation=2)
+    clock = itertools.count()
+    core = Core(
+        model, config, version(0), clock=lambda: float(next(clock)), depth=Watched(2), decodes_whole=decodes_whole
+    )
+    for number, name in enumerate("abc"):
+        core.add(name, Prompt(ids_of(*([number] * 100)), 40, GREEDY))
+    finish(core)
+    assert heard[0] == (2, 3, 256, 1.0)
+    assert len(heard) == 2
+    core.add("long", Prompt(ids_of(*([4] * 1000)), 9, GREEDY))
+    finish(core)
+    assert [num_tokens for _, _, num_tokens, _ in heard[2:]] == [1000 - 3 * 256]

@@ -164,6 +164,46 @@ def test_drafts_that_hardly_pay_are_not_made() -> None:
     assert Counter(run(MeasuredDepth(3), 2000, 4, seconds, 0.8)).most_common(1)[0][0] == 0
 
 
+def served(chooser: MeasuredDepth, num_read: int, reading_s: float, num_batches: int = 60) -> Counter[int]:
+    """How often each depth, where batches of 16 read so many tokens each, which takes a module `reading_s` a token,
+    and then sample 64; a step takes 1 + 0.1 · depth, and 0.8 of all drafts are right."""
+    depths = Counter[int]()
+    for _ in range(num_batches):
+        for num_before in (0, 8):  # half of them at a time
+            depth = chooser.choose(num_before + 8, is_free=True, num_coming=16)
+            if depth and num_read:
+                chooser.note_reading(depth, 16, 8 * num_read, 8 * num_read * reading_s * depth)
+        depths.update(run(chooser, 64, 16, lambda depth: 1 + 0.1 * depth, 0.8))
+        for _ in range(16):
+            chooser.note_end(num_read, 64)
+    return depths
+
+
+@pytest.mark.parametrize(("reading_s", "best"), [(0.0, 3), (1e-3, 2), (4e-3, 1), (1e-2, 0)])
+def test_what_modules_read_is_part_of_what_drafts_cost(reading_s: float, best: int) -> None:
+    costs = [
+        (1 + 0.1 * depth) / sum(0.8**place for place in range(depth + 1)) / 16 + 256 / 64 * reading_s * depth
+        for depth in range(4)
+    ]
+    assert min(range(4), key=costs.__getitem__) == best
+    depths = served(MeasuredDepth(3), 256, reading_s)
+    assert depths[best] > 0.8 * depths.total()
+
+
+def test_drafts_are_made_again_where_no_more_prompts_are_read() -> None:
+    chooser = MeasuredDepth(3)
+    assert served(chooser, 256, 1e-2).most_common(1)[0][0] == 0
+    served(chooser, 0, 0.0)
+    depths = served(chooser, 0, 0.0)
+    assert depths[3] > 0.9 * depths.total()
+
+
+def test_a_size_at_which_nothing_was_read_is_judged_by_the_nearest() -> None:
+    chooser = MeasuredDepth(3)
+    served(chooser, 256, 1e-2)
+    assert Counter(run(chooser, 1000, 100, lambda depth: 1 + 0.1 * depth, 0.8)).most_common(1)[0][0] == 0
+
+
 def test_a_batch_that_shrinks_does_what_was_best_before_it_tries() -> None:
     def seconds(depth: int) -> float:
         return 1 + 0.1 * depth
