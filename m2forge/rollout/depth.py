@@ -1,8 +1,7 @@
 """How many drafts a step makes for each sequence: as many as give the most tokens in a second, none where none pays.
 
-    seconds per token of depth K = seconds of a step / (sequences · (1 + Σ_{k ≤ K} share_k)) + read_K
+    tokens per second of depth K = sequences · (1 + Σ_{k ≤ K} share_k) / seconds of a step of depth K
     share_k = share_{k−1} · how often draft k stands where those before it do
-    read_K = tokens read for each one sampled · seconds of K modules over a token read
 
 How often drafts stand is a property of the text: running averages, which begin high, so that a deep enough depth is
 chosen to find out. Seconds depend on how many sequences run together: they are kept by powers of two, and what disturbs
@@ -14,9 +13,10 @@ look at neighbours. Because text and lengths change, all that may win are tried 
 near thing. A size that is met for the first time does for a while what was best at the nearest one: batches shrink
 through many sizes when completions end, and do not stay there.
 
-Modules that make drafts read the prompts too. Where prompts are long, completions short and batches large, that costs
-more than drafts save: how much is read for a token that is sampled is averaged over the requests that ended, and what
-modules need for it is measured wherever they read.
+Modules that make drafts read the prompts too, which steps do not show. Where prompts are long, completions short and
+batches large, that costs more than drafts save. So how much is read for a token that is sampled is averaged over the
+requests that ended, what modules need for it is measured where they read, and a depth pays if a token comes sooner with
+its share of that than without drafts. Of those that pay the one with the fastest steps is taken.
 
 Modules that make no drafts do not run, and catch up when they do again (runner.py): where none pays, only the trials
 cost anything. On a GPU a step that catches up costs as much as tens of others, unless prompts are read in it anyway. So
@@ -187,6 +187,9 @@ class _Size:
     tried_at: dict[int, int] = field(default_factory=dict)
     """By depth: the number of its last trial."""
 
+    def step_s(self, depth: int) -> float:
+        return _lower_median(self.durations_s[depth])
+
 
 class MeasuredDepth:
     def __init__(self, max_depth: int) -> None:
@@ -228,8 +231,9 @@ class MeasuredDepth:
 
     def _gain_s(self, size: _Size, best: int) -> float:
         """Seconds that the best depth saves in the horizon."""
-        share = 1.0 - self._rate(size, self._depth) / self._rate(size, best)
-        return share * HORIZON_STEPS * _lower_median(size.durations_s[self._depth])
+        now_s = size.step_s(self._depth)
+        share = 1.0 - self._rate(size, self._depth, now_s) / self._rate(size, best, size.step_s(best))
+        return share * HORIZON_STEPS * now_s
 
     def _size(self, num_sequences: int) -> _Size:
         key = num_sequences.bit_length()
@@ -294,38 +298,58 @@ class MeasuredDepth:
             size.pause_steps = 0
             return
         best = self._best(size)
-        rates = [self._rate(size, depth) for depth in range(self.max_depth + 1) if size.durations_s[depth]]
-        is_near = sum(rate > NEAR * max(rates) for rate in rates) > 1
+        known = [depth for depth in range(self.max_depth + 1) if size.durations_s[depth]]
+        tokens_s = [self._token_s(size, depth, size.step_s(depth)) for depth in known]
+        is_near = sum(NEAR * token_s < min(tokens_s) for token_s in tokens_s) > 1
         least = NEAR_PAUSE if is_near else PAUSE
         size.pause = min(max(2 * size.pause, least), MAX_PAUSE) if best == size.rival else least
-        num_lost = min(size.catch_ups_s, default=0.0) / _lower_median(size.durations_s[best])
+        num_lost = min(size.catch_ups_s, default=0.0) / size.step_s(best)
         size.pause_steps = size.pause * (num_steps + round(num_lost))
 
     def _worth_trying(self, size: _Size) -> list[int]:
         best = self._best(size)
         if not size.durations_s[0]:
             return [0]
-        least = self._rate(size, best)
         return [
             depth
             for depth in range(self.max_depth + 1)
-            if depth != best and (abs(depth - best) == 1 or self._highest_rate(size, depth) > least)
+            if depth != best and (abs(depth - best) == 1 or self._may_win(size, depth, best))
         ]
 
     def _best(self, size: _Size) -> int:
+        """Of the depths that pay the one whose steps give the most tokens in a second."""
         known = [depth for depth, durations_s in enumerate(size.durations_s) if durations_s]
-        return max(known, key=lambda depth: self._rate(size, depth), default=0)
+        paying = [depth for depth in known if self._pays(size, depth, size.step_s(depth))]
+        return max(paying, key=lambda depth: self._rate(size, depth, size.step_s(depth)), default=0)
 
-    def _rate(self, size: _Size, depth: int, step_s: float | None = None) -> float:
-        """Tokens per second; what is done without drafts counts for more. `step_s`: instead of what was measured."""
-        margin = MARGIN if depth == 0 else 1.0
-        num_tokens = size.num_sequences * self._shares.tokens_per_step(depth)
-        if step_s is None:
-            step_s = _lower_median(size.durations_s[depth])
-        return margin * num_tokens / (step_s + num_tokens * self._reading_s(size, depth))
+    def _may_win(self, size: _Size, depth: int, best: int) -> bool:
+        """If its steps are faster than they were measured, or as fast as shallower ones."""
+        if size.durations_s[depth]:
+            step_s = size.step_s(depth) / HOPE
+        else:
+            shallower = max(less for less in range(depth) if size.durations_s[less])
+            if shallower == 0 and depth > 1:
+                return False  # the first draft comes first
+            step_s = size.step_s(shallower)
+        least = self._rate(size, best, size.step_s(best))
+        return self._pays(size, depth, step_s) and self._rate(size, depth, step_s) > least
+
+    def _rate(self, size: _Size, depth: int, step_s: float) -> float:
+        """Tokens per second of steps that take so long."""
+        return size.num_sequences * self._shares.tokens_per_step(depth) / step_s
+
+    def _pays(self, size: _Size, depth: int, step_s: float) -> bool:
+        """Whether tokens come sooner than without drafts, reading prompts included."""
+        if depth == 0 or not size.durations_s[0]:
+            return True
+        return MARGIN * self._token_s(size, depth, step_s) < self._token_s(size, 0, size.step_s(0))
+
+    def _token_s(self, size: _Size, depth: int, step_s: float) -> float:
+        """Seconds from one token of the batch to the next, with what modules read for it."""
+        return 1 / self._rate(size, depth, step_s) + self._reading_s(size, depth)
 
     def _reading_s(self, size: _Size, depth: int) -> float:
-        """What modules read for a token that is sampled, in seconds; what was not measured is as the nearest."""
+        """That modules read for a token which is sampled; what was not measured is as the nearest."""
         if depth == 0 or not self._readings_s:
             return 0.0
         bits = size.num_sequences.bit_length()
@@ -334,15 +358,6 @@ class MeasuredDepth:
             nearest = min(self._readings_s, key=lambda key: (abs(key[0] - bits), abs(key[1] - depth)))
         token_s = _lower_median(self._readings_s[nearest]) * depth / nearest[1]
         return token_s * self._num_read / self._num_sampled
-
-    def _highest_rate(self, size: _Size, depth: int) -> float:
-        """That the depth may have: more than was measured, or what shallower ones allow it."""
-        if size.durations_s[depth]:
-            return HOPE * self._rate(size, depth)
-        shallower = max(less for less in range(depth) if size.durations_s[less])
-        if shallower == 0 and depth > 1:
-            return 0.0  # the first draft comes first
-        return self._rate(size, depth, _lower_median(size.durations_s[shallower]))
 
 
 def _lower_median(durations_s: Sequence[float]) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from m2forge.rollout.depth import MeasuredDepth
+from m2forge.rollout.depth import MARGIN, MeasuredDepth
 
 Seconds = Callable[[int], float]
 
@@ -179,13 +179,12 @@ def served(chooser: MeasuredDepth, num_read: int, reading_s: float, num_batches:
     return depths
 
 
-@pytest.mark.parametrize(("reading_s", "best"), [(0.0, 3), (1e-3, 2), (4e-3, 1), (1e-2, 0)])
-def test_what_modules_read_is_part_of_what_drafts_cost(reading_s: float, best: int) -> None:
-    costs = [
-        (1 + 0.1 * depth) / sum(0.8**place for place in range(depth + 1)) / 16 + 256 / 64 * reading_s * depth
-        for depth in range(4)
-    ]
-    assert min(range(4), key=costs.__getitem__) == best
+@pytest.mark.parametrize(("reading_s", "best"), [(0.0, 3), (1e-3, 3), (4e-3, 1), (1e-2, 0)])
+def test_of_the_depths_that_pay_prompts_included_the_fastest_is_chosen(reading_s: float, best: int) -> None:
+    steps_s = [(1 + 0.1 * depth) / sum(0.8**place for place in range(depth + 1)) / 16 for depth in range(4)]
+    whole_s = [step_s + 256 / 64 * reading_s * depth for depth, step_s in enumerate(steps_s)]
+    paying = [0, *(depth for depth in range(1, 4) if MARGIN * whole_s[depth] < whole_s[0])]
+    assert min(paying, key=steps_s.__getitem__) == best
     depths = served(MeasuredDepth(3), 256, reading_s)
     assert depths[best] > 0.8 * depths.total()
 
