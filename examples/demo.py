@@ -73,8 +73,6 @@ class Lesson:
     num_bare: int = 1000
     num_whole: int = 440
     """Demonstrations without and with the description of the tools."""
-    model_set: tuple[str, ...] = ()
-    """What the network has that the demo's does not."""
 
     def tasks(self, num: int, seed: int) -> list[Task]:
         tasks = TaskSet(find_family(self.family), "train", seed)
@@ -170,10 +168,8 @@ class Demo:
 
     def _pretrain(self, corpus: Path) -> Path:
         path = CONFIGS / "pretrain" / "demo.toml"
-        config = load(PretrainConfig, path)
-        steps = self._scaled(config.phases[0].steps)
+        steps = self._scaled(load(PretrainConfig, path).phases[0].steps)
         settings = told(corpus=str(corpus), seed=self.seed, phases__0__steps=steps)
-        settings += told(model_set=[*config.model_set, *self._lesson.model_set])
         settings += told(phases__0__warmup_steps=min(steps, 30))
         return run_pretrain(load(PretrainConfig, path, settings), self.runs)
 
