@@ -6,7 +6,7 @@
 
 Each call of a chain needs what the last one told. Those of `gather` do not: they may all be made in one turn, and since
 each takes `call_s`, an agent that does so is done sooner. Its demonstrations make one call a turn two times of three,
-as people do whom nobody presses for time.
+as people do whom nobody presses for time, and all in one the third.
 
 The keys of `copies` can be looked up in two places: `look` asks the source, `recall` a copy, which may be out of date.
 The difficulty is how many of the links that have to be followed are; with none, any tool will do. Its demonstrations
@@ -106,10 +106,10 @@ class Gather(Lookup):
         return compare(answer, _values(task))
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
-        """Most read one key a turn, some all at once, some a few at a time."""
+        """Most read one key a turn, the others all at once."""
         keys = read_text(task, "keys").split()
         messages, num_before = [Message("user", task.instruction)], 0
-        most = 1 if len(keys) == 1 or rng.random() < SINGLE_SHARE else rng.randint(2, len(keys))
+        most = 1 if rng.random() < SINGLE_SHARE else len(keys)
         while num_before < len(keys):
             part = keys[num_before : num_before + most]
             messages += look_up(task, part, f"Next {' '.join(part)}.", num_before)

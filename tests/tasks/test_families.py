@@ -56,14 +56,14 @@ def test_a_key_is_the_same_two_tokens_everywhere(vocab_size: int) -> None:
             assert ids[start : start + 2] == alone
 
 
-def test_gathering_is_shown_one_by_one_all_at_once_and_in_between() -> None:
+def test_gathering_is_shown_one_by_one_and_all_at_once() -> None:
     task = Gather().draw(5, 1)
     sizes: Counter[int] = Counter()
     for seed in range(300):
         turns = [len(message.tool_calls) for message in Gather().demonstrate(task, random.Random(seed))]
         sizes[max(turns)] += 1
         assert sum(turns) == 5
-    assert sizes.keys() == {1, 2, 3, 4, 5}
+    assert sizes.keys() == {1, 5}
     assert 0.6 < sizes[1] / sizes.total() < 0.73
     assert task.instruction.count(",") == 3
     assert " and " in task.instruction
