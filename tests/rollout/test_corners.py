@@ -136,8 +136,8 @@ def test_a_chooser_hears_what_was_read_for_each_request() -> None:
 
 @pytest.mark.parametrize("decodes_whole", [True, False])
 def test_a_chooser_hears_what_modules_read_and_not_what_they_draft(decodes_whole: bool) -> None:
-    """Two prompts are read in a step; of the third step, which reads one, modules run over the token of the others too.
-    Steps that decode are no reading, and where nothing is drafted nobody knows what the time went by with."""
+    """Three prompts are read in two steps. Steps that decode are no reading, and where nothing is drafted nobody knows
+    what the time went by with: of a long prompt only the last part is told."""
     heard: list[tuple[int, int, int, float]] = []
 
     class Watched(FixedDepth):
