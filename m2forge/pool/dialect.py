@@ -7,6 +7,7 @@ readers that overlap would otherwise keep it growing for as long as they come.
 
 import logging
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url, text
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.engine.interfaces import DBAPIConnection, DBAPICursor
 from sqlalchemy.exc import DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry
 
@@ -30,6 +31,8 @@ _SCHEMA_LOCK = 0x6D32706F
 """PostgreSQL's advisory lock while tables are made."""
 _CHECK_EVERY = 64
 """Transactions between two looks at the length of the log."""
+_RETRY_S = 0.01
+"""Between two tries to set up a file that others set up at the same time."""
 
 
 class PoolError(M2ForgeError, OSError):
@@ -162,21 +165,39 @@ class _SetUp:
 
     def __init__(self, config: PoolConfig) -> None:
         synchronous = "FULL" if config.sync == "disk" else "NORMAL"
-        self._pragmas = (
-            f"page_size = {PAGE_BYTES}",
-            "auto_vacuum = INCREMENTAL",
-            "journal_mode = WAL",
-            f"synchronous = {synchronous}",
-            f"journal_size_limit = {config.wal_bytes}",
-        )
+        self._of_file = (f"page_size = {PAGE_BYTES}", "auto_vacuum = INCREMENTAL", "journal_mode = WAL")
+        self._wait_s = config.busy_timeout_s
+        self._of_connection = (f"synchronous = {synchronous}", f"journal_size_limit = {config.wal_bytes}")
 
     def __call__(self, connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
         # The driver would begin transactions by itself, and too late.
         connection.isolation_level = None
         cursor = connection.cursor()
-        for pragma in self._pragmas:
+        self._set_up_file(cursor)
+        for pragma in self._of_connection:
             cursor.execute(f"PRAGMA {pragma}")
         cursor.close()
+
+    def _set_up_file(self, cursor: DBAPICursor) -> None:
+        """Once, or whoever opens the file would wait for whoever writes. Of several who find it new at the same time
+        SQLite refuses all but one at once, whatever the timeout."""
+        until_s = time.monotonic() + self._wait_s
+        while _journal(cursor) != "wal":
+            try:
+                for pragma in self._of_file:
+                    cursor.execute(f"PRAGMA {pragma}")
+                return
+            except sqlite3.OperationalError as error:
+                is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+                if not is_busy or time.monotonic() > until_s:
+                    raise
+                time.sleep(_RETRY_S)
+
+
+def _journal(cursor: DBAPICursor) -> str:
+    cursor.execute("PRAGMA journal_mode")
+    (mode,) = cursor.fetchall()[0]
+    return str(mode)
 
 
 def _begin(connection: Connection) -> None:

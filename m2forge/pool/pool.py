@@ -56,14 +56,12 @@ class Pool:
             raise
 
     def _set_up(self) -> None:
-        with self.database.write() as connection:
-            self.database.lock_schema(connection)
-            if not connection.dialect.has_table(connection, queue_table.name):
-                metadata.create_all(connection)
-                self.database.tune(connection)
-                first = {"id": QUEUE_ID, "schema_version": SCHEMA_VERSION, "vocab_size": self.vocab_size}
-                first |= {"next_place": 0, "num_taken": 0, "epoch": 0, "step": 0, "durable_step": 0}
-                connection.execute(insert(queue_table).values(first))
+        # Most find the tables, and then do not wait for whoever writes.
+        with self.database.read() as connection:
+            is_made = connection.dialect.has_table(connection, queue_table.name)
+        if not is_made:
+            self._make_tables()
+        with self.database.read() as connection:
             row = queues.read_queue(connection)
         for name, expected in (("schema_version", SCHEMA_VERSION), ("vocab_size", self.vocab_size)):
             found = getattr(row, name)
@@ -71,6 +69,17 @@ class Pool:
                 raise ConfigError(
                     f"{self.database.place}: its {name} is {found}, expected {expected}; use another pool"
                 )
+
+    def _make_tables(self) -> None:
+        with self.database.write() as connection:
+            self.database.lock_schema(connection)
+            if connection.dialect.has_table(connection, queue_table.name):
+                return
+            metadata.create_all(connection)
+            self.database.tune(connection)
+            first = {"id": QUEUE_ID, "schema_version": SCHEMA_VERSION, "vocab_size": self.vocab_size}
+            first |= {"next_place": 0, "num_taken": 0, "epoch": 0, "step": 0, "durable_step": 0}
+            connection.execute(insert(queue_table).values(first))
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,31 @@ def test_readers_that_overlap_do_not_make_the_log_grow(small_log: PoolConfig) ->
                 reader.join()
     # It is looked at every 64 transactions, of up to some ten pages each.
     assert longest < LIMIT + 64 * 12 * 16384
+
+
+def test_a_pool_opens_and_reads_while_another_writes(small_log: PoolConfig) -> None:
+    with Pool(small_log, VOCAB_SIZE) as pool:
+        pool.put([(task(), 1)])
+        at_once = build(PoolConfig, {"url": small_log.url, "busy_timeout_s": 0.01})
+        with pool.database.write(), Pool(at_once, VOCAB_SIZE) as other:
+            assert other.room() == pool.room()
+            with pytest.raises(PoolError, match="locked"):
+                other.lease("worker", 1)
+        assert len(other.lease("worker", 1)) == 1
+
+
+def test_many_make_the_same_pool_at_once(tmp_path: Path) -> None:
+    def open_it(url: str) -> int:
+        at_once.wait()
+        with Pool(PoolConfig(url=url), VOCAB_SIZE) as pool:
+            return pool.room()
+
+    num_openers = 6
+    at_once = threading.Barrier(num_openers)
+    with ThreadPoolExecutor(num_openers) as threads:
+        for round_ in range(40):
+            url = f"sqlite:///{tmp_path / f'{round_}.db'}"
+            assert len(set(threads.map(open_it, [url] * num_openers))) == 1
 
 
 def test_a_reader_that_stays_is_named_and_the_log_emptied_when_it_goes(
