@@ -166,8 +166,8 @@ class _SetUp:
     def __init__(self, config: PoolConfig) -> None:
         synchronous = "FULL" if config.sync == "disk" else "NORMAL"
         self._of_file = (f"page_size = {PAGE_BYTES}", "auto_vacuum = INCREMENTAL", "journal_mode = WAL")
-        self._wait_s = config.busy_timeout_s
         self._of_connection = (f"synchronous = {synchronous}", f"journal_size_limit = {config.wal_bytes}")
+        self._wait_s = config.busy_timeout_s
 
     def __call__(self, connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
         # The driver would begin transactions by itself, and too late.
