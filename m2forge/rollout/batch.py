@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from m2forge.rollout.depth import Moment
 from m2forge.rollout.request import Request
 from m2forge.rollout.runner import Completing
 from m2forge.rollout.sampler import Row
@@ -23,6 +24,15 @@ def complete_alike(requests: Collection[Request]) -> bool:
 def has_kept_up(requests: Iterable[Request], depth: int) -> bool:
     """Whether the modules that draft have run over what the main model has."""
     return not depth or all(request.num_foreseen[depth - 1] == request.num_computed for request in requests)
+
+
+def moment_of(requests: Collection[Request], num_modules: int, num_coming: int, *, is_apart: bool) -> Moment:
+    num_behind = [
+        sum(request.num_computed - request.num_foreseen[module] for request in requests)
+        for module in range(num_modules)
+    ]
+    num_wanted = sum(request.num_wanted for request in requests) / len(requests)
+    return Moment(len(requests), num_coming, is_apart, num_behind, num_wanted)
 
 
 def completing(

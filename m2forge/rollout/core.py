@@ -26,9 +26,10 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.admission import refuse_unservable
 from m2forge.rollout.ahead import lend_room, num_steps_ahead
-from m2forge.rollout.batch import complete_alike, completing, has_kept_up, rows_of
+from m2forge.rollout.batch import complete_alike, completing, has_kept_up, moment_of, rows_of
 from m2forge.rollout.config import RolloutConfig
-from m2forge.rollout.depth import DepthChooser, MeasuredDepth
+from m2forge.rollout.depth import DepthChooser
+from m2forge.rollout.measured_depth import MeasuredDepth
 from m2forge.rollout.paged_plan import Span, arranged
 from m2forge.rollout.request import Decode, Drawn, Request
 from m2forge.rollout.runner import Candidate, Lookahead, Runner
@@ -143,7 +144,7 @@ class Core:
         reads = sum(batch.values()) - num_drafts > len(batch)
         could_be_whole = self._decodes_whole and complete_alike(batch)
         num_coming = self._scheduler.num_coming if reads else 0
-        depth = self._depth.choose(len(batch), is_free=not could_be_whole, num_coming=num_coming)
+        depth = self._depth.choose(moment_of(batch, self.config.speculation, num_coming, is_apart=could_be_whole))
         is_whole = could_be_whole and has_kept_up(batch, depth)
         num_steps = (self._decode_whole if is_whole else self._run_parts)(batch, depth)
         self._totals["steps"] += num_steps
@@ -212,7 +213,8 @@ class Core:
         if is_broken:
             self._drop_cache()
         elif depth:
-            self._look_ahead([request for request in requests if request.blocks], depth)
+            reads = len(tokens) - sum(num_drafts) > len(requests)
+            self._look_ahead([request for request in requests if request.blocks], depth, reads)
         return 1
 
     def _draw(
@@ -271,7 +273,7 @@ class Core:
             self._outbox.append((request.id, request.chunk()))
         return is_whole
 
-    def _look_ahead(self, requests: Sequence[Request], depth: int) -> None:
+    def _look_ahead(self, requests: Sequence[Request], depth: int, reads: bool) -> None:
         """Let the modules run over what the main model has computed and draft what may come. Where they are far behind,
         because there was no speculation for a while, they catch up first, a part in each step."""
         start_s, budget, sequences = self._clock(), CATCH_UP_STEPS * self.config.step_tokens, []
@@ -296,7 +298,7 @@ class Core:
             self._scheduler.trim(request)
         num_read = CATCH_UP_STEPS * self.config.step_tokens - budget
         # Who drafts has drawn a token, which the host has waited for: since then modules alone took time.
-        if num_read > READING * (1 + depth) * len(requests) and any(drafts):
+        if reads and num_read > READING * (1 + depth) * len(requests) and any(drafts):
             num_sequences = max(len(requests), self._scheduler.num_coming)
             self._depth.note_reading(depth, num_sequences, num_read, self._clock() - start_s)
 

@@ -20,7 +20,7 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, IntArray, PolicyVersion, Sampling
 from m2forge.rollout.config import OldCache, OnLoad, RolloutConfig
 from m2forge.rollout.core import Core
-from m2forge.rollout.depth import FixedDepth
+from m2forge.rollout.depth import FixedDepth, Moment
 from m2forge.rollout.request import Request
 from m2forge.rollout.runner import Lookahead
 from tests.model.draw import model_configs
@@ -196,7 +196,7 @@ class TurningDepth(FixedDepth):
         super().__init__(0)
         self.depths = itertools.cycle(depths)
 
-    def choose(self, num_sequences: int, is_free: bool = False, num_coming: int = 0) -> int:
+    def choose(self, moment: Moment) -> int:
         return next(self.depths)
 
 

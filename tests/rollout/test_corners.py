@@ -8,7 +8,7 @@ import torch
 from m2forge.protocols import Prompt
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
-from m2forge.rollout.depth import FixedDepth
+from m2forge.rollout.depth import FixedDepth, Moment
 from tests.rollout.draw import GREEDY, TINY, finish, ids_of, network, version
 from tests.rollout.test_speculation import make_sure
 
@@ -69,17 +69,17 @@ def test_a_high_priority_does_not_wait_until_a_low_one_is_read() -> None:
 
 @pytest.mark.parametrize("decodes_whole", [True, False])
 def test_a_step_in_which_modules_catch_up_is_told_apart_where_it_costs(decodes_whole: bool) -> None:
-    """What a chooser hears: the step that reads is free, and of the others the one after steps without drafts is not
-    like them. Where every step is run in parts, all are free."""
-    frees, caught_up = list[bool](), list[int]()
+    """What a chooser hears: catching up costs nothing in a step that reads, and of the others the one after steps
+    without drafts is not like them. Where every step is run in parts, it never does."""
+    moments, caught_up = list[Moment](), list[int]()
 
     class Watched(FixedDepth):
-        def choose(self, num_sequences: int, is_free: bool = False, num_coming: int = 0) -> int:
-            frees.append(is_free)
-            return (2, 2, 0, 0, 2, 2)[len(frees) - 1]
+        def choose(self, moment: Moment) -> int:
+            moments.append(moment)
+            return (2, 2, 0, 0, 2, 2)[len(moments) - 1]
 
         def note_catch_up(self, num_sequences: int, duration_s: float) -> None:
-            caught_up.append(len(frees))
+            caught_up.append(len(moments))
 
     model = network(TINY.model_copy(update={"num_mtp": 2}))
     config = RolloutConfig(num_blocks=64, max_running=4, step_tokens=64, speculation=2, ahead_steps=1)
@@ -87,7 +87,15 @@ def test_a_step_in_which_modules_catch_up_is_told_apart_where_it_costs(decodes_w
     core.add("a", Prompt(ids_of(1, 2, 3), 40, GREEDY))
     for _ in range(6):
         core.step()
-    assert frees == [True] + 5 * [not decodes_whole]
+    assert [moment.is_apart for moment in moments] == [False] + 5 * [decodes_whole]
+    # Nothing was computed before the first step; two tokens came without drafts, after the last that modules had seen.
+    num_behind = [moment.num_behind for moment in moments]
+    assert num_behind[:3] == [[0, 0]] * 3
+    assert num_behind[3:5] == [[1, 1], [2, 2]]
+    assert num_behind[5] == [0, 0]
+    num_sampled = [40 - moment.num_wanted for moment in moments]
+    assert num_sampled[0] == 0
+    assert all(less < more for less, more in itertools.pairwise(num_sampled))
     assert caught_up == ([5] if decodes_whole else [])
 
 
@@ -96,8 +104,8 @@ def test_a_chooser_hears_how_many_will_run_while_prompts_are_read() -> None:
     heard: list[tuple[int, int]] = []
 
     class Watched(FixedDepth):
-        def choose(self, num_sequences: int, is_free: bool = False, num_coming: int = 0) -> int:
-            heard.append((num_sequences, num_coming))
+        def choose(self, moment: Moment) -> int:
+            heard.append((moment.num_sequences, moment.num_coming))
             return 0
 
     config = RolloutConfig(num_blocks=64, max_running=4, step_tokens=16)
