@@ -26,13 +26,15 @@ def has_kept_up(requests: Iterable[Request], depth: int) -> bool:
     return not depth or all(request.num_foreseen[depth - 1] == request.num_computed for request in requests)
 
 
-def moment_of(requests: Collection[Request], num_modules: int, num_coming: int, *, is_apart: bool) -> Moment:
+def moment_of(
+    requests: Collection[Request], num_modules: int, num_coming: int, *, is_apart: bool, most_behind: int
+) -> Moment:
     num_behind = [
         sum(request.num_computed - request.num_foreseen[module] for request in requests)
         for module in range(num_modules)
     ]
     num_wanted = sum(request.num_wanted for request in requests) / len(requests)
-    return Moment(len(requests), num_coming, is_apart, num_behind, num_wanted)
+    return Moment(len(requests), num_coming, is_apart, num_behind, num_wanted, most_behind)
 
 
 def completing(

@@ -144,7 +144,10 @@ class Core:
         reads = sum(batch.values()) - num_drafts > len(batch)
         could_be_whole = self._decodes_whole and complete_alike(batch)
         num_coming = self._scheduler.num_coming if reads else 0
-        depth = self._depth.choose(moment_of(batch, self.config.speculation, num_coming, is_apart=could_be_whole))
+        most_behind = CATCH_UP_STEPS * self.config.step_tokens
+        depth = self._depth.choose(
+            moment_of(batch, self.config.speculation, num_coming, is_apart=could_be_whole, most_behind=most_behind)
+        )
         is_whole = could_be_whole and has_kept_up(batch, depth)
         num_steps = (self._decode_whole if is_whole else self._run_parts)(batch, depth)
         self._totals["steps"] += num_steps

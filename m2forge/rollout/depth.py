@@ -26,6 +26,8 @@ class Moment:
     """By module: tokens that it has not run, and the main model has; none where nothing is said."""
     num_wanted: float = inf
     """Tokens that a sequence will still sample, on average, if nothing stops it."""
+    most_behind: float = inf
+    """Tokens on which modules catch up in one step."""
 
 
 class DepthChooser(Protocol):

@@ -21,14 +21,15 @@ its share of that than without drafts. Of those that pay the one with the fastes
 Modules that make no drafts do not run, and catch up when they do again (runner.py): where none pays, only the trials
 cost anything. On a GPU a step that catches up costs as much as tens of others, unless prompts are read in it anyway,
 and more the further modules are behind. So a depth gives way to a deeper one only where that is made up for by what is
-left to sample. Trials that are repeated may take a small share of all time, whatever they cost: they wait until they
-have it, and those that change nothing become rare besides. And prompts are read at the depth of the batch that they
-will be in, not of the one that there is while others wait.
+left to sample, a trial that would be mostly catching up waits until prompts are read, and trials that are repeated may
+take a small share of all time: they wait until they have it, and those that change nothing become rare besides. And
+prompts are read at the depth of the batch that they will be in, not of the one that there is while others wait.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from statistics import median_low
 
 from m2forge.rollout.depth import Moment, Shares
@@ -36,8 +37,8 @@ from m2forge.rollout.depth import Moment, Shares
 TRIAL_SAMPLES = 2
 TRIAL_STEPS = 3
 """Measurements, and measured steps, that a trial needs."""
-MAX_TRIAL_CALLS = 24
-"""Choices after which a trial is given up: there were others between, that read prompts or caught up."""
+MAX_TRIAL_CALLS, READING_CALLS = 24, 384
+"""Choices after which a trial is given up; so many if prompts are read all the time, or modules catch up."""
 PAUSE = 50
 """Steps between two trials, by the steps of one; twice as many after each that changed nothing."""
 NEAR_PAUSE = 16
@@ -72,7 +73,7 @@ class _Size:
     """In the batch that was measured last."""
     trial: int | None = None
     """The depth that is being tried."""
-    num_calls: int = 0
+    num_calls: float = 0.0
     num_steps: int = 0
     """Of this trial, or since the last one."""
     num_samples: int = 0
@@ -87,6 +88,8 @@ class _Size:
     """The best depth when the trial began."""
     is_repeated: bool = False
     """Whether the depth of the trial was tried before."""
+    is_return_paid: bool = False
+    """Whether it is reckoned already that modules catch up behind the trial."""
     tried_at: dict[int, int] = field(default_factory=dict)
     """By depth: the number of its last trial."""
 
@@ -117,14 +120,16 @@ class MeasuredDepth:
             self._end_trial_if_due(size)
         if size.trial is None and size.num_steps >= size.pause_steps:
             self._start_trial(size, moment)
-        size.num_calls += 1
+        is_reading = bool(moment.num_coming or _num_behind(moment, size.trial or 0))
+        size.num_calls += MAX_TRIAL_CALLS / READING_CALLS if is_reading else 1
         size.num_steps += 1
         self._depth = self._wanted(size, moment)
         return self._depth
 
     def _wanted(self, size: _Size, moment: Moment) -> int:
         if size.trial is not None:
-            return size.trial
+            # What is read now will be drafted behind when the trial is over.
+            return max(size.trial, size.rival) if moment.num_coming else size.trial
         best = self._best(size) if size.borrowed is None else size.borrowed
         if best <= self._depth:
             return best
@@ -142,12 +147,9 @@ class MeasuredDepth:
 
     def _price_s(self, size: _Size, depth: int, moment: Moment) -> float:
         """Seconds until all modules of the depth have caught up."""
-        num_behind = moment.num_behind[depth - 1] if depth and moment.num_behind else 0
-        return self._apart_s(size, moment) + num_behind * self._module_s(size, depth)
-
-    def _apart_s(self, size: _Size, moment: Moment) -> float:
-        """Of a step in which modules catch up that are hardly behind."""
-        return min(size.catch_ups_s, default=0.0) if moment.is_apart else 0.0
+        num_behind = _num_behind(moment, depth)
+        num_apart = max(ceil(num_behind / moment.most_behind), 1) if moment.is_apart else 0
+        return num_apart * min(size.catch_ups_s, default=0.0) + num_behind * self._module_s(size, depth)
 
     def _size(self, num_sequences: int) -> _Size:
         key = num_sequences.bit_length()
@@ -171,12 +173,6 @@ class MeasuredDepth:
         if depth == size.trial:
             size.num_samples += 1
             size.num_measured += num_steps
-            if size.is_repeated:
-                # As many tokens the best depth had sampled sooner.
-                sooner_s = (
-                    num_steps * self._rate(size, depth, 1.0) / self._rate(size, size.rival, size.step_s(size.rival))
-                )
-                self._spent_s += max(duration_s - sooner_s, 0.0)
 
     def note_catch_up(self, num_sequences: int, duration_s: float) -> None:
         self._size(num_sequences).catch_ups_s.append(duration_s)
@@ -206,12 +202,17 @@ class MeasuredDepth:
             size.num_steps = 0
             return
         trial = min(depths, key=lambda depth: size.tried_at.get(depth, -1))
+        if moment.is_apart and _num_behind(moment, trial) > moment.num_sequences * moment.num_wanted:
+            return  # catching up would be most of the work: when prompts are read again
         size.is_repeated = trial in size.tried_at
         if size.is_repeated:
             # Modules catch up now, or when it is over.
-            if self._spent_s + self._price_s(size, trial, moment) > TRIAL_SHARE * self._total_s:
+            steps_s, best = TRIAL_STEPS * self._lost_s(size, trial), self._best(size)
+            budget_s = TRIAL_SHARE * self._total_s
+            if self._spent_s + steps_s + self._price_s(size, trial, moment) > budget_s:
                 return
-            self._spent_s += self._apart_s(size, moment)
+            # All of it, so that nothing is saved up for many trials in a row.
+            self._spent_s, size.is_return_paid = budget_s, moment.is_apart and trial < best
         size.trial = trial
         size.tried_at[trial] = max(size.tried_at.values(), default=-1) + 1
         size.num_calls = size.num_steps = size.num_samples = size.num_measured = 0
@@ -224,6 +225,8 @@ class MeasuredDepth:
         if not is_measured and size.num_calls < MAX_TRIAL_CALLS:
             return
         num_steps, size.trial, size.num_steps = size.num_steps, None, 0
+        if size.is_return_paid:
+            self._depth, size.is_return_paid = max(self._depth, size.rival), False
         # Where steps of this depth cannot be measured, those of others may not be either: no hurry.
         if is_measured and any(depth not in size.tried_at for depth in self._worth_trying(size)):
             size.pause_steps = 0
@@ -268,6 +271,11 @@ class MeasuredDepth:
         """Tokens per second of steps that take so long."""
         return size.num_sequences * self._shares.tokens_per_step(depth) / step_s
 
+    def _lost_s(self, size: _Size, depth: int) -> float:
+        """In a step, whose tokens the best depth had sampled sooner."""
+        rate, best_rate = (self._rate(size, each, size.step_s(each)) for each in (depth, self._best(size)))
+        return size.step_s(depth) * max(1.0 - rate / best_rate, 0.0)
+
     def _pays(self, size: _Size, depth: int, step_s: float) -> bool:
         """Whether tokens come sooner than without drafts, reading prompts included."""
         if depth == 0 or not size.durations_s[0]:
@@ -291,6 +299,11 @@ class MeasuredDepth:
         if nearest not in self._readings_s:
             nearest = min(self._readings_s, key=lambda key: (abs(key[0] - bits), abs(key[1] - depth)))
         return _lower_median(self._readings_s[nearest]) * depth / nearest[1]
+
+
+def _num_behind(moment: Moment, depth: int) -> int:
+    """Tokens that the last module of a depth has not run."""
+    return moment.num_behind[depth - 1] if depth and moment.num_behind else 0
 
 
 def _lower_median(durations_s: Sequence[float]) -> float:
