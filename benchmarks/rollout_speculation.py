@@ -44,8 +44,8 @@ from m2forge.rollout.depth import FixedDepth
 
 DEPTH = 3
 MIN_SPEEDUP, SMALL_BATCH, MIN_ANYWHERE = 1.6, 8, 0.95
-WARM_UP_RUNS = 3
-"""In which graphs are captured, and the engine tries every depth."""
+WARM_UP_RUNS = 5
+"""In which graphs are captured, and the engine tries every depth: it reads prompts at another in each."""
 ACCEPTANCE_RUNS = 4
 
 
