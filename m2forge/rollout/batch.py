@@ -1,6 +1,6 @@
 """From requests to what the runner takes of them."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,18 @@ def complete_alike(requests: Collection[Request]) -> bool:
     )
 
 
+def is_reading(batch: Mapping[Request, int]) -> bool:
+    """Whether of some request more is computed than its last token and drafts behind it."""
+    return any(min(num_tokens, request.num_left) > 1 for request, num_tokens in batch.items())
+
+
 def has_kept_up(requests: Iterable[Request], depth: int) -> bool:
     """Whether the modules that draft have run over what the main model has."""
     return not depth or all(request.num_foreseen[depth - 1] == request.num_computed for request in requests)
 
 
 def moment_of(
-    requests: Collection[Request], num_modules: int, num_coming: int, *, is_apart: bool, most_behind: int
+    requests: Collection[Request], num_modules: int, num_coming: int, is_apart: bool, most_behind: int
 ) -> Moment:
     num_behind = [
         sum(request.num_computed - request.num_foreseen[module] for request in requests)

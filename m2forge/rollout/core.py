@@ -26,7 +26,7 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.admission import refuse_unservable
 from m2forge.rollout.ahead import lend_room, num_steps_ahead
-from m2forge.rollout.batch import complete_alike, completing, has_kept_up, moment_of, rows_of
+from m2forge.rollout.batch import complete_alike, completing, has_kept_up, is_reading, moment_of, rows_of
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.depth import DepthChooser
 from m2forge.rollout.measured_depth import MeasuredDepth
@@ -141,13 +141,12 @@ class Core:
         start_s, num_captured = self._clock(), self._runner.num_captured
         self._runner.copy(self._scheduler.copies)
         num_drafts = sum(max(num_tokens - request.num_left, 0) for request, num_tokens in batch.items())
-        reads = sum(batch.values()) - num_drafts > len(batch)
+        reads = is_reading(batch)
         could_be_whole = self._decodes_whole and complete_alike(batch)
         num_coming = self._scheduler.num_coming if reads else 0
         most_behind = CATCH_UP_STEPS * self.config.step_tokens
-        depth = self._depth.choose(
-            moment_of(batch, self.config.speculation, num_coming, is_apart=could_be_whole, most_behind=most_behind)
-        )
+        moment = moment_of(batch, self.config.speculation, num_coming, could_be_whole, most_behind)
+        depth = self._depth.choose(moment)
         is_whole = could_be_whole and has_kept_up(batch, depth)
         num_steps = (self._decode_whole if is_whole else self._run_parts)(batch, depth)
         self._totals["steps"] += num_steps
@@ -194,7 +193,7 @@ class Core:
     def _run_parts(self, batch: Mapping[Request, int], depth: int) -> int:
         """The main model over the batch; then a token of each sequence whose tokens are all computed, or several where
         drafts stand; then drafts for the next step."""
-        requests = list(batch)
+        requests, reads = list(batch), is_reading(batch)
         spans = [Span(request.num_computed, batch[request], self._scheduler.table(request)) for request in requests]
         order = arranged(spans)
         requests, spans = [requests[place] for place in order], [spans[place] for place in order]
@@ -216,7 +215,6 @@ class Core:
         if is_broken:
             self._drop_cache()
         elif depth:
-            reads = len(tokens) - sum(num_drafts) > len(requests)
             self._look_ahead([request for request in requests if request.blocks], depth, reads)
         return 1
 

@@ -166,3 +166,26 @@ def test_a_chooser_hears_what_modules_read_and_not_what_they_draft(decodes_whole
     core.add("long", Prompt(ids_of(*([4] * 1000)), 9, GREEDY))
     finish(core)
     assert [num_tokens for _, _, num_tokens, _ in heard[2:]] == [1000 - 3 * 256]
+
+
+def test_what_modules_run_to_catch_up_is_no_reading() -> None:
+    """It is cheaper by the token: a chooser that took it for reading would think that prompts cost less."""
+    heard, caught_up = list[int](), list[int]()
+
+    class Watched(FixedDepth):
+        def choose(self, moment: Moment) -> int:
+            return 2 * (moment.num_wanted < 38)
+
+        def note_reading(self, depth: int, num_sequences: int, num_tokens: int, duration_s: float) -> None:
+            heard.append(num_tokens)
+
+        def note_catch_up(self, num_sequences: int, duration_s: float) -> None:
+            caught_up.append(num_sequences)
+
+    model = network(TINY.model_copy(update={"num_mtp": 2, "max_context": 256}))
+    config = RolloutConfig(num_blocks=64, max_running=4, step_tokens=256, speculation=2, ahead_steps=1)
+    core = Core(model, config, version(0), depth=Watched(2), decodes_whole=True)
+    core.add("a", Prompt(ids_of(*([1] * 100)), 40, GREEDY))
+    finish(core)
+    assert caught_up == [1]
+    assert heard == []
