@@ -82,7 +82,7 @@ class FusedDecoder:
     ) -> PagedPlan:
         table_BS = integers[:, NUM_FIELDS + shape.num_drafts :]
         bundle = Bundle(0, table_BS, position_N.view(shape.num_sequences, -1))
-        return PagedPlan(self._cache, [bundle], first_layer, slot_N)
+        return PagedPlan(self._cache, [bundle], first_layer, position_N, slot_N)
 
 
 def _norm(norm: RMSNorm) -> Norm:

@@ -13,7 +13,7 @@ P blocks, T tokens of one, H query heads, G key/value heads, K head dimension.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -119,30 +119,35 @@ class Bundle:
 
 class PagedPlan:
     def __init__(
-        self, cache: PagedCache, bundles: Sequence[Bundle], first_layer: int = 0, slot_N: Tensor | None = None
+        self,
+        cache: PagedCache,
+        bundles: Sequence[Bundle],
+        first_layer: int = 0,
+        position_N: Tensor | None = None,
+        slot_N: Tensor | None = None,
+        parent_slot_N: Tensor | None = None,
     ) -> None:
-        """`first_layer`: the layer of the cache that is run first. `slot_N`: the places of all tokens in the cache,
-        where they are known."""
+        """`first_layer`: the layer of the cache that is run first. `position_N`, `slot_N`, `parent_slot_N`: the places
+        of all tokens, in the cache too, and those before them, where they are known."""
         self.cache, self._bundles = cache, bundles
-        positions = [bundle.position_BQ.flatten() for bundle in self._bundles]
-        self.position_N = positions[0] if len(positions) == 1 else torch.cat(positions)
+        self.position_N = _joined([bundle.position_BQ for bundle in bundles]) if position_N is None else position_N
         self.slot_N = self._slots(0) if slot_N is None else slot_N
+        self._parent_slot_N = parent_slot_N
         self.count_N: Tensor | None = None
         self._layers = iter(range(first_layer, cache.k_YPTGK.shape[0]))
 
     @property
     def parent_slot_N(self) -> Tensor:
         """The place before each token; for a first token nowhere."""
-        return self._slots(1)
+        return self._slots(1) if self._parent_slot_N is None else self._parent_slot_N
 
     def _slots(self, num_back: int) -> Tensor:
         size, slots = self.cache.block_tokens, []
         for bundle in self._bundles:
             position_BQ = bundle.position_BQ - num_back
             block_BQ = bundle.table_BS.gather(1, position_BQ.clamp(min=0) // size)
-            slot_BQ = torch.where(position_BQ >= 0, block_BQ * size + position_BQ % size, self.cache.nowhere)
-            slots.append(slot_BQ.flatten())
-        return slots[0] if len(slots) == 1 else torch.cat(slots)
+            slots.append(torch.where(position_BQ >= 0, block_BQ * size + position_BQ % size, self.cache.nowhere))
+        return _joined(slots)
 
     def attend(self, q_NHK: Tensor, k_PTGK: Tensor, v_PTGK: Tensor, sight: tuple[int, int] | None) -> Tensor:
         """The attention of one layer, whose keys and values are in the cache."""
@@ -162,6 +167,11 @@ class PagedPlan:
         raise NotImplementedError("modules run over other spans than the main model, one at a time (runner.py)")
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    flat = [part.flatten() for part in parts]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
 @dataclass(frozen=True)
 class _PagedAttend:
     """Writes the new keys and values where they belong, then lets each bundle see its own."""
@@ -179,16 +189,39 @@ class _PagedAttend:
         return self.plan.attend(q_NHK, k_PTGK, v_PTGK, self.sight)
 
 
-def bundled(spans: Sequence[Span], device: torch.device) -> list[Bundle]:
-    """`spans` in the order of `arranged`."""
-    first, bundles = 0, []
-    for _, members in groupby(spans, key=lambda span: span.num_tokens if device.type == "cuda" else span.shape):
+def planned(cache: PagedCache, spans: Sequence[Span], first_layer: int = 0) -> PagedPlan:
+    """Of spans in the order of `arranged`. Their places are found here and go to the device in one piece: found there,
+    bundle by bundle, they take as many launches as several layers."""
+    groups, size = [], cache.block_tokens
+    is_on_host = cache.device.type == "cpu"
+    for _, members in groupby(spans, key=lambda span: span.shape if is_on_host else span.num_tokens):
         together = list(members)
         table_BS = np.zeros((len(together), max(len(span.blocks) for span in together)), np.int64)
         for row, span in enumerate(together):
             table_BS[row, : len(span.blocks)] = span.blocks
-        start_B = torch.tensor([span.start for span in together], device=device)
-        position_BQ = start_B[:, None] + torch.arange(together[0].num_tokens, device=device)
-        bundles.append(Bundle(first, torch.from_numpy(table_BS).to(device), position_BQ))
-        first += position_BQ.numel()
-    return bundles
+        position_BQ = np.array([span.start for span in together])[:, None] + np.arange(together[0].num_tokens)
+        groups.append((table_BS, position_BQ))
+
+    def places(table_BS: npt.NDArray[np.int64], position_BQ: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.take_along_axis(table_BS, position_BQ // size, 1) * size + position_BQ % size
+
+    positions = [position_BQ for _, position_BQ in groups]
+    slots = [places(*group) for group in groups]
+    parents = [np.where(at > 0, places(table, np.maximum(at - 1, 0)), cache.nowhere) for table, at in groups]
+    rows = [np.concatenate([part.ravel() for part in parts]) for parts in (positions, slots, parents)]
+    position_N, slot_N, parent_slot_N, *tensors = _put_together([*rows, *chain.from_iterable(groups)], cache.device)
+    bundles, first = [], 0
+    for table, position in zip(tensors[::2], tensors[1::2], strict=True):
+        bundles.append(Bundle(first, table, position))
+        first += position.numel()
+    return PagedPlan(cache, bundles, first_layer, position_N, slot_N, parent_slot_N)
+
+
+def _put_together(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+    """By one copy. Each begins at a multiple of 16 bytes: kernels are compiled for that, and again for others."""
+    starts = np.cumsum([0, *(array.size + array.size % 2 for array in arrays)])
+    flat = np.zeros(starts[-1], np.int64)
+    for start, array in zip(starts, arrays, strict=False):
+        flat[start : start + array.size] = array.ravel()
+    put = torch.from_numpy(flat).to(device)
+    return [put[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=False)]

@@ -32,7 +32,7 @@ from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.decode import Decoder, Network, Shape
 from m2forge.rollout.fused_decode import FusedDecoder
 from m2forge.rollout.graphs import DecodeGraphs
-from m2forge.rollout.paged_plan import PagedCache, PagedPlan, Span, arranged, bundled
+from m2forge.rollout.paged_plan import PagedCache, PagedPlan, Span, arranged, planned
 from m2forge.rollout.request import Drawn
 from m2forge.rollout.sampler import Row, Stream, draw, uniforms
 from m2forge.rollout.scheduler import Copy
@@ -199,7 +199,7 @@ class Runner:
 
     def main(self, tokens: Sequence[int], spans: Sequence[Span]) -> tuple[Tensor, Tensor | None]:
         """`spans` in the order of `arranged`, and their tokens; what the head takes, and the experts."""
-        plan = PagedPlan(self.cache, bundled(spans, self.cache.device))
+        plan = planned(self.cache, spans)
         state_ND, hidden_ND, experts_NLK = self._network.main(self._put(tokens), plan)
         if self.num_modules:
             self.cache.keep_states(0, plan, state_ND)
@@ -253,23 +253,22 @@ class Runner:
         ]
         order = arranged(spans)
         members, spans = [members[place] for place in order], [spans[place] for place in order]
-        bundles = bundled(spans, self.cache.device)
-        plan = PagedPlan(self.cache, bundles, self.model.config.num_layers + module)
-        token_N, drafters, last_rows = self._tokens(module, sequences, members, draft_BK)
+        plan = planned(self.cache, spans, self.model.config.num_layers + module)
+        token_N, drafters, drafter_B, last_row_B = self._tokens(module, sequences, members, draft_BK)
         parent_ND = self.cache.parent_states(module, plan)
         state_ND, hidden_ND = self._network.module(module, parent_ND, token_N, plan)
         if module + 1 < self.num_modules:
             self.cache.keep_states(module + 1, plan, state_ND)
         if drafters:
-            logits_BV = self.model.logits(hidden_ND[self._put(last_rows)])
+            logits_BV = self.model.logits(hidden_ND[last_row_B])
             token_B, logq_BV = draft(logits_BV, [sequences[place].rows[module] for place in drafters])
-            draft_BK[self._put(drafters), module] = token_B
+            draft_BK[drafter_B, module] = token_B
             if logq_BV is not None:
                 self._logq_SKV[self._put([sequences[place].slot for place in drafters]), module] = logq_BV
 
     def _tokens(
         self, module: int, sequences: Sequence[Lookahead], members: Sequence[int], draft_BK: Tensor
-    ) -> tuple[Tensor, list[int], list[int]]:
+    ) -> tuple[Tensor, list[int], Tensor, Tensor]:
         """The tokens that a module runs, with the drafts of those before it; who drafts, and in which row."""
         tokens: list[int] = []
         drafters, last_rows = [], []
@@ -281,11 +280,11 @@ class Runner:
                 tokens += [0] * module
                 drafters.append(place)
                 last_rows.append(len(tokens) - 1)
-        token_N = self._put(tokens)
+        token_N, (drafter_B, last_row_B) = self._put(tokens), self._put([drafters, last_rows])
         if module and drafters:
             back_K = torch.arange(1 - module, 1, device=token_N.device)
-            token_N[self._put(last_rows)[:, None] + back_K] = draft_BK[self._put(drafters), :module]
-        return token_N, drafters, last_rows
+            token_N[last_row_B[:, None] + back_K] = draft_BK[drafter_B, :module]
+        return token_N, drafters, drafter_B, last_row_B
 
     def _put(self, integers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(integers, dtype=torch.int64, device=self.cache.device)

@@ -14,7 +14,7 @@ from m2forge.model.config import ModelConfig
 from m2forge.model.transformer import Transformer
 from m2forge.rollout.decode import Network
 from m2forge.rollout.joined import JoinedNetwork, serves
-from m2forge.rollout.paged_plan import PagedCache, PagedPlan, Span, bundled
+from m2forge.rollout.paged_plan import PagedCache, Span, planned
 from m2forge.rollout.runner import PlainNetwork
 from tests.model.draw import SMALL, model_configs
 
@@ -43,12 +43,11 @@ def run(of: Network, cache: PagedCache, token_N: Tensor) -> list[Tensor]:
     """States and what the head takes, of the main model and a module, over two steps."""
     num_layers, outs, first = cache.k_YPTGK.shape[0] - 1, list[Tensor](), 0
     for spans in (SPANS[:1], SPANS[1:]):
-        bundles = bundled(spans, token_N.device)
-        plan = PagedPlan(cache, bundles)
+        plan = planned(cache, spans)
         step_N = token_N[first : first + plan.slot_N.numel()]
         first += plan.slot_N.numel()
         state_ND, hidden_ND, _ = of.main(step_N, plan)
-        outs += [state_ND, hidden_ND, *of.module(0, state_ND, step_N, PagedPlan(cache, bundles, num_layers))]
+        outs += [state_ND, hidden_ND, *of.module(0, state_ND, step_N, planned(cache, spans, num_layers))]
     return outs
 
 
@@ -72,7 +71,7 @@ def test_its_error_is_that_of_the_plain_network(config: ModelConfig, seed: int) 
 def test_the_experts_are_told() -> None:
     model = build(SMALL, dtype=torch.bfloat16, seed=0)
     cache = PagedCache(SMALL, 6, 4, torch.device("cpu"), torch.bfloat16, 1)
-    plan = PagedPlan(cache, bundled(SPANS[:1], cache.device))
+    plan = planned(cache, SPANS[:1])
     _, _, experts_NLK = JoinedNetwork(model, cache).main(torch.arange(7), plan)
     assert experts_NLK is not None
     assert experts_NLK.shape == (7, 4, 2)
