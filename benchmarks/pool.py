@@ -9,7 +9,8 @@ Fetching: the trainer claims 32 units, groups of one episode, and reads what is 
 made from it. The pool holds 100,000 episodes: half of them trained before, half queued. Those that are fetched have 24
 calls of about 3 KB; the others have 24 small ones, so that the tables are as long and the disk is not filled.
 
-PostgreSQL is the one that the tests start, with fsync, where there is one.
+PostgreSQL is the one that the tests start, with fsync, where there is one. Such a pool fills over hours in which the
+server looks after it; this one fills in seconds, so the server is told to (VACUUM ANALYZE, CHECKPOINT).
 
     python benchmarks/pool.py [--json] [--quick] [--part append|fetch]
 """
@@ -155,6 +156,10 @@ def fill(pool: Pool, num_episodes: int, num_real: int) -> None:
         assert not any(pool.append(stored))
         pool.finish(lease, Outcome(reward=Reward(0, 0, 1.0, 1.0), step_rewards=(0.0,) * NUM_CALLS))
     copy_unit(pool, num_episodes - num_old - num_real, UnitState.READY, EpisodeState.FINISHED)
+    if not pool.database.is_sqlite:
+        with pool.database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            connection.execute(text("VACUUM ANALYZE"))
+            connection.execute(text("CHECKPOINT"))
 
 
 def copy_unit(pool: Pool, num_units: int, unit_state: UnitState, state: EpisodeState) -> None:

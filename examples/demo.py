@@ -35,6 +35,7 @@ from typing import TypeVar
 from m2forge.config import load
 from m2forge.corpus.build import build_corpus
 from m2forge.corpus.config import CorpusConfig
+from m2forge.errors import M2ForgeError
 from m2forge.files import write_atomic
 from m2forge.forge.check import Check
 from m2forge.forge.config import ForgeConfig
@@ -234,7 +235,10 @@ def main() -> None:
     args = parser.parse_args()
     if not 0 < args.scale <= 1:
         parser.error(f"--scale {args.scale}: give a number above 0, at most 1")
-    Demo(args.runs, args.seed, is_control=args.control, scale=args.scale).run()
+    try:
+        Demo(args.runs, args.seed, is_control=args.control, scale=args.scale).run()
+    except M2ForgeError as error:
+        sys.exit(f"demo: error: {error}; --runs names another folder")
 
 
 if __name__ == "__main__":

@@ -167,7 +167,13 @@ def test_no_query_of_the_loop_reads_a_whole_table(tmp_path: Path) -> None:
         pool.sweep()
         pool.admit(4)
     tables = ("SCAN unit", "SCAN episode", "SCAN call", "SCAN batch")
-    scans = [line for plan in plans.values() for line in plan if line.startswith(tables)]
+    # This index holds what is queued alone.
+    scans = [
+        line
+        for plan in plans.values()
+        for line in plan
+        if line.startswith(tables) and not line.endswith("INDEX queued_by_place")
+    ]
     walks = [plan for statement, plan in plans.items() if statement.startswith("UPDATE") and "(state=?)" in str(plan)]
     assert len(plans) > 15
     assert scans + walks == []
