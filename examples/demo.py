@@ -35,7 +35,7 @@ from typing import TypeVar
 from m2forge.config import load
 from m2forge.corpus.build import build_corpus
 from m2forge.corpus.config import CorpusConfig
-from m2forge.errors import M2ForgeError
+from m2forge.errors import ConfigError, M2ForgeError
 from m2forge.files import write_atomic
 from m2forge.forge.check import Check
 from m2forge.forge.config import ForgeConfig
@@ -237,8 +237,10 @@ def main() -> None:
         parser.error(f"--scale {args.scale}: give a number above 0, at most 1")
     try:
         Demo(args.runs, args.seed, is_control=args.control, scale=args.scale).run()
-    except M2ForgeError as error:
+    except ConfigError as error:
         sys.exit(f"demo: error: {error}; --runs names another folder")
+    except M2ForgeError as error:
+        sys.exit(f"demo: error: {error}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from m2forge.errors import ConfigError
 from m2forge.model.checkpoint import load_model
 from m2forge.observe.metrics import read_metrics
 
@@ -64,6 +65,9 @@ def test_the_demo_closes_the_ring(tmp_path: Path) -> None:
     told = json.loads((tmp_path / "rl" / "summary.json").read_text())
     assert told["seconds"].keys() == {"text", "pretrain", "sft", "rl", "report"}
     assert len(read_metrics(tmp_path / "rl" / "metrics.jsonl")) == 1
+    again = run("demo.py", "--scale", "0.03", "--runs", str(tmp_path), "--seed", "1")
+    assert again.returncode == 1
+    assert re.fullmatch(r"demo: error: .* was started with seed = 0, .*; --runs names another folder\n", again.stderr)
 
 
 def test_the_demo_refuses_a_scale_that_is_none(tmp_path: Path) -> None:
@@ -71,3 +75,13 @@ def test_the_demo_refuses_a_scale_that_is_none(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "give a number above 0, at most 1" in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_the_demo_says_what_is_wrong_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ConfigError("no such text")
+
+    monkeypatch.setattr("m2forge.corpus.build.build_corpus", fail)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--scale=0.03", "--runs", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"^demo: error: no such text; --runs names another folder$"):
+        runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="__main__")
