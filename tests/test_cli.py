@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,10 @@ def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
 
     save_model(build(resolve_config("m2-nano", overrides=["num_layers=1"])), tmp_path / "model", dtype=torch.float32)
     command = [sys.executable, "-m", "m2forge", "serve", str(tmp_path / "model"), "--port", "0", "--set", "step=3"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # Tests that a shell runs in the background inherit a deaf ear for SIGINT.
+    hears = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=hears) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         try:
