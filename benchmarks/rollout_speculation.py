@@ -30,7 +30,7 @@ from rollout_watch import Timed, joined
 from text_corpus import write_text_corpus
 
 from m2forge.config import TomlValue, build
-from m2forge.corpus.manifest import read_manifest
+from m2forge.corpus.manifest import MANIFEST_NAME, read_manifest
 from m2forge.corpus.reader import CorpusReader
 from m2forge.corpus.shard import CorpusWriter
 from m2forge.model.checkpoint import load_model
@@ -70,6 +70,7 @@ class Load:
     num_prompt: int
     num_new: int
     repeats: int
+    """Of small batches, which take little time; of others half as many."""
 
 
 GPU = Load(
@@ -78,7 +79,7 @@ GPU = Load(
     text_bytes=240_000_000,
     context=1024,
     pack_tokens=32_768,
-    base_steps=1050,
+    base_steps=1600,
     written=20_480,
     num_written=256,
     writers=512,
@@ -87,7 +88,7 @@ GPU = Load(
     batches=(1, 2, 4, 8, 32, 128, 256),
     num_prompt=256,
     num_new=128,
-    repeats=7,
+    repeats=15,
 )
 CPU = Load(
     model="m2-nano",
@@ -107,6 +108,9 @@ CPU = Load(
     repeats=1,
 )
 QUICK = replace(CPU, text_bytes=300_000, base_steps=30, written=32, num_written=24, module_steps=5, num_new=24)
+TOP_K = 256
+"""Likeliest tokens whose shares modules learn one by one. At temperature 1 this network leaves others too much for one
+bucket."""
 UNSEEN_EVERY = 12
 """Of so many files one is left out of training, for the network to write behind its parts."""
 
@@ -141,8 +145,8 @@ def train(load: Load, folder: Path) -> Path:
     """The folder of a model with three modules. What an earlier command finished in `folder` is taken from there."""
     start_s = time.monotonic()
     corpus, written, runs = folder / "corpus", folder / "written", folder / "runs"
-    if not (runs / "base").exists():
-        corpus.mkdir()
+    if not (corpus / MANIFEST_NAME).exists():
+        corpus.mkdir(exist_ok=True)
         num_tokens = write_text_corpus(corpus, load.vocab_size, load.text_bytes, UNSEEN_EVERY)
         print(f"  {num_tokens:,} tokens of text after {time.monotonic() - start_s:.0f} s", flush=True)
     common: dict[str, TomlValue] = {"context": load.context, "pack_tokens": load.pack_tokens}
@@ -160,6 +164,7 @@ def train(load: Load, folder: Path) -> Path:
         "rate": {"start": load.rate / 2, "end": load.rate / 5},
         "mtp_weight": {"start": 1.0},
         "mtp_loss": "topk_kl",
+        "mtp_top_k": TOP_K,
         "num_mtp": DEPTH,
         "mtp_source": "mtp1",
         "trains": "mtp",
@@ -171,7 +176,7 @@ def train(load: Load, folder: Path) -> Path:
     }
     model = load.model
     for phase, optimizer in ((base, "muon"), (modules, "adamw"), (accepted, "adamw")):
-        if phase is modules and not (runs / "modules").exists():
+        if phase is modules and not (written / MANIFEST_NAME).exists():
             num_tokens = write(Path(model), load, corpus, written)
             print(f"  {num_tokens:,} tokens written after {time.monotonic() - start_s:.0f} s", flush=True)
         data: dict[str, TomlValue] = {
@@ -196,7 +201,7 @@ def write(folder: Path, load: Load, corpus: Path, written: Path) -> int:
     model = load_model(folder, device=device, dtype=torch.bfloat16 if device.type == "cuda" else None)
     core = make_core(model, load.writers, load.num_prompt + load.num_written)
     manifest, unseen = read_manifest(corpus), held_out(load, corpus, "unseen", load.written // 2)
-    written.mkdir()
+    written.mkdir(exist_ok=True)
     num_tokens = 0
     with CorpusWriter(written, vocab_size=manifest.vocab_size) as writer:
         for seed in range(load.written // load.writers):
@@ -249,7 +254,8 @@ def compare(model: Transformer, load: Load, text: IntArray, temperature: float, 
         bars.append(Bar.at_least(f"{kind}, batch {batch}: speculation over plain decoding", speedup, asked))
     accepted = ", ".join(f"{share:.0%}" for share in shares)
     print_table(
-        f"{load.model}, {kind}, prompts of {load.num_prompt}, {load.num_new} new, median of {load.repeats}; of three "
+        f"{load.model}, {kind}, prompts of {load.num_prompt}, {load.num_new} new, median of {load.repeats} runs, of "
+        f"half as many beyond a batch of {SMALL_BATCH}; of three "
         f"drafts the first one, two, three accepted: {accepted}",
         ("batch", "plain, tokens/s", "speculating, tokens/s", "drafts a step", "decode steps", "prompts", "all"),
         rows,
@@ -260,8 +266,9 @@ def compare(model: Transformer, load: Load, text: IntArray, temperature: float, 
 def in_turns(cores: Sequence[Core], load: Load, text: IntArray, batch: int, temperature: float) -> list[list[Timed]]:
     """Runs of each engine; before them come runs that are not counted, in which the engine finds its depth."""
     num_batches = max(1, SMALL_BATCH // batch)
+    repeats = load.repeats if batch <= SMALL_BATCH else max(1, load.repeats // 2)
     runs: list[list[Timed]] = [[] for _ in cores]
-    for run in range(WARM_UP_RUNS + load.repeats):
+    for run in range(WARM_UP_RUNS + repeats):
         seeds = range(run * num_batches, (run + 1) * num_batches)
         batches = [draw_prompts(load, text, batch, temperature, seed) for seed in seeds]
         for core, timed in zip(cores, runs, strict=True):

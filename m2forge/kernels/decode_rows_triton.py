@@ -6,7 +6,8 @@ drafts that stand, writes what the step gives, and the integers that the next on
 (verdict_triton.py).
 
     known      of each sequence: the token drawn before, those of all rows, the new drafts
-    course     of each sequence: its place, its room, how many tokens of the step count; then what is known
+    course     of each sequence: its place, its room, how many tokens of the step count, how many modules have run over
+               its last token; then what is known
 
 Layouts of integers, reals and out are those of rollout/decode.py, which is the twin.
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from m2forge.kernels.norm import Norm
 
-NUM_COURSE = 3
+NUM_COURSE = 4
 """Fields of `course` before what is known."""
 
 
@@ -93,10 +94,11 @@ def _begin_module_kernel(
     R_LANES: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    w, batch = row % (J + 1 + module), row // (J + 1 + module)
+    batch = row // (J + 1 + module)
     course += batch * (COURSE + KNOWN)
-    start, room, num = tl.load(course), tl.load(course + 1), tl.load(course + 2)
+    start, room, num, num_run = tl.load(course), tl.load(course + 1), tl.load(course + 2), tl.load(course + 3)
     last = num + module
+    w = row % (J + 1 + module) + tl.where(module < num_run, tl.minimum(num, module + 1), 0)
     place = tl.where((w <= last) & (w < room), start + w, -1)
     # Behind the last token that counts come the new drafts.
     token = tl.load(course + COURSE + tl.minimum(tl.where(w <= num, w, w - num + J), J + module))
@@ -133,13 +135,16 @@ def _settle_kernel(
     tl.store(course, start)
     tl.store(course + 1, room)
     tl.store(course + 2, num)
+    tl.store(course + 3, tl.load(integers + 7))
     tl.store(course + COURSE, before)
     tl.store(course + COURSE + 1 + lane, token_J, mask=inside)
     room = tl.maximum(room - num, 0)
     tl.store(integers, tl.sum(tl.where(lane == num - 1, token_J, 0), 0))
     tl.store(integers + 1, start + num)
-    tl.store(integers + 2, tl.where(num_drafts < 0, -1, tl.minimum(tl.maximum(room - 1, 0), depth)))
+    new_drafts = tl.minimum(tl.maximum(room - 1, 0), depth)
+    tl.store(integers + 2, tl.where(num_drafts < 0, -1, new_drafts))
     tl.store(integers + 3, room)
+    tl.store(integers + 7, tl.where(num_drafts < 0, 0, new_drafts))
     out += batch * (3 * J + 2 + depth)
     tl.store(out + lane, token_J.to(tl.float64), mask=inside)
     tl.store(out + J, num.to(tl.float64))

@@ -102,7 +102,8 @@ def _paged_kernel(
     if WINDOW:
         # Tiles of the first tokens, then those from where the first query's window begins.
         num_front = tl.minimum((num_sinks + N - 1) // N, num_tiles)
-        jump = tl.maximum(tl.maximum(first - size + 1, 0) // N - num_front, 0)
+        nearest = tl.min(tl.where(place_M >= 0, place_M, last), 0)
+        jump = tl.maximum(tl.maximum(nearest - size + 1, 0) // N - num_front, 0)
         num_tiles -= jump
     per_split = (num_tiles + num_splits - 1) // num_splits
     begin = split * per_split

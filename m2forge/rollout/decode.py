@@ -5,13 +5,15 @@ and runner.py do in parts, here without a word from the host between. A step lea
 them, so that several run before the host looks. On CUDA a graph holds a step (graphs.py).
 
     integers   of each sequence: the token drawn last, its place, how many drafts follow it, how many tokens its blocks
-               have room for from there on, its slot, whether it is seeded, its place at first; its drafts; its blocks
+               have room for from there on, its slot, whether it is seeded, its place at first, how many modules have
+               run over it and over the drafts before their own; its drafts; its blocks
     reals      its temperature, and the numbers that decide, by place from the first on: tokens, verdicts, drafts
     out        the tokens of each row, how many of them count, the drafts there were, the new drafts; both
                log-probabilities of the tokens
 
 A row that is none, of a sequence with fewer drafts than others, without room, or of no sequence at all, stands at place
-−1: it sees nothing, and is written where nobody reads.
+−1: it sees nothing, and is written where nobody reads. What a module ran in the step before, the last token and the
+drafts that stand, has no row.
 
 Shapes: B sequences, K drafts that are verified, J = K + 1 rows, D drafts that are made, S blocks, V vocabulary, W rows
 of a module, X places.
@@ -28,7 +30,7 @@ from m2forge.rollout.paged_plan import Bundle, PagedCache, PagedPlan
 from m2forge.rollout.sampler import tempered
 from m2forge.rollout.speculation import Drafts, Verified, drafted, judged, judged_greedy
 
-NUM_FIELDS = 7
+NUM_FIELDS = 8
 
 
 class Network(Protocol):
@@ -102,7 +104,8 @@ class Decoder:
     @torch.no_grad()
     def step(self, shape: Shape, integers: Tensor, reals: Tensor) -> tuple[Tensor, Tensor | None]:
         """One; `integers` are then those of the next."""
-        token_B, start_B, num_drafts_B, room_B, slot_B, seeded_B, first_B = integers[:, :NUM_FIELDS].clone().unbind(1)
+        fields = integers[:, :NUM_FIELDS].clone().unbind(1)
+        token_B, start_B, num_drafts_B, room_B, slot_B, seeded_B, first_B, num_run_B = fields
         draft_BK, table_BS = integers[:, NUM_FIELDS:].split((shape.num_drafts, shape.num_blocks), 1)
         draft_BK = draft_BK.clone()
         temperature_B1, *numbers = reals.split(shape.widths_of_reals, 1)
@@ -125,7 +128,10 @@ class Decoder:
         known = torch.cat((token_B[:, None], drawn.token_BJ), 1)
         for module in range(shape.depth):
             last_B = drawn.num_B + module
-            logits_BV = self._model.logits(self._run_module(module, known, drawn, start_B, room_B, table_BS, last_B))
+            # It has run over the last token and the drafts before its own, of which so many stand.
+            num_done_B = torch.where(module < num_run_B, drawn.num_B.clamp(max=module + 1), 0)
+            hidden_BD = self._run_module(module, known, drawn, start_B, room_B, table_BS, num_done_B, last_B)
+            logits_BV = self._model.logits(hidden_BD)
             if shape.is_greedy:
                 new_B = logits_BV.argmax(-1)
             else:
@@ -140,6 +146,7 @@ class Decoder:
         integers[:, 1] = start_B + drawn.num_B
         integers[:, 2] = torch.where(num_drafts_B < 0, -1, (room_B - 1).clamp(0, shape.depth))
         integers[:, 3] = room_B
+        integers[:, 7] = integers[:, 2].clamp(0, shape.depth)
         integers[:, NUM_FIELDS : NUM_FIELDS + shape.depth] = new_BD
         counts = (drawn.token_BJ, drawn.num_B[:, None], num_drafts_B[:, None], new_BD)
         logprobs = (drawn.logprob_BJ, drawn.raw_logprob_BJ)
@@ -153,24 +160,26 @@ class Decoder:
         start_B: Tensor,
         room_B: Tensor,
         table_BS: Tensor,
+        num_done_B: Tensor,
         last_B: Tensor,
     ) -> Tensor:
         """What the head takes at the last row of each sequence. `known`: the token drawn before, those of all rows, and
-        the new drafts."""
+        the new drafts. `num_done_B`: of these, how many ran before."""
         cache, num_rows = self._cache, drawn.token_BJ.shape[1]
-        row_W = torch.arange(num_rows + 1 + module, device=known.device)
-        is_there_BW = (row_W <= last_B[:, None]) & (row_W < room_B[:, None])
-        position_BW = torch.where(is_there_BW, start_B[:, None] + row_W, -1)
+        num_known, num_B1 = num_rows + 1 + module, drawn.num_B[:, None]
+        which_BW = num_done_B[:, None] + torch.arange(num_known, device=known.device)
+        is_there_BW = (which_BW <= last_B[:, None]) & (which_BW < room_B[:, None])
+        position_BW = torch.where(is_there_BW, start_B[:, None] + which_BW, -1)
         plan = PagedPlan(cache, [Bundle(0, table_BS, position_BW)], self._model.config.num_layers + module)
         # Behind the last token that counts come the new drafts.
-        at_BW = torch.where(row_W <= drawn.num_B[:, None], row_W, row_W - drawn.num_B[:, None] + num_rows)
-        token_BW = known.gather(1, at_BW.clamp(max=known.shape[1] - 1))
+        at_BW = torch.where(which_BW <= num_B1, which_BW, which_BW - num_B1 + num_rows)
+        token_BW = known.gather(1, at_BW.clamp(max=num_known - 1))
         parent_ND = cache.parent_states(module, plan)
         state_ND, hidden_ND = self._network.module(module, parent_ND, token_BW.flatten(), plan)
         if module + 1 < cache.num_modules:
             cache.keep_states(module + 1, plan, state_ND)
-        hidden_BWD = hidden_ND.unflatten(0, (-1, row_W.numel()))
-        last_BD: Tensor = hidden_BWD[torch.arange(last_B.shape[0], device=known.device), last_B]
+        hidden_BWD = hidden_ND.unflatten(0, (-1, num_known))
+        last_BD: Tensor = hidden_BWD[torch.arange(last_B.shape[0], device=known.device), last_B - num_done_B]
         return last_BD
 
 

@@ -128,9 +128,9 @@ class PagedPlan:
         parent_slot_N: Tensor | None = None,
     ) -> None:
         """`first_layer`: the layer of the cache that is run first. `position_N`, `slot_N`, `parent_slot_N`: the places
-        of all tokens, in the cache too, and those before them, where they are known."""
+        of all tokens, in the cache too, and those before them; of one bundle they are found here."""
         self.cache, self._bundles = cache, bundles
-        self.position_N = _joined([bundle.position_BQ for bundle in bundles]) if position_N is None else position_N
+        self.position_N = bundles[0].position_BQ.flatten() if position_N is None else position_N
         self.slot_N = self._slots(0) if slot_N is None else slot_N
         self._parent_slot_N = parent_slot_N
         self.count_N: Tensor | None = None
@@ -142,12 +142,10 @@ class PagedPlan:
         return self._slots(1) if self._parent_slot_N is None else self._parent_slot_N
 
     def _slots(self, num_back: int) -> Tensor:
-        size, slots = self.cache.block_tokens, []
-        for bundle in self._bundles:
-            position_BQ = bundle.position_BQ - num_back
-            block_BQ = bundle.table_BS.gather(1, position_BQ.clamp(min=0) // size)
-            slots.append(torch.where(position_BQ >= 0, block_BQ * size + position_BQ % size, self.cache.nowhere))
-        return _joined(slots)
+        (bundle,), size = self._bundles, self.cache.block_tokens
+        position_BQ = bundle.position_BQ - num_back
+        block_BQ = bundle.table_BS.gather(1, position_BQ.clamp(min=0) // size)
+        return torch.where(position_BQ >= 0, block_BQ * size + position_BQ % size, self.cache.nowhere).flatten()
 
     def attend(self, q_NHK: Tensor, k_PTGK: Tensor, v_PTGK: Tensor, sight: tuple[int, int] | None) -> Tensor:
         """The attention of one layer, whose keys and values are in the cache."""
@@ -165,11 +163,6 @@ class PagedPlan:
 
     def to_parent(self, x_ND: Tensor) -> Tensor:
         raise NotImplementedError("modules run over other spans than the main model, one at a time (runner.py)")
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    flat = [part.flatten() for part in parts]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 @dataclass(frozen=True)

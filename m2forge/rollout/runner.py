@@ -14,8 +14,8 @@ left, over a prefix that another request has read too: tokens that ran while the
 when there is again, and drafts are those of the whole network run over the whole sequence. Their price is memory, K
 hidden sizes for each token.
 
-What drafts leave in the cache from e on is never seen if they are rejected: whoever runs next begins at e or before,
-goes on without a gap, writes before it reads, and sees nothing behind itself.
+What drafts leave in the cache from e on is never seen if they are rejected: whoever runs next begins at e or before, or
+behind those that stand (decode.py), goes on without a gap, writes before it reads, and sees nothing behind itself.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from torch import Tensor
 from m2forge.model.transformer import Transformer
 from m2forge.rollout import fused, joined
 from m2forge.rollout.config import RolloutConfig
-from m2forge.rollout.decode import Decoder, Network, Shape
+from m2forge.rollout.decode import NUM_FIELDS, Decoder, Network, Shape
 from m2forge.rollout.fused_decode import FusedDecoder
 from m2forge.rollout.graphs import DecodeGraphs
 from m2forge.rollout.paged_plan import PagedCache, PagedPlan, Span, arranged, planned
@@ -170,10 +170,11 @@ class Runner:
         shape = Shape(len(nums), num_drafts, depth, num_blocks, batch.temperatures[0] == 0, self._most_steps)
         integers = np.zeros((len(nums), shape.num_integers), np.int64)
         fields = (batch.tokens, batch.starts, nums, batch.rooms, batch.slots, batch.is_seeded, batch.starts)
+        # The last field stays 0: blocks that hold drafts alone were given back, and the depth may be another.
         integers[:, : len(fields)] = np.array(fields, np.int64).T
         if num_drafts:
             padded = [[*drafts, *[0] * (num_drafts - num)] for drafts, num in zip(batch.drafts, nums, strict=True)]
-            integers[:, len(fields) : -num_blocks] = padded
+            integers[:, NUM_FIELDS:-num_blocks] = padded
         integers[:, -num_blocks:] = batch.table_BS
         reals = torch.from_numpy(_reals(shape, batch))
         outs, experts = self._step(shape, torch.from_numpy(integers), reals, num_steps)

@@ -115,3 +115,17 @@ def test_a_query_nowhere_gives_zero() -> None:
         out = paged_attention_cuda(q, k, v, table, position, None, parts)
         assert not out[1].any()
         assert out[0].any()
+
+
+def test_a_row_that_is_none_makes_no_window_wider() -> None:
+    from m2forge.kernels.paged_attention_triton import paged_attention_cuda
+
+    q, k, v, table, position = drawn(SMALL, [600], 3, 16, torch.bfloat16)
+    expected = plain(q, k, v, table, position, (50, 0))[:, :2]
+    position[0, 2] = -1
+    # What lies before the window is no number, and would show if it were read.
+    k[table[0, :16]], v[table[0, :16]] = float("nan"), float("nan")
+    for parts in (1, 3):
+        out = paged_attention_cuda(q, k, v, table, position, (50, 0), parts)
+        assert error(out[:, :2], expected) < TOLERANCE[torch.bfloat16]
+        assert not out[:, 2].any()

@@ -29,25 +29,24 @@ def spans_of(draw: st.DrawFn) -> list[Span]:
 def test_places_are_those_that_a_plan_finds_by_itself(spans: list[Span]) -> None:
     cache = PagedCache(CONFIG, NUM_BLOCKS, BLOCK_TOKENS, torch.device("cpu"), torch.float32, 1)
     plan = planned(cache, spans)
-    # Each span a bundle of its own, and nothing said of its places.
-    bundles, first = [], 0
-    for span in spans:
-        position_BQ = torch.arange(span.start, span.start + span.num_tokens)[None]
-        bundles.append(Bundle(first, torch.tensor([span.blocks]), position_BQ))
-        first += span.num_tokens
-    plain = PagedPlan(cache, bundles)
-    for ours, other in (
-        (plan.position_N, plain.position_N),
-        (plan.slot_N, plain.slot_N),
-        (plan.parent_slot_N, plain.parent_slot_N),
-    ):
-        assert torch.equal(ours, other)
+    # Each span has a plan of its own, and nothing is said of its places.
+    plains = [
+        PagedPlan(
+            cache,
+            [Bundle(0, torch.tensor([span.blocks]), torch.arange(span.start, span.start + span.num_tokens)[None])],
+        )
+        for span in spans
+    ]
+    for name in ("position_N", "slot_N", "parent_slot_N"):
+        ours = getattr(plan, name)
+        assert torch.equal(ours, torch.cat([getattr(plain, name) for plain in plains]))
         assert ours.data_ptr() % 16 == 0
     for each in plan._bundles:
         num_rows = each.position_BQ.numel()
-        assert torch.equal(each.position_BQ.flatten(), plain.position_N[each.first : each.first + num_rows])
+        assert torch.equal(each.position_BQ.flatten(), plan.position_N[each.first : each.first + num_rows])
         assert each.position_BQ.data_ptr() % 16 == each.table_BS.data_ptr() % 16 == 0
-    q_NHK = torch.randn(first, CONFIG.attention.num_heads, CONFIG.attention.head_dim)
+    q_NHK = torch.randn(plan.slot_N.numel(), CONFIG.attention.num_heads, CONFIG.attention.head_dim)
     k_PTGK, v_PTGK = cache.k_YPTGK[0].normal_(), cache.v_YPTGK[0].normal_()
-    outs = [each.attend(q_NHK, k_PTGK, v_PTGK, None) for each in (plan, plain)]
-    torch.testing.assert_close(outs[0], outs[1])
+    parts = q_NHK.split([span.num_tokens for span in spans])
+    outs = [plain.attend(part, k_PTGK, v_PTGK, None) for plain, part in zip(plains, parts, strict=True)]
+    torch.testing.assert_close(plan.attend(q_NHK, k_PTGK, v_PTGK, None), torch.cat(outs))
