@@ -148,7 +148,8 @@ def test_contract(server: Server, check: engine_contract.Check) -> None:
     def link(folder: Path) -> None:
         folder.symlink_to(server.other_folder)
 
-    facts = engine_contract.Facts(vocab_size, link)
+    # Siblings arrive one after the other, and gauges are those of a step that is over.
+    facts = engine_contract.Facts(vocab_size, link, num_looks=10)
     engine_contract.run_check(check, lambda: behind(server), facts)
 
 
