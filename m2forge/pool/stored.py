@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 
 from sqlalchemy import Connection, Row, select
 
@@ -125,26 +126,27 @@ LEASE_COLUMNS = (
 )
 
 
+_STORED_COLUMNS = (
+    *(episode_table.c[name] for name in ("id", "unit", "name", "attempt", "state", "reward", "step_rewards")),
+    *(episode_table.c[name] for name in ("failure", "artifacts")),
+    *(unit_table.c[name] for name in ("place", "group_name", "origin", "task", "lag", "oldest_step")),
+)
+
+
 def read_units(connection: Connection, unit_ids: Sequence[int], vocab_size: int) -> list[StoredUnit]:
     """Units with all that is recorded of them, in the order of their places."""
-    units = connection.execute(
-        select(unit_table).where(unit_table.c.id.in_(unit_ids)).order_by(unit_table.c.place, unit_table.c.id)
-    ).all()
-    rows = connection.execute(
-        select(episode_table).where(episode_table.c.unit.in_(unit_ids)).order_by(episode_table.c.id)
-    ).all()
+    unit, episode = unit_table.c, episode_table.c
+    query = select(*_STORED_COLUMNS).join_from(unit_table, episode_table, unit.id == episode.unit)
+    query = query.where(unit.id.in_(unit_ids)).order_by(unit.place, unit.id, episode.id)
+    rows = connection.execute(query).all()
     calls = _read_calls(connection, [row.id for row in rows])
-    episodes: dict[int, list[StoredEpisode]] = {unit.id: [] for unit in units}
-    tasks = {unit.id: read_task(unit.task) for unit in units}
-    origins = {unit.id: unit.origin for unit in units}
-    for row in rows:
-        name = attempt_name(row.name, row.attempt, origins[row.unit])
-        stored = _read_episode(row, name, tasks[row.unit], calls.get(row.id, []), vocab_size)
-        episodes[row.unit].append(stored)
-    return [
-        StoredUnit(unit.place, unit.group_name, tasks[unit.id], tuple(episodes[unit.id]), unit.lag, unit.oldest_step)
-        for unit in units
-    ]
+    units = []
+    for _, group in groupby(rows, lambda row: row.unit):
+        first, *others = group
+        task = read_task(first.task)
+        episodes = tuple(_read_episode(row, task, calls.get(row.id, []), vocab_size) for row in (first, *others))
+        units.append(StoredUnit(first.place, first.group_name, task, episodes, first.lag, first.oldest_step))
+    return units
 
 
 def _read_calls(connection: Connection, episode_ids: Sequence[int]) -> dict[int, list[bytes]]:
@@ -157,11 +159,9 @@ def _read_calls(connection: Connection, episode_ids: Sequence[int]) -> dict[int,
     return calls
 
 
-def _read_episode(
-    row: Row[tuple[object, ...]], name: str, task: Task, calls: list[bytes], vocab_size: int
-) -> StoredEpisode:
+def _read_episode(row: Row[tuple[object, ...]], task: Task, calls: list[bytes], vocab_size: int) -> StoredEpisode:
     return StoredEpisode(
-        name=name,
+        name=attempt_name(row.name, row.attempt, row.origin),
         state=row.state,
         task=task,
         calls=tuple(calls),
