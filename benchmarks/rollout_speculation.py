@@ -109,8 +109,7 @@ CPU = Load(
 )
 QUICK = replace(CPU, text_bytes=300_000, base_steps=30, written=32, num_written=24, module_steps=5, num_new=24)
 TOP_K = 256
-"""Likeliest tokens whose shares modules learn one by one. At temperature 1 this network leaves others too much for one
-bucket."""
+"""Likeliest tokens whose shares modules learn one by one; at temperature 1 those behind them are drawn too."""
 UNSEEN_EVERY = 12
 """Of so many files one is left out of training, for the network to write behind its parts."""
 

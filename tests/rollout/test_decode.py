@@ -21,13 +21,12 @@ CONFIG = TINY.model_copy(update={"vocab_size": 3, "num_mtp": 3})
 class Counted(PlainNetwork):
     """Notes which rows each module runs."""
 
+    num_sequences: int
     rows: list[list[int]]
 
     def module(self, index: int, parent_ND: Tensor, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor]:
         self.rows.append((plan.position_N >= 0).unflatten(0, (self.num_sequences, -1)).sum(1).tolist())
         return super().module(index, parent_ND, token_N, plan)
-
-    num_sequences: int
 
 
 def sequences(shape: Shape, rng: np.random.Generator) -> Tensor:
@@ -39,8 +38,8 @@ def sequences(shape: Shape, rng: np.random.Generator) -> Tensor:
         num_drafts = min(int(rng.integers(0, shape.num_drafts + 1)), room - 1)
         if rng.random() < 0.1:
             num_drafts, room = -1, 0
-        row[:NUM_RUN] = (rng.integers(shape.num_sequences), start, num_drafts, room, place, rng.random() < 0.2, start)
-        row[0] %= CONFIG.vocab_size
+        token = rng.integers(CONFIG.vocab_size)
+        row[:NUM_RUN] = (token, start, num_drafts, room, place, rng.random() < 0.2, start)
         row[NUM_FIELDS : NUM_FIELDS + shape.num_drafts] = rng.integers(0, CONFIG.vocab_size, shape.num_drafts)
         row[NUM_FIELDS + shape.num_drafts :] = place * NUM_BLOCKS + rng.permutation(NUM_BLOCKS)
     return torch.from_numpy(integers)
