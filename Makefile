@@ -32,7 +32,7 @@ setup: $(STAMP) ## create .venv and install the pinned dependencies
 demo: $(STAMP) ## pre-train and fine-tune a small network, then let an untouched agent make it better, in minutes
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-demo-control: $(STAMP) ## the demo with verdicts dealt at random
+demo-control: $(STAMP) ## the demo with rewards dealt at random
 	@$(BIN)/python examples/demo.py --control $(ARGS)
 
 test: $(STAMP) $(CHROMIUM) ## run the tests on 2 workers (ARGS="-k name" is passed on)

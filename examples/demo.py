@@ -11,7 +11,7 @@
 
 Demonstrations were made where the copy is right, so the network trusts it. The tasks of the rl stage are harder: the
 copy is out of date at one to three of their links. No message says so; only the verifier's verdict tells. `--control`
-hands the verdicts of a group to its attempts at random: which tool to trust cannot be learnt then.
+hands the rewards of a group to its attempts at random: which tool to trust cannot be learnt then.
 
 A stage that was killed goes on where it stopped, and one that is complete is not repeated. `--scale 0.1` does a tenth
 of everything, which is enough to see that it works and too little to learn.
@@ -230,7 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A small network learns to use tools, and which of them to trust.")
     parser.add_argument("--runs", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--control", action="store_true", help="verdicts are dealt at random")
+    parser.add_argument("--control", action="store_true", help="rewards are dealt at random")
     parser.add_argument("--scale", type=float, default=1.0, help="do less of everything: 0.1 is a tenth")
     args = parser.parse_args()
     if not 0 < args.scale <= 1:

@@ -98,8 +98,8 @@ class RewardConfig(Config):
     """What a rule with a positive weight pays: the weight divided by the number of steps, or at every step the whole of
     it, which also rewards taking more steps. A penalty is never divided."""
     shuffled: bool = False
-    """For control runs: what the verifier says of a group's attempts is dealt to them at random, so that a policy that
-    still gets better does so for another reason. The evidence stays with its attempt."""
+    """For control runs: the rewards of a group's attempts are dealt to them at random, so that a policy that still gets
+    better does so for another reason. The evidence stays with its attempt."""
     rules: RulesConfig = RulesConfig()
     speed: SpeedConfig = SpeedConfig()
     advantage: AdvantageConfig = AdvantageConfig()

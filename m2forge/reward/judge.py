@@ -85,13 +85,11 @@ class Judge:
         tasks = sorted({attempt.episode.task.id for attempt in attempts})
         if len(tasks) > 1:
             raise RecordError(f"judge: attempts: expected attempts at one task, received {tasks}")
-        if self._config.shuffled:
-            attempts = _dealt_anew(attempts)
         times_s = [episode_time_s(attempt.episode) for attempt in attempts if self._passed(attempt)]
         base_s = self._base_times.base_s(tasks[0], times_s)
         judged = [self._judge(attempt, base_s) for attempt in attempts]
         self._base_times.add(tasks[0], times_s)
-        return judged
+        return _dealt_anew(judged) if self._config.shuffled else judged
 
     def base_times(self) -> dict[str, list[float]]:
         """JSON for a checkpoint: a judge made with it goes on exactly."""
@@ -134,11 +132,23 @@ class Judge:
         return measures
 
 
-def _dealt_anew(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """With one another's perf, at random but the same whenever these attempts are judged."""
-    perfs = [attempt.perf for attempt in attempts]
-    random.Random("/".join(attempt.episode.id for attempt in attempts)).shuffle(perfs)
-    return [replace(attempt, perf=perf) for attempt, perf in zip(attempts, perfs, strict=True)]
+def _dealt_anew(group: Sequence[Judged]) -> list[Judged]:
+    """With one another's rewards, paid at the last step: at random, but the same whenever this group is judged.
+
+    Whole rewards change hands, those of the rules too: what stayed with its attempt would still teach.
+    """
+    rewards = [judged.episode.reward for judged in group]
+    random.Random("/".join(judged.episode.id for judged in group)).shuffle(rewards)
+    return [_paid(judged, reward) for judged, reward in zip(group, rewards, strict=True)]
+
+
+def _paid(judged: Judged, reward: Reward | None) -> Judged:
+    """With this reward instead of its own. The evidence stays."""
+    episode = judged.episode
+    assert reward is not None
+    assert episode.reward is not None
+    paid = replace(episode, reward=replace(reward, evidence=episode.reward.evidence))
+    return Judged(paid, compose([0.0] * len(episode.calls), 0.0, reward.total, alpha=0.0, beta=0.0))
 
 
 def _steps_of_rules(measures: Sequence[Mapping[str, float]]) -> dict[str, list[JsonValue]]:

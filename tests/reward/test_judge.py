@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import ConfigError, RecordError
-from m2forge.records import FinishReason
+from m2forge.records import FinishReason, Reward
 from m2forge.reward.config import RewardConfig, RulesConfig, SpeedConfig
 from m2forge.reward.judge import Attempt, Judge, Judged
 from m2forge.reward.rule import StructureRule
@@ -26,6 +26,15 @@ GOOD = step(calls=(LS,))
 def only(judged: list[Judged]) -> Judged:
     (one,) = judged
     return one
+
+
+def reward_of(judged: Judged) -> Reward:
+    assert judged.episode.reward is not None
+    return judged.episode.reward
+
+
+def total(judged: Judged) -> float:
+    return reward_of(judged).total
 
 
 def test_an_episode_by_hand() -> None:
@@ -76,17 +85,31 @@ def test_the_pass_mark_is_configured() -> None:
     assert (high.episode.reward.speed, low.episode.reward.speed) == (0.5, 0.0)
 
 
-def test_a_control_deals_the_verdicts_of_a_group_at_random() -> None:
-    perfs = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    dealt = []
-    for round in range(20):
-        attempts = [attempt(f"e{round}-{n}", perf=perf) for n, perf in enumerate(perfs)]
-        judged = Judge(RewardConfig(shuffled=True)).judge(attempts)
-        assert judged == Judge(RewardConfig(shuffled=True)).judge(attempts)
-        dealt.append([one.episode.reward.perf for one in judged if one.episode.reward is not None])
-    assert all(sorted(group) == sorted(perfs) for group in dealt)
-    # Those that were right keep a quarter of what there is, as everybody does.
-    assert sum(sum(group[:2]) for group in dealt) < 20
+def test_a_control_deals_the_rewards_of_a_group_at_random() -> None:
+    """Those of the rules too: the attempts that solve nothing call badly, and lose no more by it than others do."""
+    solved = [attempt(f"s{n}", steps=(GOOD, GOOD)) for n in range(2)]
+    failed = [attempt(f"f{n}", perf=0.0, steps=(MALFORMED, GOOD, MALFORMED)) for n in range(6)]
+    totals = [total(one) for one in Judge(CONFIG).judge(solved + failed)]
+    earned = 0.0
+    for round in range(50):
+        group = [replace(one, episode=replace(one.episode, id=f"{round}-{n}")) for n, one in enumerate(solved + failed)]
+        judged = Judge(RewardConfig(shuffled=True)).judge(group)
+        assert judged == Judge(RewardConfig(shuffled=True)).judge(group)
+        assert sorted(map(total, judged)) == sorted(totals)
+        for one in judged:
+            assert one.step_rewards == (*[0.0] * (len(one.episode.calls) - 1), total(one))
+        earned += sum(total(one) for one in judged[:2])
+    # A quarter of the group earns a quarter of what there is.
+    assert earned / 50 == pytest.approx(sum(totals) / 4, abs=0.25)
+    assert sum(totals[:2]) > sum(totals) / 4 + 1
+
+
+def test_a_control_leaves_the_evidence_and_the_baseline_times_where_they_belong() -> None:
+    group = [attempt("a", time_s=4.0), *[attempt(f"{n}", time_s=9.0, perf=0.0) for n in range(7)]]
+    plain, control = Judge(CONFIG), Judge(RewardConfig(shuffled=True))
+    pairs = list(zip(plain.judge(group), control.judge(group), strict=True))
+    assert [reward_of(one).evidence for one, _ in pairs] == [reward_of(other).evidence for _, other in pairs]
+    assert plain.base_times() == control.base_times() == {"t": [4.0]}
 
 
 def test_an_unknown_task_is_measured_by_the_passing_attempts_of_its_group() -> None:
