@@ -119,6 +119,7 @@ class Loop:
         writer: PoolWriter,
     ) -> None:
         attempts = Attempts(agents, self.pool, writer, self.judge, self.format, self._note_group)
+        self._keep(background, agents.workers.watch())
         await self._while_alive(background, agents.gateway.wait_until_up())
         await self._take_over(writer, agents.gateway)
         await attempts.judge_whole()

@@ -6,25 +6,27 @@ A worker is any program that reads jobs, one JSON object a line, and writes answ
     {"id": "…", "answer": "…"}   or   {"id": "…", "error": "…"}                             from its standard output
 
 It may work on several jobs at once and answer them in any order. A worker that dies is started again; the jobs that it
-had are told so. What it prints besides is its own affair: lines that are no answers are passed over.
+had are told so. A program that does nothing but die is given up, and with it the run. What it prints besides is its own
+affair: lines that are no answers are passed over.
 """
 
 import asyncio
 import json
 import logging
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from m2forge.errors import DataError, EngineError
 from m2forge.forge.config import AgentConfig
-from m2forge.protocols import Command, Endpoint, Worker
+from m2forge.protocols import Command, Endpoint, Outcome, Worker
 from m2forge.records import JsonValue, Task
 from m2forge.sandbox.process import ProcessSandbox
 
 RESTART_S = 0.5
-MAX_DEATHS = 20
-"""Workers that died one after the other without an answer between: the program is broken."""
+MAX_DEATHS = 10
+"""For each worker there is: so many deaths without an answer between, and the program is broken."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class Workers:
         self._tasks: list[asyncio.Task[None]] = []
         self._is_up = asyncio.Event()
         self._num_deaths = 0
+        """Since the last answer."""
+        self._last_words = ""
         self._broken: JobError | None = None
 
     async def __aenter__(self) -> "Workers":
@@ -71,10 +75,17 @@ class Workers:
         for sandbox in self._sandboxes:
             await sandbox.close()
 
+    async def watch(self) -> None:
+        """Raises when the program is found to be broken; until then it does not end."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+
     async def attempt(self, id: str, task: Task, endpoint: Endpoint) -> str:
-        """The answer to a task; raises `JobError`, or `TimeoutError` after the attempt's time."""
+        """The answer to a task; raises `JobError`, or `TimeoutError` after the attempt's time, which begins when a
+        worker is there."""
+        desk = await self._free_desk()
         async with asyncio.timeout(self._config.timeout_s):
-            desk = await self._free_desk()
             assert desk.worker is not None
             future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             desk.jobs[id] = future
@@ -109,13 +120,23 @@ class Workers:
                 desk.worker = None
                 outcome = await worker.stop()
                 self._fail_jobs(desk, f"{desk.name} ended with status {outcome.status}")
-            self._num_deaths += 1
-            last_words = outcome.stderr.text()[-1000:].strip()
-            _log.warning("%s ended with status %d: %s", desk.name, outcome.status, last_words or "it said nothing")
-            if self._num_deaths >= MAX_DEATHS:
-                self._broken = JobError(f"the agent's program ends as soon as it starts: {last_words}")
-                self._is_up.set()
+            self._note_death(desk, outcome)
             await asyncio.sleep(RESTART_S)
+
+    def _note_death(self, desk: _Desk, outcome: Outcome) -> None:
+        self._num_deaths += 1
+        last_words = outcome.stderr.text()[-1000:].strip() or "it said nothing"
+        if last_words != self._last_words:
+            self._last_words = last_words
+            _log.warning("%s ended with status %d: %s", desk.name, outcome.status, last_words)
+        if self._num_deaths >= MAX_DEATHS * len(self._desks) and self._broken is None:
+            self._broken = JobError(
+                f"the agent's program ended {self._num_deaths} times without an answer, at last with status "
+                f"{outcome.status}: {last_words.splitlines()[-1]}; see that `{shlex.join(self._command.argv)}` starts "
+                f"in an empty folder with no environment variables but those of agent.sandbox.inherits"
+            )
+            self._is_up.set()
+            raise self._broken
 
     def _take(self, desk: _Desk, line: bytes) -> None:
         try:

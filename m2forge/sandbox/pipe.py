@@ -83,5 +83,7 @@ class Drain(asyncio.BaseProtocol):
             self._transport.close()
 
     def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        transport = self._transport
+        # One that is closed and has nothing left to write is as good as gone; asyncio would report its end twice.
+        if transport is not None and (not transport.is_closing() or transport.get_write_buffer_size()):
+            transport.abort()

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
+from m2forge.errors import EngineError
+from m2forge.forge.check import read_checks
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import read_kept
 from m2forge.forge.layout import Layout
@@ -97,6 +99,20 @@ def test_terminated_it_says_one_line_and_leaves_nothing_behind(model: Path, tmp_
     assert not processes_of(tmp_path), "a process outlived its loop"
     lines = [line for line in said.decode().splitlines() if not line.startswith("run ") and "INFO" not in line]
     assert lines == ["m2forge: interrupted"], said.decode()
+
+
+@pytest.mark.parametrize("num_tasks", [4, 0], ids=["while it checks", "while it learns"])
+def test_an_agent_that_cannot_start_ends_the_run_with_one_error(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tasks: int
+) -> None:
+    monkeypatch.setattr("m2forge.forge.worker.RESTART_S", 0.0)
+    config = make_run(model, num_steps=3)
+    broken = config.agent.model_copy(update={"command": (sys.executable, "-c", "import no_such_module")})
+    check = config.check.model_copy(update={"num_tasks": num_tasks})
+    with pytest.raises(EngineError, match="No module named 'no_such_module'"):
+        run_forge(config.model_copy(update={"agent": broken, "check": check}), tmp_path)
+    assert not processes_of(tmp_path), "a process outlived its loop"
+    assert not read_checks(Layout(tmp_path / "run").checks), "nobody was checked"
 
 
 @pytest.mark.parametrize("moment", ["inside", "after"])

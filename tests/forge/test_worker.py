@@ -84,20 +84,50 @@ def test_an_attempt_ends_with_its_time(tmp_path: Path) -> None:
     assert asyncio.run(scene()).startswith("again by")
 
 
-def test_a_program_that_cannot_start_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_program_that_cannot_start_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_workers: int
+) -> None:
     monkeypatch.setattr("m2forge.forge.worker.RESTART_S", 0.0)
-    monkeypatch.setattr("m2forge.forge.worker.MAX_DEATHS", 3)
 
     async def scene() -> None:
-        async with make_workers(tmp_path, "import no_such_module") as workers:
-            for _ in range(5):
-                with pytest.raises(JobError):
-                    await workers.attempt("0", make_task("job"), ENDPOINT)
-                await asyncio.sleep(0.3)
+        async with make_workers(tmp_path, "import no_such_module", num_workers=num_workers) as workers:
+            with pytest.raises(JobError, match=f"{10 * num_workers} times .* No module named 'no_such_module'; see"):
+                await workers.watch()
             with pytest.raises(JobError, match="no_such_module"):
                 await workers.attempt("1", make_task("job"), ENDPOINT)
 
     asyncio.run(scene())
+    assert len(caplog.records) == 1, "what it says each time is told once"
+
+
+def test_a_program_that_answers_now_and_then_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m2forge.forge.worker.RESTART_S", 0.0)
+    monkeypatch.setattr("m2forge.forge.worker.MAX_DEATHS", 2)
+
+    async def scene() -> None:
+        async with make_workers(tmp_path) as workers:
+            watching = asyncio.create_task(workers.watch())
+            for n in range(4):
+                with pytest.raises(JobError, match="status 3"):
+                    await workers.attempt("0", make_task("die"), ENDPOINT)
+                await workers.attempt(str(n), make_task("job"), ENDPOINT)
+            assert not watching.done()
+            watching.cancel()
+
+    asyncio.run(scene())
+
+
+def test_the_time_of_an_attempt_begins_when_there_is_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m2forge.forge.worker.RESTART_S", 3.0)
+
+    async def scene() -> str:
+        async with make_workers(tmp_path, timeout_s=2.0) as workers:
+            with pytest.raises(JobError, match="status 3"):
+                await workers.attempt("0", make_task("die"), ENDPOINT)
+            return await workers.attempt("1", make_task("job"), ENDPOINT)
+
+    assert asyncio.run(scene()).startswith("job by")
 
 
 def test_a_path_is_taken_from_where_the_loop_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
