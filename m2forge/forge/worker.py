@@ -59,6 +59,7 @@ class Workers:
         self._num_deaths = 0
         """Since the last answer."""
         self._last_words = ""
+        """Of the program, when it died; those of a row of deaths are told once."""
         self._broken: JobError | None = None
 
     async def __aenter__(self) -> "Workers":
@@ -126,7 +127,7 @@ class Workers:
     def _note_death(self, desk: _Desk, outcome: Outcome) -> None:
         self._num_deaths += 1
         last_words = outcome.stderr.text()[-1000:].strip() or "it said nothing"
-        if last_words != self._last_words:
+        if self._num_deaths == 1 or last_words != self._last_words:
             self._last_words = last_words
             _log.warning("%s ended with status %d: %s", desk.name, outcome.status, last_words)
         if self._num_deaths >= MAX_DEATHS * len(self._desks) and self._broken is None:

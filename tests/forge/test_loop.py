@@ -105,6 +105,8 @@ def test_terminated_it_says_one_line_and_leaves_nothing_behind(model: Path, tmp_
 def test_an_agent_that_cannot_start_ends_the_run_with_one_error(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tasks: int
 ) -> None:
+    run = Loop.run
+    monkeypatch.setattr(Loop, "run", lambda loop: asyncio.wait_for(run(loop), timeout=60))
     monkeypatch.setattr("m2forge.forge.worker.RESTART_S", 0.0)
     config = make_run(model, num_steps=3)
     broken = config.agent.model_copy(update={"command": (sys.executable, "-c", "import no_such_module")})

@@ -101,7 +101,9 @@ def test_a_program_that_cannot_start_is_given_up(
     assert len(caplog.records) == 1, "what it says each time is told once"
 
 
-def test_a_program_that_answers_now_and_then_is_not_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_answers_now_and_then_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("m2forge.forge.worker.RESTART_S", 0.0)
     monkeypatch.setattr("m2forge.forge.worker.MAX_DEATHS", 2)
 
@@ -116,6 +118,7 @@ def test_a_program_that_answers_now_and_then_is_not_given_up(tmp_path: Path, mon
             watching.cancel()
 
     asyncio.run(scene())
+    assert len(caplog.records) == 4, "each death is told"
 
 
 def test_the_time_of_an_attempt_begins_when_there_is_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
