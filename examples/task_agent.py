@@ -7,6 +7,7 @@ Where the policy is, and with which key, every job says. The tools are those of 
 import asyncio
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import openai
@@ -61,11 +62,24 @@ async def work(client: openai.AsyncOpenAI, job: dict[str, Any]) -> None:
 
 async def main() -> None:
     client = openai.AsyncOpenAI(api_key="given by each job")
-    running: set[asyncio.Task[None]] = set()
+    running: dict[str, asyncio.Task[None]] = {}
+
+    def end(id: str, task: asyncio.Task[None]) -> None:
+        del running[id]
+        if task.cancelled():
+            print(json.dumps({"id": id, "cancelled": True}), flush=True)
+
     while line := await asyncio.to_thread(sys.stdin.readline):
-        running.add(task := asyncio.create_task(work(client, json.loads(line))))
-        task.add_done_callback(running.discard)
-    await asyncio.gather(*running)
+        job = json.loads(line)
+        id = job["id"]
+        if job.get("cancel"):
+            # A job that is over has been answered, which confirms as well.
+            if id in running:
+                running[id].cancel()
+        else:
+            running[id] = asyncio.create_task(work(client, job))
+            running[id].add_done_callback(partial(end, id))
+    await asyncio.gather(*running.values())
 
 
 if __name__ == "__main__":

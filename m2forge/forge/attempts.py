@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from m2forge.errors import M2ForgeError
 from m2forge.forge.config import AgentConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
-from m2forge.forge.worker import JobError, WorkerDiedError, Workers
+from m2forge.forge.worker import JobError, StuckError, WorkerDiedError, Workers
 from m2forge.pool.pool import Pool
 from m2forge.pool.record import Rewarding
 from m2forge.pool.state import LeaseLostError, StateError
@@ -100,14 +100,18 @@ class Agents:
                 await self.gateway.wait_until_up()
                 self._num_up = num_starts
             endpoint = await self.gateway.open(name, task.id, group, self._budget)
-            answer, failure = "", None
+            answer, failure, is_stuck = "", None, False
             try:
                 answer = await self.workers.attempt(name, task, endpoint)
-            except TimeoutError:
+            except TimeoutError as error:
                 if self._num_starts() != num_starts:
                     raise Interrupted("time ran out while a process was away") from None
-                failure = TIMEOUT
-            return Tried(answer, await self.gateway.close(name), failure)
+                failure, is_stuck = TIMEOUT, isinstance(error, StuckError)
+            tree = await self.gateway.close(name)
+            if is_stuck and not tree.samples:
+                # It may have waited behind another job that the worker was stuck in.
+                raise JobError("time ran out before the agent asked the policy, in a worker that was stuck")
+            return Tried(answer, tree, failure)
         except M2ForgeError as error:
             await self.gateway.forget([name])
             await self.gateway.wait_until_up()

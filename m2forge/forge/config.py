@@ -45,6 +45,8 @@ class AgentConfig(Config):
     """Attempts that each of them works on at once; 1 for a program that does one thing after another."""
     timeout_s: Seconds = 120.0
     """Of one attempt. The window stalls behind an attempt that never ends."""
+    cancel_s: Seconds = 5.0
+    """How long a worker may take to confirm that it cancelled a job; then it is restarted."""
     budget: Budget = Budget(max_calls=32)
     """Of one attempt, beside its time."""
     sandbox: SandboxConfig = SandboxConfig(timeout_s=7 * 86400.0)

@@ -3,16 +3,23 @@
 A worker is any program that reads jobs, one JSON object a line, and writes answers:
 
     {"id": "…", "base_url": "http://…/v1", "api_key": "…", "model": "policy", "task": {…}}      to its standard input
+    {"id": "…", "cancel": true}                                                             the job is over: stop it
     {"id": "…", "answer": "…"}   or   {"id": "…", "error": "…"}                             from its standard output
+    {"id": "…", "cancelled": true}                                                          confirms a cancel
 
-It may work on several jobs at once and answer them in any order. A worker that dies is started again; the jobs that it
-had are told so. A program that does nothing but die is given up, and with it the run. What it prints besides is its own
-affair: lines that are no answers are passed over.
+It may work on several jobs at once and answer them in any order. A job whose time ran out, or whose attempt was given
+up, is cancelled: its slot is free when the worker confirms, by `cancelled` or by any other line for that id. A worker
+that does not confirm within `agent.cancel_s` may be stuck, so it is restarted, and its other jobs end with
+`WorkerDiedError`. A worker that dies is restarted likewise. A program that does nothing but die ends the run.
+
+A program may print other lines; the loop ignores them. A line that looks like JSON but cannot be read, or is nested
+deeper than `MAX_DEPTH`, is dropped with a warning.
 """
 
 import asyncio
 import json
 import logging
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,8 +30,11 @@ from m2forge.forge.config import AgentConfig
 from m2forge.protocols import Command, Endpoint, Outcome, Worker
 from m2forge.records import JsonValue, Task
 from m2forge.sandbox.process import ProcessSandbox
+from m2forge.text.json_value import parse_json
 
 RESTART_S = 0.5
+MAX_DEPTH = 32
+"""Nesting of a worker's line."""
 MAX_DEATHS = 10
 """For each worker there is: so many deaths without an answer between, and the program is broken."""
 
@@ -39,13 +49,25 @@ class WorkerDiedError(JobError):
     """An attempt whose worker died; it may not have been this attempt that killed it."""
 
 
+class StuckError(TimeoutError):
+    """An attempt whose time ran out in a worker that did not confirm the cancel and was restarted."""
+
+
 @dataclass(eq=False, slots=True)
 class _Desk:
     """One worker's place: the process of the moment, and the jobs it has."""
 
     name: str
     jobs: dict[str, asyncio.Future[str]] = field(default_factory=dict)
+    cancelled: dict[str, asyncio.Future[bool]] = field(default_factory=dict)
+    """Jobs that the worker was asked to stop; each future tells whether it confirmed or is gone."""
     worker: Worker | None = None
+    is_stuck: bool = False
+    """Whether the loop is ending the worker because it did not confirm a cancel."""
+
+    @property
+    def num_taken(self) -> int:
+        return len(self.jobs) + len(self.cancelled)
 
 
 class Workers:
@@ -55,7 +77,11 @@ class Workers:
         self._desks = [_Desk(f"worker-{index}") for index in range(config.num_workers)]
         self._sandboxes = [ProcessSandbox(folder / desk.name, config.sandbox) for desk in self._desks]
         self._tasks: list[asyncio.Task[None]] = []
-        self._is_up = asyncio.Event()
+        self._cancels: set[asyncio.Task[bool]] = set()
+        self._has_changed = asyncio.Event()
+        """Set when a slot may have become free."""
+        self._num_dropped = 0
+        """Lines that could not be read."""
         self._num_deaths = 0
         """Since the last answer."""
         self._last_words = ""
@@ -70,9 +96,10 @@ class Workers:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for task in self._tasks:
+        ending = [*self._tasks, *self._cancels]
+        for task in ending:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
         for sandbox in self._sandboxes:
             await sandbox.close()
 
@@ -84,34 +111,73 @@ class Workers:
 
     async def attempt(self, id: str, task: Task, endpoint: Endpoint) -> str:
         """The answer to a task; raises `JobError`, or `TimeoutError` after the attempt's time, which begins when a
-        worker is there."""
+        worker has a free slot."""
         desk = await self._free_desk()
-        async with asyncio.timeout(self._config.timeout_s):
-            assert desk.worker is not None
-            future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            desk.jobs[id] = future
-            try:
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        desk.jobs[id] = future
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                assert desk.worker is not None
                 await desk.worker.send(_job(id, task, endpoint))
                 return await future
-            finally:
-                desk.jobs.pop(id, None)
+        except TimeoutError:
+            if not await asyncio.shield(self._cancel(desk, id)):
+                raise StuckError(f"{desk.name} did not confirm that it cancelled the job") from None
+            raise
+        except asyncio.CancelledError:
+            self._cancel(desk, id)
+            raise
+        finally:
+            if desk.jobs.get(id) is future:
+                del desk.jobs[id]
+            self._has_changed.set()
+
+    def _cancel(self, desk: _Desk, id: str) -> asyncio.Task[bool]:
+        """Asks the worker to stop a job; the task tells whether it confirmed."""
+        task = asyncio.create_task(self._confirm(desk, id))
+        if desk.jobs.pop(id, None) is not None:
+            desk.cancelled[id] = asyncio.get_running_loop().create_future()
+        self._cancels.add(task)
+        task.add_done_callback(self._cancels.discard)
+        return task
+
+    async def _confirm(self, desk: _Desk, id: str) -> bool:
+        confirmed, worker = desk.cancelled.get(id), desk.worker
+        if confirmed is None or worker is None:
+            return True  # The worker is gone, and the job with it.
+        line = json.dumps({"id": id, "cancel": True}).encode() + b"\n"
+        try:
+            async with asyncio.timeout(self._config.cancel_s):
+                await worker.send(line)
+                return await asyncio.shield(confirmed)
+        except TimeoutError:
+            # Another job's cancel may have restarted the worker meanwhile.
+            if desk.worker is worker and not confirmed.done():
+                _log.warning("%s did not cancel %s within %g s; restarting it", desk.name, id, self._config.cancel_s)
+                desk.is_stuck = True
+                await worker.stop()
+            return False
 
     async def _free_desk(self) -> _Desk:
-        """The worker with fewest jobs; there is one that is not full, because no more attempts are made at once."""
+        """The worker with the fewest jobs, as soon as one has a free slot."""
         while True:
             if self._broken is not None:
                 raise self._broken
-            up = [desk for desk in self._desks if desk.worker is not None]
-            if up:
-                return min(up, key=lambda desk: len(desk.jobs))
-            self._is_up.clear()
-            await self._is_up.wait()
+            free = [
+                desk
+                for desk in self._desks
+                if desk.worker is not None and not desk.is_stuck and desk.num_taken < self._config.jobs_per_worker
+            ]
+            if free:
+                return min(free, key=lambda desk: desk.num_taken)
+            self._has_changed.clear()
+            await self._has_changed.wait()
 
     async def _keep(self, desk: _Desk, sandbox: ProcessSandbox) -> None:
         while self._broken is None:
             worker = await sandbox.start(self._command)
-            desk.worker = worker
-            self._is_up.set()
+            desk.worker, desk.is_stuck = worker, False
+            self._has_changed.set()
             try:
                 while line := await worker.receive_line():
                     self._take(desk, line)
@@ -121,8 +187,9 @@ class Workers:
                 desk.worker = None
                 outcome = await worker.stop()
                 self._fail_jobs(desk, f"{desk.name} ended with status {outcome.status}")
-            self._note_death(desk, outcome)
-            await asyncio.sleep(RESTART_S)
+            if not desk.is_stuck:
+                self._note_death(desk, outcome)
+                await asyncio.sleep(RESTART_S)
 
     def _note_death(self, desk: _Desk, outcome: Outcome) -> None:
         self._num_deaths += 1
@@ -136,28 +203,49 @@ class Workers:
                 f"{outcome.status}: {last_words.splitlines()[-1]}; see that `{shlex.join(self._command.argv)}` starts "
                 f"in an empty folder with no environment variables but those of agent.sandbox.inherits"
             )
-            self._is_up.set()
+            self._has_changed.set()
             raise self._broken
 
     def _take(self, desk: _Desk, line: bytes) -> None:
         try:
-            told = json.loads(line)
-        except ValueError:
+            told = parse_json(line.decode(), MAX_DEPTH)
+        except (ValueError, MemoryError) as error:
+            if line.lstrip()[:1] in (b"{", b"["):
+                self._note_dropped(desk, line, error)
             return
-        future = desk.jobs.get(str(told.get("id"))) if isinstance(told, dict) else None
+        id = told.get("id") if isinstance(told, dict) else None
+        if not isinstance(told, dict) or not isinstance(id, str):
+            return
+        confirmed, future = desk.cancelled.pop(id, None), desk.jobs.get(id)
+        if confirmed is not None:
+            self._has_changed.set()
+            if not confirmed.done():
+                confirmed.set_result(True)
         if future is None or future.done():
             return
         self._num_deaths = 0
-        if isinstance(told.get("answer"), str):
-            future.set_result(told["answer"])
+        answer = told.get("answer")
+        if isinstance(answer, str):
+            future.set_result(answer)
         else:
             future.set_exception(JobError(f"the agent could not go on: {told.get('error')!r}"))
+
+    def _note_dropped(self, desk: _Desk, line: bytes, error: Exception) -> None:
+        self._num_dropped += 1
+        if math.log10(self._num_dropped).is_integer():
+            _log.warning(
+                "%s: dropped a line of %d bytes (%s); %d so far", desk.name, len(line), error, self._num_dropped
+            )
 
     def _fail_jobs(self, desk: _Desk, reason: str) -> None:
         for future in desk.jobs.values():
             if not future.done():
                 future.set_exception(WorkerDiedError(reason))
-        desk.jobs = {}
+        for confirmed in desk.cancelled.values():
+            if not confirmed.done():
+                confirmed.set_result(False)
+        desk.jobs, desk.cancelled = {}, {}
+        self._has_changed.set()
 
 
 def _job(id: str, task: Task, endpoint: Endpoint) -> bytes:

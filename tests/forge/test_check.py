@@ -11,7 +11,7 @@ from m2forge.forge.attempts import TIMEOUT, Agents, Interrupted, Tried
 from m2forge.forge.check import Check, check
 from m2forge.forge.config import AgentConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
-from m2forge.forge.worker import Workers
+from m2forge.forge.worker import JobError, Workers
 from m2forge.gateway.config import GatewayConfig
 from m2forge.records import Task
 from m2forge.tasks.catalog import find_family
@@ -30,7 +30,13 @@ for line in sys.stdin:
         sys.exit(1)
     print(json.dumps({"id": json.loads(line)["id"], "answer": "?"}), flush=True)
 """
-SILENT = "import sys; sys.stdin.read()"
+SILENT = """
+import json, sys
+for line in sys.stdin:
+    if "cancel" in line:
+        print(json.dumps({"id": json.loads(line)["id"], "cancelled": True}), flush=True)
+"""
+STUCK = "import sys, time; sys.stdin.readline(); time.sleep(60)"
 COMPLAINING = """
 import json, sys
 for line in sys.stdin:
@@ -73,3 +79,16 @@ def test_time_that_ran_out_counts_unless_a_process_was_started_again_meanwhile(t
 
     with live(minimax(), config=GatewayConfig(port=0)) as gateway:
         assert asyncio.run(scene(gateway)).failure == TIMEOUT
+
+
+def test_time_that_ran_out_in_a_stuck_worker_before_any_call_is_not_the_policys(tmp_path: Path) -> None:
+    config = AgentConfig(command=(sys.executable, "-c", STUCK), timeout_s=1.0, cancel_s=0.2)
+    task: Task = TaskSet(find_family("chain"), "held_out", 1).next(1, 3)
+
+    async def scene(gateway: Live) -> None:
+        async with GatewayAdmin(gateway.url, ADMIN_KEY) as admin, Workers(config, tmp_path) as workers:
+            with pytest.raises(JobError, match="worker that was stuck"):
+                await Agents(config, admin, workers, lambda: 0).attempt("g0-0-1", task, "g0")
+
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+        asyncio.run(scene(gateway))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from m2forge.forge.config import AgentConfig
-from m2forge.forge.worker import JobError, Workers, from_here
+from m2forge.forge.worker import JobError, StuckError, WorkerDiedError, Workers, from_here
 from m2forge.protocols import Endpoint
 from m2forge.records import Domain, Task
 
@@ -16,6 +16,9 @@ import json, os, sys
 print("hello, this is no answer")
 for line in sys.stdin:
     job = json.loads(line)
+    if "cancel" in job:
+        print(json.dumps({"id": job["id"], "cancelled": True}), flush=True)
+        continue
     what = job["task"]["instruction"]
     if what == "die":
         os._exit(3)
@@ -27,6 +30,25 @@ for line in sys.stdin:
         told = {"answer": f"{what} by {os.getpid()} at {job['base_url']} with {job['api_key']}"}
     print("[1, 2]\\n" + json.dumps({"id": "somebody else's", "answer": "x"}))
     print(json.dumps({"id": job["id"]} | told), flush=True)
+"""
+# Does one job after another, and reads nothing meanwhile.
+SLEEPING = """
+import json, sys, time
+for line in sys.stdin:
+    job = json.loads(line)
+    if "task" in job:
+        if job["task"]["instruction"] == "hang":
+            time.sleep(60)
+        print(json.dumps({"id": job["id"], "answer": job["task"]["instruction"]}), flush=True)
+"""
+MALFORMED = """
+import json, sys
+for line in sys.stdin:
+    print("[" * 60_000)
+    print('{"id": ' * 500)
+    print('{"answer": NaN}')
+    sys.stdout.buffer.write(bytes([123, 255, 10]))
+    print(json.dumps({"id": json.loads(line)["id"], "answer": "whole"}), flush=True)
 """
 ENDPOINT = Endpoint("http://127.0.0.1:1", "key")
 
@@ -82,6 +104,66 @@ def test_an_attempt_ends_with_its_time(tmp_path: Path) -> None:
             return await workers.attempt("0", make_task("again"), ENDPOINT)
 
     assert asyncio.run(scene()).startswith("again by")
+
+
+@pytest.mark.parametrize("num_jobs", [1, 3])
+def test_healthy_attempts_succeed_behind_one_that_hangs(tmp_path: Path, num_jobs: int) -> None:
+    async def scene() -> list[str | BaseException]:
+        async with make_workers(tmp_path, SLEEPING, jobs_per_worker=num_jobs, timeout_s=2.0, cancel_s=0.3) as workers:
+            hanging = asyncio.create_task(workers.attempt("hanging", make_task("hang"), ENDPOINT))
+            await asyncio.sleep(1.0)
+            return await asyncio.gather(hanging, *(again(workers, n) for n in range(6)), return_exceptions=True)
+
+    async def again(workers: Workers, n: int) -> str:
+        """Jobs that the stuck worker had begin again, as the loop's do."""
+        while True:
+            try:
+                return await workers.attempt(f"{n}", make_task(f"job {n}"), ENDPOINT)
+            except WorkerDiedError:
+                continue
+
+    hung, *answers = asyncio.run(scene())
+    assert isinstance(hung, StuckError)
+    assert answers == [f"job {n}" for n in range(6)]
+
+
+def test_a_slot_is_free_only_when_the_cancel_is_confirmed(tmp_path: Path) -> None:
+    """A worker that confirms keeps its other jobs, and its process."""
+
+    async def scene() -> tuple[str, str]:
+        async with make_workers(tmp_path, timeout_s=1.0, jobs_per_worker=1) as workers:
+            first = await workers.attempt("0", make_task("job"), ENDPOINT)
+            with pytest.raises(TimeoutError) as caught:
+                await workers.attempt("1", make_task("hang"), ENDPOINT)
+            assert not isinstance(caught.value, StuckError)
+            given_up = asyncio.create_task(workers.attempt("2", make_task("hang"), ENDPOINT))
+            await asyncio.sleep(0.1)
+            given_up.cancel()
+            return first, await workers.attempt("3", make_task("job"), ENDPOINT)
+
+    first, last = asyncio.run(scene())
+    assert first == last, "the same process answered"
+
+
+def test_a_stuck_worker_takes_no_job_until_it_is_restarted(tmp_path: Path) -> None:
+    async def scene() -> str:
+        async with make_workers(tmp_path, SLEEPING, timeout_s=1.5, cancel_s=0.5, jobs_per_worker=1) as workers:
+            given_up = asyncio.create_task(workers.attempt("0", make_task("hang"), ENDPOINT))
+            await asyncio.sleep(0.5)
+            given_up.cancel()
+            await asyncio.sleep(0)
+            return await workers.attempt("1", make_task("job"), ENDPOINT)
+
+    assert asyncio.run(scene()) == "job"
+
+
+def test_malformed_lines_are_dropped_with_a_counted_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> list[str]:
+        async with make_workers(tmp_path, MALFORMED) as workers:
+            return [await workers.attempt(str(n), make_task("job"), ENDPOINT) for n in range(4)]
+
+    assert asyncio.run(scene()) == ["whole"] * 4
+    assert [record.getMessage().rpartition("; ")[2] for record in caplog.records] == ["1 so far", "10 so far"]
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
