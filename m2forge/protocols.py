@@ -140,6 +140,8 @@ class OutcomeReason(StrEnum):
     """It wrote more than it may, where the sandbox ends such commands."""
     KILLED = "killed"
     """Whoever ran it ended it."""
+    TAMPERED = "tampered"
+    """It wrote to the sandbox's own channel, and was killed for it."""
 
 
 @dataclass(frozen=True, slots=True)

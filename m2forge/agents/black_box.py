@@ -94,6 +94,8 @@ def _failure(outcome: Outcome) -> str | None:
             return "wrote more than it may"
         case OutcomeReason.KILLED:
             return "was ended from outside"
+        case OutcomeReason.TAMPERED:
+            return "wrote to the sandbox's own channel, and was killed"
 
 
 def _exit(outcome: Outcome) -> dict[str, JsonValue]:

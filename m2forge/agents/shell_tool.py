@@ -34,5 +34,5 @@ class ShellTool:
                 return f"{text}\n[ended after {self._timeout_s:g} s, the most a command may take]"
             case OutcomeReason.SIGNALLED:
                 return f"{text}\n[ended by signal {-outcome.status}]"
-            case OutcomeReason.FLOODED | OutcomeReason.KILLED:
+            case OutcomeReason.FLOODED | OutcomeReason.KILLED | OutcomeReason.TAMPERED:
                 return f"{text}\n[{outcome.reason}]"

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from m2forge.config import Config
 
-Count = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, lt=1 << 63)]
 Seconds = Annotated[float, Field(gt=0)]
 
 

@@ -1,30 +1,83 @@
 """The process between a sandbox and a command: it starts the command, waits for it, and leaves nothing of it behind.
 
-A script of its own, run as `python -I -S keeper.py CONTROL STATUS` with two inherited pipes. On CONTROL comes what to
-run, a length and a marshalled tuple (see `Order`); on STATUS go the command's id at once, as 8 bytes, and a marshalled
-`Report` at the end. It adopts every process whose parent dies (as a subreaper), so what a command starts cannot get
-away by forking twice or by a session of its own, and when the command is over, all of it is killed. So is it when the
-time is up, and when CONTROL is closed: because whoever ordered it wants that, or is dead, by whatever signal.
+A script of its own, run as `python -I -S keeper.py CONTROL STATUS` with two inherited sockets:
+
+    CONTROL ──▶ a length and an `Order`                closing it kills the command
+    STATUS  ◀── `STARTED` at once, `REPORT` at the end
+
+Every message is a fixed struct; those on STATUS begin with the order's secret, which the command does not have. The
+command inherits neither socket, and no process can open a socket by /proc; a keeper is not dumpable, so that a command
+of the same user can neither trace it nor take its descriptors.
+
+It adopts every process whose parent dies (as a subreaper), so what a command starts cannot get away by forking twice or
+by a session of its own, and when the command is over, all of it is killed. So is it when the time is up, and when
+CONTROL is closed, by a sandbox that ends the command or that dies, by whatever signal.
 
 It imports little, because it is started for each command.
 """
 
 import ctypes
 import errno
-import marshal
 import os
 import resource
 import select
 import signal
+import struct
 import sys
 import time
 
-Order = tuple[list[str], dict[str, str], str, dict[str, int], float, float]
-"""argv, environment, folder, limits by the names of `resource`, seconds until the end, seconds of grace."""
-Report = tuple[int, bool, bool, float, int]
-"""Wait status, whether the time was up, whether it was asked to kill, CPU seconds, bytes of memory at most."""
+SECRET_BYTES = 16
+LIMITS = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_NPROC", "RLIMIT_CORE")
+"""By their names in `resource`, in the order of `Order.limits`."""
+STARTED = struct.Struct(f"<{SECRET_BYTES}sq")
+"""Secret, the command's process id."""
+REPORT = struct.Struct(f"<{SECRET_BYTES}sH??dq")
+"""Secret, wait status, whether the time was up, whether it was asked to kill, CPU seconds, peak memory in bytes."""
+_ORDER = struct.Struct(f"<{SECRET_BYTES}sdd{len(LIMITS)}qII")
+"""Secret, seconds until the end, seconds of grace, limits (-1: none), numbers of arguments and of variables. Then each
+text, behind its length: folder, arguments, names and values of variables."""
+_LENGTH = struct.Struct("<I")
 
-SUBREAPER, DEATH_SIGNAL = 36, 1
+
+class Order:
+    """What to run, and its limits."""
+
+    def __init__(
+        self,
+        secret: bytes,
+        argv: list[str],
+        env: dict[str, str],
+        folder: str,
+        limits: dict[str, int],
+        timeout_s: float,
+        grace_s: float,
+    ) -> None:
+        self.secret, self.argv, self.env, self.folder = secret, argv, env, folder
+        self.limits, self.timeout_s, self.grace_s = limits, timeout_s, grace_s
+
+    def pack(self) -> bytes:
+        limits = (self.limits.get(name, -1) for name in LIMITS)
+        head = _ORDER.pack(self.secret, self.timeout_s, self.grace_s, *limits, len(self.argv), len(self.env))
+        texts = [self.folder, *self.argv, *(text for item in self.env.items() for text in item)]
+        # A text that is no UTF-8 fails where the command is run, as one that holds a null does.
+        encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+        return head + b"".join(_LENGTH.pack(len(text)) + text for text in encoded)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Order":
+        secret, timeout_s, grace_s, *limits, num_argv, num_env = _ORDER.unpack_from(data)
+        texts, start = [], _ORDER.size
+        for _ in range(1 + num_argv + 2 * num_env):
+            (length,) = _LENGTH.unpack_from(data, start)
+            start += _LENGTH.size + length
+            texts.append(data[start - length : start].decode("utf-8", "surrogatepass"))
+        variables = texts[1 + num_argv :]
+        env = dict(zip(variables[::2], variables[1::2], strict=True))
+        set_limits = {name: most for name, most in zip(LIMITS, limits, strict=True) if most >= 0}
+        return cls(secret, texts[1 : 1 + num_argv], env, texts[0], set_limits, timeout_s, grace_s)
+
+
+SUBREAPER, DEATH_SIGNAL, DUMPABLE = 36, 1, 4
 """Of prctl."""
 GIVE_UP_S = 5.0
 """Processes that outlive SIGKILL for so long are stuck in the kernel."""
@@ -36,8 +89,10 @@ CANNOT_RUN, NOT_FOUND = 126, 127
 def main() -> None:
     control, status = int(sys.argv[1]), int(sys.argv[2])
     parent = os.getppid()
-    order: Order = marshal.loads(_read_order(control))
-    if ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0):
+    order = Order.unpack(_read_order(control))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl(DUMPABLE, 0, 0, 0, 0)
+    if prctl(SUBREAPER, 1, 0, 0, 0):
         sys.exit("a process cannot adopt its descendants here; Linux 3.4 or later is needed")
     woken, wake = os.pipe()
     os.set_blocking(woken, False)
@@ -48,18 +103,18 @@ def main() -> None:
     command = os.fork()
     if not command:
         _become(order, {control, status, woken, wake})
-    os.write(status, command.to_bytes(8, "little"))
+    os.write(status, STARTED.pack(order.secret, command))
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)  # the command's alone, so that they end with it
     keeper = Keeper(command, control, woken, parent)
-    keeper.watch(order[4], order[5])
+    keeper.watch(order.timeout_s, order.grace_s)
     keeper.kill_all()
-    report: Report = (keeper.wait_status, keeper.is_timeout, keeper.is_asked, keeper.cpu_s, keeper.max_memory_bytes)
+    report = (keeper.wait_status, keeper.is_timeout, keeper.is_asked, keeper.cpu_s, keeper.max_memory_bytes)
     try:  # noqa: SIM105  (contextlib takes long to import)
-        os.write(status, marshal.dumps(report))
+        os.write(status, REPORT.pack(order.secret, *report))
     except BrokenPipeError:
-        pass  # nobody is left to hear it
+        pass  # the sandbox is gone
 
 
 class Keeper:
@@ -151,7 +206,7 @@ def descendants(ancestor: int) -> list[int]:
 
 def _become(order: Order, pipes: set[int]) -> None:
     """In the child: turn into the command. Never returns."""
-    argv, env, folder, limits, _, _ = order
+    argv = order.argv
     try:
         os.setsid()  # its id is now that of its session and its group
         signal.set_wakeup_fd(-1)
@@ -161,13 +216,13 @@ def _become(order: Order, pipes: set[int]) -> None:
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         for pipe in pipes:
             os.close(pipe)
-        os.chdir(folder)
-        for name, most in limits.items():
+        os.chdir(order.folder)
+        for name, most in order.limits.items():
             kind = getattr(resource, name)
             hard = resource.getrlimit(kind)[1]
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(kind, (most, most))
-        os.execvpe(argv[0], argv, env)
+        os.execvpe(argv[0], argv, order.env)
     except OSError as error:
         os.write(2, f"{argv[0]}: cannot be run: {error.strerror}\n".encode())
         os._exit(NOT_FOUND if error.errno == errno.ENOENT else CANNOT_RUN)

@@ -1,7 +1,10 @@
 """A command under its keeper: started, fed, read, limited, and ended with all that it has started.
 
-    keeper's pipes    control ──▶ what to run; closing it kills          status ◀── how it ended
-    command's pipes   stdin ──▶                                           stdout, stderr ◀──
+    keeper's sockets   control ──▶ what to run; closing it kills          status ◀── how it ended
+    command's pipes    stdin ──▶                                           stdout, stderr ◀──
+
+What arrives on `status` is checked byte by byte against the two messages that a keeper sends (keeper.py). Anything else
+was written by the command, or by a process that it reached: the command is killed, with the reason `tampered`.
 
 Neither a flood of output nor a reader that is slow costs memory: of a command that is run, both streams go into
 captures; a worker's standard output is read as fast as its lines are received.
@@ -9,9 +12,10 @@ captures; a worker's standard output is read as fast as its lines are received.
 
 import asyncio
 import contextlib
-import marshal
+import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,11 +32,16 @@ from m2forge.sandbox.pipe import Drain, Source
 
 _LOADER = ("LD_LIBRARY_PATH",)
 """What an interpreter may need to start. A command can read it, so there is nothing else."""
-_ID_SIZE = 8
 STUCK_S = keeper.GIVE_UP_S + 5.0
 """A keeper that is not done so long after it should be was stopped by its command, or cannot go on; it is killed."""
 LAST_WORDS_S = 1.0
 """How long streams may stay open after all processes are dead: one may have handed them to a stranger."""
+
+
+_ALL_BYTES = keeper.STARTED.size + keeper.REPORT.size
+"""A keeper sends one message of each kind."""
+_Report = tuple[int, bool, bool, float, int]
+"""See `keeper.REPORT`."""
 
 
 @dataclass(slots=True)
@@ -54,7 +63,9 @@ class ProcessWorker:
         self._lines = bytearray()
         self._num_searched = 0
         self._more = asyncio.Event()
-        self._report = bytearray()
+        self._secret = os.urandom(keeper.SECRET_BYTES)
+        self._messages = bytearray()
+        """What came on `status`: at most one byte more than a keeper sends."""
         self._is_over = False
         self._reason: OutcomeReason | None = None
         """Why this side ended it, if it did."""
@@ -65,8 +76,8 @@ class ProcessWorker:
         """`env`: all of it."""
         self._started_s = time.time()
         order = self._order(env, folder)
-        control_end, control = os.pipe()
-        status, status_end = os.pipe()
+        control_end, control = (end.detach() for end in socket.socketpair())
+        status_end, status = (end.detach() for end in socket.socketpair())
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", keeper.__file__, str(control_end), str(status_end)],
@@ -153,8 +164,9 @@ class ProcessWorker:
             "RLIMIT_CORE": 0,
         }
         set_limits = {name: most for name, most in limits.items() if most is not None}
-        order: keeper.Order = (list(command.argv), dict(env), str(folder), set_limits, self._timeout_s, config.grace_s)
-        return marshal.dumps(order)
+        return keeper.Order(
+            self._secret, list(command.argv), dict(env), str(folder), set_limits, self._timeout_s, config.grace_s
+        ).pack()
 
     async def _connect(self, control: int, status: int) -> _Pipes:
         process = self._process
@@ -162,7 +174,7 @@ class ProcessWorker:
         assert process.stdout is not None
         return _Pipes(
             control=await Drain.connect(os.fdopen(control, "wb", buffering=0)),
-            status=await Source.connect(os.fdopen(status, "rb", buffering=0), self._report.extend),
+            status=await Source.connect(os.fdopen(status, "rb", buffering=0), self._take_status),
             stdin=await Drain.connect(process.stdin),
             stdout=await Source.connect(process.stdout, self._take_lines if self._is_fed else self._take_stdout),
             stderr=None if process.stderr is None else await Source.connect(process.stderr, self._take_stderr),
@@ -176,10 +188,10 @@ class ProcessWorker:
         self._alarm.cancel()
         self._process.wait()  # it closes its status by ending
         self._is_over = True
-        if len(self._report) == _ID_SIZE:
+        if len(self._messages) < _ALL_BYTES and (command := self._read_command()) is not None:
             # The keeper was killed before it could report. The command went with it; this is for the command's group.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(int.from_bytes(self._report, "little"), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(command, signal.SIGKILL)
         pipes.stdout.resume()
         streams = [source for source in (pipes.stdout, pipes.stderr) if source is not None]
         with contextlib.suppress(TimeoutError):
@@ -201,11 +213,9 @@ class ProcessWorker:
                 os.kill(process, signal.SIGKILL)
 
     def _judge(self, finished_s: float) -> Outcome:
-        # Without a report the keeper was killed: by us for a reason, or by somebody else.
-        report: keeper.Report = (signal.SIGKILL.value, False, self._reason is not None, 0.0, 0)
-        if len(self._report) > _ID_SIZE:
-            report = marshal.loads(self._report[_ID_SIZE:])
-        wait_status, is_timeout, is_asked, cpu_s, max_memory_bytes = report
+        # Without a report the keeper was killed: by us for a reason, or by another process.
+        report: _Report = (signal.SIGKILL.value, False, self._reason is not None, 0.0, 0)
+        wait_status, is_timeout, is_asked, cpu_s, max_memory_bytes = self._read_report() or report
         status = os.waitstatus_to_exitcode(wait_status)
         if is_timeout:
             reason = OutcomeReason.TIMEOUT
@@ -224,6 +234,35 @@ class ProcessWorker:
             cpu_s=cpu_s,
             max_memory_bytes=max_memory_bytes,
         )
+
+    # -- what comes in -------------------------------------------------------------------------------------------------
+
+    def _take_status(self, data: bytes) -> None:
+        self._messages += data[: _ALL_BYTES + 1 - len(self._messages)]
+        size = len(self._messages)
+        is_wrong = (
+            size > _ALL_BYTES
+            or (size >= keeper.STARTED.size and self._read_command() is None)
+            or (size >= _ALL_BYTES and self._read_report() is None)
+        )
+        if is_wrong:
+            self._kill_keeper(OutcomeReason.TAMPERED)
+
+    def _read_command(self) -> int | None:
+        """The command's process id, which is also that of its group; None unless the keeper has sent it."""
+        if len(self._messages) < keeper.STARTED.size:
+            return None
+        secret, command = keeper.STARTED.unpack_from(self._messages)
+        return command if secret == self._secret and 1 < command < 1 << 31 else None
+
+    def _read_report(self) -> _Report | None:
+        """None unless the keeper has sent it, and nothing else was sent."""
+        if len(self._messages) != _ALL_BYTES or self._read_command() is None:
+            return None
+        secret, *report = keeper.REPORT.unpack_from(self._messages, keeper.STARTED.size)
+        wait_status, is_timeout, is_asked, cpu_s, max_memory_bytes = report
+        is_sound = secret == self._secret and 0 <= cpu_s < math.inf and max_memory_bytes >= 0
+        return (wait_status, is_timeout, is_asked, cpu_s, max_memory_bytes) if is_sound else None
 
     def _take_stdout(self, data: bytes) -> None:
         self._stdout.add(data)
