@@ -117,7 +117,7 @@ def run_ours(load: Workload, folder: Path, *, documents: bool = False) -> Result
     if load.device == "cuda":
         model.compile_blocks()
         torch.cuda.reset_peak_memory_stats()
-    engine = TrainEngine(model, OPTIMIZER)
+    engine = TrainEngine(model, OPTIMIZER, router_bias="balanced")
     reader = CorpusReader(folder, context=load.phase.context, pack_tokens=load.phase.pack_tokens, seed=0)
     source = _Stateless(reader) if documents else Rows(folder, load.phase)
     with Prefetch(source, 1) as ahead:

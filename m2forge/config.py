@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, TypeAlias, TypeGuard, TypeVar
+from typing import Annotated, ClassVar, TypeAlias, TypeGuard, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -40,6 +40,9 @@ class Config(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+    moved_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys that this table once held → the dotted key that replaces each, which the error for the old one names."""
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -165,8 +168,11 @@ def _describe(
     match details["type"]:
         case "extra_forbidden":
             parent, name = path[:-1], str(path[-1])
-            known = _fields_at(kind, parent)
-            problem = f"unknown key, value {_show(details['input'])}; {suggest(name, known)}"
+            models = _models_at(kind, parent)
+            moved = [model.moved_keys[name] for model in models if name in model.moved_keys]
+            known = {field for model in models for field in model.model_fields}
+            advice = f"this key is now {moved[0]!r}" if moved else suggest(name, known)
+            problem = f"unknown key, value {_show(details['input'])}; {advice}"
         case "missing":
             problem = "missing; this key is required"
         case "value_error":
@@ -215,13 +221,13 @@ def _path_in_data(data: TomlValue, details: ErrorDetails) -> tuple[str | int, ..
     return tuple(path)
 
 
-def _fields_at(kind: type[Config], path: tuple[str | int, ...]) -> set[str]:
-    """The keys that the tables at `path` may hold, over all models a union allows there."""
+def _models_at(kind: type[Config], path: tuple[str | int, ...]) -> list[type[Config]]:
+    """What the table at `path` may be: all models that a union allows there."""
     annotations: list[object] = [kind]
     for part in path:
         annotations = [inner for annotation in annotations for inner in _inside(annotation, part)]
     members = [member for annotation in annotations for member in _members(annotation)]
-    return {name for member in members if _is_model(member) for name in member.model_fields}
+    return [member for member in members if _is_model(member)]
 
 
 def _inside(annotation: object, part: str | int) -> list[object]:
@@ -249,6 +255,6 @@ def _members(annotation: object) -> list[object]:
     return [annotation]
 
 
-def _is_model(member: object) -> TypeGuard[type[BaseModel]]:
+def _is_model(member: object) -> TypeGuard[type[Config]]:
     # A parametrised generic such as list[int] passes for a class until issubclass refuses it.
-    return typing.get_origin(member) is None and isinstance(member, type) and issubclass(member, BaseModel)
+    return typing.get_origin(member) is None and isinstance(member, type) and issubclass(member, Config)

@@ -6,6 +6,7 @@ import pytest
 
 from m2forge.config import Config, load
 from m2forge.corpus.config import CorpusConfig
+from m2forge.errors import ConfigError
 from m2forge.evaluate.config import EvalConfig
 from m2forge.forge.config import ForgeConfig
 from m2forge.pretrain.config import PretrainConfig
@@ -19,6 +20,8 @@ KINDS: dict[str, type[Config]] = {
     "eval": EvalConfig,
     "rl": ForgeConfig,
 }
+STAGES = {"pretrain": "balanced", "sft": "frozen", "rl": "frozen"}
+"""What `train.router_bias` is by default."""
 FILES = sorted(CONFIGS.rglob("*.toml"))
 
 
@@ -29,3 +32,16 @@ def test_there_is_one_of_each_kind() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_it_loads(path: Path) -> None:
     load(KINDS[path.parent.name], path)
+
+
+def test_a_key_that_moved_is_refused_with_its_new_name() -> None:
+    path = next(path for path in FILES if path.parent.name == "rl")
+    with pytest.raises(
+        ConfigError, match=r"policy\.router_bias: unknown key, .*; this key is now 'train\.router_bias'$"
+    ):
+        load(ForgeConfig, path, ["policy.router_bias=frozen"])
+
+
+def test_router_biases_move_in_pre_training_alone_by_default() -> None:
+    found = {kind: load(KINDS[kind], path).model_dump() for path in FILES if (kind := path.parent.name) in STAGES}
+    assert {kind: config["train"]["router_bias"] for kind, config in found.items()} == STAGES

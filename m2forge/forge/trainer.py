@@ -56,7 +56,11 @@ class Trainer:
         else:
             model, self.position = load_checkpoint_model(newest, device, dtype), read_position(newest)
         self.engine = TrainEngine(
-            model, config.train.optimizer, policy=config.policy, offload=config.train.machine.offload
+            model,
+            config.train.optimizer,
+            policy=config.policy,
+            offload=config.train.machine.offload,
+            router_bias=config.train.router_bias,
         )
         if newest is not None:
             restore(self.engine, newest)

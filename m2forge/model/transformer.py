@@ -201,6 +201,12 @@ class Transformer(nn.Module):
             if router.bias is not None and learns:
                 update_bias(router.bias, load_E, router.config.bias_rate)
 
+    def freeze_learnt_biases(self, frozen: bool) -> None:
+        """Selection biases that learn by gradient: freeze them, or let them learn where their router does."""
+        for router in self.routers():
+            if isinstance(router.bias, nn.Parameter):
+                router.bias.requires_grad_(not frozen and router.weight.requires_grad)
+
     def expand_mtp(self, num_modules: int, source: MTPSource = "main", seed: int = 0) -> None:
         """Lengthen the chain to `num_modules` by copies, or by fresh weights drawn with `seed`; the modules there are
         stay as they are."""

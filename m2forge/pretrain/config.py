@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from m2forge.config import Config
-from m2forge.train.config import PhaseConfig, TrainConfig
+from m2forge.train.config import PhaseConfig, RouterBias, TrainConfig
 
 
 class PretrainPhase(PhaseConfig):
@@ -14,6 +14,12 @@ class PretrainPhase(PhaseConfig):
     """Share of each domain; None takes the corpus's own."""
     long_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of tokens drawn from the corpus's long samples."""
+
+
+class PretrainTrainConfig(TrainConfig):
+    """`TrainConfig` with the defaults of pre-training."""
+
+    router_bias: RouterBias = "balanced"
 
 
 class PretrainConfig(Config):
@@ -27,5 +33,5 @@ class PretrainConfig(Config):
     model_set: tuple[str, ...] = ()
     """Changes to the network's configuration, such as "num_layers=4"."""
     seed: int = Field(default=0, ge=0)
-    train: TrainConfig = TrainConfig()
+    train: PretrainTrainConfig = PretrainTrainConfig()
     phases: tuple[PretrainPhase, ...] = Field(min_length=1)

@@ -1,6 +1,7 @@
 """What a training run asks for, whichever stage it belongs to: optimizer, phases, checkpoints, machine."""
 
-from typing import Annotated, Literal, Self, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -29,11 +30,14 @@ class OptimizerConfig(Config):
         return self
 
 
+RouterBias: TypeAlias = Literal["frozen", "balanced"]
 MTPLoss: TypeAlias = Literal["ce", "topk_kl", "topk_acceptance"]
 
 
 class PolicyConfig(Config):
     """What a step over token trees computes. Where a value is not known of the published system, it is ours."""
+
+    moved_keys: ClassVar[Mapping[str, str]] = {"router_bias": "train.router_bias"}
 
     loss: Literal["cispo", "ppo_clip", "sft"] = "cispo"
     max_ratio: float = Field(default=5.0, gt=0)
@@ -56,10 +60,6 @@ class PolicyConfig(Config):
     """What becomes of samples drawn by top-p, top-k or min-p, whose recorded log-probabilities no softmax over the
     vocabulary can match. allow: they train as if nothing had been cut off. Greedy samples are refused either way, and
     sft, which asks for no log-probability, takes all."""
-    router_bias: Literal["frozen", "balanced"] = "frozen"
-    """What becomes of the biases by which experts are chosen. balanced: the sign rule goes on, as in pre-training. It
-    moves tokens to other experts at once, however small the rate, and a policy that was sure of its form may lose it
-    for a whole family of prompts, from which nothing is then learnt."""
     replay: Literal["none", "recorded"] = "none"
     """recorded: tokens go to the experts they went to when they were sampled, where that was recorded."""
     pack_tokens: Count = 32768
@@ -153,6 +153,10 @@ class MachineConfig(Config):
 
 class TrainConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
+    router_bias: RouterBias = "frozen"
+    """Whether a step moves the selection biases of the routers. balanced, the default of pre-training: it does, by
+    the rule of `moe.bias_update`. The sign rule moves a bias by a fixed amount, however small the learning rate, and
+    sends tokens to experts that never saw them: a trained policy may lose its format for a whole family of prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     machine: MachineConfig = MachineConfig()
     agreement_every: Count = 20

@@ -31,7 +31,7 @@ from m2forge.train.batch import (
     make_tree_batch,
     num_targets,
 )
-from m2forge.train.config import MTPLoss, OptimizerConfig, PolicyConfig
+from m2forge.train.config import MTPLoss, OptimizerConfig, PolicyConfig, RouterBias
 from m2forge.train.loss.next_token import draft_agreement, next_token_loss
 from m2forge.train.loss.policy import policy_loss
 from m2forge.train.optimizer import Norms, Optimizer
@@ -106,8 +106,9 @@ class TrainEngine:
         ranks: Ranks = ALONE,
         policy: PolicyConfig | None = None,
         offload: Literal["none", "host"] = "none",
+        router_bias: RouterBias = "frozen",
     ) -> None:
-        self.model, self.ranks = model, ranks
+        self.model, self.ranks, self.router_bias = model, ranks, router_bias
         self.optimizer = Optimizer(model, config, ranks, offload)
         self.tag_names = tuple(tag_names)
         """What `Pack.tags` index into, for metrics."""
@@ -198,7 +199,7 @@ class TrainEngine:
         makes = [partial(self._tree_batch, pack, counts.weight) for pack in packs]
         blank = partial(blank_tree_batch, self.device, self._precision)
         load_LE = self._accumulate(makes, blank, forward, loss, counts.num_input_tokens)
-        norms = self._update(load_LE if self.policy.router_bias == "balanced" else None, rate)
+        norms = self._update(load_LE, rate)
         logprobs = TokenLogprobs(trainable, packs, sums.logp)
         figures = sums.figures(counts, self.ranks) | _shared_figures(norms, load_LE)
         return StepReport(figures, _token_figures(counts), problems, logprobs)
@@ -249,6 +250,7 @@ class TrainEngine:
         """Run every pack forward and backward; the loads of the whole step are returned. `num_tokens`: of the whole
         step, each as often as it counts."""
         self.optimizer.clear()
+        self.model.freeze_learnt_biases(self.router_bias == "frozen")
         makes = [*makes, *[blank] * (self.ranks.max_int(len(makes)) - len(makes))]
         ahead_LE = self._loads_ahead(makes, forward)
         load_LE: Tensor | None = None
@@ -289,11 +291,10 @@ class TrainEngine:
         )
 
     def _update(self, load_LE: Tensor | None, rate: float) -> Norms:
-        """`load_LE`: of experts that are to be balanced, if they are."""
         if not 0 <= rate < math.inf:
             raise ValueError(f"rate {rate}: expected a finite number, 0 or above")
         norms = self.optimizer.step(rate)
-        if load_LE is not None:
+        if load_LE is not None and self.router_bias == "balanced":
             # A load of nothing moves no bias: a step that is skipped is skipped whole, without asking the device.
             self.model.update_router_biases(load_LE * norms.overall.isfinite())
         return norms

@@ -91,7 +91,9 @@ class TrainLoop:
             align(model, ranks)
             if config.machine.parallel == "fsdp":
                 shard_model(model, ranks)
-        self.engine = TrainEngine(model, config.optimizer, ranks=ranks, offload=config.machine.offload)
+        self.engine = TrainEngine(
+            model, config.optimizer, ranks=ranks, offload=config.machine.offload, router_bias=config.router_bias
+        )
         if newest is not None:
             restore(self.engine, newest)
         if self.position.phase > len(self.phases):

@@ -16,6 +16,10 @@ from m2forge.errors import ConfigError, ExistsError
 CONFIG_FILE, LOCK_FILE = "config.toml", "lock"
 FREE = ("train.machine", "train.checkpoint")
 """Tables that may change between starts."""
+RENAMED = {"policy.router_bias": "train.router_bias"}
+"""Keys that older runs wrote → what they are called."""
+IMPLIED = {"train.router_bias": "balanced"}
+"""What a run did whose configuration is too old to say."""
 
 
 @contextmanager
@@ -34,7 +38,8 @@ def open_run(run_dir: Path, config: Config, phase: int | None) -> None:
     """Write the configuration of a run that starts, or check the one of a run whose last phase begun is `phase`."""
     path = run_dir / CONFIG_FILE
     if phase is not None and path.exists():
-        before = _flat(tomllib.loads(path.read_text(encoding="utf-8")))
+        written = _flat(tomllib.loads(path.read_text(encoding="utf-8")))
+        before = IMPLIED | {RENAMED.get(key, key): value for key, value in written.items()}
         after = _flat(tomllib.loads(dump(config)))
         changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
         changed = [key for key in changed if not key.startswith(FREE) and not _is_to_come(key, phase)]

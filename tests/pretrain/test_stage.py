@@ -53,6 +53,16 @@ def test_all_phases_run_and_report(corpus: Path, tmp_path: Path) -> None:
     assert last["loss"] < first["loss"]
 
 
+def test_pre_training_moves_the_router_biases_unless_they_are_frozen(corpus: Path, tmp_path: Path) -> None:
+    config = make_config(corpus)
+    config = config.model_copy(update={"phases": config.phases[:1]})
+    frozen = config.model_copy(update={"train": config.train.model_copy(update={"router_bias": "frozen"})})
+    for kind, run, is_moved in (("balanced", config, True), ("frozen", frozen, False)):
+        state = load_model(run_pretrain(run, tmp_path / kind)).state_dict()
+        biases = [value for name, value in state.items() if name.endswith("router.bias")]
+        assert [bool(bias.any()) for bias in biases] == [is_moved] * 3
+
+
 def test_frozen_phase_trains_the_modules_alone(corpus: Path, tmp_path: Path) -> None:
     config = make_config(corpus)
     before = load_model(run_pretrain(config.model_copy(update={"phases": config.phases[:2]}), tmp_path / "a"))

@@ -16,6 +16,7 @@ from m2forge.sft.config import SFTConfig
 from m2forge.sft.stage import run_sft
 from m2forge.sft.synthetic import write_jsonl
 from m2forge.text.tokenizer import load_tokenizer
+from m2forge.train.config import CheckpointConfig, Curve
 from m2forge.train.loop import TrainLoop
 from tests.sft.sample import chat_format
 
@@ -94,6 +95,19 @@ def test_stopping_after_any_step_changes_no_bit(
             assert num_stops < 20
     assert num_stops > 1
     assert [name for name, weight in whole.items() if not torch.equal(weight, parts[name])] == []
+
+
+def test_a_hundred_steps_at_learning_rate_0_leave_every_weight_and_router_bias_as_it_was(
+    config: SFTConfig, tmp_path: Path
+) -> None:
+    train = config.train.model_copy(update={"checkpoint": CheckpointConfig(keep=0)})
+    changes = {"rate": Curve(start=0.0), "num_epochs": 10, "pack_tokens": 512, "train": train}
+    still = config.model_copy(update=changes)
+    folder = run_sft(still, tmp_path)
+    assert len(read_metrics(tmp_path / "small" / "metrics.jsonl")) >= 100
+    before, after = (load_model(path).state_dict() for path in (Path(config.model), folder))
+    assert sum(name.endswith("router.bias") for name in before) == 3
+    assert [name for name, weight in before.items() if not torch.equal(weight, after[name])] == []
 
 
 def test_a_model_that_is_not_there_and_a_changed_configuration_are_refused(config: SFTConfig, runs: Path) -> None:

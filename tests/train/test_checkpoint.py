@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def make_engine(dtype: torch.dtype = torch.float32) -> TrainEngine:
-    return TrainEngine(small_model(dtype), OptimizerConfig())
+    return TrainEngine(small_model(dtype), OptimizerConfig(), router_bias="balanced")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -38,7 +38,7 @@ def test_training_goes_on_with_the_same_bits(tmp_path: Path, dtype: torch.dtype)
     store.save(engine, position)
     folder = store.newest()
     assert folder is not None
-    again = TrainEngine(load_checkpoint_model(folder, CPU, dtype), OptimizerConfig())
+    again = TrainEngine(load_checkpoint_model(folder, CPU, dtype), OptimizerConfig(), router_bias="balanced")
     restore(again, folder)
     assert read_position(folder) == position
     assert again.model.token_ids == {"eos_token_id": 7}

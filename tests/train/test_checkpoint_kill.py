@@ -45,7 +45,7 @@ def dies_at(number: int, action: Callable[[], object]) -> bool:
 
 
 def trained(num_steps: int) -> TrainEngine:
-    engine = TrainEngine(small_model(torch.float32), CONFIG)
+    engine = TrainEngine(small_model(torch.float32), CONFIG, router_bias="balanced")
     for step in range(num_steps):
         engine.step_rows([draw_pack(step, [8])], rate=1e-2)
     return engine
@@ -56,7 +56,8 @@ def make_store(folder: Path, keep: int = 2) -> CheckpointStore:
 
 
 def assert_whole(folder: Path, expected: TrainEngine) -> None:
-    engine = TrainEngine(load_checkpoint_model(folder, torch.device("cpu"), torch.float32), CONFIG)
+    model = load_checkpoint_model(folder, torch.device("cpu"), torch.float32)
+    engine = TrainEngine(model, CONFIG, router_bias="balanced")
     restore(engine, folder)
     assert all(torch.equal(x, expected.model.state_dict()[name]) for name, x in engine.model.state_dict().items())
     tensors, num_steps = engine.optimizer.state()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from m2forge.model.transformer import Transformer
 from m2forge.records import NO_TARGET, Pack
-from m2forge.train.config import MTPLoss, OptimizerConfig
+from m2forge.train.config import MTPLoss, OptimizerConfig, RouterBias
 from m2forge.train.engine import TrainEngine
 from tests.train.draw import draw_pack, small_model
 from tests.train.naive import plain_topk
@@ -138,12 +138,28 @@ def test_the_balance_loss_takes_the_loads_of_the_whole_step() -> None:
 def test_a_step_without_finite_gradients_changes_no_weight_and_no_bias(kind: str) -> None:
     model = small_model()
     model.norm.weight.data[0] = math.inf
-    engine = TrainEngine(model, OptimizerConfig.model_validate({"kind": kind}))
+    engine = TrainEngine(model, OptimizerConfig.model_validate({"kind": kind}), router_bias="balanced")
     before = copy.deepcopy(model.state_dict())
     assert any(name.endswith("router.bias") for name in before)
     values = engine.step_rows([draw_pack(0, [9, 9])], rate=1e-2).read()
     assert not math.isfinite(values["grad_norm"])
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("bias_update", ["sign", "gradient"])
+@pytest.mark.parametrize("router_bias", ["frozen", "balanced"])
+def test_selection_biases_move_only_where_they_are_balanced(bias_update: str, router_bias: RouterBias) -> None:
+    moe = {"num_experts": 4, "top_k": 2, "intermediate_size": 8, "aux_loss_weight": 0.5, "bias_update": bias_update}
+    engine = TrainEngine(small_model(moe=moe), CONFIG, router_bias=router_bias)
+    # As the loop does when it enters a phase, after the engine exists.
+    engine.model.freeze_main(False)
+    before = copy.deepcopy(engine.model.state_dict())
+    engine.step_rows([draw_pack(0, [9, 9])], rate=1e-3, mtp_weight=0.3)
+    moved = {name for name, value in engine.model.state_dict().items() if not torch.equal(value, before[name])}
+    biases = {name for name in before if name.endswith("router.bias")}
+    assert len(biases) == 4
+    assert moved & biases == (biases if router_bias == "balanced" else set())
+    assert before.keys() - biases <= moved
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

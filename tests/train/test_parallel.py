@@ -137,7 +137,14 @@ def make_engine(case: Case, ranks: Ranks, model: Transformer | None = None) -> T
     model.freeze_main(case.frozen)
     # So that three trees are more than one pack.
     policy = PolicyConfig(pack_tokens=40)
-    return TrainEngine(model, case.optimizer, ranks=ranks, policy=policy, offload=case.offload)
+    return TrainEngine(
+        model,
+        case.optimizer,
+        ranks=ranks,
+        policy=policy,
+        offload=case.offload,
+        router_bias="balanced" if case.over == "rows" else "frozen",
+    )
 
 
 def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from m2forge.records import Call, Sampling
 from m2forge.train.batch import make_tree_batch
 from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, restore
-from m2forge.train.config import CheckpointConfig, OptimizerConfig, PolicyConfig
+from m2forge.train.config import CheckpointConfig, OptimizerConfig, PolicyConfig, RouterBias
 from m2forge.train.engine import TrainEngine
 from m2forge.train.loss.policy import policy_loss
 from m2forge.train.optimizer import Optimizer
@@ -55,12 +55,12 @@ def some_forest() -> list[TokenTree]:
     slack=st.integers(0, 6),
 )
 def test_a_step_over_trees_is_a_step_over_independent_rows(
-    trees: list[TokenTree], loss: str, mtp_loss: str, aux_loss_weight: float, router_bias: str, slack: int
+    trees: list[TokenTree], loss: str, mtp_loss: str, aux_loss_weight: float, router_bias: RouterBias, slack: int
 ) -> None:
     longest = max(sample.num_tokens for tree in trees for sample in tree.samples)
     config = PolicyConfig.model_validate(
         {"loss": loss, "mtp_loss": mtp_loss, "mtp_weight": 0.4, "mtp_gradient": "all", "mtp_top_k": 5, "max_ratio": 2.0}
-        | {"pack_tokens": longest + slack, "router_bias": router_bias}
+        | {"pack_tokens": longest + slack}
     )
     model = small_model(moe=MOE | {"aux_loss_weight": aux_loss_weight})
     plain = copy.deepcopy(model)
@@ -72,7 +72,7 @@ def test_a_step_over_trees_is_a_step_over_independent_rows(
     expected.total.backward()
     theirs = {name: weight.grad for name, weight in plain.named_parameters() if weight.grad is not None}
 
-    engine = TrainEngine(model, CONFIG, policy=config)
+    engine = TrainEngine(model, CONFIG, policy=config, router_bias=router_bias)
     ours = watch_gradients(engine)
     report = engine.step(trees, rate=1e-2)
     values = report.read()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from m2forge.config import Config
+from m2forge.config import Config, dump
 from m2forge.errors import ConfigError, ExistsError
 from m2forge.train.checkpoint import Position
 from m2forge.train.config import PhaseConfig, TrainConfig
@@ -55,6 +55,26 @@ def test_the_machine_and_the_checkpoints_may_change_and_nothing_else(tmp_path: P
         open_run(tmp_path, make_run(train=TrainConfig.model_validate({"optimizer": {"betas": (0.9, 0.9)}})), 0)
     with pytest.raises(ConfigError, match="note = None, now it is 'x'"):
         open_run(tmp_path, make_run(note="x"), 0)
+
+
+@pytest.mark.parametrize(
+    ("old", "router_bias"),
+    [
+        ('[policy]\nrouter_bias = "frozen"\n', "frozen"),
+        ('[policy]\nrouter_bias = "balanced"\n', "balanced"),
+        ("", "balanced"),
+    ],
+)
+def test_runs_from_before_router_bias_had_its_place_go_on(tmp_path: Path, old: str, router_bias: str) -> None:
+    run, other = (
+        make_run(train=TrainConfig.model_validate({"router_bias": kind}))
+        for kind in (router_bias, "frozen" if router_bias == "balanced" else "balanced")
+    )
+    lines = [line for line in dump(run).splitlines() if not line.startswith("router_bias")]
+    (tmp_path / "config.toml").write_text("\n".join(lines) + "\n" + old)
+    with pytest.raises(ConfigError, match=rf"started with train\.router_bias = '{router_bias}', now it is"):
+        open_run(tmp_path, other, 0)
+    open_run(tmp_path, run, 0)
 
 
 def test_a_refused_configuration_is_not_written(tmp_path: Path) -> None:
