@@ -20,6 +20,7 @@ from m2forge.gateway import admin, anthropic_models, openai_models
 from m2forge.gateway.anthropic_messages import AnthropicMessages
 from m2forge.gateway.calls import Calls, Route
 from m2forge.gateway.config import GatewayConfig
+from m2forge.gateway.connection_limit import REFUSAL, Owners
 from m2forge.gateway.counts import TEXT_TYPE, GatewayCounts
 from m2forge.gateway.episode import Episode
 from m2forge.gateway.exchange import Dialect
@@ -72,6 +73,7 @@ class GatewayApp:
         self.calls = Calls(engine, format, config, context, self.counts)
         self._engine, self._config = engine, config
         self._admin_hash = None if admin_key is None else hash_key(admin_key)
+        self.owners = Owners(hash_key, self._admin_hash, episodes.is_key)
         self._admin = admin.Admin(episodes, self.counts)
         self._routes = {route.dialect.path: route for route in _ROUTES}
         self._started_s = int(time.time())
@@ -81,6 +83,8 @@ class GatewayApp:
             return
         path: str = scope["path"]
         try:
+            if REFUSAL in scope:
+                raise scope[REFUSAL]
             headers = read_headers(scope, self._config.max_header_bytes)
             route = self._routes.get(path)
             if route is not None:

@@ -63,8 +63,16 @@ class GatewayConfig(Config):
     """Nesting of a body's arrays and objects."""
     max_samples: Count = 128
     """Completions of one request."""
+    max_connections_per_key: Count = 256
+    """Connections of one episode's key. Beyond them an idle one is closed, or else the request is refused."""
+    max_connections: Count = 4096
+    """Connections of all episodes' keys together. Those with the admin key are not limited."""
+    max_keyless_connections: Count = 128
+    """Connections without a key that opens anything; beyond them the oldest idle one is closed."""
     read_timeout_s: Seconds = 60.0
     """A body must have come whole by then."""
+    linger_s: Seconds = 5.0
+    """What still comes of the body of an answered request is dropped for so long; then the connection is closed."""
     write_timeout_s: Seconds = 60.0
     """A client that leaves what it was sent unread for so long is hung up on."""
     call_timeout_s: Seconds = 3600.0

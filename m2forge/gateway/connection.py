@@ -1,21 +1,28 @@
-"""A connection of uvicorn's with bounds: how large the head of a request may become, how long it may take, and how long
-a client may leave unread what it was sent.
+"""A connection of uvicorn's with bounds: how large the head of a request may become, how long it may take, how long a
+client may leave unread what it was sent, and how long it may go on sending a body that was refused.
 
 The server below bounds neither the time until a request's headers are complete nor, with every parser, their size, so
 connections could be held open by sending a header now and then; and it waits for ever for a client that reads nothing.
 Here the clock runs from the connection's opening, or from the first byte after an answer, until a request's headers are
-there; and from the moment when the buffers are full until they are not. Bodies are bounded by the application.
+there; and from the moment when the buffers are full until they are not. Bodies are bounded by the application. Where a
+request is answered before its body has come whole, what still comes of the body is dropped for `linger_s`, so that a
+client that sends first and reads then finds the response; then the connection is closed.
+
+How many connections there may be is decided by `ConnectionLimits`.
 
 uvicorn's fast parser is taken where httptools is installed, else the one that is written in Python.
 """
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h11
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle as PlainCycle
 
 from m2forge.gateway.config import GatewayConfig
+from m2forge.gateway.connection_limit import REFUSAL, ConnectionLimits
 
 try:
     import httptools
@@ -29,10 +36,12 @@ _REFUSAL = b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LARGE, _TOO_SLOW = b"431 Request Header Fields Too Large", b"408 Request Timeout"
 
 
-def make_connection(config: GatewayConfig) -> type[asyncio.Protocol]:
-    """The class of connections that keep to the configuration."""
+def make_connection(config: GatewayConfig, connections: ConnectionLimits) -> type[asyncio.Protocol]:
+    """The class of connections that keep to the configuration, counted by `connections`."""
     base = FastConnection if HAS_HTTPTOOLS else PlainConnection
     limits = {
+        "limits": connections,
+        "linger_s": config.linger_s,
         "max_header_bytes": config.max_header_bytes,
         "read_timeout_s": config.read_timeout_s,
         "write_timeout_s": config.write_timeout_s,
@@ -40,17 +49,102 @@ def make_connection(config: GatewayConfig) -> type[asyncio.Protocol]:
     return type("BoundedConnection", (base,), limits)
 
 
+class _Response:
+    """The transport as uvicorn's response sees it: closing it waits until the client has stopped sending."""
+
+    __slots__ = ("_connection", "is_closing", "write")
+
+    def __init__(self, connection: "_Clocks") -> None:
+        self._connection = connection
+        self.write, self.is_closing = connection.transport.write, connection.transport.is_closing
+
+    def close(self) -> None:
+        self._connection.end()
+
+
 class _Clocks:
     """Timers of one connection; mixed into a protocol, which says when they run."""
 
+    limits: ConnectionLimits
     max_header_bytes: int
+    linger_s: float
     read_timeout_s: float
     write_timeout_s: float
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
+    flow: FlowControl
+    timeout_keep_alive: int
+    timeout_keep_alive_task: asyncio.TimerHandle | None
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+    _linger_timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
+    _is_ended = False
+    """Whether the last response was sent: what comes is dropped."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits for its response."""
+        raise NotImplementedError
+
+    @property
+    def is_in_body(self) -> bool:
+        """Whether the body of the last request has not come whole."""
+        raise NotImplementedError
+
+    if TYPE_CHECKING:  # of the protocol that it is mixed into
+
+        def timeout_keep_alive_handler(self) -> None: ...
+
+        def _unset_keepalive_if_required(self) -> None: ...
+
+    def open(self) -> None:
+        self.start_head_clock()
+        self.limits.open(self)
+
+    def ask(self, scope: Any, cycle: Any) -> None:
+        """A request whose head is whole; nothing ran for it yet."""
+        self._unset_keepalive_if_required()
+        cycle.transport = _Response(self)
+        refusal = self.limits.ask(self, scope["headers"])
+        if refusal is not None:
+            scope[REFUSAL] = refusal
+
+    def end(self) -> None:
+        """The last response was written."""
+        if self.is_in_body and not self.transport.is_closing() and self.transport.can_write_eof():
+            self._is_ended = True
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+    def linger(self) -> None:
+        """After a response: the rest of the request's body, if there is any, must come soon."""
+        if self.is_in_body and not self.transport.is_closing() and self._linger_timer is None:
+            self._linger_timer = self.loop.call_later(self.linger_s, self.transport.abort)
+
+    def stop_lingering(self) -> None:
+        """The body has come whole: the connection waits for its next request."""
+        if self._cancel_linger():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def _cancel_linger(self) -> bool:
+        timer, self._linger_timer = self._linger_timer, None
+        if timer is not None:
+            timer.cancel()
+        return timer is not None
+
+    def hang_up(self) -> None:
+        """Make room for another connection."""
+        self.transport.abort()
+
+    def lose(self) -> None:
+        self.stop_head_clock()
+        self.stop_write_clock()
+        self._cancel_linger()
+        self.limits.close(self)
 
     def start_head_clock(self) -> None:
         self._num_head_bytes = 0
@@ -88,27 +182,42 @@ class _Clocks:
 
 
 class PlainConnection(_Clocks, H11Protocol):
+    @property
+    def is_idle(self) -> bool:
+        cycle: PlainCycle | None = self.cycle
+        return cycle is None or cycle.response_complete
+
+    @property
+    def is_in_body(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as the parent has it
         super().connection_made(transport)
-        self.start_head_clock()
+        self.open()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.stop_head_clock()
-        self.stop_write_clock()
+        self.lose()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        cycle: object = self.cycle
-        # Else it is the body of a request that is being answered, or was before its body had come: that is passed over.
-        if self.conn.their_state is not h11.IDLE:
-            super().data_received(data)
+        if self._is_ended:
             return
-        self.count_head(data)
+        # Else it is the body of a request that is being answered, or was before its body had come: that is passed over.
+        is_head = self.conn.their_state is h11.IDLE
+        if is_head:
+            self.count_head(data)
         super().data_received(data)
+        if not self.is_in_body:
+            self.stop_lingering()
+        if is_head and self._head_timer is not None:
+            self.check_head()
+
+    def handle_events(self) -> None:
+        cycle = self.cycle
+        super().handle_events()
         if self.cycle is not cycle:
             self.stop_head_clock()
-        else:
-            self.check_head()
+            self.ask(self.cycle.scope, self.cycle)
 
     def send_400_response(self, msg: str) -> None:
         """The parent's answer to what is no HTTP. If that is found in the middle of a body, the application is waiting
@@ -120,11 +229,11 @@ class PlainConnection(_Clocks, H11Protocol):
         _lose(self.cycle)
 
     def on_response_complete(self) -> None:
-        cycle = self.cycle
-        super().on_response_complete()
-        # The parent went on with requests that were sent ahead of their answers.
-        if self.cycle is not cycle:
-            self.stop_head_clock()
+        self.linger()
+        if not self._is_ended:
+            super().on_response_complete()
+        else:
+            self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -144,18 +253,25 @@ if HAS_HTTPTOOLS:
             self._answered: RequestResponseCycle | None = None
             """What is being answered; the parent's `cycle` is what was asked last, perhaps ahead of that."""
 
+        @property
+        def is_idle(self) -> bool:
+            return self._answered is None or (self._answered.response_complete and not self.pipeline)
+
+        @property
+        def is_in_body(self) -> bool:
+            return self._is_in_body
+
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self.start_head_clock()
+            self.open()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self.stop_head_clock()
-            self.stop_write_clock()
+            self.lose()
             super().connection_lost(exc)
             _lose(self._answered)
 
         def data_received(self, data: bytes) -> None:
-            if self._is_refused:
+            if self._is_refused or self._is_ended:
                 return
             if self._is_in_body:
                 self._feed(data)
@@ -170,26 +286,30 @@ if HAS_HTTPTOOLS:
         def _feed(self, data: bytes) -> None:
             """As the parent does, but for offers of other protocols."""
             self._unset_keepalive_if_required()
+            rest = memoryview(data)
             try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as offer:
-                self._pass_over(data[offer.args[0] :])
+                while rest:
+                    try:
+                        self.parser.feed_data(rest)
+                        return
+                    except httptools.HttpParserUpgrade as offer:
+                        rest = rest[offer.args[0] :]
+                        self._pass_over()
             except httptools.HttpParserError:
                 self.send_400_response("Invalid HTTP request received.")
 
-        def _pass_over(self, rest: bytes) -> None:
+        def _pass_over(self) -> None:
             """Some clients offer HTTP/2 with their first request. The parser takes what follows for that; so it is
-            given the request once more, without the offer."""
+            given the head once more, without the offer."""
             kept = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"connection")]
             if self._method == b"CONNECT":
-                self.send_400_response("Invalid HTTP request received.")
-                return
+                raise httptools.HttpParserInvalidMethodError("a tunnel is none of our routes")
             is_last = any(name == b"connection" and b"close" in value.lower() for name, value in self.headers)
             kept += [(b"connection", b"close")] if is_last else []
             lines = [b"%b %b HTTP/1.1" % (self._method, self.url), *(b"%b: %b" % pair for pair in kept)]
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-            self._feed(b"\r\n".join([*lines, b"", b""]) + rest)
+            self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
 
         def on_headers_complete(self) -> None:
             self._method = self.parser.get_method()
@@ -198,12 +318,23 @@ if HAS_HTTPTOOLS:
             self._is_in_body = True
             self.stop_head_clock()
             super().on_headers_complete()
+            self.ask(self.scope, self.cycle)
 
         def on_message_complete(self) -> None:
             if self.parser.should_upgrade():
                 return
             self._is_in_body = False
+            self.stop_lingering()
             super().on_message_complete()
+
+        def on_response_complete(self) -> None:
+            # A body that comes now may be that of a request sent ahead, which is not answered yet.
+            if self._is_ended or self.cycle.response_complete:
+                self.linger()
+            if not self._is_ended:
+                super().on_response_complete()
+            else:
+                self.flow.resume_reading()
 
         def send_400_response(self, msg: str) -> None:
             """The parent's answer to what is no HTTP; but after the beginning of another answer there is no place for

@@ -91,6 +91,10 @@ class Episodes:
         episode = None if id is None else self.get(id)
         return episode if episode is not None and hmac.compare_digest(episode.key_hash, hashed) else None
 
+    def is_key(self, hashed: str) -> bool:
+        """Whether it is the hash of an episode's key."""
+        return hashed in self._id_of_key
+
     def get(self, id: str) -> Episode | None:
         """The episode of that id; one that has left memory is read again."""
         episode = self._by_id.get(id)

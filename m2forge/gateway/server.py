@@ -25,6 +25,7 @@ from m2forge.errors import ConfigError
 from m2forge.gateway.app import GatewayApp
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.connection import make_connection
+from m2forge.gateway.connection_limit import ConnectionLimits, fit_open_files
 from m2forge.gateway.registry import Episodes
 from m2forge.listener import LOOPBACK, address, listen
 from m2forge.protocols import Engine
@@ -58,6 +59,7 @@ class GatewayServer:
         SIGTERM and SIGINT end it, for a process that does nothing else."""
         self._listener = bind(config, admin_key) if listener is None else listener
         try:
+            config = fit_open_files(config)
             self.episodes = make_episodes(format, config, vocab_size)
         except BaseException:
             self._listener.close()
@@ -96,7 +98,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=make_connection(config),
+                http=make_connection(config, ConnectionLimits(config, app.owners)),
                 ws="none",
                 lifespan="off",
                 log_config=None,

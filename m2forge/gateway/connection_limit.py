@@ -1,0 +1,157 @@
+"""How many connections a gateway holds, by the key that their last request brought.
+
+    no key, or one that opens nothing    at most `max_keyless_connections` together
+    the key of an episode                at most `max_connections_per_key`, and `max_connections` of all episodes
+    the admin key                        not limited: the loop must always get through
+
+A connection has no key until the head of its first request has come. One too many without a key closes the oldest that
+waits for a request, not the newest: a client that sends its head at once, as the loop does, keeps its connection
+however many others are held open. One too many with a key closes the oldest of that key that waits for a request; where
+all of them are busy the request is refused, 429 for the key's own limit and 503 for that of all.
+"""
+
+import hmac
+import logging
+import resource
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from m2forge.errors import ConfigError
+from m2forge.gateway.config import GatewayConfig
+from m2forge.gateway.limits import Refusal, read_key
+
+REFUSAL: Final = "m2forge.refusal"
+"""Key of an ASGI scope whose request is refused for its connection: holds the `Refusal`."""
+OTHER_FILES = 512
+"""Descriptors that stay free of clients' connections: journals, engines, workers and the admin's connections."""
+_NOBODY, _ADMIN = "", "admin"
+
+_log = logging.getLogger(__name__)
+
+
+class Connection(Protocol):
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits for its response."""
+        ...
+
+    def hang_up(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Who the hash of a key stands for."""
+
+    hash_key: Callable[[str], str]
+    admin_hash: str | None
+    is_episode: Callable[[str], bool]
+
+    def find(self, key: str) -> str:
+        if not key:
+            return _NOBODY
+        hashed = self.hash_key(key)
+        if self.admin_hash is not None and hmac.compare_digest(hashed, self.admin_hash):
+            return _ADMIN
+        return hashed if self.is_episode(hashed) else _NOBODY
+
+
+class ConnectionLimits:
+    def __init__(self, config: GatewayConfig, owners: Owners) -> None:
+        self._owners = owners
+        self._max_keyless, self._max_per_key = config.max_keyless_connections, config.max_connections_per_key
+        self._max_keyed = config.max_connections
+        self._owner_of: dict[Connection, str] = {}
+        """In the order in which they were last used."""
+        self._of_owner: dict[str, dict[Connection, None]] = {}
+        """The same by their owners."""
+
+    def num_of(self, key: str) -> int:
+        """Connections whose last request brought this key; with an empty one those that have none."""
+        return len(self._of_owner.get(self._owners.find(key), ()))
+
+    def open(self, connection: Connection) -> None:
+        self._move(connection, _NOBODY)
+        keyless = self._of_owner[_NOBODY]
+        if len(keyless) > self._max_keyless:
+            oldest = next(iter(keyless))
+            self._evict(next((other for other in keyless if other.is_idle and other is not connection), oldest))
+
+    def ask(self, connection: Connection, headers: Sequence[tuple[bytes, bytes]]) -> Refusal | None:
+        """A request came, with these headers. The reason why it is refused, or None."""
+        owner = self._owners.find(read_key(dict(headers)))
+        self._move(connection, owner)
+        if owner in (_NOBODY, _ADMIN):
+            return None
+        own = self._of_owner[owner]
+        if len(own) > self._max_per_key and not self._evict_idle(own, connection):
+            self._move(connection, _NOBODY)
+            return Refusal(
+                429,
+                f"the episode has {self._max_per_key} connections that are busy, which is as many as it may have; "
+                "wait for one, or raise gateway.max_connections_per_key",
+                is_final=True,
+            )
+        if self._num_keyed > self._max_keyed and not self._evict_idle(self._keyed(), connection):
+            self._move(connection, _NOBODY)
+            return Refusal(
+                503,
+                f"{self._max_keyed} connections of episodes are busy, which is as many as there may be; ask again, or "
+                "raise gateway.max_connections",
+                is_final=True,
+            )
+        return None
+
+    def close(self, connection: Connection) -> None:
+        owner = self._owner_of.pop(connection, None)
+        if owner is not None:
+            own = self._of_owner[owner]
+            del own[connection]
+            if not own:
+                del self._of_owner[owner]
+
+    @property
+    def _num_keyed(self) -> int:
+        return len(self._owner_of) - sum(len(self._of_owner.get(owner, ())) for owner in (_NOBODY, _ADMIN))
+
+    def _keyed(self) -> Iterable[Connection]:
+        return (other for other, owner in self._owner_of.items() if owner not in (_NOBODY, _ADMIN))
+
+    def _move(self, connection: Connection, owner: str) -> None:
+        self.close(connection)
+        self._owner_of[connection] = owner
+        self._of_owner.setdefault(owner, {})[connection] = None
+
+    def _evict_idle(self, connections: Iterable[Connection], but: Connection) -> bool:
+        idle = next((other for other in connections if other.is_idle and other is not but), None)
+        if idle is not None:
+            self._evict(idle)
+        return idle is not None
+
+    def _evict(self, connection: Connection) -> None:
+        # Its slot is free at once; the protocol hears of the loss later.
+        self.close(connection)
+        connection.hang_up()
+
+
+def fit_open_files(config: GatewayConfig) -> GatewayConfig:
+    """The configuration with as many connections as this process may hold open, after its soft limit was raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = config.max_connections + config.max_keyless_connections + OTHER_FILES
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return config
+    raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    if raised >= needed:
+        return config
+    room = raised - config.max_keyless_connections - OTHER_FILES
+    if room < 1:
+        raise ConfigError(
+            f"this process may open {raised} files, too few for max_keyless_connections = "
+            f"{config.max_keyless_connections} and {OTHER_FILES} of its own; raise the limit (ulimit -n)"
+        )
+    _log.warning(
+        "max_connections is %d instead of %d: this process may open %d files; raise the limit (ulimit -n)",
+        *(room, config.max_connections, raised),
+    )
+    return config.model_copy(update={"max_connections": room})
