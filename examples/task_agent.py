@@ -55,8 +55,11 @@ async def work(client: openai.AsyncOpenAI, job: dict[str, Any]) -> None:
     try:
         answer = {"answer": await solve(own, job["model"], task)}
     except openai.APIError as error:
-        is_spent = isinstance(error, openai.APIStatusError) and error.status_code in SPENT
-        answer = {"answer": ""} if is_spent else {"error": str(error)}
+        status = error.status_code if isinstance(error, openai.APIStatusError) else 503
+        answer = {"answer": ""} if status in SPENT else {"error": str(error)}
+        answer |= {"kind": "infra"} if status >= 500 else {}
+    except Exception as error:  # noqa: BLE001  (an error is an answer; without one the job would wait for its time)
+        answer = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps({"id": job["id"]} | answer), flush=True)
 
 

@@ -2,23 +2,35 @@
 
     lease → key of the gateway → agent → answer → what was recorded, into the pool → verified → group whole: judged
 
-An attempt that the agent or the gateway broke is given up, and the pool makes another of it under another key. One that
-ran out of time or budget counts: it is what the policy did. The gateway's copy is let go when the pool has it.
+What the policy's tokens caused counts: an attempt that ran out of time or budget, and one that the agent gave up with
+an error after a completion, have perf 0. Else the policy would be trained on a selection of its own attempts. What the
+infrastructure broke is retried under another key, and never becomes a reward:
+
+    the agent's error says `kind`                                   as it says; `policy` needs a recorded completion
+    it does not, and a completion is recorded, no call failed       policy
+    or was aborted, and no process was restarted meanwhile
+    the worker died                                                 retried; after `DEATHS_BEFORE_ALONE` deaths it has
+                                                                    a worker for itself, and a death there counts as an
+                                                                    error without a kind
+    everything else                                                 infra
+
+The gateway's copy of an attempt is deleted when the pool has it.
 """
 
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from m2forge.errors import M2ForgeError
 from m2forge.forge.config import AgentConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
-from m2forge.forge.worker import JobError, StuckError, WorkerDiedError, Workers
+from m2forge.forge.worker import AgentError, ErrorKind, JobError, StuckError, WorkerDiedError, Workers
 from m2forge.pool.pool import Pool
 from m2forge.pool.record import Rewarding
-from m2forge.pool.state import LeaseLostError, StateError
+from m2forge.pool.state import EpisodeState, LeaseLostError, StateError
 from m2forge.pool.stored import Lease, Outcome, StoredEpisode, StoredUnit
 from m2forge.pool.writer import PoolWriter
 from m2forge.records import Task
@@ -32,6 +44,8 @@ from m2forge.tree.token_tree import TokenTree
 ANSWER = "answer"
 """Under this name the pool keeps what the agent said at last: a verdict can be given again after a restart."""
 TIMEOUT = "time ran out"
+DEATHS_BEFORE_ALONE = 2
+"""An attempt whose workers died so often has the next worker for itself, which tells whether it kills them."""
 JUDGED_AT_ONCE = 16
 """Groups that are read from the pool together."""
 
@@ -55,6 +69,8 @@ class AttemptCounts:
     num_interrupted: int = 0
     """By the death of a process: they are attempted again, as often as it takes."""
     num_timeouts: int = 0
+    num_errors: int = 0
+    """Attempts that an error of the policy's doing ended; they count, with perf 0."""
     num_groups: int = 0
     """Judged."""
     num_tokens: int = 0
@@ -71,6 +87,10 @@ class Interrupted(JobError):
     """An attempt that broke because a process that it needs was started again meanwhile."""
 
 
+class WorkerLost(Interrupted):
+    """An attempt whose worker died."""
+
+
 class Agents:
     """Attempts tasks through the gateway."""
 
@@ -83,16 +103,16 @@ class Agents:
         self._num_up = -1
         """Of these starts, when all of them were last known to serve."""
 
-    async def attempt(self, name: str, task: Task, group: str) -> Tried:
+    async def attempt(self, name: str, task: Task, group: str, num_deaths: int = 0) -> Tried:
         """Raises `JobError` where the attempt broke through no doing of the policy. What was recorded is the caller's
-        to let go, when it is kept elsewhere."""
+        to let go, when it is kept elsewhere. `num_deaths`: how many earlier attempts ended with `WorkerLost`."""
         try:
-            return await self._attempt(name, task, group)
+            return await self._attempt(name, task, group, is_alone=num_deaths >= DEATHS_BEFORE_ALONE)
         except asyncio.CancelledError:
             self.gateway.forget_soon(name)
             raise
 
-    async def _attempt(self, name: str, task: Task, group: str) -> Tried:
+    async def _attempt(self, name: str, task: Task, group: str, *, is_alone: bool) -> Tried:
         num_starts = self._num_starts()
         try:
             if num_starts != self._num_up:
@@ -102,7 +122,13 @@ class Agents:
             endpoint = await self.gateway.open(name, task.id, group, self._budget)
             answer, failure, is_stuck = "", None, False
             try:
-                answer = await self.workers.attempt(name, task, endpoint)
+                answer = await self.workers.attempt(name, task, endpoint, is_alone=is_alone)
+            except (AgentError, WorkerDiedError) as error:
+                kind = error.kind if isinstance(error, AgentError) else None if is_alone else ErrorKind.INFRA
+                tree = await self._blamed(name, kind, num_starts)
+                if tree is None:
+                    raise
+                return Tried(answer, tree, str(error))
             except TimeoutError as error:
                 if self._num_starts() != num_starts:
                     raise Interrupted("time ran out while a process was away") from None
@@ -115,9 +141,21 @@ class Agents:
         except M2ForgeError as error:
             await self.gateway.forget([name])
             await self.gateway.wait_until_up()
-            if self._num_starts() != num_starts or isinstance(error, WorkerDiedError):
+            if isinstance(error, WorkerDiedError) and self._num_starts() == num_starts:
+                raise WorkerLost(str(error)) from error
+            if self._num_starts() != num_starts:
                 raise Interrupted(str(error)) from error
             raise
+
+    async def _blamed(self, name: str, kind: ErrorKind | None, num_starts: int) -> TokenTree | None:
+        """What was recorded of an attempt that ended with an error of the policy's doing; None if it was not."""
+        if kind is ErrorKind.INFRA or (kind is None and await self.gateway.num_failed(name)):
+            return None
+        # A gateway that was restarted has counted no failure, so restarts are looked at after it was asked.
+        if self._num_starts() != num_starts:
+            return None
+        tree = await self.gateway.close(name)
+        return tree if tree.samples else None
 
 
 class Attempts:
@@ -134,19 +172,23 @@ class Attempts:
         self._agents, self._pool, self._writer = agents, pool, writer
         self._judge, self._format, self._on_judged = judge, format, on_judged
         self._judging = asyncio.Lock()
+        self._num_deaths: Counter[int] = Counter()
+        """Of workers, by the episode that they attempted."""
         self.counts = AttemptCounts()
 
     async def run(self, lease: Lease) -> None:
         """One attempt, from its lease to its end in the pool; the last one of a group has it judged."""
         try:
-            tried = await self._agents.attempt(lease.name, lease.task, lease.group)
+            tried = await self._agents.attempt(lease.name, lease.task, lease.group, self._num_deaths[lease.episode])
         except Interrupted as error:
             self.counts.num_interrupted += 1
+            self._num_deaths[lease.episode] += isinstance(error, WorkerLost)
             await self._writer.run(self._pool.interrupt, lease, str(error))
             return
         except M2ForgeError as error:
             await self._give_up(lease, str(error))
             return
+        self._num_deaths.pop(lease.episode, None)
         try:
             is_over = await self._store(lease, tried)
         except StateError as error:
@@ -199,11 +241,13 @@ class Attempts:
         self.counts.num_broken += 1
         _log.warning("%s broke: %s", lease.name, reason)
         with contextlib.suppress(LeaseLostError):
-            await self._writer.run(self._pool.fail, lease, reason)
+            if await self._writer.run(self._pool.fail, lease, reason) is EpisodeState.FAILED:
+                _log.warning("%s: dropped, because too many of its attempts broke", lease.group)
 
     def _count(self, tried: Tried) -> None:
         self.counts.num_ended += 1
         self.counts.num_timeouts += tried.failure == TIMEOUT
+        self.counts.num_errors += tried.failure not in (None, TIMEOUT)
         self.counts.num_tokens += sum(sample.logprobs.size for sample in tried.tree.samples)
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from m2forge.errors import M2ForgeError
-from m2forge.forge.attempts import Agents, Interrupted, Tried
+from m2forge.forge.attempts import Agents, Interrupted, Tried, WorkerLost
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import Kept, make_kept
 from m2forge.records import Task
@@ -78,11 +78,13 @@ async def check(agents: Agents, tasks: list[Task], step: int, num_at_once: int) 
 
 async def _try(agents: Agents, task: Task, name: str) -> Tried | None:
     """None where it broke. That a process died says nothing about the policy: the task is attempted anew."""
+    num_deaths = 0
     for attempt in range(MAX_INTERRUPTIONS):
         own = f"{name}-{attempt}"
         try:
-            tried = await agents.attempt(own, task, group="")
-        except Interrupted:
+            tried = await agents.attempt(own, task, group="", num_deaths=num_deaths)
+        except Interrupted as error:
+            num_deaths += isinstance(error, WorkerLost)
             continue
         except M2ForgeError:
             return None

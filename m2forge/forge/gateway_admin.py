@@ -73,6 +73,10 @@ class GatewayAdmin:
         )
         return Endpoint(self.url, json.loads(told)["key"])
 
+    async def num_failed(self, id: str) -> int:
+        """Calls of the episode that the engine or the gateway failed, or that were aborted."""
+        return int(json.loads(await self._ask("GET", f"/episodes/{id}"))["num_failed"])
+
     async def close(self, id: str) -> TokenTree:
         """No more calls; what was recorded."""
         return decode_tree(await self._ask("POST", f"/episodes/{id}/take", {}))

@@ -4,7 +4,7 @@ A worker is any program that reads jobs, one JSON object a line, and writes answ
 
     {"id": "…", "base_url": "http://…/v1", "api_key": "…", "model": "policy", "task": {…}}      to its standard input
     {"id": "…", "cancel": true}                                                             the job is over: stop it
-    {"id": "…", "answer": "…"}   or   {"id": "…", "error": "…"}                             from its standard output
+    {"id": "…", "answer": "…"}   or   {"id": "…", "error": "…", "kind": "…"}                from its standard output
     {"id": "…", "cancelled": true}                                                          confirms a cancel
 
 It may work on several jobs at once and answer them in any order. A job whose time ran out, or whose attempt was given
@@ -14,15 +14,19 @@ that does not confirm within `agent.cancel_s` may be stuck, so it is restarted, 
 
 A program may print other lines; the loop ignores them. A line that looks like JSON but cannot be read, or is nested
 deeper than `MAX_DEPTH`, is dropped with a warning.
+
+An error's `kind` (`ErrorKind`) says whether the policy's tokens or the infrastructure caused it. It may be left out.
 """
 
 import asyncio
 import json
 import logging
 import math
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from m2forge.errors import DataError, EngineError
@@ -45,6 +49,24 @@ class JobError(EngineError):
     """An attempt that broke off: its worker died, or said that it cannot go on."""
 
 
+class ErrorKind(StrEnum):
+    """What made an agent give up."""
+
+    POLICY = "policy"
+    """The policy's tokens: the attempt counts, with perf 0."""
+    INFRA = "infra"
+    """The infrastructure, such as a connection that broke: the attempt is retried."""
+
+
+class AgentError(JobError):
+    """An attempt that the agent gave up with an error."""
+
+    def __init__(self, message: str, kind: ErrorKind | None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        """None where the agent does not say."""
+
+
 class WorkerDiedError(JobError):
     """An attempt whose worker died; it may not have been this attempt that killed it."""
 
@@ -61,9 +83,15 @@ class _Desk:
     jobs: dict[str, asyncio.Future[str]] = field(default_factory=dict)
     cancelled: dict[str, asyncio.Future[bool]] = field(default_factory=dict)
     """Jobs that the worker was asked to stop; each future tells whether it confirmed or is gone."""
+    reserved: str | None = None
+    """The job that waits for, or has, the worker for itself alone."""
     worker: Worker | None = None
     is_stuck: bool = False
     """Whether the loop is ending the worker because it did not confirm a cancel."""
+
+    @property
+    def is_up(self) -> bool:
+        return self.worker is not None and not self.is_stuck
 
     @property
     def num_taken(self) -> int:
@@ -109,10 +137,20 @@ class Workers:
         for task in done:
             task.result()
 
-    async def attempt(self, id: str, task: Task, endpoint: Endpoint) -> str:
+    async def attempt(self, id: str, task: Task, endpoint: Endpoint, *, is_alone: bool = False) -> str:
         """The answer to a task; raises `JobError`, or `TimeoutError` after the attempt's time, which begins when a
-        worker has a free slot."""
-        desk = await self._free_desk()
+        worker has a free slot. `is_alone`: the worker has no other job meanwhile, so that its death is this one's."""
+        if is_alone:
+            desk = await self._reserve_desk(id)
+            try:
+                return await self._attempt(desk, id, task, endpoint)
+            finally:
+                desk.reserved = None
+                self._has_changed.set()
+        return await self._attempt(await self._free_desk(), id, task, endpoint)
+
+    async def _attempt(self, desk: _Desk, id: str, task: Task, endpoint: Endpoint) -> str:
+        # No await stands between the choice of the desk and this entry.
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         desk.jobs[id] = future
         try:
@@ -166,12 +204,31 @@ class Workers:
             free = [
                 desk
                 for desk in self._desks
-                if desk.worker is not None and not desk.is_stuck and desk.num_taken < self._config.jobs_per_worker
+                if desk.is_up and desk.reserved is None and desk.num_taken < self._config.jobs_per_worker
             ]
             if free:
                 return min(free, key=lambda desk: desk.num_taken)
             self._has_changed.clear()
             await self._has_changed.wait()
+
+    async def _reserve_desk(self, id: str) -> _Desk:
+        """A worker without jobs: one takes no more of them until it has none left."""
+        while not (unreserved := [desk for desk in self._desks if desk.reserved is None]):
+            self._has_changed.clear()
+            await self._has_changed.wait()
+        desk = min(unreserved, key=lambda desk: desk.num_taken)
+        desk.reserved = id
+        try:
+            while not desk.is_up or desk.num_taken:
+                if self._broken is not None:
+                    raise self._broken
+                self._has_changed.clear()
+                await self._has_changed.wait()
+        except BaseException:
+            desk.reserved = None
+            self._has_changed.set()
+            raise
+        return desk
 
     async def _keep(self, desk: _Desk, sandbox: ProcessSandbox) -> None:
         while self._broken is None:
@@ -228,7 +285,9 @@ class Workers:
         if isinstance(answer, str):
             future.set_result(answer)
         else:
-            future.set_exception(JobError(f"the agent could not go on: {told.get('error')!r}"))
+            kind = told.get("kind")
+            known = ErrorKind(kind) if isinstance(kind, str) and kind in list(ErrorKind) else None
+            future.set_exception(AgentError(f"the agent could not go on: {told.get('error')!r}", known))
 
     def _note_dropped(self, desk: _Desk, line: bytes, error: Exception) -> None:
         self._num_dropped += 1
@@ -261,4 +320,5 @@ def _job(id: str, task: Task, endpoint: Endpoint) -> bytes:
 
 def from_here(command: Sequence[str]) -> tuple[str, ...]:
     """A worker has a folder of its own: paths that name a file from this one are made whole."""
-    return tuple(str(Path(word).absolute()) if "/" in word and Path(word).is_file() else word for word in command)
+    # A word may be a whole program, too long for a path, at which pathlib would raise.
+    return tuple(str(Path(word).absolute()) if "/" in word and os.path.isfile(word) else word for word in command)  # noqa: PTH113

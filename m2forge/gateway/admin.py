@@ -110,6 +110,7 @@ def describe(episode: Episode) -> dict[str, JsonValue]:
         "num_calls": episode.num_calls,
         "num_sampled": episode.num_sampled,
         "num_running": episode.num_running,
+        "num_failed": episode.num_failed,
         "divergences": {reason.value: number for reason, number in episode.num_divergences.items() if number},
         "rewards": [asdict(reward) for reward in episode.rewards.values()],
         "closed": None if episode.closed is None else asdict(episode.closed),

@@ -25,7 +25,7 @@ from m2forge.gateway.entry import Answered, Closed, Created, Entry, Rewarded, Sa
 from m2forge.gateway.history import History, Opening
 from m2forge.gateway.journal import Journal
 from m2forge.gateway.retry import Request, Requests, RequestState
-from m2forge.records import Call, IntArray, JsonValue
+from m2forge.records import Call, FinishReason, IntArray, JsonValue
 from m2forge.text.completion import Completion
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Tool
@@ -81,6 +81,9 @@ class Episode:
         """Of recorded calls."""
         self.num_sampled = 0
         """Sampled tokens."""
+        self.num_failed = 0
+        """Requests that failed in the engine or the gateway, and completions that were aborted, since this process
+        started."""
         self._num_paid_calls = self._num_paid_tokens = 0
         """Of calls and sampled tokens, those that the budget paid for."""
         self.closed: Closed | None = None
@@ -162,6 +165,7 @@ class Episode:
         if self._journal is not None:
             self._journal.append(entry)
         self._enter(request, entry, prompt if isinstance(prompt, Opening) else None, samples)
+        self.num_failed += any(sample.call.finish_reason is FinishReason.ABORT for sample in samples)
         if not is_told:
             self.requests.remove(request)
         self._end(request, prompt, RequestState.ANSWERED)

@@ -314,6 +314,7 @@ class Generation:
 
     def _fail(self, error: M2ForgeError) -> None:
         self.failure = error
+        self.episode.num_failed += 1
         self._read()
         if self.is_begun and self.plan.stream is not None:
             self._outbox.append(self.plan.stream.fail(503, str(error)))

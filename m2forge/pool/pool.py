@@ -140,9 +140,11 @@ class Pool:
         """Each in a transaction of its own, since workers renew and finish meanwhile."""
         try:
             with self.database.write() as connection:
-                queues.break_off(connection, self.config, lease, failure, died_by_s=died_by_s)
+                state = queues.break_off(connection, self.config, lease, failure, died_by_s=died_by_s)
         except LeaseLostError:
             return False
+        if state is EpisodeState.FAILED:
+            _log.warning("%s is dropped, because too many workers died at it: %s", lease.group, failure)
         return True
 
     # -- deployed agents ---------------------------------------------------------------------------------------------

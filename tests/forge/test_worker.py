@@ -229,3 +229,20 @@ def test_a_path_is_taken_from_where_the_loop_was_started(tmp_path: Path, monkeyp
         "agents/two.py",
         "agents",
     )
+
+
+def test_a_job_alone_shares_its_worker_with_none(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with make_workers(tmp_path, timeout_s=2.0) as workers:
+            before = asyncio.create_task(workers.attempt("before", make_task("hang"), ENDPOINT))
+            await asyncio.sleep(0.5)
+            alone = asyncio.create_task(workers.attempt("alone", make_task("die"), ENDPOINT, is_alone=True))
+            await asyncio.sleep(0)
+            after = asyncio.create_task(workers.attempt("after", make_task("job"), ENDPOINT))
+            with pytest.raises(TimeoutError):  # and not by the death
+                await before
+            with pytest.raises(WorkerDiedError, match="status 3"):
+                await alone
+            assert (await after).startswith("job by")
+
+    asyncio.run(scene())

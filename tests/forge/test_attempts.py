@@ -1,0 +1,107 @@
+"""Which failures count as the policy's doing, with perf 0, and which are retried."""
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from m2forge.errors import EngineError
+from m2forge.forge.attempts import DEATHS_BEFORE_ALONE, Agents, Interrupted, Tried, WorkerLost
+from m2forge.forge.config import AgentConfig
+from m2forge.forge.gateway_admin import GatewayAdmin
+from m2forge.forge.worker import JobError, Workers
+from m2forge.gateway.config import GatewayConfig
+from m2forge.protocols import Chunk, Prompt
+from m2forge.records import Domain, Task
+from tests.gateway.dialogue import minimax
+from tests.gateway.live import ADMIN_KEY, Live, live
+
+# The words of a task's instruction are what it does: `call`s the policy, dies, or ends with an error of that kind.
+PROGRAM = """
+import json, os, sys, urllib.error, urllib.request
+for line in sys.stdin:
+    job = json.loads(line)
+    for word in job["task"]["instruction"].split():
+        if word == "call":
+            body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+            headers = {"Authorization": "Bearer " + job["api_key"], "Content-Type": "application/json"}
+            url = job["base_url"] + "/chat/completions"
+            try:
+                urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+            except urllib.error.HTTPError:
+                pass
+        elif word == "die":
+            os._exit(9)
+        else:
+            told = {"id": job["id"], "error": "no arguments in the call"}
+            told |= {"kind": word} if word != "error" else {}
+            print(json.dumps(told), flush=True)
+"""
+
+
+def attempt(gateway: Live, folder: Path, does: str, *, num_deaths: int = 0, starts: list[int] | None = None) -> Tried:
+    config = AgentConfig(command=(sys.executable, "-c", PROGRAM), timeout_s=30.0)
+
+    def num_starts() -> int:
+        return starts.pop(0) if starts and len(starts) > 1 else (starts or [0])[0]
+
+    async def scene() -> Tried:
+        async with GatewayAdmin(gateway.url, ADMIN_KEY) as admin, Workers(config, folder) as workers:
+            agents = Agents(config, admin, workers, num_starts)
+            tried = await agents.attempt("g0-0-1", Task("t", Domain.AGENT, does), "g0", num_deaths)
+            await admin.forget(["g0-0-1"])
+            return tried
+
+    return asyncio.run(scene())
+
+
+@pytest.mark.parametrize("does", ["call error", "call policy", "call call error", "call unknown"])
+def test_an_error_after_the_policys_tokens_counts(tmp_path: Path, does: str) -> None:
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+        tried = attempt(gateway, tmp_path, does)
+    assert (tried.answer, len(tried.tree.samples)) == ("", does.count("call"))
+    assert tried.failure is not None
+    assert "no arguments in the call" in tried.failure
+
+
+@pytest.mark.parametrize("does", ["error", "policy", "infra", "call infra"])
+def test_an_error_of_the_infrastructure_is_retried(tmp_path: Path, does: str) -> None:
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway, pytest.raises(JobError, match="no arguments"):
+        attempt(gateway, tmp_path, does)
+
+
+def test_an_error_after_a_call_that_the_engine_failed_is_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = iter([False, True])
+
+    async def fail(prompt: Prompt) -> AsyncGenerator[Chunk, None]:
+        if next(fails):
+            raise EngineError("out of memory")
+        async for chunk in generate(prompt):
+            yield chunk
+
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+        generate = gateway.engine.generate
+        monkeypatch.setattr(gateway.engine, "generate", fail)
+        with pytest.raises(JobError, match="no arguments"):
+            attempt(gateway, tmp_path, "call call error")
+
+
+def test_an_error_while_a_process_was_restarted_is_retried_at_no_cost(tmp_path: Path) -> None:
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway, pytest.raises(Interrupted):
+        attempt(gateway, tmp_path, "call error", starts=[0, 1])
+
+
+def test_an_attempt_that_kills_every_worker_counts_once_it_has_one_for_itself(tmp_path: Path) -> None:
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+        for num_deaths in range(DEATHS_BEFORE_ALONE):
+            with pytest.raises(WorkerLost):
+                attempt(gateway, tmp_path, "call die", num_deaths=num_deaths)
+        tried = attempt(gateway, tmp_path, "call die", num_deaths=DEATHS_BEFORE_ALONE)
+        with pytest.raises(WorkerLost):
+            attempt(gateway, tmp_path, "die", num_deaths=DEATHS_BEFORE_ALONE)
+    assert len(tried.tree.samples) == 1
+    assert "status 9" in (tried.failure or "")
