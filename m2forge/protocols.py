@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +99,15 @@ class Engine(Protocol):
     async def state(self) -> EngineState: ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """An engine that can fail for good: a process that serves it ends with it, so that its supervisor restarts it."""
+
+    async def watch(self) -> None:
+        """Wait until the engine fails, and raise its `EngineError`."""
+        ...
 
 
 # -- where commands run -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from m2forge.errors import EngineError
@@ -40,28 +40,34 @@ class Child:
         env: Mapping[str, str],
         log_folder: Path,
         listener: socket.socket | None = None,
+        is_done: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`command`: module and arguments. `env`: on top of this process's own. `listener`: what it listens on."""
+        """`command`: module and arguments. `env`: on top of this process's own. `listener`: what it listens on.
+        `is_done`: whether its work is complete once it exits with 0; a server's never is."""
         self.name = name
         self.num_starts = 0
         self._command, self._env = tuple(command), dict(env)
         self._kept = () if listener is None else (listener.fileno(),)
         self._log_path = log_folder / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
-        self._is_stopping = False
+        self._is_stopping, self._is_done = False, is_done
 
     async def keep(self) -> None:
-        """Run it, again and again, until it exits with 0 or is stopped."""
+        """Run it, again and again, until it is stopped, or exits with 0 and its work is complete. Every other exit
+        counts as a death: a server that is sent SIGTERM exits with 0 as well."""
         num_short = 0
         while not self._is_stopping:
             started_s = time.monotonic()
             status = await self._run()
-            if status == 0 or self._is_stopping:
+            if self._is_over(status):
                 return
             num_short = num_short + 1 if time.monotonic() - started_s < SHORT_S else 1
             if num_short >= MAX_DEATHS:
                 raise EngineError(f"the {self.name} process ended {num_short} times in a row; see {self._log_path}")
             _log.warning("the %s process ended with status %d; it is started again", self.name, status)
+
+    def _is_over(self, status: int) -> bool:
+        return self._is_stopping or (status == 0 and self._is_done())
 
     async def _run(self) -> int:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)

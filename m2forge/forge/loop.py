@@ -48,6 +48,7 @@ from m2forge.reward.judge import Judge
 from m2forge.tasks.curriculum import Curriculum
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
+from m2forge.train.checkpoint import CheckpointStore, read_position
 
 WORKER = "loop"
 """Under this name the loop holds leases; there is one loop to a run."""
@@ -56,6 +57,8 @@ OWN_NAME = re.compile(r"g\d+-\d+-\d+|check-.*")
 POLL_S = 0.02
 MAX_BASE_TIMES = 4096
 """Tasks whose times outlive the loop."""
+FAILED = 503
+"""Status of a sampler whose engine has failed."""
 DRY_S = 0.2
 """How long nobody asks a queue again of which all is under way."""
 
@@ -79,7 +82,8 @@ class Loop:
         self._drawn: list[tuple[Task, int]] = []
         """Tasks that wait for room in the queue, and the attempts at each."""
         self._running: dict[asyncio.Task[None], Lease] = {}
-        self.trainer = Child("trainer", (MODULE, "trainer", str(self.layout.run_dir)), {}, self.layout.log)
+        command = (MODULE, "trainer", str(self.layout.run_dir))
+        self.trainer = Child("trainer", command, {}, self.layout.log, is_done=lambda: is_trained(layout, config))
 
     async def run(self) -> None:
         """Until the trainer has made all its steps and the last check is done. Interrupted, it ends all that it has
@@ -207,7 +211,8 @@ class Loop:
                 await asyncio.sleep(0)
 
     async def _push_weights(self, sampler: Server) -> None:
-        """Tell the sampler of every version that is published. One that starts again begins with the newest."""
+        """Send every published version to the sampler. One that starts again begins with the newest. A sampler whose
+        engine has failed is about to exit; its successor gets the version."""
         headers, process = {"Authorization": f"Bearer {sampler.key}"}, sampler.child
         num_starts = process.num_starts
         async with httpx2.AsyncClient(
@@ -225,7 +230,7 @@ class Loop:
                         response = await http.post("/weights", json=body)
                         if response.is_success:
                             self.served, num_starts = version, process.num_starts
-                        elif folder.exists():
+                        elif response.status_code != FAILED and folder.exists():
                             raise EngineError(f"the sampler refused version {version.step}: {response.text[:500]}")
                 await asyncio.sleep(POLL_S)
 
@@ -267,6 +272,17 @@ class Loop:
         note_check(self.layout.checks, found)
         self._checked = found.step
         _log.info("step %d: %.1f%% of %d held-out tasks", found.step, 100 * found.success, found.num_tasks)
+
+
+def is_trained(layout: Layout, config: ForgeConfig) -> bool:
+    """Whether the trainer has made the run's last step: its newest checkpoint is of that step, where the run keeps
+    checkpoints, and the finished model is written."""
+    if not layout.model.is_dir():
+        return False
+    newest = CheckpointStore(layout.checkpoints, config.train.checkpoint).newest()
+    if newest is None:
+        return not config.train.checkpoint.keep
+    return read_position(newest).step == config.num_steps
 
 
 @contextlib.contextmanager

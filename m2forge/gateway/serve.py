@@ -11,7 +11,7 @@ from pathlib import Path
 from m2forge.errors import ConfigError
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.server import GatewayServer, bind, find_admin_key
-from m2forge.protocols import Engine
+from m2forge.protocols import Engine, Watched
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
 
@@ -30,7 +30,8 @@ def serve_gateway(
     listener: socket.socket | None = None,
 ) -> None:
     """`announce` is told the address once requests are taken there. `context` and `vocab_size` are the model's, if
-    they are known. `listener`: a socket that listens, instead of where the configuration says."""
+    they are known. `listener`: a socket that listens, instead of where the configuration says. Raises the `EngineError`
+    of an engine of this process that failed, once every request in flight has ended."""
     context = config.context or context
     if context is None:
         raise ConfigError(f"{folder} does not say how long its context is; give it with --set context=N")
@@ -59,10 +60,17 @@ def serve_gateway(
                 collecting = asyncio.create_task(
                     collect_when_idle(lambda: app.calls.num_running, lambda: app.counts.num_prompt)
                 )
+                watching = asyncio.create_task(engine.watch()) if isinstance(engine, Watched) else None
+                if watching is not None:
+                    watching.add_done_callback(lambda task: server.stop())
                 try:
                     await server.serve()
+                    if watching is not None and watching.done():
+                        watching.result()
                 finally:
                     collecting.cancel()
+                    if watching is not None:
+                        watching.cancel()
             finally:
                 await engine.close()
 

@@ -83,9 +83,13 @@ class GatewayServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.stop()
+        self.stop()
         if self._task is not None:
             await self._task
+
+    def stop(self) -> None:
+        """Take no more requests; `serve` returns when those in flight have ended."""
+        self._server.stop()
 
     async def serve(self) -> None:
         """Until it is told to stop."""

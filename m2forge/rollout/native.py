@@ -2,7 +2,8 @@
 
 Prompts, aborts and weights go in through an inbox that the thread empties between steps; chunks come out through one
 queue for each request. The thread sleeps while there is nothing to do, and nobody waits by asking again. An exception
-in the thread fails every request with the same `EngineError`, and the engine stays failed.
+in the thread fails every pending and every later request with the same `EngineError`. The engine stays failed, since
+weights and KV cache may be half-written; a process that serves it awaits `watch` and exits.
 """
 
 import asyncio
@@ -75,8 +76,16 @@ class _Load:
     done: asyncio.Future[None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Watcher:
+    """A coroutine that waits for the engine's failure."""
+
+    loop: asyncio.AbstractEventLoop
+    failed: asyncio.Future[None]
+
+
 class NativeEngine:
-    """See `Engine`."""
+    """See `Engine` and `Watched`."""
 
     def __init__(self, core: Steps) -> None:
         """From here on `core` belongs to the engine's thread."""
@@ -88,6 +97,7 @@ class NativeEngine:
         self._condition = threading.Condition()
         self._inbox: deque[_Task] = deque()
         self._failure: str | None = None
+        self._watchers: list[_Watcher] = []
         self._is_closing = False
         # Touched by the thread alone:
         self._streams: dict[str, _Stream] = {}
@@ -130,6 +140,16 @@ class NativeEngine:
     async def metrics(self) -> dict[str, float]:
         """The core's figures, as they are after the step that is under way."""
         return await self._ask(self._core.metrics)
+
+    async def watch(self) -> None:
+        """Wait until the engine's thread fails, and raise that failure."""
+        loop = asyncio.get_running_loop()
+        watcher = _Watcher(loop, loop.create_future())
+        with self._condition:
+            if self._failure is not None:
+                raise EngineError(self._failure)
+            self._watchers.append(watcher)
+        await watcher.failed
 
     async def close(self) -> None:
         """Nothing more is accepted; what is under way is finished first."""
@@ -238,12 +258,15 @@ class NativeEngine:
         with self._condition:
             self._failure = failure
             tasks, self._inbox = self._inbox, deque()
+            watchers, self._watchers = self._watchers, []
         for stream in self._streams.values():
             _call(stream.loop, stream.queue.put_nowait, EngineError(failure))
         for load in self._loads:
             _call(load.loop, _reject, load.done, EngineError(failure))
         for task in tasks:
             task.fail(EngineError(failure))
+        for watcher in watchers:
+            _call(watcher.loop, _reject, watcher.failed, EngineError(failure))
 
 
 async def _take_all(queue: asyncio.Queue[Chunk | M2ForgeError]) -> tuple[list[Chunk], M2ForgeError | None]:

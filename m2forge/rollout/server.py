@@ -3,7 +3,7 @@
     POST /generate   a prompt in (see `wire`), its chunks out: a line of JSON for each, as server-sent events if the
                      client accepts those, or {"samples": [...]} at the end if it asks for "stream": false
     POST /weights    {"folder", "version": {"lineage", "step"}}: take over the weights of a folder of the server's disk
-    GET  /health     the version and how much is under way; 503 once the engine has failed
+    GET  /health     the version and how much is under way; 503 once the engine has failed, until `serve` ends
     GET  /metrics    counters, in the text format of Prometheus
 
 A prompt that cannot be served is answered 400 before anything is streamed, a failed engine 503. When the client hangs

@@ -15,7 +15,8 @@ from m2forge.records import JsonValue
 ROOT = Path(__file__).parent.parent.parent
 AGENT = ROOT / "examples" / "task_agent.py"
 _NOTING = Path(__file__).parent / "noting_agent.py"
-_KEEPER = "m2forge.forge.process"
+_MODULES = ("m2forge.forge.process", "tests.forge.breakable")
+"""What the processes of a run are started as."""
 
 
 def agent_command(notes: Path) -> list[str]:
@@ -31,9 +32,10 @@ def read_notes(notes: Path) -> list[dict[str, JsonValue]]:
     return jobs
 
 
-def command_of(config: ForgeConfig, runs: Path) -> list[str]:
+def command_of(config: ForgeConfig, runs: Path, module: str = "m2forge") -> list[str]:
+    """`module`: `tests.forge.breakable` for a run whose processes SIGUSR1 breaks."""
     write_resolved(config, runs / "config.toml")
-    return [sys.executable, "-m", "m2forge", "rl", str(runs / "config.toml"), "--runs", str(runs)]
+    return [sys.executable, "-m", module, "rl", str(runs / "config.toml"), "--runs", str(runs)]
 
 
 @contextlib.contextmanager
@@ -51,8 +53,9 @@ def processes(loop: int) -> dict[str, int]:
     """The processes of a run by what they are."""
     found = {"loop": loop}
     for pid, words in running():
-        if _KEEPER in words and str(loop) in words:
-            found[words[words.index(_KEEPER) + 1]] = pid
+        module = next((module for module in _MODULES if module in words), None)
+        if module is not None and str(loop) in words:
+            found[words[words.index(module) + 1]] = pid
         elif str(AGENT) in words and loop in ancestors(pid):
             found["agent"] = pid
     return found

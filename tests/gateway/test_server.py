@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 from m2forge import cli
 from m2forge.errors import ConfigError, EngineError
+from m2forge.gateway import serve
 from m2forge.gateway.config import Budget, GatewayConfig
 from m2forge.gateway.sample import StopCutter
 from m2forge.gateway.server import GatewayServer
@@ -27,6 +29,7 @@ from m2forge.model.checkpoint import save_model
 from m2forge.model.resolve import resolve_config
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
+from m2forge.rollout.native import NativeEngine
 from m2forge.rollout.server import make_app
 from m2forge.rollout.server_config import ServerConfig
 from m2forge.testing.scripted import ScriptedEngine
@@ -34,6 +37,7 @@ from m2forge.text.message import Message
 from tests.gateway.dialogue import minimax
 from tests.gateway.live import CONTEXT, Scene, WatchedEngine, live
 from tests.gateway.test_retry_http import BODY, post
+from tests.rollout.fake_core import FakeCore
 from tests.rollout.served import served
 from tests.text.draw import m2_tokenizer
 
@@ -128,6 +132,37 @@ class FailingEngine(WatchedEngine):
                     raise self.failure
                 number += 1
                 yield chunk
+
+
+def test_a_gateway_whose_own_engine_fails_answers_its_clients_and_ends(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses: list[int] = []
+
+    def fail() -> None:
+        raise ArithmeticError("a bug")
+
+    def ask(url: str) -> None:
+        with httpx2.Client(base_url=url, timeout=20, verify=False) as client:
+            keyed = {"x-api-key": client.post("/episodes", json={}, headers=ADMIN).json()["key"]}
+            body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+            statuses.append(client.post("/v1/chat/completions", json=body, headers=keyed).status_code)
+
+    def announce(url: str) -> None:
+        threads.submit(ask, url)
+
+    monkeypatch.setenv("M2FORGE_GATEWAY_ADMIN_KEY", "secret")
+    monkeypatch.setattr(serve, "spare_collector", lambda: None)
+    core = FakeCore(m2_tokenizer().vocab_size, CONTEXT, on_step=fail)
+    with ThreadPoolExecutor() as threads, pytest.raises(EngineError, match="ArithmeticError: a bug"):
+        serve.serve_gateway(
+            model,
+            GatewayConfig(port=0),
+            lambda: NativeEngine(core),
+            announce,
+            context=CONTEXT,
+        )
+    assert statuses == [503]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

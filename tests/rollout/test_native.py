@@ -125,7 +125,7 @@ def test_a_failing_step_fails_everyone_who_waits_and_everyone_who_comes(
 
     async def run() -> None:
         engine = NativeEngine(FakeCore(32, 128, on_step=fail_at_5))
-        asked = [complete(engine, make_prompt(max_tokens=MANY)) for _ in range(4)]
+        asked = [engine.watch(), *(complete(engine, make_prompt(max_tokens=MANY)) for _ in range(4))]
         async with asyncio.timeout(5):
             results = await asyncio.gather(*asked, return_exceptions=True)
         for result in results:
@@ -135,6 +135,7 @@ def test_a_failing_step_fails_everyone_who_waits_and_everyone_who_comes(
             complete(engine, make_prompt()),
             engine.state(),
             engine.metrics(),
+            engine.watch(),
             engine.load(tmp_path, PolicyVersion("fake", 1)),
         ):
             with pytest.raises(EngineError, match="a bug"):

@@ -1,15 +1,19 @@
-"""What a model folder becomes when it is served: its stop texts are exact, or refused."""
+"""A served model folder: its stop texts are exact, or refused; a server ends with its engine."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx2
 import pytest
 
-from m2forge.errors import RequestError
-from m2forge.protocols import Prompt
+from m2forge.errors import EngineError, RequestError
+from m2forge.protocols import Chunk, Prompt
 from m2forge.records import Sampling
-from m2forge.rollout.serve import make_core
-from m2forge.rollout.server_config import ServeConfig
+from m2forge.rollout import serve
+from m2forge.rollout.core import Core
+from m2forge.rollout.serve import make_core, serve_model
+from m2forge.rollout.server_config import ServeConfig, ServerConfig
 from m2forge.text.tokenizer import train_tokenizer
 from tests.rollout.draw import finish, ids_of
 from tests.rollout.network import write_network
@@ -39,3 +43,28 @@ def test_stop_texts_are_refused_where_the_tokenizer_cannot_be_used_and_the_log_s
         core.add("a", Prompt(ids_of(1), 1, stop_texts=("x",)))
     core.add("b", Prompt(ids_of(1), 1, Sampling(temperature=0)))
     assert len(finish(core)["b", 0].ids) == 1
+
+
+def test_a_server_whose_engine_fails_answers_its_clients_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_network(tmp_path / "model")
+    statuses: list[int] = []
+
+    def fail(core: Core) -> list[tuple[str, Chunk]]:
+        raise ArithmeticError("a bug")
+
+    def ask(url: str) -> None:
+        body = {"ids": [1, 2], "max_tokens": 4, "stream": False}
+        statuses.append(httpx2.post(f"{url}/generate", json=body, timeout=20.0).status_code)
+
+    def announce(url: str) -> None:
+        for _ in range(3):
+            threads.submit(ask, url)
+
+    monkeypatch.setattr(Core, "step", fail)
+    monkeypatch.setattr(serve, "spare_collector", lambda: None)
+    config = ServeConfig(device="cpu", server=ServerConfig(port=0))
+    with ThreadPoolExecutor() as threads, pytest.raises(EngineError, match="ArithmeticError: a bug"):
+        serve_model(tmp_path / "model", config, announce)
+    assert statuses == [503] * 3
