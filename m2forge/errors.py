@@ -37,7 +37,7 @@ class DataError(M2ForgeError, ValueError):
 
 
 class TrainingError(M2ForgeError, ArithmeticError):
-    """A run that cannot go on: its numbers are no longer finite."""
+    """A run that cannot go on: its numbers are no longer finite, or nothing of a batch can be trained."""
 
 
 class EngineError(M2ForgeError, RuntimeError):

@@ -133,6 +133,14 @@ class Sampling:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asked for, where the run decided otherwise."""
+
+    sampling: Sampling
+    seed: int | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """One completion call: the context as sent (the state) and the whole completion (the action)."""
@@ -149,6 +157,8 @@ class Call:
     """Wall clock, seconds since the epoch."""
     finished_s: float
     sampling: Sampling = field(default_factory=Sampling)
+    asked: Asked | None = None
+    """What the request asked for, if `sampling` took its place; None where it was served as asked."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "response_ids", "versions"):
@@ -173,6 +183,7 @@ class Call:
             and self.started_s == other.started_s
             and self.finished_s == other.finished_s
             and self.sampling == other.sampling
+            and self.asked == other.asked
             and np.array_equal(self.prompt_ids, other.prompt_ids)
             and np.array_equal(self.response_ids, other.response_ids)
             and np.array_equal(self.logprobs, other.logprobs)

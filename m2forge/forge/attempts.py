@@ -28,6 +28,7 @@ from m2forge.errors import M2ForgeError
 from m2forge.forge.config import AgentConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.forge.worker import AgentError, ErrorKind, JobError, StuckError, WorkerDiedError, Workers
+from m2forge.gateway.config import SamplingConfig
 from m2forge.pool.pool import Pool
 from m2forge.pool.record import Rewarding
 from m2forge.pool.state import EpisodeState, LeaseLostError, StateError
@@ -103,23 +104,27 @@ class Agents:
         self._num_up = -1
         """Of these starts, when all of them were last known to serve."""
 
-    async def attempt(self, name: str, task: Task, group: str, num_deaths: int = 0) -> Tried:
+    async def attempt(
+        self, name: str, task: Task, group: str, num_deaths: int = 0, *, sampling: SamplingConfig | None = None
+    ) -> Tried:
         """Raises `JobError` where the attempt broke through no doing of the policy. What was recorded is the caller's
-        to let go, when it is kept elsewhere. `num_deaths`: how many earlier attempts ended with `WorkerLost`."""
+        to let go, when it is kept elsewhere. `num_deaths`: how many earlier attempts ended with `WorkerLost`.
+        `sampling`: None takes that of the agent's configuration."""
+        is_alone = num_deaths >= DEATHS_BEFORE_ALONE
         try:
-            return await self._attempt(name, task, group, is_alone=num_deaths >= DEATHS_BEFORE_ALONE)
+            return await self._attempt(name, task, group, is_alone=is_alone, sampling=sampling or self.config.sampling)
         except asyncio.CancelledError:
             self.gateway.forget_soon(name)
             raise
 
-    async def _attempt(self, name: str, task: Task, group: str, *, is_alone: bool) -> Tried:
+    async def _attempt(self, name: str, task: Task, group: str, *, is_alone: bool, sampling: SamplingConfig) -> Tried:
         num_starts = self._num_starts()
         try:
             if num_starts != self._num_up:
                 # Else what is broken off while a process starts would look like the agent's doing.
                 await self.gateway.wait_until_up()
                 self._num_up = num_starts
-            endpoint = await self.gateway.open(name, task.id, group, self._budget)
+            endpoint = await self.gateway.open(name, task.id, group, self._budget, sampling)
             answer, failure, is_stuck = "", None, False
             try:
                 answer = await self.workers.attempt(name, task, endpoint, is_alone=is_alone)

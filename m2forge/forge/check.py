@@ -17,6 +17,7 @@ from m2forge.errors import M2ForgeError
 from m2forge.forge.attempts import Agents, Interrupted, Tried, WorkerLost
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import Kept, make_kept
+from m2forge.gateway.config import SamplingConfig
 from m2forge.records import Task
 from m2forge.tasks.catalog import family_of, find_family
 from m2forge.tasks.task_set import TaskSet
@@ -54,8 +55,11 @@ def held_out_tasks(config: ForgeConfig) -> list[Task]:
     return tasks
 
 
-async def check(agents: Agents, tasks: list[Task], step: int, num_at_once: int) -> tuple[Check, list[Kept]]:
-    """How the policy fares, and what it did at `NUM_KEPT` of the tasks, spread over all of them."""
+async def check(
+    agents: Agents, tasks: list[Task], step: int, num_at_once: int, sampling: SamplingConfig | None = None
+) -> tuple[Check, list[Kept]]:
+    """How the policy fares, and what it did at `NUM_KEPT` of the tasks, spread over all of them. `sampling`: None takes
+    that of the agents."""
     started_s = time.monotonic()
     seats = asyncio.Semaphore(num_at_once)
     places = {index * len(tasks) // NUM_KEPT for index in range(NUM_KEPT)}
@@ -63,7 +67,7 @@ async def check(agents: Agents, tasks: list[Task], step: int, num_at_once: int) 
 
     async def attempt(index: int, task: Task) -> float | None:
         async with seats:
-            tried = await _try(agents, task, f"check-{step}-{int(time.time() * 1e6)}-{index}")
+            tried = await _try(agents, task, f"check-{step}-{int(time.time() * 1e6)}-{index}", sampling)
         if tried is None:
             return None
         perf = 0.0 if tried.failure is not None else family_of(task).verify(task, tried.answer).perf
@@ -76,13 +80,13 @@ async def check(agents: Agents, tasks: list[Task], step: int, num_at_once: int) 
     return _tell(tasks, perfs, step, seconds), [kept[index] for index in sorted(kept)]
 
 
-async def _try(agents: Agents, task: Task, name: str) -> Tried | None:
+async def _try(agents: Agents, task: Task, name: str, sampling: SamplingConfig | None) -> Tried | None:
     """None where it broke. That a process died says nothing about the policy: the task is attempted anew."""
     num_deaths = 0
     for attempt in range(MAX_INTERRUPTIONS):
         own = f"{name}-{attempt}"
         try:
-            tried = await agents.attempt(own, task, group="", num_deaths=num_deaths)
+            tried = await agents.attempt(own, task, group="", num_deaths=num_deaths, sampling=sampling)
         except Interrupted as error:
             num_deaths += isinstance(error, WorkerLost)
             continue

@@ -20,14 +20,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from m2forge.errors import EngineError
+from m2forge.errors import EngineError, M2ForgeError
 
 PR_SET_PDEATHSIG = 1
 MAX_DEATHS = 5
 """So many deaths in a row, each within `SHORT_S` of its start, end the run: another start would not help."""
 SHORT_S = 10.0
 STOP_S = 10.0
+FATAL_STATUS = 78
+"""Exit status of a process that another start would not help: the last line that it printed ends the run."""
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +64,8 @@ class Child:
             status = await self._run()
             if self._is_over(status):
                 return
+            if status == FATAL_STATUS:
+                raise EngineError(f"the {self.name} process: {self._last_line()}")
             num_short = num_short + 1 if time.monotonic() - started_s < SHORT_S else 1
             if num_short >= MAX_DEATHS:
                 raise EngineError(f"the {self.name} process ended {num_short} times in a row; see {self._log_path}")
@@ -85,6 +90,10 @@ class Child:
             )
         return await self._process.wait()
 
+    def _last_line(self) -> str:
+        lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return lines[-1] if lines else f"status {FATAL_STATUS}"
+
     async def stop(self) -> None:
         self._is_stopping = True
         process = self._process
@@ -99,6 +108,12 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+
+def end_with_error(error: M2ForgeError) -> NoReturn:
+    """End this process, and the run with it; the error is the last line of its log."""
+    print(" ".join(str(error).split()), file=sys.stderr, flush=True)
+    sys.exit(FATAL_STATUS)
 
 
 def die_with(parent: int) -> None:

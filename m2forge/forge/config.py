@@ -21,7 +21,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from m2forge.config import Config
-from m2forge.gateway.config import Budget, GatewayConfig
+from m2forge.gateway.config import Budget, GatewayConfig, SamplingConfig
 from m2forge.pool.config import PoolConfig
 from m2forge.reward.config import RewardConfig
 from m2forge.rollout.config import RolloutConfig
@@ -49,6 +49,9 @@ class AgentConfig(Config):
     """How long a worker may take to confirm that it cancelled a job; then it is restarted."""
     budget: Budget = Budget(max_calls=32)
     """Of one attempt, beside its time."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Replaces what the agent's requests ask for; the record of a call tells both. A seed in a request has no effect:
+    all attempts of a group would be the same."""
     sandbox: SandboxConfig = SandboxConfig(timeout_s=7 * 86400.0)
     """Of a worker: its time is that of its whole life."""
 
@@ -75,6 +78,8 @@ class CheckConfig(Config):
     num_tasks: Annotated[int, Field(ge=0)] = 0
     """0: never."""
     seed: int = 1
+    sampling: SamplingConfig | None = None
+    """None: `agent.sampling`. Temperature 0 is allowed here."""
 
 
 class ForgeConfig(Config):
@@ -114,4 +119,7 @@ class ForgeConfig(Config):
             raise ValueError(f"pool.window.queue ({queue}) must hold a batch of curriculum.batch_groups ({batch})")
         if self.gateway.journal:
             raise ValueError("gateway.journal is set by the run; leave it out")
+        problem = self.policy.sampling_problem(self.agent.sampling.record())
+        if problem is not None:
+            raise ValueError(f"agent.sampling: nothing sampled this way can be trained: {problem}")
         return self

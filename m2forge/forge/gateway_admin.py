@@ -15,7 +15,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from m2forge.errors import EngineError
-from m2forge.gateway.config import Budget
+from m2forge.gateway.config import Budget, SamplingConfig
 from m2forge.protocols import Endpoint
 from m2forge.records import JsonValue
 from m2forge.rollout.streaming import Connections
@@ -65,12 +65,15 @@ class GatewayAdmin:
         """Until it serves, and the sampler behind it."""
         await self._ask("GET", "/health")
 
-    async def open(self, id: str, task_id: str, group: str, budget: Budget) -> Endpoint:
+    async def open(
+        self, id: str, task_id: str, group: str, budget: Budget, sampling: SamplingConfig | None = None
+    ) -> Endpoint:
         """An episode's key, told once: one that exists already was opened by a loop that died, and is of no use."""
-        spends = budget.model_dump(exclude_none=True)
-        told = await self._ask(
-            "POST", "/episodes", {"id": id, "task_id": task_id, "group": group, "budget": spends}, (CREATED,)
-        )
+        body: dict[str, JsonValue] = {"id": id, "task_id": task_id, "group": group}
+        body["budget"] = budget.model_dump(exclude_none=True)
+        if sampling is not None:
+            body["sampling"] = sampling.model_dump()
+        told = await self._ask("POST", "/episodes", body, (CREATED,))
         return Endpoint(self.url, json.loads(told)["key"])
 
     async def num_failed(self, id: str) -> int:

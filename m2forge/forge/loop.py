@@ -267,7 +267,10 @@ class Loop:
             return
         while self.served is None:
             await asyncio.sleep(POLL_S)
-        found, kept = await check(agents, held_out_tasks(self.config), self.served.step, self.config.agent.num_jobs)
+        config = self.config
+        found, kept = await check(
+            agents, held_out_tasks(config), self.served.step, config.agent.num_jobs, config.check.sampling
+        )
         write_kept(self.layout.kept, found.step, kept)
         note_check(self.layout.checks, found)
         self._checked = found.step

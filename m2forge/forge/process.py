@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from m2forge.config import load
-from m2forge.errors import NotFoundError
+from m2forge.errors import ConfigError, NotFoundError, TrainingError
+from m2forge.forge.child import end_with_error
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.layout import Layout
 from m2forge.observe.log import set_up_logging
@@ -86,4 +87,8 @@ if __name__ == "__main__":
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
     set_up_logging()
     kind, directory, *arguments = sys.argv[1:]
-    PROCESSES[kind](Path(directory), *arguments)
+    try:
+        PROCESSES[kind](Path(directory), *arguments)
+    except (ConfigError, TrainingError) as error:
+        # Another start would fail in the same way.
+        end_with_error(error)

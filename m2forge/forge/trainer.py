@@ -10,12 +10,14 @@ episode is in the lineage of the weights once.
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from m2forge.config import load
+from m2forge.errors import TrainingError
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.layout import Layout
 from m2forge.forge.learner import make_trees
@@ -35,6 +37,7 @@ from m2forge.train.engine import TrainEngine
 from m2forge.train.machine import choose_device, choose_dtype, machine_settings, set_up_model
 from m2forge.train.run_dir import CONFIG_FILE, hold_run
 from m2forge.train.schedule import rate_at
+from m2forge.tree.build import Problem
 
 POLL_S = 0.02
 TRAINER_FOLDER = "trainer"
@@ -138,6 +141,8 @@ class Trainer:
         self._busy.flush()
         for problem in report.problems:
             _log.warning("not trained: %s", problem.reason)
+        if report.is_empty:
+            raise TrainingError(describe_untrained(units, report.problems, self.version))
         figures = read | {"rate": rate, "trained_s": time.perf_counter() - started_s}
         num_tokens = int(figures["tokens_computed"])
         self.position = replace(
@@ -163,6 +168,20 @@ class Trainer:
         self.checkpoints.save(self.engine, self.position)
         if self.config.train.checkpoint.keep:
             pool.mark_durable(self.version)
+
+
+def describe_untrained(units: Sequence[StoredUnit], problems: Sequence[Problem], version: PolicyVersion) -> str:
+    """Why a batch holds nothing to train on: how many samples were refused, by reason, with an example of each."""
+    reasons = [problem.reason.removeprefix(f"Sample {problem.name}: ") for problem in problems]
+    kinds = {reason.partition(", received")[0]: reason for reason in reversed(reasons)}
+    counts = Counter(reason.partition(", received")[0] for reason in reasons)
+    told = [f"{number} × {kinds[kind]}" for kind, number in counts.most_common()]
+    num_episodes = sum(len(unit.episodes) for unit in units)
+    num_empty = sum(not episode.calls for unit in units for episode in unit.episodes)
+    if num_empty:
+        told.append(f"{num_empty} of {num_episodes} episodes recorded no completion call")
+    why = "; ".join(told) or "every recorded completion is empty"
+    return f"step {version.step + 1}: nothing in the batch of {num_episodes} episodes can be trained: {why}"
 
 
 def _wait_for(claim: Callable[[], Claim | None]) -> Claim:

@@ -1,6 +1,6 @@
 """The admin's routes: episodes made, looked at, rewarded and closed. Bodies in, bodies out.
 
-    POST /episodes               {"task_id", "group", "budget": {"max_calls", "max_tokens", "max_s"}, "id"} -> id, key
+    POST /episodes               {"task_id", "group", "budget", "sampling", "id"} -> id, key
     GET  /episodes/ID            what it has spent, how its calls branched, its rewards
     GET  /episodes/ID/tree       what was recorded, as `tree/codec.py` writes it
     POST /episodes/ID/reward     {"value", "call", "choice", "id", "evidence"}; the same one twice is taken once
@@ -9,18 +9,21 @@
     DELETE /episodes/ID          let go, journal and all, once what it recorded is kept elsewhere; its key is refused
     DELETE /episodes             {"ids"}: the same of many; those that are not there are passed over
 
-All fields may be left out but `value`. A reward is for the whole episode, or for one call: its index, or the id of its
-answer, and where that answer has several choices (`n`), the index of the one. `id` tells rewards apart; without one
-there is a single reward of the whole and a single one of each call.
+All fields may be left out but `value`. `budget` is {"max_calls", "max_tokens", "max_s"}. `sampling` ({"temperature",
+"top_p", …}) replaces what the episode's requests ask for, seeds included; without it they are served as they ask.
+
+A reward is for the whole episode, or for one call: its index, or the id of its answer, and where that answer has
+several choices (`n`), the index of the one. `id` tells rewards apart; without one there is a single reward of the whole
+and a single one of each call.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import cast
 
-from m2forge.config import build
+from m2forge.config import ConfigT, build
 from m2forge.errors import NotFoundError
-from m2forge.gateway.config import Budget
+from m2forge.gateway.config import Budget, SamplingConfig
 from m2forge.gateway.counts import GatewayCounts
 from m2forge.gateway.entry import Rewarded
 from m2forge.gateway.episode import Episode
@@ -32,11 +35,10 @@ from m2forge.tree.codec import encode_tree
 
 PATH = "/episodes"
 MAX_REWARD = 1e9
-_EPISODE_FIELDS = frozenset({"task_id", "group", "budget", "id"})
+_EPISODE_FIELDS = frozenset({"task_id", "group", "budget", "sampling", "id"})
 _REWARD_FIELDS = frozenset({"value", "call", "choice", "id", "evidence"})
 _CLOSE_FIELDS = frozenset({"failure"})
 _DELETE_FIELDS = frozenset({"ids"})
-_BUDGET_FIELDS = frozenset(Budget.model_fields)
 
 
 class Admin:
@@ -46,8 +48,13 @@ class Admin:
     def create(self, body: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         fields = Fields(body, _EPISODE_FIELDS)
         texts = {name: fields.text(name) or "" for name in ("task_id", "group", "id")}
+        sampling = _read(SamplingConfig, fields, "sampling")
         episode, key = self._episodes.create(
-            texts["task_id"], group=texts["group"], id=texts["id"], budget=_budget(fields)
+            texts["task_id"],
+            group=texts["group"],
+            id=texts["id"],
+            budget=_read(Budget, fields, "budget"),
+            sampling=None if sampling is None else sampling.record(),
         )
         return {"id": episode.id, "key": key}
 
@@ -107,6 +114,7 @@ def describe(episode: Episode) -> dict[str, JsonValue]:
         "group": episode.group,
         "created_s": episode.created_s,
         "budget": episode.budget.model_dump(),
+        "sampling": None if episode.sampling is None else asdict(episode.sampling),
         "num_calls": episode.num_calls,
         "num_sampled": episode.num_sampled,
         "num_running": episode.num_running,
@@ -117,12 +125,13 @@ def describe(episode: Episode) -> dict[str, JsonValue]:
     }
 
 
-def _budget(fields: Fields) -> Budget | None:
-    if not fields.has("budget"):
+def _read(kind: type[ConfigT], fields: Fields, name: str) -> ConfigT | None:
+    """The object under that name; None where there is none."""
+    if not fields.has(name):
         return None
-    given = Fields(fields.value("budget"), _BUDGET_FIELDS, "budget")
-    data = {name: value for name in given.data if (value := given.value(name)) is not None}
-    return build(Budget, cast("dict[str, float]", data), origin="budget")
+    given = Fields(fields.value(name), frozenset(kind.model_fields), name)
+    data = {key: value for key in given.data if (value := given.value(key)) is not None}
+    return build(kind, cast("dict[str, float]", data), origin=name)
 
 
 def _call(episode: Episode, fields: Fields) -> int | None:

@@ -29,7 +29,7 @@ from m2forge.gateway.respond import STREAM_HEADERS, id_headers, respond, respond
 from m2forge.gateway.retry import Request, RequestState
 from m2forge.gateway.sample import offered
 from m2forge.protocols import Engine, Prompt
-from m2forge.records import IntArray
+from m2forge.records import Asked, IntArray, Sampling
 from m2forge.text.format import ChatFormat
 
 _SEED_MASK = (1 << 63) - 1
@@ -157,20 +157,21 @@ class Calls:
             )
         created_s = time.time()
         id = route.id_prefix + secrets.token_hex(12)
+        sampling, seed, asked = decide_sampling(ask, episode.sampling)
         prompt = Prompt(
             ids=ids,
             max_tokens=episode.reserve(request, min(ask.max_tokens or room, room)),
-            sampling=ask.sampling,
+            sampling=sampling,
             stop_ids=self._format.stop_ids if ask.prompt is None else self._raw_stop_ids,
             stop_texts=ask.stop_texts,
-            seed=None if ask.seed is None else ask.seed & _SEED_MASK,
+            seed=None if seed is None else seed & _SEED_MASK,
             num_samples=ask.num_samples,
             timeout_s=time_limit(episode, self._config.call_timeout_s),
         )
         stream = route.dialect.stream(ask, id, int(created_s)) if ask.is_streamed else None
         if self._config.logs_text:
             _log.info("request %s of %s: %r", id, episode.id, self._format.tokenizer.decode(ids.tolist()))
-        return Plan(id, ask, opening, prompt, route.call_prefix, stream, int(created_s))
+        return Plan(id, ask, opening, prompt, asked, route.call_prefix, stream, int(created_s))
 
     def _open(self, ask: Ask, episode: Episode) -> Opening | IntArray:
         if ask.prompt is None:
@@ -250,6 +251,15 @@ class Calls:
             return
         data = play(route.dialect.stream(ask, reply.id, reply.created_s), reply)
         await respond_bytes(send, 200, data, (*STREAM_HEADERS, *id_headers(reply.id)))
+
+
+def decide_sampling(ask: Ask, decided: Sampling | None) -> tuple[Sampling, int | None, Asked | None]:
+    """How to sample, the seed, and what was asked for where that differs. An episode whose sampling is decided draws
+    without the request's seed: the attempts of a group would all be the same."""
+    if decided is None:
+        return ask.sampling, ask.seed, None
+    is_same = ask.sampling == decided and ask.seed is None
+    return decided, None, None if is_same else Asked(ask.sampling, ask.seed)
 
 
 def digest_of(path: str, body: bytes) -> str:

@@ -8,11 +8,12 @@ journal = "runs/forge/journal"
 max_calls = 200
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from m2forge.config import Config
+from m2forge.records import Sampling
 from m2forge.text.format import FormatName
 
 Count = Annotated[int, Field(gt=0, le=1 << 31)]
@@ -28,6 +29,37 @@ class Budget(Config):
     """Sampled tokens, those of completions in flight counted as long as they may become."""
     max_s: Seconds | None = None
     """Seconds since the episode was made."""
+
+
+class SamplingConfig(Config):
+    """How tokens are drawn, whatever requests ask for. By default at temperature 1 from the whole vocabulary, which is
+    the distribution that a trainer computes."""
+
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.record()
+        return self
+
+    def record(self) -> Sampling:
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+        )
 
 
 class GatewayConfig(Config):

@@ -22,7 +22,7 @@ from m2forge.errors import RecordError
 from m2forge.gateway.config import Budget
 from m2forge.gateway.divergence import Divergence
 from m2forge.gateway.turn import PathRecord, TurnRecord
-from m2forge.records import FinishReason, FloatArray, IntArray, JsonValue, Sampling
+from m2forge.records import Asked, FinishReason, FloatArray, IntArray, JsonValue, Sampling
 from m2forge.text.completion import Completion, Problem, ProblemKind
 from m2forge.text.message import Message, Role, Tool, ToolCall
 
@@ -41,6 +41,8 @@ class Created:
     key_hash: str
     created_s: float
     budget: Budget
+    sampling: Sampling | None = None
+    """Takes the place of what requests ask for; None serves them as they ask."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +76,8 @@ class Answered:
     """What the server needs to tell the same answer again."""
     is_charged: bool = True
     """Whether its episode's budget pays for it."""
+    asked: Asked | None = None
+    """What the request asked for, if `sampling` took its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,9 @@ def decode_entry(data: bytes) -> Entry:
         if kind == "Answered":
             return _answered(head, _Arrays(data, _HEAD.size + size))
         if kind == "Created":
-            return Created(**head | {"budget": Budget(**head["budget"])})
+            sampling = head.get("sampling")
+            known = {"budget": Budget(**head["budget"]), "sampling": sampling and Sampling(**sampling)}
+            return Created(**head | known)
         if kind == "Rewarded":
             return Rewarded(**head)
         if kind == "Closed":
@@ -141,6 +147,7 @@ def _answered_head(entry: Answered) -> _Fields:
         "num_prompt": entry.prompt_ids.size,
         "divergence": entry.divergence,
         "sampling": {name: getattr(entry.sampling, name) for name in _SAMPLING_FIELDS},
+        "asked": None if entry.asked is None else asdict(entry.asked),
         "samples": [_sample_fields(sample) for sample in entry.samples],
         "reply": entry.reply,
         "is_charged": entry.is_charged,
@@ -163,7 +170,15 @@ def _answered(head: dict[str, object], arrays: "_Arrays") -> Answered:
         samples=samples,
         reply=cast("dict[str, JsonValue]", head["reply"]),
         is_charged=cast("bool", head.get("is_charged", True)),
+        asked=_asked(cast("dict[str, object] | None", head.get("asked"))),
     )
+
+
+def _asked(fields: dict[str, object] | None) -> Asked | None:
+    if fields is None:
+        return None
+    sampling = cast("dict[str, float]", fields["sampling"])
+    return Asked(Sampling(**sampling), cast("int | None", fields["seed"]))  # type: ignore[arg-type]  # top_k alone is int
 
 
 def _sample_fields(sample: SampleEntry) -> _Fields:

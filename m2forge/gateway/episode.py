@@ -67,6 +67,8 @@ class Episode:
         """`vocab_size`: of the network, where it knows more ids than its tokenizer."""
         self.id, self.task_id, self.group = created.id, created.task_id, created.group
         self.key_hash, self.budget, self.created_s = created.key_hash, created.budget, created.created_s
+        self.sampling = created.sampling
+        """Takes the place of what requests ask for; None serves them as they ask."""
         self.history = History(format, restores_thinking=restores_thinking)
         self._tree = TokenTree(vocab_size or format.tokenizer.vocab_size)
         self._untreed: list[tuple[str, Call]] = []
@@ -328,6 +330,7 @@ class Episode:
             prompt_ids=prompt_ids,
             divergence=prompt.divergence if isinstance(prompt, Opening) else None,
             sampling=samples[0].call.sampling,
+            asked=samples[0].call.asked,
             samples=tuple(_sample_entry(sample) for sample in samples),
             reply=reply,
         )
@@ -386,5 +389,6 @@ def _sampled(entry: Answered, sample: SampleEntry, prompt_ids: IntArray) -> Samp
         started_s=sample.started_s,
         finished_s=sample.finished_s,
         sampling=entry.sampling,
+        asked=entry.asked,
     )
     return Sampled(call, sample.completion)

@@ -31,7 +31,7 @@ from m2forge.gateway.reply import Reply, write_reply
 from m2forge.gateway.retry import Request
 from m2forge.gateway.sample import SampleReader
 from m2forge.protocols import Chunk, Engine, Prompt
-from m2forge.records import FinishReason, IntArray
+from m2forge.records import Asked, FinishReason, IntArray
 from m2forge.text.format import ChatFormat
 
 GRACE_S = 10.0
@@ -60,6 +60,8 @@ class Plan:
     opening: Opening | IntArray
     """What the history made of the messages; or the ids of a raw prompt."""
     prompt: Prompt
+    asked: Asked | None
+    """What the request asked for, if the episode's sampling takes its place."""
     call_prefix: str
     """Of the ids of calls."""
     stream: Stream | None
@@ -279,7 +281,7 @@ class Generation:
         reply = Reply(plan.id, plan.created_s, answers, usage)
         try:
             samples = [
-                Sampled(reader.call(prompt.ids, prompt.sampling, self._started_s), answer.completion)
+                Sampled(reader.call(prompt.ids, prompt.sampling, plan.asked, self._started_s), answer.completion)
                 for reader, answer in zip(self._readers, answers, strict=True)
             ]
             self.episode.commit(

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from m2forge.errors import NotFoundError
 from m2forge.gateway.exchange import Answer, Ask, Ending, TokenLogprob
 from m2forge.protocols import Chunk
-from m2forge.records import Call, FinishReason, FloatArray, IntArray, Sampling
+from m2forge.records import Asked, Call, FinishReason, FloatArray, IntArray, Sampling
 from m2forge.text.completion import CallFinished, Completion, ContentDelta, Event
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Tool
@@ -135,7 +135,7 @@ class SampleReader:
         self.answer = Answer(completion, ending, stop_text, tuple(self._told_logprobs))
         return events
 
-    def call(self, prompt_ids: IntArray, sampling: Sampling, started_s: float) -> Call:
+    def call(self, prompt_ids: IntArray, sampling: Sampling, asked: Asked | None, started_s: float) -> Call:
         """What is recorded."""
         assert self.finish_reason is not None
         return Call(
@@ -147,6 +147,7 @@ class SampleReader:
             started_s=started_s,
             finished_s=max(self.finished_s, started_s),
             sampling=sampling,
+            asked=asked,
         )
 
     def num_thinking(self) -> int:

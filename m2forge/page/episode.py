@@ -9,7 +9,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -276,6 +276,7 @@ def _show_call(
         "finish_reason": sample.finish_reason,
         "versions": [int(steps[0]), int(steps[-1])] if steps.size else None,
         "temperature": sample.sampling.temperature,
+        "asked": None if sample.asked is None else asdict(sample.asked),
     }, sum(min(part.end - part.start, PART_TOKENS) for part in [*parts, *answer])
 
 

@@ -1,6 +1,7 @@
 """Completion calls as they are appended to a pool: each as what it adds to the calls before it; trees out.
 
     head      parent, tokens shared with it, sizes, finish reason, times, sampling
+    asked     sampling and seed of the request, if it was not served as asked
     tokens    of prompt and completion, from the first that is not shared on; as many bytes each as the vocabulary needs
     logprobs  float32 of each sampled token
     versions  runs: step of the policy, number of tokens
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import RecordError
-from m2forge.records import Call, FinishReason, FloatArray, IntArray, Sampling
+from m2forge.records import Asked, Call, FinishReason, FloatArray, IntArray, Sampling
 from m2forge.tree.sample import ExpertArray
 from m2forge.tree.token_tree import TokenTree
 
@@ -32,10 +33,12 @@ MAX_BRANCHES = 16
 _FINISH_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
 """Written as their places here, so this order is part of the format."""
 _NO_PARENT = -1
-_HEAD = struct.Struct("<i6I2HB2d")
+_HEAD = struct.Struct("<i6I2HB?2d")
 _SAMPLING = struct.Struct("<2di4d")
 """The fields of `Sampling`, in their order."""
 _sampling_fields = attrgetter(*(item.name for item in fields(Sampling)))
+_SEED = struct.Struct("<?q")
+"""Whether there is one, and which."""
 _CHECKSUM = struct.Struct("<I")
 
 
@@ -123,12 +126,14 @@ class CallWriter:
             added.shape[0],
             *shape,
             _FINISH_REASONS.index(call.finish_reason),
+            call.asked is not None,
             call.started_s,
             call.finished_s,
         )
         narrow = np.ascontiguousarray(tokens, "<i4").view("u1").reshape(-1, 4)[:, : self._id_width]
         arrays = (narrow, call.logprobs.astype("<f4", copy=False), runs, added.astype("<i2", copy=False))
-        body = b"".join([head, _sampling_bytes(call.sampling), *(array.tobytes() for array in arrays)])
+        ways = [_sampling_bytes(call.sampling)] + ([] if call.asked is None else [_asked_bytes(call.asked)])
+        body = b"".join([head, *ways, *(array.tobytes() for array in arrays)])
         ordinal = self._num_calls
         self._num_calls += 1
         self._branches.follow(parent, num_shared, _Branch(ordinal, path, routed))
@@ -162,10 +167,13 @@ def _read(ordinal: int, data: bytes, branches: _Branches, id_width: int) -> tupl
         raise RecordError("a wrong checksum; it was damaged or cut off")
     head = _HEAD.unpack_from(body)
     parent_ordinal, num_shared, num_prompt, num_response, num_runs, num_known, num_added = head[:7]
-    num_layers, num_chosen, finish_reason, started_s, finished_s = head[7:]
-    sampling = _read_sampling(data[_HEAD.size : _HEAD.size + _SAMPLING.size])
+    num_layers, num_chosen, finish_reason, is_replaced, started_s, finished_s = head[7:]
+    start = _HEAD.size + _SAMPLING.size
+    sampling, asked = _read_sampling(data[_HEAD.size : start]), None
+    if is_replaced:
+        asked, start = _read_asked(data, start)
     parent = None if parent_ordinal == _NO_PARENT else branches.find(parent_ordinal)
-    arrays = _Arrays(body[_HEAD.size + _SAMPLING.size :])
+    arrays = _Arrays(body[start:])
     tokens = arrays.ids(num_prompt + num_response - num_shared, id_width)
     path = tokens if parent is None else np.concatenate((parent.path[:num_shared], tokens))
     path.flags.writeable = False
@@ -190,6 +198,7 @@ def _read(ordinal: int, data: bytes, branches: _Branches, id_width: int) -> tupl
         started_s=started_s,
         finished_s=finished_s,
         sampling=sampling,
+        asked=asked,
     )
     return call, experts
 
@@ -239,6 +248,17 @@ def _sampling_bytes(sampling: Sampling) -> bytes:
 @lru_cache(64)
 def _read_sampling(data: bytes) -> Sampling:
     return Sampling(*_SAMPLING.unpack(data))
+
+
+def _asked_bytes(asked: Asked) -> bytes:
+    return _sampling_bytes(asked.sampling) + _SEED.pack(asked.seed is not None, asked.seed or 0)
+
+
+def _read_asked(data: bytes, start: int) -> tuple[Asked, int]:
+    """What stands from `start` on, and where it ends."""
+    sampling = _read_sampling(data[start : start + _SAMPLING.size])
+    has_seed, seed = _SEED.unpack_from(data, start + _SAMPLING.size)
+    return Asked(sampling, seed if has_seed else None), start + _SAMPLING.size + _SEED.size
 
 
 def _runs(versions: IntArray) -> npt.NDArray[np.int32]:

@@ -6,8 +6,11 @@ from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from m2forge.config import Config
+from m2forge.records import Sampling
 
 Count = Annotated[int, Field(gt=0)]
+TEMPERATURES = (0.01, 100.0)
+"""Within which importance ratios of tempered logits are numbers that can be trained on."""
 
 
 class OptimizerConfig(Config):
@@ -66,6 +69,19 @@ class PolicyConfig(Config):
     """Tokens that go through the network at once, and so the longest path."""
     bucket_tokens: Count = 2048
     """On CUDA packs are padded to a multiple of this, so that few shapes occur."""
+
+    def sampling_problem(self, sampling: Sampling) -> str | None:
+        """Why nothing can be learnt from tokens that were drawn this way; None if it can."""
+        if self.loss == "sft":
+            return None
+        if sampling.temperature == 0:
+            return "temperature: expected a number above 0, received 0: a greedy choice has no log-probability"
+        if not TEMPERATURES[0] <= sampling.temperature <= TEMPERATURES[1]:
+            bounds = f"{TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"
+            return f"temperature: expected {bounds}, received {sampling.temperature}"
+        if sampling.is_truncated and self.truncated_sampling == "refuse":
+            return f'expected none cut off, received {sampling}; policy.truncated_sampling = "allow" takes it'
+        return None
 
 
 class Curve(Config):

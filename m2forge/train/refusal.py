@@ -20,7 +20,6 @@ from m2forge.tree.token_tree import TokenTree
 
 MAX_ADVANTAGE = 1e6
 WEIGHTS = (1e-12, 1e12)
-TEMPERATURES = (0.01, 100.0)
 MIN_LOGPROB = -1e4
 
 
@@ -67,17 +66,11 @@ def _number_reason(sample: Sample, policy: PolicyConfig) -> str | None:
         return f"advantage: expected at most {MAX_ADVANTAGE:g} either way, received {sample.advantage}"
     if not WEIGHTS[0] <= sample.weight <= WEIGHTS[1]:
         return f"weight: expected {WEIGHTS[0]:g} to {WEIGHTS[1]:g}, received {sample.weight}"
-    if policy.loss == "sft":
-        return None
-    if sample.sampling.temperature == 0:
-        return "sampling: temperature: expected a number above 0, received 0: a greedy choice has no log-probability"
-    if not TEMPERATURES[0] <= sample.sampling.temperature <= TEMPERATURES[1]:
-        bounds = f"{TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"
-        return f"sampling: temperature: expected {bounds}, received {sample.sampling.temperature}"
-    if sample.logprobs.size and sample.logprobs.min() < MIN_LOGPROB:
+    problem = policy.sampling_problem(sample.sampling)
+    if problem is not None:
+        return f"sampling: {problem}"
+    if policy.loss != "sft" and sample.logprobs.size and sample.logprobs.min() < MIN_LOGPROB:
         return f"logprobs: expected {MIN_LOGPROB:g} or more, received {sample.logprobs.min():g}"
-    if sample.sampling.is_truncated and policy.truncated_sampling == "refuse":
-        return f'sampling: expected none cut off, received {sample.sampling}; truncated_sampling = "allow" takes it'
     return None
 
 

@@ -2,7 +2,7 @@
 
     header   magic, version, the counts of `_Counts`
     columns  those of `_columns`, one after another, little-endian, nothing between them
-    text     names and episodes as JSON
+    text     names and episodes as JSON, and what requests asked for where that is not how they were sampled
     crc32    of all before it
 
 Ids take as many bytes as the vocabulary needs, policy versions stand as runs, ways of sampling once each. Any damage is
@@ -18,18 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import RecordError
-from m2forge.records import LOGPROB_SLACK, FinishReason, FloatArray, IntArray, Sampling
+from m2forge.records import LOGPROB_SLACK, Asked, FinishReason, FloatArray, IntArray, Sampling
 from m2forge.tree.node import Node
 from m2forge.tree.sample import ExpertArray, Sample
 from m2forge.tree.token_tree import MAX_VOCAB_SIZE, TokenTree
 
 MAGIC = b"M2TT"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _FINISH_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
 """Written as their places here, so this order is part of the format."""
 _SAMPLING_FIELDS = tuple(item.name for item in fields(Sampling))
 """Each is a column of its own."""
 
+_NOT_ASKED = -1
 Columns = dict[str, npt.NDArray[np.generic]]
 
 
@@ -72,6 +73,7 @@ def _columns(counts: _Counts) -> dict[str, tuple[str, int]]:
         "advantage": ("<f8", num_samples),
         "weight": ("<f8", num_samples),
         "sampling": ("<i4", num_samples),
+        "asked": ("<i4", num_samples),
         "temperature": ("<f8", counts.num_samplings),
         "top_p": ("<f8", counts.num_samplings),
         "top_k": ("<i4", counts.num_samplings),
@@ -95,7 +97,9 @@ def encode_tree(tree: TokenTree) -> bytes:
     run_version, run_length = _runs(np.concatenate([np.empty(0, np.int32), *(sample.versions for sample in samples)]))
     shape = tree.experts_shape or (0, 0)
     experts = [node.experts(shape) for node in nodes] if tree.experts_shape else []
-    text = json.dumps([[sample.name, sample.episode] for sample in samples], separators=(",", ":")).encode()
+    asked = {wish: index for index, wish in enumerate(dict.fromkeys(s.asked for s in samples if s.asked))}
+    texts = [[[s.name, s.episode] for s in samples], [[*astuple(wish.sampling), wish.seed] for wish in asked]]
+    text = json.dumps(texts, separators=(",", ":")).encode()
     samplings = {sampling: index for index, sampling in enumerate(dict.fromkeys(s.sampling for s in samples))}
     counts = _Counts(
         vocab_size=tree.vocab_size,
@@ -122,6 +126,7 @@ def encode_tree(tree: TokenTree) -> bytes:
         "advantage": [sample.advantage for sample in samples],
         "weight": [sample.weight for sample in samples],
         "sampling": [samplings[sample.sampling] for sample in samples],
+        "asked": [_NOT_ASKED if sample.asked is None else asked[sample.asked] for sample in samples],
         **{name: [getattr(sampling, name) for sampling in samplings] for name in _SAMPLING_FIELDS},
         "logprob": logprobs,
         "run_version": run_version,
@@ -224,7 +229,9 @@ def _decoded_samples(counts: _Counts, columns: Columns, text: bytes) -> list[Sam
     times_s = np.stack([columns["started_s"], columns["finished_s"]]).astype(np.float64)
     _require(bool(np.isfinite(times_s).all() and (times_s[0] <= times_s[1]).all()), "times")
     _require(max(columns["finish_reason"].tolist(), default=0) < len(_FINISH_REASONS), "finish reasons")
-    names = _decoded_names(text, counts.num_samples)
+    names, asked = _decoded_texts(text, counts.num_samples)
+    wishes = columns["asked"].tolist()
+    _require(all(_NOT_ASKED <= index < len(asked) for index in wishes), "wishes that it does not tell")
     samplings = [Sampling(*row) for row in zip(*(columns[name].tolist() for name in _SAMPLING_FIELDS), strict=True)]
     used = columns["sampling"].tolist()
     _require(all(0 <= index < len(samplings) for index in used), "ways of sampling that it does not tell")
@@ -241,19 +248,23 @@ def _decoded_samples(counts: _Counts, columns: Columns, text: bytes) -> list[Sam
             advantage=float(columns["advantage"][index]),
             sampling=samplings[used[index]],
             weight=float(columns["weight"][index]),
+            asked=None if wishes[index] == _NOT_ASKED else asked[wishes[index]],
         )
         for index, ((name, episode), end) in enumerate(zip(names, ends, strict=True))
     ]
 
 
-def _decoded_names(text: bytes, num_samples: int) -> list[tuple[str, str]]:
+def _decoded_texts(text: bytes, num_samples: int) -> tuple[list[tuple[str, str]], list[Asked]]:
     try:
-        names = [(name, episode) for name, episode in json.loads(text)]
-    except (TypeError, ValueError, RecursionError) as error:
+        pairs, wishes = json.loads(text)
+        names = [(name, episode) for name, episode in pairs]
+        asked = [Asked(Sampling(*sampling), seed) for *sampling, seed in wishes]
+    except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise RecordError(f"bytes that are no token tree: their names cannot be read ({error})") from error
     _require(all(isinstance(part, str) for pair in names for part in pair), "names that are not text")
     _require(len(names) == num_samples == len({name for name, _ in names}), "names missing or used twice")
-    return names
+    _require(all(wish.seed is None or isinstance(wish.seed, int) for wish in asked), "seeds that are no integers")
+    return names, asked
 
 
 def _require(condition: bool, found: str) -> None:

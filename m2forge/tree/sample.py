@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import RecordError
-from m2forge.records import FinishReason, FloatArray, IntArray, Sampling
+from m2forge.records import Asked, FinishReason, FloatArray, IntArray, Sampling
 
 ExpertArray: TypeAlias = npt.NDArray[np.int16]
 """(tokens, layers, chosen): the experts that each token was routed to, in every layer with a router."""
@@ -36,6 +36,8 @@ class Sample:
     sampling: Sampling = field(default_factory=Sampling)
     weight: float = 1.0
     """How much each of its tokens counts, relative to those of other samples in the same optimizer step."""
+    asked: Asked | None = None
+    """What the request asked for, if `sampling` took its place."""
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -92,6 +92,7 @@ class TokenTree:
             advantage=advantage,
             sampling=call.sampling,
             weight=weight,
+            asked=call.asked,
         )
         routed = None if experts is None else self._checked_experts(sample, experts)
         path: IntArray = np.concatenate((call.prompt_ids, call.response_ids))
@@ -136,6 +137,7 @@ class TokenTree:
             started_s=sample.started_s,
             finished_s=sample.finished_s,
             sampling=sample.sampling,
+            asked=sample.asked,
         )
 
     def nodes(self) -> tuple[list[Node], list[int]]:

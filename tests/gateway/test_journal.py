@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from m2forge.gateway.divergence import Divergence
 from m2forge.gateway.entry import Answered, Closed, Created, Entry, Rewarded, SampleEntry, decode_entry, encode_entry
 from m2forge.gateway.journal import MAGIC, Journal, JournalError, read_entries
 from m2forge.gateway.turn import PathRecord, TurnRecord
-from m2forge.records import FinishReason, Sampling
+from m2forge.records import Asked, FinishReason, Sampling
 from m2forge.text.completion import Completion, Problem, ProblemKind
 from m2forge.text.message import Message
 from tests.text.draw import TOOLS, assistants, hostile_text
@@ -71,10 +72,12 @@ ANSWERED = st.builds(
     samples=st.lists(samples(), min_size=1, max_size=3).map(tuple),
     reply=st.dictionaries(hostile_text, hostile_text | st.integers() | st.none(), max_size=3),
     is_charged=st.booleans(),
+    asked=st.none() | st.builds(Asked, st.just(Sampling(0.0)), st.none() | st.integers(-(2**63), 2**63 - 1)),
 )
 ENTRIES = (
     ANSWERED
     | st.just(CREATED)
+    | st.just(replace(CREATED, sampling=Sampling(0.5, top_k=3)))
     | st.builds(Rewarded, hostile_text, st.floats(-9, 9), st.none() | st.integers(0, 9), st.just({"why": ["é", None]}))
     | st.builds(Closed, st.floats(0, 1e10), st.none() | hostile_text)
 )
@@ -84,7 +87,7 @@ def same_entry(one: Entry, other: Entry) -> bool:
     """Field by field, arrays by value and type."""
     if not isinstance(one, Answered) or not isinstance(other, Answered):
         return one == other
-    names = ("id", "digest", "retry_token", "path", "divergence", "sampling", "reply", "is_charged")
+    names = ("id", "digest", "retry_token", "path", "divergence", "sampling", "reply", "is_charged", "asked")
     return (
         all(getattr(one, name) == getattr(other, name) for name in names)
         and _same_array(one.prompt_ids, other.prompt_ids)

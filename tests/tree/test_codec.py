@@ -109,7 +109,7 @@ def test_bytes_with_a_right_checksum_are_a_tree_or_refused(
 
 def sealed(header: tuple[int, ...], rest: bytes) -> bytes:
     """Bytes with a right checksum whatever they hold."""
-    body = struct.pack("<4sH10Q", b"M2TT", 3, *header) + rest
+    body = struct.pack("<4sH10Q", b"M2TT", 4, *header) + rest
     return body + struct.pack("<I", zlib.crc32(body))
 
 
@@ -122,10 +122,12 @@ def sealed(header: tuple[int, ...], rest: bytes) -> bytes:
         ((5, 0, 0, 0, 0, 0, 2**40, 2**40, 0, 2), b"[]", "routing of nothing"),
         ((5, 0, 0, 0, 0, 0, 0, 0, 0, 100_000), b"[" * 100_000, "names cannot be read"),
         ((5, 0, 0, 0, 0, 0, 0, 0, 0, 6), b"[[1,2]", "names cannot be read"),
+        ((5, 0, 0, 0, 0, 0, 0, 0, 0, 25), b"[[],[[1,2,0,0,0,0,1,null]", "names cannot be read"),
+        ((5, 0, 0, 0, 0, 0, 0, 0, 0, 26), b'[[],[[1,1,0,0,0,0,1,"x"]]]', "seeds that are no integers"),
     ],
 )
 def test_a_header_that_cannot_be_true_is_refused(header: tuple[int, ...], rest: bytes, reason: str) -> None:
-    assert decode_tree(sealed((5, 0, 0, 0, 0, 0, 0, 0, 0, 2), b"[]")) == TokenTree(5)
+    assert decode_tree(sealed((5, 0, 0, 0, 0, 0, 0, 0, 0, 7), b"[[],[]]")) == TokenTree(5)
     with pytest.raises(RecordError, match=reason):
         decode_tree(sealed(header, rest))
 
@@ -150,7 +152,7 @@ def test_the_reason_is_told() -> None:
     for data, reason in (
         (b"", "only 0 bytes"),
         (b"PK\3\4" + whole[4:], "the magic"),
-        (whole[:4] + b"\1\0" + whole[6:], "format version 1, this program reads 3"),
+        (whole[:4] + b"\1\0" + whole[6:], "format version 1, this program reads 4"),
         (whole[:-9] + whole[-8:], "a wrong checksum; it was damaged or cut off"),
     ):
         with pytest.raises(RecordError, match=reason):

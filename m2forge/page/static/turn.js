@@ -132,5 +132,6 @@ export function problemChips(call) {
     ...call.tools.map((name) => el("span", { class: "chip" }, `⚒ ${name}`)),
     ...call.problems.map((problem) => el("span", { class: "chip bad", title: problem.detail }, problem.kind.replaceAll("_", " "))),
     call.finish_reason === "stop" ? "" : el("span", { class: "chip bad" }, call.finish_reason === "length" ? "cut off by its length" : "aborted"),
+    call.asked ? el("span", { class: "chip", title: `the request asked for ${JSON.stringify(call.asked)}` }, "sampling set by the run") : "",
   ];
 }
