@@ -203,7 +203,7 @@ def command_page(args: argparse.Namespace) -> None:
 def _make_engine(kind: str, folder: Path, url: str, config: "ServeConfig") -> "Engine":
     from m2forge.records import PolicyVersion
 
-    version = PolicyVersion(config.lineage or folder.absolute().name, config.step)
+    version = PolicyVersion(config.lineage or folder.absolute().name, config.step, config.branch)
     key = os.environ.get(ENGINE_KEY_VARIABLE) or None
     if kind == "native":
         from m2forge.rollout.native import NativeEngine

@@ -58,6 +58,14 @@ class PolicyVersion:
     """The run whose weights these are; steps of different lineages say nothing about each other."""
     step: int
     """Optimizer steps behind these weights within the lineage; 0 is where it started."""
+    branch: str = ""
+    """Id of the trainer process that made these weights. A trainer that restores a checkpoint and trains on reaches
+    step numbers a second time with other weights; the branch tells the two apart. Empty where no trainer publishes."""
+
+    def to_dict(self) -> dict[str, JsonValue]:
+        """As JSON; an empty branch is left out."""
+        named: dict[str, JsonValue] = {"lineage": self.lineage, "step": self.step}
+        return named | {"branch": self.branch} if self.branch else named
 
     def __post_init__(self) -> None:
         _require_text("PolicyVersion", "lineage", self.lineage)

@@ -222,10 +222,7 @@ class Loop:
                 newest = self.weights.newest()
                 if newest is not None and (newest[0] != self.served or process.num_starts != num_starts):
                     version, folder = newest
-                    body = {
-                        "folder": str(folder.absolute()),
-                        "version": {"lineage": version.lineage, "step": version.step},
-                    }
+                    body = {"folder": str(folder.absolute()), "version": version.to_dict()}
                     with contextlib.suppress(httpx2.TransportError):
                         response = await http.post("/weights", json=body)
                         if response.is_success:
@@ -257,7 +254,8 @@ class Loop:
             await self._check(agents)
 
     async def _last_check(self, agents: Agents) -> None:
-        while self.served is None or self.served.step < self.config.num_steps:
+        # By the whole version: the sampler may still serve a lost one of the last step's number.
+        while (newest := self.weights.newest()) is None or newest[0] != self.served:
             await asyncio.sleep(POLL_S)
         if self._checked is None or self._checked < self.config.num_steps:
             await self._check(agents)

@@ -48,6 +48,7 @@ def run_sampler(run_dir: Path, descriptor: str) -> None:
     serving = ServeConfig(
         lineage=version.lineage,
         step=version.step,
+        branch=version.branch,
         device=config.engine.device,
         dtype=config.engine.dtype,
         rollout=config.engine.rollout,

@@ -111,7 +111,8 @@ class Trainer:
         if restored.num_returned:
             _log.info("step %d has not learnt %d units, which return", self.position.step, restored.num_returned)
         newest = self.weights.newest()
-        if newest is None or newest[0] != self.version:
+        # What is left of this step was published by the process that wrote the checkpoint, from the same weights.
+        if newest is None or newest[0].step != self.position.step:
             self.weights.publish(self.engine.model, self.position.step)
 
     def _batches(self, pool: Pool) -> Iterator[Claim]:

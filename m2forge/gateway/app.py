@@ -188,7 +188,7 @@ class GatewayApp:
             raise EngineError("the gateway is stopping")
         state = await self._engine.state()
         return {
-            "version": {"lineage": state.version.lineage, "step": state.version.step},
+            "version": state.version.to_dict(),
             "num_episodes": len(self.episodes),
             "num_requests": self.calls.num_running,
             "num_running": state.num_running,

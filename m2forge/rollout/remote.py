@@ -10,7 +10,7 @@ from pathlib import Path
 
 from m2forge.errors import EngineError
 from m2forge.protocols import Chunk, EngineState, Prompt
-from m2forge.records import JsonValue, PolicyVersion
+from m2forge.records import PolicyVersion
 from m2forge.rollout import wire
 from m2forge.rollout.client import ANSWER_S, Client
 from m2forge.rollout.turn import deadline_of, within_deadline
@@ -28,8 +28,7 @@ class RemoteEngine:
                 yield chunk
 
     async def load(self, folder: Path, version: PolicyVersion) -> None:
-        named: JsonValue = {"lineage": version.lineage, "step": version.step}
-        await self._client.post("/weights", {"folder": str(folder.absolute()), "version": named})
+        await self._client.post("/weights", {"folder": str(folder.absolute()), "version": version.to_dict()})
 
     async def state(self) -> EngineState:
         told = self._client.parse(await self._client.get("/health"))

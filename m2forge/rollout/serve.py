@@ -69,7 +69,7 @@ def make_core(folder: Path, config: ServeConfig) -> Core:
         raise ConfigError("device cuda: torch sees no GPU; serve on the CPU with device = cpu")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     model = load_model(folder, device=device, dtype=_DTYPES[config.dtype])
-    version = PolicyVersion(config.lineage or folder.absolute().name, config.step)
+    version = PolicyVersion(config.lineage or folder.absolute().name, config.step, config.branch)
     return Core(model.eval(), config.rollout, version, _find_decode(folder))
 
 

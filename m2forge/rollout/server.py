@@ -2,7 +2,7 @@
 
     POST /generate   a prompt in (see `wire`), its chunks out: a line of JSON for each, as server-sent events if the
                      client accepts those, or {"samples": [...]} at the end if it asks for "stream": false
-    POST /weights    {"folder", "version": {"lineage", "step"}}: take over the weights of a folder of the server's disk
+    POST /weights    {"folder", "version": {"lineage", "step", "branch"}}: load the weights of a folder of this machine
     GET  /health     the version and how much is under way; 503 once the engine has failed, until `serve` ends
     GET  /metrics    counters, in the text format of Prometheus
 
@@ -121,11 +121,11 @@ class _Service:
         version = body.version.version()
         await self._engine.load(Path(body.folder), version)
         _log.info("the weights of %s sample as %s, step %d", body.folder, version.lineage, version.step)
-        return JSONResponse({"version": {"lineage": version.lineage, "step": version.step}})
+        return JSONResponse({"version": version.to_dict()})
 
     async def show_health(self, request: Request) -> Response:
         state = await self._engine.state()
-        version = {"lineage": state.version.lineage, "step": state.version.step}
+        version = state.version.to_dict()
         return JSONResponse({"version": version, "num_running": state.num_running, "num_waiting": state.num_waiting})
 
     async def show_metrics(self, request: Request) -> Response:

@@ -36,6 +36,8 @@ class ServeConfig(Config):
     """The run whose weights these are; by default named after the folder."""
     step: Annotated[int, Field(ge=0, le=MAX_INT32)] = 0
     """Optimizer steps behind these weights within the run."""
+    branch: str = ""
+    """Which trainer process made them, as the name of a published folder has it; see `PolicyVersion`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = "stored"
     rollout: RolloutConfig = RolloutConfig()

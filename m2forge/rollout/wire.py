@@ -100,9 +100,10 @@ class PromptBody(Config):
 class VersionBody(Config):
     lineage: str
     step: Annotated[int, Field(le=MAX_INT32)]
+    branch: str = ""
 
     def version(self) -> PolicyVersion:
-        return PolicyVersion(self.lineage, self.step)
+        return PolicyVersion(self.lineage, self.step, self.branch)
 
 
 class WeightsBody(Config):

@@ -46,7 +46,8 @@ class ScriptedPolicy:
 
     def logits(self, context: Sequence[int], version: PolicyVersion) -> npt.NDArray[np.float64]:
         """(vocab_size,): of the token after `context`."""
-        digest = hashlib.blake2b(f"{self._seed} {version.lineage} {version.step} ".encode(), digest_size=16)
+        named = f"{self._seed} {version.lineage} {version.step} {version.branch}"
+        digest = hashlib.blake2b(named.encode(), digest_size=16)
         digest.update(np.asarray(context, np.int32).tobytes())
         return _generator(digest.digest()).standard_normal(self.vocab_size) * LOGIT_SPREAD
 

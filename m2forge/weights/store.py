@@ -1,25 +1,28 @@
-"""Policy versions in a folder: a trainer publishes them, whoever samples takes the newest.
+"""Policy versions in a folder: a trainer publishes them, samplers load the newest.
 
-    weights/step-00000012/      a model folder like any other, tokenizer included
+    weights/step-00000012-9f86d081884c7d65/      a model folder like any other, tokenizer included: step and branch
 
-A version is there whole or not at all, and means one state of the weights for good: publishing it a second time is
-refused. A trainer that went back to an older checkpoint says so by `go_back` before it trains on. The newest few are
-kept, because somebody may be reading the one before.
+A version is there whole or not at all, and means one state of the weights for good: publishing a step a second time is
+refused. A trainer that went back to an older checkpoint calls `go_back` before it trains on. It then publishes the same
+steps again with other weights, under the branch of its own store, so a lost version never equals its successor. The
+newest few are kept, because a sampler may be reading the one before.
 """
 
 import re
+import secrets
 import shutil
 from pathlib import Path
 
 import torch
 
-from m2forge.errors import ConfigError
+from m2forge.errors import ConfigError, ExistsError
 from m2forge.model.checkpoint import save_model
 from m2forge.model.folder import CONFIG_FILE
 from m2forge.model.transformer import Transformer
 from m2forge.records import PolicyVersion
 
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,})(?:-([0-9a-f]+))?")
+_BRANCH_BYTES = 8
 
 
 class WeightStore:
@@ -27,12 +30,14 @@ class WeightStore:
         """`companions`: files to lie beside the weights, such as the tokenizer's."""
         if keep < 1:
             raise ConfigError(f"keep: expected 1 or more published versions, received {keep}")
-        self.folder, self.lineage = folder, lineage
+        self.folder, self.lineage, self.branch = folder, lineage, secrets.token_hex(_BRANCH_BYTES)
         self._keep, self._companions = keep, companions
 
     def publish(self, model: Transformer, step: int, *, dtype: torch.dtype | None = None) -> Path:
-        """Write the weights as version `step`; when this returns anybody can load them."""
-        dest = self.folder / f"step-{step:08d}"
+        """Write the weights as version `step` of this store's branch; when this returns every process can load them."""
+        dest = self.folder / f"step-{step:08d}-{self.branch}"
+        if (before := self._found().get(step)) is not None:
+            raise ExistsError(f"{before} is published; go back before step {step} to publish it again")
         self._remove_torn()
         save_model(model, dest, dtype=dtype, companions=self._companions)
         for path in list(self._found().values())[: -self._keep]:
@@ -41,11 +46,13 @@ class WeightStore:
 
     def newest(self) -> tuple[PolicyVersion, Path] | None:
         for step, path in reversed(self._found().items()):
-            return PolicyVersion(self.lineage, step), path
+            match = _NAME.fullmatch(path.name)
+            assert match is not None
+            return PolicyVersion(self.lineage, step, match[2] or ""), path
         return None
 
     def go_back(self, step: int) -> None:
-        """Forget every version behind `step`: those weights are lost, and others will bear their numbers."""
+        """Remove every version behind `step`: those weights are lost."""
         for later, path in self._found().items():
             if later > step:
                 self._remove(path)
@@ -65,7 +72,7 @@ class WeightStore:
         shutil.rmtree(path)
 
     def _remove_torn(self) -> None:
-        """What a removal, or a trainer that was killed while it published, has left."""
+        """Delete what an interrupted removal, or a trainer that was killed while it published, left behind."""
         torn = [path for path in self.folder.glob("step-*") if not (path / CONFIG_FILE).is_file()]
         for path in (*torn, *self.folder.glob(".step-*.partial")):
             if _NAME.search(path.name):

@@ -9,19 +9,24 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from sqlalchemy import select
 
 from m2forge.errors import EngineError
+from m2forge.forge.attempts import Agents
 from m2forge.forge.check import read_checks
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import read_kept
 from m2forge.forge.layout import Layout
 from m2forge.forge.loop import Loop
+from m2forge.forge.servers import Server
 from m2forge.forge.stage import run_forge
 from m2forge.forge.view import read_last_step
+from m2forge.model.checkpoint import load_model
 from m2forge.model.folder import read_config
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool import queue
@@ -30,9 +35,15 @@ from m2forge.pool.schema import unit_table
 from m2forge.pool.state import UnitState
 from m2forge.pool.tally import count
 from m2forge.pool.writer import PoolWriter
+from m2forge.records import PolicyVersion
+from m2forge.rollout.native import NativeEngine
+from m2forge.rollout.serve import make_core
+from m2forge.rollout.server import make_app
+from m2forge.rollout.server_config import ServeConfig, ServerConfig
 from m2forge.tasks.curriculum import Curriculum
 from tests.forge.ring import AGENT, ROOT, command_of, processes_of
 from tests.forge.scene import make_config, make_model
+from tests.rollout.served import served
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +162,47 @@ def test_a_loop_that_dies_while_it_queues_leaves_no_task_out_and_gives_none_twic
     expected = [given.task.id for _ in range(4) for given in curriculum.next_batch()]
     with Pool(Layout(tmp_path).pool(config.pool), read_config(model).vocab_size) as pool:
         assert [lease.task.id for lease in pool.lease("test", 99)] == [id for id in expected for _ in "ab"]
+
+
+def test_a_step_that_comes_again_after_a_restore_is_pushed_and_checked(model: Path, tmp_path: Path) -> None:
+    """The sampler serves a lost step, and the loop waits for its successor of the same number."""
+    config, network = make_run(model, num_steps=5), load_model(model)
+
+    def publish(value: float) -> PolicyVersion:
+        with torch.no_grad():
+            network.norm.weight.fill_(value)
+        store = Layout(tmp_path).weight_store(config)
+        store.go_back(4)
+        store.publish(network, 5)
+        return PolicyVersion("run", 5, store.branch)
+
+    async def run() -> None:
+        loop, core = Loop(Layout(tmp_path), config), make_core(model, ServeConfig(device="cpu", lineage="run"))
+        engine, checked = NativeEngine(core), list[PolicyVersion | None]()
+
+        async def check(agents: Agents) -> None:
+            checked.append(loop.served)
+
+        loop._check = check  # type: ignore[method-assign]  # agents would have to attempt tasks
+        async with served(make_app(engine, ServerConfig())) as url:
+            sampler = cast("Server", SimpleNamespace(url=url, key="key", child=SimpleNamespace(num_starts=1)))
+            lost = publish(2.0)
+            pushing = asyncio.create_task(loop._push_weights(sampler))
+            while loop.served != lost:
+                await asyncio.sleep(0.01)
+            assert (core.model.norm.weight == 2.0).all()
+            pushing.cancel()
+            again = publish(3.0)
+            checking = asyncio.create_task(loop._last_check(cast("Agents", None)))
+            await asyncio.sleep(0.1)
+            assert not checking.done(), "the lost version must not be checked"
+            pushing = asyncio.create_task(loop._push_weights(sampler))
+            await checking
+            pushing.cancel()
+            assert checked == [again]
+            assert (await engine.state()).version == again != lost
+            assert (core.model.norm.weight == 3.0).all()
+        await engine.close()
+        loop.pool.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))

@@ -37,7 +37,7 @@ def test_they_are_1_on_policy_and_those_of_a_fresh_forward_once_the_policy_has_m
         fill_pool(pool, 4, 2, lambda call: fresh_logprobs(sampled_by, call))
         Trainer(tmp_path, config).run()
         pool.restore(PolicyVersion("run", 0))
-        moved = load_model(layout.weights / "step-00000001")
+        moved = load_model(next(layout.weights.glob("step-00000001-*")))
         for step, policy in ((1, sampled_by), (2, moved)):
             claimed = pool.claim(2, PolicyVersion("run", 0))
             assert claimed is not None

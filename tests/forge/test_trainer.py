@@ -53,12 +53,13 @@ def test_it_learns_all_that_is_there_and_publishes_every_step(
     config = make_config(model)
     with open_pool(config, tmp_path) as pool:
         fill_pool(pool, 8, 2)
-        Trainer(tmp_path, config).run()
+        trainer = Trainer(tmp_path, config)
+        trainer.run()
         assert sorted(learnt(pool).values(), key=str) == [1, 1, 2, 2, 3, 3, 4, 4]
     layout = Layout(tmp_path)
     newest = layout.weight_store(config).newest()
     assert newest is not None
-    assert newest[0] == PolicyVersion("run", 4)
+    assert newest[0] == PolicyVersion("run", 4, trainer.weights.branch)
     assert same_weights(newest[1], layout.model)
     assert not same_weights(model, layout.model)
     assert len(read_busy(tmp_path / "busy", "trainer")) == 4
@@ -112,13 +113,18 @@ def test_a_trainer_that_starts_again_goes_on_from_its_checkpoint(model: Path, tm
             stopped._learn(pool, next(batches))
             if step == 1:
                 stopped._save(pool)
-        assert Layout(parts).weight_store(config).newest() is not None
+        lost = Layout(parts).weight_store(config).newest()
+        assert lost is not None
         assert sum(step is not None for step in learnt(pool).values()) == 6
         # It dies here, with a batch claimed that it never commits.
         assert next(batches) is not None
         again = Trainer(parts, config)
         assert again.position.step == 2
         again.run()
+        last = Layout(parts).weight_store(config).newest()
+        assert last is not None
+        assert last[0].branch not in ("", lost[0].branch), "another step 3 than the lost one"
+        assert not lost[1].exists()
         assert sorted(learnt(pool).values(), key=str) == [1, 1, 2, 2, 3, 3, 4, 4]
     assert same_weights(Layout(parts).model, Layout(whole).model)
 

@@ -11,7 +11,7 @@ from m2forge.errors import CheckpointError
 from m2forge.model.checkpoint import save_model
 from m2forge.model.generate import generate
 from m2forge.protocols import Prompt
-from m2forge.records import FinishReason
+from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.config import OldCache, OnLoad
 from tests.rollout.draw import (
     GREEDY,
@@ -77,6 +77,21 @@ def test_weights_that_come_back_find_their_cache_if_it_was_kept(old_cache: OldCa
             collect(completions, core.step())
         assert completions["a", 0].ids == generate(network(TINY, step), range(10), max_new_tokens=3)
     assert chunk.num_cached == num_cached
+
+
+def test_a_step_that_comes_again_with_other_weights_reuses_no_cache_of_the_lost_one() -> None:
+    core, prompt = tiny(old_cache="keep"), Prompt(ids_of(*range(10)), 3, GREEDY)
+    for seed, branch in ((1, "lost"), (2, "again")):
+        core.load(network(TINY, seed).state_dict(), PolicyVersion("run", 5, branch))
+        core.add("a", prompt)
+        first = core.step()
+        ((_, chunk),) = first
+        assert chunk.num_cached == 0
+        completions: Completions = {}
+        collect(completions, first)
+        while not core.is_idle:
+            collect(completions, core.step())
+        assert completions["a", 0].ids == generate(network(TINY, seed), range(10), max_new_tokens=3)
 
 
 def test_loads_wait_for_what_is_in_flight_and_what_is_not_waits_for_them() -> None:

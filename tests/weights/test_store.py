@@ -50,9 +50,10 @@ def test_the_newest_is_what_was_published_last(tmp_path: Path) -> None:
     found = store.newest()
     assert found is not None
     version, folder = found
-    assert version == PolicyVersion("run", 5)
+    assert version == PolicyVersion("run", 5, store.branch)
     assert (load_model(folder).norm.weight == 5).all()
-    assert [path.name for path in sorted(store.folder.iterdir())] == ["step-00000001", "step-00000005"]
+    names = [f"step-00000001-{store.branch}", f"step-00000005-{store.branch}"]
+    assert sorted(path.name for path in store.folder.iterdir()) == names
 
 
 def test_companions_lie_beside_the_weights(tmp_path: Path) -> None:
@@ -68,8 +69,39 @@ def test_a_version_means_one_state_until_the_trainer_went_back(tmp_path: Path) -
     with pytest.raises(ExistsError):
         store.publish(model, 3)
     store.go_back(1)
-    assert store.newest() == (PolicyVersion("run", 1), store.folder / "step-00000001")
+    assert store.newest() == (PolicyVersion("run", 1, store.branch), store.folder / f"step-00000001-{store.branch}")
     store.publish(model, 2)
+
+
+def test_a_step_that_is_published_again_after_going_back_is_another_version(tmp_path: Path) -> None:
+    lost, again, model = (
+        WeightStore(tmp_path / "weights", "run"),
+        WeightStore(tmp_path / "weights", "run"),
+        make_model(),
+    )
+    lost.publish(model, 4)
+    folder = lost.publish(model, 5)
+    with pytest.raises(ExistsError, match="step 5"):
+        again.publish(model, 5)
+    before = again.newest()
+    again.go_back(4)
+    assert again.newest() == (
+        PolicyVersion("run", 4, lost.branch),
+        tmp_path / "weights" / f"step-00000004-{lost.branch}",
+    )
+    again.publish(model, 5)
+    after = lost.newest()
+    assert before == (PolicyVersion("run", 5, lost.branch), folder)
+    assert after is not None
+    assert after[0] == PolicyVersion("run", 5, again.branch) != before[0]
+    assert after[1] != folder
+
+
+def test_a_folder_without_a_branch_is_a_version(tmp_path: Path) -> None:
+    """Earlier releases published those."""
+    store = WeightStore(tmp_path / "weights", "run")
+    store.publish(make_model(), 3).rename(store.folder / "step-00000003")
+    assert store.newest() == (PolicyVersion("run", 3), store.folder / "step-00000003")
 
 
 def test_strange_folders_are_left_alone(tmp_path: Path) -> None:
