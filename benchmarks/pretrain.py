@@ -14,7 +14,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -83,33 +83,43 @@ class Rows:
     def __init__(self, folder: Path, phase: PhaseConfig) -> None:
         self._reader = CorpusReader(folder, context=phase.context, pack_tokens=phase.pack_tokens, seed=0)
         self._lengths = np.full(phase.pack_tokens // phase.context, phase.context, np.int32)
+        self._left = np.zeros((2, 0), np.int32)
         self.domains = self._reader.domains
 
     def next_pack(self) -> Pack:
-        pack = self._reader.next_pack()
-        return replace(pack, lengths=self._lengths, tags=np.zeros_like(self._lengths))
+        num_tokens = int(self._lengths.sum())
+        while self._left.shape[1] < num_tokens:
+            pack = self._reader.next_pack()
+            self._left = np.concatenate([self._left, [pack.tokens, pack.targets]], 1)
+        (tokens, targets), self._left = self._left[:, :num_tokens], self._left[:, num_tokens:]
+        return Pack(tokens=tokens, targets=targets, lengths=self._lengths, tags=np.zeros_like(self._lengths))
 
     def state(self) -> dict[str, bool]:
         return {}
 
 
 def timed(
-    load: Workload, step: Callable[[int], torch.Tensor | Callable[[], float]], data_s: Callable[[], float]
+    load: Workload,
+    step: Callable[[int], torch.Tensor | Callable[[], float]],
+    data_s: Callable[[], float],
+    num_tokens: Callable[[], int],
 ) -> Result:
-    """Run all steps; losses are read at the end, so that nobody waits for the device on their account."""
+    """Run all steps; losses are read at the end, so that no host sync slows a step. `data_s`, `num_tokens`: the
+    last step's wait for its pack, and the tokens in it."""
     losses: list[torch.Tensor | Callable[[], float]] = []
-    started_s, waited_s = 0.0, 0.0
+    started_s, waited_s, trained = 0.0, 0.0, 0
     for index in range(load.phase.steps):
         if index == load.phase.steps - load.num_timed:
             _drain()
-            started_s, waited_s = time.perf_counter(), 0.0
+            started_s, waited_s, trained = time.perf_counter(), 0.0, 0
         losses.append(step(index))
         waited_s += data_s()
+        trained += num_tokens()
     _drain()
     passed_s = time.perf_counter() - started_s
     memory = torch.cuda.max_memory_allocated() / 2**30 if load.device == "cuda" else 0.0
     values = [loss() if callable(loss) and not isinstance(loss, torch.Tensor) else float(loss) for loss in losses]
-    return Result(values, load.num_timed * load.phase.pack_tokens / passed_s, memory, waited_s / passed_s)
+    return Result(values, trained / passed_s, memory, waited_s / passed_s)
 
 
 def run_ours(load: Workload, folder: Path, *, documents: bool = False) -> Result:
@@ -120,13 +130,16 @@ def run_ours(load: Workload, folder: Path, *, documents: bool = False) -> Result
     engine = TrainEngine(model, OPTIMIZER, router_bias="balanced")
     reader = CorpusReader(folder, context=load.phase.context, pack_tokens=load.phase.pack_tokens, seed=0)
     source = _Stateless(reader) if documents else Rows(folder, load.phase)
+    sizes = [0]
     with Prefetch(source, 1) as ahead:
 
         def step(index: int) -> Callable[[], float]:
-            metrics = engine.step_rows(ahead.take().packs, rate=rate_at(load.phase, index))
+            packs = ahead.take().packs
+            sizes[0] = packs[0].tokens.size
+            metrics = engine.step_rows(packs, rate=rate_at(load.phase, index))
             return lambda: metrics.read()["loss"]
 
-        return timed(load, step, lambda: ahead.waited_s)
+        return timed(load, step, lambda: ahead.waited_s, lambda: sizes[0])
 
 
 class _Stateless:
@@ -170,7 +183,7 @@ def run_peer(load: Workload, folder: Path, start: Transformer, compiled: str) ->
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return timed(load, step, lambda: 0.0)
+    return timed(load, step, lambda: 0.0, lambda: load.phase.pack_tokens)
 
 
 def _device_rows(load: Workload, folder: Path) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,118 +1,177 @@
-"""The endless stream of one token set's pieces, and several streams merged at fixed shares.
+"""The endless stream of one token set's documents, and packs filled from several streams at fixed shares.
 
-A stream gives every piece once per epoch, in an order drawn anew for each epoch from the seed. Streams are merged by
-fair queueing: a piece's time is (tokens its stream gave before it + half its length) ÷ share, and the next piece is
-the one with the least time, the first of equals. So the tokens given by each stream stay within a piece or so of
-share × total, and what comes next depends only on how many pieces and tokens each stream has given: that is the whole
-position.
+A stream gives every document once per epoch, in an order drawn anew for each epoch from the seed. Up to `LOOKAHEAD`
+documents of one epoch are open at a time, each waiting with its next piece; the rest of a document that is longer than
+the context waits behind the others, so that its pieces lie far apart. A position is therefore the number of documents
+opened and, for each open one, how many of its tokens were taken: it holds for any context and any mixture.
+
+A pack is filled in two passes. First by fair queueing: a piece's time is (tokens its stream gave before it + half its
+length) ÷ share, and the next piece is the oldest one of the stream with the least time, the first of equals. Once that
+piece does not fit, best fit: the longest waiting piece that does, of any stream that stays within one context of its
+share. So no piece is cut, none waits for ever, and the tokens of each stream stay within about a context of share ×
+total.
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from m2forge.config import Config
 from m2forge.corpus.permutation import mix, shuffled
-from m2forge.corpus.piece import Int64Array, PieceTable, Spans, join
+from m2forge.corpus.piece import DocumentTable, Int64Array, Piece
 from m2forge.corpus.shard import ShardView
+from m2forge.errors import DataError
 
+LOOKAHEAD = 256
+"""Documents of a stream that are open at a time."""
 _EPOCH_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIN_AHEAD = 16
+_FIND_DOCUMENTS = 1024
+"""Documents are looked up this many at a time: the fixed cost of an array operation is shared."""
+
+
+class StreamPosition(Config):
+    """How far a stream has been read, whatever the context and the mixture were."""
+
+    num_opened: int = 0
+    """Documents of the order, epochs before included, that were begun or passed over."""
+    unfinished: tuple[tuple[int, int], ...] = ()
+    """(number in the order, tokens taken) of those that are not read to their end, as they wait."""
 
 
 class Stream:
-    """Pieces of one token set in the order of reading. `num_pieces` and `num_tokens` count what was taken."""
+    """Documents of one token set in the order of reading."""
 
-    def __init__(self, name: str, tag: int, share: float, shards: Sequence[ShardView], context: int, seed: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        tag: int,
+        share: float,
+        shards: Sequence[ShardView],
+        *,
+        context: int,
+        seed: int,
+        position: StreamPosition | None = None,
+    ) -> None:
         self.name = name
         self.tag = tag
         self.share = share
         self.shards = shards
-        self.num_pieces = 0
         self.num_tokens = 0
-        self._table = PieceTable(shards, context)
-        self._mean_length = sum(shard.tokens.size for shard in shards) / self._table.num_pieces
+        """Tokens taken since the shares began to hold."""
+        self._context = context
+        self._table = DocumentTable(shards)
         self._key = np.uint64(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little"))
-        self._ahead = self._find(0, 0)
-
-    def seek(self, num_pieces: int, num_tokens: int) -> None:
-        """Go to where this many pieces and tokens have been taken."""
-        self.num_pieces, self.num_tokens = num_pieces, num_tokens
-        self._ahead = self._find(0, 0)
-
-    def take(self, num_pieces: int, num_tokens: int) -> None:
-        """The next pieces, which hold `num_tokens`, are used."""
-        self.num_pieces += num_pieces
-        self.num_tokens += num_tokens
-        self._ahead = self._ahead[num_pieces:]
-
-    def ahead(self) -> Spans:
-        """Pieces to come, as many as have been looked up."""
-        return self._ahead
-
-    def extend(self, num_tokens: int) -> None:
-        """Look up more pieces, about as many as hold `num_tokens`."""
-        count = _MIN_AHEAD + int(num_tokens / self._mean_length)
-        self._ahead = join([self._ahead, self._find(self.num_pieces + len(self._ahead), count)])
-
-    def piece(self, number: int) -> Spans:
-        """The piece that was or will be given after `number` others."""
-        return self._find(number, 1)
-
-    def _find(self, first: int, count: int) -> Spans:
-        position = np.arange(first, first + count, dtype=np.uint64)
-        size = np.uint64(self._table.num_pieces)
-        keys = mix(self._key + (position // size) * _EPOCH_STEP)
-        return self._table.find(shuffled(position % size, self._table.num_pieces, keys).astype(np.int64))
-
-
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """Pieces of several streams in the order of reading."""
-
-    stream: Int64Array
-    """Index of the stream each comes from."""
-    spans: Spans
+        position = position or StreamPosition()
+        self._num_opened = position.num_opened
+        self._found: list[Piece] = []
+        self.waiting: list[Piece] = self._reopen(position.unfinished)
+        """The next piece of each open document, the one that has waited longest first."""
+        self._open()
 
     @property
-    def num_tokens(self) -> int:
-        return int(self.spans.length.sum())
+    def next_time(self) -> float:
+        return (self.num_tokens + self.waiting[0].length / 2) / self.share
 
-    def __getitem__(self, chosen: slice) -> "Merged":
-        return Merged(self.stream[chosen], self.spans[chosen])
+    def take(self, index: int) -> Piece:
+        """The piece that waits at `index` is used."""
+        piece = self.waiting.pop(index)
+        self.num_tokens += piece.length
+        if piece.left:
+            self.waiting.append(piece.after(self._context))
+        else:
+            self._open()
+        return piece
 
-    def __add__(self, other: "Merged") -> "Merged":
-        return Merged(np.concatenate([self.stream, other.stream]), join([self.spans, other.spans]))
+    def position(self) -> StreamPosition:
+        """The untouched documents at the end of the queue are left out: `_open` finds the same ones again."""
+        num_opened, num_listed = self._num_opened, len(self.waiting)
+        while num_listed:
+            last = self.waiting[num_listed - 1]
+            if last.taken or last.number != num_opened - 1:
+                break
+            num_listed, num_opened = num_listed - 1, num_opened - 1
+        unfinished = tuple((piece.number, piece.taken) for piece in self.waiting[:num_listed])
+        return StreamPosition(num_opened=num_opened, unfinished=unfinished)
 
-    def cut(self, num_tokens: int) -> tuple["Merged", "Merged"]:
-        """The first `num_tokens` tokens and the rest, which lies within the last piece."""
-        excess = self.num_tokens - num_tokens
-        if excess == 0:
-            return self, self[len(self.stream) :]
-        shard, start, length, left = self.spans.shard, self.spans.start, self.spans.length, self.spans.left
-        kept = length[-1:] - excess
-        head = Spans(shard, start, np.append(length[:-1], kept), np.append(left[:-1], left[-1:] + excess))
-        tail = Spans(shard[-1:], start[-1:] + kept, length[-1:] - kept, left[-1:])
-        return Merged(self.stream, head), Merged(self.stream[-1:], tail)
+    def _open(self) -> None:
+        """Open documents until `LOOKAHEAD` wait. An epoch is read to its end before a document of the next is."""
+        size = self._table.num_documents
+        epoch = (self.waiting[0].number if self.waiting else self._num_opened) // size
+        missing = min(LOOKAHEAD - len(self.waiting), (epoch + 1) * size - self._num_opened)
+        if missing <= 0:
+            return
+        if len(self._found) < missing:
+            first = self._num_opened + len(self._found)
+            self._found += self._find(np.arange(first, first + _FIND_DOCUMENTS), np.zeros(_FIND_DOCUMENTS, np.int64))
+        self.waiting += self._found[:missing]
+        del self._found[:missing]
+        self._num_opened += missing
+
+    def _reopen(self, unfinished: Sequence[tuple[int, int]]) -> list[Piece]:
+        if not unfinished:
+            return []
+        number, taken = np.array(unfinished, np.int64).T
+        pieces = self._find(number, taken)
+        if number.min() < 0 or number.max() >= self._num_opened or min(piece.length for piece in pieces) < 1:
+            raise DataError(f"{self.name}: {unfinished!r} names tokens that its documents do not have")
+        return pieces
+
+    def _find(self, number: Int64Array, taken: Int64Array) -> list[Piece]:
+        """The piece of each document that comes after `taken` of its tokens."""
+        position, size = number.astype(np.uint64), np.uint64(self._table.num_documents)
+        keys = mix(self._key + (position // size) * _EPOCH_STEP)
+        document = shuffled(position % size, self._table.num_documents, keys).astype(np.int64)
+        shard, start, end = self._table.find(document)
+        start = start + taken
+        length = np.minimum(self._context, end - start)
+        columns = (number, shard, start, length, taken, end - start - length)
+        return [Piece(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def merge(streams: Sequence[Stream], num_tokens: int) -> Merged:
-    """The next pieces of all streams, at least `num_tokens` tokens of them. Nothing is taken yet."""
-    while True:
-        times, end_time = [], []
-        for stream in streams:
-            length = stream.ahead().length
-            given = stream.num_tokens + np.cumsum(length)
-            times.append((given - length / 2) / stream.share)
-            end_time.append((given[-1] if given.size else stream.num_tokens) / stream.share)
-        # Beyond the first stream to run out of known pieces nothing can be said.
-        first_out = int(np.argmin(end_time))
-        num_known = [int(np.searchsorted(time, end_time[first_out], side="right")) for time in times]
-        known = [stream.ahead()[:count] for stream, count in zip(streams, num_known, strict=True)]
-        if sum(int(spans.length.sum()) for spans in known) >= num_tokens:
+class Chosen(NamedTuple):
+    """A piece and the index of the stream it comes from."""
+
+    stream: int
+    piece: Piece
+
+
+def fill(streams: Sequence[Stream], num_tokens: int, context: int) -> list[Chosen]:
+    """Take the pieces of one pack of at most `num_tokens`."""
+    chosen: list[Chosen] = []
+    room = num_tokens
+
+    def take(stream: int, index: int) -> None:
+        nonlocal room
+        piece = streams[stream].take(index)
+        room -= piece.length
+        chosen.append(Chosen(stream, piece))
+
+    everyone = range(len(streams))
+    while room:
+        stream = min(everyone, key=lambda index: streams[index].next_time)
+        if streams[stream].waiting[0].length > room:
             break
-        streams[first_out].extend(round(num_tokens * streams[first_out].share))
-    owner = np.repeat(np.arange(len(streams)), num_known)
-    order = np.lexsort((owner, np.concatenate([time[:count] for time, count in zip(times, num_known, strict=True)])))
-    return Merged(owner[order], join(known)[order])
+        take(stream, 0)
+    while room:
+        found = _best_fit(streams, room, context)
+        if found is None:
+            break
+        take(*found)
+    return chosen
+
+
+def _best_fit(streams: Sequence[Stream], room: int, context: int) -> tuple[int, int] | None:
+    """(stream, index among its waiting pieces) of the longest piece that fits and keeps to the shares."""
+    total = sum(stream.num_tokens for stream in streams)
+    found, longest = None, 0
+    for number, stream in enumerate(streams):
+        limit = float(room)
+        if stream.share < 1:
+            # Taken, it may be at most one context ahead: given + x − share · (total + x) ≤ context.
+            limit = min(limit, (context + stream.share * total - stream.num_tokens) / (1 - stream.share))
+        for index, piece in enumerate(stream.waiting):
+            if longest < piece.length <= limit:
+                found, longest = (number, index), piece.length
+    return found

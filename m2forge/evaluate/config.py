@@ -160,7 +160,8 @@ class HeldOutConfig(Config):
 
     corpus: Path
     context: Count | None = None
-    """Longest document; the network's max_context unless given."""
+    """Longest document, a longer one is read in pieces; the network's max_context, as far as a pack holds it, unless
+    given."""
     pack_tokens: Count = 16_384
     num_packs: Count = 16
     """At most; no more tokens are read than the held-out part has."""

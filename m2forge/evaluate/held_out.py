@@ -8,9 +8,8 @@ where that state exists, so not on the first i tokens of a document, and so is i
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,15 +22,6 @@ from m2forge.model.plan import Documents
 from m2forge.model.transformer import Transformer
 from m2forge.records import NO_TARGET, IntArray, Pack
 from m2forge.text.tokenizer import Tokenizer
-
-
-class PackSource(Protocol):
-    """A corpus reader, as far as this file is concerned."""
-
-    @property
-    def domains(self) -> Sequence[str]: ...
-
-    def next_pack(self) -> Pack: ...
 
 
 @dataclass(slots=True)
@@ -52,22 +42,23 @@ class _Sum:
 
 def held_out_loss(
     model: Transformer,
-    source: PackSource,
-    num_packs: int,
+    packs: Iterable[Pack],
+    domains: Sequence[str],
     *,
     bytes_of_id: IntArray | None = None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[DomainLoss]:
-    """All domains together first, then each that occurred. `advance` is told of packs as they are done."""
-    sums = [[_Sum() for _ in range(1 + len(model.mtp))] for _ in source.domains]
-    for _ in range(num_packs):
-        _add_pack(model, source.next_pack(), bytes_of_id, sums)
-        advance(1)
+    """All domains together first, then each that occurred. `domains`: what the tags of packs index into. `advance` gets
+    the tokens of each pack once it is done."""
+    sums = [[_Sum() for _ in range(1 + len(model.mtp))] for _ in domains]
+    for pack in packs:
+        _add_pack(model, pack, bytes_of_id, sums)
+        advance(pack.tokens.size)
     everything = [_Sum() for _ in range(1 + len(model.mtp))]
     for by_head in sums:
         for total, part in zip(everything, by_head, strict=True):
             total.add(part)
-    rows = [("all", everything), *zip(source.domains, sums, strict=True)]
+    rows = [("all", everything), *zip(domains, sums, strict=True)]
     return [_record(domain, by_head, bytes_of_id is not None) for domain, by_head in rows if by_head[0].num_tokens]
 
 

@@ -73,7 +73,9 @@ def run_eval(
     corpus = None if config.held_out is None else _open_corpus(config.held_out, model, config.seed)
     prompts = None if tokenizer is None else _read_prompts(config, tokenizer)
 
-    losses = [] if corpus is None else _measure_loss(*corpus, model, tokenizer)
+    losses = (
+        [] if corpus is None or config.held_out is None else _measure_loss(corpus, config.held_out, model, tokenizer)
+    )
     predictor = ModelPredictor(model)
     cells = _measure_suites(config, tasks, predictor, tokenizer)
     failures: list[Failure] = []
@@ -111,11 +113,14 @@ def write_report(report: EvalReport, config: EvalConfig) -> None:
 
 
 def _measure_loss(
-    reader: CorpusReader, num_packs: int, model: Transformer, tokenizer: Tokenizer | None
+    reader: CorpusReader, config: HeldOutConfig, model: Transformer, tokenizer: Tokenizer | None
 ) -> list[DomainLoss]:
+    """As many tokens as are asked for and no more than the held-out part has."""
     bytes_of_id = None if tokenizer is None else byte_lengths(tokenizer, model.config.vocab_size)
-    with progress(num_packs, "held-out loss") as bar:
-        return held_out_loss(model, reader, num_packs, bytes_of_id=bytes_of_id, advance=bar.advance)
+    num_tokens = min(reader.num_tokens, config.num_packs * config.pack_tokens)
+    packs = reader.packs(config.num_packs, num_tokens)
+    with progress(num_tokens, "held-out loss") as bar:
+        return held_out_loss(model, packs, reader.domains, bytes_of_id=bytes_of_id, advance=bar.advance)
 
 
 def _measure_suites(
@@ -194,23 +199,20 @@ def _refuse_short_lengths(config: EvalConfig, tasks: list[Task]) -> None:
             task.sample(sample_rng(config.seed, suite.task, size, None, 0), size, suite.places[0])
 
 
-def _open_corpus(config: HeldOutConfig, model: Transformer, seed: int) -> tuple[CorpusReader, int]:
-    """The held-out part in packs, and their number: as many tokens as are asked for and no more than it has."""
-
-    def read(pack_tokens: int) -> CorpusReader:
-        context = config.context or model.config.max_context
-        return CorpusReader(config.corpus, context=context, pack_tokens=pack_tokens, seed=seed, split="held_out")
-
-    reader = read(config.pack_tokens)
+def _open_corpus(config: HeldOutConfig, model: Transformer, seed: int) -> CorpusReader:
+    reader = CorpusReader(
+        config.corpus,
+        context=config.context or min(model.config.max_context, config.pack_tokens),
+        pack_tokens=config.pack_tokens,
+        seed=seed,
+        split="held_out",
+    )
     if reader.manifest.vocab_size > model.config.vocab_size:
         raise ConfigError(
             f"corpus {config.corpus} has ids up to {reader.manifest.vocab_size - 1}, the network's vocabulary ends at "
             f"{model.config.vocab_size - 1}; give the corpus of its tokenizer"
         )
-    num_tokens = min(reader.num_tokens, config.num_packs * config.pack_tokens)
-    num_packs = -(-num_tokens // config.pack_tokens)
-    pack_tokens = num_tokens // num_packs
-    return reader if pack_tokens == config.pack_tokens else read(pack_tokens), num_packs
+    return reader
 
 
 def _read_prompts(config: EvalConfig, tokenizer: Tokenizer) -> _Prompts:

@@ -95,7 +95,7 @@ def test_documents_come_out_whole_and_once(tmp_path: Path) -> None:
     }
     assert not (tmp_path / ".out.work").exists()
     pack = CorpusReader(tmp_path / "out", context=64, pack_tokens=256, seed=0).next_pack()
-    assert pack.tokens.size == 256
+    assert 192 < pack.tokens.size <= 256
 
 
 def many_sources(folder: Path) -> CorpusConfig:

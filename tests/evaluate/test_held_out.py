@@ -29,10 +29,6 @@ class Packs:
             targets = np.append(tokens[1:], NO_TARGET)
             targets[np.cumsum(lengths) - 1] = NO_TARGET
             self.packs.append(Pack(tokens, targets, np.array(lengths), np.array([0, 1, 0, 1])))
-        self._next = iter(self.packs)
-
-    def next_pack(self) -> Pack:
-        return next(self._next)
 
 
 @torch.no_grad()
@@ -56,7 +52,7 @@ def plain(packs: list[Pack], domain: int | None, depth: int) -> tuple[float, int
 
 def test_losses_are_those_of_each_document_alone() -> None:
     source = Packs()
-    losses = held_out_loss(MODEL, source, 3)
+    losses = held_out_loss(MODEL, source.packs, source.domains)
     assert [loss.domain for loss in losses] == ["all", "code", "prose"]
     for loss, domain in zip(losses, (None, 0, 1), strict=True):
         mean, num_tokens, _ = plain(source.packs, domain, 0)
@@ -73,7 +69,7 @@ def test_losses_are_those_of_each_document_alone() -> None:
 def test_bits_per_byte_count_the_bytes_of_the_targets() -> None:
     bytes_of_id = np.arange(SMALL.vocab_size, dtype=np.int32) % 5
     source = Packs()
-    everything = held_out_loss(MODEL, source, 3, bytes_of_id=bytes_of_id)[0]
+    everything = held_out_loss(MODEL, source.packs, source.domains, bytes_of_id=bytes_of_id)[0]
     targets = np.concatenate([pack.targets for pack in source.packs])
     num_bytes = bytes_of_id[targets[targets != NO_TARGET]].sum()
     expected = everything.nats_per_token * everything.num_tokens / math.log(2) / num_bytes
@@ -82,5 +78,5 @@ def test_bits_per_byte_count_the_bytes_of_the_targets() -> None:
 
 def test_progress_is_told() -> None:
     done: list[int] = []
-    held_out_loss(MODEL, Packs(), 2, advance=done.append)
-    assert done == [1, 1]
+    held_out_loss(MODEL, Packs().packs[:2], Packs.domains, advance=done.append)
+    assert done == [32, 32]
