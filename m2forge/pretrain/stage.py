@@ -1,9 +1,11 @@
 """The pre-training stage: a built corpus and a configuration in, a base model out.
 
 Phases follow one another on the same network: a constant rate, then its decay while the context grows, then more
-prediction modules, frozen first and trained jointly at the end. This file wires corpus, network and train loop.
+prediction modules, frozen first and trained jointly at the end. Each phase reads the documents that the phases before
+it have left, whatever their contexts and mixtures were. This file wires corpus, network and train loop.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,9 +28,13 @@ from m2forge.train.loop import TrainLoop
 from m2forge.train.machine import machine_ranks
 from m2forge.train.run_dir import open_run
 
+_log = logging.getLogger(__name__)
+
 VOCAB_MULTIPLE = 64
 """Vocabularies are rounded up to this: matrix products like it."""
 TOKENIZER_FILE = "tokenizer.json"
+_PHASE = "phase"
+"""In a source's state, the index of the phase that read last."""
 _PROBE = "def area(width):\n    return width * 1234567890  # Äpfel, 東京 🙂\n\nIt isn't  late; nobody slept."
 """A text with something of everything: tokenizers that differ encode it differently."""
 
@@ -52,6 +58,12 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
         return model
 
     def open_source(index: int, state: Mapping[str, JsonValue] | None) -> CorpusSource:
+        if index and state is None:
+            _log.warning(
+                "phase %s reads the corpus from its start: an earlier version wrote the checkpoint, without the "
+                "documents that the phases before have read",
+                config.phases[index].name,
+            )
         return CorpusSource(config, index, state)
 
     run_dir = runs / config.name
@@ -80,16 +92,22 @@ class CorpusSource:
     """The packs of one phase."""
 
     def __init__(self, config: PretrainConfig, index: int, state: Mapping[str, JsonValue] | None) -> None:
+        """`state`: of this phase's source, or of the source of an earlier phase."""
         phase = config.phases[index]
+        self._index = index
+        is_same_phase, reader_state = False, None
+        if state is not None:
+            is_same_phase = state.get(_PHASE) == index
+            reader_state = ReaderState.from_json({key: value for key, value in state.items() if key != _PHASE})
         self._reader = CorpusReader(
             Path(config.corpus),
             context=phase.context,
             pack_tokens=phase.pack_tokens,
-            # Another order in every phase: each reads the corpus from its start.
-            seed=config.seed + index,
+            seed=config.seed,
             mixture=phase.mixture,
             long_share=phase.long_share,
-            state=None if state is None else ReaderState.from_json(state),
+            state=reader_state if is_same_phase else None,
+            after=None if is_same_phase else reader_state,
         )
         self.domains = self._reader.domains
 
@@ -97,7 +115,7 @@ class CorpusSource:
         return self._reader.next_pack()
 
     def state(self) -> Mapping[str, JsonValue]:
-        return self._reader.state().to_json()
+        return {_PHASE: self._index, **self._reader.state().to_json()}
 
 
 def _start_folder(config: PretrainConfig) -> Path | None:

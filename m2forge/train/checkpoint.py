@@ -49,7 +49,7 @@ class Position:
     num_tokens: int = 0
     """Tokens seen in all."""
     source: Mapping[str, JsonValue] | None = None
-    """The state of the phase's reader; None at the start of a phase."""
+    """The state of the reader after the last step, which the next phase begins with; None before the first step."""
 
     @property
     def last_begun(self) -> int | None:

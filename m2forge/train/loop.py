@@ -41,7 +41,7 @@ from m2forge.train.schedule import mtp_weight_at, rate_at
 from m2forge.train.shard import shard_model, whole_model
 
 OpenSource = Callable[[int, Mapping[str, JsonValue] | None], PackSource]
-"""(index of a phase, state to go on from) → its packs."""
+"""(index of a phase, state of the last source: that phase's, an earlier one's, or None) → the phase's packs."""
 BuildModel = Callable[[torch.device, torch.dtype], Transformer]
 
 MODEL_FOLDER, CHECKPOINT_FOLDER = "model", "checkpoints"
@@ -132,6 +132,7 @@ class TrainLoop:
                 "phase %s: %d of %d ranks have nothing to do; raise its packs_per_step (%d)",
                 *(phase.name, num_idle, self.ranks.num_ranks, phase.packs_per_step),
             )
+        before = self.position
         description = f"{phase.name}, context {phase.context}"
         shown = progress(phase.steps, description) if self.ranks.rank == 0 else nullcontext()
         with Prefetch(source, phase.packs_per_step) as ahead, shown as bar:
@@ -153,7 +154,8 @@ class TrainLoop:
                     self.store.save(self.engine, self.position)
                     started_s = time.perf_counter()
             self._report(pending, writer, bar)
-        self.position = replace(self.position, phase=index + 1, step_in_phase=0, source=None)
+        self._log_padding(phase, before)
+        self.position = replace(self.position, phase=index + 1, step_in_phase=0)
         self.store.save(self.engine, self.position)
 
     def _enter(self, phase: PhaseConfig) -> None:
@@ -189,7 +191,11 @@ class TrainLoop:
             num_tokens=self.position.num_tokens + num_tokens,
             source=state,
         )
-        extra = {"rate": rate, "num_tokens": float(self.position.num_tokens)}
+        extra = {
+            "rate": rate,
+            "num_tokens": float(self.position.num_tokens),
+            "padding_share": _padding_share(phase, 1, num_tokens),
+        }
         if self.engine.model.mtp:
             extra["mtp_weight"] = mtp_weight
         num_flops = None if cost is None else cost.training_flops(packs)
@@ -209,6 +215,14 @@ class TrainLoop:
             raise TrainingError(
                 f"{MAX_BAD_STEPS} steps in a row had no finite gradient, up to step {pending.step} "
                 f"(loss {values['loss']}); lower the rate, or resume from an older checkpoint of {self.run_dir}"
+            )
+
+    def _log_padding(self, phase: PhaseConfig, before: Position) -> None:
+        num_steps = self.position.step - before.step
+        if num_steps and self.ranks.rank == 0:
+            share = _padding_share(phase, num_steps, self.position.num_tokens - before.num_tokens)
+            _log.info(
+                "phase %s: %.2f%% of its packs of %d tokens was padding", phase.name, 100 * share, phase.pack_tokens
             )
 
     def _write_model(self) -> Path:
@@ -252,6 +266,11 @@ def _refuse_added_modules(phases: Sequence[PhaseConfig], num_mtp: int) -> None:
                 f'phase {phase.name}: num_mtp {phase.num_mtp}: with machine.parallel "fsdp" a network of {num_mtp} '
                 'modules cannot get more; start this phase as a run of its own, or use parallel "data"'
             )
+
+
+def _padding_share(phase: PhaseConfig, num_steps: int, num_tokens: int) -> float:
+    """The share of what the packs of the steps could hold that no token filled."""
+    return 1 - num_tokens / (num_steps * phase.packs_per_step * phase.pack_tokens)
 
 
 def _speed(step: _Pending, passed_s: float, waited_s: float, peak: float) -> dict[str, float]:

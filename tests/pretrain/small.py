@@ -34,6 +34,20 @@ def write_corpus(folder: Path) -> Path:
     return folder
 
 
+def write_numbered(folder: Path, num_documents: int) -> dict[int, list[int]]:
+    """A corpus in two domains whose tokens all differ, so that each tells where it came from; the tokens by domain."""
+    rng, token = np.random.default_rng(0), 0
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    with CorpusWriter(folder, vocab_size=4096) as writer:
+        for index in range(num_documents):
+            document = np.arange(token, token + int(rng.integers(5, 60)))
+            token += document.size
+            writer.add(("code", "web")[index % 2], document, split="train")
+            tokens[index % 2] += document.tolist()
+        writer.finish()
+    return tokens
+
+
 def make_config(corpus: Path, **changes: TomlValue) -> PretrainConfig:
     """Every kind of phase in a few steps: constant, decay with a longer context, more modules frozen, then joint."""
     phase: dict[str, TomlValue] = {

@@ -10,18 +10,22 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from m2forge.config import write_resolved
-from m2forge.errors import ConfigError
+from m2forge.config import TomlValue, write_resolved
+from m2forge.errors import ConfigError, DataError
 from m2forge.model.checkpoint import load_model
 from m2forge.model.transformer import Transformer
 from m2forge.observe.metrics import read_metrics
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.pretrain.stage import run_pretrain
+from m2forge.records import Pack
 from m2forge.text.tokenizer import END_OF_TEXT, train_tokenizer
-from tests.pretrain.small import NETWORK, make_config, write_corpus
+from m2forge.train.config import PhaseConfig
+from m2forge.train.prefetch import Ahead, Prefetch
+from tests.pretrain.small import NETWORK, make_config, write_corpus, write_numbered
 
 NUM_KILLS = 12 if os.environ.get("M2FORGE_LONG") == "1" else 3
 
@@ -106,6 +110,101 @@ def test_stopping_after_any_step_changes_no_bit(
         except KeyboardInterrupt:
             continue
     assert_same_weights(load_model(folder), whole)
+
+
+def watch_steps(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[Pack]], list[int]]:
+    """What each step trained on, the last time that it was taken, and at which steps to die next."""
+    from m2forge.train.loop import TrainLoop
+
+    original = TrainLoop._step
+    trained: dict[int, list[Pack]] = {}
+    deaths: list[int] = []
+
+    def step(self: TrainLoop, phase: PhaseConfig, ahead: Prefetch, *args: object) -> object:
+        if deaths and self.position.step == deaths[0]:
+            deaths.pop(0)
+            raise KeyboardInterrupt
+        take, number = ahead.take, self.position.step
+
+        def taking() -> Ahead:
+            taken = take()
+            trained[number] = taken.packs
+            return taken
+
+        monkeypatch.setattr(ahead, "take", taking)
+        try:
+            return original(self, phase, ahead, *args)  # type: ignore[arg-type]
+        finally:
+            monkeypatch.setattr(ahead, "take", take)
+
+    monkeypatch.setattr(TrainLoop, "_step", step)
+    return trained, deaths
+
+
+@pytest.mark.parametrize(
+    "second",
+    [{}, {"context": 64, "pack_tokens": 128}, {"context": 16, "mixture": {"web": 0.65, "code": 0.35}}],
+)
+def test_two_phases_of_half_a_corpus_read_every_document_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: dict[str, TomlValue]
+) -> None:
+    """Whatever context and mixture the second has, and however often the run dies and goes on."""
+    tokens = write_numbered(tmp_path / "corpus", 40)
+    total = sum(map(len, tokens.values()))
+    num_steps = total // 2 // 64
+    phase: dict[str, TomlValue] = {"context": 32, "pack_tokens": 64, "rate": {"start": 1e-3}, "steps": num_steps}
+    # The second phase reads more than its half, so that domains end one after the other.
+    phases: list[TomlValue] = [phase | {"name": "a"}, phase | {"name": "b", "steps": 2 * num_steps} | second]
+    config = make_config(tmp_path / "corpus", phases=phases)
+    trained, deaths = watch_steps(monkeypatch)
+    deaths += [6, num_steps - 1, num_steps + 6]
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            run_pretrain(config, tmp_path / "runs")
+    run_pretrain(config, tmp_path / "runs")
+    read: dict[int, list[int]] = {0: [], 1: []}
+    for step in sorted(trained):
+        for pack in trained[step]:
+            for tag, token in zip(np.repeat(pack.tags, pack.lengths).tolist(), pack.tokens.tolist(), strict=True):
+                read[tag].append(token)
+    for tag, expected in tokens.items():
+        assert len(read[tag]) >= len(expected)
+        assert sorted(read[tag][: len(expected)]) == expected
+
+
+def test_padding_is_reported(corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = make_config(corpus)
+    with caplog.at_level("INFO", "m2forge"):
+        run_pretrain(config.model_copy(update={"phases": config.phases[:2]}), tmp_path)
+    steps = read_metrics(tmp_path / "small" / "metrics.jsonl")
+    counts = [step.values["num_tokens"] for step in steps]
+    for number, before, step in zip(range(12), [0.0, *counts], steps, strict=False):
+        room = 128 if number < 6 else 64
+        assert step.values["padding_share"] == pytest.approx(1 - (step.values["num_tokens"] - before) / room)
+    share = 100 * (1 - (counts[-1] - counts[5]) / (6 * 64))
+    assert f"phase decay: {share:.2f}% of its packs of 64 tokens was padding" in caplog.text
+
+
+def set_source(run_dir: Path, source: object) -> None:
+    path = max((run_dir / "checkpoints").glob("*/position.json"))
+    content = json.loads(path.read_text())
+    content["position"]["source"] = source
+    path.write_text(json.dumps(content))
+
+
+def test_a_position_of_an_earlier_version_is_refused_or_named(
+    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(corpus)
+    first = config.model_copy(update={"phases": config.phases[:1]})
+    both = config.model_copy(update={"phases": config.phases[:2]})
+    run_pretrain(first, tmp_path)
+    set_source(tmp_path / "small", {"corpus": "x", "context": 32, "pieces": {}, "tokens": {}, "cut": None})
+    with pytest.raises(DataError, match="start a run of another name from the checkpoint's model folder"):
+        run_pretrain(both, tmp_path)
+    set_source(tmp_path / "small", None)
+    run_pretrain(both, tmp_path)
+    assert "phase decay reads the corpus from its start" in caplog.text
 
 
 def kill_at_random(config: Path, runs: Path, generator: random.Random, longest_s: float) -> bool:
