@@ -112,11 +112,24 @@ class ForgeConfig(Config):
     pool: PoolConfig = PoolConfig()
     """A relative SQLite path lies in the run's directory."""
 
+    @property
+    def units_per_group(self) -> int:
+        return self.group_size if self.pool.window.unit == "episode" else 1
+
+    @property
+    def batch_units(self) -> int:
+        """Units of a batch of `curriculum.batch_groups` groups."""
+        return self.curriculum.batch_groups * self.units_per_group
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        queue, batch = self.pool.window.queue, self.curriculum.batch_groups
-        if self.pool.window.unit == "group" and queue < batch:
-            raise ValueError(f"pool.window.queue ({queue}) must hold a batch of curriculum.batch_groups ({batch})")
+        queue, num_batches = self.pool.window.queue, 1 if self.batch_tokens is None else 2
+        if queue < num_batches * self.batch_units:
+            # A batch that tokens bound may leave part of a drawn one, beside which the next has to find room.
+            raise ValueError(
+                f"pool.window.queue ({queue}) must hold {num_batches * self.batch_units} units: {num_batches} x "
+                f"curriculum.batch_groups ({self.curriculum.batch_groups}) groups"
+            )
         if self.gateway.journal:
             raise ValueError("gateway.journal is set by the run; leave it out")
         problem = self.policy.sampling_problem(self.agent.sampling.record())

@@ -4,10 +4,9 @@
                   ↓                           ↑ weights
                trainer ───────────────────────┘
 
-Everything that must outlive it is on disk: the pool, the journals, the weights, the checkpoints. Where the curriculum
-stands is stored with the tasks that it gave, in one transaction, so that none is left out and none comes twice. Killed,
-it takes the other processes and the agents with it; started again, attempts that were under way are made anew under
-other keys, and the old ones are refused. Pass rates that came after the last tasks are forgotten.
+Everything that must outlive it is on disk: the pool, the journals, the weights, the checkpoints. Killed, it takes the
+other processes and the agents with it; started again, in-flight attempts restart with new API keys, and the old keys
+are refused. Pass rates that came after the last tasks are forgotten.
 """
 
 import asyncio
@@ -35,12 +34,12 @@ from m2forge.forge.kept import write_kept
 from m2forge.forge.layout import Layout
 from m2forge.forge.process import MODULE
 from m2forge.forge.servers import Server, make_servers
+from m2forge.forge.supply import Supply
 from m2forge.forge.view import View
 from m2forge.forge.worker import Workers
 from m2forge.gateway.journal import SUFFIX
 from m2forge.model.folder import read_config
 from m2forge.pool.pool import Pool
-from m2forge.pool.state import StateError
 from m2forge.pool.stored import Lease
 from m2forge.pool.writer import PoolWriter
 from m2forge.records import PolicyVersion, Task
@@ -79,8 +78,6 @@ class Loop:
         """What the sampler was told last."""
         self._checked = max((found.step for found in read_checks(self.layout.checks)), default=None)
         """Step of the last check."""
-        self._drawn: list[tuple[Task, int]] = []
-        """Tasks that wait for room in the queue, and the attempts at each."""
         self._running: dict[asyncio.Task[None], Lease] = {}
         command = (MODULE, "trainer", str(self.layout.run_dir))
         self.trainer = Child("trainer", command, {}, self.layout.log, is_done=lambda: is_trained(layout, config))
@@ -160,9 +157,9 @@ class Loop:
 
     async def _feed(self, writer: PoolWriter, attempts: Attempts, agents: Agents) -> None:
         """Fill the queue, and give every agent something to do."""
-        look_at_s = 0.0
+        look_at_s, supply = 0.0, Supply(self.config, self.pool, writer, self.curriculum, self._note)
         while True:
-            is_filled = await self._fill_queue(writer)
+            is_filled = await supply.fill()
             num_free = self.config.agent.num_jobs - len(self._running)
             if num_free and (is_filled or time.monotonic() >= look_at_s):
                 leases = await writer.run(self.pool.lease, WORKER, num_free)
@@ -177,27 +174,11 @@ class Loop:
             await self._check_if_due(agents)
             await asyncio.sleep(POLL_S)
 
-    async def _fill_queue(self, writer: PoolWriter) -> bool:
-        """Whether anything was queued."""
-        window, num_groups = self.config.pool.window, self.config.curriculum.batch_groups
-        num_units = num_groups * (self.config.group_size if window.unit == "episode" else 1)
-        is_filled = False
-        while await writer.run(self.pool.room) >= num_units:
-            if not self._drawn:
-                self._drawn = [(given.task, self.config.group_size) for given in self.curriculum.next_batch()]
-            try:
-                await writer.run(self.pool.put, self._drawn, json.dumps(self._state()))
-            except StateError:
-                # A trainer that went back has returned units meanwhile.
-                break
-            self._drawn, is_filled = [], True
-        return is_filled
-
-    def _state(self) -> dict[str, object]:
+    def _note(self) -> str:
         # Of tasks that are not met again the times are of no use, and they grow with the run.
         times = self.judge.base_times() if self.config.reward.beta else {}
         latest = dict(itertools.islice(times.items(), max(0, len(times) - MAX_BASE_TIMES), None))
-        return {"curriculum": self.curriculum.state(), "base_times": latest}
+        return json.dumps({"curriculum": self.curriculum.state(), "base_times": latest})
 
     async def _renew(self, writer: PoolWriter) -> None:
         while True:

@@ -1,63 +1,92 @@
-"""How many units of each domain the batch of a step holds.
+"""How many units of each domain the batch of a step holds. Labels are those of the pool: STAGE/DOMAIN.
 
-Batches of one size have theirs by `tasks/mixture.py`: a function of the configuration and the step alone. The size of a
-batch that a number of tokens bounds is not known before it is taken, so for every size m there are quotas:
+Batches of one size have theirs by `tasks/mixture.py`: a function of the configuration and the step alone, the same that
+the curriculum draws by. So step t trains units that were drawn for batch t's stage, and a stage ends for both after
+`num_batches` of them. The size of a batch that a number of tokens bounds is not known before it is taken, so for every
+size m there are quotas:
 
     c_d(m) ∈ {⌊m·ratio_d⌋, ⌈m·ratio_d⌉},    Σ_d c_d(m) = m
 
 Who is rounded up is decided by what is due: first comes the domain that the batches so far have left furthest behind
-its ratio. The sizes of those batches say all, so a trainer that starts again reads them in the pool.
+its ratio. No batch reaches beyond the end of its stage, and none takes more of a domain than the stage was drawn with,
+so the last batches of a stage may depart from the rounding above. The sizes of the batches so far determine all of
+this; a trainer that starts again reads them in the pool.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from math import floor
 
-from m2forge.tasks.config import CurriculumConfig
+from m2forge.pool.stored import make_label
+from m2forge.tasks.config import CurriculumConfig, StageConfig
 from m2forge.tasks.mixture import Mixture
 
 
-def batch_quotas(config: CurriculumConfig) -> Iterator[dict[str, int]]:
-    """Of the first step, the second, and so on, for ever."""
+def batch_quotas(config: CurriculumConfig, units_per_group: int = 1) -> Iterator[dict[str, int]]:
+    """Quotas of the first step, the second, and so on, without end."""
     for stage in config.stages:
         mixture = Mixture(stage.ratios(), config.batch_groups)
         while mixture.num_batches != stage.num_batches:
-            yield {str(domain): num for domain, num in mixture.next().items()}
+            counts = mixture.next()
+            yield {make_label(stage.name, domain): num * units_per_group for domain, num in counts.items()}
 
 
 class SizedQuotas:
     """Quotas of the next batch, whatever its size. A stage lasts as many units as its batches of `batch_groups`."""
 
-    def __init__(self, config: CurriculumConfig, sizes: Iterable[int] = ()) -> None:
+    def __init__(self, config: CurriculumConfig, sizes: Iterable[int] = (), units_per_group: int = 1) -> None:
         """`sizes`: of the batches so far."""
-        self._config = config
+        self._config, self._units_per_group = config, units_per_group
+        self._left: dict[str, int] | None = None
+        """Units of the stage that are not taken yet; None in the last one, which has no end."""
         self._enter(0)
         for num_units in sizes:
             self.note(num_units)
 
+    @property
+    def max_units(self) -> int:
+        """The largest batch: `batch_groups` groups, or what is left of the stage."""
+        whole = self._config.batch_groups * self._units_per_group
+        return whole if self._left is None else min(whole, sum(self._left.values()))
+
     def quotas(self, num_units: int) -> dict[str, int]:
-        exact = {domain: ratio * num_units for domain, ratio in self._ratios.items()}
-        counts = {domain: floor(due) for domain, due in exact.items()}
-        rounded = [domain for domain, due in exact.items() if due != counts[domain]]
-        rounded.sort(key=lambda domain: counts[domain] - exact[domain] - self._due[domain])
-        for domain in rounded[: num_units - sum(counts.values())]:
-            counts[domain] += 1
+        exact = {label: ratio * num_units for label, ratio in self._ratios.items()}
+        limits = dict.fromkeys(exact, num_units) if self._left is None else self._left
+        counts = {label: min(floor(due), limits[label]) for label, due in exact.items()}
+        rounded = [label for label, due in exact.items() if counts[label] < due and counts[label] < limits[label]]
+        rounded.sort(key=lambda label: counts[label] - exact[label] - self._due[label])
+        for label in rounded[: num_units - sum(counts.values())]:
+            counts[label] += 1
+        while sum(counts.values()) < num_units:
+            # Near its end the stage has too little left of some domain.
+            some = [label for label in counts if counts[label] < limits[label]]
+            counts[max(some, key=lambda label: exact[label] + self._due[label] - counts[label])] += 1
         return counts
 
     def note(self, num_units: int) -> None:
         """A batch of so many units was taken."""
         given = self.quotas(num_units)
-        for domain, ratio in self._ratios.items():
-            self._due[domain] += ratio * num_units - given[domain]
-        self._num_units += num_units
-        stage = self._config.stages[self._stage]
-        if stage.num_batches is not None and self._num_units >= stage.num_batches * self._config.batch_groups:
-            self._enter(self._stage + 1)
+        for label, ratio in self._ratios.items():
+            self._due[label] += ratio * num_units - given[label]
+        if self._left is not None:
+            self._left = {label: num - given[label] for label, num in self._left.items()}
+            if not any(self._left.values()):
+                self._enter(self._stage + 1)
 
-    def _enter(self, stage: int) -> None:
-        self._stage: int = stage
-        self._ratios = {str(domain): ratio for domain, ratio in self._config.stages[stage].ratios().items()}
+    def _enter(self, index: int) -> None:
+        self._stage: int = index
+        stage = self._config.stages[index]
+        self._ratios = {make_label(stage.name, domain): ratio for domain, ratio in stage.ratios().items()}
         self._due: dict[str, Fraction] = dict.fromkeys(self._ratios, Fraction(0))
         """What each domain has got too little in this stage; below 0, too much."""
-        self._num_units: int = 0
-        """Taken in this stage."""
+        self._left = self._drawn(stage)
+
+    def _drawn(self, stage: StageConfig) -> dict[str, int] | None:
+        if stage.num_batches is None:
+            return None
+        mixture, drawn = Mixture(stage.ratios(), self._config.batch_groups), Counter[str]()
+        for _ in range(stage.num_batches):
+            for domain, num in mixture.next().items():
+                drawn[make_label(stage.name, domain)] += num * self._units_per_group
+        return dict(drawn)

@@ -118,14 +118,14 @@ class Trainer:
     def _batches(self, pool: Pool) -> Iterator[Claim]:
         """One for each step that is left, as soon as the window has it."""
         config, left = self.config.curriculum, range(self.position.step, self.config.num_steps)
-        max_tokens = self.config.batch_tokens
+        max_tokens, per_group = self.config.batch_tokens, self.config.units_per_group
         if max_tokens is None:
-            for quotas in itertools.islice(batch_quotas(config), left.start, left.stop):
+            for quotas in itertools.islice(batch_quotas(config, per_group), left.start, left.stop):
                 yield _wait_for(partial(pool.claim, sum(quotas.values()), self.version, quotas))
             return
-        sized = SizedQuotas(config, pool.batch_sizes(self.version.lineage))
+        sized = SizedQuotas(config, pool.batch_sizes(self.version.lineage), per_group)
         for _ in left:
-            within = partial(pool.claim_within, max_tokens, config.batch_groups, self.version, sized.quotas)
+            within = partial(pool.claim_within, max_tokens, sized.max_units, self.version, sized.quotas)
             claimed = _wait_for(within)
             sized.note(len(claimed.units))
             yield claimed
@@ -160,6 +160,7 @@ class Trainer:
         figures["perf"] = sum(reward.perf for reward in rewards) / max(1, len(rewards))
         figures |= _by_domain(units)
         figures["num_units"] = len(units)
+        figures["num_flat"] = sum(_is_flat(unit) for unit in units)
         figures["lag"] = max((unit.lag for unit in units if unit.lag is not None), default=0)
         oldest = [unit.oldest_step for unit in units if unit.oldest_step is not None]
         figures["staleness"] = self.position.step - 1 - min(oldest, default=self.position.step - 1)
@@ -189,6 +190,12 @@ def _wait_for(claim: Callable[[], Claim | None]) -> Claim:
     while (claimed := claim()) is None:
         time.sleep(POLL_S)
     return claimed
+
+
+def _is_flat(unit: StoredUnit) -> bool:
+    """Whether all rewards of a group are equal: trained in spite of that, it teaches nothing."""
+    totals = {episode.reward.total for episode in unit.episodes if episode.reward is not None}
+    return len(unit.episodes) > 1 and len(totals) == 1
 
 
 def _by_domain(units: Sequence[StoredUnit]) -> dict[str, float]:

@@ -8,6 +8,7 @@ A unit is trained once in the lineage of the weights: it is trained exactly if t
 that the weights at hand descend from. These functions run inside the transaction that is handed to them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,11 +26,23 @@ from m2forge.pool.state import (
     move_episodes,
     move_units,
 )
+from m2forge.pool.stored import make_label, split_label
 from m2forge.pool.tally import TRAINED, count
 from m2forge.pool.window import Unit, Window
 from m2forge.records import PolicyVersion
 
-_WINDOW_COLUMNS = ("id", "place", "group_name", "origin", "domain", "state", "size", "oldest_step", "taken_before")
+_WINDOW_COLUMNS = (
+    "id",
+    "place",
+    "group_name",
+    "origin",
+    "stage",
+    "domain",
+    "state",
+    "size",
+    "oldest_step",
+    "taken_before",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +85,7 @@ def claim(
     """A batch for weights that are at `version`; None where the window holds too few finished units yet."""
     queue = lock_queue(connection)
     _check_lineage(queue, version)
-    rows = _window_rows(connection, config.window.size + wanted.num_units, wanted.max_tokens is not None)
+    rows = _window_rows(connection, config.window.size, wanted)
     by_place = {row.place: row for row in rows}
     window = Window(config.window.size, [_unit(row) for row in rows], queue.num_taken)
     if config.window.max_staleness is not None:
@@ -108,21 +121,32 @@ def _mark_taken(connection: Connection, queue: QueueRow, rows: Sequence[UnitRow]
     return Claim(batch, queue.epoch, tuple(ids))
 
 
-def _window_rows(connection: Connection, limit: int, with_tokens: bool) -> Sequence[UnitRow]:
-    """The first queued units. Of a batch of n no unit stands behind W + n of them."""
+def _window_rows(connection: Connection, size: int, wanted: Wanted) -> Sequence[UnitRow]:
+    """The units that a batch may be chosen from: of n units none stands behind the first W + n queued ones, save those
+    of labels that are rare there, which are read by their label."""
     unit, episode = unit_table.c, episode_table.c
     own = select(func.coalesce(func.sum(episode.num_tokens), 0)).where(episode.unit == unit.id).scalar_subquery()
-    num_tokens = (own if with_tokens else literal(0)).label("num_tokens")
+    num_tokens = (literal(0) if wanted.max_tokens is None else own).label("num_tokens")
     columns = [*(unit[name] for name in _WINDOW_COLUMNS), num_tokens]
-    query = select(*columns).where(unit.is_queued).order_by(unit.place).limit(limit)
-    return connection.execute(query.with_for_update(of=unit_table)).all()
+    query = select(*columns).where(unit.is_queued).order_by(unit.place).with_for_update(of=unit_table)
+    rows = list(connection.execute(query.limit(size + wanted.num_units)).all())
+    if wanted.quotas is None or len(rows) < size + wanted.num_units:
+        return rows
+    num_found, behind = Counter(make_label(row.stage, row.domain) for row in rows), rows[-1].place
+    for label, quota in wanted.quotas(wanted.num_units).items():
+        # A smaller batch may hold one unit more of a label, by rounding.
+        if num_found[label] <= quota:
+            stage, domain = split_label(label)
+            of_label = query.where(unit.place > behind, unit.stage.is_not_distinct_from(stage), unit.domain == domain)
+            rows += connection.execute(of_label.limit(quota + 1)).all()
+    return sorted(rows, key=lambda row: row.place)
 
 
 def _unit(row: UnitRow) -> Unit:
     return Unit(
         place=row.place,
         group=row.group_name,
-        label=row.domain,
+        label=make_label(row.stage, row.domain),
         is_finished=row.state == UnitState.READY,
         oldest_step=row.oldest_step,
         num_taken_before=row.taken_before,

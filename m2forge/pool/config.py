@@ -43,8 +43,12 @@ class WindowConfig(Config):
     straggler_s: Seconds = 600.0
     """Seconds since the first episode of the head began."""
     no_signal: Literal["skip", "train"] = "skip"
-    """What becomes of a group whose rewards are all equal, which teaches nothing: skipped, it leaves its place in the
-    queue to another."""
+    """What becomes of a group whose rewards are all equal, which teaches nothing: skipped, it is replaced by another
+    task of its stage and domain."""
+    max_skips: Count = 32
+    """Groups that are skipped in a row for one slot of a batch; the next one is trained even if its rewards are equal.
+    A domain in which every group passes, or none, would otherwise stop training, since batches wait for their quotas.
+    """
     signal_spread: Annotated[float, Field(ge=0)] = 0.0
     """Rewards that differ by no more than this are equal."""
 

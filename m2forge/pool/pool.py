@@ -26,7 +26,7 @@ from sqlalchemy import func, insert, select
 from m2forge.errors import ConfigError, M2ForgeError
 from m2forge.pool import batch as batches
 from m2forge.pool import queue as queues
-from m2forge.pool import record, retention
+from m2forge.pool import record, retention, submission
 from m2forge.pool.batch import Claim, Restored, Wanted
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.dialect import Database
@@ -34,6 +34,7 @@ from m2forge.pool.record import Append, Ending, Rewarding
 from m2forge.pool.schema import QUEUE_ID, SCHEMA_VERSION, episode_table, metadata, queue_table, unit_table
 from m2forge.pool.state import EpisodeState, LeaseLostError, UnitState
 from m2forge.pool.stored import Lease, Outcome, StoredUnit, read_units
+from m2forge.pool.submission import Owed
 from m2forge.pool.tally import Tally, read_tally
 from m2forge.records import PolicyVersion, Reward, Task
 
@@ -99,16 +100,28 @@ class Pool:
         with self.database.read() as connection:
             return max(0, self.config.window.queue - queues.num_queued(connection))
 
-    def put(self, tasks: Sequence[tuple[Task, int]], note: str | None = None) -> list[str]:
+    def put(self, tasks: Sequence[tuple[Task, int]], note: str | None = None, stage: str | None = None) -> list[str]:
         """Queue groups, each a task and its number of episodes; their names. Refused where there is no room. `note`:
-        what the caller needs to know to go on behind these tasks; it is there exactly if they are."""
+        what the caller needs to know to go on behind these tasks; it is there exactly if they are. `stage`: of the
+        curriculum; its units are labelled STAGE/DOMAIN for quotas, and replaced when they are dropped. Where deployed
+        agents' episodes are trained, those that are rewarded take the slots of tasks of their domain."""
         with self.database.write() as connection:
-            return queues.put(connection, self.config, tasks, note)
+            return submission.put(connection, self.config, tasks, note, stage)
+
+    def owed(self) -> list[Owed]:
+        """Groups of a stage that were dropped and not replaced yet."""
+        with self.database.read() as connection:
+            return submission.owed(connection)
+
+    def replace(self, given: Sequence[tuple[Owed, Task, int]], note: str | None = None) -> list[str]:
+        """Queue a task, and its number of episodes, for each group that is owed. `note`: as for `put`."""
+        with self.database.write() as connection:
+            return submission.replace(connection, self.config, given, note)
 
     def note(self) -> str | None:
         """The last one that was put."""
         with self.database.read() as connection:
-            return queues.read_note(connection)
+            return submission.read_note(connection)
 
     def lease(self, worker: str, num_episodes: int) -> list[Lease]:
         """Episodes to run, oldest first; fewer where fewer wait. To be renewed within `lease_s`."""
@@ -150,15 +163,10 @@ class Pool:
     # -- deployed agents ---------------------------------------------------------------------------------------------
 
     def open_deployed(self, name: str, task: Task) -> Lease:
-        """An episode of an agent that the loop did not start. It is queued when it is rewarded and `admit` finds room,
-        if the configuration lets it."""
+        """An episode of an agent that the loop did not start. Rewarded, it takes the slot of a task of its domain in a
+        batch that is put later, if the configuration admits it."""
         with self.database.write() as connection:
-            return queues.open_deployed(connection, self.config, name, task, self._clock())
-
-    def admit(self, num_units: int) -> int:
-        """Queue rewarded episodes of deployed agents; how many."""
-        with self.database.write() as connection:
-            return queues.admit(connection, self.config, num_units)
+            return submission.open_deployed(connection, self.config, name, task, self._clock())
 
     # -- what happens to an attempt ------------------------------------------------------------------------------------
 
@@ -203,7 +211,7 @@ class Pool:
 
     def claim(self, num_units: int, version: PolicyVersion, quotas: Mapping[str, int] | None = None) -> Claim | None:
         """A batch for weights at `version`, or None while the window holds too few finished units. `quotas`: how many
-        units of each domain; they add up to `num_units`."""
+        units of each label (STAGE/DOMAIN, or DOMAIN for units without a stage); they add up to `num_units`."""
         with self.database.write() as connection:
             wanted = Wanted(num_units, None if quotas is None else lambda _: quotas)
             return batches.claim(connection, self.config, wanted, version, self._clock())
@@ -217,7 +225,7 @@ class Pool:
     ) -> Claim | None:
         """A batch of as many units as fit into `max_tokens`, at least one and at most `max_units`, or None while the
         window holds too few finished units to tell. A token counts once for each attempt that recorded it. `quotas`:
-        units of each domain, of a batch of so many."""
+        units of each label, of a batch of so many."""
         with self.database.write() as connection:
             wanted = Wanted(max_units, quotas, max_tokens)
             return batches.claim(connection, self.config, wanted, version, self._clock())

@@ -374,7 +374,7 @@ def _settle(connection: Connection, config: PoolConfig, unit_id: int) -> None:
     query = select(*totals, func.min(episode.oldest_step), func.sum(episode.num_bytes)).where(episode.unit == unit_id)
     least, most, oldest_step, num_bytes = connection.execute(query).one()
     is_flat = row.size > 1 and most - least <= config.window.signal_spread
-    if is_flat and config.window.no_signal == "skip":
+    if is_flat and config.window.no_signal == "skip" and row.num_skips < config.window.max_skips:
         drop_group(connection, config, row.group_name, DropReason.NO_SIGNAL)
     elif row.origin == Origin.DEPLOYED and not config.admit_deployed:
         drop_group(connection, config, row.group_name, DropReason.NOT_ADMITTED)

@@ -1,6 +1,7 @@
 """What was trained or dropped is deleted once it is old enough, a few episodes at a time.
 
-What a restored checkpoint would need again stays: units of steps that no checkpoint holds yet.
+What a restored checkpoint would need again stays: units of steps that no checkpoint holds yet. So do dropped units that
+wait for a replacement.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ def sweep(connection: Connection, config: RetentionConfig) -> int:
     unit = unit_table.c
     is_durable = or_(unit.state == UnitState.DROPPED, unit.step <= queue.durable_step)
     is_done = unit.state.in_((UnitState.TRAINED, UnitState.DROPPED))
-    is_over = and_(is_done, unit.step < oldest_kept, is_durable)
+    is_over = and_(is_done, unit.step < oldest_kept, is_durable, ~unit.is_owed)
     ids: list[int] = []
     num_episodes = 0
     query = select(unit.id, unit.size).where(is_over).order_by(unit.step, unit.id).limit(config.sweep_episodes)

@@ -28,7 +28,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 QUEUE_ID = 1
 
 metadata = MetaData()
@@ -56,8 +56,10 @@ unit_table = Table(
     Column("id", _Id, primary_key=True),
     Column("place", BigInteger, unique=True, comment="in the queue; NULL for what was not admitted yet"),
     Column("is_queued", Boolean, nullable=False),
+    Column("is_owed", Boolean, nullable=False, comment="dropped, and not replaced yet by another task of its stage"),
     Column("group_name", String, nullable=False, index=True),
     Column("origin", String, nullable=False),
+    Column("stage", String, comment="of the curriculum; NULL for units outside of it"),
     Column("domain", String, nullable=False),
     Column("difficulty", Double, nullable=False),
     Column("task", Text, nullable=False, comment="JSON"),
@@ -67,6 +69,7 @@ unit_table = Table(
     Column("num_unfinished", Integer, nullable=False),
     Column("num_unrewarded", Integer, nullable=False),
     Column("num_requeues", Integer, nullable=False),
+    Column("num_skips", Integer, nullable=False, comment="groups without signal that it replaces, in a row"),
     Column("oldest_step", Integer),
     Column("taken_before", BigInteger, nullable=False, comment="units taken when it was submitted"),
     Column("lag", BigInteger),
@@ -83,6 +86,7 @@ Index(
     sqlite_where=text("is_queued = 1"),
     postgresql_where=unit_table.c.is_queued,
 )
+Index("owed_by_place", unit_table.c.place, sqlite_where=text("is_owed = 1"), postgresql_where=unit_table.c.is_owed)
 
 episode_table = Table(
     "episode",

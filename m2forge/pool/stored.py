@@ -93,6 +93,16 @@ def attempt_name(name: str, attempt: int, origin: str) -> str:
     return name if origin == Origin.DEPLOYED else f"{name}-{attempt}"
 
 
+def make_label(stage: str | None, domain: str) -> str:
+    """What quotas count: a domain of a stage, or a domain alone."""
+    return domain if stage is None else f"{stage}/{domain}"
+
+
+def split_label(label: str) -> tuple[str | None, str]:
+    stage, slash, domain = label.rpartition("/")
+    return (stage if slash else None), domain
+
+
 def task_text(task: Task) -> str:
     return json.dumps(asdict(task), allow_nan=False, separators=(",", ":"))
 

@@ -9,13 +9,15 @@ W ≥ N takes the oldest finished unit wherever it stands. The lag of a unit is 
 submission and its own taking: at most N−1 that were ahead of it and W−1 that overtook it, N+W−2 in all. N = 8, W = 4:
 three may overtake, the largest lag is 10.
 
-A batch is taken whole or not at all. It is a number of units, or as many as fit into a number of tokens. A group is
-given up whole or not at all: where its parts are units of their own, none of those that are still queued stays. No
-clock and no store: the pool and the simulation decide by this alone.
+A batch is taken whole or not at all. It is a number of units, or as many as fit into a number of tokens. Quotas are met
+exactly: where the window holds no unit of a wanted label, it reaches on to the oldest queued unit of that label, and
+where none is queued the batch waits until one is submitted. So a label whose units were dropped delays a batch and
+never changes its ratios. A group is given up whole or not at all: where its parts are units of their own, none of those
+that are still queued stays. No clock and no store: the pool and the simulation decide by this alone.
 """
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from m2forge.errors import RecordError
@@ -80,13 +82,13 @@ class Window:
         """The units that `take` would take; empty where there are too few."""
         if num_units < 1 or (quotas is not None and sum(quotas.values()) != num_units):
             raise RecordError(f"a batch: expected 1 unit or more and quotas that add up to it, received {num_units}")
-        return self._oldest(num_units) if quotas is None else self._by_quota(num_units, quotas)
+        return self._oldest(num_units) if quotas is None else self._by_quota(quotas)
 
     def take(self, num_units: int, quotas: Mapping[str, int] | None = None) -> list[Unit]:
         """Consume a batch of finished units, oldest first, or nothing where there are too few.
 
-        `quotas`: how many units of each label. A label waits for its units as long as some of them are under way inside
-        the window; if there are none, waiting would not help, and other labels fill its share.
+        `quotas`: how many units of each label, met exactly. A label with no unit inside the window is served by its
+        oldest queued unit beyond it.
         """
         return self._consume(self.choose(num_units, quotas))
 
@@ -176,22 +178,30 @@ class Window:
                 end = unit.place + self.size
         return []
 
-    def _by_quota(self, num_units: int, quotas: Mapping[str, int]) -> list[Unit]:
-        left = dict(quotas)
+    def _by_quota(self, quotas: Mapping[str, int]) -> list[Unit]:
+        left = {label: num for label, num in quotas.items() if num > 0}
         chosen: dict[int, Unit] = {}
-        while len(chosen) < num_units:
-            reached = self._reached(chosen)
-            wanted = [unit for unit in reached if left.get(unit.label, 0) > 0]
-            unit = next((unit for unit in wanted if unit.is_finished), None)
-            if unit is not None:
-                left[unit.label] -= 1
-            else:
-                unit = None if wanted else next((unit for unit in reached if unit.is_finished), None)
-                if unit is None:
-                    return []
-                left[max(left, key=lambda label: left[label])] -= 1
+        while left:
+            unit = next((unit for unit in self._candidates(chosen, left) if unit.is_finished), None)
+            if unit is None:
+                return []
             chosen[unit.place] = unit
+            left[unit.label] -= 1
+            if not left[unit.label]:
+                del left[unit.label]
         return sorted(chosen.values(), key=lambda unit: unit.place)
+
+    def _candidates(self, chosen: Container[int], labels: Collection[str]) -> Iterator[Unit]:
+        """Units of `labels` inside the window, then the oldest beyond it of each label that has none inside."""
+        reached = self._reached(chosen)
+        yield from (unit for unit in reached if unit.label in labels)
+        missing = set(labels).difference(unit.label for unit in reached)
+        if not missing:
+            return
+        for unit in self._units.values():
+            if unit.place not in chosen and unit.label in missing:
+                missing.discard(unit.label)
+                yield unit
 
     def _reached(self, chosen: Container[int]) -> list[Unit]:
         """Units inside the window as it stands once those chosen are consumed."""

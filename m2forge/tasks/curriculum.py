@@ -55,7 +55,7 @@ class Curriculum:
         self._turns = dict.fromkeys(Domain, 0)
         self._enter(0)
         if state is not None:
-            self._restore(state)
+            self.restore(state)
 
     @property
     def stage(self) -> StageConfig:
@@ -76,7 +76,15 @@ class Curriculum:
         counts = self._mixture.next()
         # Unit k of n stands at (k + ½) / n of the batch.
         places = [((unit + 0.5) / num, domain) for domain, num in counts.items() for unit in range(num)]
-        return [self._assign(domain) for _, domain in sorted(places)]
+        return [self._assign(self.stage, domain) for _, domain in sorted(places)]
+
+    def draw(self, stage: str, domain: Domain) -> Assignment:
+        """One more task of a domain, in place of one of that stage which was not trained; the stage may be over. It
+        counts towards no batch."""
+        found = next((known for known in self._config.stages if known.name == stage and domain in known.domains), None)
+        if found is None:
+            raise RecordError(f"curriculum: no stage {stage!r} with the domain {domain}; use another pool")
+        return self._assign(found, domain)
 
     def record(self, task: Task, pass_rate: float) -> None:
         """Report a judged group: the share of its attempts that passed. Groups that are not trained on because all
@@ -96,12 +104,16 @@ class Curriculum:
             "paces": {name: pace.state() for name, pace in self._paces.items()},
         }
 
-    def _assign(self, domain: Domain) -> Assignment:
-        settings = self.stage.domains[domain]
+    def _assign(self, stage: StageConfig, domain: Domain) -> Assignment:
+        settings = stage.domains[domain]
         family = settings.families[self._turns[domain] % len(settings.families)]
         self._turns[domain] += 1
-        task = self._sets[family.name].next(*self._paces[family.name].levels)
-        return Assignment(task, settings.context, self.stage.name)
+        # A family that another stage has moved on stays within the bounds of this one.
+        levels = [
+            min(max(level, family.difficulty[0]), family.difficulty[1]) for level in self._paces[family.name].levels
+        ]
+        task = self._sets[family.name].next(levels[0], levels[1])
+        return Assignment(task, settings.context, stage.name)
 
     def _enter(self, stage: int) -> None:
         self._stage = stage
@@ -116,7 +128,8 @@ class Curriculum:
         else:
             self._paces[family.name] = Pace(self._config.pace, family.difficulty, family.start)
 
-    def _restore(self, state: Mapping[str, JsonValue]) -> None:
+    def restore(self, state: Mapping[str, JsonValue]) -> None:
+        """Go on from what `state` gave. Pass rates that were recorded since are forgotten."""
         names = [stage.name for stage in self._config.stages]
         if state.get("stage") not in names:
             raise RecordError(f"curriculum: state: stage: expected one of {names}, received {state.get('stage')!r}")

@@ -61,6 +61,7 @@ class Pace:
         if not isinstance(lowest, int) or not isinstance(rates, list):
             raise RecordError(f"pace: state: expected lowest and rates, received {dict(state)!r}")
         self._go_to(lowest)
+        self._rates.clear()
         self._rates.extend(float(rate) for rate in rates)
 
     def _go_to(self, lowest: int) -> None:

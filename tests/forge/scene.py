@@ -90,7 +90,7 @@ def fill_pool(
     with."""
     tasks = TaskSet(find_family("chain"), "train", 0)
     drawn = [tasks.next(1, 3) for _ in range(num_groups)]
-    pool.put([(task, group_size) for task in drawn])
+    pool.put([(task, group_size) for task in drawn], stage="only")
     rng = np.random.default_rng(0)
     for place, lease in enumerate(pool.lease("test", num_groups * group_size)):
         writer, num_calls = lease.writer(pool.vocab_size), 1 + place % 2

@@ -25,11 +25,12 @@ from m2forge.forge.layout import Layout
 from m2forge.forge.loop import Loop
 from m2forge.forge.servers import Server
 from m2forge.forge.stage import run_forge
+from m2forge.forge.supply import Supply
 from m2forge.forge.view import read_last_step
 from m2forge.model.checkpoint import load_model
 from m2forge.model.folder import read_config
 from m2forge.observe.metrics import read_metrics
-from m2forge.pool import queue
+from m2forge.pool import submission
 from m2forge.pool.pool import Pool
 from m2forge.pool.schema import unit_table
 from m2forge.pool.state import UnitState
@@ -138,7 +139,7 @@ def test_a_loop_that_dies_while_it_queues_leaves_no_task_out_and_gives_none_twic
     async def fill() -> None:
         loop = Loop(Layout(tmp_path), config)
         async with PoolWriter(loop.pool) as writer:
-            assert await loop._fill_queue(writer)
+            assert await Supply(config, loop.pool, writer, loop.curriculum, loop._note).fill()
         loop.pool.close()
 
     def dying(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,7 +153,7 @@ def test_a_loop_that_dies_while_it_queues_leaves_no_task_out_and_gives_none_twic
 
     with monkeypatch.context() as patch:
         if moment == "inside":
-            patch.setattr(queue, "count", dying(count))
+            patch.setattr(submission, "count", dying(count))
         else:
             patch.setattr(Pool, "put", dying(Pool.put))
         with pytest.raises(ArithmeticError):

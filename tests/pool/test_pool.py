@@ -112,6 +112,38 @@ def test_quotas_fill_a_batch_by_domain(config: PoolConfig) -> None:
         assert [unit.place for unit in pool.fetch(claimed)] == [0, 2]
 
 
+def test_a_rare_label_is_found_beyond_the_window_and_beyond_what_is_read_of_the_queue(config: PoolConfig) -> None:
+    with Pool(windowed(config, queue=64, window=2), VOCAB_SIZE) as pool:
+        domains = [Domain.CODING] * 20 + [Domain.AGENT] + [Domain.CODING] * 5 + [Domain.AGENT]
+        pool.put([(task(n, domain=domain), 2) for n, domain in enumerate(domains)], stage="early")
+        play_all(pool)
+        quotas = {"early/coding": 3, "early/agent": 1}
+        taken = []
+        while (claimed := pool.claim(4, version(0), quotas)) is not None:
+            taken.append([unit.place for unit in pool.fetch(claimed)])
+        assert taken == [[0, 1, 2, 20], [3, 4, 5, 26]], "the third batch waits: no other domain fills its share"
+
+
+def test_a_dropped_unit_of_a_stage_is_owed_until_another_task_of_its_domain_replaces_it(config: PoolConfig) -> None:
+    with Pool(windowed(config, queue=1, max_skips=2), VOCAB_SIZE) as pool:
+        pool.put([(task(), 2)], stage="early")
+        for num_skips in (1, 2):
+            for lease in pool.lease("worker", 2):
+                play(pool, lease, 1.0)
+            (debt,) = pool.owed()
+            assert (debt.stage, debt.domain, debt.num_units, debt.num_skips) == ("early", "agent", 1, num_skips)
+            with pytest.raises(RecordError, match="expected a task of the domain agent"):
+                pool.replace([(debt, task(1, domain=Domain.CODING), 2)])
+            pool.replace([(debt, task(num_skips), 2)], note=f"note {num_skips}")
+            assert (pool.owed(), pool.note()) == ([], f"note {num_skips}")
+            with pytest.raises(StateError, match="not owed any more"):
+                pool.replace([(debt, task(1), 2)])
+        for lease in pool.lease("worker", 2):
+            play(pool, lease, 1.0)
+        assert pool.places(1) == [(2, "ready")], "after so many skips it is trained as it is"
+        assert pool.claim(1, version(0), {"early/agent": 1}) is not None
+
+
 def test_episodes_may_be_units_of_their_own(config: PoolConfig) -> None:
     with Pool(windowed(config, unit="episode", queue=4), VOCAB_SIZE) as pool:
         pool.put([(task(), 3)])
@@ -260,25 +292,25 @@ def test_what_is_finished_and_not_judged_is_found_again(config: PoolConfig) -> N
 # -- deployed agents ---------------------------------------------------------------------------------------------------
 
 
-def test_a_deployed_agents_episode_is_admitted_with_its_reward_if_there_is_room(config: PoolConfig) -> None:
-    admitting = windowed(config, queue=1).model_copy(update={"admit_deployed": True})
+def test_a_deployed_agents_episode_takes_the_slot_of_a_task_of_its_domain_once_it_is_rewarded(
+    config: PoolConfig,
+) -> None:
+    admitting = windowed(config, queue=2).model_copy(update={"admit_deployed": True})
     with Pool(admitting, VOCAB_SIZE) as pool:
-        pool.put([(task(), 2)])
         lease = pool.open_deployed("ep_abc", task(9))
         with pytest.raises(ExistsError, match="ep_abc"):
             pool.open_deployed("ep_abc", task(9))
         record(pool, lease, calls(0, 2))
-        assert pool.admit(5) == 0
+        assert pool.put([(task(), 2)], stage="early") == ["g0"], "it has no reward yet"
         pool.finish(lease, Outcome(reward=reward(1.0)))
-        assert pool.admit(5) == 0, "the queue is full"
         play_all(pool)
-        first = pool.claim(1, version(0))
-        assert first is not None
-        assert pool.admit(5) == 1
-        claimed = pool.claim(1, version(0))
+        assert pool.claim(1, version(0)) is not None
+        drawn = [(task(1, domain=Domain.CODING), 2), (task(2), 2)]
+        assert pool.put(drawn, stage="early") == ["g1"]
+        claimed = pool.claim(1, version(0), {"early/agent": 1})
         assert claimed is not None
         (unit,) = pool.fetch(claimed)
-        assert (unit.place, unit.episodes[0].name, unit.episodes[0].task) == (1, "ep_abc", task(9))
+        assert (unit.place, unit.episodes[0].name, unit.episodes[0].task) == (2, "ep_abc", task(9))
 
 
 def test_deployed_agents_episodes_are_left_out_by_default_and_given_up_without_a_reward(config: PoolConfig) -> None:
@@ -286,7 +318,7 @@ def test_deployed_agents_episodes_are_left_out_by_default_and_given_up_without_a
     with Pool(config, VOCAB_SIZE, clock=clock) as pool:
         rewarded, silent = pool.open_deployed("ep_a", task()), pool.open_deployed("ep_b", task())
         pool.finish(rewarded, Outcome(reward=reward(1.0)))
-        assert pool.admit(5) == 0
+        assert pool.put([(task(), 2)]) == ["g0"]
         clock.now_s += config.deployed_s + 1
         assert pool.requeue_expired() == [silent]
         tally = pool.tally()

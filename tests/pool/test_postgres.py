@@ -18,6 +18,7 @@ def test_the_window_is_not_found_by_walking_over_all_that_was_trained(server_url
     with fresh_database(server_url, "plans") as url, Pool(PoolConfig(url=url), VOCAB_SIZE) as pool:
         pool.put([(task(), 2)])
         kept = "group_name, origin, domain, difficulty, task, size, num_unfinished, num_unrewarded, num_requeues, "
+        kept += "num_skips, is_owed, "
         kept += "taken_before, num_bytes"
         with pool.database.write() as connection:
             for state, is_queued, first, num in (

@@ -1,5 +1,6 @@
 """The order that the window promises, on random histories of submissions, ends, batches and groups given up."""
 
+from collections import Counter
 from collections.abc import Collection
 
 import pytest
@@ -79,7 +80,7 @@ def test_stale_units_are_given_up_with_their_groups() -> None:
     assert places(list(window)) == [0, 3]
 
 
-def labelled(labels: str, size: int, finished: set[int]) -> Window:
+def labelled(labels: str, size: int, finished: Collection[int]) -> Window:
     window = Window(size)
     for place, label in enumerate(labels):
         window.submit(Unit(place, f"g{place}", label, is_finished=place in finished))
@@ -93,11 +94,15 @@ def test_quotas_are_kept_while_units_of_the_label_are_under_way() -> None:
     assert places(window.take(2, {"a": 1, "b": 1})) == [0, 5]
 
 
-def test_a_label_that_the_window_does_not_hold_is_filled_by_others() -> None:
+def test_a_label_that_the_window_does_not_hold_is_served_from_beyond_it_and_never_by_others() -> None:
     window = labelled("aaaab", 4, finished={0, 1, 2, 3, 4})
     # The b at place 4 comes into sight once 0 is chosen.
     assert places(window.take(2, {"a": 1, "b": 1})) == [0, 4]
-    assert places(labelled("aaaa", 4, finished={0, 1, 2, 3}).take(2, {"a": 1, "b": 1})) == [0, 1]
+    assert places(labelled("aaaaaab", 2, finished=range(7)).take(4, {"a": 3, "b": 1})) == [0, 1, 2, 6]
+    window = labelled("aaaa", 4, finished={0, 1, 2, 3})
+    assert window.take(4, {"a": 3, "b": 1}) == []
+    window.submit(Unit(4, "g4", "b", is_finished=True))
+    assert places(window.take(4, {"a": 3, "b": 1})) == [0, 1, 2, 4]
 
 
 def test_wrong_numbers_are_refused() -> None:
@@ -218,18 +223,20 @@ def test_a_window_of_one_is_strict_fifo_and_of_all_takes_whatever_is_finished(fi
 
 
 @given(st.text("abc", min_size=1, max_size=20), st.integers(1, 8), st.integers(1, 4), st.data())
-def test_quotas_never_wait_for_what_cannot_come(labels: str, size: int, num_each: int, data: st.DataObject) -> None:
-    """Once all of the window is finished, a batch that the queue can hold is given."""
-    quotas = dict.fromkeys("ab", num_each)
+def test_every_batch_has_its_quotas_and_waits_only_for_what_is_not_queued(
+    labels: str, size: int, num_each: int, data: st.DataObject
+) -> None:
+    quotas = {"a": num_each, "b": data.draw(st.integers(1, 4))}
     num_units = sum(quotas.values())
     finished = data.draw(st.sets(st.integers(0, len(labels) - 1)))
     window = labelled(labels, size, finished)
     chosen = window.choose(num_units, quotas)
-    assert len(chosen) in (0, num_units)
     assert all(unit.is_finished for unit in chosen)
+    assert Counter(unit.label for unit in chosen) == (quotas if chosen else {})
     for place in range(len(labels)):
         window.finish(place)
-    assert len(window.take(num_units, quotas)) == (num_units if len(labels) >= num_units else 0)
+    is_queued = all(labels.count(label) >= num for label, num in quotas.items())
+    assert len(window.take(num_units, quotas)) == (num_units if is_queued else 0)
 
 
 # -- batches bounded by their tokens -----------------------------------------------------------------------------------
@@ -294,10 +301,12 @@ def test_a_bounded_batch_is_the_largest_that_the_order_allows(
         assert taken == same.choose(len(taken), halves(len(taken)) if labels else None)
         more = same.choose(len(taken) + 1, halves(len(taken) + 1) if labels else None)
         assert len(taken) == max_units or num_tokens(taken) >= max_tokens or num_tokens(more) > max_tokens
-    # Nothing waits for what cannot come: once all is finished, a queue that holds the largest batch gives one.
+    # Once all is finished, a queue that holds the largest batch gives one.
     for place in range(len(sizes)):
         same.finish(place)
-    assert same.take_within(max_tokens, max_units, quotas) or len(sizes) < max_units
+    wanted = halves(max_units) if labels else {"": max_units}
+    is_queued = all(sum(unit.label == label for unit in same) >= num for label, num in wanted.items())
+    assert same.take_within(max_tokens, max_units, quotas) or not is_queued
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 20), st.data())

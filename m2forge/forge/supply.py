@@ -1,0 +1,55 @@
+"""Keeps the queue filled: the curriculum's batches in, units of the pool out.
+
+A batch is drawn whenever the queue has room for one. A group that is dropped before it is trained (no signal, an agent
+that broke too often, too stale, too slow) is replaced by another task of the same stage and domain. So the number of
+units that were drawn for a stage is the number that training will take, and both change the stage after the same batch.
+Where the curriculum stands is stored with the tasks that it gave, in one transaction, so that none is left out and none
+comes twice.
+"""
+
+from collections.abc import Callable
+
+from m2forge.forge.config import ForgeConfig
+from m2forge.pool.pool import Pool
+from m2forge.pool.state import StateError
+from m2forge.pool.writer import PoolWriter
+from m2forge.records import Task
+from m2forge.tasks.curriculum import Curriculum
+
+
+class Supply:
+    def __init__(
+        self, config: ForgeConfig, pool: Pool, writer: PoolWriter, curriculum: Curriculum, note: Callable[[], str]
+    ) -> None:
+        """`note`: what to store with the tasks, the curriculum's state included."""
+        self._config, self._pool, self._writer, self._note = config, pool, writer, note
+        self.curriculum = curriculum
+
+    async def fill(self) -> bool:
+        """Replace what was dropped and queue the batches that there is room for; whether anything was queued."""
+        is_filled = await self._replace()
+        while await self._writer.run(self._pool.room) >= self._config.batch_units:
+            before = self.curriculum.state()
+            given = self.curriculum.next_batch()
+            tasks = [(item.task, self._config.group_size) for item in given]
+            try:
+                await self._writer.run(self._pool.put, tasks, self._note(), given[0].stage)
+            except StateError:
+                # A trainer that went back has returned units meanwhile: the same batch is drawn again later.
+                self.curriculum.restore(before)
+                break
+            is_filled = True
+        return is_filled
+
+    async def _replace(self) -> bool:
+        owed = await self._writer.run(self._pool.owed)
+        if not owed:
+            return False
+        is_whole = self._config.pool.window.unit == "group"
+        given: list[tuple[Task, int]] = []
+        for debt in owed:
+            task = self.curriculum.draw(debt.stage, debt.domain).task
+            given.append((task, self._config.group_size if is_whole else debt.num_units))
+        pairs = zip(owed, given, strict=True)
+        await self._writer.run(self._pool.replace, [(debt, *item) for debt, item in pairs], self._note())
+        return True

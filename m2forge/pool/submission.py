@@ -1,0 +1,226 @@
+"""Tasks in, queued units out: batches of a stage, and replacements for units that were dropped.
+
+    trained(stage, domain) + queued(stage, domain) + owed(stage, domain) = submitted in batches(stage, domain)
+
+Places are given in the order of submission, without gaps. A unit that belongs to a stage and is dropped, for whatever
+reason, is owed: `replace` queues another task of the same stage and domain at the end of the queue. So the counts above
+hold at any moment, and training finds exactly the units that the batches of a stage were drawn with. Where deployed
+agents' episodes are trained, each takes the slot of a drawn task of its domain. These functions run inside the
+transaction that is handed to them.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, insert, select, update
+
+from m2forge.errors import ExistsError, RecordError
+from m2forge.pool.config import PoolConfig
+from m2forge.pool.queue import FRESH, QueueRow, lock_queue, num_queued, read_queue
+from m2forge.pool.schema import QUEUE_ID, episode_table, note_table, queue_table, unit_table
+from m2forge.pool.state import DropReason, EpisodeState, Origin, StateError, UnitState, move_episodes
+from m2forge.pool.stored import Lease, task_text
+from m2forge.pool.tally import SUBMITTED, count
+from m2forge.records import Domain, Task
+
+_ADD_EPISODES = insert(episode_table)
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """Units of a group that was dropped and not replaced yet."""
+
+    group: str
+    stage: str
+    domain: Domain
+    num_units: int
+    num_skips: int
+    """Groups in a row that gave no signal in this slot, the group itself included."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a new unit stands in the curriculum."""
+
+    stage: str | None
+    num_skips: int = 0
+
+
+class _Added:
+    """Groups that one transaction queues."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        """The first one that is free."""
+        self.names: list[str] = []
+        self._episodes: list[dict[str, object]] = []
+        self._difficulties: list[float] = []
+
+    def add_group(
+        self, connection: Connection, queue: QueueRow, task: Task, num_episodes: int, size: int, slot: _Slot
+    ) -> None:
+        """`size`: episodes of each of its units."""
+        group = f"g{self.place}"
+        for first in range(0, num_episodes, size):
+            unit = _add_unit(connection, queue, Origin.LOOP, group, task, size, self.place, slot)
+            self._episodes += [_fresh(unit, f"{group}-{index}") for index in range(first, first + size)]
+            self.note(task.difficulty)
+        self.names.append(group)
+
+    def note(self, difficulty: float) -> None:
+        """A unit took the next place."""
+        self.place += 1
+        self._difficulties.append(difficulty)
+
+    def write(self, connection: Connection, config: PoolConfig, note: str | None) -> None:
+        if self._episodes:
+            connection.execute(_ADD_EPISODES, self._episodes)
+        connection.execute(update(queue_table).values(next_place=self.place))
+        count(connection, SUBMITTED, self._difficulties, config.difficulty_bin)
+        if note is not None:
+            connection.execute(delete(note_table))
+            connection.execute(insert(note_table).values(id=QUEUE_ID, text=note))
+
+
+def put(
+    connection: Connection,
+    config: PoolConfig,
+    tasks: Sequence[tuple[Task, int]],
+    note: str | None = None,
+    stage: str | None = None,
+) -> list[str]:
+    """Queue groups, each a task and its number of episodes, and return their names. `note` replaces the last one."""
+    queue = lock_queue(connection)
+    if any(num_episodes < 1 for _, num_episodes in tasks):
+        raise RecordError("a group: expected one episode or more")
+    sizes = [_unit_size(config, num_episodes) for _, num_episodes in tasks]
+    num_units = sum(num_episodes // size for (_, num_episodes), size in zip(tasks, sizes, strict=True))
+    # Units that a restore returned may have filled the queue beyond its size.
+    room = max(0, config.window.queue - num_queued(connection))
+    if num_units > room:
+        raise StateError(f"the queue has room for {room} of {config.window.queue} units, not for {num_units}")
+    waiting = _deployed(connection) if config.admit_deployed else {}
+    added = _Added(queue.next_place)
+    for (task, num_episodes), size in zip(tasks, sizes, strict=True):
+        num_slots = num_episodes // size
+        admitted, waiting[task.domain] = _cut(waiting.get(task.domain, []), num_slots)
+        for unit, difficulty in admitted:
+            values = {"place": added.place, "is_queued": True, "taken_before": queue.num_taken, "stage": stage}
+            connection.execute(update(unit_table).where(unit_table.c.id == unit).values(values))
+            added.note(difficulty)
+        if len(admitted) < num_slots:
+            num_left = num_episodes - len(admitted) * size
+            added.add_group(connection, queue, task, num_left, size, _Slot(stage))
+    added.write(connection, config, note)
+    return added.names
+
+
+def owed(connection: Connection) -> list[Owed]:
+    """Dropped units of a stage that wait for a replacement, by group, oldest first."""
+    unit = unit_table.c
+    columns = (unit.id, unit.group_name, unit.stage, unit.domain, unit.num_skips, unit.reason)
+    rows = connection.execute(select(*columns).where(unit.is_owed).order_by(unit.place)).all()
+    num_units = Counter(row.group_name for row in rows)
+    firsts = {row.group_name: row for row in reversed(rows)}
+    return [_owed(firsts[group], num) for group, num in num_units.items()]
+
+
+def _owed(row: Row[Any], num_units: int) -> Owed:
+    num_skips = row.num_skips + 1 if row.reason == DropReason.NO_SIGNAL else 0
+    return Owed(row.group_name, row.stage, Domain(row.domain), num_units, num_skips)
+
+
+def replace(
+    connection: Connection, config: PoolConfig, given: Sequence[tuple[Owed, Task, int]], note: str | None = None
+) -> list[str]:
+    """Queue a task and its number of episodes for each group that is owed. They are queued even where a restore has
+    overfilled the queue: training may wait for just these."""
+    queue = lock_queue(connection)
+    unit = unit_table.c
+    added = _Added(queue.next_place)
+    for debt, task, num_episodes in given:
+        if task.domain != debt.domain:
+            raise RecordError(f"{debt.group}: expected a task of the domain {debt.domain}, received {task.domain}")
+        settled = update(unit_table).where(unit.group_name == debt.group, unit.is_owed).values(is_owed=False)
+        if connection.execute(settled).rowcount != debt.num_units:
+            raise StateError(f"{debt.group}: its {debt.num_units} units are not owed any more")
+        slot = _Slot(debt.stage, debt.num_skips)
+        added.add_group(connection, queue, task, num_episodes, _unit_size(config, num_episodes), slot)
+    added.write(connection, config, note)
+    return added.names
+
+
+def read_note(connection: Connection) -> str | None:
+    return connection.execute(select(note_table.c.text)).scalar_one_or_none()
+
+
+def open_deployed(connection: Connection, config: PoolConfig, name: str, task: Task, now_s: float) -> Lease:
+    """An episode that an agent outside of the loop is running, not queued."""
+    if connection.execute(select(episode_table.c.id).where(episode_table.c.name == name)).first() is not None:
+        raise ExistsError(f"episode {name} exists; an episode is opened once")
+    unit = _add_unit(connection, read_queue(connection), Origin.DEPLOYED, name, task, 1, None, _Slot(None))
+    made = insert(episode_table).values(_fresh(unit, name)).returning(episode_table.c.id)
+    episode: int = connection.execute(made).scalar_one()
+    until_s = now_s + config.deployed_s
+    where = episode_table.c.id == episode
+    move_episodes(connection, EpisodeState.RUNNING, where, attempt=1, started_s=now_s, lease_until_s=until_s)
+    return Lease(episode, unit, 1, name, name, task, "")
+
+
+def _deployed(connection: Connection) -> dict[str, list[tuple[int, float]]]:
+    """Ids and difficulties of deployed agents' rewarded units that wait for a slot, by domain, oldest first."""
+    unit = unit_table.c
+    is_waiting = (unit.state == UnitState.READY, unit.place.is_(None))
+    query = select(unit.id, unit.domain, unit.difficulty).where(*is_waiting).order_by(unit.id)
+    found: dict[str, list[tuple[int, float]]] = {}
+    for id, domain, difficulty in connection.execute(query.with_for_update()).all():
+        found.setdefault(domain, []).append((id, difficulty))
+    return found
+
+
+def _cut(waiting: list[tuple[int, float]], num: int) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    return waiting[:num], waiting[num:]
+
+
+def _unit_size(config: PoolConfig, num_episodes: int) -> int:
+    return 1 if config.window.unit == "episode" else num_episodes
+
+
+def _add_unit(
+    connection: Connection,
+    queue: QueueRow,
+    origin: Origin,
+    group: str,
+    task: Task,
+    size: int,
+    place: int | None,
+    slot: _Slot,
+) -> int:
+    values = {
+        "place": place,
+        "is_queued": place is not None,
+        "is_owed": False,
+        "group_name": group,
+        "origin": origin,
+        "stage": slot.stage,
+        "domain": task.domain,
+        "difficulty": float(task.difficulty),
+        "task": task_text(task),
+        "state": UnitState.OPEN,
+        "size": size,
+        "num_unfinished": size,
+        "num_unrewarded": size,
+        "num_requeues": 0,
+        "num_skips": slot.num_skips,
+        "taken_before": queue.num_taken,
+        "num_bytes": 0,
+    }
+    id: int = connection.execute(insert(unit_table).values(values).returning(unit_table.c.id)).scalar_one()
+    return id
+
+
+def _fresh(unit: int, name: str) -> dict[str, object]:
+    counts = {"attempt": 0, "num_failures": 0, "num_deaths": 0}
+    return {"name": name, "unit": unit, "state": EpisodeState.QUEUED, **counts, **FRESH}
