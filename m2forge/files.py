@@ -1,7 +1,11 @@
 """Write files and folders so that a reader, or the next run, finds them whole or not at all.
 
-Both functions build beside the destination, on the same file system, and rename at the end. A process killed in
-between leaves a hidden `.NAME.*.partial` sibling, never a torn destination.
+`write_atomic` and `staged_folder` build beside the destination, on the same file system, and rename at the end. A
+process killed in between leaves a hidden `.NAME.*.partial` sibling, never a torn destination.
+
+Files of lines that grow (metrics, evaluations, busy logs) are appended to with one write per line, its newline
+included. A process or a machine that dies while it writes leaves at most one torn last line: `open_lines` cuts it off
+before anything is appended, and `whole_lines` leaves it out in reading.
 """
 
 import os
@@ -12,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from m2forge.errors import ExistsError
+
+_BLOCK = 1 << 16
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
@@ -28,7 +34,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    sync_path(path.parent)
 
 
 @contextmanager
@@ -45,12 +51,64 @@ def staged_folder(dest: Path) -> Iterator[Path]:
         yield partial
         _refuse_occupied(dest)
         for path in [*partial.rglob("*"), partial]:
-            _sync(path)
+            sync_path(path)
         partial.replace(dest)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _sync(dest.parent)
+    sync_path(dest.parent)
+
+
+def open_lines(path: Path) -> int:
+    """A descriptor that appends lines to `path`, which is made where it is missing; a torn last line is cut off first.
+    One process at a time may append."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        end = size = os.fstat(descriptor).st_size
+        while end:
+            start = max(0, end - _BLOCK)
+            newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            os.ftruncate(descriptor, end)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def write_line(descriptor: int, line: str) -> None:
+    """Append one line, given without its newline; it survives the death of this process once this returns."""
+    data = line.encode() + b"\n"
+    if os.write(descriptor, data) != len(data):
+        raise OSError("the disk took only part of a line; is it full?")
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line to a file that is not held open."""
+    descriptor = open_lines(path)
+    try:
+        write_line(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def whole_lines(data: bytes) -> list[bytes]:
+    """The lines of `data` that are there with their newline."""
+    return data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]
+
+
+def sync_path(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _partial(path: Path) -> Path:
@@ -64,12 +122,3 @@ def _refuse_occupied(dest: Path) -> None:
             raise ExistsError(f"{dest} exists and is not empty; choose another destination or remove it first")
     elif dest.exists() or dest.is_symlink():
         raise ExistsError(f"{dest} exists and is not a folder; choose another destination or remove it first")
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

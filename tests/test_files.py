@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from m2forge.errors import ExistsError
-from m2forge.files import staged_folder, write_atomic
+from m2forge.files import append_line, staged_folder, whole_lines, write_atomic
 
 
 def test_write_atomic_replaces_text_and_makes_parents(tmp_path: Path) -> None:
@@ -77,3 +77,20 @@ def test_a_destination_filled_meanwhile_is_kept(tmp_path: Path) -> None:
         dest.mkdir()
         (dest / "other").touch()
     assert [entry.name for entry in tmp_path.rglob("*")] == ["dest", "other"]
+
+
+@pytest.mark.parametrize("torn", [b"", b"x", b"\0" * 10, b"x" * 200_000])
+def test_a_torn_last_line_is_cut_off_before_a_line_is_appended(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "made" / "lines.jsonl"
+    append_line(path, "first")
+    append_line(path, "second ä")
+    with path.open("ab") as file:
+        file.write(torn)
+    lines = [b"first", "second ä".encode()]
+    assert whole_lines(path.read_bytes()) == lines
+    append_line(path, "third")
+    assert whole_lines(path.read_bytes()) == [*lines, b"third"]
+    path.write_bytes(torn)
+    assert whole_lines(path.read_bytes()) == []
+    append_line(path, "alone")
+    assert path.read_bytes() == b"alone\n"

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from m2forge.errors import M2ForgeError
+from m2forge.errors import M2ForgeError, RecordError
+from m2forge.files import append_line, whole_lines
 from m2forge.forge.attempts import Agents, Interrupted, Tried, WorkerLost
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import Kept, make_kept
@@ -116,11 +117,17 @@ def _tell(tasks: Sequence[Task], perfs: Sequence[float | None], step: int, secon
 
 
 def note_check(path: Path, found: Check) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(found)) + "\n")
+    append_line(path, json.dumps(asdict(found)))
 
 
 def read_checks(path: Path) -> list[Check]:
+    """A torn last line, of a loop that died while it wrote, is left out."""
     if not path.exists():
         return []
-    return [Check(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = []
+    for number, line in enumerate(whole_lines(path.read_bytes()), start=1):
+        try:
+            found.append(Check(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise RecordError(f"{path}, line {number}: not an evaluation ({error}); remove the line") from error
+    return found

@@ -40,6 +40,7 @@ from m2forge.forge.worker import Workers
 from m2forge.gateway.journal import SUFFIX
 from m2forge.model.folder import read_config
 from m2forge.pool.pool import Pool
+from m2forge.pool.state import StateError
 from m2forge.pool.stored import Lease
 from m2forge.pool.writer import PoolWriter
 from m2forge.records import PolicyVersion, Task
@@ -69,6 +70,7 @@ class Loop:
         self.config, self.layout = config, layout
         folder = Path(config.model)
         self.pool = Pool(self.layout.pool(config.pool), read_config(folder).vocab_size)
+        self._refuse_lost_commits()
         self.weights = self.layout.weight_store(config)
         state = json.loads(self.pool.note() or "{}")
         self.curriculum = Curriculum(config.curriculum, state=state.get("curriculum"))
@@ -81,6 +83,16 @@ class Loop:
         self._running: dict[asyncio.Task[None], Lease] = {}
         command = (MODULE, "trainer", str(self.layout.run_dir))
         self.trainer = Child("trainer", command, {}, self.layout.log, is_done=lambda: is_trained(layout, config))
+
+    def _refuse_lost_commits(self) -> None:
+        newest = CheckpointStore(self.layout.checkpoints, self.config.train.checkpoint).newest()
+        if newest is None:
+            return
+        try:
+            self.pool.refuse_behind(PolicyVersion(self.config.name, read_position(newest).step))
+        except StateError:
+            self.pool.close()
+            raise
 
     async def run(self) -> None:
         """Until the trainer has made all its steps and the last check is done. Interrupted, it ends all that it has

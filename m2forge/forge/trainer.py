@@ -167,6 +167,8 @@ class Trainer:
         return figures
 
     def _save(self, pool: Pool) -> None:
+        # In this order: after a loss of power the pool may know steps that the checkpoint lacks, never the reverse.
+        pool.flush()
         self.checkpoints.save(self.engine, self.position)
         if self.config.train.checkpoint.keep:
             pool.mark_durable(self.version)

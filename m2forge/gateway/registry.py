@@ -9,6 +9,7 @@ an episode, it is that one and no second.
 
 import hashlib
 import hmac
+import logging
 import re
 import secrets
 import time
@@ -28,7 +29,12 @@ from m2forge.text.format import ChatFormat
 
 KEY_PREFIX = "m2f-"
 MAX_CLOSED = 256
+DAMAGED_SUFFIX = ".damaged"
+"""Behind the name of a journal that could not be read."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
+_log = logging.getLogger(__name__)
 
 
 class Episodes:
@@ -108,6 +114,8 @@ class Episodes:
         episode = self._by_id.get(id)
         if episode is None and id in self._key_of_id:
             episode = self._held.get(id) or self._read(id)
+            if episode is None:
+                return None
             self._by_id[id] = episode
         if episode is not None and episode.closed is not None:
             self._keep_closed(episode)
@@ -152,6 +160,19 @@ class Episodes:
             episode.release()
 
     def _restore(self, path: Path) -> None:
+        try:
+            self._restore_whole(path)
+        except RecordError as error:
+            self._set_aside(path, error)
+
+    def _set_aside(self, path: Path, error: RecordError) -> None:
+        """One damaged journal costs its own episode and no other: agents that hold its key are refused."""
+        aside = path.with_name(f"{path.name}{DAMAGED_SUFFIX}")
+        path.replace(aside)
+        self.forget(path.name.removesuffix(SUFFIX))
+        _log.warning("%s; the journal is set aside as %s, and its episode is lost", error, aside.name)
+
+    def _restore_whole(self, path: Path) -> None:
         journal, entries = Journal.open(path, sync=self._sync)
         if not entries:
             # Made by a process that ended before it had told anybody the key.
@@ -162,10 +183,14 @@ class Episodes:
         else:
             self._rebuild(path, journal, entries)
 
-    def _read(self, id: str) -> Episode:
+    def _read(self, id: str) -> Episode | None:
         assert self._folder is not None, "without journals nothing leaves memory"
         path = self._folder / f"{id}{SUFFIX}"
-        return self._rebuild(path, *Journal.open(path, sync=self._sync))
+        try:
+            return self._rebuild(path, *Journal.open(path, sync=self._sync))
+        except RecordError as error:
+            self._set_aside(path, error)
+            return None
 
     def _rebuild(self, path: Path, journal: Journal, entries: list[Entry]) -> Episode:
         episode = self._add(_created(path, entries), journal)

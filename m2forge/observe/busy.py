@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from m2forge.errors import RecordError
+from m2forge.files import append_line, whole_lines
 
 FOLDER_VARIABLE = "M2FORGE_BUSY"
 JOIN_S = 0.001
@@ -51,8 +52,7 @@ class BusyLog:
         """Write what has been noted."""
         if self._open is None or self._path is None:
             return
-        with self._path.open("a", encoding="ascii") as file:
-            file.write(f"{self._open[0]:.6f} {self._open[1]:.6f}\n")
+        append_line(self._path, f"{self._open[0]:.6f} {self._open[1]:.6f}")
         self._open = None
 
 
@@ -69,12 +69,11 @@ def read_busy(folder: Path, name: str) -> list[Interval]:
     """Of all processes of that name, in the order of time and apart from each other. A torn last line is left out."""
     found: list[Interval] = []
     for path in sorted(folder.glob(f"{name}-*.txt")):
-        text = path.read_text(encoding="ascii")
-        for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
+        for number, line in enumerate(whole_lines(path.read_bytes()), start=1):
             try:
                 start_s, end_s = map(float, line.split())
             except ValueError as error:
-                raise RecordError(f"{path}, line {number}: expected two numbers, received {line!r}") from error
+                raise RecordError(f"{path}, line {number}: expected two numbers, received {line[:80]!r}") from error
             found.append((start_s, end_s))
     return union(found)
 

@@ -20,12 +20,12 @@ from types import TracebackType
 from typing import Self
 
 from m2forge.errors import NotFoundError, RecordError
+from m2forge.files import open_lines, whole_lines, write_line
 
 FILE_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 RESERVED = ("step", "time_s")
 _FLUSH_S = 10
-_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,7 @@ class MetricsWriter:
         # tensorboardX takes seconds to import where torch is installed.
         from tensorboardX import SummaryWriter
 
-        run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / FILE_NAME
-        _cut_torn_line(path)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._descriptor = open_lines(run_dir / FILE_NAME)
         self._events = SummaryWriter(logdir=str(run_dir / TENSORBOARD_FOLDER), flush_secs=_FLUSH_S)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -58,9 +55,7 @@ class MetricsWriter:
         time_s = time.time()
         numbers = {name: float(value) for name, value in values.items()}
         record = {"step": step, "time_s": time_s} | {name: _to_json(value) for name, value in numbers.items()}
-        line = json.dumps(record, allow_nan=False).encode() + b"\n"
-        if os.write(self._descriptor, line) != len(line):
-            raise OSError(f"metrics of step {step}: the disk took only part of the line; is it full?")
+        write_line(self._descriptor, json.dumps(record, allow_nan=False))
         for name, value in numbers.items():
             self._events.add_scalar(name, value, step, walltime=time_s)
 
@@ -84,7 +79,7 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     except FileNotFoundError as error:
         raise NotFoundError(f"{path}: no metrics here; give the {FILE_NAME} of a run directory") from error
     steps: list[StepMetrics] = []
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
+    for number, line in enumerate(whole_lines(data), start=1):
         try:
             record = json.loads(line)
             step, time_s = int(record.pop("step")), float(record.pop("time_s"))
@@ -103,20 +98,3 @@ def _to_json(value: float) -> float | str:
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Cut the file after its last newline."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - _BLOCK)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                file.truncate(start + newline + 1)
-                return
-            end = start
-        file.truncate(0)

@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from m2forge.files import whole_lines
 from m2forge.records import JsonValue
 
 MAX_POINTS = 1500
@@ -74,9 +75,8 @@ class Curves:
                 data = file.read(size - self._end)
         except OSError:
             return
-        whole = data[: data.rfind(b"\n") + 1]
-        self._end += len(whole)
-        for line in whole.splitlines():
+        for line in whole_lines(data):
+            self._end += len(line) + 1
             self._take(line)
 
     def _take(self, line: bytes) -> None:

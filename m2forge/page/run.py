@@ -15,6 +15,7 @@ from pathlib import Path
 
 from m2forge.config import Config, TomlValue
 from m2forge.errors import M2ForgeError, NotFoundError
+from m2forge.files import whole_lines
 from m2forge.observe.metrics import FILE_NAME
 from m2forge.page.curve import Curves
 from m2forge.pool.config import PoolConfig
@@ -165,12 +166,12 @@ class Run:
         """Success on held-out tasks, and the number of lines that cannot be read; a last line without its end is still
         being written."""
         try:
-            text = (self.run_dir / CHECKS_FILE).read_text(encoding="utf-8", errors="replace")
+            data = (self.run_dir / CHECKS_FILE).read_bytes()
         except OSError:
             return [], 0
         found: list[JsonValue] = []
         num_unread = 0
-        for line in text[: text.rfind("\n") + 1].splitlines():
+        for line in whole_lines(data):
             try:
                 found.append(_read_check(json.loads(line)))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -207,6 +207,7 @@ def return_batch(connection: Connection, claimed: Claim) -> None:
 def restore(connection: Connection, config: PoolConfig, version: PolicyVersion) -> Restored:
     """The weights are those of `version`: return what they have not learnt, and refuse batches that are under way."""
     queue = lock_queue(connection)
+    refuse_behind(queue, version)
     batch, unit = batch_table.c, unit_table.c
     is_learnt = and_(unit.lineage == version.lineage, unit.step <= version.step)
     forgotten = and_(unit.state == UnitState.TRAINED, ~is_learnt)
@@ -250,6 +251,16 @@ def mark_durable(connection: Connection, version: PolicyVersion) -> None:
     queue = lock_queue(connection)
     _check_lineage(queue, version)
     connection.execute(update(queue_table).values(durable_step=max(queue.durable_step, version.step)))
+
+
+def refuse_behind(queue: QueueRow, version: PolicyVersion) -> None:
+    """Units that the weights have learnt would be trained again by a pool that does not know so."""
+    if queue.lineage in (None, version.lineage) and queue.step < version.step:
+        raise StateError(
+            f"the pool has lost commits: its last one is step {queue.step}, and the checkpoint is of step "
+            f"{version.step} of {version.lineage!r}; bring the pool of this run back, or remove the checkpoints behind "
+            f"step {queue.step}, or start a new run from the checkpoint's model"
+        )
 
 
 def _check_lineage(queue: QueueRow, version: PolicyVersion) -> None:

@@ -13,15 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url, text
+from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection, DBAPICursor
 from sqlalchemy.exc import DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from m2forge.errors import ConfigError, M2ForgeError
+from m2forge.files import sync_path
 from m2forge.pool.config import PoolConfig
-from m2forge.pool.schema import call_table
+from m2forge.pool.schema import call_table, queue_table
 
 _log = logging.getLogger(__name__)
 
@@ -107,6 +108,19 @@ class Database:
             is_busy = raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         if is_busy:
             _log.warning("%s: a reader keeps the log from being emptied; %d bytes", self.place, self.log_bytes())
+
+    def flush(self) -> None:
+        """Wait until every transaction that was committed before is on disk, also where `sync` leaves that to the
+        operating system. SQLite's own checkpoints sync what they move out of the log, so the log is what is left."""
+        if self._path is not None:
+            log = self._path.with_name(f"{self._path.name}-wal")
+            if log.exists():
+                sync_path(log)
+            sync_path(self._path.parent)
+            return
+        with self.write() as connection:
+            connection.execute(text("SET LOCAL synchronous_commit TO on"))
+            connection.execute(update(queue_table).values(id=queue_table.c.id))
 
     def reclaim(self, num_pages: int = 1024) -> None:
         """Give pages of deleted rows back to the file system, some at a time; PostgreSQL does so itself."""

@@ -250,6 +250,11 @@ class Pool:
         with self.database.write() as connection:
             batches.return_batch(connection, claimed)
 
+    def flush(self) -> None:
+        """Wait until all that was committed is on disk. A checkpoint is written after this: one that outlived the
+        commits of its steps in a loss of power would train their units a second time."""
+        self.database.flush()
+
     def mark_durable(self, version: PolicyVersion) -> None:
         """A checkpoint of `version` is on disk."""
         with self.database.write() as connection:
@@ -257,12 +262,17 @@ class Pool:
 
     def restore(self, version: PolicyVersion) -> Restored:
         """The weights are those of a checkpoint: units that they have not learnt return to their places, and batches
-        under way are refused when they are committed."""
+        under way are refused when they are committed. A pool that is behind the checkpoint is refused."""
         with self.database.write() as connection:
             restored = batches.restore(connection, self.config, version)
         if restored.num_gone:
             _log.warning("%d units that version %s has not learnt are deleted already", restored.num_gone, version)
         return restored
+
+    def refuse_behind(self, version: PolicyVersion) -> None:
+        """Raise where the newest checkpoint is of `version` and the pool lacks commits of its steps."""
+        with self.database.read() as connection:
+            batches.refuse_behind(queues.read_queue(connection), version)
 
     # -- what there is -------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from m2forge.errors import RecordError
 from m2forge.forge.attempts import TIMEOUT, Agents, Interrupted, Tried
-from m2forge.forge.check import Check, check
+from m2forge.forge.check import Check, check, note_check, read_checks
 from m2forge.forge.config import AgentConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.forge.worker import JobError, Workers
@@ -92,3 +93,17 @@ def test_time_that_ran_out_in_a_stuck_worker_before_any_call_is_not_the_policys(
 
     with live(minimax(), config=GatewayConfig(port=0)) as gateway:
         asyncio.run(scene(gateway))
+
+
+def test_a_torn_last_line_is_left_out_and_cut_before_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "checks.jsonl"
+    first, second = (Check(step, 4, 0.5, 0.1, {"chain": 0.5}, 0, 1.0) for step in (0, 5))
+    note_check(path, first)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:30])
+    assert read_checks(path) == [first]
+    note_check(path, second)
+    assert read_checks(path) == [first, second]
+    path.write_bytes(b"{}\n" + whole)
+    with pytest.raises(RecordError, match=r"checks\.jsonl, line 1: not an evaluation"):
+        read_checks(path)

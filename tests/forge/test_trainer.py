@@ -1,6 +1,8 @@
 """The trainer: every unit once in the lineage of the weights, whenever it is killed."""
 
+import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,13 +16,17 @@ from sqlalchemy import func, select
 from m2forge.config import write_resolved
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.layout import Layout
+from m2forge.forge.loop import Loop
 from m2forge.forge.trainer import Trainer
 from m2forge.model.checkpoint import load_model
 from m2forge.observe.busy import FOLDER_VARIABLE, read_busy
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool.pool import Pool
 from m2forge.pool.schema import episode_table, unit_table
+from m2forge.pool.state import StateError
 from m2forge.records import PolicyVersion
+from m2forge.train.checkpoint import CheckpointStore, Position
+from m2forge.train.engine import TrainEngine
 from m2forge.train.run_dir import CONFIG_FILE
 from tests.forge.scene import fill_pool, make_config, make_model
 
@@ -154,3 +160,66 @@ def test_killed_at_any_moment_it_trains_every_unit_once(model: Path, tmp_path: P
     with open_pool(config, tmp_path) as pool:
         assert sorted(learnt(pool).values(), key=str) == [1, 1, 2, 2, 3, 3, 4, 4]
     assert Layout(tmp_path).model.is_dir()
+
+
+class Disk:
+    """What a loss of power would leave of the pool: the database file, which SQLite syncs itself, and its log as it was
+    when it was last synced."""
+
+    def __init__(self, pool_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._path, self._log = pool_path, pool_path.with_name(f"{pool_path.name}-wal")
+        self._synced: bytes | None = None
+        fsync = os.fsync
+
+        def note(descriptor: int) -> None:
+            fsync(descriptor)
+            if self._log.exists() and os.path.samestat(os.fstat(descriptor), self._log.stat()):
+                self._synced = self._log.read_bytes()
+
+        monkeypatch.setattr(os, "fsync", note)
+
+    def copy_to(self, folder: Path) -> None:
+        folder.mkdir()
+        shutil.copy(self._path, folder / self._path.name)
+        if self._synced is not None:
+            (folder / self._log.name).write_bytes(self._synced)
+
+
+def test_a_loss_of_power_behind_a_checkpoint_loses_no_commit_of_its_steps(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(model, num_steps=4)
+    run_dir, left = tmp_path / "run", tmp_path / "left"
+    with open_pool(config, run_dir) as pool:
+        fill_pool(pool, 8, 2)
+        disk = Disk(run_dir / "pool.db", monkeypatch)
+        save = CheckpointStore.save
+
+        def save_and_lose_power(store: CheckpointStore, engine: TrainEngine, position: Position) -> None:
+            save(store, engine, position)
+            if position.step == 2:
+                disk.copy_to(left)
+
+        monkeypatch.setattr(CheckpointStore, "save", save_and_lose_power)
+        Trainer(run_dir, config).run()
+    with open_pool(config, left) as pool:
+        assert pool.restore(PolicyVersion("run", 2)).num_returned == 0
+        assert sorted(learnt(pool).values(), key=str) == [1, 1, 2, 2, *[None] * 4]
+
+
+def test_a_pool_behind_its_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, num_steps=2)
+    with open_pool(config, tmp_path) as pool:
+        fill_pool(pool, 8, 2)
+    for file in tmp_path.glob("pool.db*"):
+        shutil.copy(file, tmp_path / f"old-{file.name}")
+    Trainer(tmp_path, config).run()
+    for file in tmp_path.glob("pool.db*"):
+        file.unlink()
+    for file in tmp_path.glob("old-pool.db*"):
+        file.rename(tmp_path / file.name.removeprefix("old-"))
+    told = "its last one is step 0, and the checkpoint is of step 2 of 'run'; bring the pool of this run back"
+    with pytest.raises(StateError, match=told):
+        Trainer(tmp_path, config).run()
+    with pytest.raises(StateError, match=told):
+        Loop(Layout(tmp_path), config)

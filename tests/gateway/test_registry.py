@@ -49,6 +49,42 @@ def test_closed_episodes_leave_memory_and_come_back_as_they_were(tmp_path: Path)
     assert restarted.get("nobody") is None
 
 
+@pytest.mark.parametrize("damage", ["header", "middle"])
+def test_a_damaged_journal_is_set_aside_and_costs_no_other_episode(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    episodes = Episodes(minimax(), folder=tmp_path)
+    _, sound_key = episodes.create("task", id="sound")
+    hurt, hurt_key = episodes.create("task", id="hurt")
+    hurt.reward(Rewarded("r", 1.0))
+    path = tmp_path / "hurt.journal"
+    data = bytearray(path.read_bytes())
+    data[0 if damage == "header" else 20] ^= 1
+    path.write_bytes(data)
+    again = Episodes(minimax(), folder=tmp_path)
+    assert again.find(sound_key) is not None
+    assert again.find(hurt_key) is None
+    assert (tmp_path / "hurt.journal.damaged").read_bytes() == bytes(data)
+    assert "hurt.journal.damaged" in caplog.text
+    assert not path.exists()
+    fresh, _ = again.create("task", id="hurt")
+    assert fresh.id == "hurt"
+
+
+def test_a_closed_episode_whose_journal_is_damaged_since_is_lost_alone(tmp_path: Path) -> None:
+    episodes = Episodes(minimax(), folder=tmp_path, max_closed=0)
+    hurt, key = episodes.create("task", id="hurt")
+    hurt.close()
+    del hurt
+    path = tmp_path / "hurt.journal"
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    assert episodes.find(key) is None
+    assert episodes.get("hurt") is None
+    assert path.with_name("hurt.journal.damaged").exists()
+
+
 def test_whoever_holds_an_episode_holds_the_only_one(tmp_path: Path) -> None:
     episodes = Episodes(minimax(), folder=tmp_path, max_closed=0)
     held, key = episodes.create(id="held")

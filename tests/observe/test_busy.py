@@ -96,6 +96,17 @@ def test_processes_of_a_name_are_read_together_and_a_torn_line_is_left_out(tmp_p
         read_busy(tmp_path, "engine")
 
 
+def test_a_torn_line_is_cut_before_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "engine-1.txt"
+    path.write_text("1.0 2.0\n7.0 9")
+    moments = iter((10.0, 11.0))
+    log = BusyLog(path, lambda: next(moments))
+    with log:
+        pass
+    log.flush()
+    assert read_busy(tmp_path, "engine") == [(1.0, 2.0), (10.0, 11.0)]
+
+
 @given(INTERVALS, st.integers(0, 80), st.integers(0, 80))
 def test_seconds_are_counted_once_and_within_bounds(intervals: list[Interval], first: int, second: int) -> None:
     from_s, to_s = sorted((first, second))
