@@ -9,8 +9,12 @@ from pydantic import Field, model_validator
 
 from m2forge.config import Config
 
-Size = Annotated[int, Field(gt=0, le=1 << 24)]
+MAX_SIZE, MAX_LAYERS = 1 << 24, 1 << 12
+Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
 """A width or a count; what lies above the bound would overflow, not run."""
+Layers = Annotated[int, Field(gt=0, le=MAX_LAYERS)]
+"""Each layer is built before its weights are looked at, so there is a bound that no network comes near."""
+Experts = Annotated[int, Field(gt=0, le=1 << 14)]
 Context = Annotated[int, Field(gt=0, le=1 << 40)]
 """A length in tokens."""
 
@@ -69,7 +73,7 @@ class AttentionConfig(Config):
 
 
 class MoEConfig(Config):
-    num_experts: Size
+    num_experts: Experts
     top_k: Size
     intermediate_size: Size
     scoring: Literal["sigmoid", "softmax"] = "sigmoid"
@@ -99,7 +103,7 @@ class ModelConfig(Config):
     family: FamilyName = "minimax_m2"
     vocab_size: Size
     hidden_size: Size
-    num_layers: Size
+    num_layers: Layers
     attention: AttentionConfig
     moe: MoEConfig | None = None
     intermediate_size: Size | None = None
@@ -118,8 +122,11 @@ class ModelConfig(Config):
     def _check(self) -> Self:
         window = self.attention.window
         named = (*(window.layers if window else ()), *(self.moe.dense_layers if self.moe else ()))
-        if any(layer not in range(self.num_layers) for layer in named):
-            raise ValueError(f"window.layers and moe.dense_layers must lie in 0..{self.num_layers - 1}, got {named}")
+        if any(layer not in range(self.num_layers) for layer in named) or len(named) > 2 * self.num_layers:
+            received = f"{list(named[:8])}{'…' if len(named) > 8 else ''}"
+            raise ValueError(
+                f"window.layers and moe.dense_layers must lie in 0..{self.num_layers - 1}, each once, got {received}"
+            )
         if self.intermediate_size is None and any(not self.is_sparse(layer) for layer in range(self.num_layers)):
             raise ValueError("intermediate_size is needed: some layers have a dense feed-forward network")
         return self

@@ -12,7 +12,16 @@ from typing import Any, Literal
 from torch import Tensor
 
 from m2forge.errors import CheckpointError, suggest
-from m2forge.model.config import AttentionConfig, FamilyName, ModelConfig, MoEConfig, RopeScaling, WindowConfig
+from m2forge.model.config import (
+    MAX_LAYERS,
+    MAX_SIZE,
+    AttentionConfig,
+    FamilyName,
+    ModelConfig,
+    MoEConfig,
+    RopeScaling,
+    WindowConfig,
+)
 
 ARCHITECTURES: dict[FamilyName, str] = {
     "minimax_m2": "MiniMaxM2ForCausalLM",
@@ -114,6 +123,7 @@ def from_public(public: Mapping[str, Any]) -> ModelConfig:
             raise CheckpointError(f"{field} = true is not supported: every projection here is free of biases")
     if public.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"hidden_act {public['hidden_act']!r} is not supported; every family here uses silu")
+    _check_sizes(public)
     moe = {"minimax_m2": _minimax_moe, "qwen3_moe": _qwen_moe}.get(family)
     return ModelConfig(
         family=family,
@@ -128,6 +138,19 @@ def from_public(public: Mapping[str, Any]) -> ModelConfig:
         max_context=public.get("max_position_embeddings", 4096),
         init_std=float(public.get("initializer_range", 0.02)),
     )
+
+
+_LARGEST = dict.fromkeys(("num_hidden_layers", "max_window_layers", "decoder_sparse_step"), MAX_LAYERS) | dict.fromkeys(
+    ("hidden_size", "num_attention_heads", "head_dim"), MAX_SIZE
+)
+"""The largest values of keys that are computed with before `ModelConfig` checks them."""
+
+
+def _check_sizes(public: Mapping[str, Any]) -> None:
+    for key, most in _LARGEST.items():
+        value = public.get(key)
+        if value is not None and (type(value) is not int or not 0 <= value <= most):
+            raise ValueError(f"{key} is {str(value)[:40]}, expected a whole number of at most {most}")
 
 
 def _from_own(public: Mapping[str, Any]) -> ModelConfig:
@@ -155,7 +178,7 @@ def _attention_from_public(family: str, public: Mapping[str, Any]) -> AttentionC
     rotary_dim = head_dim
     if family == "minimax_m2":  # the others rotate whole heads, whatever their config.json says
         factor = rope.get("partial_rotary_factor", public.get("partial_rotary_factor"))
-        rotary_dim = int(head_dim * factor) if factor is not None else public.get("rotary_dim") or head_dim
+        rotary_dim = int(head_dim * float(factor)) if factor is not None else public.get("rotary_dim") or head_dim
     return AttentionConfig(
         num_heads=heads,
         num_kv_heads=public.get("num_key_value_heads") or heads,
@@ -192,7 +215,7 @@ def _window_from_public(family: str, public: Mapping[str, Any]) -> WindowConfig 
     num_layers = public["num_hidden_layers"]
     if family == "qwen3_moe":  # its published code has no layer types: all layers or none
         return WindowConfig(size=public["sliding_window"], layers=tuple(range(num_layers)))
-    first = public.get("max_window_layers", num_layers)
+    first = min(public.get("max_window_layers", num_layers), num_layers)
     types = public.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
     layers = tuple(layer for layer, kind in enumerate(types[:num_layers]) if kind == "sliding_attention")
     return WindowConfig(size=public["sliding_window"], layers=layers) if layers else None

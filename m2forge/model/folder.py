@@ -18,11 +18,13 @@ from m2forge.errors import CheckpointError, NotFoundError
 from m2forge.model import fp8
 from m2forge.model.config import ModelConfig
 from m2forge.model.family import from_public
-from m2forge.model.source import TOKEN_ID_KEYS, TensorHeader, TokenIds
+from m2forge.model.source import TOKEN_ID_KEYS, TensorHeader, TokenIds, list_problems
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_JSON_BYTES = 256 << 20
+"""The index of a model with 100,000 tensors has about ten million."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -107,6 +109,8 @@ def _read_public(folder: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes, and {MAX_JSON_BYTES} are the most")
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist; a model folder needs it") from error
@@ -125,8 +129,7 @@ def _translate(path: Path, public: Mapping[str, Any]) -> ModelConfig:
     except KeyError as error:
         raise CheckpointError(f"{path}: the key {error} is missing; add it or fetch the file again") from error
     except ValidationError as error:
-        problems = (f"{'.'.join(map(str, e['loc'])) or 'the network'}: {e['msg']}" for e in error.errors())
-        raise CheckpointError(f"{path}: a value cannot be used: {'; '.join(problems)}") from error
+        raise CheckpointError(f"{path}: a value cannot be used: {list_problems(error)}") from error
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         # The file is the user's: whatever its values break on the way is their error, not ours.
         raise CheckpointError(f"{path}: a value cannot be used: {error}") from error

@@ -1,23 +1,27 @@
-"""Reading a GGUF file of the llama architecture, the format of llama.cpp, through the `gguf` library.
+"""Reading a GGUF file of the llama architecture, the format of llama.cpp.
 
 A `Source`: the configuration from the file's metadata, tensors under Hugging Face names, quantised ones dequantised one
-at a time (in float32, as that library does). llama.cpp rotates neighbouring dimensions where we rotate halves, so its
+at a time (in float32) by the `gguf` library. Tensors that do not lie within the file, or have more bytes together than
+it, are refused before any is read. llama.cpp rotates neighbouring dimensions where we rotate halves, so its
 files hold the rows of q and k reordered; reading puts them back:
 
     ours[head, half · K/2 + i] = stored[head, 2i + half],      half in {0, 1}, K the head dimension
 """
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from m2forge.errors import CheckpointError, NotFoundError
+from m2forge.errors import CheckpointError, DataError, NotFoundError
+from m2forge.gguf_header import GGUFHeader, StoredTensor, read_header
 from m2forge.model.config import AttentionConfig, ModelConfig, RopeScaling
 from m2forge.model.rope import frequencies
-from m2forge.model.source import TensorHeader, TokenIds
+from m2forge.model.source import TensorHeader, TokenIds, list_problems
 
 ARCHITECTURE = "llama"
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -44,28 +48,41 @@ _BLOCK_NAMES = {
 }
 
 
+class _Tensor(NamedTuple):
+    shape: tuple[int, ...]
+    kind: Any
+    """A GGMLQuantizationType."""
+    data: np.ndarray
+    """Its bytes in the mapped file, by rows."""
+
+
 class GGUFSource:
     """See `Source`. The file stays mapped as long as this lives."""
 
     def __init__(self, path: Path) -> None:
         self.origin = str(path)
         self._gguf = _library()
-        reader = self._read(path)
-        self._tensors = {_public_name(tensor.name): tensor for tensor in reader.tensors}
-        self._fields = reader.fields
+        try:
+            header = read_header(path)
+            self._tensors = self._locate(header)
+        except DataError as error:
+            raise CheckpointError(str(error)) from error
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{path} is not a whole GGUF file: {error}; fetch it again") from error
+        self._fields = header.fields
         self.config = self._read_config()
-        self.token_ids: TokenIds = {key: self._metadata(stored) for key, stored in _TOKEN_IDS.items()}
+        ids = {key: self._fields.get(stored) for key, stored in _TOKEN_IDS.items()}
+        self.token_ids: TokenIds = {key: id if isinstance(id, int) else None for key, id in ids.items()}
         self._tensors.pop(_ROPE_FACTORS, None)
         self.headers = {name: self._header(tensor) for name, tensor in self._tensors.items()}
         self.problems = tuple(
-            f"{name} is stored as {tensor.tensor_type.name}, which the gguf library cannot dequantise"
+            f"{name} is stored as {tensor.kind.name}, which the gguf library cannot dequantise"
             for name, tensor in self._tensors.items()
-            if not self._can_dequantize(tensor.tensor_type)
+            if not self._can_dequantize(tensor.kind)
         )
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        tensor = self._tensors[name]
-        values = np.asarray(self._gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        values = self._dequantize(self._tensors[name])
         attention = self.config.attention
         if name.endswith("q_proj.weight"):
             values = _put_back(values, attention.num_heads)
@@ -74,17 +91,34 @@ class GGUFSource:
         # A mapped file is read-only and a tensor must not be, so values that are still the file's are copied.
         return torch.from_numpy(values if values.flags.writeable else values.copy()).to(dtype)
 
-    def _read(self, path: Path) -> Any:
-        try:
-            return self._gguf.GGUFReader(path)
-        except (ValueError, IndexError, KeyError, OverflowError, OSError, TypeError) as error:
-            # The library raises whatever its parsing meets first in a damaged file.
-            raise CheckpointError(f"{path} is not a whole GGUF file: {error}; fetch it again") from error
+    def _locate(self, header: GGUFHeader) -> dict[str, _Tensor]:
+        """Every tensor's bytes; a ValueError where the file cannot hold them."""
+        tensors = {
+            _public_name(name): self._slice(name, stored, header.data) for name, stored in header.tensors.items()
+        }
+        num_bytes = sum(tensor.data.nbytes for tensor in tensors.values())
+        if num_bytes > header.data.size:
+            raise ValueError(f"its tensors have {num_bytes} bytes, the file has {header.data.size}")
+        return tensors
 
-    def _header(self, tensor: Any) -> TensorHeader:
+    def _slice(self, name: str, stored: StoredTensor, data: np.ndarray) -> _Tensor:
+        kind = self._gguf.GGMLQuantizationType(stored.kind)
+        block_size, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+        *rows, width = stored.shape or (1,)
+        if width % block_size:
+            raise ValueError(f"{name} has rows of {width} values, expected a multiple of {block_size} for {kind.name}")
+        byte_shape = (*rows, width // block_size * block_bytes)
+        end = stored.start + math.prod(byte_shape)
+        if end > data.size:
+            raise ValueError(f"{name}, shape {list(stored.shape)}, ends at byte {end}, the file at {data.size}")
+        return _Tensor(stored.shape or (1,), kind, data[stored.start : end].reshape(byte_shape))
+
+    def _dequantize(self, tensor: _Tensor) -> np.ndarray:
+        return np.asarray(self._gguf.dequantize(tensor.data, tensor.kind), dtype=np.float32)
+
+    def _header(self, tensor: _Tensor) -> TensorHeader:
         kept = {"F16": torch.float16, "BF16": torch.bfloat16}
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        return TensorHeader(shape, kept.get(tensor.tensor_type.name, torch.float32))
+        return TensorHeader(tensor.shape, kept.get(tensor.kind.name, torch.float32))
 
     def _can_dequantize(self, kind: Any) -> bool:
         _, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
@@ -120,8 +154,8 @@ class GGUFSource:
                 tied_head="lm_head.weight" not in self._tensors,
                 max_context=self._number("context_length", 4096),
             )
-        except ValueError as error:
-            raise CheckpointError(f"{self.origin}: its metadata cannot be used: {error}") from error
+        except ValidationError as error:
+            raise CheckpointError(f"{self.origin}: its metadata cannot be used: {list_problems(error)}") from error
         if config.attention.rotary_dim != head_dim:
             raise CheckpointError(
                 f"{self.origin}: rope.dimension_count {config.attention.rotary_dim} differs from the head dimension "
@@ -130,7 +164,7 @@ class GGUFSource:
         return config if scaling is not None else self._with_rope_factors(config)
 
     def _metadata(self, key: str, default: Any = None) -> Any:
-        return self._fields[key].contents() if key in self._fields else default
+        return self._fields.get(key, default)
 
     def _refuse_other_networks(self) -> None:
         architecture = self._metadata("general.architecture")
@@ -149,17 +183,22 @@ class GGUFSource:
     def _number(self, key: str, default: int | None = None) -> int:
         value = self._metadata(f"{ARCHITECTURE}.{key}", default)
         if not isinstance(value, int):
-            problem = "is missing" if value is None else f"is {value!r}, expected one whole number for all layers"
+            problem = (
+                "is missing" if value is None else f"is {str(value)[:60]}, expected one whole number for all layers"
+            )
             raise CheckpointError(f"{self.origin}: {ARCHITECTURE}.{key} {problem}")
         return value
 
     def _float(self, key: str, default: float) -> float:
         """The shortest decimal that is this float32: the file's 9.99999974e-06 was 1e-05 before it was stored."""
-        return float(str(np.float32(self._metadata(f"{ARCHITECTURE}.{key}", default))))
+        value = self._metadata(f"{ARCHITECTURE}.{key}", default)
+        if not isinstance(value, int | float):
+            raise CheckpointError(f"{self.origin}: {ARCHITECTURE}.{key} is {str(value)[:60]!r}, expected a number")
+        return float(str(np.float32(value)))
 
     def _vocab_size(self) -> int:
         embedding = self._tensors.get("model.embed_tokens.weight")
-        return self._number("vocab_size", None if embedding is None else int(embedding.shape[-1]))
+        return self._number("vocab_size", None if embedding is None else embedding.shape[0])
 
     def _scaling(self) -> RopeScaling | None:
         kind = self._metadata(f"{ARCHITECTURE}.rope.scaling.type", "none")
@@ -177,7 +216,7 @@ class GGUFSource:
         tensor = self._tensors.get(_ROPE_FACTORS)
         if tensor is None:
             return config
-        factors = torch.tensor(np.array(tensor.data, dtype=np.float32))
+        factors = torch.tensor(self._dequantize(tensor))
         scaling = RopeScaling(kind="llama3", factor=float(factors.max()))
         attention = config.attention.model_copy(update={"rope_scaling": scaling})
         expected = frequencies(config.attention) / frequencies(attention)

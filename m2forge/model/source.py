@@ -2,14 +2,16 @@
 
 A `Source` knows every tensor's shape and dtype before any is read. `refuse_misfits` compares them with what the
 configuration asks for and raises one error that names every offender, so that no memory is taken for a model that will
-not load.
+not load. A configuration that asks for many more tensors than there are is refused before its network is built.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from m2forge.errors import CheckpointError
@@ -22,6 +24,8 @@ TokenIds = Mapping[str, int | list[int] | None]
 TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _NUM_SHOWN = 20
+_MAX_MISSING = 1000
+"""Besides as many as there are; a model that lacks more tensors than that has the configuration of another."""
 
 
 class TensorHeader(NamedTuple):
@@ -81,6 +85,11 @@ class ModelSource:
         return part.of(self._state[part.name])
 
 
+def list_problems(error: ValidationError) -> str:
+    """The fields that cannot be used, in one line."""
+    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the network'}: {e['msg']}" for e in error.errors())
+
+
 def usual_dtype(source: Source) -> torch.dtype:
     """The dtype that most of the weights have."""
     num_elements: Counter[torch.dtype] = Counter()
@@ -91,9 +100,15 @@ def usual_dtype(source: Source) -> torch.dtype:
 
 def refuse_misfits(source: Source) -> None:
     """Raise one CheckpointError that names every missing, extra, misshapen or unusable tensor, if there is any."""
+    found, most = source.headers, 2 * len(source.headers) + _MAX_MISSING
+    parts = dict(itertools.islice(public_parts(source.config), most + 1))
+    if len(parts) > most:
+        raise CheckpointError(
+            f"{source.origin}: its configuration ({source.config.family}, {source.config.num_layers} layers) asks for "
+            f"more than {most} tensors, and there are {len(found)}; fetch the configuration that belongs to the weights"
+        )
     state = skeleton(source.config).state_dict()
-    expected = {name: tuple(part.of(state[part.name]).shape) for name, part in public_parts(source.config)}
-    found = source.headers
+    expected = {name: tuple(part.of(state[part.name]).shape) for name, part in parts.items()}
     missing = [f"{name}, shape {list(shape)}" for name, shape in expected.items() if name not in found]
     extra = [
         f"{name}, shape {list(header.shape)}"

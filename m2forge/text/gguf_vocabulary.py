@@ -4,13 +4,14 @@ llama.cpp stores the tokens, their kinds and the merges, but of the splitting on
 name stands for. A name that is not in it is refused: a wrong split gives ids that look right and are not.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from m2forge.errors import DataError, NotFoundError, suggest
+from m2forge.errors import DataError, suggest
+from m2forge.gguf_header import Value, read_header
 from m2forge.text.vocabulary import WORD_SPLIT, SpecialNames, Vocabulary, byte_level_split, check_byte_level
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -37,14 +38,14 @@ _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")
 
 
 def read_gguf(path: Path) -> Vocabulary:
-    fields = _read_fields(path)
-    kind = _metadata(fields, "tokenizer.ggml.model")
+    fields = read_header(path).fields
+    kind = fields.get("tokenizer.ggml.model")
     if kind != "gpt2":
         problem = "it has none" if kind is None else f"its tokenizer is {kind!r}"
         raise DataError(f"{path}: {problem}; from GGUF only 'gpt2', a BPE over bytes, is supported")
     tokens, merges = _strings(fields, "tokenizer.ggml.tokens", path), _strings(fields, "tokenizer.ggml.merges", path)
     core = _build(tokens, merges, _split_name(fields, path), path)
-    kinds = _metadata(fields, "tokenizer.ggml.token_type")
+    kinds = fields.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise DataError(f"{path}: tokenizer.ggml.token_type does not say the kind of each of {len(tokens)} tokens")
     for special, number in ((True, _CONTROL), (False, _USER_DEFINED)):
@@ -54,7 +55,7 @@ def read_gguf(path: Path) -> Vocabulary:
     check_byte_level(core, str(path))
     ids = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
     names = {part: _token_name(fields, f"tokenizer.ggml.{key}_token_id", tokens, path) for part, key in ids}
-    template = _metadata(fields, "tokenizer.chat_template")
+    template = fields.get("tokenizer.chat_template")
     return Vocabulary(core, SpecialNames(**names), template if isinstance(template, str) else None)
 
 
@@ -80,42 +81,25 @@ def _build(tokens: list[str], merges: list[str], split: str, path: Path) -> toke
     return core
 
 
-def _read_fields(path: Path) -> dict[str, Any]:
-    try:
-        import gguf
-    except ModuleNotFoundError as error:
-        raise NotFoundError(
-            "reading GGUF files needs the gguf library, which is not installed; run: pip install 'm2forge[gguf]'"
-        ) from error
-    try:
-        fields: dict[str, Any] = gguf.GGUFReader(path).fields
-    except (ValueError, IndexError, KeyError, OverflowError, OSError, TypeError) as error:
-        # The library raises whatever its parsing meets first in a damaged file.
-        raise DataError(f"{path} is not a whole GGUF file: {error}; fetch it again") from error
-    return fields
-
-
-def _metadata(fields: dict[str, Any], key: str) -> object:
-    return fields[key].contents() if key in fields else None
-
-
-def _strings(fields: dict[str, Any], key: str, path: Path) -> list[str]:
-    value = _metadata(fields, key)
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+def _strings(fields: Mapping[str, Value], key: str, path: Path) -> list[str]:
+    value = fields.get(key)
+    items = value if isinstance(value, list) else []
+    texts = [item for item in items if isinstance(item, str)]
+    if not isinstance(value, list) or len(texts) < len(items):
         raise DataError(f"{path}: {key} is {'missing' if value is None else 'no list of texts'}")
-    return value
+    return texts
 
 
-def _split_name(fields: dict[str, Any], path: Path) -> str:
-    name = _metadata(fields, "tokenizer.ggml.pre")
+def _split_name(fields: Mapping[str, Value], path: Path) -> str:
+    name = fields.get("tokenizer.ggml.pre")
     known = [*_SPLITS, *_PLAIN, *_DIGITS_APART]
     if name not in known:
         raise DataError(f"{path}: pre-tokenizer {name!r} is not supported; {suggest(str(name), known)}")
     return str(name)
 
 
-def _token_name(fields: dict[str, Any], key: str, tokens: list[str], path: Path) -> str | None:
-    id = _metadata(fields, key)
+def _token_name(fields: Mapping[str, Value], key: str, tokens: list[str], path: Path) -> str | None:
+    id = fields.get(key)
     if id is None:
         return None
     if not isinstance(id, int) or not 0 <= id < len(tokens):

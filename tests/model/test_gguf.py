@@ -36,8 +36,8 @@ def smollm2_file() -> Path:
 
 def test_smollm2_continues_as_in_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = smollm2_file()
-    # The library takes seconds to index the file, which is only read: once for us and once for transformers instead of
-    # five times. And it makes its table of public names once instead of for each of transformers' modules.
+    # The library takes seconds to index the file, which is only read: once for transformers instead of three times. And
+    # it makes its table of public names once instead of for each of transformers' modules.
     monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
     monkeypatch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
     import_model(path, tmp_path / "m", dtype="float32")
