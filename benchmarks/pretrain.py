@@ -136,7 +136,7 @@ def run_ours(load: Workload, folder: Path, *, documents: bool = False) -> Result
         def step(index: int) -> Callable[[], float]:
             packs = ahead.take().packs
             sizes[0] = packs[0].tokens.size
-            metrics = engine.step_rows(packs, rate=rate_at(load.phase, index))
+            metrics = engine.step_rows(packs, rate=rate_at(load.phase, index), pack_tokens=load.phase.pack_tokens)
             return lambda: metrics.read()["loss"]
 
         return timed(load, step, lambda: ahead.waited_s, lambda: sizes[0])

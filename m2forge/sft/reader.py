@@ -1,9 +1,9 @@
 """A `Store` in, an endless sequence of `Pack`s out: whole trajectories, shuffled anew in each epoch.
 
-A pack holds whole documents of one epoch and at most `pack_tokens` tokens: the oldest document that waits, then, first
-fit, whatever else of the waiting ones still has room. Nothing waits longer than its epoch, so an epoch shows every
-trajectory as often as its source's weight says. Which packs come is a function of store, seed and `pack_tokens` alone;
-`state()` names the place in that sequence, and a reader made with it goes on exactly there.
+A pack holds whole documents of one epoch and at most `pack_tokens` tokens, without padding: the oldest document that
+waits, then, first fit, whatever else of the waiting ones still has room. Nothing waits longer than its epoch, so an
+epoch shows every trajectory as often as its source's weight says. Which packs come is a function of store, seed and
+`pack_tokens` alone; `state()` names the place in that sequence, and a reader made with it goes on exactly there.
 """
 
 import json
@@ -20,8 +20,6 @@ from m2forge.sft.store import Store
 
 NUM_WAITING = 64
 """Documents among which those that fill a pack are looked for."""
-PAD_TAG = 0
-"""Tag of padding; it has no targets, so it adds nothing to the metrics of that source."""
 
 
 class SFTReaderState(Config):
@@ -55,18 +53,13 @@ class SFTReader:
         *,
         pack_tokens: int,
         seed: int,
-        pad_to: int | None = None,
         state: SFTReaderState | None = None,
     ) -> None:
-        """`pad_to`: bring every pack to this many tokens by a last document without targets."""
         if pack_tokens < store.context:
             raise ConfigError(f"pack_tokens is {pack_tokens}; a pack must hold the context, {store.context} tokens")
-        if pad_to is not None and pad_to < pack_tokens:
-            raise ConfigError(f"pad_to is {pad_to}; it must be at least pack_tokens, {pack_tokens}")
         self._store = store
         self._pack_tokens = pack_tokens
         self._seed = seed
-        self._pad_to = pad_to
         if state is None:
             self._epoch = _Epoch(store, seed, 0)
             return
@@ -95,7 +88,7 @@ class SFTReader:
         targets = np.full(len(tokens), NO_TARGET, np.int32)
         targets[:-1][trained[1:]] = tokens[1:][trained[1:]]
         targets[np.cumsum(lengths) - 1] = NO_TARGET
-        return self._pad(tokens, targets, lengths, self._store.sources[trajectories].tolist())
+        return Pack(tokens, targets, np.asarray(lengths, np.int32), self._store.sources[trajectories])
 
     def num_packs(self, epoch: int) -> int:
         """How many packs an epoch makes."""
@@ -119,19 +112,6 @@ class SFTReader:
     def _leave_finished_epochs(self) -> None:
         while self._epoch.is_done:
             self._epoch = _Epoch(self._store, self._seed, self._epoch.number + 1)
-
-    def _pad(self, tokens: IntArray, targets: IntArray, lengths: list[int], tags: list[int]) -> Pack:
-        missing = max(0, (self._pad_to or 0) - len(tokens))
-        # No document is longer than the context, padding neither: positions beyond it may not exist.
-        padding = [self._store.context] * (missing // self._store.context) + [missing % self._store.context]
-        padding = [length for length in padding if length]
-        return Pack(
-            # The pack's own tokens again: routers see padding too, and should see nothing strange.
-            np.concatenate([tokens, np.resize(tokens, missing)]),
-            np.concatenate([targets, np.full(missing, NO_TARGET, np.int32)]),
-            np.asarray(lengths + padding, np.int32),
-            np.asarray(tags + [PAD_TAG] * len(padding), np.int32),
-        )
 
 
 class _Epoch:

@@ -23,7 +23,7 @@ from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.checkpoint import begun_phase
 from m2forge.train.config import PhaseConfig
 from m2forge.train.loop import CHECKPOINT_FOLDER, TrainLoop
-from m2forge.train.machine import choose_device, machine_ranks
+from m2forge.train.machine import machine_ranks
 from m2forge.train.run_dir import open_run
 
 DATA_FOLDER = "data"
@@ -71,8 +71,6 @@ class TrajectorySource:
             store,
             pack_tokens=config.pack_tokens,
             seed=config.seed,
-            # Another shape would compile the network again on CUDA; a CPU is glad of shorter packs.
-            pad_to=config.pack_tokens if choose_device(config.train.machine).type == "cuda" else None,
             state=None if state is None else SFTReaderState.from_json(state),
         )
         self.domains = _names([source.path for source in config.data.sources])

@@ -3,6 +3,10 @@
 A loss edge is a position that predicts and the token it should predict, with what its loss needs besides: of a pack the
 tag its loss is counted under; of a tree the sample's numbers.
 
+Packs and trees come without padding, and this file alone adds it: a compiled network is compiled again for each length,
+so a step uses few lengths. Padding tokens form documents (or a tree) of their own, which no other token sees, and the
+plan counts them 0 times: they have no loss edges and add nothing to expert loads, balance loss or token counts.
+
 Shapes: N tokens, M edges, L layers with a router, K experts chosen.
 """
 
@@ -48,12 +52,16 @@ class TreeBatch:
     version_M: Tensor
 
 
-def make_batch(pack: Pack, device: torch.device) -> Batch:
+def make_batch(pack: Pack, device: torch.device, length: int | None = None) -> Batch:
+    """`length`: tokens to pad to."""
+    num_padding = 0 if length is None else length - pack.tokens.size
+    if num_padding < 0:
+        raise ValueError(f"a pack of {pack.tokens.size} tokens does not fit into {length}")
     (position_M,) = (pack.targets != NO_TARGET).nonzero()
     tag_N = np.repeat(pack.tags, pack.lengths)
     return Batch(
-        tokens_N=_on(device, pack.tokens),
-        plan=_plan(pack, device),
+        tokens_N=_on(device, np.pad(pack.tokens, (0, num_padding))),
+        plan=_plan(pack, device, length),
         position_M=_on(device, position_M),
         target_M=_on(device, pack.targets[position_M]),
         tag_M=_on(device, tag_N[position_M]),
@@ -116,12 +124,24 @@ def num_targets(pack: Pack) -> int:
     return int((pack.targets != NO_TARGET).sum())
 
 
-def _plan(pack: Pack, device: torch.device) -> AttentionPlan:
-    lengths: list[int] = pack.lengths.tolist()
-    if len(set(lengths)) == 1:
-        # Rows of one length need no mask but causality, for which CUDA has the faster attention.
-        return CausalRows(len(lengths), lengths[0], device)
-    return Documents(lengths, device)
+def bucket_length(num_tokens: int, bucket: int, limit: int) -> int:
+    """`num_tokens` rounded up to a multiple of `bucket`, at most `limit`."""
+    return min(-(-num_tokens // bucket) * bucket, limit)
+
+
+def _plan(pack: Pack, device: torch.device, length: int | None) -> AttentionPlan:
+    num_tokens, lengths = pack.tokens.size, pack.lengths.tolist()
+    if length is not None:
+        # No longer than the longest document: attention to padding costs no more than to text.
+        whole, rest = divmod(length - num_tokens, max(lengths))
+        lengths += [max(lengths)] * whole + [rest] * (rest > 0)
+    # Rows of one length need no mask but causality, for which CUDA has the faster attention.
+    is_even = len(set(lengths)) == 1
+    plan = CausalRows(len(lengths), lengths[0], device) if is_even else Documents(lengths, device)
+    if length is not None:
+        # Also where nothing is padded, so that one compiled graph serves all packs.
+        plan.count_N = _on(device, np.arange(length) < num_tokens)
+    return plan
 
 
 def _blank_plan(device: torch.device) -> CausalRows:
@@ -138,7 +158,9 @@ def _experts(flat: FlatTree, device: torch.device, length: int) -> Tensor | None
 
 
 def _on(
-    device: torch.device, array: npt.NDArray[np.integer] | npt.NDArray[np.floating], dtype: torch.dtype = torch.int64
+    device: torch.device,
+    array: npt.NDArray[np.integer] | npt.NDArray[np.floating] | npt.NDArray[np.bool_],
+    dtype: torch.dtype = torch.int64,
 ) -> Tensor:
     # A copy, because records are read-only and torch knows no such thing.
     host = torch.tensor(array, dtype=dtype)

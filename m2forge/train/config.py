@@ -68,7 +68,7 @@ class PolicyConfig(Config):
     pack_tokens: Count = 32768
     """Tokens that go through the network at once, and so the longest path."""
     bucket_tokens: Count = 2048
-    """On CUDA packs are padded to a multiple of this, so that few shapes occur."""
+    """On CUDA packs are padded to a multiple of this, so that few shapes occur. Padding counts nowhere."""
 
     def sampling_problem(self, sampling: Sampling) -> str | None:
         """Why nothing can be learnt from tokens that were drawn this way; None if it can."""

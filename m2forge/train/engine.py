@@ -27,6 +27,7 @@ from m2forge.train.batch import (
     TreeBatch,
     blank_batch,
     blank_tree_batch,
+    bucket_length,
     make_batch,
     make_tree_batch,
     num_targets,
@@ -118,6 +119,11 @@ class TrainEngine:
     def device(self) -> torch.device:
         return self.model.embedding.weight.device
 
+    @property
+    def pads(self) -> bool:
+        """Whether packs are padded to few lengths, each of which CUDA compiles once. A CPU is faster on short packs."""
+        return self.device.type == "cuda"
+
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def step_rows(
@@ -125,12 +131,14 @@ class TrainEngine:
         packs: Sequence[Pack],
         *,
         rate: float,
+        pack_tokens: int | None = None,
         mtp_weight: float = 0.0,
         mtp_loss: MTPLoss = "ce",
         mtp_top_k: int = 32,
         measure_agreement: bool = False,
     ) -> PendingMetrics:
-        """One optimizer step over all targets of `packs`, each counting alike. Of several ranks each has its own."""
+        """One optimizer step over all targets of `packs`, each counting alike. Of several ranks each has its own.
+        `pack_tokens`: the most that a pack may hold, to which this engine pads them where it pads at all."""
         num_edges, num_tokens = self._totals(
             sum(num_targets(pack) for pack in packs), sum(pack.tokens.size for pack in packs)
         )
@@ -155,7 +163,8 @@ class TrainEngine:
                 sums.agreement = draft_agreement(self.model, output, batch)
             return found.total
 
-        makes = [partial(make_batch, pack, self.device) for pack in packs]
+        length = pack_tokens if self.pads else None
+        makes = [partial(make_batch, pack, self.device, length) for pack in packs]
         load_LE = self._accumulate(makes, partial(blank_batch, self.device), forward, loss, num_tokens)
         norms = self._update(load_LE, rate)
         return PendingMetrics(sums.figures(num_edges, self.ranks) | _shared_figures(norms, load_LE))
@@ -217,20 +226,15 @@ class TrainEngine:
         return len(self.model.mtp) if self.policy.mtp_weight else 0
 
     def _tree_batch(self, pack: FlatTree, total_weight: float) -> TreeBatch:
+        bucket = self.policy.bucket_tokens
         return make_tree_batch(
             pack,
             self.device,
             self.policy,
             total_weight=total_weight,
             dtype=self._precision,
-            length=self._padded_length(pack.num_tokens),
+            length=bucket_length(pack.num_tokens, bucket, self.policy.pack_tokens) if self.pads else None,
         )
-
-    def _padded_length(self, num_tokens: int) -> int:
-        if self.device.type != "cuda":
-            return num_tokens
-        bucket = self.policy.bucket_tokens
-        return min(-(-num_tokens // bucket) * bucket, self.policy.pack_tokens)
 
     # -- what both share ----------------------------------------------------------------------------------------------
 
@@ -319,9 +323,11 @@ def _shared_figures(norms: Norms, load_LE: Tensor | None) -> dict[str, Tensor]:
     for layer, norm in norms.by_layer.items():
         figures[f"grad_norm/{layer}"] = norm
     if load_LE is not None:
-        figures["max_vio"] = max_violation(load_LE).mean()
+        violation_L = max_violation(load_LE)
+        figures["max_vio"] = violation_L.mean()
         share_LE = load_LE.double() / load_LE.sum(-1, keepdim=True).clamp(min=1)
         for index, share_E in enumerate(share_LE):
+            figures[f"max_vio/{index}"] = violation_L[index]
             figures[f"expert_load_max/{index}"] = share_E.max()
             figures[f"expert_load_min/{index}"] = share_E.min()
     return figures

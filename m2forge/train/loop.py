@@ -178,6 +178,7 @@ class TrainLoop:
         metrics = self.engine.step_rows(
             packs[self.ranks.rank :: self.ranks.num_ranks],
             rate=rate,
+            pack_tokens=phase.pack_tokens,
             mtp_weight=mtp_weight,
             mtp_loss=phase.mtp_loss,
             mtp_top_k=phase.mtp_top_k,

@@ -50,7 +50,7 @@ def test_all_phases_run_and_report(corpus: Path, tmp_path: Path) -> None:
     assert [step.step for step in steps] == list(range(1, 23))
     first, last = steps[0].values, steps[-1].values
     assert {"loss/code", "loss/web", "mtp_loss/1", "grad_norm", "grad_norm/layer_1", "max_vio", "mfu"} <= first.keys()
-    assert {"draft_agreement/1", "tokens_per_s", "data_share", "rate", "expert_load_max/0"} <= first.keys()
+    assert {"draft_agreement/1", "tokens_per_s", "data_share", "rate", "expert_load_max/0", "max_vio/2"} <= first.keys()
     assert {"mtp_loss/3", "grad_norm/mtp_2"} <= last.keys()
     assert first["rate"] == pytest.approx(1e-3)
     assert last["mtp_weight"] == pytest.approx(0.1)

@@ -131,21 +131,6 @@ def test_weights_say_how_often_a_source_is_shown(tmp_path: Path) -> None:
     assert shown[2] == pytest.approx(2250, abs=70)
 
 
-def test_padding_makes_packs_of_one_size_and_is_never_trained(tmp_path: Path) -> None:
-    store = make_store(tmp_path, [5, 7, 3, 12, 1])
-    plain = SFTReader(store, pack_tokens=16, seed=3)
-    padded = SFTReader(store, pack_tokens=16, seed=3, pad_to=40)
-    for _ in range(6):
-        pack, wide = plain.next_pack(), padded.next_pack()
-        num = pack.tokens.size
-        assert wide.tokens.size == 40
-        assert wide.tokens[:num].tolist() == pack.tokens.tolist()
-        assert wide.targets[:num].tolist() == pack.targets.tolist()
-        assert (wide.targets[num:] == NO_TARGET).all()
-        assert wide.lengths[: pack.lengths.size].tolist() == pack.lengths.tolist()
-        assert wide.lengths.max() <= CONTEXT
-
-
 def test_a_state_of_another_reading_is_refused(tmp_path: Path) -> None:
     for name in ("store", "other"):
         (tmp_path / name).mkdir()
@@ -165,8 +150,6 @@ def test_sizes_that_cannot_hold_a_document_are_refused(tmp_path: Path) -> None:
     store = make_store(tmp_path, [3])
     with pytest.raises(ConfigError, match="pack_tokens is 11; a pack must hold the context, 12 tokens"):
         SFTReader(store, pack_tokens=11, seed=0)
-    with pytest.raises(ConfigError, match="pad_to is 15; it must be at least pack_tokens, 16"):
-        SFTReader(store, pack_tokens=16, seed=0, pad_to=15)
 
 
 def test_a_damaged_store_is_refused(tmp_path: Path) -> None:

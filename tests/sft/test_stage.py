@@ -17,6 +17,7 @@ from m2forge.sft.stage import run_sft
 from m2forge.sft.synthetic import write_jsonl
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.config import CheckpointConfig, Curve
+from m2forge.train.engine import TrainEngine
 from m2forge.train.loop import TrainLoop
 from tests.sft.sample import chat_format
 
@@ -95,6 +96,27 @@ def test_stopping_after_any_step_changes_no_bit(
             assert num_stops < 20
     assert num_stops > 1
     assert [name for name, weight in whole.items() if not torch.equal(weight, parts[name])] == []
+
+
+def test_padding_on_cuda_counts_no_token_and_changes_no_figure(
+    config: SFTConfig, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = read_metrics(runs / "small" / "metrics.jsonl")
+    monkeypatch.setattr(TrainEngine, "pads", True)
+    run_sft(config, tmp_path)
+    padded = read_metrics(tmp_path / "small" / "metrics.jsonl")
+    counts = [[step.values["num_tokens"] for step in steps] for steps in (plain, padded)]
+    assert counts[0] == counts[1]
+    assert counts[0][-1] < len(plain) * config.pack_tokens
+    loads = [
+        {k: v for k, v in steps[0].values.items() if k.startswith(("expert_load", "max_vio"))}
+        for steps in (plain, padded)
+    ]
+    assert len(loads[0]) > 0
+    assert loads[0] == loads[1]
+    # Float32: sums over more rows round otherwise, by a few units in the last of seven places.
+    for name in ("loss", "loss/a", "mtp_loss/1", "grad_norm"):
+        assert padded[0].values[name] == pytest.approx(plain[0].values[name], rel=1e-5)
 
 
 def test_a_hundred_steps_at_learning_rate_0_leave_every_weight_and_router_bias_as_it_was(

@@ -110,6 +110,9 @@ def test_drafts_that_train_alone_leave_the_policy_what_it_would_learn_without_th
 def check_figures(values: dict[str, float], expected: Naive, trees: list[TokenTree], loss: str) -> None:
     share_LE = expected.load_LE.double() / expected.load_LE.sum(-1, keepdim=True)
     assert [values[f"expert_load_max/{layer}"] for layer in range(4)] == share_LE.amax(-1).tolist()
+    max_vio = expected.load_LE.double().amax(-1) / expected.load_LE.double().mean(-1) - 1
+    assert [values[f"max_vio/{layer}"] for layer in range(4)] == max_vio.tolist()
+    assert values["max_vio"] == pytest.approx(max_vio.mean().item(), rel=1e-12)
     assert values["entropy"] == pytest.approx(expected.entropies.mean().item(), rel=1e-9)
     assert values["tokens_computed"] + values["tokens_saved"] == sum(tree.num_input_tokens for tree in trees)
     if loss == "sft":
