@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from m2forge.kernels.slow_path import EXPERT_MULTIPLE
+
 
 class Tiling(NamedTuple):
     """Of a matrix of an expert: rows of it that one program owns, and how it walks along them."""
@@ -57,7 +59,7 @@ SCAN = 256
 
 
 def serves(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor) -> bool:
-    is_even = x_ND.shape[1] % 64 == 0 and w2_EDF.shape[2] % 64 == 0
+    is_even = x_ND.shape[1] % EXPERT_MULTIPLE == 0 and w2_EDF.shape[2] % EXPERT_MULTIPLE == 0
     is_packed = x_ND.is_contiguous() and w13_EGD.is_contiguous() and w2_EDF.is_contiguous()
     is_same = x_ND.dtype == w13_EGD.dtype == w2_EDF.dtype
     return is_same and is_even and is_packed and x_ND.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -4,20 +4,38 @@
     weights:  out[g] = Σ_{s in g} a[s]ᵀ b[s]                                 (S, I), (S, O) -> (G, I, O)
 
 `ends` (G, int32) holds the cumulative row counts; groups may be empty. `torch.nn.functional.grouped_mm` serves where it
-can; elsewhere (float64, odd strides, float32 on CUDA) a loop over the groups that have rows gives the same result.
+can; elsewhere (float64, float16, odd strides, float32 on CUDA) a loop over the groups that have rows gives the same
+result, and warns once where float64 does not already mean a comparison.
 """
+
+import logging
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from m2forge.kernels.slow_path import name
+from m2forge.observe.log import warn_once
+
 ALIGNMENT_BYTES = 16
 """`grouped_mm` refuses operands whose rows do not start at multiples of this."""
 
 
+_log = logging.getLogger(__name__)
+
+
 def _is_native(a: Tensor, b: Tensor) -> bool:
     native_dtypes = (torch.bfloat16,) if a.is_cuda else (torch.bfloat16, torch.float32)
-    return a.dtype in native_dtypes and all(_is_aligned(x) for x in (a, b))
+    if a.dtype not in native_dtypes:
+        remedy = f"use {' or '.join(name(dtype) for dtype in native_dtypes)}"
+    elif not all(_is_aligned(x) for x in (a, b)):
+        remedy = f"use hidden and expert sizes whose rows are multiples of {ALIGNMENT_BYTES} bytes"
+    else:
+        return True
+    if a.dtype != torch.float64:
+        operands = f"{name(a.dtype)} operands of row sizes {a.shape[-1]} and {b.shape[-1]} on {a.device.type}"
+        warn_once(_log, f"experts run one after another, which is slow: no grouped product takes {operands}; {remedy}")
+    return False
 
 
 def _is_aligned(x: Tensor) -> bool:

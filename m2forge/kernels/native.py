@@ -38,8 +38,15 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
+    if os.environ.get("M2FORGE_NATIVE") == "0":
+        return None
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    if os.environ.get("M2FORGE_NATIVE") == "0" or compiler is None:
+    if compiler is None:
+        _log.warning(
+            "no C compiler (%s, gcc) on the PATH: slower torch operations replace the native CPU kernels; install gcc, "
+            "or set M2FORGE_NATIVE=0 to silence this",
+            os.environ.get("CC", "cc"),
+        )
         return None
     try:
         return ctypes.CDLL(str(_built(compiler)))

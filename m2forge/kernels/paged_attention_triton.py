@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-HEAD_DIMS = (16, 32, 64, 128)
+from m2forge.kernels.slow_path import paged_kernel_problem
+
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1.0e30)
 """Stands for minus infinity where differences of it are taken."""
@@ -37,8 +38,7 @@ MOST_PARTS = 64
 
 def serves(k_PTGK: Tensor) -> bool:
     _, block_tokens, _, head_dim = k_PTGK.shape
-    is_fit = head_dim in HEAD_DIMS and block_tokens & (block_tokens - 1) == 0
-    return is_fit and k_PTGK.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return paged_kernel_problem(k_PTGK.dtype, head_dim, block_tokens) is None
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------

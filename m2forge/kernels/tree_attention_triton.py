@@ -24,14 +24,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from m2forge.kernels.tree_schedule import TILE, Schedule
 
-HEAD_DIMS = (16, 32, 64, 128)
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1.0e30)
 """Stands for minus infinity where differences of it are taken."""
-
-
-def serves(dtype: torch.dtype, head_dim: int) -> bool:
-    return dtype in (torch.bfloat16, torch.float16) and head_dim in HEAD_DIMS
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ Shapes as in `plan`; V nodes.
 """
 
 import functools
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +19,15 @@ import torch
 from torch import Tensor
 
 from m2forge.kernels.flex import tree_mask
+from m2forge.kernels.slow_path import tree_kernel_problem, tree_kernel_serves
 from m2forge.kernels.tree_attention import TreeLayout, tree_attention, tree_attention_plain
 from m2forge.kernels.tree_schedule import Schedule, make_schedule
 from m2forge.model.config import WindowConfig
 from m2forge.model.plan import Attend, FlexAttend, visible
+from m2forge.observe.log import warn_once
 from m2forge.tree.flat import FlatTree
+
+_log = logging.getLogger(__name__)
 
 
 class Trees:
@@ -100,9 +105,9 @@ class ScheduledTreeAttend:
     layout: TreeLayout
 
     def __call__(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
-        from m2forge.kernels.tree_attention_triton import serves, tree_attention_cuda
+        if tree_kernel_serves(q_NHK.dtype, q_NHK.shape[2]):
+            from m2forge.kernels.tree_attention_triton import tree_attention_cuda
 
-        if serves(q_NHK.dtype, q_NHK.shape[2]):
             return tree_attention_cuda(q_NHK, k_NGK, v_NGK, self.schedule)
         out_NHK: Tensor = self._plain(q_NHK, k_NGK, v_NGK)
         return out_NHK
@@ -110,5 +115,7 @@ class ScheduledTreeAttend:
     # Unrolled into a compiled block, its nodes would be compiled again for every tree.
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not type it
     def _plain(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
-        """In float32, which is for comparisons."""
+        problem = tree_kernel_problem(q_NHK.dtype, q_NHK.shape[2])
+        if problem is not None and q_NHK.dtype != torch.float64:
+            warn_once(_log, problem)
         return tree_attention_plain(q_NHK, k_NGK, v_NGK, self.layout)

@@ -1,6 +1,8 @@
 """Log lines on standard error, set up once by the command line.
 
 Every module logs through `logging.getLogger(__name__)`. As a library, m2forge leaves handlers to its caller.
+
+A slow path that a computation takes at every step warns once: `warn_once`.
 """
 
 import logging
@@ -14,6 +16,9 @@ from m2forge.observe.console import stderr_console
 LEVEL_VARIABLE = "M2FORGE_LOG"
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
+_warned: set[tuple[str, str]] = set()
+"""(logger, text) of the warnings that `warn_once` has logged in this process."""
+
 
 def set_up_logging() -> None:
     """Send m2forge's log to standard error at the level named by M2FORGE_LOG (default INFO)."""
@@ -26,3 +31,10 @@ def set_up_logging() -> None:
         handler = RichHandler(console=stderr_console(), show_path=False, rich_tracebacks=True, log_time_format="[%X]")
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
+
+
+def warn_once(logger: logging.Logger, text: str) -> None:
+    """Log `text` as a warning, the first time in this process."""
+    if (logger.name, text) not in _warned:
+        _warned.add((logger.name, text))
+        logger.warning("%s", text)

@@ -11,8 +11,10 @@ from torch import Tensor
 from m2forge.kernels.expert import FEW_PAIRS, expert_ffn_unsorted
 from m2forge.kernels.linear import linear, linear_float32
 from m2forge.kernels.residual import Ending, Pairs
+from m2forge.kernels.slow_path import expert_kernel_problem, paged_kernel_problem
 from m2forge.model.attention import Attention
 from m2forge.model.block import Block
+from m2forge.model.config import ModelConfig
 from m2forge.model.ffn import DenseFFN, MixtureFFN
 from m2forge.model.mtp import MTPModule
 from m2forge.model.norm import RMSNorm
@@ -41,6 +43,19 @@ def is_capturable(model: Transformer) -> bool:
     return all(
         is_narrow or serves_experts(part.w13.new_empty(1, part.w13.shape[2]), part.w13, part.w2) for part in mixtures
     )
+
+
+def slow_reason(config: ModelConfig, device: str, dtype: torch.dtype, block_tokens: int) -> str | None:
+    """Why an engine decodes slowly on this device, and what to do; None where nothing is known to be slow."""
+    if device == "cpu":
+        is_slow = dtype == torch.float16
+        return "no CPU kernel takes float16, which decodes slowly; use bfloat16 or float32" if is_slow else None
+    problem = paged_kernel_problem(dtype, config.attention.head_dim, block_tokens)
+    if problem is not None:
+        return f"decoding runs without CUDA graphs and fused kernels, which is slow: {problem}"
+    if config.moe is not None:
+        problem = expert_kernel_problem(dtype, config.hidden_size, config.moe.intermediate_size)
+    return None if problem is None else f"decoding runs without CUDA graphs, which is slow: {problem}"
 
 
 class FusedNetwork:

@@ -18,6 +18,7 @@ What drafts leave in the cache from e on is never seen if they are rejected: who
 behind those that stand (decode.py), goes on without a gap, writes before it reads, and sees nothing behind itself.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from m2forge.model.transformer import Transformer
+from m2forge.observe.log import warn_once
 from m2forge.rollout import fused, joined
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.decode import NUM_FIELDS, Decoder, Network, Shape
@@ -37,6 +39,8 @@ from m2forge.rollout.request import Drawn
 from m2forge.rollout.sampler import Row, Stream, draw, uniforms
 from m2forge.rollout.scheduler import Copy
 from m2forge.rollout.speculation import Drafts, draft, is_free, verify
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,9 @@ class Runner:
         self._most_steps = config.ahead_steps
         self.decodes_whole = is_fused and fused.is_capturable(model)
         """Whether `decode` is faster than its parts."""
+        reason = fused.slow_reason(model.config, weight.device.type, weight.dtype, config.block_tokens)
+        if reason is not None and weight.dtype != torch.float64:
+            warn_once(_log, reason)
 
     @property
     def num_captured(self) -> int:

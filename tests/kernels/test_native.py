@@ -50,3 +50,11 @@ def test_failing_compiler_leaves_nothing_and_warns(environment: dict[str, str], 
     assert result.stdout.strip() == "False"
     assert "no such target" in result.stderr
     assert list((tmp_path / "m2forge").iterdir()) == []
+
+
+def test_a_machine_without_a_compiler_warns_with_the_remedy(environment: dict[str, str], tmp_path: Path) -> None:
+    result = run({**environment, "CC": "no-such-compiler", "PATH": str(tmp_path)})
+    assert result.stdout.strip() == "False"
+    assert "no C compiler (no-such-compiler, gcc) on the PATH" in result.stderr
+    assert "install gcc" in result.stderr
+    assert run({**environment, "M2FORGE_NATIVE": "0", "PATH": str(tmp_path)}).stderr == ""

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from m2forge.kernels.flex import BLOCK, tree_mask
 from m2forge.kernels.tree_attention import TreeLayout
+from m2forge.kernels.tree_schedule import make_schedule
 from m2forge.model.config import WindowConfig
-from m2forge.model.tree_plan import Trees
+from m2forge.model.tree_plan import ScheduledTreeAttend, Trees
+from m2forge.observe import log
 from m2forge.records import Call
 from m2forge.tree.flatten import flatten
 from m2forge.tree.pack import pack_trees
@@ -146,3 +148,24 @@ def test_block_masks_skip_what_nobody_sees() -> None:
         near.full_kv_num_blocks, near.full_kv_indices
     )
     assert met == partial | {(1, 0), (2, 1), (3, 2), (4, 1), (5, 4)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float32, "head_dim 16, 32, 64 or 128, the network has 8"), (torch.float64, None)],
+)
+def test_trees_that_the_cuda_kernel_does_not_take_are_exact_and_warn_once(
+    dtype: torch.dtype,
+    expected: str | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(log, "_warned", set())
+    plan = Trees(flatten(build(two_branches())))
+    attend = ScheduledTreeAttend(make_schedule(plan.layout, torch.device("cpu")), plan.layout)
+    q, k, v = (torch.randn(5, heads, 8, dtype=dtype) for heads in (2, 1, 1))
+    for _ in range(2):
+        torch.testing.assert_close(attend(q, k, v), plan.bind(None)(q, k, v))
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == (expected is not None)
+    assert all("runs node by node, which is slow" in text and str(expected) in text for text in texts)

@@ -1,5 +1,6 @@
 """The log goes to standard error at the level the environment names."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from m2forge.errors import ConfigError
+from m2forge.observe import log
 from m2forge.observe.log import set_up_logging
 
 PROGRAM = """
@@ -34,3 +36,20 @@ def test_unknown_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("M2FORGE_LOG", "loud")
     with pytest.raises(ConfigError, match="M2FORGE_LOG=LOUD: no such log level; use one of DEBUG"):
         set_up_logging()
+
+
+def test_a_warning_comes_once_for_each_logger_and_text(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_warned", set())
+    first, second = logging.getLogger("m2forge.first"), logging.getLogger("m2forge.second")
+    for _ in range(3):
+        log.warn_once(first, "100% slow")
+        log.warn_once(second, "100% slow")
+        log.warn_once(first, "slower")
+    assert [(record.name, record.getMessage()) for record in caplog.records] == [
+        ("m2forge.first", "100% slow"),
+        ("m2forge.second", "100% slow"),
+        ("m2forge.first", "slower"),
+    ]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
