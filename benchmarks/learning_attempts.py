@@ -26,7 +26,7 @@ from m2forge.forge.worker import Workers
 from m2forge.model.checkpoint import load_model
 from m2forge.model.exchange import find_companions
 from m2forge.records import Task
-from m2forge.tasks.catalog import family_of
+from m2forge.tasks.runner import TaskRunner
 from m2forge.train.run_dir import open_run
 
 MODULE = "m2forge.forge.process"
@@ -122,8 +122,7 @@ async def _attempt(agents: Agents, task: Task, name: str) -> Timed:
         return Timed(False, True, time.monotonic() - started_s, 0, 0.0)
     time_s = time.monotonic() - started_s
     agents.gateway.forget_soon(name)
-    family = family_of(task)
-    is_solved = tried.failure is None and family.verify(task, tried.answer).perf == 1
+    is_solved = tried.failure is None and (await agents.runner.verify(task, tried.answer)).perf == 1
     calls = sorted(
         (tried.tree.call(index) for index in range(len(tried.tree.samples))), key=lambda call: call.started_s
     )
@@ -145,8 +144,9 @@ async def _served(config: ForgeConfig, model: Path, folder: Path) -> AsyncIterat
         async with (
             GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin,
             Workers(config.agent, folder / "agents") as workers,
+            TaskRunner(config.verify, folder / "verify", config.curriculum.family_names) as runner,
         ):
-            yield Agents(config.agent, admin, workers, lambda: servers.num_starts)
+            yield Agents(config.agent, admin, workers, runner, lambda: servers.num_starts)
     finally:
         await asyncio.gather(*(child.stop() for child in children))
         await asyncio.gather(*keeping)

@@ -4,6 +4,7 @@ It is made as `examples/demo.py` makes its own; a run is one of `m2forge rl`, th
 examples/task_agent.py as the agent. What lies complete in the folder is taken as it is.
 """
 
+import asyncio
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from m2forge.forge.check import held_out_tasks
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.stage import run_forge
 from m2forge.records import Task
+from m2forge.tasks.runner import TaskRunner
 
 QUICK_SCALE = 0.03
 QUICK_RUN = {
@@ -59,7 +61,13 @@ class Policy:
 
     def held_out(self, num_tasks: int) -> list[Task]:
         """Tasks as difficult as a run's; none is shared with training."""
-        return held_out_tasks(self.config(check__num_tasks=num_tasks))
+        config = self.config(check__num_tasks=num_tasks)
+
+        async def draw() -> list[Task]:
+            async with TaskRunner(config.verify, self._folder / "held_out") as runner:
+                return await held_out_tasks(config, runner)
+
+        return asyncio.run(draw())
 
     def _tell(self, what: str) -> None:
         print(f"  {what}, after {time.monotonic() - self._started_s:.0f} s", flush=True)

@@ -37,9 +37,10 @@ from m2forge.pool.writer import PoolWriter
 from m2forge.records import Task
 from m2forge.reward.judge import Attempt, Judge, Judged
 from m2forge.reward.step import read_step
-from m2forge.tasks.catalog import family_of
 from m2forge.tasks.family import Verdict
+from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import ChatFormat
+from m2forge.text.message import Tool
 from m2forge.tree.token_tree import TokenTree
 
 ANSWER = "answer"
@@ -96,10 +97,17 @@ class Agents:
     """Attempts tasks through the gateway."""
 
     def __init__(
-        self, config: AgentConfig, gateway: GatewayAdmin, workers: Workers, num_starts: Callable[[], int]
+        self,
+        config: AgentConfig,
+        gateway: GatewayAdmin,
+        workers: Workers,
+        runner: TaskRunner,
+        num_starts: Callable[[], int],
     ) -> None:
-        """`num_starts`: how often the processes behind the gateway's address, and itself, have been started."""
-        self.config, self.gateway, self.workers, self._num_starts = config, gateway, workers, num_starts
+        """`runner`: runs the families' code. `num_starts`: how often the processes behind the gateway's address, and
+        itself, have been started."""
+        self.config, self.gateway, self.workers, self.runner = config, gateway, workers, runner
+        self._num_starts = num_starts
         self._budget = config.budget.model_copy(update={"max_s": config.timeout_s})
         self._num_up = -1
         """Of these starts, when all of them were last known to serve."""
@@ -213,7 +221,8 @@ class Attempts:
                     await self._judge_unit(unit, leases)
 
     async def _judge_unit(self, unit: StoredUnit, leases: Sequence[Lease]) -> None:
-        attempts = [self._attempt(stored) for stored in unit.episodes]
+        tools = await self._agents.runner.tools(unit.task)
+        attempts = await asyncio.gather(*(self._attempt(stored, tools) for stored in unit.episodes))
         judged = self._judge.judge(attempts)
         try:
             await self._writer.run(
@@ -227,12 +236,11 @@ class Attempts:
         self.counts.note_group(unit.task, perfs)
         self._on_judged(unit.task, sum(perf == 1 for perf in perfs) / len(perfs))
 
-    def _attempt(self, stored: StoredEpisode) -> Attempt:
-        family, episode = family_of(stored.task), stored.episode()
+    async def _attempt(self, stored: StoredEpisode, tools: Sequence[Tool]) -> Attempt:
         verdict = Verdict(0.0, {"failure": stored.failure or ""})
         if stored.failure is None:
-            verdict = family.verify(stored.task, stored.artifacts[ANSWER])
-        tools = family.tools(stored.task)
+            verdict = await self._agents.runner.verify(stored.task, stored.artifacts[ANSWER])
+        episode = stored.episode()
         steps = tuple(read_step(call, self._format, tools) for call in episode.calls)
         return Attempt(episode, steps, verdict.perf, verdict.evidence)
 

@@ -20,8 +20,8 @@ from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import Kept, make_kept
 from m2forge.gateway.config import SamplingConfig
 from m2forge.records import Task
-from m2forge.tasks.catalog import family_of, find_family
-from m2forge.tasks.task_set import TaskSet
+from m2forge.tasks.family import family_name
+from m2forge.tasks.runner import TaskRunner
 
 NUM_KEPT = 8
 """Tasks whose attempts are kept."""
@@ -46,13 +46,13 @@ class Check:
     """When it ended, in seconds since the epoch; 0 where that was not noted."""
 
 
-def held_out_tasks(config: ForgeConfig) -> list[Task]:
+async def held_out_tasks(config: ForgeConfig, runner: TaskRunner) -> list[Task]:
     """Of every family of the last stage alike."""
     wanted = [family for domain in config.curriculum.stages[-1].domains.values() for family in domain.families]
     tasks: list[Task] = []
     for index, family in enumerate(wanted):
         num = config.check.num_tasks // len(wanted) + (index < config.check.num_tasks % len(wanted))
-        tasks += TaskSet(find_family(family.name), "held_out", config.check.seed).distinct(num, *family.difficulty)
+        tasks += await runner.distinct(family.name, "held_out", config.check.seed, num, *family.difficulty)
     return tasks
 
 
@@ -71,7 +71,7 @@ async def check(
             tried = await _try(agents, task, f"check-{step}-{int(time.time() * 1e6)}-{index}", sampling)
         if tried is None:
             return None
-        perf = 0.0 if tried.failure is not None else family_of(task).verify(task, tried.answer).perf
+        perf = 0.0 if tried.failure is not None else (await agents.runner.verify(task, tried.answer)).perf
         if index in places:
             kept[index] = make_kept(step, task, perf, tried.answer, tried.failure, tried.tree)
         return perf
@@ -102,7 +102,7 @@ def _tell(tasks: Sequence[Task], perfs: Sequence[float | None], step: int, secon
     solved = [perf == 1 for perf in perfs]
     by_family: dict[str, list[bool]] = {}
     for task, is_solved in zip(tasks, solved, strict=True):
-        by_family.setdefault(family_of(task).name, []).append(is_solved)
+        by_family.setdefault(family_name(task), []).append(is_solved)
     success = sum(solved) / len(solved)
     return Check(
         step=step,

@@ -26,7 +26,7 @@ from m2forge.pool.config import PoolConfig
 from m2forge.reward.config import RewardConfig
 from m2forge.rollout.config import RolloutConfig
 from m2forge.sandbox.config import SandboxConfig
-from m2forge.tasks.config import CurriculumConfig
+from m2forge.tasks.config import CurriculumConfig, VerifyConfig
 from m2forge.train.config import Curve, PolicyConfig, TrainConfig
 
 Count = Annotated[int, Field(gt=0)]
@@ -103,6 +103,7 @@ class ForgeConfig(Config):
     bytes a token. 0: none."""
     curriculum: CurriculumConfig
     agent: AgentConfig
+    verify: VerifyConfig = VerifyConfig()
     check: CheckConfig = CheckConfig()
     reward: RewardConfig = RewardConfig()
     policy: PolicyConfig = PolicyConfig()

@@ -46,6 +46,7 @@ from m2forge.pool.writer import PoolWriter
 from m2forge.records import PolicyVersion, Task
 from m2forge.reward.judge import Judge
 from m2forge.tasks.curriculum import Curriculum
+from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.checkpoint import CheckpointStore, read_position
@@ -108,9 +109,12 @@ class Loop:
                 async with (
                     GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin,
                     Workers(self.config.agent, self.layout.run_dir / "agents") as workers,
+                    TaskRunner(
+                        self.config.verify, self.layout.run_dir / "verify", self.config.curriculum.family_names
+                    ) as runner,
                     PoolWriter(self.pool) as writer,
                 ):
-                    agents = Agents(self.config.agent, admin, workers, lambda: servers.num_starts)
+                    agents = Agents(self.config.agent, admin, workers, runner, lambda: servers.num_starts)
                     try:
                         await self._roll_out(background, training, servers.sampler, agents, writer)
                     finally:
@@ -169,7 +173,8 @@ class Loop:
 
     async def _feed(self, writer: PoolWriter, attempts: Attempts, agents: Agents) -> None:
         """Fill the queue, and give every agent something to do."""
-        look_at_s, supply = 0.0, Supply(self.config, self.pool, writer, self.curriculum, self._note)
+        draw, look_at_s = agents.runner.next_task, 0.0
+        supply = Supply(self.config, self.pool, writer, self.curriculum, draw, self._note)
         while True:
             is_filled = await supply.fill()
             num_free = self.config.agent.num_jobs - len(self._running)
@@ -259,9 +264,8 @@ class Loop:
         while self.served is None:
             await asyncio.sleep(POLL_S)
         config = self.config
-        found, kept = await check(
-            agents, held_out_tasks(config), self.served.step, config.agent.num_jobs, config.check.sampling
-        )
+        tasks = await held_out_tasks(config, agents.runner)
+        found, kept = await check(agents, tasks, self.served.step, config.agent.num_jobs, config.check.sampling)
         write_kept(self.layout.kept, found.step, kept)
         note_check(self.layout.checks, found)
         self._checked = found.step

@@ -14,23 +14,30 @@ from m2forge.pool.pool import Pool
 from m2forge.pool.state import StateError
 from m2forge.pool.writer import PoolWriter
 from m2forge.records import Task
-from m2forge.tasks.curriculum import Curriculum
+from m2forge.tasks.curriculum import Curriculum, Draw
 
 
 class Supply:
     def __init__(
-        self, config: ForgeConfig, pool: Pool, writer: PoolWriter, curriculum: Curriculum, note: Callable[[], str]
+        self,
+        config: ForgeConfig,
+        pool: Pool,
+        writer: PoolWriter,
+        curriculum: Curriculum,
+        draw: Draw,
+        note: Callable[[], str],
     ) -> None:
-        """`note`: what to store with the tasks, the curriculum's state included."""
+        """`draw`: draws a task, as `TaskRunner.next_task` does. `note`: what to store with the tasks, the
+        curriculum's state included."""
         self._config, self._pool, self._writer, self._note = config, pool, writer, note
-        self.curriculum = curriculum
+        self.curriculum, self._draw = curriculum, draw
 
     async def fill(self) -> bool:
         """Replace what was dropped and queue the batches that there is room for; whether anything was queued."""
         is_filled = await self._replace()
         while await self._writer.run(self._pool.room) >= self._config.batch_units:
             before = self.curriculum.state()
-            given = self.curriculum.next_batch()
+            given = await self.curriculum.draw_batch(self._draw)
             tasks = [(item.task, self._config.group_size) for item in given]
             try:
                 await self._writer.run(self._pool.put, tasks, self._note(), given[0].stage)
@@ -48,8 +55,8 @@ class Supply:
         is_whole = self._config.pool.window.unit == "group"
         given: list[tuple[Task, int]] = []
         for debt in owed:
-            task = self.curriculum.draw(debt.stage, debt.domain).task
-            given.append((task, self._config.group_size if is_whole else debt.num_units))
+            drawn = await self.curriculum.draw_task(debt.stage, debt.domain, self._draw)
+            given.append((drawn.task, self._config.group_size if is_whole else debt.num_units))
         pairs = zip(owed, given, strict=True)
         await self._writer.run(self._pool.replace, [(debt, *item) for debt, item in pairs], self._note())
         return True

@@ -107,12 +107,32 @@ class StageConfig(Config):
         return {domain: ratio / total for domain, ratio in ratios.items()}
 
 
+class VerifyConfig(Config):
+    """The worker processes that run families' code: `draw`, `tools`, `call` and `verify` (`tasks/runner.py`)."""
+
+    num_workers: Count = 1
+    timeout_s: Annotated[float, Field(gt=0)] = 1.5
+    """Wall clock of one verdict, or of one call of a tool. A slower verdict is perf 0 with reason `limit`."""
+    draw_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Wall clock of drawing a task, and of loading what it is verified with; longer ends the run."""
+    max_memory_bytes: Annotated[int, Field(ge=256 << 20)] = 512 << 20
+    """Address space of a worker. More is perf 0 with reason `limit`."""
+    max_error_share: Share = 0.05
+    """When more of the last 200 verdicts than this are `verifier_error`, the run ends."""
+
+
 class CurriculumConfig(Config):
     seed: int = Field(default=0, ge=0)
     batch_groups: Count
     """Groups of a batch; every domain of a stage gets at least one."""
     pace: PaceConfig = PaceConfig()
     stages: tuple[StageConfig, ...] = Field(min_length=1)
+
+    @property
+    def family_names(self) -> list[str]:
+        """Those of all stages, each once."""
+        domains = [domain for stage in self.stages for domain in stage.domains.values()]
+        return list(dict.fromkeys(family.name for domain in domains for family in domain.families))
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -14,8 +14,9 @@ curriculum made with it goes on exactly.
         curriculum.record(assignment.task, pass_rate=0.25)
 """
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from m2forge.errors import ConfigError, RecordError
 from m2forge.records import Domain, JsonValue, Task
@@ -24,7 +25,7 @@ from m2forge.tasks.config import CurriculumConfig, FamilyConfig, StageConfig
 from m2forge.tasks.family import Family, family_name
 from m2forge.tasks.mixture import Mixture
 from m2forge.tasks.pace import Pace
-from m2forge.tasks.task_set import TaskSet
+from m2forge.tasks.task_set import Split, TaskSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,23 @@ class Assignment:
     context: int
     """The longest context, in tokens, that an agent may send or receive."""
     stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A task that is yet to be drawn."""
+
+    family: str
+    position: int
+    """In the family's stream of training tasks."""
+    lowest: int
+    highest: int
+    context: int
+    stage: str
+
+
+Draw: TypeAlias = Callable[[str, Split, int, int, int, int], Awaitable[Task]]
+"""From family, split, seed, position, lowest and highest difficulty to the task."""
 
 
 class Curriculum:
@@ -50,7 +68,8 @@ class Curriculum:
         self._families = dict(families or {})
         for stage in config.stages:
             self._check(stage)
-        self._sets = {name: TaskSet(family, "train", config.seed) for name, family in sorted(self._families.items())}
+        self._positions = dict.fromkeys(sorted(self._families), 0)
+        """How many tasks of each family were taken."""
         self._paces: dict[str, Pace] = {}
         self._turns = dict.fromkeys(Domain, 0)
         self._enter(0)
@@ -71,20 +90,38 @@ class Curriculum:
         return {name: self._paces[name].pass_rate for name in self.levels()}
 
     def next_batch(self) -> list[Assignment]:
-        if self._mixture.num_batches == self.stage.num_batches:
-            self._enter(self._stage + 1)
-        counts = self._mixture.next()
-        # Unit k of n stands at (k + ½) / n of the batch.
-        places = [((unit + 0.5) / num, domain) for domain, num in counts.items() for unit in range(num)]
-        return [self._assign(self.stage, domain) for _, domain in sorted(places)]
+        """Drawn in this process."""
+        batch = []
+        for choice in self._choose_batch():
+            tasks = TaskSet(self._families[choice.family], "train", self._config.seed, choice.position)
+            batch.append(Assignment(tasks.next(choice.lowest, choice.highest), choice.context, choice.stage))
+        return batch
 
-    def draw(self, stage: str, domain: Domain) -> Assignment:
+    async def draw_batch(self, draw: Draw) -> list[Assignment]:
+        """The same batch, drawn by `draw`, as `TaskRunner.next_task` does. What it holds is chosen before the first
+        await, so that pass rates that are recorded meanwhile count for the next one."""
+        return [await self._draw(choice, draw) for choice in self._choose_batch()]
+
+    async def draw_task(self, stage: str, domain: Domain, draw: Draw) -> Assignment:
         """One more task of a domain, in place of one of that stage which was not trained; the stage may be over. It
         counts towards no batch."""
         found = next((known for known in self._config.stages if known.name == stage and domain in known.domains), None)
         if found is None:
             raise RecordError(f"curriculum: no stage {stage!r} with the domain {domain}; use another pool")
-        return self._assign(found, domain)
+        return await self._draw(self._choose(found, domain), draw)
+
+    async def _draw(self, choice: _Choice, draw: Draw) -> Assignment:
+        seed, levels = self._config.seed, (choice.lowest, choice.highest)
+        task = await draw(choice.family, "train", seed, choice.position, *levels)
+        return Assignment(task, choice.context, choice.stage)
+
+    def _choose_batch(self) -> list[_Choice]:
+        if self._mixture.num_batches == self.stage.num_batches:
+            self._enter(self._stage + 1)
+        counts = self._mixture.next()
+        # Unit k of n stands at (k + ½) / n of the batch.
+        places = [((unit + 0.5) / num, domain) for domain, num in counts.items() for unit in range(num)]
+        return [self._choose(self.stage, domain) for _, domain in sorted(places)]
 
     def record(self, task: Task, pass_rate: float) -> None:
         """Report a judged group: the share of its attempts that passed. Groups that are not trained on because all
@@ -100,20 +137,20 @@ class Curriculum:
             "num_batches": self._mixture.num_batches,
             "extras": {str(domain): num for domain, num in self._mixture.extras.items()},
             "turns": {str(domain): num for domain, num in self._turns.items()},
-            "positions": {name: tasks.position for name, tasks in self._sets.items()},
+            "positions": dict(self._positions),
             "paces": {name: pace.state() for name, pace in self._paces.items()},
         }
 
-    def _assign(self, stage: StageConfig, domain: Domain) -> Assignment:
+    def _choose(self, stage: StageConfig, domain: Domain) -> _Choice:
         settings = stage.domains[domain]
         family = settings.families[self._turns[domain] % len(settings.families)]
         self._turns[domain] += 1
+        self._positions[family.name] += 1
         # A family that another stage has moved on stays within the bounds of this one.
-        levels = [
+        lowest, highest = (
             min(max(level, family.difficulty[0]), family.difficulty[1]) for level in self._paces[family.name].levels
-        ]
-        task = self._sets[family.name].next(levels[0], levels[1])
-        return Assignment(task, settings.context, stage.name)
+        )
+        return _Choice(family.name, self._positions[family.name] - 1, lowest, highest, settings.context, stage.name)
 
     def _enter(self, stage: int) -> None:
         self._stage = stage
@@ -141,8 +178,7 @@ class Curriculum:
         self._mixture = Mixture(self.stage.ratios(), self._config.batch_groups, extras, num_batches)
         turns, positions = _counts(state, "turns"), _counts(state, "positions")
         self._turns = {domain: turns.get(domain, 0) for domain in Domain}
-        for name, tasks in self._sets.items():
-            tasks.position = positions.get(name, 0)
+        self._positions = {name: positions.get(name, 0) for name in self._positions}
         paces = state.get("paces")
         for name, pace in paces.items() if isinstance(paces, Mapping) else ():
             if name in self._paces and isinstance(pace, Mapping):

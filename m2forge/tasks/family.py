@@ -18,7 +18,8 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from enum import StrEnum
+from typing import Protocol, runtime_checkable
 
 from m2forge.errors import ConfigError, RecordError
 from m2forge.records import Domain, JsonValue, Task
@@ -31,6 +32,16 @@ MAX_SHOWN = 200
 """Characters of an answer, or of an argument, that evidence and error lines repeat."""
 
 
+class VerdictReason(StrEnum):
+    """How a verdict came about; `tasks/runner.py` states the rule. A worker that was lost gives no verdict."""
+
+    JUDGED = "judged"
+    LIMIT = "limit"
+    """The verifier exceeded its limit of time or memory: perf 0."""
+    VERIFIER_ERROR = "verifier_error"
+    """The verifier raised, twice: perf 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What a verifier says about an answer."""
@@ -39,6 +50,7 @@ class Verdict:
     """From 0, wrong, to 1, right."""
     evidence: Mapping[str, JsonValue] = field(default_factory=dict)
     """What was seen and what was expected. JSON values only."""
+    reason: VerdictReason = VerdictReason.JUDGED
 
     def __post_init__(self) -> None:
         if not 0 <= self.perf <= 1:
@@ -80,6 +92,14 @@ class Family(Protocol):
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         """A conversation that solves the task, from the user's message to the answer. `rng` chooses among ways."""
         ...
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """A family that needs time to load what a task's tools and verifier work on. A worker calls `prepare` first,
+    outside of the limit of time that a policy's answer has."""
+
+    def prepare(self, task: Task) -> None: ...
 
 
 class ToolFree:

@@ -79,7 +79,13 @@ class GymFamily(ToolFree):
         _, entry = _open(self.dataset, difficulty, item)
         return make_task(self, difficulty, str(entry["question"]), {"level": difficulty, "seed": item})
 
+    def prepare(self, task: Task) -> None:
+        """Makes the dataset, which may take longer than a verdict."""
+        self._open(task)
+
     def verify(self, task: Task, answer: str) -> Verdict:
+        """A scorer that raises at an answer cannot read it: it is wrong, as an unreadable answer is in every family. A
+        scorer that runs out of time or memory is ended by the worker that this runs in (`tasks/runner.py`)."""
         dataset, entry = self._open(task)
         evidence: dict[str, JsonValue] = {"expected": shown(str(entry["answer"])), "received": shown(answer)}
         if len(answer) > MAX_ANSWER:

@@ -56,15 +56,35 @@ class TaskSet:
 
     def distinct(self, num: int, lowest: int, highest: int) -> list[Task]:
         """So many different tasks, as a measurement needs them."""
-        tasks: dict[str, Task] = {}
-        num_repeats = 0
-        while len(tasks) < num:
-            task = self.next(lowest, highest)
-            num_repeats = num_repeats + 1 if task.id in tasks else 0
-            if num_repeats > MAX_DRAWS:
-                raise DataError(
-                    f"{self._family.name}: only {len(tasks)} different tasks of difficulty {lowest} to {highest} were "
-                    f"found in the split {self._split!r}, expected {num}; ask for fewer, or for other difficulties"
-                )
-            tasks[task.id] = task
-        return list(tasks.values())
+        found = Distinct(self._family.name, self._split, num, lowest, highest)
+        while found.is_wanting:
+            found.add(self.next(lowest, highest))
+        return found.tasks
+
+
+class Distinct:
+    """Collects `num` different tasks of a stream, and refuses one that has too few."""
+
+    def __init__(self, family: str, split: Split, num: int, lowest: int, highest: int) -> None:
+        self._family, self._split, self._num = family, split, num
+        self._lowest, self._highest = lowest, highest
+        self._tasks: dict[str, Task] = {}
+        self._num_repeats = 0
+
+    @property
+    def is_wanting(self) -> bool:
+        return len(self._tasks) < self._num
+
+    @property
+    def tasks(self) -> list[Task]:
+        return list(self._tasks.values())
+
+    def add(self, task: Task) -> None:
+        self._num_repeats = self._num_repeats + 1 if task.id in self._tasks else 0
+        if self._num_repeats > MAX_DRAWS:
+            raise DataError(
+                f"{self._family}: only {len(self._tasks)} different tasks of difficulty {self._lowest} to "
+                f"{self._highest} were found in the split {self._split!r}, expected {self._num}; ask for fewer, or for "
+                "other difficulties"
+            )
+        self._tasks[task.id] = task

@@ -2,21 +2,33 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from m2forge.errors import EngineError
-from m2forge.forge.attempts import DEATHS_BEFORE_ALONE, Agents, Interrupted, Tried, WorkerLost
+from m2forge.forge.attempts import ANSWER, DEATHS_BEFORE_ALONE, Agents, Attempts, Interrupted, Tried, WorkerLost
 from m2forge.forge.config import AgentConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.forge.worker import JobError, Workers
 from m2forge.gateway.config import GatewayConfig
+from m2forge.pool.config import PoolConfig
+from m2forge.pool.pool import Pool
+from m2forge.pool.stored import Outcome, read_units
+from m2forge.pool.writer import PoolWriter
 from m2forge.protocols import Chunk, Prompt
-from m2forge.records import Domain, Task
+from m2forge.records import Reward
+from m2forge.reward.config import RewardConfig
+from m2forge.reward.judge import Judge
+from m2forge.tasks.agent import Chain
+from m2forge.tasks.config import VerifyConfig
+from m2forge.tasks.gym import GymFamily
+from m2forge.tasks.runner import TaskRunner
+from tests.forge.test_check import agents_of
 from tests.gateway.dialogue import minimax
-from tests.gateway.live import ADMIN_KEY, Live, live
+from tests.gateway.live import Live, live
 
 # The words of a task's instruction are what it does: `call`s the policy, dies, or ends with an error of that kind.
 PROGRAM = """
@@ -39,6 +51,7 @@ for line in sys.stdin:
             told |= {"kind": word} if word != "error" else {}
             print(json.dumps(told), flush=True)
 """
+TASK = Chain().draw(1, 0)
 
 
 def attempt(gateway: Live, folder: Path, does: str, *, num_deaths: int = 0, starts: list[int] | None = None) -> Tried:
@@ -48,10 +61,10 @@ def attempt(gateway: Live, folder: Path, does: str, *, num_deaths: int = 0, star
         return starts.pop(0) if starts and len(starts) > 1 else (starts or [0])[0]
 
     async def scene() -> Tried:
-        async with GatewayAdmin(gateway.url, ADMIN_KEY) as admin, Workers(config, folder) as workers:
-            agents = Agents(config, admin, workers, num_starts)
-            tried = await agents.attempt("g0-0-1", Task("t", Domain.AGENT, does), "g0", num_deaths)
-            await admin.forget(["g0-0-1"])
+        async with agents_of(gateway, config, folder) as make_agents:
+            agents = make_agents(num_starts)
+            tried = await agents.attempt("g0-0-1", replace(TASK, instruction=does), "g0", num_deaths)
+            await agents.gateway.forget(["g0-0-1"])
             return tried
 
     return asyncio.run(scene())
@@ -105,3 +118,39 @@ def test_an_attempt_that_kills_every_worker_counts_once_it_has_one_for_itself(tm
             attempt(gateway, tmp_path, "die", num_deaths=DEATHS_BEFORE_ALONE)
     assert len(tried.tree.samples) == 1
     assert "status 9" in (tried.failure or "")
+
+
+def test_a_hostile_answer_is_judged_in_time_again_after_a_restart(tmp_path: Path) -> None:
+    """What a loop that died had stored: the next loop judges it, and an answer that no verifier finishes is wrong."""
+    task = GymFamily("coin_flip").draw(0, 1)
+    right = str(GymFamily("coin_flip").verify(task, "").evidence["expected"])
+    format = minimax()
+    config = AgentConfig(command=("true",))
+
+    async def judge() -> list[Reward | None]:
+        with Pool(PoolConfig(url=f"sqlite:///{tmp_path}/pool.db"), format.tokenizer.vocab_size) as pool:
+            if not pool.note():
+                pool.put([(task, 2)], "queued")
+                for lease, answer in zip(pool.lease("loop", 2), ("1e99999999", right), strict=True):
+                    pool.finish(lease, Outcome(artifacts={ANSWER: answer}))
+            async with (
+                PoolWriter(pool) as writer,
+                GatewayAdmin("http://127.0.0.1:1", "key") as admin,
+                Workers(config, tmp_path / "agents") as workers,
+                TaskRunner(VerifyConfig(), tmp_path / "verify") as runner,
+            ):
+                agents = Agents(config, admin, workers, runner, lambda: 0)
+                attempts = Attempts(agents, pool, writer, Judge(RewardConfig()), format, lambda task, rate: None)
+                await attempts.judge_whole()
+            assert attempts.counts.num_groups == 1
+            with pool.database.read() as connection:
+                (unit,) = read_units(connection, [1], pool.vocab_size)
+        return [episode.reward for episode in unit.episodes]
+
+    hostile, fine = asyncio.run(judge())
+    assert hostile is not None
+    assert fine is not None
+    assert (hostile.perf, fine.perf) == (0.0, 1.0)
+    verifier = hostile.evidence["verifier"]
+    assert isinstance(verifier, Mapping)
+    assert verifier["reason"] == "limit"

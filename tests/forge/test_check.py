@@ -1,7 +1,9 @@
 """What an attempt is not judged by: that a process died meanwhile."""
 
 import asyncio
+import contextlib
 import sys
+from collections.abc import AsyncGenerator, Callable
 from itertools import count
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from m2forge.forge.worker import JobError, Workers
 from m2forge.gateway.config import GatewayConfig
 from m2forge.records import Task
 from m2forge.tasks.catalog import find_family
+from m2forge.tasks.config import VerifyConfig
+from m2forge.tasks.runner import TaskRunner
 from m2forge.tasks.task_set import TaskSet
 from tests.gateway.dialogue import minimax
 from tests.gateway.live import ADMIN_KEY, Live, live
@@ -45,13 +49,26 @@ for line in sys.stdin:
 """
 
 
+@contextlib.asynccontextmanager
+async def agents_of(
+    gateway: Live, config: AgentConfig, folder: Path
+) -> AsyncGenerator[Callable[[Callable[[], int]], Agents], None]:
+    """Agents of a gateway, by how often its processes have been started."""
+    async with (
+        GatewayAdmin(gateway.url, ADMIN_KEY) as admin,
+        Workers(config, folder / "agents") as workers,
+        TaskRunner(VerifyConfig(), folder / "verify") as runner,
+    ):
+        yield lambda num_starts: Agents(config, admin, workers, runner, num_starts)
+
+
 def run_check(program: str, folder: Path) -> Check:
     config = AgentConfig(command=(sys.executable, "-c", program), jobs_per_worker=4)
     tasks = TaskSet(find_family("chain"), "held_out", 1).distinct(4, 1, 3)
 
     async def scene(gateway: Live) -> Check:
-        async with GatewayAdmin(gateway.url, ADMIN_KEY) as admin, Workers(config, folder / "agents") as workers:
-            return (await check(Agents(config, admin, workers, lambda: 0), tasks, 0, 4))[0]
+        async with agents_of(gateway, config, folder) as make_agents:
+            return (await check(make_agents(lambda: 0), tasks, 0, 4))[0]
 
     with live(minimax(), config=GatewayConfig(port=0, journal=str(folder / "journal"))) as gateway:
         found = asyncio.run(scene(gateway))
@@ -73,10 +90,10 @@ def test_time_that_ran_out_counts_unless_a_process_was_started_again_meanwhile(t
     task: Task = TaskSet(find_family("chain"), "held_out", 1).next(1, 3)
 
     async def scene(gateway: Live) -> Tried:
-        async with GatewayAdmin(gateway.url, ADMIN_KEY) as admin, Workers(config, tmp_path) as workers:
+        async with agents_of(gateway, config, tmp_path) as make_agents:
             with pytest.raises(Interrupted, match="while a process was away"):
-                await Agents(config, admin, workers, count().__next__).attempt("g0-0-1", task, "g0")
-            return await Agents(config, admin, workers, lambda: 0).attempt("g0-0-2", task, "g0")
+                await make_agents(count().__next__).attempt("g0-0-1", task, "g0")
+            return await make_agents(lambda: 0).attempt("g0-0-2", task, "g0")
 
     with live(minimax(), config=GatewayConfig(port=0)) as gateway:
         assert asyncio.run(scene(gateway)).failure == TIMEOUT
@@ -87,9 +104,9 @@ def test_time_that_ran_out_in_a_stuck_worker_before_any_call_is_not_the_policys(
     task: Task = TaskSet(find_family("chain"), "held_out", 1).next(1, 3)
 
     async def scene(gateway: Live) -> None:
-        async with GatewayAdmin(gateway.url, ADMIN_KEY) as admin, Workers(config, tmp_path) as workers:
+        async with agents_of(gateway, config, tmp_path) as make_agents:
             with pytest.raises(JobError, match="worker that was stuck"):
-                await Agents(config, admin, workers, lambda: 0).attempt("g0-0-1", task, "g0")
+                await make_agents(lambda: 0).attempt("g0-0-1", task, "g0")
 
     with live(minimax(), config=GatewayConfig(port=0)) as gateway:
         asyncio.run(scene(gateway))

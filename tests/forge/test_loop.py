@@ -42,6 +42,7 @@ from m2forge.rollout.serve import make_core
 from m2forge.rollout.server import make_app
 from m2forge.rollout.server_config import ServeConfig, ServerConfig
 from m2forge.tasks.curriculum import Curriculum
+from m2forge.tasks.runner import TaskRunner
 from tests.forge.ring import AGENT, ROOT, command_of, processes_of
 from tests.forge.scene import make_config, make_model
 from tests.rollout.served import served
@@ -138,8 +139,9 @@ def test_a_loop_that_dies_while_it_queues_leaves_no_task_out_and_gives_none_twic
 
     async def fill() -> None:
         loop = Loop(Layout(tmp_path), config)
-        async with PoolWriter(loop.pool) as writer:
-            assert await Supply(config, loop.pool, writer, loop.curriculum, loop._note).fill()
+        async with PoolWriter(loop.pool) as writer, TaskRunner(config.verify, tmp_path / "verify") as runner:
+            supply = Supply(config, loop.pool, writer, loop.curriculum, runner.next_task, loop._note)
+            assert await supply.fill()
         loop.pool.close()
 
     def dying(method: Callable[..., Any]) -> Callable[..., Any]:

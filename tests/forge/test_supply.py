@@ -20,7 +20,7 @@ from m2forge.pool.stored import Lease, make_label
 from m2forge.pool.writer import PoolWriter
 from m2forge.records import Domain, PolicyVersion
 from m2forge.tasks.curriculum import Curriculum
-from tests.forge.scene import make_config
+from tests.forge.scene import draw_here, make_config
 from tests.pool.scene import VOCAB_SIZE, play
 
 NUM_STEPS = 14
@@ -77,7 +77,7 @@ class Run:
         """Labels of the units of every batch."""
         batches: list[Counter[str]] = []
         async with PoolWriter(self.pool) as writer:
-            supply = Supply(self.config, self.pool, writer, self.curriculum, lambda: "note")
+            supply = Supply(self.config, self.pool, writer, self.curriculum, draw_here, lambda: "note")
             for _ in range(3000):
                 await self.turn(supply)
                 claimed = self.claim(len(batches), [batch.total() for batch in batches])
@@ -142,7 +142,7 @@ def test_a_batch_that_finds_no_room_is_drawn_again(tmp_path: Path, monkeypatch: 
 
     async def fill() -> None:
         async with PoolWriter(run.pool) as writer:
-            supply = Supply(config, run.pool, writer, run.curriculum, lambda: "note")
+            supply = Supply(config, run.pool, writer, run.curriculum, draw_here, lambda: "note")
             with monkeypatch.context() as patch:
                 patch.setattr(run.pool, "room", lambda: 4)
                 await supply.fill()

@@ -1,0 +1,241 @@
+"""Families' code in worker processes with limits of time and memory: tasks and answers in, verdicts out.
+
+    async with TaskRunner(VerifyConfig(), folder, families=("chain",)) as runner:
+        verdict = await runner.verify(task, answer)
+
+What a policy wrote reaches a family's code only here, so neither an endless verifier nor one that fills the memory
+stalls the caller. One rule holds for every verifier:
+
+    over a limit                            perf 0, `limit`
+    raised twice on the same answer         perf 0, `verifier_error`, with the traceback as evidence
+    more than `max_error_share` of the      `BrokenVerifierError`, which ends the run: the rewards would be wrong
+    last `NUM_WATCHED` verdicts are that
+    a worker was lost                       `infra`: retried with another, never a verdict
+
+Workers live on and are kept warm: they import the families' libraries once. They end with this process, by whatever
+signal it dies, because a sandbox's keeper holds them.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, cast
+
+import m2forge
+from m2forge.errors import DataError, EngineError
+from m2forge.protocols import Command
+from m2forge.records import JsonValue, Task
+from m2forge.sandbox.config import SandboxConfig
+from m2forge.sandbox.process import ProcessSandbox
+from m2forge.sandbox.worker import ProcessWorker
+from m2forge.tasks.config import VerifyConfig
+from m2forge.tasks.family import Verdict, VerdictReason, family_name, shown
+from m2forge.tasks.task_set import Distinct, Split
+from m2forge.tasks.worker import RequestOutcome, read_task, task_fields
+from m2forge.text.message import Tool, tool_from_openai
+
+NUM_WATCHED = 200
+MAX_LOST = 10
+"""Workers lost at one request, after which it is given up with an error."""
+START_S = 120.0
+"""A worker may take so long to import its families."""
+LIFE_S = 30 * 86400.0
+MAX_REPLY_BYTES = 16 << 20
+RETRY_S = 0.05
+
+_COMMAND = (sys.executable, "-m", "m2forge.tasks.worker")
+_log = logging.getLogger(__name__)
+
+
+class BrokenVerifierError(EngineError):
+    """A verifier that raises too often for its verdicts to be rewards."""
+
+
+class LimitError(EngineError):
+    """Code of a family, other than a verifier, that exceeded a limit or raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolAnswer:
+    content: str
+    latency_s: float
+    """How long the call should take, beside what it took."""
+
+
+class TaskRunner:
+    def __init__(
+        self,
+        config: VerifyConfig,
+        folder: Path,
+        families: Sequence[str] = (),
+        command: Sequence[str] = _COMMAND,
+    ) -> None:
+        """`folder`: where workers run. `families`: those that are imported before they are needed. `command`: of a
+        worker."""
+        self._config, self._families = config, tuple(dict.fromkeys(families))
+        limits = (str(config.timeout_s), str(config.draw_timeout_s))
+        seats = [_Seat(folder / f"worker-{index}", config, (*command, *limits)) for index in range(config.num_workers)]
+        self._seats = seats
+        self._idle: asyncio.Queue[_Seat] = asyncio.Queue()
+        self._warming: list[asyncio.Task[None]] = []
+        self._errors: deque[bool] = deque(maxlen=NUM_WATCHED)
+        self.max_memory_bytes = 0
+        """The most that a process has used so far."""
+
+    async def __aenter__(self) -> Self:
+        self._warming = [asyncio.create_task(self._warm(seat)) for seat in self._seats]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._warming:
+            task.cancel()
+        await asyncio.gather(*self._warming, return_exceptions=True)
+        await asyncio.gather(*(seat.close() for seat in self._seats))
+
+    async def verify(self, task: Task, answer: str) -> Verdict:
+        reply = await self._ask({"op": "verify", "task": task_fields(task), "answer": answer}, family_name(task))
+        outcome = RequestOutcome(str(reply["outcome"]))
+        self._errors.append(outcome is RequestOutcome.VERIFIER_ERROR)
+        if outcome is RequestOutcome.OK:
+            value = cast("Mapping[str, JsonValue]", reply["value"])
+            return Verdict(cast("float", value["perf"]), cast("Mapping[str, JsonValue]", value["evidence"]))
+        evidence: dict[str, JsonValue] = {"reason": str(outcome), "received": shown(answer)}
+        if outcome is RequestOutcome.LIMIT:
+            return Verdict(0.0, evidence | {"error": reply["text"]}, VerdictReason.LIMIT)
+        trace = str(reply.get("value") or reply["text"])
+        num_errors, most = sum(self._errors), self._config.max_error_share * NUM_WATCHED
+        if num_errors > most:
+            raise BrokenVerifierError(
+                f"{family_name(task)}: its verifier raised at {num_errors} of the last {len(self._errors)} answers, "
+                f"more than {self._config.max_error_share:.0%} of {NUM_WATCHED}; repair it, then start the run again. "
+                f"The last one, at task {task.id}:\n{trace}"
+            )
+        return Verdict(0.0, evidence | {"traceback": trace}, VerdictReason.VERIFIER_ERROR)
+
+    async def tools(self, task: Task) -> tuple[Tool, ...]:
+        value = await self._value({"op": "tools", "task": task_fields(task)}, family_name(task))
+        return tuple(tool_from_openai(tool) for tool in cast("list[Mapping[str, JsonValue]]", value))
+
+    async def call(self, task: Task, name: str, arguments: JsonValue) -> ToolAnswer:
+        """A call over a limit, or at which the family's code raises, is answered by an error line."""
+        request: dict[str, JsonValue] = {"op": "call", "task": task_fields(task), "name": name, "arguments": arguments}
+        reply = await self._ask(request, family_name(task))
+        match reply["outcome"]:
+            case RequestOutcome.OK:
+                value = cast("Mapping[str, JsonValue]", reply["value"])
+                return ToolAnswer(str(value["content"]), cast("float", value["latency_s"]))
+            case RequestOutcome.LIMIT:
+                return ToolAnswer(f"error: {shown(name)} exceeded its limits of time or memory", 0.0)
+        _log.warning("%s: %s failed: %s", task.id, shown(name), reply.get("value") or reply["text"])
+        return ToolAnswer(f"error: {shown(name)} failed", 0.0)
+
+    async def next_task(self, family: str, split: Split, seed: int, position: int, lowest: int, highest: int) -> Task:
+        """As `TaskSet.next` of a stream at that position; the next one is at the next position."""
+        stream: JsonValue = [split, seed, position, lowest, highest]
+        value = await self._value({"op": "next", "stream": stream}, family)
+        return read_task(cast("Mapping[str, JsonValue]", value))
+
+    async def distinct(self, family: str, split: Split, seed: int, num: int, lowest: int, highest: int) -> list[Task]:
+        """As `TaskSet.distinct` of a stream at its start."""
+        found = Distinct(family, split, num, lowest, highest)
+        for position in itertools.count():
+            if not found.is_wanting:
+                break
+            found.add(await self.next_task(family, split, seed, position, lowest, highest))
+        return found.tasks
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    async def _value(self, request: dict[str, JsonValue], family: str) -> JsonValue:
+        reply = await self._ask(request, family)
+        match reply["outcome"]:
+            case RequestOutcome.OK:
+                return reply["value"]
+            case RequestOutcome.REFUSED:
+                raise DataError(str(reply["text"]))
+            case RequestOutcome.LIMIT:
+                raise LimitError(f"{family}: {request['op']}: {reply['text']}; see `verify` in the configuration")
+        raise LimitError(f"{family}: {request['op']}: its code raised:\n{reply['value']}")
+
+    async def _ask(self, request: dict[str, JsonValue], family: str) -> dict[str, JsonValue]:
+        problem = ""
+        for _ in range(MAX_LOST):
+            seat = await self._idle.get()
+            try:
+                reply = await seat.ask(request | {"family": family})
+            except _LostError as error:
+                problem = str(error)
+            else:
+                memory = reply.get("memory_bytes")
+                self.max_memory_bytes = max(self.max_memory_bytes, memory if isinstance(memory, int) else 0)
+                if reply["outcome"] != RequestOutcome.INFRA:
+                    return reply
+                problem = str(reply["text"])
+            finally:
+                self._idle.put_nowait(seat)
+            _log.warning("a worker of tasks was lost, trying again: %s", problem)
+            await asyncio.sleep(RETRY_S)
+        raise EngineError(f"{family}: {MAX_LOST} workers of tasks were lost at one request; the last: {problem}")
+
+    async def _warm(self, seat: "_Seat") -> None:
+        try:
+            for family in self._families:
+                await seat.ask({"op": "prepare", "family": family})
+        except _LostError as error:
+            _log.warning("a worker of tasks could not start: %s", error)
+        finally:
+            self._idle.put_nowait(seat)
+
+
+class _LostError(Exception):
+    """A worker that ended, or gave no reply."""
+
+
+class _Seat:
+    """One worker at a time; the next is started when it is lost."""
+
+    def __init__(self, folder: Path, config: VerifyConfig, argv: Sequence[str]) -> None:
+        limits = SandboxConfig(
+            timeout_s=LIFE_S, max_memory_bytes=config.max_memory_bytes, max_output_bytes=MAX_REPLY_BYTES
+        )
+        self._sandbox = ProcessSandbox(folder, limits)
+        # The package must be found from the worker's own folder. Threads of numeric libraries would reserve memory.
+        roots = [str(Path(m2forge.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+        path = os.pathsep.join(root for root in roots if root)
+        self._command = Command(tuple(argv), {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"})
+        self._patience_s = START_S + config.draw_timeout_s + 2 * config.timeout_s
+        self._worker: ProcessWorker | None = None
+        self._numbers = itertools.count()
+
+    async def ask(self, request: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        number = next(self._numbers)
+        if self._worker is None:
+            self._worker = await self._sandbox.start(self._command)
+        worker = self._worker
+        try:
+            await worker.send(json.dumps(request | {"n": number}).encode() + b"\n")
+            while line := await worker.receive_line(self._patience_s):
+                reply: dict[str, JsonValue] = json.loads(line)
+                # Another number is the reply to a request that was cancelled.
+                if reply["n"] == number:
+                    return reply
+        except (TimeoutError, DataError, ValueError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        else:
+            problem = "it ended"
+        self._worker = None
+        outcome = await worker.stop()
+        raise _LostError(f"{problem}, status {outcome.status}: {outcome.stderr.text()[-1000:].strip() or 'no output'}")
+
+    async def close(self) -> None:
+        await self._sandbox.close()

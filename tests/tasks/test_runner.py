@@ -1,0 +1,173 @@
+"""Families' code under limits: whatever a verifier does, the caller gets one of the outcomes of the rule, in time."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from m2forge.errors import DataError, EngineError
+from m2forge.tasks.catalog import find_family
+from m2forge.tasks.config import CurriculumConfig, VerifyConfig
+from m2forge.tasks.curriculum import Curriculum
+from m2forge.tasks.family import Verdict, VerdictReason
+from m2forge.tasks.runner import BrokenVerifierError, LimitError, TaskRunner
+from m2forge.tasks.task_set import TaskSet
+from tests.tasks.hostile_worker import NAME, Hostile
+from tests.tasks.test_curriculum import make
+
+T = TypeVar("T")
+TASK = Hostile().draw(1, 0)
+COMMAND = (sys.executable, "-m", "tests.tasks.hostile_worker")
+MAX_STALL_S = 0.1
+
+
+def run(folder: Path, scene: Callable[[TaskRunner], Awaitable[T]], **fields: object) -> T:
+    """What `scene` gives; the event loop must not have stalled."""
+    config = VerifyConfig(**{"timeout_s": 0.5, **fields})  # type: ignore[arg-type]  # checked there
+
+    async def watched() -> T:
+        stalls: list[float] = []
+
+        async def watch() -> None:
+            while True:
+                at_s = time.monotonic()
+                await asyncio.sleep(0.005)
+                stalls.append(time.monotonic() - at_s - 0.005)
+
+        async with TaskRunner(config, folder, (NAME,), COMMAND) as runner:
+            watching = asyncio.create_task(watch())
+            found = await scene(runner)
+            watching.cancel()
+        # One wait may be long because the machine is busy; a verifier on the loop would be among the longest two.
+        assert sorted(stalls)[-2] < MAX_STALL_S
+        return found
+
+    return asyncio.run(watched())
+
+
+@pytest.mark.parametrize("answer", ["loop", "power", "sleep", "grow"])
+def test_a_verifier_over_a_limit_has_perf_0_and_the_worker_goes_on(tmp_path: Path, answer: str) -> None:
+    async def scene(runner: TaskRunner) -> tuple[Verdict, float, Verdict, int]:
+        await runner.verify(TASK, "fine")
+        started_s = time.monotonic()
+        verdict = await runner.verify(TASK, answer)
+        passed_s = time.monotonic() - started_s
+        return verdict, passed_s, await runner.verify(TASK, "fine"), runner.max_memory_bytes
+
+    verdict, passed_s, fine, memory = run(tmp_path, scene)
+    assert (verdict.perf, verdict.reason, verdict.evidence["reason"]) == (0.0, VerdictReason.LIMIT, "limit")
+    assert passed_s < 2.0
+    assert memory < 512 << 20
+    assert (fine.perf, fine.reason) == (1.0, VerdictReason.JUDGED)
+
+
+@pytest.mark.parametrize("answer", ["raise", "exit", "crash", "evidence"])
+def test_a_verifier_that_raises_twice_has_perf_0_and_its_traceback_is_kept(tmp_path: Path, answer: str) -> None:
+    verdict = run(tmp_path, lambda runner: runner.verify(TASK, answer))
+    assert (verdict.perf, verdict.reason) == (0.0, VerdictReason.VERIFIER_ERROR)
+    expected = {"raise": "KeyError: 'what the policy wrote'", "exit": "SystemExit", "crash": "status -11"}
+    assert expected.get(answer, "xxx") in str(verdict.evidence["traceback"])
+    assert len(str(verdict.evidence)) < 10_000
+
+
+@pytest.mark.parametrize("answer", ["raise once", "crash once", "sleep once", "die once", "grow once"])
+def test_what_fails_once_is_tried_again(tmp_path: Path, answer: str) -> None:
+    async def scene(runner: TaskRunner) -> Verdict:
+        await runner.verify(TASK, "fine")  # so that the worker is not fresh
+        return await runner.verify(TASK, answer)
+
+    assert run(tmp_path, scene).perf == 1.0
+
+
+def test_what_a_verifier_prints_is_no_reply(tmp_path: Path) -> None:
+    assert run(tmp_path, lambda runner: runner.verify(TASK, "print")).evidence["pid"] != os.getpid()
+
+
+def test_a_lost_worker_is_retried_and_never_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m2forge.tasks.runner.MAX_LOST", 3)
+
+    async def scene(runner: TaskRunner) -> None:
+        with pytest.raises(EngineError, match="3 workers of tasks were lost"):
+            await runner.verify(TASK, "die")
+        pid = (await runner.verify(TASK, "fine")).evidence["pid"]
+        assert isinstance(pid, int)
+        # The executor's parent is the worker; both may be killed from outside.
+        worker = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        for victim in (pid, worker):
+            os.kill(victim, signal.SIGKILL)
+            assert (await runner.verify(TASK, "fine")).perf == 1.0
+
+    run(tmp_path, scene)
+
+
+def test_a_verifier_that_raises_at_more_than_a_twentieth_ends_the_run(tmp_path: Path) -> None:
+    async def scene(runner: TaskRunner) -> None:
+        for _ in range(195):
+            await runner.verify(TASK, "fine")
+        for _ in range(10):
+            assert (await runner.verify(TASK, "raise")).reason is VerdictReason.VERIFIER_ERROR
+        with pytest.raises(BrokenVerifierError, match=r"(?s)11 of the last 200 answers.*what the policy wrote"):
+            await runner.verify(TASK, "raise")
+
+    run(tmp_path, scene)
+
+
+def test_calls_of_tools_and_draws_are_limited_too(tmp_path: Path) -> None:
+    async def scene(runner: TaskRunner) -> tuple[str, str, str]:
+        with pytest.raises(LimitError, match="hostile: next: no verdict after"):
+            await runner.next_task(NAME, "train", 0, 0, 2, 2)
+        with pytest.raises(DataError, match="unknown task family"):
+            await runner.next_task("no such", "train", 0, 0, 1, 1)
+        slow, raising = await runner.call(TASK, "loop", {}), await runner.call(TASK, "raise", {})
+        return slow.content, raising.content, (await runner.call(TASK, "fine", {})).content
+
+    found = run(tmp_path, scene, draw_timeout_s=1.0)
+    assert found == ("error: loop exceeded its limits of time or memory", "error: raise failed", "1.0")
+
+
+def test_what_a_runner_gives_is_what_the_family_gives(tmp_path: Path) -> None:
+    family = find_family("copies")
+
+    async def scene(runner: TaskRunner) -> None:
+        tasks = await runner.distinct("copies", "held_out", 3, 12, 0, 4)
+        assert tasks == TaskSet(family, "held_out", 3).distinct(12, 0, 4)
+        for task in tasks[:4]:
+            assert await runner.tools(task) == family.tools(task)
+            for name, arguments in (("look", {"key": "3G"}), ("recall", {"key": "3G"}), ("look", {}), ("x", None)):
+                called = await runner.call(task, name, arguments)
+                assert called.content == family.call(task, name, arguments)
+            for answer in ("3G", str(family.verify(task, "").evidence["expected"]), "\udcff\n"):
+                assert await runner.verify(task, answer) == family.verify(task, answer)
+
+    run(tmp_path, scene)
+
+
+def test_a_batch_that_a_runner_draws_is_the_batch_of_the_curriculum(tmp_path: Path) -> None:
+    config: CurriculumConfig = make()
+
+    async def scene(runner: TaskRunner) -> None:
+        here, there = Curriculum(config), Curriculum(config)
+        for _ in range(5):
+            assert await there.draw_batch(runner.next_task) == here.next_batch()
+            assert there.state() == here.state()
+
+    run(tmp_path, scene)
+
+
+@pytest.mark.parametrize(("dataset", "answer"), [("rush_hour", "A+99999999999"), ("coin_flip", "1e99999999")])
+def test_hostile_answers_to_the_librarys_scorers_end_in_time(tmp_path: Path, dataset: str, answer: str) -> None:
+    async def scene() -> tuple[Verdict, float]:
+        async with TaskRunner(VerifyConfig(), tmp_path) as runner:
+            task = await runner.next_task(f"reasoning-gym:{dataset}", "train", 0, 0, 0, 0)
+            started_s = time.monotonic()
+            return await runner.verify(task, answer), time.monotonic() - started_s
+
+    verdict, passed_s = asyncio.run(scene())
+    assert (verdict.perf, verdict.reason) == (0.0, VerdictReason.LIMIT)
+    assert passed_s < 2.0
