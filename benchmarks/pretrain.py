@@ -27,7 +27,7 @@ from m2forge.corpus.reader import CorpusReader
 from m2forge.model.build import build
 from m2forge.model.config import ModelConfig
 from m2forge.model.preset import preset
-from m2forge.model.transformer import Transformer
+from m2forge.model.transformer import Transformer, fastest_attention
 from m2forge.records import NO_TARGET, Pack
 from m2forge.train.config import Curve, OptimizerConfig, PhaseConfig
 from m2forge.train.engine import TrainEngine
@@ -176,7 +176,9 @@ def run_peer(load: Workload, folder: Path, start: Transformer, compiled: str) ->
     def step(index: int) -> torch.Tensor:
         for group in optimizer.param_groups:
             group["lr"] = rate_at(load.phase, index)
-        loss = function(*next(rows))
+        # The attention backend that ours has.
+        with fastest_attention(torch.device(load.device)):
+            loss = function(*next(rows))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_norm)
         optimizer.step()

@@ -90,7 +90,7 @@ class Transformer(nn.Module):
         window = self.config.attention.window
         windowed = full if window is None else plan.bind(window)
         x_ND, balances = embedding_ND, []
-        with _fastest_attention(tokens.device):
+        with fastest_attention(tokens.device):
             for layer, block in enumerate(self.blocks):
                 attend = windowed if self.config.is_windowed(layer) else full
                 x_ND, balance = self._run(block, x_ND, turn, attend, plan.count_N, recorded.get(layer))
@@ -116,7 +116,7 @@ class Transformer(nn.Module):
         turn = rotation(plan.position_N, frequencies(self.config.attention, tokens_N.device), parent_ND.dtype)
         is_windowed = self.config.is_windowed(self.config.num_layers - 1)
         attend = plan.bind(self.config.attention.window if is_windowed else None)
-        with _fastest_attention(tokens_N.device):
+        with fastest_attention(tokens_N.device):
             state_ND, _ = module(parent_ND, self.embedding(tokens_N), turn, attend, plan.count_N)
         return state_ND, module.norm(state_ND)
 
@@ -242,8 +242,9 @@ def _chosen(balances: list[Balance | None]) -> Tensor | None:
     return torch.stack(chosen, dim=1) if chosen else None
 
 
-def _fastest_attention(device: torch.device) -> AbstractContextManager[None]:
-    """cuDNN first: half as fast again as the default on Hopper."""
+def fastest_attention(device: torch.device) -> AbstractContextManager[None]:
+    """The backends of `scaled_dot_product_attention`, in the order this network prefers them: cuDNN first, half as fast
+    again as the default on Hopper."""
     if device.type != "cuda":
         return nullcontext()
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
