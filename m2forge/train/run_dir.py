@@ -5,6 +5,8 @@ machine, the checkpoints kept, and phases that have not begun.
 """
 
 import fcntl
+import logging
+import stat
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,8 @@ from m2forge.config import Config, TomlValue, dump, write_resolved
 from m2forge.errors import ConfigError, ExistsError
 
 CONFIG_FILE, LOCK_FILE = "config.toml", "lock"
+MODE = 0o700
+"""Of a run's directory: what agents and models wrote, and what the pool holds, are their owner's alone."""
 FREE = ("train.machine", "train.checkpoint")
 """Tables that may change between starts."""
 RENAMED = {"policy.router_bias": "train.router_bias"}
@@ -21,11 +25,13 @@ RENAMED = {"policy.router_bias": "train.router_bias"}
 IMPLIED = {"train.router_bias": "balanced"}
 """What a run did whose configuration is too old to say."""
 
+_log = logging.getLogger(__name__)
+
 
 @contextmanager
 def hold_run(run_dir: Path) -> Iterator[None]:
     """Keep other processes from training into `run_dir` meanwhile; the hold ends with the process, however it ends."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_private(run_dir)
     with (run_dir / LOCK_FILE).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -34,8 +40,18 @@ def hold_run(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def make_private(run_dir: Path) -> None:
+    """Create a run's directory for its owner alone; one that is there and open to others is closed to them."""
+    run_dir.mkdir(mode=MODE, parents=True, exist_ok=True)
+    mode = stat.S_IMODE(run_dir.stat().st_mode)
+    if mode & ~MODE:
+        run_dir.chmod(MODE)
+        _log.warning("%s was open to other users (mode %04o); it is now its owner's alone (%04o)", run_dir, mode, MODE)
+
+
 def open_run(run_dir: Path, config: Config, phase: int | None) -> None:
     """Write the configuration of a run that starts, or check the one of a run whose last phase begun is `phase`."""
+    make_private(run_dir)
     path = run_dir / CONFIG_FILE
     if phase is not None and path.exists():
         written = _flat(tomllib.loads(path.read_text(encoding="utf-8")))

@@ -46,6 +46,7 @@ def test_all_phases_run_and_report(corpus: Path, tmp_path: Path) -> None:
     model = load_model(run_pretrain(make_config(corpus), tmp_path))
     assert len(model.mtp) == 3
     assert model.config.max_context == 64
+    assert (tmp_path / "small").stat().st_mode & 0o777 == 0o700
     steps = read_metrics(tmp_path / "small" / "metrics.jsonl")
     assert [step.step for step in steps] == list(range(1, 23))
     first, last = steps[0].values, steps[-1].values

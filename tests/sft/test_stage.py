@@ -65,6 +65,7 @@ def runs(config: SFTConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_trains_on_every_source_and_keeps_the_tokenizer(config: SFTConfig, runs: Path) -> None:
+    assert (runs / "small").stat().st_mode & 0o777 == 0o700
     steps = read_metrics(runs / "small" / "metrics.jsonl")
     assert [step.step for step in steps] == list(range(1, len(steps) + 1))
     assert {name for step in steps for name in step.values if name.startswith("loss/")} == {"loss/a", "loss/b"}

@@ -1,5 +1,9 @@
 """Which changes a run that is started again may bring, and who may train into its directory."""
 
+import logging
+import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -107,3 +111,36 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pass
     with hold_run(tmp_path / "run"):
         pass
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    """A umask that takes nothing away."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_the_directory_is_its_owners_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_run(tmp_path / "runs" / "a", make_run(), None)
+    with hold_run(tmp_path / "runs" / "b"):
+        pass
+    assert mode_of(tmp_path / "runs" / "a") == mode_of(tmp_path / "runs" / "b") == 0o700
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_directory_that_is_open_to_others_is_closed_with_a_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(mode)
+    with caplog.at_level(logging.WARNING), hold_run(run_dir):
+        assert mode_of(run_dir) == 0o700
+    assert f"{run_dir} was open to other users (mode 0{mode:o})" in caplog.text
