@@ -59,8 +59,11 @@ def our_gateway(model: Path, journal: Path, behind: Server) -> Iterator[Server]:
     """By its command, recording on."""
     command = [sys.executable, "-m", "m2forge", "gateway", str(model), "--engine", "m2forge"]
     command += ["--url", f"http://127.0.0.1:{behind.port}", "--journal", str(journal), "--port", "0"]
-    command += ["--set", f"context={CONTEXT}"]
-    with _started(command, PROXY_CORE, {"M2FORGE_GATEWAY_ADMIN_KEY": ADMIN_KEY}) as process:
+    key_file = journal.with_suffix(".key")
+    key_file.touch(0o600)
+    key_file.write_text(ADMIN_KEY)
+    command += ["--set", f"context={CONTEXT}", "--admin-key-file", str(key_file)]
+    with _started(command, PROXY_CORE, {}) as process:
         yield Server(process, int(_first_line(process).rpartition(":")[2]))
 
 

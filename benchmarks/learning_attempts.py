@@ -137,7 +137,7 @@ async def _served(config: ForgeConfig, model: Path, folder: Path) -> AsyncIterat
     folder.mkdir()
     open_run(folder, config, None)
     layout.weight_store(config, find_companions(model)).publish(load_model(model), 0)
-    servers = make_servers(config, layout)
+    servers = make_servers(layout)
     children = servers.sampler.child, servers.gateway.child
     keeping = [asyncio.create_task(child.keep()) for child in children]
     try:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float32", "float16")
 BYTES_PER_GB = 10**9
 ENGINES = ("native", "m2forge", "vllm", "sglang")
-ENGINE_KEY_VARIABLE = "M2FORGE_ENGINE_KEY"
-"""Environment variable with the key of a server that samples; a command line can be read by everybody."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,24 +154,36 @@ def command_eval(args: argparse.Namespace) -> None:
 
 def command_serve(args: argparse.Namespace) -> None:
     from m2forge.config import build
-    from m2forge.rollout.server_config import ADMIN_KEY_VARIABLE, ServeConfig
+    from m2forge.key import refuse_key_variable
+    from m2forge.rollout.server_config import ServeConfig
 
-    server = {"host": args.host, "port": args.port, "admin_key": os.environ.get(ADMIN_KEY_VARIABLE) or None}
+    refuse_key_variable("M2FORGE_ADMIN_KEY", "--key-file")
+    server = {"host": args.host, "port": args.port}
     given = {name: value for name, value in server.items() if value is not None}
     config = build(ServeConfig, {"server": given}, args.set, origin="serve")
+    key, key_lines = _find_key(args.key_file, "key")
     from m2forge.rollout.serve import serve_model
 
-    serve_model(args.model, config, lambda url: print(f"serving {args.model} on {url}", flush=True))
+    serve_model(
+        args.model, config, key, lambda url: print(f"serving {args.model} on {url}", *key_lines, sep="\n", flush=True)
+    )
 
 
 def command_gateway(args: argparse.Namespace) -> None:
     from m2forge.config import build
     from m2forge.gateway.config import GatewayConfig
+    from m2forge.key import read_key_file, refuse_key_variable
 
+    refuse_key_variable("M2FORGE_GATEWAY_ADMIN_KEY", "--admin-key-file")
+    refuse_key_variable("M2FORGE_ENGINE_KEY", "--engine-key-file")
     given = {"host": args.host, "port": args.port, "journal": args.journal}
     config = build(GatewayConfig, {k: v for k, v in given.items() if v is not None}, args.set, origin="gateway")
     if (args.engine == "native") != (args.url is None):
         raise ConfigError(f"--engine {args.engine}, --url {args.url}: a server has an address, the native engine none")
+    if args.engine == "native" and args.engine_key_file is not None:
+        raise ConfigError(f"--engine-key-file {args.engine_key_file}: the native engine has no key; leave it out")
+    engine_key = None if args.engine_key_file is None else read_key_file(args.engine_key_file)
+    admin_key, key_lines = _find_key(args.admin_key_file, "admin key")
     from m2forge.gateway.serve import serve_gateway
     from m2forge.model.folder import read_config
     from m2forge.rollout.server_config import ServeConfig
@@ -187,8 +197,9 @@ def command_gateway(args: argparse.Namespace) -> None:
     serve_gateway(
         args.model,
         config,
-        lambda: _make_engine(args.engine, args.model, args.url, engine),
-        lambda url: print(f"gateway to {args.model} on {url}", flush=True),
+        lambda: _make_engine(args.engine, args.model, args.url, engine, engine_key),
+        lambda url: print(f"gateway to {args.model} on {url}", *key_lines, sep="\n", flush=True),
+        admin_key=admin_key,
         context=min(limits, default=None),
         vocab_size=None if model is None else model.vocab_size,
     )
@@ -200,11 +211,20 @@ def command_page(args: argparse.Namespace) -> None:
     serve_page(args.run_dir, args.host, args.port, lambda url: print(f"{args.run_dir} on {url}", flush=True))
 
 
-def _make_engine(kind: str, folder: Path, url: str, config: "ServeConfig") -> "Engine":
+def _find_key(path: Path | None, name: str) -> tuple[str, list[str]]:
+    """The key of a file, or one made at random; and the lines that tell it where the user does not know it yet."""
+    from m2forge.key import make_key, read_key_file
+
+    if path is not None:
+        return read_key_file(path), []
+    key = make_key()
+    return key, [f"{name}: {key}"]
+
+
+def _make_engine(kind: str, folder: Path, url: str, config: "ServeConfig", key: str | None) -> "Engine":
     from m2forge.records import PolicyVersion
 
     version = PolicyVersion(config.lineage or folder.absolute().name, config.step, config.branch)
-    key = os.environ.get(ENGINE_KEY_VARIABLE) or None
     if kind == "native":
         from m2forge.rollout.native import NativeEngine
         from m2forge.rollout.serve import make_core
@@ -220,7 +240,7 @@ def _make_engine(kind: str, folder: Path, url: str, config: "ServeConfig") -> "E
         return SGLangEngine(url, version, api_key=key)
     from m2forge.rollout.remote import RemoteEngine
 
-    return RemoteEngine(url, admin_key=key)
+    return RemoteEngine(url, key=key)
 
 
 def _add_params(parser: argparse.ArgumentParser) -> None:
@@ -269,6 +289,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="the model folder to serve")
     parser.add_argument("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine alone)")
     parser.add_argument("--port", type=int, metavar="N", help="where to listen (default: 8400; 0: any that is free)")
+    parser.add_argument(
+        "--key-file", type=Path, metavar="FILE", help="holds the server's key (default: a key is made and printed)"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
 
 
@@ -278,6 +301,13 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
         "--engine", choices=ENGINES, default="native", help="what samples: this process, or a server (default: native)"
     )
     parser.add_argument("--url", metavar="URL", help="where that server is")
+    parser.add_argument("--engine-key-file", type=Path, metavar="FILE", help="holds the key that the server asks for")
+    parser.add_argument(
+        "--admin-key-file",
+        type=Path,
+        metavar="FILE",
+        help="holds the key of the admin routes (default: a key is made and printed)",
+    )
     parser.add_argument("--journal", metavar="DIR", help="where episodes are written down, and found after a restart")
     parser.add_argument("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine alone)")
     parser.add_argument("--port", type=int, metavar="N", help="where to listen (default: 8500; 0: any that is free)")

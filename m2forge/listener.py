@@ -18,6 +18,13 @@ def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
         ) from error
 
 
+def host_name(host: str) -> str:
+    """The name in a Host header, less its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
 def address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -125,9 +125,13 @@ def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
         line = process.stdout.readline()
         try:
             assert line.startswith(f"serving {tmp_path / 'model'} on http://127.0.0.1:")
+            name, key = process.stdout.readline().split()
+            assert (name, len(key)) == ("key:", 32)
             url = line.split()[-1]
             body = b'{"ids": [1, 2], "max_tokens": 3, "stream": false}'
-            with urllib.request.urlopen(f"{url}/generate", data=body, timeout=20) as response:
+            headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+            request = urllib.request.Request(f"{url}/generate", body, headers)
+            with urllib.request.urlopen(request, timeout=20) as response:
                 (sample,) = json.load(response)["samples"]
             assert len(sample["ids"]) == 3
             assert sample["versions"] == [3, 3, 3]
@@ -138,12 +142,19 @@ def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
     assert errors == "m2forge: interrupted\n"
 
 
-def test_serve_refuses_what_it_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_refuses_what_it_cannot_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cli.main(["serve", str(tmp_path / "none"), "--port", "0"]) == 2
     assert "none is not a folder" in capsys.readouterr().err
     assert cli.main(["serve", str(tmp_path), "--port", "70000"]) == 2
     assert "server.port" in capsys.readouterr().err
     assert cli.main(["serve", str(tmp_path), "--set", "rollout.num_block=3"]) == 2
     assert "did you mean 'num_blocks'?" in capsys.readouterr().err
-    assert cli.main(["serve", str(tmp_path), "--host", "0.0.0.0", "--port", "0"]) == 2
-    assert "set an admin key" in capsys.readouterr().err
+    assert cli.main(["serve", str(tmp_path), "--key-file", str(tmp_path / "none"), "--port", "0"]) == 2
+    assert "none: the key cannot be read (No such file or directory)" in capsys.readouterr().err
+    assert cli.main(["serve", str(tmp_path), "--set", "server.admin_key=secret", "--port", "0"]) == 2
+    assert "unknown key" in capsys.readouterr().err
+    monkeypatch.setenv("M2FORGE_ADMIN_KEY", "secret")
+    assert cli.main(["serve", str(tmp_path), "--port", "0"]) == 2
+    assert "write the key to a file of mode 0600 and give that file as --key-file" in capsys.readouterr().err

@@ -44,12 +44,15 @@ class Child:
         log_folder: Path,
         listener: socket.socket | None = None,
         is_done: Callable[[], bool] = lambda: False,
+        keys: Sequence[str] = (),
     ) -> None:
         """`command`: module and arguments. `env`: on top of this process's own. `listener`: what it listens on.
-        `is_done`: whether its work is complete once it exits with 0; a server's never is."""
+        `is_done`: whether its work is complete once it exits with 0; a server's never is. `keys`: the lines of its
+        standard input, a pipe, because its arguments and its environment are visible to agents."""
         self.name = name
         self.num_starts = 0
         self._command, self._env = tuple(command), dict(env)
+        self._keys = "".join(f"{key}\n" for key in keys).encode()
         self._kept = () if listener is None else (listener.fileno(),)
         self._log_path = log_folder / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
@@ -80,7 +83,7 @@ class Child:
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "m2forge.forge.child", str(os.getpid()), *self._command),
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if self._keys else asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=os.environ | self._env,
@@ -88,6 +91,9 @@ class Child:
                 # Ctrl-C is for the loop, which then ends the others.
                 start_new_session=True,
             )
+        if self._process.stdin is not None:
+            self._process.stdin.write(self._keys)
+            self._process.stdin.close()
         return await self._process.wait()
 
     def _last_line(self) -> str:

@@ -99,7 +99,7 @@ class Loop:
         """Until the trainer has made all its steps and the last check is done. Interrupted, it ends all that it has
         started before it raises."""
         background: set[asyncio.Task[None]] = set()
-        servers = make_servers(self.config, self.layout)
+        servers = make_servers(self.layout)
         try:
             with _terminated_as_interrupted():
                 training = self._keep(background, self.trainer.keep())

@@ -4,8 +4,8 @@
     python -m m2forge.forge.process sampler RUN_DIR SOCKET              the newest published weights, by HTTP
     python -m m2forge.forge.process gateway RUN_DIR SOCKET SAMPLER_URL
 
-SOCKET is the number of one that listens, and stays open in the loop (forge/child.py). Keys come from the environment,
-as for `m2forge serve` and `m2forge gateway`.
+SOCKET is the number of one that listens, and stays open in the loop (forge/child.py). Keys are lines of standard input:
+the server's own, then for the gateway the sampler's.
 """
 
 import os
@@ -22,7 +22,6 @@ from m2forge.forge.layout import Layout
 from m2forge.observe.log import set_up_logging
 from m2forge.train.run_dir import CONFIG_FILE
 
-ENGINE_KEY_VARIABLE = "M2FORGE_ENGINE_KEY"
 MODULE = "m2forge.forge.process"
 
 
@@ -33,10 +32,11 @@ def run_trainer(run_dir: Path) -> None:
 
 
 def run_sampler(run_dir: Path, descriptor: str) -> None:
+    (key,) = read_keys(1)
     import torch
 
     from m2forge.rollout.serve import serve_model
-    from m2forge.rollout.server_config import ADMIN_KEY_VARIABLE, ServeConfig, ServerConfig
+    from m2forge.rollout.server_config import ServeConfig
 
     config = load(ForgeConfig, run_dir / CONFIG_FILE)
     newest = Layout(run_dir).weight_store(config).newest()
@@ -52,12 +52,12 @@ def run_sampler(run_dir: Path, descriptor: str) -> None:
         device=config.engine.device,
         dtype=config.engine.dtype,
         rollout=config.engine.rollout,
-        server=ServerConfig(admin_key=os.environ[ADMIN_KEY_VARIABLE]),
     )
-    serve_model(folder, serving, _announce, socket.socket(fileno=int(descriptor)))
+    serve_model(folder, serving, key, _announce, socket.socket(fileno=int(descriptor)))
 
 
 def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
+    admin_key, sampler_key = read_keys(2)
     from m2forge.gateway.serve import serve_gateway
     from m2forge.model.folder import read_config
     from m2forge.rollout.remote import RemoteEngine
@@ -69,12 +69,21 @@ def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
     serve_gateway(
         folder,
         config.gateway.model_copy(update={"journal": str(layout.journal)}),
-        lambda: RemoteEngine(sampler_url, admin_key=os.environ[ENGINE_KEY_VARIABLE]),
+        lambda: RemoteEngine(sampler_url, key=sampler_key),
         _announce,
+        admin_key=admin_key,
         context=min(rollout.max_context or network.max_context, network.max_context),
         vocab_size=network.vocab_size,
         listener=socket.socket(fileno=int(descriptor)),
     )
+
+
+def read_keys(num_keys: int) -> list[str]:
+    """The lines of standard input, which is empty after that."""
+    keys = sys.stdin.read().split()
+    if len(keys) != num_keys:
+        raise ConfigError(f"standard input: expected {num_keys} keys, a line for each, received {len(keys)}")
+    return keys
 
 
 def _announce(url: str) -> None:

@@ -1,15 +1,13 @@
 """Sampler and gateway of a run: two servers, each behind a socket that outlives it (forge/child.py)."""
 
-import secrets
 import socket
 from dataclasses import dataclass
 
 from m2forge.forge.child import Child
-from m2forge.forge.config import ForgeConfig
 from m2forge.forge.layout import Layout
-from m2forge.forge.process import ENGINE_KEY_VARIABLE, MODULE
+from m2forge.forge.process import MODULE
+from m2forge.key import make_key
 from m2forge.listener import address, listen
-from m2forge.rollout.server_config import ADMIN_KEY_VARIABLE
 
 HOST = "127.0.0.1"
 BACKLOG = 2048
@@ -20,7 +18,7 @@ class Server:
     child: Child
     listener: socket.socket
     key: str
-    """Of its admin routes."""
+    """The sampler asks for it on every route, the gateway on its admin routes."""
 
     @property
     def url(self) -> str:
@@ -42,14 +40,14 @@ class Servers:
         self.gateway.listener.close()
 
 
-def make_servers(config: ForgeConfig, layout: Layout) -> Servers:
+def make_servers(layout: Layout) -> Servers:
     """Not started yet."""
 
-    def make(name: str, key_variable: str, *arguments: str, **env: str) -> Server:
-        listener, key = listen(HOST, 0, BACKLOG), secrets.token_urlsafe(24)
+    def make(name: str, *arguments: str, engine_keys: tuple[str, ...] = ()) -> Server:
+        listener, key = listen(HOST, 0, BACKLOG), make_key()
         command = (MODULE, name, str(layout.run_dir), str(listener.fileno()), *arguments)
-        return Server(Child(name, command, {key_variable: key} | env, layout.log, listener), listener, key)
+        return Server(Child(name, command, {}, layout.log, listener, keys=(key, *engine_keys)), listener, key)
 
-    sampler = make("sampler", ADMIN_KEY_VARIABLE)
-    gateway = make("gateway", config.gateway.admin_key_env, sampler.url, **{ENGINE_KEY_VARIABLE: sampler.key})
+    sampler = make("sampler")
+    gateway = make("gateway", sampler.url, engine_keys=(sampler.key,))
     return Servers(sampler, gateway)

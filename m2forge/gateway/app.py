@@ -139,7 +139,7 @@ class GatewayApp:
         # Compared in a time that does not depend on where the two differ, nor on how long they are.
         sent = hash_key(read_key(headers))
         if self._admin_hash is None:
-            raise Refusal(403, f"no admin key is set; start the gateway with one in {self._config.admin_key_env}")
+            raise Refusal(403, "this gateway has no admin key, so it takes no admin requests; start it with one")
         if not hmac.compare_digest(sent, self._admin_hash):
             raise Refusal(401, "the admin key is needed: send Authorization: Bearer KEY")
 

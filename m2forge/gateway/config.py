@@ -68,8 +68,6 @@ class GatewayConfig(Config):
     behind a proxy that encrypts."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8500
     """0 takes a free one."""
-    admin_key_env: str = "M2FORGE_GATEWAY_ADMIN_KEY"
-    """The environment variable that holds the key of the admin routes. Without it they refuse everybody."""
     format: FormatName = "auto"
     """The chat format; auto takes the tokenizer's."""
     restore_thinking: bool = True

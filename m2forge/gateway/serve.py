@@ -10,7 +10,7 @@ from pathlib import Path
 
 from m2forge.errors import ConfigError
 from m2forge.gateway.config import GatewayConfig
-from m2forge.gateway.server import GatewayServer, bind, find_admin_key
+from m2forge.gateway.server import GatewayServer, bind
 from m2forge.protocols import Engine, Watched
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
@@ -25,20 +25,21 @@ def serve_gateway(
     make_engine: Callable[[], Engine],
     announce: Callable[[str], None],
     *,
+    admin_key: str,
     context: int | None = None,
     vocab_size: int | None = None,
     listener: socket.socket | None = None,
 ) -> None:
-    """`announce` is told the address once requests are taken there. `context` and `vocab_size` are the model's, if
-    they are known. `listener`: a socket that listens, instead of where the configuration says. Raises the `EngineError`
-    of an engine of this process that failed, once every request in flight has ended."""
+    """`announce` is told the address once requests are taken there. `admin_key` opens the admin routes. `context` and
+    `vocab_size` are the model's, if they are known. `listener`: a socket that listens, instead of where the
+    configuration says. Raises the `EngineError` of an engine of this process that failed, once every request in flight
+    has ended."""
     context = config.context or context
     if context is None:
         raise ConfigError(f"{folder} does not say how long its context is; give it with --set context=N")
     # Messages are tokenised one at a time: to hand them to other threads would only take longer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     format = make_format(config.format, load_tokenizer(folder))
-    admin_key = find_admin_key(config)
     # Before weights are read: an address that is taken should be told at once.
     with bind(config, admin_key) if listener is None else listener as listener:
 

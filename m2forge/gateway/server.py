@@ -11,7 +11,6 @@ is in flight may finish for `shutdown_s`; then it is aborted and recorded. The e
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -164,19 +163,10 @@ def make_episodes(format: ChatFormat, config: GatewayConfig, vocab_size: int | N
     )
 
 
-def find_admin_key(config: GatewayConfig) -> str | None:
-    """From the environment: a command line can be read by everybody on the machine."""
-    key = os.environ.get(config.admin_key_env, "")
-    if key and not all("!" <= sign <= "~" for sign in key):
-        raise ConfigError(f"{config.admin_key_env}: expected signs that a header can carry, no spaces")
-    return key or None
-
-
 def bind(config: GatewayConfig, admin_key: str | None) -> socket.socket:
     """A socket that listens where the configuration says."""
     if admin_key is None and config.host not in LOOPBACK:
         raise ConfigError(
-            f"host {config.host}: other machines could reach the gateway; set an admin key in {config.admin_key_env}, "
-            "or listen on 127.0.0.1"
+            f"host {config.host}: other machines could reach the gateway; give it an admin key, or listen on 127.0.0.1"
         )
     return listen(config.host, config.port, backlog=2048)

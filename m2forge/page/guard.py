@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from m2forge.listener import LOOPBACK
+from m2forge.listener import LOOPBACK, host_name
 
 COOKIE = "m2forge_page"
 POLICY = (
@@ -62,13 +62,6 @@ class Guard:
         if hmac.compare_digest(_cookie(headers.get(b"cookie", "")).encode(), self._key.encode()):
             return None
         return PlainTextResponse("open this page with its key: /?key=KEY\n", 401)
-
-
-def host_name(host: str) -> str:
-    """The name in a Host header, less its port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
 
 
 def _cookie(header: str) -> str:

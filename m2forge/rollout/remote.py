@@ -19,8 +19,9 @@ from m2forge.rollout.turn import deadline_of, within_deadline
 class RemoteEngine:
     """See `Engine`. Folders are the server's own: it must see what it is told to load."""
 
-    def __init__(self, url: str, *, admin_key: str | None = None) -> None:
-        self._client = Client(url, key=admin_key, read_error=wire.read_error)
+    def __init__(self, url: str, *, key: str | None = None) -> None:
+        """`key`: the server's, sent with every request."""
+        self._client = Client(url, key=key, read_error=wire.read_error)
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
         async with aclosing(within_deadline(self._sample(prompt), prompt)) as chunks:

@@ -26,11 +26,12 @@ _DTYPES = {"stored": None, "float32": torch.float32, "bfloat16": torch.bfloat16,
 
 
 def serve_model(
-    folder: Path, config: ServeConfig, announce: Callable[[str], None], listener: socket.socket | None = None
+    folder: Path, config: ServeConfig, key: str, announce: Callable[[str], None], listener: socket.socket | None = None
 ) -> None:
-    """Serve `folder`; `announce` is told the address once requests are taken there. `listener`: a socket that listens,
-    instead of where the configuration says. Raises the `EngineError` of an engine that failed, after every request was
-    answered with it: a process whose engine cannot serve any more must end to be restarted."""
+    """Serve `folder` to clients that send `key`; `announce` gets the address once requests are taken there.
+    `listener`: a socket that listens, instead of where the configuration says. Raises the `EngineError` of an engine
+    that failed, after every request was answered with it: a process whose engine cannot serve any more must end to be
+    restarted."""
     # Before the weights are read: an address that is taken should be told at once.
     with bind(config.server) if listener is None else listener as listener:
         engine = NativeEngine(make_core(folder, config))
@@ -38,7 +39,7 @@ def serve_model(
 
         async def run() -> None:
             announce(address(listener))
-            server, watching = make_server(make_app(engine, config.server)), asyncio.create_task(engine.watch())
+            server, watching = make_server(make_app(engine, config.server, key)), asyncio.create_task(engine.watch())
 
             def stop(task: asyncio.Task[None]) -> None:
                 server.should_exit = True

@@ -6,13 +6,12 @@
     GET  /health     the version and how much is under way; 503 once the engine has failed, until `serve` ends
     GET  /metrics    counters, in the text format of Prometheus
 
-A prompt that cannot be served is answered 400 before anything is streamed, a failed engine 503. When the client hangs
-up, what it asked for is aborted.
+Every route asks for the server's key, and for what else `guard` says. A prompt that cannot be served is answered 400
+before anything is streamed, a failed engine 503. When the client hangs up, its request is aborted.
 """
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import socket
@@ -27,13 +26,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from m2forge.errors import ConfigError, EngineError, M2ForgeError, RequestError
-from m2forge.listener import LOOPBACK, listen
+from m2forge.errors import EngineError, M2ForgeError, RequestError
+from m2forge.listener import listen
 from m2forge.protocols import Chunk, Engine
 from m2forge.records import JsonValue
 from m2forge.rollout import wire
 from m2forge.rollout.counts import TEXT_TYPE, Outcome, ServerCounts
+from m2forge.rollout.guard import Guard
 from m2forge.rollout.merge import merge_chunks
 from m2forge.rollout.server_config import ServerConfig
 
@@ -59,10 +60,10 @@ class HungUp(Exception):
     """The client has left."""
 
 
-def make_app(engine: Engine, config: ServerConfig) -> Starlette:
-    """The application; whoever made the engine closes it."""
+def make_app(engine: Engine, config: ServerConfig, key: str) -> Guard:
+    """The application, for clients that send `key`. The caller closes the engine."""
     service = _Service(engine, config)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/generate", service.generate, methods=["POST"]),
             Route("/weights", service.load_weights, methods=["POST"]),
@@ -71,21 +72,20 @@ def make_app(engine: Engine, config: ServerConfig) -> Starlette:
         ],
         exception_handlers={M2ForgeError: _on_error, HTTPException: _on_http_error, HungUp: _on_hung_up},
     )
+    return Guard(app, config, key)
 
 
 def bind(config: ServerConfig) -> socket.socket:
     """A socket that listens where the configuration says."""
-    if config.admin_key is None and config.host not in LOOPBACK:
-        raise ConfigError(
-            f"host {config.host}: other machines could change the weights; set an admin key, or serve 127.0.0.1"
-        )
     return listen(config.host, config.port, backlog=1024)
 
 
-def make_server(app: Starlette) -> uvicorn.Server:
+def make_server(app: ASGIApp) -> uvicorn.Server:
     """To be run by `serve(sockets=[listener])`."""
     return uvicorn.Server(
-        uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S)
+        uvicorn.Config(
+            app, ws="none", lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S
+        )
     )
 
 
@@ -116,7 +116,6 @@ class _Service:
         )
 
     async def load_weights(self, request: Request) -> Response:
-        self._refuse_stranger(request)
         body = wire.read_body(wire.WeightsBody, await self._read(request))
         version = body.version.version()
         await self._engine.load(Path(body.folder), version)
@@ -172,14 +171,6 @@ class _Service:
         except ClientDisconnect as error:
             raise HungUp from error
         return bytes(body)
-
-    def _refuse_stranger(self, request: Request) -> None:
-        if self._config.admin_key is None:
-            return
-        sent = request.headers.get("authorization", "").encode()
-        # Compared in a time that does not depend on where the two differ.
-        if not hmac.compare_digest(sent, f"Bearer {self._config.admin_key}".encode()):
-            raise HTTPException(401, "the admin key is needed: send Authorization: Bearer KEY")
 
     def _note_failure(self, error: Exception) -> None:
         if isinstance(error, HungUp):

@@ -13,9 +13,6 @@ from m2forge.config import Config
 from m2forge.records import MAX_INT32
 from m2forge.rollout.config import RolloutConfig
 
-ADMIN_KEY_VARIABLE = "M2FORGE_ADMIN_KEY"
-"""Environment variable with the key; a command line can be read by everybody on the machine."""
-
 
 class ServerConfig(Config):
     host: str = "127.0.0.1"
@@ -26,9 +23,9 @@ class ServerConfig(Config):
     """A request's body, at most."""
     max_samples: Annotated[int, Field(gt=0)] = 256
     """Completions of one request, at most."""
-    admin_key: Annotated[str, Field(pattern="^[!-~]+$")] | None = None
-    """Who changes the weights must send it as a bearer token. None lets everybody who reaches the server. Signs that a
-    header can carry: no spaces, no letters beyond ASCII."""
+    hosts: tuple[str, ...] = ()
+    """Names and addresses under which clients reach the server, besides this machine's loopback and `host`; requests
+    whose Host header gives another are refused. On host 0.0.0.0 every IP address is taken as well."""
 
 
 class ServeConfig(Config):

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -45,7 +46,7 @@ from m2forge.tasks.curriculum import Curriculum
 from m2forge.tasks.runner import TaskRunner
 from tests.forge.ring import AGENT, ROOT, command_of, processes_of
 from tests.forge.scene import make_config, make_model
-from tests.rollout.served import served
+from tests.rollout.served import KEY, served
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,7 @@ def test_agents_act_and_the_policy_learns(model: Path, tmp_path: Path, monkeypat
     assert all(found.num_tasks == 4 and found.num_broken == 0 for found in checks)
     assert trained_steps(config, tmp_path / "run") == [1, 1, 2, 2, 3, 3]
     assert (folder / "tokenizer.json").is_file()
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
     assert not list((tmp_path / "run" / "journal").iterdir()), "what is recorded elsewhere is let go"
     kept = read_kept(Layout(tmp_path / "run").kept)
     assert [found.step for found in kept] == [0] * 4 + [3] * 4
@@ -187,8 +189,8 @@ def test_a_step_that_comes_again_after_a_restore_is_pushed_and_checked(model: Pa
             checked.append(loop.served)
 
         loop._check = check  # type: ignore[method-assign]  # agents would have to attempt tasks
-        async with served(make_app(engine, ServerConfig())) as url:
-            sampler = cast("Server", SimpleNamespace(url=url, key="key", child=SimpleNamespace(num_starts=1)))
+        async with served(make_app(engine, ServerConfig(), KEY)) as url:
+            sampler = cast("Server", SimpleNamespace(url=url, key=KEY, child=SimpleNamespace(num_starts=1)))
             lost = publish(2.0)
             pushing = asyncio.create_task(loop._push_weights(sampler))
             while loop.served != lost:

@@ -38,7 +38,7 @@ from tests.gateway.dialogue import minimax
 from tests.gateway.live import CONTEXT, Scene, WatchedEngine, live
 from tests.gateway.test_retry_http import BODY, post
 from tests.rollout.fake_core import FakeCore
-from tests.rollout.served import served
+from tests.rollout.served import KEY, served
 from tests.text.draw import m2_tokenizer
 
 ADMIN = {"Authorization": "Bearer secret"}
@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def command(*arguments: str) -> Any:
     """A command of m2forge's that serves: its address."""
-    environment = os.environ | {"M2FORGE_GATEWAY_ADMIN_KEY": "secret", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "m2forge", *arguments, "--port", "0"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
@@ -67,6 +67,13 @@ def command(*arguments: str) -> Any:
             process.send_signal(signal.SIGINT)
             process.wait(20)
     assert process.returncode in (0, 130)
+
+
+def key_file(folder: Path, key: str) -> str:
+    path = folder / f"{key}.key"
+    path.touch(0o600)
+    path.write_text(f"{key}\n")
+    return str(path)
 
 
 def test_the_command_serves_a_model_by_its_own_engine_or_a_servers(model: Path, tmp_path: Path) -> None:
@@ -83,17 +90,19 @@ def test_the_command_serves_a_model_by_its_own_engine_or_a_servers(model: Path, 
             assert client.get(f"/episodes/{made['id']}").json()["num_calls"] == 2
             assert client.get("/health").json()["version"] == {"lineage": "model", "step": 0}
 
-    with command("gateway", str(model), "--journal", str(tmp_path / "journal")) as url:
+    admin_key, engine_key = key_file(tmp_path, "secret"), key_file(tmp_path, KEY)
+    with command("gateway", str(model), "--journal", str(tmp_path / "journal"), "--admin-key-file", admin_key) as url:
         check(url)
     assert len(list((tmp_path / "journal").iterdir())) == 1
 
     async def run() -> None:
         engine = ScriptedEngine(m2_tokenizer().vocab_size, version=PolicyVersion("model", 0), decode=decode)
-        async with served(make_app(engine, ServerConfig())) as engine_url:
+        async with served(make_app(engine, ServerConfig(), KEY)) as engine_url:
             await asyncio.to_thread(ask_over, engine_url)
 
     def ask_over(engine_url: str) -> None:
-        with command("gateway", str(model), "--engine", "m2forge", "--url", engine_url) as url:
+        keys = ("--admin-key-file", admin_key, "--engine-key-file", engine_key)
+        with command("gateway", str(model), "--engine", "m2forge", "--url", engine_url, *keys) as url:
             check(url)
 
     decode = m2_tokenizer().decode_bytes
@@ -103,19 +112,26 @@ def test_the_command_serves_a_model_by_its_own_engine_or_a_servers(model: Path, 
 def test_the_command_refuses_what_it_cannot_use(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("M2FORGE_GATEWAY_ADMIN_KEY", raising=False)
     m2_tokenizer().save(tmp_path)
+    (tmp_path / "wide").write_text("secret")
+    (tmp_path / "wide").chmod(0o644)
     for arguments, problem in (
         ([str(tmp_path / "none")], "is not a folder"),
         ([str(model), "--engine", "vllm"], "a server has an address"),
         ([str(model), "--url", "http://127.0.0.1:1"], "the native engine none"),
         ([str(model), "--set", "max_bodybytes=3"], "did you mean 'max_body_bytes'?"),
         ([str(model), "--engine-set", "rollout.num_block=3"], "did you mean 'num_blocks'?"),
-        ([str(model), "--host", "0.0.0.0"], "set an admin key"),
+        ([str(model), "--admin-key-file", str(tmp_path / "wide")], "(mode 0644); run chmod 600"),
+        ([str(model), "--engine-key-file", key_file(tmp_path, "key")], "the native engine has no key"),
         ([str(tmp_path), "--engine", "m2forge", "--url", "http://127.0.0.1:1"], "--set context=N"),
     ):
         assert cli.main(["gateway", *arguments, "--port", "0"]) == 2
         assert problem in capsys.readouterr().err
+    for name in ("M2FORGE_GATEWAY_ADMIN_KEY", "M2FORGE_ENGINE_KEY"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "secret")
+            assert cli.main(["gateway", str(model), "--port", "0"]) == 2
+        assert f"{name} is set, but other processes can read the environment" in capsys.readouterr().err
 
 
 class FailingEngine(WatchedEngine):
@@ -151,7 +167,6 @@ def test_a_gateway_whose_own_engine_fails_answers_its_clients_and_ends(
     def announce(url: str) -> None:
         threads.submit(ask, url)
 
-    monkeypatch.setenv("M2FORGE_GATEWAY_ADMIN_KEY", "secret")
     monkeypatch.setattr(serve, "spare_collector", lambda: None)
     core = FakeCore(m2_tokenizer().vocab_size, CONTEXT, on_step=fail)
     with ThreadPoolExecutor() as threads, pytest.raises(EngineError, match="ArithmeticError: a bug"):
@@ -160,6 +175,7 @@ def test_a_gateway_whose_own_engine_fails_answers_its_clients_and_ends(
             GatewayConfig(port=0),
             lambda: NativeEngine(core),
             announce,
+            admin_key="secret",
             context=CONTEXT,
         )
     assert statuses == [503]

@@ -6,11 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from m2forge.listener import address
 from m2forge.rollout.server import bind, make_server
 from m2forge.rollout.server_config import ServerConfig
+
+KEY = "server-key"
+KEYED = {"Authorization": f"Bearer {KEY}"}
 
 
 class PromptServer(uvicorn.Server):
@@ -34,7 +37,7 @@ class PromptServer(uvicorn.Server):
 
 
 @asynccontextmanager
-async def served(app: Starlette) -> AsyncIterator[str]:
+async def served(app: ASGIApp) -> AsyncIterator[str]:
     """The address under which `app` is served."""
     with bind(ServerConfig(port=0)) as listener:
         server = PromptServer(make_server(app).config)

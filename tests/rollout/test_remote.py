@@ -26,15 +26,15 @@ from m2forge.rollout.server_config import ServerConfig
 from tests.rollout import engine_contract
 from tests.rollout.engine_contract import MANY, collect, complete, join, make_prompt, settled
 from tests.rollout.fake_core import FakeCore
-from tests.rollout.served import served
+from tests.rollout.served import KEY, served
 
 
 @asynccontextmanager
 async def remote(core: FakeCore | None = None) -> AsyncIterator[Engine]:
     core = core or FakeCore(engine_contract.VOCAB_SIZE, engine_contract.CONTEXT, step_s=0.001)
     behind = NativeEngine(core)
-    async with served(make_app(behind, ServerConfig(max_samples=4))) as url:
-        engine = RemoteEngine(url)
+    async with served(make_app(behind, ServerConfig(max_samples=4), KEY)) as url:
+        engine = RemoteEngine(url, key=KEY)
         try:
             yield engine
         finally:

@@ -1,6 +1,7 @@
 """A served model folder: its stop texts are exact, or refused; a server ends with its engine."""
 
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from m2forge.rollout.server_config import ServeConfig, ServerConfig
 from m2forge.text.tokenizer import train_tokenizer
 from tests.rollout.draw import finish, ids_of
 from tests.rollout.network import write_network
+from tests.rollout.served import KEY, KEYED
 
 CONFIG = ServeConfig(device="cpu")
+NUM_CLIENTS = 3
 
 
 def test_ids_that_the_tokenizer_does_not_know_have_no_text(tmp_path: Path) -> None:
@@ -52,19 +55,22 @@ def test_a_server_whose_engine_fails_answers_its_clients_and_ends(
     statuses: list[int] = []
 
     def fail(core: Core) -> list[tuple[str, Chunk]]:
-        raise ArithmeticError("a bug")
+        if core.num_running + core.num_waiting == NUM_CLIENTS:
+            raise ArithmeticError("a bug")
+        time.sleep(0.001)
+        return []
 
     def ask(url: str) -> None:
         body = {"ids": [1, 2], "max_tokens": 4, "stream": False}
-        statuses.append(httpx2.post(f"{url}/generate", json=body, timeout=20.0).status_code)
+        statuses.append(httpx2.post(f"{url}/generate", json=body, headers=KEYED, timeout=20.0).status_code)
 
     def announce(url: str) -> None:
-        for _ in range(3):
+        for _ in range(NUM_CLIENTS):
             threads.submit(ask, url)
 
     monkeypatch.setattr(Core, "step", fail)
     monkeypatch.setattr(serve, "spare_collector", lambda: None)
     config = ServeConfig(device="cpu", server=ServerConfig(port=0))
     with ThreadPoolExecutor() as threads, pytest.raises(EngineError, match="ArithmeticError: a bug"):
-        serve_model(tmp_path / "model", config, announce)
-    assert statuses == [503] * 3
+        serve_model(tmp_path / "model", config, KEY, announce)
+    assert statuses == [503] * NUM_CLIENTS

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.config import build
 from m2forge.errors import ConfigError, RequestError
 from m2forge.listener import address
 from m2forge.protocols import Chunk, Prompt
@@ -29,9 +28,10 @@ from m2forge.testing.scripted import ScriptedEngine
 from tests.rollout.engine_contract import MANY, complete, make_prompt, settled
 from tests.rollout.fake_core import FakeCore
 from tests.rollout.network import make_network
-from tests.rollout.served import served
+from tests.rollout.served import KEY, KEYED, served
 
 IDS: dict[str, JsonValue] = {"ids": [3, 1, 4], "max_tokens": 8, "seed": 1}
+JSON = {"Content-Type": "application/json"}
 VERSION = {"lineage": "run", "step": 5}
 
 
@@ -43,8 +43,8 @@ def ask(
     async def run() -> None:
         engine = ScriptedEngine(32, context=128, delay_s=0.001)
         async with (
-            served(make_app(engine, config or ServerConfig())) as url,
-            httpx2.AsyncClient(base_url=url, verify=False) as client,
+            served(make_app(engine, config or ServerConfig(), KEY)) as url,
+            httpx2.AsyncClient(base_url=url, headers=KEYED, verify=False) as client,
         ):
             await check(client, engine)
 
@@ -107,8 +107,8 @@ def test_refusals_have_their_status() -> None:
     async def check(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
         for response, status, problem in (
             (await client.post("/generate", json=IDS | {"temperature": 1}), 400, "unknown key 'temperature'"),
-            (await client.post("/generate", content=b"{"), 400, "Invalid JSON"),
-            (await client.post("/generate", content=b"x" * 1001), 413, "exceeds 1000 bytes"),
+            (await client.post("/generate", content=b"{", headers=JSON), 400, "Invalid JSON"),
+            (await client.post("/generate", content=b"x" * 1001, headers=JSON), 413, "exceeds 1000 bytes"),
             (await client.get("/generate"), 405, "Method Not Allowed"),
             (await client.get("/nothing"), 404, "Not Found"),
         ):
@@ -118,16 +118,67 @@ def test_refusals_have_their_status() -> None:
     ask(check, ServerConfig(max_body_bytes=1000))
 
 
-def test_only_who_has_the_key_changes_the_weights(tmp_path: Path) -> None:
+ROUTES = [("POST", "/generate"), ("POST", "/weights"), ("GET", "/health"), ("GET", "/metrics"), ("GET", "/nothing")]
+
+
+def test_every_route_asks_for_the_key() -> None:
+    async def check(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
+        for method, path in ROUTES:
+            for sent in ("", "Bearer", "Bearer wrong", f"Bearer {KEY}x", KEY, f"Basic {KEY}"):
+                headers = {"Authorization": sent}
+                response = await client.request(method, path, headers=headers, json=IDS if method == "POST" else None)
+                assert (response.status_code, path, sent) == (401, path, sent)
+                assert response.headers["connection"] == "close"
+                assert "version" not in response.text
+        del client.headers["authorization"]
+        assert (await client.get("/health")).status_code == 401
+        assert (await engine.state()).num_running == 0
+
+    ask(check)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 421),
+        ({"Host": "evil.example:8400"}, 421),
+        ({"Host": "127.0.0.1.evil.example"}, 421),
+        ({"Host": "10.0.0.7:8400"}, 421),
+        ({"Host": ""}, 421),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "localhost:1", "Origin": "http://localhost:2"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "application/json-seq"}, 415),
+        ({"Content-Type": ""}, 415),
+        ({"Content-Type": "Application/JSON; charset=utf-8"}, 200),
+        ({"Host": "localhost:1", "Origin": "http://localhost:1"}, 200),
+        ({"Host": "[::1]:8400"}, 200),
+        ({"Host": "Sampler.Example"}, 200),
+    ],
+)
+def test_foreign_hosts_origins_and_content_types_are_refused(headers: dict[str, str], status: int) -> None:
+    async def check(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
+        response = await client.post("/generate", content=json.dumps(IDS), headers=JSON | headers)
+        assert response.status_code == status, response.text
+
+    ask(check, ServerConfig(hosts=("sampler.example",)))
+
+
+def test_on_every_address_the_host_may_be_any_address_but_no_foreign_name() -> None:
+    async def check(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
+        for host, status in (("10.0.0.7:8400", 200), ("[fe80::1]", 200), ("evil.example", 421)):
+            assert (await client.get("/health", headers={"Host": host})).status_code == status
+
+    ask(check, ServerConfig(host="0.0.0.0"))
+
+
+def test_weights_are_taken_over_by_their_version(tmp_path: Path) -> None:
     body = {"folder": str(tmp_path), "version": VERSION}
 
     async def check(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-            response = await client.post("/weights", json=body, headers=headers)
-            assert response.status_code == 401
-        assert (await engine.state()).version.step == 0
-        key = {"Authorization": "Bearer secret"}
-        assert (await client.post("/weights", json=body, headers=key)).json() == {"version": VERSION}
+        assert (await client.post("/weights", json=body)).json() == {"version": VERSION}
         assert (await client.get("/health")).json() == {"version": VERSION, "num_running": 0, "num_waiting": 0}
         for bad in (
             {"folder": "/none", "version": VERSION},
@@ -137,24 +188,21 @@ def test_only_who_has_the_key_changes_the_weights(tmp_path: Path) -> None:
             body | {"version": {"lineage": "run", "step": -1}},
             body | {"version": {"lineage": "", "step": 1}},
         ):
-            assert (await client.post("/weights", json=bad, headers=key)).status_code == 400
+            assert (await client.post("/weights", json=bad)).status_code == 400
+        branched = VERSION | {"branch": "b"}
+        assert (await client.post("/weights", json=body | {"version": branched})).json() == {"version": branched}
+        assert (await engine.state()).version == PolicyVersion("run", 5, "b")
         assert (await client.post("/generate", json=IDS)).status_code == 200
 
-    ask(check, ServerConfig(admin_key="secret"))
-
-
-@pytest.mark.parametrize("key", ["", "se cret", "schl\u00fcssel", "a\n"])
-def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match="admin_key"):
-        build(ServerConfig, {"admin_key": key})
+    ask(check)
 
 
 def test_weights_that_cannot_be_read_do_not_end_the_engine() -> None:
     async def run() -> None:
         engine = NativeEngine(Core(make_network(0), RolloutConfig(), PolicyVersion("network", 0)))
         async with (
-            served(make_app(engine, ServerConfig())) as url,
-            httpx2.AsyncClient(base_url=url, verify=False) as client,
+            served(make_app(engine, ServerConfig(), KEY)) as url,
+            httpx2.AsyncClient(base_url=url, headers=KEYED, verify=False) as client,
         ):
             for folder in ("a" * 5000, "a\0b", "", "/dev/null"):
                 response = await client.post("/weights", json={"folder": folder, "version": VERSION})
@@ -178,10 +226,16 @@ def many_keys(number: int) -> bytes:
     return b",".join(b'"key%d": 1' % place for place in range(number))
 
 
+def head(num_bytes: int) -> bytes:
+    lines = ["POST /generate HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}"]
+    lines += ["Content-Type: application/json", f"Content-Length: {num_bytes}", ""]
+    return "".join(f"{line}\r\n" for line in lines).encode()
+
+
 def test_a_client_that_leaves_while_it_sends_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     async def check(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
-        writer.write(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        writer.write(head(100) + b"{")
         await writer.drain()
         await asyncio.sleep(0.05)
         writer.close()
@@ -198,9 +252,10 @@ def test_a_client_that_does_not_read_and_leaves_aborts() -> None:
     async def check(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port, limit=1)
         body = json.dumps(IDS | {"max_tokens": MANY, "num_samples": 8}).encode()
-        writer.write(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-        while (await engine.state()).num_running != 8:
-            await asyncio.sleep(0.005)
+        writer.write(head(len(body)) + body)
+        async with asyncio.timeout(5):
+            while (await engine.state()).num_running != 8:
+                await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)
         writer.transport.abort()
         async with asyncio.timeout(5):
@@ -230,8 +285,8 @@ def test_metrics_are_what_prometheus_reads() -> None:
     async def run() -> None:
         engine = NativeEngine(FakeCore(32, 128))
         async with (
-            served(make_app(engine, ServerConfig())) as url,
-            httpx2.AsyncClient(base_url=url, verify=False) as client,
+            served(make_app(engine, ServerConfig(), KEY)) as url,
+            httpx2.AsyncClient(base_url=url, headers=KEYED, verify=False) as client,
         ):
             await client.post("/generate", json=IDS)
             await client.post("/generate", json=IDS | {"stream": False})
@@ -265,8 +320,8 @@ def test_a_failed_engine_is_unhealthy() -> None:
     async def run() -> None:
         engine = NativeEngine(FakeCore(32, 128, on_step=fail))
         async with (
-            served(make_app(engine, ServerConfig())) as url,
-            httpx2.AsyncClient(base_url=url, verify=False) as client,
+            served(make_app(engine, ServerConfig(), KEY)) as url,
+            httpx2.AsyncClient(base_url=url, headers=KEYED, verify=False) as client,
         ):
             assert (await client.get("/health")).status_code == 200
             for response in (
@@ -286,8 +341,6 @@ def test_a_place_that_cannot_be_listened_on_is_told() -> None:
         port = int(address(listener).rsplit(":", 1)[1])
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be listened on"):
             bind(ServerConfig(port=port))
-    with pytest.raises(ConfigError, match="set an admin key"):
-        bind(ServerConfig(host="0.0.0.0", port=0))
 
 
 samplings = st.builds(

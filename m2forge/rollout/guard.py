@@ -1,0 +1,65 @@
+"""Who may ask a sampling server for anything: an ASGI layer around the whole application.
+
+    421   the Host header names another machine: a site that points its own name here (DNS rebinding)
+    403   the Origin header is that of another site
+    401   without the key (`Authorization: Bearer KEY`), on every route, `/health` and unknown ones included
+    415   a body whose content type is not application/json, which browsers send to other sites without asking first
+
+A refused request's body stays unread, so its connection is closed.
+"""
+
+import hmac
+import ipaddress
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from m2forge.listener import LOOPBACK, host_name
+from m2forge.rollout.server_config import ServerConfig
+
+ANY_ADDRESS = ("0.0.0.0", "::")
+JSON_TYPE = "application/json"
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, config: ServerConfig, key: str) -> None:
+        self._app, self._expected = app, f"Bearer {key}".encode()
+        self._hosts = {name.lower() for name in (*LOOPBACK, config.host, *config.hosts)}
+        self._takes_addresses = config.host in ANY_ADDRESS
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        status, message = refusal
+        body = {"error": {"type": "HTTPException", "message": message}}
+        await JSONResponse(body, status, headers={"connection": "close"})(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host, origin = headers.get(b"host", ""), headers.get(b"origin")
+        if not self._is_own(host_name(host)):
+            return 421, f"the Host header names {host[:200]!r}, not this server; add the name to server.hosts"
+        if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
+            return 403, f"the Origin header names {origin[:200]!r}; other sites may not use this server"
+        # Compared in a time that does not depend on where the two differ.
+        if not hmac.compare_digest(headers.get(b"authorization", "").encode("latin-1"), self._expected):
+            return 401, "the server's key is needed: send Authorization: Bearer KEY"
+        content_type = headers.get(b"content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and content_type != JSON_TYPE:
+            return 415, f"the content type is {content_type[:200]!r}; send JSON as {JSON_TYPE}"
+        return None
+
+    def _is_own(self, name: str) -> bool:
+        return name in self._hosts or (self._takes_addresses and _is_address(name))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
