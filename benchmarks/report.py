@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -36,10 +37,28 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+ARM_PARTS = {"0xd0c": "Neoverse N1", "0xd40": "Neoverse V1", "0xd49": "Neoverse N2", "0xd4f": "Neoverse V2"}
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimdhp", "bf16", "sve")
+"""Which of them a processor has decides what its CPU kernels can do."""
+
+
 def hardware() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    return f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def processor() -> str:
+    """Its name, where the system says it, and the instructions that matter here."""
+    try:
+        lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+    except OSError:
+        return platform.machine()
+    facts = {name.strip(): value.strip() for name, _, value in lines}
+    flags = (facts.get("flags") or facts.get("Features") or "").split()
+    part = facts.get("CPU part", "")
+    name = facts.get("model name") or ARM_PARTS.get(part) or f"{platform.machine()} {part}".strip()
+    return f"{name} ({' '.join(flag for flag in INSTRUCTIONS if flag in flags)})"
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

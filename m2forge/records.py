@@ -5,6 +5,7 @@ refused here, with a `RecordError` naming record and field, and never reaches a 
 numpy arrays: int32 ids and versions, float32 log-probabilities.
 """
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -149,6 +150,12 @@ class Asked:
     seed: int | None = None
 
 
+@functools.cache
+def plain_sampling() -> Sampling:
+    """Temperature 1 over the whole vocabulary: one value for all who change nothing."""
+    return Sampling()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """One completion call: the context as sent (the state) and the whole completion (the action)."""
@@ -164,13 +171,24 @@ class Call:
     started_s: float
     """Wall clock, seconds since the epoch."""
     finished_s: float
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = field(default_factory=plain_sampling)
     asked: Asked | None = None
     """What the request asked for, if `sampling` took its place; None where it was served as asked."""
 
+    _path: IntArray | None = field(init=False, repr=False, default=None)
+    """Prompt and response in one row, of which both are views, where they were copied on arrival."""
+
     def __post_init__(self) -> None:
-        for name in ("prompt_ids", "response_ids", "versions"):
-            object.__setattr__(self, name, _int_array("Call", name, getattr(self, name)))
+        path = _joined(self.prompt_ids, self.response_ids)
+        object.__setattr__(self, "_path", path)
+        if path is not None:
+            num_prompt = self.prompt_ids.size
+            object.__setattr__(self, "prompt_ids", path[:num_prompt])
+            object.__setattr__(self, "response_ids", path[num_prompt:])
+        else:
+            object.__setattr__(self, "prompt_ids", _int_array("Call", "prompt_ids", self.prompt_ids))
+            object.__setattr__(self, "response_ids", _int_array("Call", "response_ids", self.response_ids))
+        object.__setattr__(self, "versions", _int_array("Call", "versions", self.versions))
         object.__setattr__(self, "logprobs", _logprob_array("Call", "logprobs", self.logprobs))
         if not self.prompt_ids.size:
             _refuse("Call", "prompt_ids", [], "expected at least one token, which predicts the first sampled one")
@@ -200,7 +218,11 @@ class Call:
 
     def __reduce__(self) -> tuple[type["Call"], tuple[object, ...]]:
         # Through the constructor, because unpickled arrays would be writeable.
-        return Call, tuple(getattr(self, item.name) for item in fields(self))
+        return Call, tuple(getattr(self, item.name) for item in fields(self) if item.init)
+
+    def path(self) -> IntArray:
+        """Token ids of prompt and response in one row."""
+        return np.concatenate((self.prompt_ids, self.response_ids)) if self._path is None else self._path
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +329,22 @@ def _require_json(record: str, name: str, value: Mapping[str, JsonValue]) -> Non
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise RecordError(f"{record}: {name}: expected JSON values only ({error})") from error
+
+
+def _joined(first: npt.ArrayLike, second: npt.ArrayLike) -> IntArray | None:
+    """Two rows of ids as one read-only copy: one pass checks and copies both. None where one is kept as it is, or
+    `_int_array` has to convert or refuse one."""
+    if not (isinstance(first, np.ndarray) and isinstance(second, np.ndarray)):
+        return None
+    if first.dtype != np.int32 or second.dtype != np.int32 or first.ndim != 1 or second.ndim != 1:
+        return None
+    if not (first.flags.writeable and second.flags.writeable):
+        return None
+    path: IntArray = np.concatenate((first, second))
+    if path.size and np.minimum.reduce(path) < 0:
+        return None
+    path.flags.writeable = False
+    return path
 
 
 def _int_array(record: str, name: str, values: npt.ArrayLike, least: int = 0) -> IntArray:

@@ -64,7 +64,9 @@ class EngineConfig(Config):
     """Of the process that samples."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["stored", "float32", "bfloat16", "float16"] = "stored"
+    dtype: Literal["auto", "stored", "float32", "bfloat16", "float16"] = "auto"
+    """How the engine holds weights and KV cache. auto: as stored, but on a CPU that decodes faster in float32, which a
+    probe at start measures, in float32, in twice the memory."""
     rollout: RolloutConfig = RolloutConfig()
     num_threads: Count | None = None
     """CPU threads; None leaves it to torch."""

@@ -3,15 +3,21 @@
 Products of bfloat16 numbers are exact in float32, so multiplying bfloat16 operands with float32 sums equals raising
 them first; on CUDA that is one tensor-core product with a float32 output. The router and the float32 head use it.
 
-On a CPU without instructions for bfloat16, where torch multiplies number by number, c/linear.c serves whoever asks for
-no gradient. Where the machine has float16 arithmetic, that sums up to 96 terms in it, pairwise, and these in float32:
-the error is smaller than that of rounding the output to bfloat16. `linear_float32`, whose output is not rounded, never
-goes there.
+On a CPU, products of bfloat16 without a gradient run in the fastest of the kernels in c/linear.c (NEON) and
+c/linear_x86.c (AVX2, AVX-512, AVX-512-bf16, AMX) and torch's own, which a probe of some milliseconds finds. One kernel
+serves products of all sizes, so that an output does not depend on how many rows are computed beside it. Where the
+machine has float16 arithmetic, NEON's sums up to 96 terms in it, pairwise, and these in float32: the error is smaller
+than that of rounding the output to bfloat16. `linear_float32`, whose output is not rounded, never goes there.
 """
 
+import contextlib
 import functools
+import itertools
+import logging
+import mmap
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +27,15 @@ from torch import Tensor
 from m2forge.kernels import native
 from m2forge.kernels.norm import Norm
 from m2forge.kernels.precision import raised
+
+KERNELS = ("the plain kernel", "AVX-512-bf16", "AMX")
+"""By their numbers in c/linear_x86.c; c/linear.c has the first alone."""
+PROBE_OUT, PROBE_WIDTH = 1536, 576
+FEW_ROWS, MANY_ROWS = 8, 256
+PROBE_REPEATS = 4
+LINE_BYTES = 64
+
+_log = logging.getLogger(__name__)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -40,6 +55,42 @@ def _multiplies_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+@functools.cache
+def _kernel() -> int | None:
+    return _probe()
+
+
+def _probe() -> int | None:
+    """Number of the native kernel that is fastest here, by the time for as many rows in steps of decode as in one of
+    prefill; None where torch's product is."""
+    generator = torch.Generator().manual_seed(0)
+    weight_OD, few_MD, many_MD = (
+        torch.randn(rows, PROBE_WIDTH, generator=generator).bfloat16() for rows in (PROBE_OUT, FEW_ROWS, MANY_ROWS)
+    )
+    seconds: dict[int | None, float] = {}
+    kinds = native.ask("linear_kinds")
+    with torch.no_grad():
+        for kind in [kind for kind in range(len(KERNELS)) if kinds >> kind & 1]:
+            packed = _lay_out([weight_OD])[0]
+            run = functools.partial(_multiply, weight_OD=weight_OD, dtype=torch.bfloat16, packed=packed, kernel=kind)
+            seconds[kind] = _best_s(run, many_MD) + MANY_ROWS / FEW_ROWS * _best_s(run, few_MD)
+        if _multiplies_bfloat16():
+            run = functools.partial(F.linear, weight=weight_OD)
+            seconds[None] = _best_s(run, many_MD) + MANY_ROWS / FEW_ROWS * _best_s(run, few_MD)
+    fastest = min(seconds, key=lambda kind: seconds[kind])
+    _log.debug("products of bfloat16 run in %s: %s", "torch" if fastest is None else KERNELS[fastest], seconds)
+    return fastest
+
+
+def _best_s(run: Callable[[Tensor], Tensor], x_MD: Tensor) -> float:
+    times_s = []
+    for _ in range(1 + PROBE_REPEATS):
+        started_s = time.perf_counter()
+        run(x_MD)
+        times_s.append(time.perf_counter() - started_s)
+    return min(times_s[1:])
+
+
 class _Packed(NamedTuple):
     weight: weakref.ref[Tensor]
     version: int
@@ -56,14 +107,30 @@ def pack(weights: Iterable[Tensor]) -> None:
     """Keep a copy of each matrix in the layout that the native product reads, as long as the matrix itself lives, where
     that product would serve: two bytes more for every weight, and a step of few rows need not make the layout again.
     Call it anew whenever the weights have changed; changes that torch does not count (through `.data`) go unseen."""
-    for weight_OD in weights:
-        if not serves(weight_OD.detach()) or not weight_OD.is_contiguous():
-            continue
-        elements = torch.zeros(native.ask("packed_bytes", *weight_OD.shape), dtype=torch.uint8)
-        factor_O = torch.zeros(weight_OD.shape[0])
-        native.call("pack_bfloat16", weight_OD.detach(), *weight_OD.shape, elements, factor_O)
+    packable = [weight for weight in weights if serves(weight.detach()) and weight.is_contiguous()]
+    for weight_OD, (elements, factor_O) in zip(packable, _lay_out(packable), strict=True):
         reference = weakref.ref(weight_OD, functools.partial(_forget, _packed, id(weight_OD)))
         _packed[id(weight_OD)] = _Packed(reference, weight_OD._version, elements, factor_O)
+
+
+def _lay_out(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The elements and the factors of each matrix. All lie in one mapping of huge pages where the system has them: a
+    step of decode reads every one of them, and the hardware's prefetching ends with each page."""
+    sizes = [native.ask("packed_bytes", *weight_OD.shape) for weight_OD in weights]
+    starts = list(itertools.accumulate((-(-size // LINE_BYTES) * LINE_BYTES for size in sizes), initial=0))
+    if not weights:
+        return []
+    memory = mmap.mmap(-1, starts[-1])
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    laid_out = []
+    for weight_OD, start, size in zip(weights, starts, sizes, strict=False):
+        elements = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=size)
+        factor_O = torch.zeros(weight_OD.shape[0])
+        native.call("pack_bfloat16", weight_OD.detach(), *weight_OD.shape, elements, factor_O)
+        laid_out.append((elements, factor_O))
+    return laid_out
 
 
 def _forget(packed: dict[int, _Packed], identity: int, _: weakref.ref[Tensor]) -> None:
@@ -72,7 +139,7 @@ def _forget(packed: dict[int, _Packed], identity: int, _: weakref.ref[Tensor]) -
 
 
 def serves(*operands: Tensor) -> bool:
-    return native.serves(*operands, dtype=torch.bfloat16) and not _multiplies_bfloat16()
+    return native.serves(*operands, dtype=torch.bfloat16) and _kernel() is not None
 
 
 def native_linear(
@@ -83,11 +150,27 @@ def native_linear(
     onto: Tensor | None = None,
     is_gated: bool = False,
 ) -> Tensor:
-    """Of c/linear.c, where it serves: onto + norm(x) Wᵀ, what is not given left out; if it is gated, silu(a) · b with a
-    and b the halves of norm(x) Wᵀ. `dtype` float32 shows what is rounded to bfloat16."""
-    packed, elements, factor_O = _packed.get(id(weight_OD)), None, None
-    if packed is not None and packed.weight() is weight_OD and packed.version == weight_OD._version:
-        elements, factor_O = packed.elements, packed.factor_O
+    """Where `serves`: onto + norm(x) Wᵀ, what is not given left out; if it is gated, silu(a) · b with a and b the
+    halves of norm(x) Wᵀ. `dtype` float32 shows what is rounded to bfloat16."""
+    known, packed = _packed.get(id(weight_OD)), None
+    if known is not None and known.weight() is weight_OD and known.version == weight_OD._version:
+        packed = known.elements, known.factor_O
+    kernel = _kernel()
+    assert kernel is not None
+    return _multiply(x, weight_OD, dtype, packed, kernel, norm, onto, is_gated)
+
+
+def _multiply(
+    x: Tensor,
+    weight_OD: Tensor,
+    dtype: torch.dtype,
+    packed: tuple[Tensor, Tensor] | None,
+    kernel: int,
+    norm: Norm | None = None,
+    onto: Tensor | None = None,
+    is_gated: bool = False,
+) -> Tensor:
+    elements, factor_O = packed or (None, None)
     x_MD, weight_OD = x.flatten(0, -2), weight_OD.contiguous()
     x_MD = x_MD if x_MD.stride(1) == 1 else x_MD.contiguous()
     (num_out, width), (norm_D, eps) = weight_OD.shape, norm or (None, 0.0)
@@ -95,7 +178,7 @@ def native_linear(
     wide, narrow = (y, None) if dtype == torch.float32 else (None, y)
     onto = None if onto is None else onto.contiguous()
     matrix = (weight_OD, elements, factor_O, x_MD.stride(0), x_MD.shape[0], num_out, width)
-    native.call("linear_bfloat16", x_MD, norm_D, eps, *matrix, int(is_gated), onto, wide, narrow)
+    native.call("linear_bfloat16", x_MD, norm_D, eps, *matrix, int(is_gated), onto, wide, narrow, kernel)
     return y
 
 

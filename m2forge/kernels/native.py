@@ -1,7 +1,9 @@
 """The CPU kernels of the folder c/, compiled on first use by the machine's C compiler and kept in the user's cache.
 
-Without a compiler, or with M2FORGE_NATIVE=0, `library()` is None and the torch twins serve. The file is built under a
-temporary name and renamed, so that processes starting together never load a half-written one.
+Without a compiler, or with M2FORGE_NATIVE=0, `library()` is None and the torch twins serve. M2FORGE_NATIVE_ARCH names
+another instruction set than the machine's own to build for, as `-march` does: x86-64-v3 is AVX2, x86-64-v4 AVX-512
+without bfloat16. The file is built under a temporary name and renamed, so that processes starting together never load
+a half-written one.
 """
 
 import ctypes
@@ -21,7 +23,6 @@ from torch import Tensor
 FOLDER = Path(__file__).with_name("c")
 FLAGS = (
     "-O3",
-    "-march=native",
     "-fopenmp",
     "-pthread",
     "-ffp-contract=fast",
@@ -58,7 +59,8 @@ def library() -> ctypes.CDLL | None:
 
 def _built(compiler: str) -> Path:
     sources = sorted(FOLDER.glob("*.[ch]"))
-    made_of = (*(path.read_bytes() for path in sources), compiler.encode(), " ".join(FLAGS).encode(), _cpu().encode())
+    flags = (*FLAGS, f"-march={os.environ.get('M2FORGE_NATIVE_ARCH') or 'native'}")
+    made_of = (*(path.read_bytes() for path in sources), compiler.encode(), " ".join(flags).encode(), _cpu().encode())
     key = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
     target = _cache() / f"native-{key}.so"
     if not target.exists():
@@ -66,7 +68,7 @@ def _built(compiler: str) -> Path:
         handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".so")
         os.close(handle)
         try:
-            command = [compiler, *FLAGS, *(str(path) for path in sources if path.suffix == ".c"), "-o", partial, "-lm"]
+            command = [compiler, *flags, *(str(path) for path in sources if path.suffix == ".c"), "-o", partial, "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True)
             Path(partial).replace(target)
         finally:

@@ -14,6 +14,7 @@ from m2forge.listener import address
 from m2forge.model.checkpoint import load_model
 from m2forge.records import PolicyVersion
 from m2forge.rollout.core import Core
+from m2forge.rollout.held_dtype import fastest_dtype
 from m2forge.rollout.native import NativeEngine
 from m2forge.rollout.request import Decode
 from m2forge.rollout.server import bind, make_app, make_server
@@ -22,7 +23,13 @@ from m2forge.text.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
 
-_DTYPES = {"stored": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {
+    "auto": None,
+    "stored": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def serve_model(
@@ -70,6 +77,8 @@ def make_core(folder: Path, config: ServeConfig) -> Core:
         raise ConfigError("device cuda: torch sees no GPU; serve on the CPU with device = cpu")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     model = load_model(folder, device=device, dtype=_DTYPES[config.dtype])
+    if config.dtype == "auto" and device == "cpu":
+        model = model.to(fastest_dtype(model))
     version = PolicyVersion(config.lineage or folder.absolute().name, config.step, config.branch)
     return Core(model.eval(), config.rollout, version, _find_decode(folder))
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import RecordError
-from m2forge.records import Asked, FinishReason, FloatArray, IntArray, Sampling
+from m2forge.records import Asked, FinishReason, FloatArray, IntArray, Sampling, plain_sampling
 
 ExpertArray: TypeAlias = npt.NDArray[np.int16]
 """(tokens, layers, chosen): the experts that each token was routed to, in every layer with a router."""
@@ -33,7 +33,7 @@ class Sample:
     """The attempt it belongs to, where samples of one attempt are weighed together."""
     advantage: float = 0.0
     """What its tokens did better than expected; 0 until rewards are known."""
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = field(default_factory=plain_sampling)
     weight: float = 1.0
     """How much each of its tokens counts, relative to those of other samples in the same optimizer step."""
     asked: Asked | None = None

@@ -95,7 +95,7 @@ class TokenTree:
             asked=call.asked,
         )
         routed = None if experts is None else self._checked_experts(sample, experts)
-        path: IntArray = np.concatenate((call.prompt_ids, call.response_ids))
+        path = call.path()
         node, num_shared = self._descend(path)
         if num_shared < path.size:
             node = self._branch(sample, node, path, num_shared)
@@ -192,7 +192,8 @@ class TokenTree:
     def _branch(self, sample: Sample, node: Node, path: IntArray, num_shared: int) -> Node:
         """Put the rest of `path` under the part of `node` that it shares; the node that holds its end is returned."""
         tokens = path[num_shared:]
-        if int(tokens.max()) >= self.vocab_size:
+        # The reduction itself, because for a short row the method around it costs more.
+        if np.maximum.reduce(tokens) >= self.vocab_size:
             self._refuse_id(sample, path)
         self.num_tokens += tokens.size
         if num_shared == node.end and not node.children and node is not self._root:

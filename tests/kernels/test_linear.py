@@ -1,6 +1,7 @@
 """The native product of bfloat16 stays within what rounding to bfloat16 costs anyway, packed or not."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,16 +13,23 @@ from torch import Tensor
 from m2forge.kernels import linear as module
 from m2forge.kernels import native
 from m2forge.kernels.gate import gated_plain
-from m2forge.kernels.linear import linear, native_linear, pack, serves
+from m2forge.kernels.linear import KERNELS, linear, native_linear, pack, serves
 from m2forge.kernels.norm import Norm, rms_norm
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 
 
-@pytest.fixture(autouse=True)
-def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU without instructions for bfloat16."""
-    monkeypatch.setattr(module, "_multiplies_bfloat16", lambda: False)
+KINDS = [
+    kind for kind in range(len(KERNELS)) if native.library() is not None and native.ask("linear_kinds") >> kind & 1
+]
+
+
+@pytest.fixture(autouse=True, params=KINDS, scope="module")
+def kernel(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Every kernel that this machine can run, whichever is fastest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_kernel", lambda: request.param)
+        yield request.param
 
 
 def rms(x: Tensor) -> float:
@@ -171,3 +179,13 @@ def test_copy_ends_with_its_weight() -> None:
     del weight
     gc.collect()
     assert len(module._packed) == before
+
+
+def test_probe_takes_the_fastest_product(monkeypatch: pytest.MonkeyPatch, kernel: int) -> None:
+    monkeypatch.undo()
+    probe = module.__dict__["_probe"]
+    times_s = iter((3.0, 0.1, 1.0, 0.05))
+    monkeypatch.setattr(module, "_best_s", lambda run, x: next(times_s))
+    monkeypatch.setattr(module, "_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(native, "ask", lambda function, *sizes: 1 if function == "linear_kinds" else 1 << 22)
+    assert probe() is None  # torch's took 1 + 32 x 0.05 s, the native kernel 3 + 32 x 0.1 s

@@ -1,6 +1,7 @@
 """The joined network computes what the plain one does, and no less exactly."""
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from m2forge.kernels import linear, native
+from m2forge.kernels.linear import KERNELS
 from m2forge.model.build import build
 from m2forge.model.config import ModelConfig
 from m2forge.model.transformer import Transformer
@@ -24,10 +26,17 @@ SPANS = (Span(0, 7, [0, 1]), Span(7, 2, [0, 1, 2]), Span(0, 9, [3, 5, 4]))
 """The second goes on where the first ends, in a step of its own."""
 
 
-@pytest.fixture(autouse=True)
-def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU without instructions for bfloat16."""
-    monkeypatch.setattr(linear, "_multiplies_bfloat16", lambda: False)
+KINDS = [
+    kind for kind in range(len(KERNELS)) if native.library() is not None and native.ask("linear_kinds") >> kind & 1
+]
+
+
+@pytest.fixture(autouse=True, params=KINDS)
+def kernel(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Every product that this machine can run, whichever is fastest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "_kernel", lambda: request.param)
+        yield request.param
 
 
 def network(config: ModelConfig, seed: int) -> Transformer:

@@ -127,7 +127,7 @@ static void causal_exp(const Tile *tile, float *s, float scale, const float *shi
         vec sum = {0};
         for (int64_t j = 0; j < seen; j += LANES) {
             vec p = exp_vec(load_some(row + j, keys - j) * scale - shift[i]);
-            for (int64_t lane = seen - j; lane < LANES; lane++) p[lane] = 0;
+            p = fill_rest(p, seen - j, 0);
             store_some(row + j, p, keys - j);
             sum += p;
         }
@@ -152,7 +152,8 @@ static void forward_tile(const Attention *x, const Tile *tile, int64_t kv, float
     product(rows, dim, keys, &ps, &vs, mixed, dim, 0);
     for (int64_t i = 0; i < rows; i++) {
         lse[tile->lse_at[i]] = top[i] + logf(total[i]);
-        for (int64_t j = 0; j < dim; j++) out[tile->out_at[i] + j] = mixed[i * dim + j] / total[i];
+        for (int64_t j = 0; j < dim; j += LANES)
+            store_some(out + tile->out_at[i] + j, load_some(mixed + i * dim + j, dim - j) / total[i], dim - j);
     }
 }
 

@@ -11,6 +11,8 @@
 #include <string.h>
 #if defined(__aarch64__)
 #include <arm_neon.h>
+#elif defined(__AVX2__)
+#include <immintrin.h>
 #endif
 
 /* MR x NV vectors of sums fill the registers and leave room for one line of each operand. */
@@ -80,25 +82,42 @@ static inline vec sigmoid_vec(vec x) {
     return (vec)(((ivec)e & negative) | ((ivec)one & ~negative)) / (1.0f + e);
 }
 
-static inline float highest(const float *row, int64_t count) {
-    float best = row[0];
-    int64_t i = 0;
-    if (count >= LANES) {
-        vec top = *(const vec *)row;
-        for (i = LANES; i + LANES <= count; i += LANES) top = most(top, *(const vec *)(row + i));
-        for (int lane = 0; lane < LANES; lane++) best = top[lane] > best ? top[lane] : best;
-    }
-    for (; i < count; i++) best = row[i] > best ? row[i] : best;
-    return best;
+/* The ragged end of a row: loads and stores of at most `left` floats, and a vector whose lanes from `left` on become `rest`. */
+#if defined(__AVX512F__)
+static inline __mmask16 first_lanes(int64_t left) { return left >= LANES ? 0xFFFF : left > 0 ? (1 << left) - 1 : 0; }
+static inline vec load_some(const float *p, int64_t left) { return (vec)_mm512_maskz_loadu_ps(first_lanes(left), p); }
+static inline void store_some(float *p, vec x, int64_t left) { _mm512_mask_storeu_ps(p, first_lanes(left), (__m512)x); }
+static inline vec fill_rest(vec x, int64_t left, float rest) {
+    return (vec)_mm512_mask_mov_ps(_mm512_set1_ps(rest), first_lanes(left), (__m512)x);
 }
-
+static inline float sum_lanes(vec x) { return _mm512_reduce_add_ps((__m512)x); }
+static inline float highest_lane(vec x) { return _mm512_reduce_max_ps((__m512)x); }
+#elif defined(__AVX2__)
+static inline __m256i first_lanes(int64_t left) {
+    static const int32_t mask[2 * LANES] = {-1, -1, -1, -1, -1, -1, -1, -1};
+    return _mm256_loadu_si256((const __m256i *)(mask + LANES - (left >= LANES ? LANES : left > 0 ? left : 0)));
+}
+static inline vec load_some(const float *p, int64_t left) {
+    return left >= LANES ? *(const vec *)p : (vec)_mm256_maskload_ps(p, first_lanes(left));
+}
+static inline void store_some(float *p, vec x, int64_t left) {
+    if (left >= LANES) *(vec *)p = x;
+    else _mm256_maskstore_ps(p, first_lanes(left), (__m256)x);
+}
+static inline vec fill_rest(vec x, int64_t left, float rest) {
+    return (vec)_mm256_blendv_ps(_mm256_set1_ps(rest), (__m256)x, (__m256)first_lanes(left));
+}
 static inline float sum_lanes(vec x) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
-
-/* Loads and stores of at most `left` floats: the ragged end of a row. */
+static inline float highest_lane(vec x) {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+#else
 static inline vec load_some(const float *p, int64_t left) {
     if (left >= LANES) return *(const vec *)p;
     vec x = {0};
@@ -109,6 +128,33 @@ static inline void store_some(float *p, vec x, int64_t left) {
     if (left >= LANES) *(vec *)p = x;
     else
         for (int64_t i = 0; i < left; i++) p[i] = x[i];
+}
+static inline vec fill_rest(vec x, int64_t left, float rest) {
+    for (int64_t lane = left > 0 ? left : 0; lane < LANES; lane++) x[lane] = rest;
+    return x;
+}
+static inline float sum_lanes(vec x) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+static inline float highest_lane(vec x) {
+    float best = x[0];
+    for (int lane = 1; lane < LANES; lane++) best = x[lane] > best ? x[lane] : best;
+    return best;
+}
+#endif
+
+static inline float highest(const float *row, int64_t count) {
+    float best = row[0];
+    int64_t i = 0;
+    if (count >= LANES) {
+        vec top = *(const vec *)row;
+        for (i = LANES; i + LANES <= count; i += LANES) top = most(top, *(const vec *)(row + i));
+        best = highest_lane(top);
+    }
+    for (; i < count; i++) best = row[i] > best ? row[i] : best;
+    return best;
 }
 
 /* bfloat16 numbers are the upper halves of float32 ones. Narrowing rounds to the nearest, ties to even. */

@@ -9,8 +9,12 @@
  * number has 8 significant bits and float16 11, so an entry is exact, or off by at most 2^-28 of its row's largest. Sums of
  * float16 go over CHUNK terms a lane, then pairwise over the 8 lanes; these sums add up in float32. For terms of random
  * sign the error is half of that of rounding the sum to bfloat16.
+ *
+ * x86 processors with AVX2 have kernels of their own: linear_x86.c.
  */
-#include "kernel.h"
+#include "linear.h"
+
+#if !defined(__AVX2__)
 
 #if defined(__ARM_FEATURE_FP16_VECTOR_ARITHMETIC)
 typedef float16_t element;
@@ -117,15 +121,6 @@ static void tile(int64_t d, const element *x, const element *w, int64_t stride, 
 
 #endif
 
-/* What becomes of the products of x, m x d, with W, o x d. y is float32 where `wide` is given, else bfloat16. */
-typedef struct {
-    int64_t m, o, d;
-    int is_gated;         /* y = silu(a) * b, a and b the two halves of x W^T */
-    const uint16_t *onto; /* what y is added to, or NULL */
-    float *wide;
-    uint16_t *narrow;
-} Linear;
-
 /* Rows of W as elements. */
 typedef struct {
     const element *rows;
@@ -136,7 +131,7 @@ typedef struct {
 static void multiply(const Linear *call, const element *xs, const float *x_factor, const Panel panel[2], int64_t first,
                      int64_t count) {
     const Linear y = *call; /* which no store below can change */
-    int64_t full = padded(y.d), width = y.is_gated ? y.o / 2 : y.o;
+    int64_t full = padded(y.d);
     float line[2][TILE][ROWS];
     for (int64_t i = 0; i < y.m; i += TILE) {
         for (int half = 0; half <= y.is_gated; half++)
@@ -144,13 +139,10 @@ static void multiply(const Linear *call, const element *xs, const float *x_facto
                 tile(full, xs + i * full, panel[half].rows + j * full, ROWS, line[half][0] + j);
         for (int64_t r = i; r < y.m && r < i + TILE; r++)
             for (int64_t j = 0; j < count; j += LANES) {
-                int64_t at = r * width + first + j, left = count - j;
-                vec sum = *(vec *)(line[0][r - i] + j) * x_factor[r] * load_some(panel[0].factor + j, left);
-                if (y.is_gated)
-                    sum = gate_vec(sum, *(vec *)(line[1][r - i] + j) * x_factor[r] * load_some(panel[1].factor + j, left));
-                if (y.onto) sum += load_narrow(y.onto + at, left);
-                if (y.wide) store_some(y.wide + at, sum, left);
-                else store_narrow(y.narrow + at, sum, left);
+                int64_t left = count - j;
+                vec sum = *(vec *)(line[0][r - i] + j) * x_factor[r] * load_some(panel[0].factor + j, left), up = {0};
+                if (y.is_gated) up = *(vec *)(line[1][r - i] + j) * x_factor[r] * load_some(panel[1].factor + j, left);
+                finish(&y, r, first + j, left, sum, up);
             }
     }
 }
@@ -163,10 +155,11 @@ void pack_bfloat16(const uint16_t *w, int64_t o, int64_t d, void *packed, float 
 }
 
 /* W comes as it is, or packed with its factors; `norm`: the weights of the norm that x, its rows `stride` apart, goes
- * through first, or NULL. */
+ * through first, or NULL. `kind` is for linear_x86.c. */
 void linear_bfloat16(const uint16_t *x, const uint16_t *norm, float eps, const uint16_t *w, const void *packed,
                      const float *factor, int64_t stride, int64_t m, int64_t o, int64_t d, int64_t is_gated,
-                     const uint16_t *onto, float *wide, uint16_t *narrow) {
+                     const uint16_t *onto, float *wide, uint16_t *narrow, int64_t kind) {
+    (void)kind;
     Linear y = {m, o, d, is_gated, onto, wide, narrow};
     int64_t full = padded(d), rows = (m + TILE - 1) / TILE * TILE;
     int64_t width = is_gated ? o / 2 : o, step = is_gated ? ROWS / 2 : ROWS;
@@ -200,3 +193,8 @@ void linear_bfloat16(const uint16_t *x, const uint16_t *norm, float eps, const u
         }
     }
 }
+
+/* Bit 0: there is one kernel. */
+int64_t linear_kinds(void) { return 1; }
+
+#endif

@@ -13,7 +13,7 @@ void row_statistics(const float *z, const float *scale, int64_t rows, int64_t v,
         vec total = {0}, weighted = {0};
         for (int64_t i = 0; i < v; i += LANES) {
             vec below = most(splat(NOTHING), load_some(row + i, v - i) * factor - top); /* a NaN stays one */
-            for (int64_t lane = v - i; lane < LANES; lane++) below[lane] = NOTHING;
+            below = fill_rest(below, v - i, NOTHING);
             vec e = exp_vec(below);
             total += e;
             weighted += e * below;
@@ -47,7 +47,7 @@ static inline __attribute__((always_inline)) void greedy_row(const void *row, in
     ivec at = {0}, is_nan = {0}; /* at: where each lane has seen its best */
     for (int64_t i = 0; i < v; i += LANES) {
         vec z = load_logits(row, i, v, is_narrow);
-        for (int64_t lane = v - i; lane < LANES; lane++) z[lane] = -INFINITY;
+        z = fill_rest(z, v - i, -INFINITY);
         ivec is_better = z > best;
         at = (is_better & (int32_t)i) | (~is_better & at);
         best = most(z, best);
@@ -63,7 +63,7 @@ static inline __attribute__((always_inline)) void greedy_row(const void *row, in
     }
     for (int64_t i = 0; i < v; i += LANES) {
         vec below = most(load_logits(row, i, v, is_narrow) - top, splat(NOTHING));
-        for (int64_t lane = v - i; lane < LANES; lane++) below[lane] = NOTHING;
+        below = fill_rest(below, v - i, NOTHING);
         total += exp_vec(below);
     }
     *logprob = has_nan || isinf(top) ? NAN : -logf(sum_lanes(total));

@@ -138,7 +138,7 @@ static float soften(float *row, int64_t from, int64_t to, float top) {
     vec total = {0};
     for (int64_t l = from; l < to; l += LANES) {
         vec e = exp_vec(load_some(row + l, to - l) - top);
-        for (int64_t lane = to - l; lane < LANES; lane++) e[lane] = 0;
+        e = fill_rest(e, to - l, 0);
         store_some(row + l, e, to - l);
         total += e;
     }

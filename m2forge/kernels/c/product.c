@@ -93,18 +93,20 @@ static void pack(const Operand *x, int64_t i0, int64_t width, int64_t full, int6
     }
 }
 
-/* Sums of row i go to row[i] + from. */
-static void block(int64_t depth, const float *restrict a, const float *restrict b, float *const row[MR], int64_t from,
-                  int64_t rows, int64_t columns, int add) {
+/* Sums of row i go to row[i] + from. A panel of b is `vectors` vectors wide. */
+static inline __attribute__((always_inline)) void sum_block(int64_t depth, const float *restrict a, const float *restrict b,
+                                                            float *const row[MR], int64_t from, int64_t rows,
+                                                            int64_t columns, int add, int vectors) {
+    int wide = vectors * LANES;
     vec sum[MR][NV];
 #pragma GCC unroll 12
     for (int i = 0; i < MR; i++)
 #pragma GCC unroll 2
-        for (int j = 0; j < NV; j++) sum[i][j] = (vec){0};
-    for (int64_t k = 0; k < depth; k++, a += MR, b += NR) {
+        for (int j = 0; j < vectors; j++) sum[i][j] = (vec){0};
+    for (int64_t k = 0; k < depth; k++, a += MR, b += wide) {
         vec line[NV];
 #pragma GCC unroll 2
-        for (int j = 0; j < NV; j++) line[j] = *(const vec *)(b + j * LANES);
+        for (int j = 0; j < vectors; j++) line[j] = *(const vec *)(b + j * LANES);
 #if defined(__aarch64__) /* multiplies by a lane: three registers hold the whole column of a */
         vec column[MR / LANES];
 #pragma GCC unroll 3
@@ -116,13 +118,13 @@ static void block(int64_t depth, const float *restrict a, const float *restrict 
 #pragma GCC unroll 12
         for (int i = 0; i < MR; i++)
 #pragma GCC unroll 2
-            for (int j = 0; j < NV; j++) sum[i][j] += FACTOR(i) * line[j];
+            for (int j = 0; j < vectors; j++) sum[i][j] += FACTOR(i) * line[j];
     }
-    if (rows == MR && columns == NR) {
+    if (rows == MR && columns == wide) {
 #pragma GCC unroll 12
         for (int i = 0; i < MR; i++)
 #pragma GCC unroll 2
-            for (int j = 0; j < NV; j++) {
+            for (int j = 0; j < vectors; j++) {
                 vec *out = (vec *)(row[i] + from + j * LANES);
                 if (add) sum[i][j] += *out;
                 *out = sum[i][j];
@@ -133,10 +135,18 @@ static void block(int64_t depth, const float *restrict a, const float *restrict 
 #pragma GCC unroll 12
     for (int i = 0; i < MR; i++)
 #pragma GCC unroll 2
-        for (int j = 0; j < NV; j++) *(vec *)(edge + i * NR + j * LANES) = sum[i][j];
+        for (int j = 0; j < vectors; j++) *(vec *)(edge + i * wide + j * LANES) = sum[i][j];
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < columns; j++)
-            row[i][from + j] = (add ? row[i][from + j] : 0) + edge[i * NR + j];
+            row[i][from + j] = (add ? row[i][from + j] : 0) + edge[i * wide + j];
+}
+
+/* The last panel of a product is half as wide where that holds its columns: heads and experts of small networks are
+ * narrower than two vectors of AVX-512. */
+static void block(int64_t depth, const float *a, const float *b, float *const row[MR], int64_t from, int64_t rows,
+                  int64_t columns, int add) {
+    if (columns > LANES) sum_block(depth, a, b, row, from, rows, columns, add, NV);
+    else sum_block(depth, a, b, row, from, rows, columns, add, 1);
 }
 
 /* Kept by each thread between calls: fresh pages would cost more than the arithmetic on them. */
@@ -153,7 +163,7 @@ void product_to(int64_t m, int64_t n, int64_t depth, const Operand *a, const Ope
         for (int64_t n0 = 0; n0 < n; n0 += NC) {
             int64_t width = n - n0 < NC ? n - n0 : NC;
             for (int64_t j = 0; j < width; j += NR)
-                pack(b, n0 + j, width - j < NR ? width - j : NR, NR, k0, k, packs.b + j * k);
+                pack(b, n0 + j, width - j < NR ? width - j : NR, width - j > LANES ? NR : LANES, k0, k, packs.b + j * k);
             for (int64_t i = 0; i < m; i += MR) {
                 int64_t rows = m - i < MR ? m - i : MR;
                 float *row[MR] = {0};

@@ -72,7 +72,7 @@ void nll_and_grad(float *z, const int64_t *target, const float *weight, int64_t 
         vec total = {0};
         for (int64_t i = 0; i < v; i += LANES) {
             vec e = exp_vec(load_some(row + i, v - i) - top);
-            for (int64_t lane = v - i; lane < LANES; lane++) e[lane] = 0;
+            e = fill_rest(e, v - i, 0);
             store_some(row + i, e, v - i);
             total += e;
         }

@@ -1,0 +1,62 @@
+"""The type in which a CPU decodes a network fastest: the one its weights are stored in, or float32.
+
+Few CPUs multiply bfloat16 as fast as float32 in every part of a network: products of matrices may have a kernel and
+experts none. So one layer of the same shape decodes a few tokens in both types, which takes a fraction of a second.
+"""
+
+import logging
+import time
+
+import numpy as np
+import torch
+
+from m2forge.model.build import build
+from m2forge.model.config import ModelConfig
+from m2forge.model.transformer import Transformer
+from m2forge.protocols import Prompt
+from m2forge.records import PolicyVersion, Sampling
+from m2forge.rollout.config import RolloutConfig
+from m2forge.rollout.core import Core
+
+VOCAB_SIZE = 512
+"""Of the probe, whatever the network's own: embedding and head are products as others are."""
+NUM_REQUESTS, NUM_PROMPT, NUM_NEW = 8, 16, 8
+REPEATS = 3
+
+_log = logging.getLogger(__name__)
+
+
+def fastest_dtype(model: Transformer) -> torch.dtype:
+    """Float32 where one layer of the network's shape decodes faster in it than in the type of its weights."""
+    stored = model.embedding.weight.dtype
+    if stored not in (torch.bfloat16, torch.float16):
+        return stored
+    config = model.config.with_layers(1).model_copy(update={"vocab_size": VOCAB_SIZE, "num_mtp": 0})
+    stored_s, float_s = decode_s(config, stored), decode_s(config, torch.float32)
+    if stored_s <= float_s:
+        return stored
+    _log.warning(
+        "this CPU decodes %.1f times as fast in float32 as in %s, so weights and KV cache are held in float32, in "
+        'twice the memory; dtype = "stored" keeps %s',
+        stored_s / float_s,
+        str(stored).removeprefix("torch."),
+        str(stored).removeprefix("torch."),
+    )
+    return torch.float32
+
+
+def decode_s(config: ModelConfig, dtype: torch.dtype) -> float:
+    """Seconds for a batch of short completions, the fastest of a few."""
+    num_blocks = NUM_REQUESTS * (1 + (NUM_PROMPT + NUM_NEW) // 16)
+    rollout = RolloutConfig(num_blocks=num_blocks, max_running=NUM_REQUESTS, step_tokens=NUM_REQUESTS * NUM_PROMPT)
+    core = Core(build(config, dtype=dtype).eval(), rollout, PolicyVersion("probe", 0))
+    rng, times_s = np.random.default_rng(0), []
+    for repeat in range(1 + REPEATS):
+        started_s = time.perf_counter()
+        for request in range(NUM_REQUESTS):
+            ids = rng.integers(0, VOCAB_SIZE, NUM_PROMPT).astype(np.int32)
+            core.add(f"{repeat}-{request}", Prompt(ids, NUM_NEW, Sampling(temperature=0.0)))
+        while not core.is_idle:
+            core.step()
+        times_s.append(time.perf_counter() - started_s)
+    return min(times_s[1:])
