@@ -22,21 +22,24 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 from m2forge.errors import M2ForgeError
 from m2forge.forge.config import AgentConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.forge.worker import AgentError, ErrorKind, JobError, StuckError, WorkerDiedError, Workers
 from m2forge.gateway.config import SamplingConfig
+from m2forge.pool.delta import CallWriter, StoredCall
 from m2forge.pool.pool import Pool
 from m2forge.pool.record import Rewarding
 from m2forge.pool.state import EpisodeState, LeaseLostError, StateError
 from m2forge.pool.stored import Lease, Outcome, StoredEpisode, StoredUnit
 from m2forge.pool.writer import PoolWriter
-from m2forge.records import Task
+from m2forge.records import Episode, Task
 from m2forge.reward.judge import Attempt, Judge, Judged
-from m2forge.reward.step import read_step
+from m2forge.reward.step import Step, read_step
 from m2forge.tasks.family import Verdict
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import ChatFormat
@@ -50,6 +53,9 @@ DEATHS_BEFORE_ALONE = 2
 """An attempt whose workers died so often has the next worker for itself, which tells whether it kills them."""
 JUDGED_AT_ONCE = 16
 """Groups that are read from the pool together."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -185,6 +191,8 @@ class Attempts:
         self._agents, self._pool, self._writer = agents, pool, writer
         self._judge, self._format, self._on_judged = judge, format, on_judged
         self._judging = asyncio.Lock()
+        # One thread: several that compute would keep the event loop waiting for the interpreter's lock.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="episodes")
         self._num_deaths: Counter[int] = Counter()
         """Of workers, by the episode that they attempted."""
         self.counts = AttemptCounts()
@@ -223,7 +231,7 @@ class Attempts:
     async def _judge_unit(self, unit: StoredUnit, leases: Sequence[Lease]) -> None:
         tools = await self._agents.runner.tools(unit.task)
         attempts = await asyncio.gather(*(self._attempt(stored, tools) for stored in unit.episodes))
-        judged = self._judge.judge(attempts)
+        judged = await self._aside(self._judge.judge, attempts)
         try:
             await self._writer.run(
                 self._pool.reward_unit, [_rewarding(*pair) for pair in zip(leases, judged, strict=True)]
@@ -240,15 +248,18 @@ class Attempts:
         verdict = Verdict(0.0, {"failure": stored.failure or ""})
         if stored.failure is None:
             verdict = await self._agents.runner.verify(stored.task, stored.artifacts[ANSWER])
-        episode = stored.episode()
-        steps = tuple(read_step(call, self._format, tools) for call in episode.calls)
+        episode, steps = await self._aside(_read, stored, self._format, tools)
         return Attempt(episode, steps, verdict.perf, verdict.evidence)
 
     async def _store(self, lease: Lease, tried: Tried) -> bool:
         """Whether its group may be over with it."""
-        writer = lease.writer(self._pool.vocab_size)
-        calls = [writer.write(tried.tree.call(index)) for index in range(len(tried.tree.samples))]
+        calls = await self._aside(_encode, lease.writer(self._pool.vocab_size), tried.tree)
         return await self._writer.end(lease, calls, Outcome(failure=tried.failure, artifacts={ANSWER: tried.answer}))
+
+    async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Work over a whole episode, which may take seconds: away from the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: work(*args, **kwargs))
 
     async def _give_up(self, lease: Lease, reason: str) -> None:
         self.counts.num_broken += 1
@@ -262,6 +273,15 @@ class Attempts:
         self.counts.num_timeouts += tried.failure == TIMEOUT
         self.counts.num_errors += tried.failure not in (None, TIMEOUT)
         self.counts.num_tokens += sum(sample.logprobs.size for sample in tried.tree.samples)
+
+
+def _encode(writer: CallWriter, tree: TokenTree) -> list[StoredCall]:
+    return [writer.write(call) for call in tree.calls()]
+
+
+def _read(stored: StoredEpisode, format: ChatFormat, tools: Sequence[Tool]) -> tuple[Episode, tuple[Step, ...]]:
+    episode = stored.episode()
+    return episode, tuple(read_step(call, format, tools) for call in episode.calls)
 
 
 def _rewarding(lease: Lease, judged: Judged) -> Rewarding:

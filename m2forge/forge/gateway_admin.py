@@ -82,7 +82,8 @@ class GatewayAdmin:
 
     async def close(self, id: str) -> TokenTree:
         """No more calls; what was recorded."""
-        return decode_tree(await self._ask("POST", f"/episodes/{id}/take", {}))
+        # Long episodes take long to decode; the event loop serves other attempts meanwhile.
+        return await asyncio.to_thread(decode_tree, await self._ask("POST", f"/episodes/{id}/take", {}))
 
     async def forget(self, ids: Iterable[str]) -> None:
         """What was recorded is stored elsewhere, or of no use; keys are refused from now on. Those that are not there

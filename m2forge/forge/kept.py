@@ -37,7 +37,7 @@ class Kept:
 
 def make_kept(step: int, task: Task, perf: float, answer: str, failure: str | None, tree: TokenTree) -> Kept:
     writer = CallWriter(tree.vocab_size)
-    calls = tuple(writer.write(tree.call(index)).data for index in range(len(tree.samples)))
+    calls = tuple(writer.write(call).data for call in tree.calls())
     return Kept(step, task, perf, answer, failure, calls, tree.vocab_size)
 
 

@@ -11,7 +11,6 @@ are refused. Pass rates that came after the last tasks are forgotten.
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
 import re
@@ -56,8 +55,6 @@ WORKER = "loop"
 OWN_NAME = re.compile(r"g\d+-\d+-\d+|check-.*")
 """Of episodes at the gateway: the pool's attempts, and those of checks. Others belong to deployed agents."""
 POLL_S = 0.02
-MAX_BASE_TIMES = 4096
-"""Tasks whose times outlive the loop."""
 FAILED = 503
 """Status of a sampler whose engine has failed."""
 DRY_S = 0.2
@@ -192,10 +189,8 @@ class Loop:
             await asyncio.sleep(POLL_S)
 
     def _note(self) -> str:
-        # Of tasks that are not met again the times are of no use, and they grow with the run.
-        times = self.judge.base_times() if self.config.reward.beta else {}
-        latest = dict(itertools.islice(times.items(), max(0, len(times) - MAX_BASE_TIMES), None))
-        return json.dumps({"curriculum": self.curriculum.state(), "base_times": latest})
+        base_times = self.judge.base_times() if self.config.reward.beta else {}
+        return json.dumps({"curriculum": self.curriculum.state(), "base_times": base_times})
 
     async def _renew(self, writer: PoolWriter) -> None:
         while True:
@@ -205,6 +200,8 @@ class Loop:
             for task, lease in self._running.items():
                 if lease.name in names:
                     task.cancel()
+            # The loop's own leases are renewed just now; deployed agents' may be over.
+            await writer.run(self.pool.requeue_expired)
             while await writer.run(self.pool.sweep):
                 await asyncio.sleep(0)
 

@@ -12,7 +12,7 @@ then for each sample ids, log-probabilities and versions, four bytes each, littl
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TypeAlias, cast
 
 import numpy as np
@@ -22,7 +22,7 @@ from m2forge.errors import RecordError
 from m2forge.gateway.config import Budget
 from m2forge.gateway.divergence import Divergence
 from m2forge.gateway.turn import PathRecord, TurnRecord
-from m2forge.records import Asked, FinishReason, FloatArray, IntArray, JsonValue, Sampling
+from m2forge.records import Asked, Call, FinishReason, FloatArray, IntArray, JsonValue, Sampling
 from m2forge.text.completion import Completion, Problem, ProblemKind
 from m2forge.text.message import Message, Role, Tool, ToolCall
 
@@ -58,6 +58,19 @@ class SampleEntry:
     completion: Completion
 
 
+def make_sample(call: Call, completion: Completion) -> SampleEntry:
+    return SampleEntry(
+        response_ids=call.response_ids,
+        logprobs=call.logprobs,
+        versions=call.versions,
+        finish_reason=call.finish_reason,
+        started_s=call.started_s,
+        finished_s=call.finished_s,
+        # What a stream held back until the end is in the text.
+        completion=replace(completion, final_events=()) if completion.final_events else completion,
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Answered:
     id: str
@@ -76,8 +89,25 @@ class Answered:
     """What the server needs to tell the same answer again."""
     is_charged: bool = True
     """Whether its episode's budget pays for it."""
+    elapsed_s: float | None = None
+    """Seconds of its episode's time that had passed when it was written, those in which no gateway ran left out; None
+    where that was not noted."""
     asked: Asked | None = None
     """What the request asked for, if `sampling` took its place."""
+
+    def call(self, sample: SampleEntry, prompt_ids: IntArray) -> Call:
+        """One of its samples as a call; `prompt_ids`: all of the prompt."""
+        return Call(
+            prompt_ids=prompt_ids,
+            response_ids=sample.response_ids,
+            logprobs=sample.logprobs,
+            versions=sample.versions,
+            finish_reason=sample.finish_reason,
+            started_s=sample.started_s,
+            finished_s=sample.finished_s,
+            sampling=self.sampling,
+            asked=self.asked,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +181,7 @@ def _answered_head(entry: Answered) -> _Fields:
         "samples": [_sample_fields(sample) for sample in entry.samples],
         "reply": entry.reply,
         "is_charged": entry.is_charged,
+        "elapsed_s": entry.elapsed_s,
     }
 
 
@@ -170,6 +201,7 @@ def _answered(head: dict[str, object], arrays: "_Arrays") -> Answered:
         samples=samples,
         reply=cast("dict[str, JsonValue]", head["reply"]),
         is_charged=cast("bool", head.get("is_charged", True)),
+        elapsed_s=cast("float | None", head.get("elapsed_s")),
         asked=_asked(cast("dict[str, object] | None", head.get("asked"))),
     )
 

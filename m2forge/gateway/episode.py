@@ -21,7 +21,7 @@ import numpy as np
 
 from m2forge.errors import ExistsError, M2ForgeError, RecordError
 from m2forge.gateway.divergence import Divergence
-from m2forge.gateway.entry import Answered, Closed, Created, Entry, Rewarded, SampleEntry
+from m2forge.gateway.entry import Answered, Closed, Created, Entry, Rewarded, make_sample
 from m2forge.gateway.history import History, Opening
 from m2forge.gateway.journal import Journal
 from m2forge.gateway.retry import Request, Requests, RequestState
@@ -62,6 +62,7 @@ class Episode:
         vocab_size: int | None = None,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
         on_close: "Callable[[Episode], None]" = lambda episode: None,
     ) -> None:
         """`vocab_size`: of the network, where it knows more ids than its tokenizer."""
@@ -90,6 +91,9 @@ class Episode:
         """Of calls and sampled tokens, those that the budget paid for."""
         self.closed: Closed | None = None
         self._journal, self._clock, self._on_close = journal, clock, on_close
+        self._monotonic, self._since_s, self._elapsed_s = monotonic, monotonic(), 0.0
+        """Of its time, what had passed when this process took it up, and when that was by the monotonic clock: a wall
+        clock that is set spends no budget."""
         self._running: set[Request] = set()
         self._waiting: list[asyncio.Future[None]] = []
         """Those who wait for one of these to end."""
@@ -160,7 +164,11 @@ class Episode:
         `is_charged`: whether the budget pays for it."""
         if request not in self._running:
             raise RecordError(f"request {id}: expected one that runs, received one that is {request.state}")
-        entry = replace(self._entry(request, prompt, samples, id, reply or {}), is_charged=is_charged)
+        entry = replace(
+            self._entry(request, prompt, samples, id, reply or {}),
+            is_charged=is_charged,
+            elapsed_s=round(self.elapsed_s, 3),
+        )
         if not is_told:
             # No body has an empty digest, so nobody finds it, after a restart neither.
             entry = replace(entry, digest="", retry_token="")
@@ -221,7 +229,12 @@ class Episode:
         """Infinite without a limit."""
         if self.budget.max_s is None:
             return math.inf
-        return self.created_s + self.budget.max_s - self._clock()
+        return self.budget.max_s - self.elapsed_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it was made in which a gateway ran; after a restart, from the last answer on."""
+        return self._elapsed_s + self._monotonic() - self._since_s
 
     def _check_budget(self, num_samples: int, max_tokens: int) -> None:
         budget = self.budget
@@ -308,7 +321,10 @@ class Episode:
                 prompt_ids = entry.prompt_ids if opening is None else opening.ids
                 request = Request(entry.digest, entry.retry_token, len(entry.samples))
                 self.requests.add(request)
-                samples = [_sampled(entry, sample, prompt_ids) for sample in entry.samples]
+                samples = [Sampled(entry.call(sample, prompt_ids), sample.completion) for sample in entry.samples]
+                ended_s = max((sample.finished_s for sample in entry.samples), default=self.created_s)
+                elapsed_s = ended_s - self.created_s if entry.elapsed_s is None else entry.elapsed_s
+                self._elapsed_s, self._since_s = max(self._elapsed_s, elapsed_s), self._monotonic()
                 self._enter(request, entry, opening, samples)
                 request.state = RequestState.ANSWERED
 
@@ -331,7 +347,7 @@ class Episode:
             divergence=prompt.divergence if isinstance(prompt, Opening) else None,
             sampling=samples[0].call.sampling,
             asked=samples[0].call.asked,
-            samples=tuple(_sample_entry(sample) for sample in samples),
+            samples=tuple(make_sample(sample.call, sample.completion) for sample in samples),
             reply=reply,
         )
 
@@ -363,32 +379,3 @@ class Episode:
     def _write(self, entry: Entry) -> None:
         if self._journal is not None:
             self._journal.append(entry)
-
-
-def _sample_entry(sample: Sampled) -> SampleEntry:
-    call = sample.call
-    return SampleEntry(
-        response_ids=call.response_ids,
-        logprobs=call.logprobs,
-        versions=call.versions,
-        finish_reason=call.finish_reason,
-        started_s=call.started_s,
-        finished_s=call.finished_s,
-        # What a stream held back until the end is in the text.
-        completion=replace(sample.completion, final_events=()) if sample.completion.final_events else sample.completion,
-    )
-
-
-def _sampled(entry: Answered, sample: SampleEntry, prompt_ids: IntArray) -> Sampled:
-    call = Call(
-        prompt_ids=prompt_ids,
-        response_ids=sample.response_ids,
-        logprobs=sample.logprobs,
-        versions=sample.versions,
-        finish_reason=sample.finish_reason,
-        started_s=sample.started_s,
-        finished_s=sample.finished_s,
-        sampling=entry.sampling,
-        asked=entry.asked,
-    )
-    return Sampled(call, sample.completion)

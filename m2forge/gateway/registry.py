@@ -48,13 +48,15 @@ class Episodes:
         folder: Path | None = None,
         sync: Literal["system", "disk"] = "system",
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
         max_closed: int = MAX_CLOSED,
     ) -> None:
         """`budget`: of episodes that are made without one. `folder`: of the journals; without it nothing is kept, and
-        nothing leaves memory. `vocab_size`: of the network, where it knows more ids than its tokenizer. `max_closed`:
-        closed episodes that stay in memory though they could be read again."""
+        nothing leaves memory. `vocab_size`: of the network, where it knows more ids than its tokenizer. `clock`: by it
+        records are dated; `monotonic`: by it budgets of time are spent. `max_closed`: closed episodes that stay in
+        memory though they could be read again."""
         self._format, self._restores_thinking, self._clock = format, restores_thinking, clock
-        self._vocab_size = vocab_size
+        self._vocab_size, self._monotonic = vocab_size, monotonic
         self._budget, self._folder = budget or Budget(), folder
         self._sync: Literal["system", "disk"] = sync
         self._by_id: dict[str, Episode] = {}
@@ -206,6 +208,7 @@ class Episodes:
             vocab_size=self._vocab_size,
             journal=journal,
             clock=self._clock,
+            monotonic=self._monotonic,
             on_close=self._keep_closed,
         )
         self._by_id[episode.id] = self._held[episode.id] = episode

@@ -28,6 +28,7 @@ from m2forge.pool.state import (
 )
 from m2forge.pool.stored import make_label, split_label
 from m2forge.pool.tally import TRAINED, count
+from m2forge.pool.watch import Watch
 from m2forge.pool.window import Unit, Window
 from m2forge.records import PolicyVersion
 
@@ -80,9 +81,15 @@ class Wanted:
 
 
 def claim(
-    connection: Connection, config: PoolConfig, wanted: Wanted, version: PolicyVersion, now_s: float
+    connection: Connection,
+    config: PoolConfig,
+    wanted: Wanted,
+    version: PolicyVersion,
+    now_s: Callable[[], float],
+    watch: Watch[int],
 ) -> Claim | None:
-    """A batch for weights that are at `version`; None where the window holds too few finished units yet."""
+    """A batch for weights that are at `version`; None where the window holds too few finished units yet. `watch`: of
+    unfinished units by their places, where those that are stuck are given up."""
     queue = lock_queue(connection)
     _check_lineage(queue, version)
     rows = _window_rows(connection, config.window.size, wanted)
@@ -92,10 +99,15 @@ def claim(
         stale = window.give_up_stale(version.step - config.window.max_staleness)
         _give_up(connection, config, [by_place[unit.place] for unit in stale], config.window.stale, DropReason.STALE)
     taken = wanted.take(window)
+    open_s = {}
+    if config.window.straggler != "wait":
+        open_s = watch.unchanged_s({unit.place: None for unit in window if not unit.is_finished})
     while not taken and config.window.straggler != "wait":
         # A batch that waits for another unit than the head is not the head's fault.
         head = window.head
-        if head is None or head.is_finished or not _is_straggler(connection, config, by_place[head.place], now_s):
+        if head is None or head.is_finished or open_s[head.place] <= config.window.straggler_s:
+            break
+        if not _is_straggler(connection, config, by_place[head.place], now_s()):
             break
         gone = [by_place[unit.place] for unit in window.give_up(head.place)]
         _give_up(connection, config, gone, config.window.straggler, DropReason.STRAGGLER)

@@ -41,7 +41,7 @@ class WindowConfig(Config):
     """What becomes of a head that keeps a batch waiting for longer than `straggler_s`. Requeued, its whole group starts
     again at the end of the queue; dropped, its whole group goes."""
     straggler_s: Seconds = 600.0
-    """Seconds since the first episode of the head began."""
+    """Seconds since the first episode of the head began, and that the trainer has seen it unfinished."""
     no_signal: Literal["skip", "train"] = "skip"
     """What becomes of a group whose rewards are all equal, which teaches nothing: skipped, it is replaced by another
     task of its stage and domain."""
@@ -80,7 +80,7 @@ class PoolConfig(Config):
     busy_timeout_s: Seconds = 60.0
     """Seconds to wait for another process's transaction."""
     lease_s: Seconds = 60.0
-    """A worker that does not renew its lease for so long is taken for dead."""
+    """A worker whose lease another process has seen unrenewed for so long is taken for dead."""
     max_failures: Count = 3
     """Attempts of an episode that may break; then its group is dropped."""
     max_deaths: Count = 100

@@ -36,6 +36,11 @@ _RETRY_S = 0.01
 """Between two tries to set up a file that others set up at the same time."""
 
 
+# Days since noon of 24 November 4714 BC; 2440587.5 is the epoch.
+_SQLITE_NOW = text("SELECT (julianday('now') - 2440587.5) * 86400.0")
+_POSTGRES_NOW = text("SELECT CAST(extract(epoch FROM clock_timestamp()) AS double precision)")
+
+
 class PoolError(M2ForgeError, OSError):
     """A database that cannot be reached, or does not answer."""
 
@@ -108,6 +113,11 @@ class Database:
             is_busy = raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         if is_busy:
             _log.warning("%s: a reader keeps the log from being emptied; %d bytes", self.place, self.log_bytes())
+
+    def now_s(self, connection: Connection) -> float:
+        """Seconds since the epoch by the database's clock, which all processes that share it read."""
+        query = _SQLITE_NOW if self.is_sqlite else _POSTGRES_NOW
+        return float(connection.execute(query).scalar_one())
 
     def flush(self) -> None:
         """Wait until every transaction that was committed before is on disk, also where `sync` leaves that to the

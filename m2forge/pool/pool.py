@@ -15,13 +15,13 @@ pool open it each for itself. Methods block; `pool/writer.py` is the way in from
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
-from sqlalchemy import func, insert, select
+from sqlalchemy import Connection, func, insert, select
 
 from m2forge.errors import ConfigError, M2ForgeError
 from m2forge.pool import batch as batches
@@ -36,6 +36,7 @@ from m2forge.pool.state import EpisodeState, LeaseLostError, UnitState
 from m2forge.pool.stored import Lease, Outcome, StoredUnit, read_units
 from m2forge.pool.submission import Owed
 from m2forge.pool.tally import Tally, read_tally
+from m2forge.pool.watch import Watch
 from m2forge.records import PolicyVersion, Reward, Task
 
 _log = logging.getLogger(__name__)
@@ -44,11 +45,19 @@ _EXPIRED_AT_ONCE = 256
 
 
 class Pool:
-    def __init__(self, config: PoolConfig, vocab_size: int, *, clock: Callable[[], float] = time.time) -> None:
-        """Opens the database, and makes its tables where there are none. `clock`: seconds, the same for all processes
-        that share the pool."""
+    def __init__(
+        self,
+        config: PoolConfig,
+        vocab_size: int,
+        *,
+        clock: Callable[[], float] | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Opens the database, and makes its tables where there are none. `clock`: seconds since the epoch in place of
+        the database's own, the same for all processes that share the pool. `monotonic`: of this process."""
         self.config, self.vocab_size = config, vocab_size
         self._clock = clock
+        self._leases, self._stuck = Watch[tuple[int, int]](monotonic), Watch[int](monotonic)
         self.database = Database(config)
         try:
             self._set_up()
@@ -126,7 +135,7 @@ class Pool:
     def lease(self, worker: str, num_episodes: int) -> list[Lease]:
         """Episodes to run, oldest first; fewer where fewer wait. To be renewed within `lease_s`."""
         with self.database.write() as connection:
-            return queues.lease(connection, self.config, worker, num_episodes, self._clock())
+            return queues.lease(connection, self.config, worker, num_episodes, self._now_s(connection))
 
     def leases_of(self, worker: str) -> list[Lease]:
         """Attempts of a worker that are under way."""
@@ -136,24 +145,37 @@ class Pool:
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
         """Prolong leases, and return those that are lost: their agents are to be stopped."""
         with self.database.write() as connection:
-            return queues.renew(connection, self.config, leases, self._clock())
+            return queues.renew(connection, self.config, leases, self._now_s(connection))
 
     def requeue_expired(self) -> list[Lease]:
-        """Give up attempts whose workers have died; their leases."""
-        now_s = self._clock()
+        """Give up attempts whose workers have died; their leases. To be called again and again by one process: a lease
+        is lost once this process has seen it unrenewed for `lease_s` by its own monotonic clock, so that a clock that
+        is set forwards or back loses none. A deployed agent's has to be over by the database's clock as well."""
         with self.database.read() as connection:
-            over = queues.expired(connection, now_s, _EXPIRED_AT_ONCE)
-        return [lease for lease in over if self._give_up(lease, "its worker stopped renewing the lease", now_s)]
+            until_s = queues.running(connection, self._now_s(connection))
+            watched = self._leases.unchanged_s(until_s)
+            over = [episode for (episode, _), seconds in watched.items() if seconds > self.config.lease_s]
+            leases = queues.leases_on(connection, over[:_EXPIRED_AT_ONCE])
+        failure = "its worker stopped renewing the lease"
+        return [
+            lease
+            for lease in leases
+            if (end_s := until_s.get((lease.episode, lease.attempt))) is not None
+            and self._give_up(lease, failure, end_s)
+        ]
 
     def release(self, worker: str) -> list[Lease]:
         """Give up all attempts of a worker that is known to be dead, without waiting for its leases to expire."""
-        return [lease for lease in self.leases_of(worker) if self._give_up(lease, "its worker died", math.inf)]
+        return [lease for lease in self.leases_of(worker) if self._give_up(lease, "its worker died")]
 
-    def _give_up(self, lease: Lease, failure: str, died_by_s: float) -> bool:
+    def _now_s(self, connection: Connection) -> float:
+        return self.database.now_s(connection) if self._clock is None else self._clock()
+
+    def _give_up(self, lease: Lease, failure: str, until_s: float | None = None) -> bool:
         """Each in a transaction of its own, since workers renew and finish meanwhile."""
         try:
             with self.database.write() as connection:
-                state = queues.break_off(connection, self.config, lease, failure, died_by_s=died_by_s)
+                state = queues.break_off(connection, self.config, lease, failure, is_death=True, until_s=until_s)
         except LeaseLostError:
             return False
         if state is EpisodeState.FAILED:
@@ -166,7 +188,7 @@ class Pool:
         """An episode of an agent that the loop did not start. Rewarded, it takes the slot of a task of its domain in a
         batch that is put later, if the configuration admits it."""
         with self.database.write() as connection:
-            return submission.open_deployed(connection, self.config, name, task, self._clock())
+            return submission.open_deployed(connection, self.config, name, task, self._now_s(connection))
 
     # -- what happens to an attempt ------------------------------------------------------------------------------------
 
@@ -178,13 +200,13 @@ class Pool:
     def finish(self, lease: Lease, outcome: Outcome) -> None:
         """The attempt has ended, also by a limit; it counts."""
         with self.database.write() as connection:
-            record.finish(connection, self.config, lease, outcome, self._clock())
+            record.finish(connection, self.config, lease, outcome, self._now_s(connection))
 
     def end(self, endings: Sequence[Ending]) -> list[bool | M2ForgeError]:
         """Calls and ends of several attempts at once; for each whether its unit may be over now and wait to be judged,
         or why it was refused."""
         with self.database.write() as connection:
-            return record.end(connection, self.config, endings, self._clock())
+            return record.end(connection, self.config, endings, self._now_s(connection))
 
     def reward_unit(self, given: Sequence[Rewarding]) -> None:
         """What the finished attempts of one unit earned, all at once."""
@@ -205,7 +227,7 @@ class Pool:
     def interrupt(self, lease: Lease, reason: str) -> bool:
         """Something that the attempt needs has died, which says nothing about the episode: another attempt follows.
         False where the lease is lost."""
-        return self._give_up(lease, reason, math.inf)
+        return self._give_up(lease, reason)
 
     # -- the trainer ---------------------------------------------------------------------------------------------------
 
@@ -214,7 +236,8 @@ class Pool:
         units of each label (STAGE/DOMAIN, or DOMAIN for units without a stage); they add up to `num_units`."""
         with self.database.write() as connection:
             wanted = Wanted(num_units, None if quotas is None else lambda _: quotas)
-            return batches.claim(connection, self.config, wanted, version, self._clock())
+            now_s = partial(self._now_s, connection)
+            return batches.claim(connection, self.config, wanted, version, now_s, self._stuck)
 
     def claim_within(
         self,
@@ -228,7 +251,8 @@ class Pool:
         units of each label, of a batch of so many."""
         with self.database.write() as connection:
             wanted = Wanted(max_units, quotas, max_tokens)
-            return batches.claim(connection, self.config, wanted, version, self._clock())
+            now_s = partial(self._now_s, connection)
+            return batches.claim(connection, self.config, wanted, version, now_s, self._stuck)
 
     def batch_sizes(self, lineage: str) -> list[int]:
         """Units of each batch that the weights have learnt, in their order."""

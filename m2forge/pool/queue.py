@@ -7,7 +7,7 @@ still sends is refused. These functions run inside the transaction that is hande
 import json
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, Row, delete, func, select, tuple_, update
+from sqlalchemy import Connection, Row, delete, func, or_, select, tuple_, update
 
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.schema import QUEUE_ID, call_table, episode_table, queue_table, unit_table
@@ -138,21 +138,28 @@ def _leases(connection: Connection, episode_ids: Sequence[int]) -> list[Lease]:
 
 
 def break_off(
-    connection: Connection, config: PoolConfig, lease: Lease, failure: str, *, died_by_s: float | None = None
+    connection: Connection,
+    config: PoolConfig,
+    lease: Lease,
+    failure: str,
+    *,
+    is_death: bool = False,
+    until_s: float | None = None,
 ) -> EpisodeState:
     """End an attempt without an outcome: the episode waits for another one, or fails, and its group with it.
-    `died_by_s`: its worker died, and the attempt ends only if its lease is over by then, since it may be renewed."""
+    `is_death`: its worker died, which is counted apart. `until_s`: the attempt ends only if its lease still ends then,
+    since it may have been renewed."""
     unit = _lock_group_of(connection, lease.unit)
     episode = episode_table.c
     here = [episode.id == lease.episode, episode.attempt == lease.attempt, episode.state == EpisodeState.RUNNING]
-    if died_by_s is not None:
-        here.append(episode.lease_until_s < died_by_s)
-    broken = episode.num_deaths if died_by_s is not None else episode.num_failures
+    if until_s is not None:
+        here.append(episode.lease_until_s == until_s)
+    broken = episode.num_deaths if is_death else episode.num_failures
     num_before = connection.execute(select(broken).where(*here).with_for_update()).scalar_one_or_none()
     if num_before is None:
         raise LeaseLostError(describe_loss(connection, lease))
     values = {broken.name: num_before + 1, "failure": failure}
-    limit = config.max_deaths if died_by_s is not None else config.max_failures
+    limit = config.max_deaths if is_death else config.max_failures
     if unit.origin == Origin.LOOP and num_before + 1 < limit:
         move_episodes(connection, EpisodeState.QUEUED, *here, **FRESH | values)
         connection.execute(delete(call_table).where(call_table.c.episode == lease.episode))
@@ -163,11 +170,21 @@ def break_off(
     return EpisodeState.FAILED
 
 
-def expired(connection: Connection, now_s: float, limit: int) -> list[Lease]:
-    episode = episode_table.c
-    over = select(episode.id).where(episode.state == EpisodeState.RUNNING, episode.lease_until_s < now_s)
-    found = list(connection.execute(over.order_by(episode.lease_until_s).limit(limit)).scalars())
-    return sorted(_leases(connection, found), key=lambda lease: lease.unit)
+def running(connection: Connection, now_s: float) -> dict[tuple[int, int], float]:
+    """When the leases end that may have been given up: of the loop's attempts all, of deployed agents' those that are
+    over. By episode and attempt."""
+    episode, unit = episode_table.c, unit_table.c
+    query = select(episode.id, episode.attempt, episode.lease_until_s).join_from(
+        episode_table, unit_table, episode.unit == unit.id
+    )
+    is_open = or_(unit.origin == Origin.LOOP, episode.lease_until_s < now_s)
+    rows = connection.execute(query.where(episode.state == EpisodeState.RUNNING, is_open))
+    return {(row.id, row.attempt): row.lease_until_s for row in rows}
+
+
+def leases_on(connection: Connection, episode_ids: Sequence[int]) -> list[Lease]:
+    """By unit, which is the order of locks."""
+    return sorted(_leases(connection, episode_ids), key=lambda lease: lease.unit)
 
 
 def drop_group(connection: Connection, config: PoolConfig, group: str, reason: DropReason) -> int:

@@ -73,8 +73,7 @@ class StoredEpisode:
     def episode(self, tree: TokenTree | None = None) -> Episode:
         """The record; `tree` where it is at hand already."""
         tree = tree or self.tree()
-        calls = tuple(tree.call(index) for index in range(len(self.calls)))
-        return Episode(self.name, self.task, calls, self.reward, self.failure)
+        return Episode(self.name, self.task, tuple(tree.calls()), self.reward, self.failure)
 
 
 @dataclass(frozen=True, slots=True)

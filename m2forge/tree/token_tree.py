@@ -127,7 +127,33 @@ class TokenTree:
 
     def call(self, index: int) -> Call:
         """The call that a sample was made from."""
-        sample, path = self._samples[index], self.path(index)
+        return self._make_call(index, self.path(index))
+
+    def calls(self) -> list[Call]:
+        """Every call, each as `call` gives it. Calls along one branch share the memory of its longest path, so that a
+        conversation of n calls is copied once instead of n times."""
+        found: dict[int, Call] = {}
+        branches: dict[int, IntArray] = {}
+        """Path of a branch through each node, by the node's identity."""
+        for index in sorted(range(len(self._samples)), key=lambda index: -self._samples[index].num_tokens):
+            end = self._ends[index]
+            if id(end) not in branches:
+                parts: list[IntArray] = []
+                node: Node | None = end
+                while node is not None:
+                    parts.append(node.tokens)
+                    node = node.parent
+                path = np.concatenate(parts[::-1])
+                path.flags.writeable = False
+                node = end
+                while node is not None and id(node) not in branches:
+                    branches[id(node)] = path
+                    node = node.parent
+            found[index] = self._make_call(index, branches[id(end)][: self._samples[index].num_tokens])
+        return [found[index] for index in range(len(self._samples))]
+
+    def _make_call(self, index: int, path: IntArray) -> Call:
+        sample = self._samples[index]
         return Call(
             prompt_ids=path[: sample.num_prompt],
             response_ids=path[sample.num_prompt :],

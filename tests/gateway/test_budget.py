@@ -2,12 +2,16 @@
 
 import asyncio
 import random
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from m2forge.gateway.config import Budget
-from m2forge.gateway.episode import BudgetError, ReservedError
+from m2forge.gateway.episode import BudgetError, ReservedError, Sampled
 from m2forge.gateway.registry import Episodes
+from m2forge.records import Call, FinishReason
+from m2forge.text.completion import Completion
 from m2forge.text.message import Message
 from tests.gateway.dialogue import USER, minimax, sample
 from tests.gateway.test_episode import sampled
@@ -82,10 +86,48 @@ def test_a_call_waits_rather_than_be_cut_short_by_what_others_were_promised() ->
 
 def test_time_runs_out() -> None:
     now = [100.0]
-    episode, _ = Episodes(minimax(), clock=lambda: now[0]).create(budget=Budget(max_s=5))
+    episode, _ = Episodes(minimax(), monotonic=lambda: now[0]).create(budget=Budget(max_s=5))
     episode.admit("a")
     now[0] = 104.0
     assert episode.seconds_left == 1
     now[0] = 105.0
     with pytest.raises(BudgetError, match="seconds are over"):
         episode.admit("b")
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_a_clock_that_is_set_by_an_hour_spends_no_time_and_gives_none_across_a_restart_either(
+    tmp_path: Path, jump_s: float
+) -> None:
+    wall, steady = [1e9], [50.0]
+
+    def restart() -> Episodes:
+        return Episodes(minimax(), folder=tmp_path, clock=lambda: wall[0], monotonic=lambda: steady[0])
+
+    def pass_time(seconds: float) -> None:
+        wall[0] += seconds
+        steady[0] += seconds
+
+    first, key = restart().create(budget=Budget(max_s=100))
+    pass_time(30)
+    wall[0] += jump_s
+    assert first.seconds_left == 70
+    request, _ = first.admit("a")
+    first.commit(request, np.arange(3, dtype=np.int32), [raw_sample(wall[0])], id="a")
+    # Another process, whose monotonic clock began elsewhere, an hour later: nothing ran meanwhile.
+    wall[0] += 3600 - jump_s
+    steady[0] = 7.0
+    again = restart().find(key)
+    assert again is not None
+    assert again.seconds_left == 70
+    pass_time(69)
+    again.admit("b")
+    pass_time(2)
+    with pytest.raises(BudgetError, match="seconds are over"):
+        again.admit("c")
+
+
+def raw_sample(at_s: float) -> Sampled:
+    ids, logprobs = np.arange(2, dtype=np.int32), np.full(2, -1.0, np.float32)
+    call = Call(np.arange(3, dtype=np.int32), ids, logprobs, ids, FinishReason.STOP, at_s - 1, at_s)
+    return Sampled(call, Completion("", "x", (), (), closed=True))

@@ -51,7 +51,7 @@ def test_stale_groups_are_dropped_or_requeued_whole(config: PoolConfig) -> None:
 @pytest.mark.parametrize("policy", ["wait", "drop", "requeue"])
 def test_a_stuck_head_waits_goes_or_starts_again_as_a_whole(config: PoolConfig, policy: str) -> None:
     clock = Clock()
-    with Pool(windowed(config, queue=4, window=2, straggler=policy), VOCAB_SIZE, clock=clock) as pool:
+    with Pool(windowed(config, queue=4, window=2, straggler=policy), VOCAB_SIZE, clock=clock, monotonic=clock) as pool:
         pool.put([(task(0, difficulty=5.0), 2), (task(1), 2), (task(2), 2)])
         leases = pool.lease("worker", 6)
         for lease in leases[1:]:

@@ -1,13 +1,15 @@
 """The way of episodes through the pool, on both databases."""
 
+import time
+
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from m2forge.errors import ConfigError, ExistsError, RecordError
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.pool import Pool
 from m2forge.pool.record import Append
-from m2forge.pool.schema import SCHEMA_VERSION, queue_table
+from m2forge.pool.schema import SCHEMA_VERSION, episode_table, queue_table
 from m2forge.pool.state import DropReason, EpisodeState, LeaseLostError, StateError
 from m2forge.pool.stored import Outcome
 from m2forge.pool.tally import dropped
@@ -166,10 +168,11 @@ def test_episodes_may_be_units_of_their_own(config: PoolConfig) -> None:
 
 def test_a_dead_workers_episode_is_attempted_anew_and_the_old_attempt_refused(config: PoolConfig) -> None:
     clock = Clock()
-    with Pool(config, VOCAB_SIZE, clock=clock) as pool:
+    with Pool(config, VOCAB_SIZE, clock=clock, monotonic=clock) as pool:
         pool.put([(task(), 2)])
         old, other = pool.lease("dead", 2)
         record(pool, old, calls(0, 2))
+        assert pool.requeue_expired() == []
         clock.now_s += 40
         assert pool.renew([other]) == []
         clock.now_s += 40
@@ -196,7 +199,7 @@ def test_a_dead_workers_episode_is_attempted_anew_and_the_old_attempt_refused(co
 
 def test_a_lease_that_was_renewed_in_time_is_kept(config: PoolConfig) -> None:
     clock = Clock()
-    with Pool(config, VOCAB_SIZE, clock=clock) as pool:
+    with Pool(config, VOCAB_SIZE, clock=clock, monotonic=clock) as pool:
         pool.put([(task(), 1)])
         leases = pool.lease("worker", 1)
         for _ in range(3):
@@ -205,6 +208,42 @@ def test_a_lease_that_was_renewed_in_time_is_kept(config: PoolConfig) -> None:
             assert pool.renew(leases) == []
         assert [lease.name for lease in pool.release("worker")] == ["g0-0-1"]
         assert pool.counts()["queued"] == 1
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_a_clock_that_is_set_by_an_hour_loses_no_lease_and_hides_no_death(config: PoolConfig, jump_s: float) -> None:
+    clock, monotonic = Clock(), Clock()
+
+    def pass_time(seconds: float) -> list[str]:
+        clock.now_s += seconds
+        monotonic.now_s += seconds
+        return [lease.name for lease in pool.requeue_expired()]
+
+    with Pool(config, VOCAB_SIZE, clock=clock, monotonic=monotonic) as pool:
+        pool.put([(task(), 2)])
+        alive, _ = pool.lease("worker", 2)
+        pool.open_deployed("ep_a", task())
+        assert pass_time(0) == []
+        assert pass_time(30) == []
+        clock.now_s += jump_s
+        assert pass_time(1) == []
+        lost = []
+        for _ in range(3):
+            assert pool.renew([alive]) == []
+            lost += pass_time(20)
+        assert lost == ["g0-1-1"], "this lease was not renewed for 91 s, of which the database's clock knows nothing"
+        assert pool.counts()["running"] == 2
+
+
+def test_the_database_tells_the_time_of_leases(config: PoolConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pool(config, VOCAB_SIZE) as pool:
+        monkeypatch.setattr(time, "time", lambda: 0.0)
+        pool.put([(task(), 1)])
+        pool.lease("worker", 1)
+        monkeypatch.undo()
+        with pool.database.read() as connection:
+            until_s = connection.execute(select(episode_table.c.lease_until_s)).scalar_one()
+        assert abs(until_s - time.time() - config.lease_s) < 30
 
 
 def test_workers_that_die_do_not_use_up_what_an_episode_may_break(config: PoolConfig) -> None:
@@ -315,11 +354,13 @@ def test_a_deployed_agents_episode_takes_the_slot_of_a_task_of_its_domain_once_i
 
 def test_deployed_agents_episodes_are_left_out_by_default_and_given_up_without_a_reward(config: PoolConfig) -> None:
     clock = Clock()
-    with Pool(config, VOCAB_SIZE, clock=clock) as pool:
+    with Pool(config, VOCAB_SIZE, clock=clock, monotonic=clock) as pool:
         rewarded, silent = pool.open_deployed("ep_a", task()), pool.open_deployed("ep_b", task())
         pool.finish(rewarded, Outcome(reward=reward(1.0)))
         assert pool.put([(task(), 2)]) == ["g0"]
         clock.now_s += config.deployed_s + 1
+        assert pool.requeue_expired() == []
+        clock.now_s += config.lease_s + 1
         assert pool.requeue_expired() == [silent]
         tally = pool.tally()
         assert tally.total(dropped(DropReason.NOT_ADMITTED)) == tally.total(dropped(DropReason.UNREWARDED)) == 1

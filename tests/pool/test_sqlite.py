@@ -140,7 +140,7 @@ def test_no_query_of_the_loop_reads_a_whole_table(tmp_path: Path) -> None:
     walks through half of a table as well."""
     config = windowed(PoolConfig(url=f"sqlite:///{tmp_path / 'pool.db'}"), queue=64, max_staleness=4)
     clock = Clock()
-    with Pool(config, VOCAB_SIZE, clock=clock) as pool:
+    with Pool(config, VOCAB_SIZE, clock=clock, monotonic=clock) as pool:
         pool.put([(task(n), 2) for n in range(8)])
         plans: dict[str, list[str]] = {}
 
@@ -162,6 +162,7 @@ def test_no_query_of_the_loop_reads_a_whole_table(tmp_path: Path) -> None:
         pool.fetch(claimed)
         pool.commit(claimed, version(1))
         pool.mark_durable(version(1))
+        pool.requeue_expired()
         clock.now_s += 1000
         pool.requeue_expired()
         pool.sweep()

@@ -72,3 +72,14 @@ def test_a_time_that_cannot_be_is_refused_and_leaves_nothing_behind(bad: float) 
     with pytest.raises(RecordError, match=r"task t: .* received"):
         times.add("t", [1.0, bad])
     assert times.state() == {}
+
+
+def test_the_tasks_whose_times_came_last_are_kept_and_no_others() -> None:
+    times = BaseTimes(SpeedConfig(), max_tasks=2)
+    times.add("a", [1.0])
+    times.add("b", [2.0])
+    times.add("a", [3.0])
+    times.add("c", [4.0])
+    assert times.state() == {"a": [1.0, 3.0], "c": [4.0]}
+    assert times.base_s("b") is None
+    assert BaseTimes(SpeedConfig(), times.state(), max_tasks=1).state() == {"c": [4.0]}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import RecordError
-from m2forge.records import Call
+from m2forge.records import Call, FinishReason
 from m2forge.tree.flatten import flatten
 from m2forge.tree.sample import UNKNOWN_EXPERT
 from m2forge.tree.token_tree import TokenTree
@@ -34,6 +34,7 @@ def test_a_tree_holds_each_prefix_once_and_every_call(calls: list[Call]) -> None
     assert tree.num_tokens == len(naive_multiplicity(calls))
     assert tree.num_input_tokens == sum(len(path_of(call)) for call in calls)
     assert [tree.call(index) for index in range(len(calls))] == calls
+    assert tree.calls() == calls
 
 
 @given(call_sets(), st.randoms(use_true_random=False))
@@ -180,3 +181,15 @@ def test_trees_are_equal_exactly_if_their_calls_are(calls: list[Call], others: l
     assert build(calls) == build(calls)
     assert (build(calls) == build(others)) == (calls == others)
     assert build(calls) != build(calls[:-1])
+
+
+def test_calls_of_one_conversation_share_its_memory() -> None:
+    tree, path = TokenTree(1000), np.arange(5, dtype=np.int32)
+    for index in range(200):
+        response = np.full(3, index, np.int32)
+        tree.add(
+            Call(path, response, np.full(3, -1.0), np.zeros(3, np.int32), FinishReason.STOP, 0.0, 1.0), f"s{index}"
+        )
+        path = np.concatenate((path, response, np.full(2, 999, np.int32)))
+    bases = {id(call.prompt_ids.base) for call in tree.calls()}
+    assert len(bases) == 1
