@@ -9,8 +9,9 @@ import asyncio
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from m2forge.errors import M2ForgeError, RecordError
@@ -18,6 +19,7 @@ from m2forge.files import append_line, whole_lines
 from m2forge.forge.attempts import Agents, Interrupted, Tried, WorkerLost
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import Kept, make_kept
+from m2forge.forge.slots import Slots
 from m2forge.gateway.config import SamplingConfig
 from m2forge.records import Task
 from m2forge.tasks.family import family_name
@@ -44,6 +46,9 @@ class Check:
     seconds: float
     at_s: float = 0.0
     """When it ended, in seconds since the epoch; 0 where that was not noted."""
+    versions: dict[str, float] = field(default_factory=dict)
+    """Steps of the policy that sampled its tokens, rising, and the share of the tokens that each sampled; empty where
+    that was not noted."""
 
 
 async def held_out_tasks(config: ForgeConfig, runner: TaskRunner) -> list[Task]:
@@ -57,20 +62,22 @@ async def held_out_tasks(config: ForgeConfig, runner: TaskRunner) -> list[Task]:
 
 
 async def check(
-    agents: Agents, tasks: list[Task], step: int, num_at_once: int, sampling: SamplingConfig | None = None
+    agents: Agents, tasks: list[Task], step: int, slots: Slots, sampling: SamplingConfig | None = None
 ) -> tuple[Check, list[Kept]]:
     """How the policy fares, and what it did at `NUM_KEPT` of the tasks, spread over all of them. `sampling`: None takes
     that of the agents."""
     started_s = time.monotonic()
-    seats = asyncio.Semaphore(num_at_once)
+    num_tokens = Counter[int]()
     places = {index * len(tasks) // NUM_KEPT for index in range(NUM_KEPT)}
     kept: dict[int, Kept] = {}
 
     async def attempt(index: int, task: Task) -> float | None:
-        async with seats:
+        async with slots.evaluating():
             tried = await _try(agents, task, f"check-{step}-{int(time.time() * 1e6)}-{index}", sampling)
         if tried is None:
             return None
+        for sample in tried.tree.samples:
+            num_tokens.update(sample.versions.tolist())
         perf = 0.0 if tried.failure is not None else (await agents.runner.verify(task, tried.answer)).perf
         if index in places:
             kept[index] = make_kept(step, task, perf, tried.answer, tried.failure, tried.tree)
@@ -78,7 +85,8 @@ async def check(
 
     perfs = await asyncio.gather(*(attempt(index, task) for index, task in enumerate(tasks)))
     seconds = time.monotonic() - started_s
-    return _tell(tasks, perfs, step, seconds), [kept[index] for index in sorted(kept)]
+    versions = {str(version): num / num_tokens.total() for version, num in sorted(num_tokens.items())}
+    return replace(_tell(tasks, perfs, step, seconds), versions=versions), [kept[index] for index in sorted(kept)]
 
 
 async def _try(agents: Agents, task: Task, name: str, sampling: SamplingConfig | None) -> Tried | None:

@@ -80,6 +80,13 @@ class CheckConfig(Config):
     num_tasks: Annotated[int, Field(ge=0)] = 0
     """0: never."""
     seed: int = 1
+    share: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Of the agents' slots, those that an evaluation takes while training goes on with the rest; at least one. Before
+    the first step and after the last it takes all."""
+    pin: bool = False
+    """Whether weight updates wait for the end of an evaluation, so that one policy version is evaluated. Training
+    rollouts sample from that version meanwhile, and lag behind the trainer by the steps that it makes. Otherwise the
+    evaluation reports the share of its tokens that each version sampled."""
     sampling: SamplingConfig | None = None
     """None: `agent.sampling`. Temperature 0 is allowed here."""
 

@@ -25,14 +25,14 @@ import httpx2
 
 from m2forge.errors import EngineError
 from m2forge.forge.attempts import Agents, Attempts
-from m2forge.forge.check import check, held_out_tasks, note_check, read_checks
 from m2forge.forge.child import Child
 from m2forge.forge.config import ForgeConfig
+from m2forge.forge.evaluation import Evaluations
 from m2forge.forge.gateway_admin import GatewayAdmin
-from m2forge.forge.kept import write_kept
 from m2forge.forge.layout import Layout
 from m2forge.forge.process import MODULE
 from m2forge.forge.servers import Server, make_servers
+from m2forge.forge.slots import Slots
 from m2forge.forge.supply import Supply
 from m2forge.forge.view import View
 from m2forge.forge.worker import Workers
@@ -44,7 +44,7 @@ from m2forge.pool.stored import Lease
 from m2forge.pool.writer import PoolWriter
 from m2forge.records import PolicyVersion, Task
 from m2forge.reward.judge import Judge
-from m2forge.tasks.curriculum import Curriculum
+from m2forge.tasks.curriculum import Curriculum, Draw
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
@@ -76,8 +76,8 @@ class Loop:
         self.format = make_format(config.gateway.format, load_tokenizer(folder))
         self.served: PolicyVersion | None = None
         """What the sampler was told last."""
-        self._checked = max((found.step for found in read_checks(self.layout.checks)), default=None)
-        """Step of the last check."""
+        self.slots = Slots(config.agent.num_jobs, config.check.share)
+        self.evaluations = Evaluations(config, layout, self.slots, lambda: self.served)
         self._running: dict[asyncio.Task[None], Lease] = {}
         command = (MODULE, "trainer", str(self.layout.run_dir))
         self.trainer = Child("trainer", command, {}, self.layout.log, is_done=lambda: is_trained(layout, config))
@@ -138,13 +138,16 @@ class Loop:
         await self._take_over(writer, agents.gateway)
         await attempts.judge_whole()
         self._keep(background, self._push_weights(sampler))
-        await self._while_alive(background, self._check_if_due(agents))
+        await self._while_alive(background, self.evaluations.first(agents))
         self._keep(background, self._renew(writer))
         self._keep(background, View(self.layout, self.config, self.pool, attempts.counts).show(writer))
-        feeding = self._keep(background, self._feed(writer, attempts, agents))
+        feeding = self._keep(background, self._feed(writer, attempts, agents.runner.next_task))
+        self._keep(background, self.evaluations.keep(agents))
         await self._while_alive(background - {training}, training)
         await cancel_all({feeding, *self._running})
-        await self._while_alive(background - {training, feeding}, self._last_check(agents))
+        self.slots.end_training()
+        last = self.evaluations.last(agents, self._serves_newest)
+        await self._while_alive(background - {training, feeding}, last)
 
     def _keep(self, background: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -168,24 +171,30 @@ class Loop:
 
     # -- work that never ends ------------------------------------------------------------------------------------------
 
-    async def _feed(self, writer: PoolWriter, attempts: Attempts, agents: Agents) -> None:
+    async def _feed(self, writer: PoolWriter, attempts: Attempts, draw: Draw) -> None:
         """Fill the queue, and give every agent something to do."""
-        draw, look_at_s = agents.runner.next_task, 0.0
+        look_at_s = 0.0
         supply = Supply(self.config, self.pool, writer, self.curriculum, draw, self._note)
+        self.slots.is_training = True
         while True:
             is_filled = await supply.fill()
-            num_free = self.config.agent.num_jobs - len(self._running)
-            if num_free and (is_filled or time.monotonic() >= look_at_s):
-                leases = await writer.run(self.pool.lease, WORKER, num_free)
+            if is_filled or time.monotonic() >= look_at_s:
+                num_free, num_leased = self.slots.take(self.config.agent.num_jobs), 0
+                try:
+                    leases = await writer.run(self.pool.lease, WORKER, num_free) if num_free else []
+                    num_leased = len(leases)
+                finally:
+                    self.slots.give_back(num_free - num_leased)
                 for lease in leases:
-                    self._running[asyncio.create_task(attempts.run(lease))] = lease
+                    task = asyncio.create_task(attempts.run(lease))
+                    task.add_done_callback(lambda _: self.slots.give_back())
+                    self._running[task] = lease
                 # Where nothing waits, something will when the queue is filled; or when an attempt broke, which is rare.
-                look_at_s = time.monotonic() + (DRY_S if len(leases) < num_free else 0.0)
+                look_at_s = time.monotonic() + (DRY_S if num_leased < num_free else 0.0)
             for task in [task for task in self._running if task.done()]:
                 del self._running[task]
                 if not task.cancelled():
                     task.result()
-            await self._check_if_due(agents)
             await asyncio.sleep(POLL_S)
 
     def _note(self) -> str:
@@ -214,17 +223,24 @@ class Loop:
             base_url=sampler.url, headers=headers, timeout=600.0, trust_env=False, verify=False
         ) as http:
             while True:
-                newest = self.weights.newest()
-                if newest is not None and (newest[0] != self.served or process.num_starts != num_starts):
-                    version, folder = newest
-                    body = {"folder": str(folder.absolute()), "version": version.to_dict()}
-                    with contextlib.suppress(httpx2.TransportError):
-                        response = await http.post("/weights", json=body)
-                        if response.is_success:
-                            self.served, num_starts = version, process.num_starts
-                        elif response.status_code != FAILED and folder.exists():
-                            raise EngineError(f"the sampler refused version {version.step}: {response.text[:500]}")
+                if not self._serves_newest() or process.num_starts != num_starts:
+                    # A pinned evaluation holds this lock: the version to send is looked up when it is over.
+                    async with self.evaluations.pin:
+                        newest = self.weights.newest()
+                        if newest is not None and await self._push(http, *newest):
+                            self.served, num_starts = newest[0], process.num_starts
                 await asyncio.sleep(POLL_S)
+
+    async def _push(self, http: httpx2.AsyncClient, version: PolicyVersion, folder: Path) -> bool:
+        """Whether the sampler has loaded it."""
+        body = {"folder": str(folder.absolute()), "version": version.to_dict()}
+        try:
+            response = await http.post("/weights", json=body)
+        except httpx2.TransportError:
+            return False
+        if not response.is_success and response.status_code != FAILED and folder.exists():
+            raise EngineError(f"the sampler refused version {version.step}: {response.text[:500]}")
+        return response.is_success
 
     # -- now and then --------------------------------------------------------------------------------------------------
 
@@ -242,31 +258,10 @@ class Loop:
     def _note_group(self, task: Task, pass_rate: float) -> None:
         self.curriculum.record(task, pass_rate)
 
-    async def _check_if_due(self, agents: Agents) -> None:
-        every = self.config.check.every_steps
-        step = 0 if self.served is None else self.served.step
-        if self._checked is None or (every and step // every > self._checked // every):
-            await self._check(agents)
-
-    async def _last_check(self, agents: Agents) -> None:
+    def _serves_newest(self) -> bool:
         # By the whole version: the sampler may still serve a lost one of the last step's number.
-        while (newest := self.weights.newest()) is None or newest[0] != self.served:
-            await asyncio.sleep(POLL_S)
-        if self._checked is None or self._checked < self.config.num_steps:
-            await self._check(agents)
-
-    async def _check(self, agents: Agents) -> None:
-        if not self.config.check.num_tasks:
-            return
-        while self.served is None:
-            await asyncio.sleep(POLL_S)
-        config = self.config
-        tasks = await held_out_tasks(config, agents.runner)
-        found, kept = await check(agents, tasks, self.served.step, config.agent.num_jobs, config.check.sampling)
-        write_kept(self.layout.kept, found.step, kept)
-        note_check(self.layout.checks, found)
-        self._checked = found.step
-        _log.info("step %d: %.1f%% of %d held-out tasks", found.step, 100 * found.success, found.num_tasks)
+        newest = self.weights.newest()
+        return newest is not None and newest[0] == self.served
 
 
 def is_trained(layout: Layout, config: ForgeConfig) -> bool:

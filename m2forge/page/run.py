@@ -187,7 +187,11 @@ def _read_check(record: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     if not isinstance(by_family, dict):
         raise TypeError(by_family)
     shares: dict[str, JsonValue] = {str(name): _finite(value) for name, value in by_family.items()}
-    return {"step": step, "num_tasks": num_tasks, "by_family": shares, **numbers}
+    versions = record.get("versions") or {}
+    if not isinstance(versions, dict):
+        raise TypeError(versions)
+    seen: dict[str, JsonValue] = {str(int(version)): _finite(share) for version, share in versions.items()}
+    return {"step": step, "num_tasks": num_tasks, "by_family": shares, "versions": seen, **numbers}
 
 
 def _finite(value: JsonValue) -> float:

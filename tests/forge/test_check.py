@@ -14,6 +14,7 @@ from m2forge.forge.attempts import TIMEOUT, Agents, Interrupted, Tried
 from m2forge.forge.check import Check, check, note_check, read_checks
 from m2forge.forge.config import AgentConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
+from m2forge.forge.slots import Slots
 from m2forge.forge.worker import JobError, Workers
 from m2forge.gateway.config import GatewayConfig
 from m2forge.records import Task
@@ -68,7 +69,7 @@ def run_check(program: str, folder: Path) -> Check:
 
     async def scene(gateway: Live) -> Check:
         async with agents_of(gateway, config, folder) as make_agents:
-            return (await check(make_agents(lambda: 0), tasks, 0, 4))[0]
+            return (await check(make_agents(lambda: 0), tasks, 0, Slots(4)))[0]
 
     with live(minimax(), config=GatewayConfig(port=0, journal=str(folder / "journal"))) as gateway:
         found = asyncio.run(scene(gateway))

@@ -188,7 +188,7 @@ def test_a_step_that_comes_again_after_a_restore_is_pushed_and_checked(model: Pa
         async def check(agents: Agents) -> None:
             checked.append(loop.served)
 
-        loop._check = check  # type: ignore[method-assign]  # agents would have to attempt tasks
+        loop.evaluations._evaluate = check  # type: ignore[method-assign]  # agents would have to attempt tasks
         async with served(make_app(engine, ServerConfig(), KEY)) as url:
             sampler = cast("Server", SimpleNamespace(url=url, key=KEY, child=SimpleNamespace(num_starts=1)))
             lost = publish(2.0)
@@ -198,7 +198,7 @@ def test_a_step_that_comes_again_after_a_restore_is_pushed_and_checked(model: Pa
             assert (core.model.norm.weight == 2.0).all()
             pushing.cancel()
             again = publish(3.0)
-            checking = asyncio.create_task(loop._last_check(cast("Agents", None)))
+            checking = asyncio.create_task(loop.evaluations.last(cast("Agents", None), loop._serves_newest))
             await asyncio.sleep(0.1)
             assert not checking.done(), "the lost version must not be checked"
             pushing = asyncio.create_task(loop._push_weights(sampler))

@@ -32,6 +32,7 @@ def test_a_complete_run_says_so(done: Path) -> None:
     checks = found["checks"]
     assert isinstance(checks, list)
     assert [check["step"] for check in checks if isinstance(check, dict)] == [0, 6, 6]
+    assert [check["versions"] for check in checks if isinstance(check, dict)] == [{}] * 3
     assert found["problems"] == []
 
 
@@ -63,6 +64,14 @@ def test_a_model_without_its_last_check_is_not_complete(format: ChatFormat, tmp_
     assert Run(scene.run_dir).state() != "complete"
     scene.write_check(0.5, 2)
     assert Run(scene.run_dir).state() == "complete"
+
+
+def test_an_evaluation_shows_the_versions_that_it_sampled_from(tmp_path: Path) -> None:
+    line = '{"step": 3, "success": 0.5, "versions": {"3": 0.75, "4": 0.25}}'
+    (tmp_path / "checks.jsonl").write_text(f'{line}\n{{"step": 4, "success": 0.5, "versions": [4]}}\n')
+    found, num_unread = Run(tmp_path).checks()
+    assert [check["versions"] for check in found if isinstance(check, dict)] == [{"3": 0.75, "4": 0.25}]
+    assert num_unread == 1
 
 
 def test_broken_files_are_told_and_the_rest_is_shown(tmp_path: Path) -> None:

@@ -3,6 +3,13 @@
 import { el } from "./dom.js";
 import { count, number, percent, signed } from "./format.js";
 
+// Of an evaluation: the steps whose weights sampled its tokens, with their shares where there are several.
+export function versionsOf(check) {
+  const seen = Object.entries(check.versions || {}).sort((one, other) => one[0] - other[0]);
+  if (seen.length < 2) return `step ${check.step}`;
+  return `steps ${seen.map(([step, share]) => `${step} (${percent(share)})`).join(", ")}`;
+}
+
 export function makeStats(run, columns) {
   const stats = [];
   const add = (label, value, more = null, look = "") => stats.push(el("div", { class: `card stat ${look}` },
@@ -10,7 +17,7 @@ export function makeStats(run, columns) {
   if (run.checks.length) {
     const [first, last] = [run.checks[0], run.checks.at(-1)];
     const value = run.checks.length > 1 ? [el("span", { class: "from" }, percent(first.success)), el("span", { class: "arrow" }, "→"), percent(last.success)] : percent(last.success);
-    add("Held-out success", value, el("div", { class: "faint" }, `${count(last.num_tasks)} tasks, ±${percent(last.margin)}, step ${last.step}`), "first");
+    add("Held-out success", value, el("div", { class: "faint" }, `${count(last.num_tasks)} tasks, ±${percent(last.margin)}, ${versionsOf(last)}`), "first");
   }
   const step = Math.max(run.step, columns.last);
   const bar = run.num_steps ? el("div", { class: "bar", role: "progressbar", "aria-valuenow": step, "aria-valuemax": run.num_steps, "aria-label": "Steps" },

@@ -1,0 +1,95 @@
+"""When held-out tasks are attempted: before the first step, every `check.every_steps`, and after the last.
+
+Evaluations between the first and the last run beside training, on their share of the slots. By default the weights move
+on meanwhile, and the evaluation reports which share of its tokens each policy version sampled. With `check.pin` weight
+updates wait until it is over, so that one version serves throughout; training rollouts then sample from that version
+too, and lag behind the trainer by as many steps as it makes meanwhile. An evaluation that dies with its loop left
+nothing in `checks.jsonl`, so it is due again.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from m2forge.forge.attempts import Agents
+from m2forge.forge.check import Check, check, held_out_tasks, note_check, read_checks
+from m2forge.forge.config import ForgeConfig
+from m2forge.forge.kept import Kept, write_kept
+from m2forge.forge.layout import Layout
+from m2forge.forge.slots import Slots
+from m2forge.records import PolicyVersion
+
+POLL_S = 0.02
+MAX_REPEATS = 3
+"""Of a pinned evaluation that saw several versions."""
+
+_log = logging.getLogger(__name__)
+
+
+class Evaluations:
+    def __init__(
+        self, config: ForgeConfig, layout: Layout, slots: Slots, served: Callable[[], PolicyVersion | None]
+    ) -> None:
+        """`served`: the version that the sampler was given last."""
+        self._config, self._layout, self._slots, self._served = config, layout, slots, served
+        self.pin = asyncio.Lock()
+        """Held while the sampler's weights must not change, or change."""
+        self._running = asyncio.Lock()
+        self._is_over = False
+        self._last = max((found.step for found in read_checks(layout.checks)), default=None)
+        """Step of the last evaluation."""
+
+    async def first(self, agents: Agents) -> None:
+        """Before training, unless an earlier loop has made it."""
+        if self._last is None:
+            await self._evaluate(agents)
+
+    async def keep(self, agents: Agents) -> None:
+        """Evaluate whenever it is due, beside training."""
+        every = self._config.check.every_steps
+        while not self._is_over:
+            served = self._served()
+            if every and served is not None and self._last is not None and served.step // every > self._last // every:
+                await self._evaluate(agents)
+            await asyncio.sleep(POLL_S)
+
+    async def last(self, agents: Agents, is_newest: Callable[[], bool]) -> None:
+        """After training, once one that runs is over. `is_newest`: whether the sampler has the last weights."""
+        self._is_over = True
+        async with self._running:
+            pass
+        while not is_newest():
+            await asyncio.sleep(POLL_S)
+        if self._last is None or self._last < self._config.num_steps:
+            await self._evaluate(agents)
+
+    async def _evaluate(self, agents: Agents) -> None:
+        if not self._config.check.num_tasks:
+            return
+        async with self._running:
+            while self._served() is None:
+                await asyncio.sleep(POLL_S)
+            with self._slots.evaluation():
+                found, kept = await self._attempt_all(agents)
+            write_kept(self._layout.kept, found.step, kept)
+            note_check(self._layout.checks, found)
+            self._last = found.step
+        _log.info("step %d: %.1f%% of %d held-out tasks", found.step, 100 * found.success, found.num_tasks)
+        if len(found.versions) > 1:
+            _log.info("step %d: the evaluation sampled from versions %s", found.step, ", ".join(found.versions))
+
+    async def _attempt_all(self, agents: Agents) -> tuple[Check, list[Kept]]:
+        config = self._config.check
+        for repeat in range(MAX_REPEATS):
+            async with self.pin if config.pin else contextlib.nullcontext():
+                served = self._served()
+                assert served is not None
+                tasks = await held_out_tasks(self._config, agents.runner)
+                found, kept = await check(agents, tasks, served.step, self._slots, config.sampling)
+            if not config.pin or len(found.versions) <= 1:
+                break
+            # A sampler that is started again begins with the newest weights.
+            again = "it is repeated" if repeat + 1 < MAX_REPEATS else "it is reported as it is"
+            _log.warning("a pinned evaluation sampled from versions %s; %s", ", ".join(found.versions), again)
+        return found, kept

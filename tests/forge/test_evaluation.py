@@ -1,0 +1,218 @@
+"""Evaluations beside training: their share of the slots, the versions they saw, and what a death leaves of them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+
+from m2forge.forge.attempts import Agents, Attempts, Tried
+from m2forge.forge.check import read_checks
+from m2forge.forge.config import ForgeConfig
+from m2forge.forge.layout import Layout
+from m2forge.forge.loop import Loop
+from m2forge.pool.stored import Lease
+from m2forge.pool.writer import PoolWriter
+from m2forge.records import Call, FinishReason, PolicyVersion, Task
+from m2forge.tasks.catalog import family_of, find_family
+from m2forge.tasks.family import Verdict
+from m2forge.tasks.task_set import Split, TaskSet
+from m2forge.tree.token_tree import TokenTree
+from tests.forge.scene import draw_here, make_config, make_model
+
+NUM_JOBS, NUM_TASKS = 8, 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("scene"))
+
+
+def make_run(model: Path, **check: object) -> ForgeConfig:
+    agent = {"command": ["true"], "jobs_per_worker": NUM_JOBS}
+    return make_config(model, agent=agent, check={"num_tasks": NUM_TASKS, "every_steps": 2, **check})
+
+
+class Policy:
+    """In place of agents, gateway and trainer: attempts take a moment, and sample from the version that is served."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.gateway = self.runner = self
+        self.num_running = self.most_running = self.num_trained = 0
+        self.most_evaluating = 0
+        self.step = 0
+        self.on_attempt: Callable[[], Awaitable[None]] | None = None
+
+    def serve(self, step: int) -> None:
+        self.step, self.loop.served = step, PolicyVersion("run", step)
+
+    async def push(self, step: int) -> None:
+        async with self.loop.evaluations.pin:
+            self.serve(step)
+
+    async def attempt(self, *args: object, **kwargs: object) -> Tried:
+        """At a held-out task."""
+        self.most_evaluating = max(self.most_evaluating, self.loop.slots.num_evaluating)
+        await self._work()
+        if self.on_attempt is not None:
+            await self.on_attempt()
+        tree, versions = TokenTree(300), np.full(2, self.step, np.int32)
+        ids, logprobs = np.arange(2, dtype=np.int32), np.full(2, -1.0, np.float32)
+        tree.add(Call(ids, ids, logprobs, versions, FinishReason.STOP, 0.0, 1.0), "s")
+        return Tried("?", tree)
+
+    def forget_soon(self, name: str) -> None:
+        pass
+
+    async def distinct(self, family: str, split: Split, seed: int, num: int, lowest: int, highest: int) -> list[Task]:
+        return TaskSet(find_family(family), split, seed).distinct(num, lowest, highest)
+
+    async def verify(self, task: Task, answer: str) -> Verdict:
+        return family_of(task).verify(task, answer)
+
+    async def run(self, lease: Lease) -> None:
+        """An attempt of training; its group stays unfinished."""
+        await self._work()
+        self.num_trained += 1
+        self.loop.pool.interrupt(lease, "again")
+
+    async def _work(self) -> None:
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        await asyncio.sleep(0.01)
+        self.num_running -= 1
+
+
+def play(config: ForgeConfig, run_dir: Path, scene: Callable[[Loop, Policy], Awaitable[None]]) -> Policy:
+    """`scene` runs beside training."""
+    loop = Loop(Layout(run_dir), config)
+    policy = Policy(loop)
+    policy.serve(0)
+
+    async def run() -> None:
+        async with PoolWriter(loop.pool) as writer:
+            await loop.evaluations.first(cast(Agents, policy))
+            background = [
+                asyncio.create_task(loop._feed(writer, cast(Attempts, policy), draw_here)),
+                asyncio.create_task(loop.evaluations.keep(cast(Agents, policy))),
+            ]
+            try:
+                await scene(loop, policy)
+            finally:
+                for task in (*background, *loop._running):
+                    task.cancel()
+                await asyncio.gather(*background, *loop._running, return_exceptions=True)
+        loop.pool.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    return policy
+
+
+async def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_an_evaluation_shares_the_slots_with_training_and_reports_the_versions_it_saw(
+    model: Path, tmp_path: Path
+) -> None:
+    checks = Layout(tmp_path).checks
+
+    async def scene(loop: Loop, policy: Policy) -> None:
+        assert policy.most_evaluating == NUM_JOBS, "before training, all slots are the evaluation's"
+        policy.most_evaluating = 0
+        await wait_for(lambda: policy.num_trained > NUM_JOBS)
+        await policy.push(2)
+        await wait_for(lambda: policy.most_evaluating > 0)
+        before = policy.num_trained
+        await asyncio.sleep(0.05)
+        await policy.push(3)
+        await wait_for(lambda: len(read_checks(checks)) == 2)
+        assert policy.num_trained > before + NUM_JOBS, "training goes on"
+
+    policy = play(make_run(model), tmp_path, scene)
+    assert policy.most_evaluating == 2, "a quarter of eight"
+    assert policy.most_running <= NUM_JOBS
+    first, second = read_checks(checks)
+    assert (first.step, first.versions) == (0, {"0": 1.0})
+    assert second.step == 2
+    assert set(second.versions) == {"2", "3"}
+    assert sum(second.versions.values()) == pytest.approx(1.0)
+
+
+def test_a_pinned_evaluation_sees_one_version(model: Path, tmp_path: Path) -> None:
+    checks = Layout(tmp_path).checks
+
+    async def scene(loop: Loop, policy: Policy) -> None:
+        await policy.push(2)
+        await wait_for(loop.evaluations.pin.locked)
+        before = policy.num_trained
+        await policy.push(3)
+        assert len(read_checks(checks)) == 2 or not loop.evaluations.pin.locked()
+        assert policy.num_trained > before, "training goes on"
+        await wait_for(lambda: len(read_checks(checks)) == 2)
+
+    play(make_run(model, pin=True), tmp_path, scene)
+    assert [(found.step, found.versions) for found in read_checks(checks)] == [(0, {"0": 1.0}), (2, {"2": 1.0})]
+
+
+def test_a_pinned_evaluation_is_repeated_when_a_restarted_sampler_changed_its_version(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checks = Layout(tmp_path).checks
+
+    async def scene(loop: Loop, policy: Policy) -> None:
+        num_attempts = 0
+
+        async def restart() -> None:
+            nonlocal num_attempts
+            num_attempts += 1
+            if num_attempts == 5:
+                policy.serve(3)
+
+        policy.on_attempt = restart
+        await policy.push(2)
+        await wait_for(lambda: len(read_checks(checks)) == 2)
+
+    play(make_run(model, pin=True), tmp_path, scene)
+    assert [(found.step, found.versions) for found in read_checks(checks)] == [(0, {"0": 1.0}), (3, {"3": 1.0})]
+    assert "a pinned evaluation sampled from versions 2, 3; it is repeated" in caplog.text
+
+
+def test_an_evaluation_that_was_cut_short_is_made_again(model: Path, tmp_path: Path) -> None:
+    checks = Layout(tmp_path).checks
+
+    async def die(loop: Loop, policy: Policy) -> None:
+        policy.serve(2)
+        await wait_for(lambda: loop.slots.num_evaluating > 0)
+
+    async def go_on(loop: Loop, policy: Policy) -> None:
+        policy.serve(3)
+        await wait_for(lambda: len(read_checks(checks)) == 2)
+
+    play(make_run(model), tmp_path, die)
+    assert [found.step for found in read_checks(checks)] == [0]
+    play(make_run(model), tmp_path, go_on)
+    assert [found.step for found in read_checks(checks)] == [0, 3]
+
+
+def test_the_last_evaluation_waits_for_one_that_runs_and_takes_all_slots(model: Path, tmp_path: Path) -> None:
+    checks = Layout(tmp_path).checks
+
+    async def scene(loop: Loop, policy: Policy) -> None:
+        policy.serve(2)
+        await wait_for(lambda: loop.slots.num_evaluating > 0)
+        policy.serve(4)
+        for task in loop._running:
+            task.cancel()
+        loop.slots.end_training()
+        policy.most_evaluating = 0
+        await loop.evaluations.last(cast(Agents, policy), lambda: True)
+
+    policy = play(make_run(model), tmp_path, scene)
+    assert [found.step for found in read_checks(checks)] == [0, 2, 4]
+    assert policy.most_running <= NUM_JOBS
+    assert policy.most_evaluating > 2
