@@ -12,25 +12,33 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Piece(NamedTuple):
-    """The next tokens to read of a document."""
+    """The next tokens to read of a document. It is read from `first` to its end, then from its start to `first`."""
 
     number: int
     """Of the document in its stream's order of reading, counted over all epochs."""
     shard: int
     """Which shard of the set."""
-    start: int
-    """First token of the piece in the shard."""
-    length: int
+    begin: int
+    """First token of the document in the shard."""
+    size: int
+    """Tokens of the document."""
+    first: int
+    """Token of the document at which its reading began."""
     taken: int
-    """Tokens of the document before the piece."""
-    left: int
-    """Tokens of the document after the piece: 0 for one that ends its document."""
+    """Tokens of the document that were read before the piece."""
+    length: int
+    """Tokens of the piece; 0 where the document has been read."""
 
-    def after(self, context: int) -> "Piece":
-        """The piece that follows, where `left` is above 0."""
-        length = min(context, self.left)
-        taken = self.taken + self.length
-        return Piece(self.number, self.shard, self.start + self.length, length, taken, self.left - length)
+    @property
+    def offset(self) -> int:
+        """Of the piece's first token in the document."""
+        return (self.first + self.taken) % self.size
+
+
+def piece_at(number: int, shard: int, begin: int, size: int, first: int, taken: int, context: int) -> Piece:
+    """The piece that comes after `taken` tokens."""
+    end = size if first + taken < size else size + first
+    return Piece(number, shard, begin, size, first, taken, min(context, end - first - taken))
 
 
 class DocumentTable:
@@ -42,7 +50,7 @@ class DocumentTable:
         self.num_documents = int(self._first_document[-1])
 
     def find(self, document: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """(shard, first token in it, end in it) of each document."""
+        """(shard, first token in it, number of tokens) of each document."""
         shard = np.searchsorted(self._first_document, document, side="right") - 1
         start, end = np.empty_like(document), np.empty_like(document)
         for index in np.unique(shard).tolist():
@@ -50,4 +58,4 @@ class DocumentTable:
             local = document[rows] - self._first_document[index]
             offsets = self._shards[index].offsets
             start[rows], end[rows] = offsets[local], offsets[local + 1]
-        return shard, start, end
+        return shard, start, end - start

@@ -161,11 +161,10 @@ class CorpusReader:
 
     def _read(self, chosen: Sequence[Chosen]) -> Pack:
         stream = np.array([index for index, _ in chosen])
-        start, length, left, shard = (
-            np.array([getattr(piece, name) for _, piece in chosen], np.int64)
-            for name in ("start", "length", "left", "shard")
-        )
-        shard += self._first_shard[stream]
+        shard, begin, size, offset, length = np.array(
+            [(piece.shard, piece.begin, piece.size, piece.offset, piece.length) for _, piece in chosen], np.int64
+        ).T
+        shard, start = shard + self._first_shard[stream], begin + offset
         end = np.cumsum(length)
         place = np.arange(end[-1]) + np.repeat(start - end + length, length)
         tokens = np.empty(end[-1], np.int32)
@@ -175,7 +174,7 @@ class CorpusReader:
             mine = shard == index
             here = np.repeat(mine, length)
             tokens[here] = source[place[here]]
-            cut = mine & (left > 0)
+            cut = mine & (offset + length < size)
             after[cut] = source[(start + length)[cut]]
         targets = np.empty_like(tokens)
         targets[:-1] = tokens[1:]

@@ -2,8 +2,10 @@
 
 A stream gives every document once per epoch, in an order drawn anew for each epoch from the seed. Up to `LOOKAHEAD`
 documents of one epoch are open at a time, each waiting with its next piece; the rest of a document that is longer than
-the context waits behind the others, so that its pieces lie far apart. A position is therefore the number of documents
-opened and, for each open one, how many of its tokens were taken: it holds for any context and any mixture.
+the context waits behind the others, so that its pieces lie far apart. Its reading begins at a piece drawn from the seed
+and goes round, so that a short training sees more than the beginnings of long documents. A position is therefore the
+number of documents opened and, for each that was begun, where it was begun and how many of its tokens were taken: it
+holds for any context and any mixture.
 
 A pack is filled in two passes. First by fair queueing: a piece's time is (tokens its stream gave before it + half its
 length) ÷ share, and the next piece is the oldest one of the stream with the least time, the first of equals. Once that
@@ -20,7 +22,7 @@ import numpy as np
 
 from m2forge.config import Config
 from m2forge.corpus.permutation import mix, shuffled
-from m2forge.corpus.piece import DocumentTable, Int64Array, Piece
+from m2forge.corpus.piece import DocumentTable, Int64Array, Piece, piece_at
 from m2forge.corpus.shard import ShardView
 from m2forge.errors import DataError
 
@@ -36,8 +38,8 @@ class StreamPosition(Config):
 
     num_opened: int = 0
     """Documents of the order, epochs before included, that were begun or passed over."""
-    unfinished: tuple[tuple[int, int], ...] = ()
-    """(number in the order, tokens taken) of those that are not read to their end, as they wait."""
+    unfinished: tuple[tuple[int, int, int], ...] = ()
+    """(number in the order, token it was begun at, tokens taken) of those that are not read whole, as they wait."""
 
 
 class Stream:
@@ -78,8 +80,9 @@ class Stream:
         """The piece that waits at `index` is used."""
         piece = self.waiting.pop(index)
         self.num_tokens += piece.length
-        if piece.left:
-            self.waiting.append(piece.after(self._context))
+        taken = piece.taken + piece.length
+        if taken < piece.size:
+            self.waiting.append(piece_at(*piece[:5], taken, self._context))
         else:
             self._open()
         return piece
@@ -92,7 +95,8 @@ class Stream:
             if last.taken or last.number != num_opened - 1:
                 break
             num_listed, num_opened = num_listed - 1, num_opened - 1
-        unfinished = tuple((piece.number, piece.taken) for piece in self.waiting[:num_listed])
+        # A document that was not begun is begun where the context has a piece then.
+        unfinished = tuple((p.number, p.first if p.taken else 0, p.taken) for p in self.waiting[:num_listed])
         return StreamPosition(num_opened=num_opened, unfinished=unfinished)
 
     def _open(self) -> None:
@@ -103,31 +107,36 @@ class Stream:
         if missing <= 0:
             return
         if len(self._found) < missing:
-            first = self._num_opened + len(self._found)
-            self._found += self._find(np.arange(first, first + _FIND_DOCUMENTS), np.zeros(_FIND_DOCUMENTS, np.int64))
+            next_number = self._num_opened + len(self._found)
+            self._found += self._find(np.arange(next_number, next_number + _FIND_DOCUMENTS))
         self.waiting += self._found[:missing]
         del self._found[:missing]
         self._num_opened += missing
 
-    def _reopen(self, unfinished: Sequence[tuple[int, int]]) -> list[Piece]:
+    def _reopen(self, unfinished: Sequence[tuple[int, int, int]]) -> list[Piece]:
         if not unfinished:
             return []
-        number, taken = np.array(unfinished, np.int64).T
-        pieces = self._find(number, taken)
-        if number.min() < 0 or number.max() >= self._num_opened or min(piece.length for piece in pieces) < 1:
-            raise DataError(f"{self.name}: {unfinished!r} names tokens that its documents do not have")
+        fresh = self._find(np.array([number for number, _, _ in unfinished]))
+        pieces = [
+            piece_at(*piece[:4], first, taken, self._context) if taken else piece
+            for piece, (_, first, taken) in zip(fresh, unfinished, strict=True)
+        ]
+        for piece in pieces:
+            limits = ((piece.number, self._num_opened), (piece.first, piece.size), (piece.taken, piece.size))
+            if not all(0 <= value < limit for value, limit in limits):
+                raise DataError(f"{self.name}: {unfinished!r} names tokens that its documents do not have")
         return pieces
 
-    def _find(self, number: Int64Array, taken: Int64Array) -> list[Piece]:
-        """The piece of each document that comes after `taken` of its tokens."""
+    def _find(self, number: Int64Array) -> list[Piece]:
+        """The first piece of each document."""
         position, size = number.astype(np.uint64), np.uint64(self._table.num_documents)
         keys = mix(self._key + (position // size) * _EPOCH_STEP)
-        document = shuffled(position % size, self._table.num_documents, keys).astype(np.int64)
-        shard, start, end = self._table.find(document)
-        start = start + taken
-        length = np.minimum(self._context, end - start)
-        columns = (number, shard, start, length, taken, end - start - length)
-        return [Piece(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        document = shuffled(position % size, self._table.num_documents, keys)
+        shard, begin, num_tokens = self._table.find(document.astype(np.int64))
+        num_pieces = -(-num_tokens // self._context)
+        first = (mix(keys ^ mix(document)) % num_pieces.astype(np.uint64)).astype(np.int64) * self._context
+        rows = np.stack([number, shard, begin, num_tokens, first], 1).tolist()
+        return [piece_at(n, where, start, size, at, 0, self._context) for n, where, start, size, at in rows]
 
 
 class Chosen(NamedTuple):
