@@ -1,7 +1,7 @@
-"""An agent program with tools, by OpenAI's SDK: it knows nothing of training.
+"""An agent program with tools, by OpenAI's SDK: it knows nothing of training, and imports nothing of m2forge.
 
 It lives across tasks and works on several at once: jobs come in as lines of JSON, answers go out as lines of JSON.
-Where the policy is, and with which key, every job says. The tools are those of the task's own family.
+Where the policy is, and with which key, every job says; also which tools there are, which the same address serves.
 """
 
 import asyncio
@@ -12,33 +12,31 @@ from typing import Any
 
 import openai
 
-from m2forge.records import Domain, Task
-from m2forge.tasks.catalog import family_of
-from m2forge.text.message import tool_to_openai
-
 MAX_TURNS = 24
 TEMPERATURE = 1.0
 SPENT = (400, 429)
 """A context that is full, or a budget that is spent: the attempt ends there."""
 
 
-async def solve(client: openai.AsyncOpenAI, model: str, task: Task) -> str:
-    family = family_of(task)
-    tools: Any = [tool_to_openai(tool) for tool in family.tools(task)] or openai.omit
-    messages: list[Any] = [{"role": "user", "content": task.instruction}]
+async def solve(client: openai.AsyncOpenAI, job: dict[str, Any]) -> str:
+    messages: list[Any] = [{"role": "user", "content": job["task"]["instruction"]}]
 
     async def call(made: Any) -> dict[str, str]:
-        await asyncio.sleep(family.latency_s(task, made.function.name))
         try:
             arguments = json.loads(made.function.arguments)
         except ValueError:
             arguments = None
-        result = family.call(task, made.function.name, arguments)
-        return {"role": "tool", "tool_call_id": made.id, "content": result}
+        body = {"name": made.function.name, "arguments": arguments}
+        result = await client.post(job["tools_url"], body=body, cast_to=dict[str, Any])
+        return {"role": "tool", "tool_call_id": made.id, "content": result["content"]}
 
     for _ in range(MAX_TURNS):
         answer = await client.chat.completions.create(
-            model=model, messages=messages, tools=tools, temperature=TEMPERATURE, max_tokens=128
+            model=job["model"],
+            messages=messages,
+            tools=job["tools"] or openai.omit,
+            temperature=TEMPERATURE,
+            max_tokens=128,
         )
         message = answer.choices[0].message
         if not message.tool_calls:
@@ -49,11 +47,9 @@ async def solve(client: openai.AsyncOpenAI, model: str, task: Task) -> str:
 
 
 async def work(client: openai.AsyncOpenAI, job: dict[str, Any]) -> None:
-    told = job["task"]
-    task = Task(**told | {"domain": Domain(told["domain"])})
     own = client.with_options(base_url=job["base_url"], api_key=job["api_key"])
     try:
-        answer = {"answer": await solve(own, job["model"], task)}
+        answer = {"answer": await solve(own, job)}
     except openai.APIError as error:
         status = error.status_code if isinstance(error, openai.APIStatusError) else 503
         answer = {"answer": ""} if status in SPENT else {"error": str(error)}

@@ -8,7 +8,7 @@ sandbox, and leaves a result.
 """
 
 import math
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import RecordError
-from m2forge.records import FinishReason, FloatArray, IntArray, PolicyVersion, Sampling, Task
+from m2forge.records import FinishReason, FloatArray, IntArray, JsonValue, PolicyVersion, Sampling, Task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,6 +237,18 @@ class Sandbox(Protocol):
 
     async def close(self) -> None:
         """End whatever still runs."""
+        ...
+
+
+class ToolHost(Protocol):
+    """Runs the tools of tasks, on all that a task holds."""
+
+    async def tools(self, task: Task) -> Sequence[Mapping[str, JsonValue]]:
+        """Those that an agent may call, as OpenAI's API describes functions."""
+        ...
+
+    async def call(self, task: Task, name: str, arguments: JsonValue) -> str:
+        """What the tool answers, after its latency; a call that cannot be served is answered by an error line."""
         ...
 
 

@@ -93,6 +93,14 @@ class Task:
         _require_finite(f"Task {self.id}", "difficulty", self.difficulty)
         _require_json(f"Task {self.id}", "metadata", self.metadata)
 
+    @classmethod
+    def read(cls, fields: Mapping[str, JsonValue]) -> "Task":
+        """From the JSON of `asdict`."""
+        try:
+            return cls(**dict(fields) | {"domain": Domain(fields["domain"])})  # type: ignore[arg-type]  # checked there
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordError(f"Task: expected its fields, received {str(fields)[:200]} ({error})") from error
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

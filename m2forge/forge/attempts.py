@@ -138,10 +138,11 @@ class Agents:
                 # Else what is broken off while a process starts would look like the agent's doing.
                 await self.gateway.wait_until_up()
                 self._num_up = num_starts
-            endpoint = await self.gateway.open(name, task.id, group, self._budget, sampling)
+            endpoint = await self.gateway.open(name, task, group, self._budget, sampling)
+            tools = await self.runner.tools(task)
             answer, failure, is_stuck = "", None, False
             try:
-                answer = await self.workers.attempt(name, task, endpoint, is_alone=is_alone)
+                answer = await self.workers.attempt(name, task, endpoint, tools, is_alone=is_alone)
             except (AgentError, WorkerDiedError) as error:
                 kind = error.kind if isinstance(error, AgentError) else None if is_alone else ErrorKind.INFRA
                 tree = await self._blamed(name, kind, num_starts)

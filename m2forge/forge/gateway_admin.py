@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 from m2forge.errors import EngineError
 from m2forge.gateway.config import Budget, SamplingConfig
 from m2forge.protocols import Endpoint
-from m2forge.records import JsonValue
+from m2forge.records import JsonValue, Task
 from m2forge.rollout.streaming import Connections
 from m2forge.tree.codec import decode_tree
 from m2forge.tree.token_tree import TokenTree
@@ -66,10 +67,16 @@ class GatewayAdmin:
         await self._ask("GET", "/health")
 
     async def open(
-        self, id: str, task_id: str, group: str, budget: Budget, sampling: SamplingConfig | None = None
+        self,
+        id: str,
+        task: Task,
+        group: str,
+        budget: Budget,
+        sampling: SamplingConfig | None = None,
     ) -> Endpoint:
         """An episode's key, told once: one that exists already was opened by a loop that died, and is of no use."""
-        body: dict[str, JsonValue] = {"id": id, "task_id": task_id, "group": group}
+        body: dict[str, JsonValue] = {"id": id, "task_id": task.id, "group": group}
+        body["task"] = asdict(task)
         body["budget"] = budget.model_dump(exclude_none=True)
         if sampling is not None:
             body["sampling"] = sampling.model_dump()

@@ -58,6 +58,7 @@ def run_sampler(run_dir: Path, descriptor: str) -> None:
 
 def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
     admin_key, sampler_key = read_keys(2)
+    from m2forge.forge.tool_host import open_tool_host
     from m2forge.gateway.serve import serve_gateway
     from m2forge.model.folder import read_config
     from m2forge.rollout.remote import RemoteEngine
@@ -75,6 +76,7 @@ def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
         context=min(rollout.max_context or network.max_context, network.max_context),
         vocab_size=network.vocab_size,
         listener=socket.socket(fileno=int(descriptor)),
+        open_tool_host=lambda: open_tool_host(config, layout.run_dir / "tools"),
     )
 
 

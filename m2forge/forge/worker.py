@@ -2,7 +2,8 @@
 
 A worker is any program that reads jobs, one JSON object a line, and writes answers:
 
-    {"id": "…", "base_url": "http://…/v1", "api_key": "…", "model": "policy", "task": {…}}      to its standard input
+    {"id": "…", "base_url": "http://…/v1", "api_key": "…", "model": "policy",               to its standard input
+     "task": {"id", "domain", "instruction", "difficulty"}, "tools": […], "tools_url": "…"}
     {"id": "…", "cancel": true}                                                             the job is over: stop it
     {"id": "…", "answer": "…"}   or   {"id": "…", "error": "…", "kind": "…"}                from its standard output
     {"id": "…", "cancelled": true}                                                          confirms a cancel
@@ -14,6 +15,9 @@ that does not confirm within `agent.cancel_s` may be stuck, so it is restarted, 
 
 A program may print other lines; the loop ignores them. A line that looks like JSON but cannot be read, or is nested
 deeper than `MAX_DEPTH`, is dropped with a warning.
+
+A job holds nothing that the task's verifier needs. `tools` are functions as OpenAI's API describes them; a call is
+`POST {"name", "arguments"}` to `tools_url` with the job's key, and answered by `{"content": "…"}`.
 
 An error's `kind` (`ErrorKind`) says whether the policy's tokens or the infrastructure caused it. It may be left out.
 """
@@ -35,12 +39,16 @@ from m2forge.protocols import Command, Endpoint, Outcome, Worker
 from m2forge.records import JsonValue, Task
 from m2forge.sandbox.process import ProcessSandbox
 from m2forge.text.json_value import parse_json
+from m2forge.text.message import Tool, tool_to_openai
 
 RESTART_S = 0.5
 MAX_DEPTH = 32
 """Nesting of a worker's line."""
 MAX_DEATHS = 10
 """For each worker there is: so many deaths without an answer between, and the program is broken."""
+
+TASK_VIEW = ("id", "domain", "instruction", "difficulty")
+"""What an agent may know of a task."""
 
 _log = logging.getLogger(__name__)
 
@@ -137,26 +145,29 @@ class Workers:
         for task in done:
             task.result()
 
-    async def attempt(self, id: str, task: Task, endpoint: Endpoint, *, is_alone: bool = False) -> str:
+    async def attempt(
+        self, id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool] = (), *, is_alone: bool = False
+    ) -> str:
         """The answer to a task; raises `JobError`, or `TimeoutError` after the attempt's time, which begins when a
         worker has a free slot. `is_alone`: the worker has no other job meanwhile, so that its death is this one's."""
+        job = _job(id, task, endpoint, tools)
         if is_alone:
             desk = await self._reserve_desk(id)
             try:
-                return await self._attempt(desk, id, task, endpoint)
+                return await self._attempt(desk, id, job)
             finally:
                 desk.reserved = None
                 self._has_changed.set()
-        return await self._attempt(await self._free_desk(), id, task, endpoint)
+        return await self._attempt(await self._free_desk(), id, job)
 
-    async def _attempt(self, desk: _Desk, id: str, task: Task, endpoint: Endpoint) -> str:
+    async def _attempt(self, desk: _Desk, id: str, job: bytes) -> str:
         # No await stands between the choice of the desk and this entry.
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         desk.jobs[id] = future
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 assert desk.worker is not None
-                await desk.worker.send(_job(id, task, endpoint))
+                await desk.worker.send(job)
                 return await future
         except TimeoutError:
             if not await asyncio.shield(self._cancel(desk, id)):
@@ -307,13 +318,17 @@ class Workers:
         self._has_changed.set()
 
 
-def _job(id: str, task: Task, endpoint: Endpoint) -> bytes:
+def _job(id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool]) -> bytes:
+    """Without the task's metadata, which holds answers, or what they follow from."""
+    url = f"{endpoint.url.rstrip('/')}/v1"
     job: Mapping[str, JsonValue] = {
         "id": id,
-        "base_url": f"{endpoint.url.rstrip('/')}/v1",
+        "base_url": url,
         "api_key": endpoint.key,
         "model": endpoint.model,
-        "task": asdict(task),
+        "task": {name: value for name, value in asdict(task).items() if name in TASK_VIEW},
+        "tools": [tool_to_openai(tool) for tool in tools],
+        "tools_url": f"{url}/tools/call",
     }
     return json.dumps(job).encode() + b"\n"
 

@@ -2,6 +2,7 @@
 
     POST /v1/chat/completions, /v1/responses, /v1/completions, /v1/messages, /v1/messages/count_tokens
     GET  /v1/models, /v1/models/NAME          with the key of an episode (`Authorization: Bearer KEY` or `x-api-key`)
+    GET  /v1/tools, POST /v1/tools/call       with the same key; see `tools`
     /episodes…                                with the admin key; see `admin`
     GET  /health, /metrics                    for everybody who reaches the gateway
 
@@ -16,7 +17,7 @@ import time
 import traceback
 
 from m2forge.errors import EngineError, M2ForgeError
-from m2forge.gateway import admin, anthropic_models, openai_models
+from m2forge.gateway import admin, anthropic_models, openai_models, tools
 from m2forge.gateway.anthropic_messages import AnthropicMessages
 from m2forge.gateway.calls import Calls, Route
 from m2forge.gateway.config import GatewayConfig
@@ -41,7 +42,7 @@ from m2forge.gateway.openai_completions import OpenAICompletions
 from m2forge.gateway.openai_responses import OpenAIResponses
 from m2forge.gateway.registry import Episodes, hash_key
 from m2forge.gateway.respond import Pairs, error_headers, field_of, id_headers, respond, respond_bytes, status_of
-from m2forge.protocols import Engine
+from m2forge.protocols import Engine, ToolHost
 from m2forge.records import JsonValue
 from m2forge.text.format import ChatFormat
 
@@ -68,6 +69,7 @@ class GatewayApp:
         *,
         context: int,
         admin_key: str | None = None,
+        tool_host: ToolHost | None = None,
     ) -> None:
         self.episodes, self.counts = episodes, GatewayCounts()
         self.calls = Calls(engine, format, config, context, self.counts)
@@ -75,6 +77,7 @@ class GatewayApp:
         self._admin_hash = None if admin_key is None else hash_key(admin_key)
         self.owners = Owners(hash_key, self._admin_hash, episodes.is_key)
         self._admin = admin.Admin(episodes, self.counts)
+        self._tools = tools.EpisodeTools(tool_host, config)
         self._routes = {route.dialect.path: route for route in _ROUTES}
         self._started_s = int(time.time())
 
@@ -110,6 +113,13 @@ class GatewayApp:
             _require_method(scope, "GET")
             self._episode(headers)
             await respond(send, 200, self._models(scope, path), _request_id())
+        elif path == tools.PATH:
+            _require_method(scope, "GET")
+            await respond(send, 200, await self._tools.list(self._episode(headers)))
+        elif path == tools.CALL_PATH:
+            _require_method(scope, "POST")
+            episode = self._episode(headers)
+            await respond(send, 200, await self._tools.call(episode, await read_body(headers, receive, self._config)))
         elif path == admin.PATH or path.startswith(f"{admin.PATH}/"):
             status, body = await self._administer(scope, path, headers, receive)
             if isinstance(body, bytes):

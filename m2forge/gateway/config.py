@@ -99,6 +99,10 @@ class GatewayConfig(Config):
     """Connections of all episodes' keys together. Those with the admin key are not limited."""
     max_keyless_connections: Count = 128
     """Connections without a key that opens anything; beyond them the oldest idle one is closed."""
+    max_tool_calls: Count = 1024
+    """Calls of tools of one episode."""
+    max_tool_bytes: Count = 1 << 20
+    """The body of a call of a tool."""
     read_timeout_s: Seconds = 60.0
     """A body must have come whole by then."""
     linger_s: Seconds = 5.0

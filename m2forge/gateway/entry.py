@@ -22,7 +22,7 @@ from m2forge.errors import RecordError
 from m2forge.gateway.config import Budget
 from m2forge.gateway.divergence import Divergence
 from m2forge.gateway.turn import PathRecord, TurnRecord
-from m2forge.records import Asked, Call, FinishReason, FloatArray, IntArray, JsonValue, Sampling
+from m2forge.records import Asked, Call, FinishReason, FloatArray, IntArray, JsonValue, Sampling, Task
 from m2forge.text.completion import Completion, Problem, ProblemKind
 from m2forge.text.message import Message, Role, Tool, ToolCall
 
@@ -43,6 +43,8 @@ class Created:
     budget: Budget
     sampling: Sampling | None = None
     """Takes the place of what requests ask for; None serves them as they ask."""
+    task: Task | None = None
+    """Whose tools the episode may call, with all that its tools and its verifier need."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,6 +157,7 @@ def decode_entry(data: bytes) -> Entry:
         if kind == "Created":
             sampling = head.get("sampling")
             known = {"budget": Budget(**head["budget"]), "sampling": sampling and Sampling(**sampling)}
+            known["task"] = Task.read(head["task"]) if head.get("task") else None
             return Created(**head | known)
         if kind == "Rewarded":
             return Rewarded(**head)

@@ -84,6 +84,7 @@ class Episode:
         """Of recorded calls."""
         self.num_sampled = 0
         """Sampled tokens."""
+        self.task, self.num_tool_calls = created.task, 0
         self.num_failed = 0
         """Requests that failed in the engine or the gateway, and completions that were aborted, since this process
         started."""

@@ -24,7 +24,7 @@ from m2forge.gateway.config import Budget
 from m2forge.gateway.entry import Closed, Created, Entry
 from m2forge.gateway.episode import Episode
 from m2forge.gateway.journal import SUFFIX, Journal
-from m2forge.records import Sampling
+from m2forge.records import Sampling, Task
 from m2forge.text.format import ChatFormat
 
 KEY_PREFIX = "m2f-"
@@ -79,17 +79,18 @@ class Episodes:
         group: str = "",
         budget: Budget | None = None,
         sampling: Sampling | None = None,
+        task: Task | None = None,
         id: str = "",
     ) -> tuple[Episode, str]:
         """An episode and its key, which is told this once and kept as a hash. `sampling`: takes the place of what its
-        requests ask for."""
+        requests ask for. `task`: whose tools it may call."""
         id = id or f"ep_{secrets.token_hex(8)}"
         if not _ID.fullmatch(id):
             raise RecordError(f"episode: id: expected up to 64 letters, digits, '_' and '-', received {id[:80]!r}")
         if id in self._key_of_id:
             raise ExistsError(f"episode {id} exists; choose another id")
         key = KEY_PREFIX + secrets.token_urlsafe(32)
-        created = Created(id, task_id, group, hash_key(key), self._clock(), budget or self._budget, sampling)
+        created = Created(id, task_id, group, hash_key(key), self._clock(), budget or self._budget, sampling, task)
         journal = None
         if self._folder is not None:
             journal = Journal.create(self._folder / f"{id}{SUFFIX}", sync=self._sync)

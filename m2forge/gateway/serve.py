@@ -2,16 +2,18 @@
 stop."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import socket
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from m2forge.errors import ConfigError
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.server import GatewayServer, bind
-from m2forge.protocols import Engine, Watched
+from m2forge.protocols import Engine, ToolHost, Watched
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
 
@@ -29,11 +31,12 @@ def serve_gateway(
     context: int | None = None,
     vocab_size: int | None = None,
     listener: socket.socket | None = None,
+    open_tool_host: Callable[[], AbstractAsyncContextManager[ToolHost | None]] = contextlib.nullcontext,
 ) -> None:
     """`announce` is told the address once requests are taken there. `admin_key` opens the admin routes. `context` and
     `vocab_size` are the model's, if they are known. `listener`: a socket that listens, instead of where the
-    configuration says. Raises the `EngineError` of an engine of this process that failed, once every request in flight
-    has ended."""
+    configuration says. `open_tool_host`: of the tools of episodes that have a task. Raises the `EngineError` of an
+    engine of this process that failed, once every request in flight has ended."""
     context = config.context or context
     if context is None:
         raise ConfigError(f"{folder} does not say how long its context is; give it with --set context=N")
@@ -44,6 +47,10 @@ def serve_gateway(
     with bind(config, admin_key) if listener is None else listener as listener:
 
         async def run(num_context: int) -> None:
+            async with open_tool_host() as tool_host:
+                await serve(num_context, tool_host)
+
+        async def serve(num_context: int, tool_host: ToolHost | None) -> None:
             engine = make_engine()
             try:
                 server = GatewayServer(
@@ -55,6 +62,7 @@ def serve_gateway(
                     admin_key=admin_key,
                     listener=listener,
                     captures_signals=True,
+                    tool_host=tool_host,
                 )
                 announce(server.url)
                 app = server.app

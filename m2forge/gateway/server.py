@@ -27,7 +27,7 @@ from m2forge.gateway.connection import make_connection
 from m2forge.gateway.connection_limit import ConnectionLimits, fit_open_files
 from m2forge.gateway.registry import Episodes
 from m2forge.listener import LOOPBACK, address, listen
-from m2forge.protocols import Engine
+from m2forge.protocols import Engine, ToolHost
 from m2forge.text.format import ChatFormat
 
 GRACE_S = 5
@@ -52,10 +52,12 @@ class GatewayServer:
         admin_key: str | None = None,
         listener: socket.socket | None = None,
         captures_signals: bool = False,
+        tool_host: ToolHost | None = None,
     ) -> None:
         """`context`: tokens of prompt and completion together, unless the configuration says it. `vocab_size`: of the
         network, where it knows more ids than its tokenizer. `listener`: what `bind` made. `captures_signals`: whether
-        SIGTERM and SIGINT end it, for a process that does nothing else."""
+        SIGTERM and SIGINT end it, for a process that does nothing else. `tool_host`: serves the tools of episodes that
+        have a task."""
         self._listener = bind(config, admin_key) if listener is None else listener
         try:
             config = fit_open_files(config)
@@ -65,7 +67,13 @@ class GatewayServer:
             raise
         self.url = address(self._listener)
         self.app = GatewayApp(
-            engine, format, config, self.episodes, context=config.context or context, admin_key=admin_key
+            engine,
+            format,
+            config,
+            self.episodes,
+            context=config.context or context,
+            admin_key=admin_key,
+            tool_host=tool_host,
         )
         self._server = _Server(self.app, config, captures_signals=captures_signals)
         self._task: asyncio.Task[None] | None = None

@@ -24,7 +24,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -39,7 +39,7 @@ from m2forge.sandbox.worker import ProcessWorker
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.family import Verdict, VerdictReason, family_name, shown
 from m2forge.tasks.task_set import Distinct, Split
-from m2forge.tasks.worker import RequestOutcome, read_task, task_fields
+from m2forge.tasks.worker import RequestOutcome
 from m2forge.text.message import Tool, tool_from_openai
 
 NUM_WATCHED = 200
@@ -103,7 +103,7 @@ class TaskRunner:
         await asyncio.gather(*(seat.close() for seat in self._seats))
 
     async def verify(self, task: Task, answer: str) -> Verdict:
-        reply = await self._ask({"op": "verify", "task": task_fields(task), "answer": answer}, family_name(task))
+        reply = await self._ask({"op": "verify", "task": asdict(task), "answer": answer}, family_name(task))
         outcome = RequestOutcome(str(reply["outcome"]))
         self._errors.append(outcome is RequestOutcome.VERIFIER_ERROR)
         if outcome is RequestOutcome.OK:
@@ -123,12 +123,12 @@ class TaskRunner:
         return Verdict(0.0, evidence | {"traceback": trace}, VerdictReason.VERIFIER_ERROR)
 
     async def tools(self, task: Task) -> tuple[Tool, ...]:
-        value = await self._value({"op": "tools", "task": task_fields(task)}, family_name(task))
+        value = await self._value({"op": "tools", "task": asdict(task)}, family_name(task))
         return tuple(tool_from_openai(tool) for tool in cast("list[Mapping[str, JsonValue]]", value))
 
     async def call(self, task: Task, name: str, arguments: JsonValue) -> ToolAnswer:
         """A call over a limit, or at which the family's code raises, is answered by an error line."""
-        request: dict[str, JsonValue] = {"op": "call", "task": task_fields(task), "name": name, "arguments": arguments}
+        request: dict[str, JsonValue] = {"op": "call", "task": asdict(task), "name": name, "arguments": arguments}
         reply = await self._ask(request, family_name(task))
         match reply["outcome"]:
             case RequestOutcome.OK:
@@ -143,7 +143,7 @@ class TaskRunner:
         """As `TaskSet.next` of a stream at that position; the next one is at the next position."""
         stream: JsonValue = [split, seed, position, lowest, highest]
         value = await self._value({"op": "next", "stream": stream}, family)
-        return read_task(cast("Mapping[str, JsonValue]", value))
+        return Task.read(cast("Mapping[str, JsonValue]", value))
 
     async def distinct(self, family: str, split: Split, seed: int, num: int, lowest: int, highest: int) -> list[Task]:
         """As `TaskSet.distinct` of a stream at its start."""

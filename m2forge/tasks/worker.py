@@ -27,11 +27,12 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import asdict
 from enum import StrEnum
 from typing import NoReturn, cast
 
 from m2forge.errors import M2ForgeError, RecordError
-from m2forge.records import Domain, JsonValue, Task
+from m2forge.records import JsonValue, Task
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.family import Family, Preparing
 from m2forge.tasks.task_set import Split, TaskSet
@@ -69,7 +70,7 @@ def run(request: Fields) -> JsonValue:
     family = find_family(str(request["family"]))
     if request["op"] == "next":
         return _next(family, request)
-    task = read_task(cast("Fields", request["task"]))
+    task = Task.read(cast("Fields", request["task"]))
     match request["op"]:
         case "tools":
             return [tool_to_openai(tool) for tool in family.tools(task)]
@@ -89,22 +90,7 @@ def run(request: Fields) -> JsonValue:
 
 def _next(family: Family, request: Fields) -> JsonValue:
     split, seed, position, lowest, highest = cast("tuple[Split, int, int, int, int]", request["stream"])
-    return task_fields(TaskSet(family, split, seed, position).next(lowest, highest))
-
-
-def task_fields(task: Task) -> dict[str, JsonValue]:
-    return {
-        "id": task.id,
-        "domain": str(task.domain),
-        "instruction": task.instruction,
-        "difficulty": task.difficulty,
-        "metadata": dict(task.metadata),
-    }
-
-
-def read_task(fields: Fields) -> Task:
-    id, domain, instruction = str(fields["id"]), Domain(str(fields["domain"])), str(fields["instruction"])
-    return Task(id, domain, instruction, cast("float", fields["difficulty"]), cast("Fields", fields["metadata"]))
+    return asdict(TaskSet(family, split, seed, position).next(lowest, highest))
 
 
 def execute(requests: int, replies: int) -> NoReturn:
@@ -116,7 +102,7 @@ def execute(requests: int, replies: int) -> NoReturn:
                 if "task" in request:
                     family = find_family(str(request["family"]))
                     if isinstance(family, Preparing):
-                        family.prepare(read_task(request["task"]))
+                        family.prepare(Task.read(request["task"]))
                 os.write(replies, BEGUN)
                 _write_all(replies, _reply(request))
     except MemoryError:

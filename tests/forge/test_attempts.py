@@ -1,6 +1,7 @@
 """Which failures count as the policy's doing, with perf 0, and which are retried."""
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
@@ -23,6 +24,7 @@ from m2forge.records import Reward
 from m2forge.reward.config import RewardConfig
 from m2forge.reward.judge import Judge
 from m2forge.tasks.agent import Chain
+from m2forge.tasks.catalog import find_family
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.gym import GymFamily
 from m2forge.tasks.runner import TaskRunner
@@ -50,6 +52,13 @@ for line in sys.stdin:
             told = {"id": job["id"], "error": "no arguments in the call"}
             told |= {"kind": word} if word != "error" else {}
             print(json.dumps(told), flush=True)
+"""
+# Answers with its job and its environment.
+TELLING = """
+import json, os, sys
+for line in sys.stdin:
+    told = line + json.dumps(dict(os.environ)) + repr(sys.argv)
+    print(json.dumps({"id": json.loads(line)["id"], "answer": told}), flush=True)
 """
 TASK = Chain().draw(1, 0)
 
@@ -118,6 +127,31 @@ def test_an_attempt_that_kills_every_worker_counts_once_it_has_one_for_itself(tm
             attempt(gateway, tmp_path, "die", num_deaths=DEATHS_BEFORE_ALONE)
     assert len(tried.tree.samples) == 1
     assert "status 9" in (tried.failure or "")
+
+
+def test_nothing_that_an_agent_gets_holds_the_verifiers_data(tmp_path: Path) -> None:
+    """Neither its jobs nor its environment; but the tools work, which need it."""
+    task = find_family("copies").draw(2, 7)
+    config = AgentConfig(command=(sys.executable, "-c", TELLING), timeout_s=30.0)
+
+    async def scene(gateway: Live) -> str:
+        async with agents_of(gateway, config, tmp_path) as make_agents:
+            return (await make_agents(lambda: 0).attempt("g0-0-1", task, "g0")).answer
+
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+        told = asyncio.run(scene(gateway))
+    for name, value in task.metadata.items():
+        assert f'"{name}"' not in told, name
+        assert name in ("family", "start", "num_links") or str(value) not in told, name
+    job = json.loads(told.splitlines()[0])
+    assert job["task"] == {
+        "id": task.id,
+        "domain": "agent",
+        "instruction": task.instruction,
+        "difficulty": task.difficulty,
+    }
+    assert [tool["function"]["name"] for tool in job["tools"]] == ["look", "recall"]
+    assert job["tools_url"] == f"{job['base_url']}/tools/call"
 
 
 def test_a_hostile_answer_is_judged_in_time_again_after_a_restart(tmp_path: Path) -> None:

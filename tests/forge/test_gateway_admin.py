@@ -9,9 +9,12 @@ import pytest
 from m2forge.errors import EngineError
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.gateway.config import Budget, GatewayConfig
+from m2forge.records import Domain, Task
 from tests.gateway.dialogue import minimax
 from tests.gateway.live import ADMIN_KEY, live
 from tests.gateway.test_retry_http import BODY, post
+
+TASK = Task("task", Domain.AGENT, "Look.")
 
 
 def test_an_attempt_is_opened_taken_and_let_go_with_others(tmp_path: Path) -> None:
@@ -23,9 +26,9 @@ def test_an_attempt_is_opened_taken_and_let_go_with_others(tmp_path: Path) -> No
             async with GatewayAdmin(gateway.url, ADMIN_KEY) as admin:
                 await admin.wait_until_up()
                 budget = Budget(max_calls=1)
-                made = await asyncio.gather(*(admin.open(name, "task", "group", budget) for name in names))
+                made = await asyncio.gather(*(admin.open(name, TASK, "group", budget) for name in names))
                 with pytest.raises(EngineError, match=r"refused.*exists"):
-                    await admin.open(names[0], "task", "group", budget)
+                    await admin.open(names[0], TASK, "group", budget)
                 status = (await asyncio.to_thread(post, gateway, made[0].key, BODY)).status_code
                 assert (status, made[0].url) == (200, gateway.url)
                 trees = [await admin.close(name) for name in names[:2]]

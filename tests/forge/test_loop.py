@@ -62,7 +62,7 @@ def make_run(model: Path, num_steps: int) -> ForgeConfig:
             "command": [sys.executable, str(AGENT)],
             "timeout_s": 60.0,
             "budget": {"max_calls": 2, "max_tokens": 32},
-            "sandbox": {"inherits": ["PATH", "PYTHONPATH"], "timeout_s": 1000.0},
+            "sandbox": {"inherits": ["PATH"], "timeout_s": 1000.0},
         },
         # A random policy solves nothing: what it is rewarded for is the form alone, and groups are trained as they are.
         pool={"window": {"queue": 8, "no_signal": "train"}},

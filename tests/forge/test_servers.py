@@ -12,6 +12,7 @@ from m2forge.forge.servers import Servers, make_servers
 from m2forge.gateway.config import Budget
 from m2forge.model.checkpoint import load_model
 from m2forge.model.exchange import find_companions
+from m2forge.tasks.agent import Chain
 from m2forge.train.run_dir import CONFIG_FILE
 from tests.forge.ring import processes_of, running
 from tests.forge.scene import make_config, make_model
@@ -32,7 +33,7 @@ def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -
         try:
             async with GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin:
                 await admin.wait_until_up()
-                await admin.open("episode", "task", "group", Budget())
+                await admin.open("episode", Chain().draw(1, 0), "group", Budget())
             await check_doors(servers)
             check_no_key_is_visible(servers, layout.run_dir)
         finally:

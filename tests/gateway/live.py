@@ -12,7 +12,7 @@ from typing import TypeVar
 from m2forge.gateway.config import Budget, GatewayConfig
 from m2forge.gateway.episode import Episode
 from m2forge.gateway.server import GatewayServer
-from m2forge.protocols import Chunk, Prompt
+from m2forge.protocols import Chunk, Prompt, ToolHost
 from m2forge.records import Call
 from m2forge.testing.scripted import ScriptedEngine
 from m2forge.text.format import ChatFormat
@@ -131,6 +131,7 @@ def live(
     *,
     tools: Sequence[Tool] = TOOLS,
     delay_s: float = 0.0,
+    tool_host: ToolHost | None = None,
 ) -> Iterator[Live]:
     engine = WatchedEngine(format, Scene(format, says, tools), delay_s=delay_s)
     started: list[Live] = []
@@ -139,7 +140,8 @@ def live(
     loop = asyncio.new_event_loop()
 
     async def serve() -> None:
-        server = GatewayServer(engine, format, config or GatewayConfig(port=0), context=CONTEXT, admin_key=ADMIN_KEY)
+        own = config or GatewayConfig(port=0)
+        server = GatewayServer(engine, format, own, context=CONTEXT, admin_key=ADMIN_KEY, tool_host=tool_host)
         async with server:
             started.append(Live(loop, server, engine))
             is_started.set()
