@@ -78,6 +78,15 @@ def test_keys_are_not_shown(tmp_path: Path) -> None:
     assert not any(b"m2f-key" in content for content in result.transcript.values())
 
 
+def test_the_key_stands_in_no_command_line(tmp_path: Path) -> None:
+    """Neither the program's own nor that of the process that keeps it."""
+    result = attempt(tmp_path, "cat /proc/$$/cmdline /proc/$PPID/cmdline > lines.txt")
+    assert result.end == AgentEnd.FINISHED
+    shown = (tmp_path / "lines.txt").read_bytes()
+    assert b"/proc/$PPID/cmdline" in shown
+    assert b"m2f-key" not in shown
+
+
 def test_a_program_must_be_named() -> None:
     with pytest.raises(ConfigError, match="command"):
         build(BlackBoxConfig, {"command": []})

@@ -19,7 +19,7 @@ from tests.forge.ring import agent_command, command_of, processes, started
 from tests.forge.scene import make_config, make_model
 from tests.forge.test_faults import judge, wait_until_gone
 
-TIMEOUT_S, POLL_S = 60.0, 0.05
+TIMEOUT_S, POLL_S = 150.0, 0.05
 
 
 @pytest.mark.parametrize(
