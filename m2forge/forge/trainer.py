@@ -160,7 +160,12 @@ class Trainer:
         figures["perf"] = sum(reward.perf for reward in rewards) / max(1, len(rewards))
         figures |= _by_domain(units)
         figures["num_units"] = len(units)
-        figures["num_flat"] = sum(_is_flat(unit) for unit in units)
+        figures["num_flat"] = num_flat = sum(_is_flat(unit) for unit in units)
+        if num_flat and self.config.pool.window.no_signal == "skip":
+            told = (
+                "%d of %d units of step %d teach nothing: pool.window.max_skips tasks before each had equal rewards too"
+            )
+            _log.warning(told, num_flat, len(units), self.position.step)
         figures["lag"] = max((unit.lag for unit in units if unit.lag is not None), default=0)
         oldest = [unit.oldest_step for unit in units if unit.oldest_step is not None]
         figures["staleness"] = self.position.step - 1 - min(oldest, default=self.position.step - 1)

@@ -75,3 +75,24 @@ def test_an_evaluation_that_is_cancelled_gives_its_slots_back() -> None:
         assert slots.take(5) == 2
 
     asyncio.run(scene())
+
+
+def test_training_that_begins_beside_an_evaluation_on_all_slots_waits_for_them() -> None:
+    async def scene() -> None:
+        slots, ends = Slots(4, 0.5), asyncio.Event()
+
+        async def evaluate() -> None:
+            async with slots.evaluating():
+                await ends.wait()
+
+        with slots.evaluation():
+            tasks = [asyncio.create_task(evaluate()) for _ in range(4)]
+            await asyncio.sleep(0)
+            assert slots.num_evaluating == 4
+            slots.is_training = True
+            assert slots.take(4) == 0
+            ends.set()
+            await asyncio.gather(*tasks)
+            assert slots.take(4) == 2, "half of them are left to evaluations"
+
+    asyncio.run(scene())
