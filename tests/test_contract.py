@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "m2forge"
 
 FLOORS = (
-    ("records", "protocols", "config", "errors", "files", "gguf_header", "key", "listener", "observe"),
+    ("records", "protocols", "config", "errors", "files", "gguf_header", "key", "listener", "observe", "unpack"),
     ("kernels", "text", "tree", "sandbox"),
     ("model",),
     ("corpus", "train", "rollout", "weights", "gateway", "pool", "reward", "tasks", "agents"),

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from m2forge.config import Config
+from m2forge.unpack import UnpackConfig
 
 DOMAINS = ("academic", "books", "code", "maths", "qa", "web")
 """The domains that are recognised where a source does not name one: maths stands for maths and STEM."""
@@ -40,6 +41,8 @@ class Source(Config):
     """Only files with these suffixes, such as ".py"; empty: all that are known to hold text."""
     exclude: tuple[str, ...] = ()
     """Names of folders that are left out of a folder taken whole, wherever in it they lie."""
+    unpack: UnpackConfig = UnpackConfig()
+    """What its .gz, .zst, Parquet and PDF files may unpack to."""
 
 
 class TokenizerConfig(Config):

@@ -31,6 +31,8 @@ class ProblemKind(StrEnum):
     """An archive that ends early; what came before is used."""
     UNREADABLE = "unreadable"
     """A file or stretch of it that its format's library refuses."""
+    TOO_LARGE = "too_large"
+    """An archive or a line of it that unpacks to more than `Source.unpack` allows; what came before is used."""
     NO_TEXT = "no_text"
     """A PDF without any text: scanned pages."""
 

@@ -1,22 +1,31 @@
-"""Documents of a file span, one after the other. What cannot be read is noted, with file and line, and passed over."""
+"""Documents of a file span, one after the other. What cannot be read is noted, with file and line, and passed over.
+
+Compressed files are read within the bounds of `Source.unpack`, in blocks: a file that unpacks to too much costs no more
+memory than one that does not.
+"""
 
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from m2forge.corpus.config import Source, SourceKind
 from m2forge.corpus.document import Document, ProblemKind, Problems
-from m2forge.corpus.extra import parquet, pdf, zstd
+from m2forge.corpus.extra import Parquet, parquet, pdf, zstd
+from m2forge.corpus.parquet_page import page_sizes
 from m2forge.corpus.source import FileSpan
+from m2forge.unpack import UnpackConfig, Unpacked, UnpackError, read_blocks, split_lines
 
 if TYPE_CHECKING:
     from pyarrow import Array
+    from pyarrow.parquet import ParquetFile
 
 _BLOCK_BYTES = 1 << 20
-_PARQUET_ROWS = 64
+_BATCH_ROWS, _BATCH_BYTES = 64, 64 << 20
+_ROW_BYTES = 64
+"""What a row counts for at least: millions of empty ones take a few bytes in a Parquet file."""
 
 
 def read_span(span: FileSpan, source: Source, problems: Problems) -> Iterator[Document]:
@@ -25,11 +34,13 @@ def read_span(span: FileSpan, source: Source, problems: Problems) -> Iterator[Do
             case SourceKind.FOLDER:
                 yield from _read_file(span, problems)
             case SourceKind.JSONL:
-                yield from _read_jsonl(span, source.text_key, problems)
+                yield from _read_jsonl(span, source, problems)
             case SourceKind.PARQUET:
-                yield from _read_parquet(span, source.text_key, problems)
+                yield from _read_parquet(span, source, problems)
             case SourceKind.PDF:
-                yield from _read_pdf(span, problems)
+                yield from _read_pdf(span, source, problems)
+    except UnpackError as error:
+        problems.add(ProblemKind.TOO_LARGE, span.path, str(error))
     except OSError as error:
         problems.add(ProblemKind.UNREADABLE, span.path, f"cannot be read: {error.strerror or error}")
     except UnicodeEncodeError as error:
@@ -47,9 +58,9 @@ def _read_file(span: FileSpan, problems: Problems) -> Iterator[Document]:
     yield Document(data, span.name)
 
 
-def _read_jsonl(span: FileSpan, key: str, problems: Problems) -> Iterator[Document]:
-    place = _Place(span)
-    for line in _lines(span, place, problems):
+def _read_jsonl(span: FileSpan, source: Source, problems: Problems) -> Iterator[Document]:
+    place, key = _Place(span), source.text_key
+    for line in _lines(span, source.unpack, place, problems):
         place.line += 1
         if line.isspace():
             continue
@@ -100,13 +111,15 @@ def _newlines_before(path: str, end: int) -> int:
     return count + 1
 
 
-def _lines(span: FileSpan, place: _Place, problems: Problems) -> Iterator[bytes]:
+def _lines(span: FileSpan, config: UnpackConfig, place: _Place, problems: Problems) -> Iterator[bytes]:
     if span.path.endswith(".gz"):
         with gzip.open(span.path, "rb") as file:
-            yield from _archive_lines(file.read, place, problems, (EOFError, gzip.BadGzipFile, zlib.error))
+            lines = split_lines(read_blocks(file.read1, Unpacked(span.path, config)), config.max_line_bytes)
+            yield from _archive_lines(lines, place, problems, (EOFError, gzip.BadGzipFile, zlib.error))
     elif span.path.endswith(".zst"):
         with zstd().open(span.path) as stream:
-            yield from _archive_lines(stream.read, place, problems, (OSError,))
+            lines = split_lines(read_blocks(stream.read, Unpacked(span.path, config)), config.max_line_bytes)
+            yield from _archive_lines(lines, place, problems, (OSError,))
     else:
         with Path(span.path).open("rb", buffering=_BLOCK_BYTES) as plain:
             yield from _plain_lines(plain, span)
@@ -126,29 +139,32 @@ def _plain_lines(file: BinaryIO, span: FileSpan) -> Iterator[bytes]:
 
 
 def _archive_lines(
-    read: Callable[[int], bytes], place: _Place, problems: Problems, errors: tuple[type[Exception], ...]
+    lines: Iterator[bytes | None], place: _Place, problems: Problems, errors: tuple[type[Exception], ...]
 ) -> Iterator[bytes]:
-    """Lines of an archive; of a broken one, those that are whole."""
-    rest = b""
+    """Lines of an archive; of a broken one, or one that unpacks to too much, those before."""
     while True:
         try:
-            block = read(_BLOCK_BYTES)
+            line = next(lines, b"")
+        except UnpackError as error:
+            problems.add(ProblemKind.TOO_LARGE, place.text(place.line + 1), str(error))
+            return
         except errors as error:
             ends_early = isinstance(error, EOFError) or "runcated" in str(error)
             kind = ProblemKind.TRUNCATED if ends_early else ProblemKind.UNREADABLE
             problems.add(kind, place.text(place.line + 1), f"the archive breaks off here: {error}")
             return
-        if not block:
-            break
-        lines = (rest + block).split(b"\n")
-        rest = lines.pop()
-        yield from (line + b"\n" for line in lines)
-    if rest:
-        yield rest
+        if line is None:
+            place.line += 1
+            detail = "the line is longer than it may be in an archive; raise unpack.max_line_bytes if it is sound"
+            problems.add(ProblemKind.TOO_LARGE, place.text(), detail)
+        elif line:
+            yield line
+        else:
+            return
 
 
-def _read_parquet(span: FileSpan, key: str, problems: Problems) -> Iterator[Document]:
-    library = parquet()
+def _read_parquet(span: FileSpan, source: Source, problems: Problems) -> Iterator[Document]:
+    library, key = parquet(), source.text_key
     try:
         file = library.ParquetFile(span.path)
     except library.errors as error:
@@ -159,19 +175,61 @@ def _read_parquet(span: FileSpan, key: str, problems: Problems) -> Iterator[Docu
         if key not in names:
             problems.add(ProblemKind.MISSING_KEY, span.path, f"no column {key!r} among {', '.join(names[:8])}")
             return
+        if (kind := file.schema_arrow.field(key).type).num_fields:
+            problems.add(ProblemKind.NOT_TEXT, span.path, f"the column {key!r} is a {kind}, not text")
+            return
+        unpacked = Unpacked(span.path, source.unpack)
         num_groups = file.metadata.num_row_groups
         row = sum(file.metadata.row_group(group).num_rows for group in range(span.begin))
         for group in range(span.begin, num_groups if span.end < 0 else min(span.end, num_groups)):
-            first_row, num_rows = row, file.metadata.row_group(group).num_rows
-            try:
-                for batch in file.iter_batches(_PARQUET_ROWS, row_groups=[group], columns=[key]):
-                    yield from _read_column(batch.column(0), f"{span.path}:row ", row, key, problems)
-                    row += batch.num_rows
-            except library.errors as error:
-                left = first_row + num_rows - row
-                detail = f"row group {group} breaks off here, {left} rows left out: {_first_line(error)}"
-                problems.add(ProblemKind.UNREADABLE, f"{span.path}:row {row + 1}", detail)
-            row = first_row + num_rows
+            yield from _read_group(library, file, span, group, row, key, unpacked, problems)
+            row += file.metadata.row_group(group).num_rows
+
+
+def _read_group(
+    library: Parquet,
+    file: "ParquetFile",
+    span: FileSpan,
+    group: int,
+    first_row: int,
+    key: str,
+    unpacked: Unpacked,
+    problems: Problems,
+) -> Iterator[Document]:
+    """A group that unpacks to too much is left out before the library allocates anything for it."""
+    row, num_rows = first_row, file.metadata.row_group(group).num_rows
+    try:
+        batch_rows = _find_batch_rows(file, span, group, key, unpacked)
+        for batch in file.iter_batches(batch_rows, row_groups=[group], columns=[key]):
+            for document in _read_column(batch.column(0), f"{span.path}:row ", row, key, problems):
+                unpacked.add(len(document.text))
+                yield document
+            row += batch.num_rows
+            unpacked.add(_ROW_BYTES * batch.num_rows)
+    except UnpackError as error:
+        detail = f"row group {group} is left out from here, {first_row + num_rows - row} rows: {error}"
+        problems.add(ProblemKind.TOO_LARGE, f"{span.path}:row {row + 1}", detail)
+    except library.errors as error:
+        left = first_row + num_rows - row
+        detail = f"row group {group} breaks off here, {left} rows left out: {_first_line(error)}"
+        problems.add(ProblemKind.UNREADABLE, f"{span.path}:row {row + 1}", detail)
+
+
+def _find_batch_rows(file: "ParquetFile", span: FileSpan, group: int, key: str, unpacked: Unpacked) -> int:
+    """Rows that take `_BATCH_BYTES` at most, or one row: no value is larger than the page that it lies in, and one page
+    of a dictionary may hold the values of all rows."""
+    metadata = file.metadata.row_group(group)
+    columns = [metadata.column(index) for index in range(metadata.num_columns)]
+    column = next(column for column in columns if column.path_in_schema == key)
+    unpacked.refuse(column.total_uncompressed_size)
+    offsets = [column.data_page_offset, column.dictionary_page_offset or column.data_page_offset]
+    try:
+        with Path(span.path).open("rb") as pages:
+            sizes = page_sizes(pages, min(offsets), column.total_compressed_size)
+    except ValueError as error:
+        raise OSError(str(error)) from error
+    unpacked.refuse(sum(sizes))
+    return max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, *sizes)))
 
 
 def _read_column(column: "Array", place: str, first: int, key: str, problems: Problems) -> Iterator[Document]:
@@ -190,12 +248,17 @@ def _read_column(column: "Array", place: str, first: int, key: str, problems: Pr
             problems.add(ProblemKind.NOT_TEXT, f"{place}{row}", f"{key!r} is a {type(value).__name__}, not text")
 
 
-def _read_pdf(span: FileSpan, problems: Problems) -> Iterator[Document]:
-    library = pdf()
+def _read_pdf(span: FileSpan, source: Source, problems: Problems) -> Iterator[Document]:
+    library, unpacked = pdf(), Unpacked(span.path, source.unpack)
     try:
+        pages = []
         with library.PdfReader(span.path) as reader:
-            pages = [page.extract_text().strip() for page in reader.pages]
+            for page in reader.pages:
+                pages.append(page.extract_text().strip())
+                unpacked.add(len(pages[-1]))
         text = "\n\n".join(page for page in pages if page).encode()
+    except UnpackError:
+        raise
     except library.errors as error:
         problems.add(ProblemKind.UNREADABLE, span.path, f"not a readable PDF: {_first_line(error)}")
         return

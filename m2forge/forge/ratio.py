@@ -8,11 +8,13 @@ trajectories; nothing is learnt from it, and a step without one is a step all th
 """
 
 import io
+import math
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from m2forge.files import write_atomic
 from m2forge.records import FloatArray
@@ -48,11 +50,28 @@ def forget_ratios(folder: Path, step: int) -> None:
 def read_ratios(folder: Path, step: int) -> dict[str, FloatArray] | None:
     """log r of each sample's tokens; None where they are not kept."""
     try:
-        with np.load(path_of(folder, step), allow_pickle=False) as columns:
-            names, sizes, values = columns["names"], columns["sizes"], columns["log_ratios"].astype(np.float32)
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+        with zipfile.ZipFile(path_of(folder, step)) as archive:
+            names, sizes, values = (_read_column(archive, name) for name in ("names", "sizes", "log_ratios"))
+    except (OSError, EOFError, ValueError, KeyError, NotImplementedError, zipfile.BadZipFile):
         return None
+    values = values.astype(np.float32)
     return dict(zip(names.tolist(), np.split(values, np.cumsum(sizes)[:-1]), strict=True)) if sizes.size else {}
+
+
+def _read_column(archive: zipfile.ZipFile, name: str) -> npt.NDArray[np.generic]:
+    """An array of an archive as `np.savez` writes it. What is packed, or states another size than it has, is refused:
+    numpy would allocate what it states."""
+    member = archive.getinfo(f"{name}.npy")
+    if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
+        raise ValueError(f"{name} is packed")
+    with archive.open(member) as file:
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError(f"{name} has another format")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        data = file.read()
+    if dtype.hasobject or len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name} has {len(data)} bytes, shape {shape}")
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
 def path_of(folder: Path, step: int) -> Path:

@@ -1,28 +1,34 @@
-"""Bytes of a plain, .gz or .zst file, read as a stream: `open_archive` opens, `READ_ERRORS` is what may break.
+"""Bytes of a plain, .gz or .zst file, read as a stream: `read_whole` and `read_lines`; `READ_ERRORS` is what may break.
 
-A broken archive gives the bytes before the break and then raises one of `READ_ERRORS`.
+A broken archive gives the lines before the break and then raises one of `READ_ERRORS`; one that unpacks to more than it
+may, an `UnpackError` (unpack.py).
 """
 
 import gzip
 import io
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from m2forge.errors import DataError
+from m2forge.unpack import UnpackConfig, Unpacked, read_blocks, split_lines
 
 READ_ERRORS = (OSError, EOFError, zlib.error)
 COMPRESSED = (".gz", ".zst")
 
 
-def open_archive(path: Path) -> BinaryIO:
-    match path.suffix:
-        case ".gz":
-            return cast(BinaryIO, gzip.open(path, "rb"))
-        case ".zst":
-            return _open_zstd(path)
-        case _:
-            return path.open("rb")
+def read_lines(path: Path, config: UnpackConfig) -> Iterator[bytes | None]:
+    """None in place of a line that is longer than it may be."""
+    with _open(path) as file:
+        if path.suffix in COMPRESSED:
+            yield from split_lines(read_blocks(file.read1, Unpacked(path, config)), config.max_line_bytes)
+        else:
+            yield from file
+
+
+def read_whole(path: Path, config: UnpackConfig) -> bytes:
+    with _open(path) as file:
+        return b"".join(read_blocks(file.read1, Unpacked(path, config))) if path.suffix in COMPRESSED else file.read()
 
 
 def plain_suffix(path: Path) -> str:
@@ -30,9 +36,19 @@ def plain_suffix(path: Path) -> str:
     return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
 
 
-def _open_zstd(path: Path) -> BinaryIO:
+def _open(path: Path) -> io.BufferedIOBase:
+    match path.suffix:
+        case ".gz":
+            return gzip.GzipFile(path, "rb")
+        case ".zst":
+            return _open_zstd(path)
+        case _:
+            return path.open("rb")
+
+
+def _open_zstd(path: Path) -> io.BufferedIOBase:
     try:
         import pyarrow
     except ImportError as error:
         raise DataError(f"{path}: reading .zst needs pyarrow; install m2forge[corpus] or unpack the file") from error
-    return cast(BinaryIO, io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))

@@ -22,23 +22,28 @@ from typing import NoReturn
 
 from m2forge.errors import FormatError
 from m2forge.records import JsonValue
-from m2forge.sft.archive import READ_ERRORS, open_archive
+from m2forge.sft.archive import READ_ERRORS, read_whole
 from m2forge.sft.jsonl import parse_object, show, tools_from_openai
 from m2forge.sft.report import Note, Problem, Rejection, Report
 from m2forge.sft.trajectory import Trajectory, check_order, sort_results
 from m2forge.text.message import Message, ToolCall
+from m2forge.unpack import UnpackConfig, UnpackError
 
 VERSIONS = tuple(f"ATIF-v1.{minor}" for minor in range(9))
 _MEDIA = {"image": Note.IMAGE, "audio": Note.AUDIO}
 
 
-def read_atif(path: Path, report: Report, *, foreign: bool = False) -> Iterator[Trajectory]:
-    """The trajectories of one file. With `foreign`, a JSON file of another kind is noted instead of refused."""
+def read_atif(
+    path: Path, report: Report, config: UnpackConfig | None = None, *, foreign: bool = False
+) -> Iterator[Trajectory]:
+    """The trajectories of one file. `config`: what an archive may unpack to. With `foreign`, a JSON file of another
+    kind is noted instead of refused."""
     place = str(path)
     try:
-        with open_archive(path) as file:
-            content = file.read()
-        document = parse_object(content, place)
+        document = parse_object(read_whole(path, config or UnpackConfig()), place)
+    except UnpackError as error:
+        report.add_problem(Rejection(Problem.TOO_LARGE, place, str(error)))
+        return
     except READ_ERRORS as error:
         report.add_problem(Rejection(Problem.TRUNCATED, place, str(error)))
         return

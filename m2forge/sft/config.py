@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from m2forge.config import Config
 from m2forge.train.config import Count, Curve, TrainConfig
+from m2forge.unpack import UnpackConfig
 
 SourceKind = Literal["auto", "jsonl", "atif"]
 Rate = Annotated[float, Field(ge=0, le=1)]
@@ -20,6 +21,8 @@ class SourceConfig(Config):
     """auto: *.jsonl files hold OpenAI-style messages, *.json files hold ATIF; either may go on with .gz or .zst."""
     weight: float = Field(default=1.0, ge=0.01, le=1000)
     """How often each trajectory is seen in an epoch; what lies above a whole number is drawn anew in each epoch."""
+    unpack: UnpackConfig = UnpackConfig()
+    """What its .gz and .zst files may unpack to."""
 
 
 class PromptPart(Config):

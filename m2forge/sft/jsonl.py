@@ -13,33 +13,37 @@ from typing import NoReturn
 
 from m2forge.errors import FormatError
 from m2forge.records import JsonValue
-from m2forge.sft.archive import READ_ERRORS, open_archive
+from m2forge.sft.archive import READ_ERRORS, read_lines
 from m2forge.sft.report import Problem, Rejection, Report
 from m2forge.sft.trajectory import Trajectory, check_order, sort_results
 from m2forge.text.json_value import MAX_DOCUMENT_DEPTH, parse_json
 from m2forge.text.message import Message, Tool, message_from_openai, tool_from_openai
+from m2forge.unpack import UnpackConfig, UnpackError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _LONGEST_VALUE = 60
 
 
-def read_jsonl(path: Path, report: Report) -> Iterator[Trajectory]:
-    """The trajectories of one file, in its order."""
+def read_jsonl(path: Path, report: Report, config: UnpackConfig | None = None) -> Iterator[Trajectory]:
+    """The trajectories of one file, in its order. `config`: what an archive may unpack to."""
+    config = config or UnpackConfig()
     number = 0
     try:
-        with open_archive(path) as lines:
-            for line in lines:
-                number += 1
-                line = line.strip()
-                if not line:
+        for line in read_lines(path, config):
+            number += 1
+            place = f"{path}:{number}"
+            try:
+                if line is None:
+                    raise Rejection(Problem.TOO_LARGE, place, f"over unpack.max_line_bytes = {config.max_line_bytes}")
+                if not (line := line.strip()):
                     continue
-                place = f"{path}:{number}"
-                try:
-                    trajectory = trajectory_from_openai(parse_object(line, place), place)
-                except Rejection as rejection:
-                    report.add_problem(rejection)
-                    continue
-                yield trajectory
+                trajectory = trajectory_from_openai(parse_object(line, place), place)
+            except Rejection as rejection:
+                report.add_problem(rejection)
+                continue
+            yield trajectory
+    except UnpackError as error:
+        report.add_problem(Rejection(Problem.TOO_LARGE, f"{path}:{number + 1}", f"{error}; the lines before it stand"))
     except READ_ERRORS as error:
         report.add_problem(Rejection(Problem.TRUNCATED, f"{path}:{number + 1}", f"{error}; the lines before it stand"))
 

@@ -26,6 +26,7 @@ class Problem(StrEnum):
 
     BROKEN_JSON = "broken JSON"
     TRUNCATED = "truncated file"
+    TOO_LARGE = "unpacks to more than it may"
     MISSING_KEY = "missing key"
     BAD_VALUE = "bad value"
     BAD_ROLE = "bad role"

@@ -41,6 +41,6 @@ def read_source(source: SourceConfig, report: Report) -> Iterator[Trajectory]:
     for file in list_files(source):
         kind = _KIND_OF.get(plain_suffix(file), "jsonl") if source.kind == "auto" else source.kind
         if kind == "atif":
-            yield from read_atif(file, report, foreign=is_folder)
+            yield from read_atif(file, report, source.unpack, foreign=is_folder)
         else:
-            yield from read_jsonl(file, report)
+            yield from read_jsonl(file, report, source.unpack)

@@ -25,11 +25,12 @@ def agent_command(notes: Path) -> list[str]:
 
 
 def read_notes(notes: Path) -> list[dict[str, JsonValue]]:
-    jobs = []
+    """The jobs among what agents were sent; the rest is jobs cancelled."""
+    lines = []
     for line in notes.read_text(encoding="utf-8").splitlines() if notes.exists() else ():
         with contextlib.suppress(ValueError):  # of an agent that was killed as it wrote
-            jobs.append(json.loads(line))
-    return jobs
+            lines.append(json.loads(line))
+    return [line for line in lines if "api_key" in line]
 
 
 def command_of(config: ForgeConfig, runs: Path, module: str = "m2forge") -> list[str]:

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from m2forge.forge.layout import Layout
-from m2forge.forge.ratio import forget_ratios, read_ratios, write_ratios
+from m2forge.forge.ratio import forget_ratios, path_of, read_ratios, write_ratios
 from m2forge.forge.trainer import Trainer
 from m2forge.model.checkpoint import load_model
 from m2forge.model.transformer import Transformer
 from m2forge.pool.pool import Pool
 from m2forge.pool.stored import StoredEpisode
 from m2forge.records import Call, FloatArray, PolicyVersion
+from tests.bounds import within
 from tests.forge.scene import fill_pool, make_config, make_model
 
 
@@ -80,3 +81,21 @@ def test_the_last_steps_are_kept(tmp_path: Path) -> None:
 def test_a_broken_file_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "step-00000003.npz").write_bytes(content)
     assert read_ratios(tmp_path, 3) is None
+
+
+def test_an_archive_that_states_or_packs_more_than_it_has_is_left_alone(tmp_path: Path) -> None:
+    write_ratios(tmp_path, 1, {"a/0": np.zeros(3, np.float32)}, keep=2)
+    assert read_ratios(tmp_path, 1) is not None
+    path = path_of(tmp_path, 1)
+    with np.load(path) as columns:
+        arrays = dict(columns)
+    with within(megabytes=16):
+        np.savez_compressed(path, **arrays | {"log_ratios": np.broadcast_to(np.float16(0), (1 << 22,))})
+        assert read_ratios(tmp_path, 1) is None
+    np.savez(path, **arrays)
+    data = path.read_bytes()
+    stated = b"'shape': (3,), }"
+    assert data.count(stated) == 1
+    path.write_bytes(data.replace(stated + b" " * 12, b"'shape': (1099511627776,), }"[:28]))
+    with within(megabytes=16):
+        assert read_ratios(tmp_path, 1) is None
