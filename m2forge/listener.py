@@ -11,7 +11,11 @@ def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
     """Port 0 takes any that is free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=backlog)
+        listener = socket.create_server((host, port), family=family, backlog=backlog)
+        # Connections inherit it. asyncio sets it only where a socket names its protocol, which this one does not; a
+        # response of two writes would wait 40 ms for the client's delayed acknowledgement.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except OSError as error:
         raise ConfigError(
             f"{host}:{port} cannot be listened on ({error.strerror}); give another host or port"
