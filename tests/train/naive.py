@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
@@ -19,12 +20,24 @@ TEMPERATURES = (1.0, 0.7, 1.0, 1.6)
 
 
 @st.composite
-def forests(draw: st.DrawFn, max_trees: int = 2, max_calls: int = 5) -> list[TokenTree]:
-    """Branching trees with duplicates, empty actions and one-token nodes; advantages, weights, temperatures, ratios."""
+def forests(
+    draw: st.DrawFn, max_trees: int = 2, max_calls: int = 5, ids: Sequence[int] = range(VOCAB)
+) -> list[TokenTree]:
+    """Branching trees with duplicates, empty actions and one-token nodes; advantages, weights, temperatures, ratios.
+    `ids`: the tokens of which they are made."""
     sets = [draw(call_sets(max_calls)) for _ in range(draw(st.integers(1, max_trees)))]
     # One action at least is not empty.
     sets[0].append(make_call([0, 1], [2, 3, 4], seed=99))
-    return [make_tree(calls, f"t{index}", spread=draw(st.sampled_from((0.1, 3.0)))) for index, calls in enumerate(sets)]
+    named = np.array(ids, np.int32)
+    return [
+        make_tree(
+            [replace(call, prompt_ids=named[call.prompt_ids], response_ids=named[call.response_ids]) for call in calls],
+            f"t{index}",
+            spread=draw(st.sampled_from((0.1, 3.0))),
+            vocab_size=max(ids) + 1,
+        )
+        for index, calls in enumerate(sets)
+    ]
 
 
 def make_tree(calls: Sequence[Call], name: str = "t", spread: float = 1.0, vocab_size: int = VOCAB) -> TokenTree:
