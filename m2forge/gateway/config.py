@@ -97,7 +97,7 @@ class GatewayConfig(Config):
     """Connections of one episode's key. Beyond them an idle one is closed, or else the request is refused."""
     max_connections: Count = 4096
     """Connections of all episodes' keys together. Those with the admin key are not limited."""
-    max_keyless_connections: Count = 128
+    max_keyless_connections: Count = 2048
     """Connections without a key that opens anything; beyond them the oldest idle one is closed."""
     max_tool_calls: Count = 1024
     """Calls of tools of one episode."""
