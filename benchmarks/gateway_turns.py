@@ -16,8 +16,8 @@ from typing import Any
 
 from gateway_work import body_of, messages_of
 
-from m2forge.gateway.calls import digest_of
 from m2forge.gateway.config import GatewayConfig
+from m2forge.gateway.dialects import digest_of
 from m2forge.gateway.limits import parse_body
 from m2forge.gateway.openai_chat import OpenAIChat
 from m2forge.gateway.serve import spare_collector

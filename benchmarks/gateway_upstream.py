@@ -2,6 +2,7 @@
 
     POST /generate               lines of JSON, as `m2forge serve` answers: token ids with their log-probabilities
     POST /v1/chat/completions    server-sent events, as an OpenAI-compatible server answers
+    GET  /health                 the state of an engine, as `m2forge serve` tells it
 
 Both answers have the same text in the same number of chunks, and every chunk is sent by itself. Without a pace all
 streams advance in turns, a chunk of each, as the steps of an engine do; with one, a stream's first chunk is sent at
@@ -25,6 +26,8 @@ HEAD = (
     b"x-request-id: upstream\r\n\r\n"
 )
 NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
+_STATE = b'{"version": {"lineage": "scripted", "step": 3}, "num_running": 0, "num_waiting": 0}'
+HEALTH = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(_STATE), _STATE)
 TYPES = {"/generate": b"application/x-ndjson", "/v1/chat/completions": b"text/event-stream; charset=utf-8"}
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
@@ -94,7 +97,7 @@ class Stream(asyncio.Protocol):
             return
         path, self._read = self._read.split(b" ", 2)[1], self._read[size:]
         if path not in self._engine.answers:
-            self._transport.write(NOT_FOUND)
+            self._transport.write(HEALTH if path == b"/health" else NOT_FOUND)
             return
         self._chunks, self.num_sent = self._engine.answers[path], 0
         self._engine.start(self)

@@ -1,6 +1,6 @@
 """What hostile input costs: answers that a policy may write to a verifier, and clients that attack a gateway.
 
-    python benchmarks/hostile.py [--json] [--quick] [--part verdicts]
+    python benchmarks/hostile.py [--json] [--quick] [--part verdicts|attack]
 
 Each part is a file of its own, `hostile_PART.py`, whose `measure(is_quick)` prints its tables and gives its bars.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from report import Bar, arguments, finish
 
-PARTS = ("verdicts",)
+PARTS = ("verdicts", "attack")
 
 
 def main() -> None:

@@ -12,6 +12,24 @@ _MAX_CANDIDATES = 64
 """Of answers that read the same, the last ones that are looked at."""
 
 
+class Trail:
+    """The turns after one, along what was recorded last; asked for ever greater distances."""
+
+    __slots__ = ("_num_steps", "_turn", "after")
+
+    def __init__(self, after: Turn) -> None:
+        self.after = after
+        self._turn: Turn | None = after
+        self._num_steps = 0
+
+    def at(self, distance: int) -> Turn | None:
+        """The turn so many messages after `after`, if so many were recorded."""
+        while self._turn is not None and self._num_steps < distance:
+            self._turn = self._turn.answered
+            self._num_steps += 1
+        return self._turn
+
+
 class Answers:
     def __init__(self, *, restores_thinking: bool) -> None:
         self._least = Echo.WITHOUT_THINKING if restores_thinking else Echo.SAME
@@ -38,15 +56,16 @@ class Answers:
             return turns[-1]
         return best_echo(turns[-_MAX_CANDIDATES:], message, Echo.WITHOUT_THINKING)
 
-    def twin(self, message: Message, after: Turn, distance: int) -> Turn | None:
-        """An answer whose tokens may stand for `message`, rather one that came so many messages after `after`."""
+    def twin(self, message: Message, trail: Trail, distance: int) -> Turn | None:
+        """An answer whose tokens may stand for `message`, rather one that came so many messages after the trail's
+        beginning."""
         if message.role != "assistant":
             return None
-        found = self._named(message, self._least) or self._following(message, after, distance)
+        found = self._named(message, self._least) or self._following(message, trail.at(distance))
         if found is not None:
             return found
         turns = self._by_key.get(key_of(message), ())
-        return best_echo(turns[-_MAX_CANDIDATES:], message, self._least, after, distance)
+        return best_echo(turns[-_MAX_CANDIDATES:], message, self._least, trail.after, distance)
 
     def _named(self, message: Message, least: Echo) -> Turn | None:
         """The answer whose calls have the ids of this one's."""
@@ -57,12 +76,9 @@ class Answers:
             return None
         return turn
 
-    def _following(self, message: Message, after: Turn, distance: int) -> Turn | None:
+    def _following(self, message: Message, turn: Turn | None) -> Turn | None:
         """The answer at that place in what was recorded last, if it is this one: clients that edit one message send
         the others as they were."""
-        turn: Turn | None = after
-        for _ in range(distance):
-            turn = None if turn is None else turn.answered
         if turn is None or turn.parent is None or turn.response_ids is None:
             return None
         rivals = turn.parent.children.get(key_of(message), ())

@@ -18,11 +18,11 @@ import traceback
 
 from m2forge.errors import EngineError, M2ForgeError
 from m2forge.gateway import admin, anthropic_models, openai_models, tools
-from m2forge.gateway.anthropic_messages import AnthropicMessages
 from m2forge.gateway.calls import Calls, Route
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.connection_limit import REFUSAL, Owners
 from m2forge.gateway.counts import TEXT_TYPE, GatewayCounts
+from m2forge.gateway.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from m2forge.gateway.episode import Episode
 from m2forge.gateway.exchange import Dialect
 from m2forge.gateway.limits import (
@@ -37,21 +37,17 @@ from m2forge.gateway.limits import (
     read_headers,
     read_key,
 )
-from m2forge.gateway.openai_chat import OpenAIChat
-from m2forge.gateway.openai_completions import OpenAICompletions
-from m2forge.gateway.openai_responses import OpenAIResponses
 from m2forge.gateway.registry import Episodes, hash_key
 from m2forge.gateway.respond import Pairs, error_headers, field_of, id_headers, respond, respond_bytes, status_of
 from m2forge.protocols import Engine, ToolHost
 from m2forge.records import JsonValue
 from m2forge.text.format import ChatFormat
 
-_OPENAI, _MESSAGES = OpenAIChat(), AnthropicMessages()
 _ROUTES = (
-    Route("chat", _OPENAI, "chatcmpl-", "call_"),
-    Route("responses", OpenAIResponses(), "resp_", "call_"),
-    Route("completions", OpenAICompletions(), "cmpl-", "call_"),
-    Route("messages", _MESSAGES, "msg_", "toolu_"),
+    Route("chat", CHAT, "chatcmpl-", "call_"),
+    Route("responses", RESPONSES, "resp_", "call_"),
+    Route("completions", COMPLETIONS, "cmpl-", "call_"),
+    Route("messages", MESSAGES, "msg_", "toolu_"),
 )
 _EPISODE_ACTIONS = ("reward", "close", "take")
 """That an admin posts."""
@@ -106,7 +102,7 @@ class GatewayApp:
             await respond(send, 500, _dialect_of(scope).error(500, "the gateway failed; its log says where"))
 
     async def _answer_other(self, scope: Scope, path: str, headers: Headers, receive: Receive, send: Send) -> None:
-        if path == _MESSAGES.count_path:
+        if path == MESSAGES.count_path:
             _require_method(scope, "POST")
             await respond(send, 200, await self._count(headers, receive), _request_id())
         elif _is_models(scope):
@@ -180,8 +176,7 @@ class GatewayApp:
     async def _count(self, headers: Headers, receive: Receive) -> dict[str, JsonValue]:
         episode = self._episode(headers)
         body = await read_body(headers, receive, self._config)
-        ask = _MESSAGES.read_count(parse_body(body, self._config.max_depth))
-        return _MESSAGES.count(await self.calls.count(ask, episode, len(body)))
+        return MESSAGES.count(await self.calls.count(MESSAGES.count_path, body, episode))
 
     def _models(self, scope: Scope, path: str) -> dict[str, JsonValue]:
         name = path.removeprefix(openai_models.PATH).removeprefix("/")
@@ -212,8 +207,8 @@ def _require_method(scope: Scope, *methods: str) -> None:
 
 
 def _dialect_of(scope: Scope) -> Dialect:
-    is_messages = scope["path"].startswith(_MESSAGES.path)
-    return _MESSAGES if is_messages or (_is_models(scope) and _is_anthropic(scope)) else _OPENAI
+    is_messages = scope["path"].startswith(MESSAGES.path)
+    return MESSAGES if is_messages or (_is_models(scope) and _is_anthropic(scope)) else CHAT
 
 
 def _is_models(scope: Scope) -> bool:

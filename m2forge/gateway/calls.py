@@ -7,21 +7,25 @@ be delivered is kept for the retry. A request for which the budget has tokens, b
 """
 
 import asyncio
-import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from m2forge.errors import EngineError, M2ForgeError
+from m2forge.gateway.body import Bodies
+from m2forge.gateway.body_worker import Setup
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.counts import GatewayCounts, Outcome
 from m2forge.gateway.episode import Episode, ReservedError
 from m2forge.gateway.exchange import Ask, AskError, Dialect
 from m2forge.gateway.generation import Abort, Generation, Plan, raw_ids, time_limit
 from m2forge.gateway.history import Opening
-from m2forge.gateway.limits import Gone, Headers, Receive, Send, parse_body, read_body, read_retry
+from m2forge.gateway.limits import Gone, Headers, Receive, Send, read_body, read_retry
+from m2forge.gateway.loop_share import LONG_BYTES, LoopShare
 from m2forge.gateway.pace import Pace
 from m2forge.gateway.prompt_size import PromptSizes
 from m2forge.gateway.reply import Reply, play, read_reply
@@ -31,10 +35,16 @@ from m2forge.gateway.sample import offered
 from m2forge.protocols import Engine, Prompt
 from m2forge.records import Asked, IntArray, Sampling
 from m2forge.text.format import ChatFormat
+from m2forge.text.tokenizer import UnencodedError, encoded_ahead
+
+T = TypeVar("T")
 
 _SEED_MASK = (1 << 63) - 1
 """Seeds may be negative for OpenAI; engines draw with what is 0 or more."""
-_DIGEST_LENGTH = 32
+MAX_CHARS = 16 << 10
+"""Characters that are made tokens on the event loop at a time."""
+NUM_ENCODERS = 2
+"""Threads that make tokens of longer texts."""
 _NOTICE_S = 0.002
 """A loop that was busy has heard by then of a client that left meanwhile."""
 
@@ -56,10 +66,15 @@ class Calls:
         self, engine: Engine, format: ChatFormat, config: GatewayConfig, context: int, counts: GatewayCounts
     ) -> None:
         self._engine, self._format, self._config, self._counts = engine, format, config, counts
-        self._context, self._pace, self._sizes = context, Pace(), PromptSizes(format, context)
+        self._context, self._pace, self._share = context, Pace(), LoopShare()
+        setup = Setup(PromptSizes.of(format, context, config.max_items), config.max_depth, config.max_body_bytes)
+        self._bodies = Bodies(setup, config.num_body_workers, self._share)
+        self._encoders = ThreadPoolExecutor(NUM_ENCODERS, "encode")
         end = format.tokenizer.end_of_text_id
         self._raw_stop_ids = tuple(dict.fromkeys((*format.stop_ids, *(() if end is None else (end,)))))
         self._running: dict[Request, Generation] = {}
+        self._opening: dict[Request, asyncio.Event] = {}
+        """Requests whose prompts are being made; set when that is over."""
         self.is_draining = False
         """Whether new requests are refused."""
 
@@ -76,6 +91,11 @@ class Calls:
         for generation in self.running:
             generation.abort(Abort.SHUTDOWN)
 
+    def close(self) -> None:
+        """Nothing may be asked after it."""
+        self._bodies.close()
+        self._encoders.shutdown(wait=False)
+
     async def complete(self, route: Route, episode: Episode, headers: Headers, receive: Receive, send: Send) -> None:
         """Answer one request. Raises the error that it is to be answered with, if nothing was sent yet."""
         try:
@@ -91,11 +111,11 @@ class Calls:
         self, route: Route, episode: Episode, headers: Headers, receive: Receive, send: Send
     ) -> Outcome:
         body = await read_body(headers, receive, self._config)
-        ask = route.dialect.read(parse_body(body, self._config.max_depth))
+        read = await self._bodies.read(route.dialect.path, body, episode.reading)
+        ask, is_long = read.ask, len(body) > LONG_BYTES
         if ask.num_samples > self._config.max_samples:
             raise AskError(f"n: expected at most {self._config.max_samples}, received {ask.num_samples}", "n")
-        await self._sizes.check(ask, len(body))
-        digest = digest_of(route.dialect.path, body)
+        del body
         attempt, retry_token = read_retry(headers)
         until_s: float | None = None
         while True:
@@ -103,7 +123,7 @@ class Calls:
                 raise EngineError("the gateway is stopping; ask again")
             try:
                 request, is_repeated = episode.admit(
-                    digest,
+                    read.digest,
                     num_samples=ask.num_samples,
                     max_tokens=min(ask.max_tokens or self._context, self._context),
                     attempt=attempt,
@@ -119,30 +139,37 @@ class Calls:
             request.num_waiting += 1
             try:
                 if not is_repeated:
-                    return await self._follow(route, self._start(route, ask, episode, request), receive, send)
+                    generation = await self._start(route, ask, episode, request, is_long=is_long)
+                    return await self._follow(route, generation, receive, send)
                 outcome = await self._repeat(route, ask, request, receive, send)
             finally:
                 request.num_waiting -= 1
             if outcome is not None:
                 return outcome
 
-    async def count(self, ask: Ask, episode: Episode, num_body_bytes: int) -> int:
+    async def count(self, path: str, body: bytes, episode: Episode) -> int:
         """Tokens of the prompt that the request would have."""
-        await self._sizes.check(ask, num_body_bytes)
-        return episode.count(ask.messages, offered(ask))
+        read = await self._bodies.read(path, body, episode.reading)
+        ask = read.ask
+        return await self._ahead(lambda: episode.count(ask.messages, offered(ask)), is_long=len(body) > LONG_BYTES)
 
     # -- a request of its own ------------------------------------------------------------------------------------------
 
-    def _start(self, route: Route, ask: Ask, episode: Episode, request: Request) -> Generation:
+    async def _start(self, route: Route, ask: Ask, episode: Episode, request: Request, *, is_long: bool) -> Generation:
         opening: Opening | IntArray | None = None
+        self._opening[request] = asyncio.Event()
         try:
-            opening = self._open(ask, episode)
+            opening = await self._open(ask, episode, is_long)
+            if self.is_draining:
+                raise EngineError("the gateway is stopping; ask again")
             plan = self._plan(route, ask, episode, request, opening)
             generation = Generation(plan, self._engine, self._format, episode, request, self._pace, on_end=self._on_end)
+            self._running[request] = generation
         except BaseException:
             episode.abandon(request, opening)
             raise
-        self._running[request] = generation
+        finally:
+            self._opening.pop(request).set()
         return generation
 
     def _plan(self, route: Route, ask: Ask, episode: Episode, request: Request, opening: Opening | IntArray) -> Plan:
@@ -173,14 +200,36 @@ class Calls:
             _log.info("request %s of %s: %r", id, episode.id, self._format.tokenizer.decode(ids.tolist()))
         return Plan(id, ask, opening, prompt, asked, route.call_prefix, stream, int(created_s))
 
-    def _open(self, ask: Ask, episode: Episode) -> Opening | IntArray:
+    async def _open(self, ask: Ask, episode: Episode, is_long: bool) -> Opening | IntArray:
         if ask.prompt is None:
-            return episode.open(ask.messages, offered(ask))
-        tokenizer = self._format.tokenizer
-        ids = tokenizer.encode(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
+            return await self._ahead(lambda: episode.open(ask.messages, offered(ask)), is_long=is_long)
+        tokenizer, prompt = self._format.tokenizer, ask.prompt
+        if isinstance(prompt, str):
+            text = prompt
+            ids: Sequence[int] = await self._ahead(lambda: tokenizer.encode(text), is_long=is_long)
+        else:
+            ids = prompt
         if max(ids, default=0) >= tokenizer.vocab_size:
             raise AskError(f"prompt: expected ids below {tokenizer.vocab_size}, received {max(ids)}", "prompt")
         return raw_ids(ids)
+
+    async def _ahead(self, make: Callable[[], T], *, is_long: bool) -> T:
+        """What `make` returns. Long texts that it encodes are encoded ahead of it by another thread, and what is long
+        takes turns. Nothing is waited for where all is short."""
+        known: dict[str, list[int]] = {}
+        while True:
+            try:
+                if not is_long:
+                    with encoded_ahead(known, MAX_CHARS):
+                        return make()
+                async with self._share.turn():
+                    with encoded_ahead(known, MAX_CHARS):
+                        return make()
+            except UnencodedError as error:
+                texts = error.texts
+            encode = self._format.tokenizer.encode_batch
+            ids = await asyncio.get_running_loop().run_in_executor(self._encoders, encode, texts)
+            known |= zip(texts, ids, strict=True)
 
     async def _follow(self, route: Route, generation: Generation, receive: Receive, send: Send) -> Outcome:
         watch = _watch(generation, receive)
@@ -227,6 +276,9 @@ class Calls:
 
     async def _repeat(self, route: Route, ask: Ask, request: Request, receive: Receive, send: Send) -> Outcome | None:
         """Tell the answer to an earlier request, waiting for it; None if nothing came of that one."""
+        opening = self._opening.get(request)
+        if opening is not None:
+            await _unless_gone(asyncio.create_task(_gone(receive)), opening.wait())
         generation = self._running.get(request)
         if generation is not None:
             await _unless_gone(_watch(generation, receive), generation.end())
@@ -262,13 +314,6 @@ def decide_sampling(ask: Ask, decided: Sampling | None) -> tuple[Sampling, int |
     return decided, None, None if is_same else Asked(ask.sampling, ask.seed)
 
 
-def digest_of(path: str, body: bytes) -> str:
-    """What tells requests of an episode apart."""
-    hashed = hashlib.sha256(b"%b " % path.encode())
-    hashed.update(body)
-    return hashed.hexdigest()[:_DIGEST_LENGTH]
-
-
 async def _gone(receive: Receive) -> None:
     """Returns when the client has hung up."""
     while (await receive())["type"] != "http.disconnect":
@@ -284,7 +329,7 @@ def _watch(generation: Generation, receive: Receive) -> "asyncio.Task[None]":
 
 
 async def _unless_gone(
-    watch: "asyncio.Task[None]", coming: Coroutine[None, None, None], limit_s: float | None = None
+    watch: "asyncio.Task[None]", coming: Coroutine[object, object, object], limit_s: float | None = None
 ) -> bool:
     """Whether it came within the limit. Raises Gone if the client, whom `watch` watches, does not wait so long."""
     awaited = asyncio.ensure_future(coming)

@@ -91,6 +91,10 @@ class GatewayConfig(Config):
     """A request's headers together."""
     max_depth: Annotated[int, Field(gt=0, le=200)] = 100
     """Nesting of a body's arrays and objects."""
+    max_items: Count = 4096
+    """Messages, tools and tool calls of one request together."""
+    num_body_workers: Annotated[int, Field(gt=0, le=64)] = 2
+    """Processes that read large bodies, started when the first one comes."""
     max_samples: Count = 128
     """Completions of one request."""
     max_connections_per_key: Count = 256

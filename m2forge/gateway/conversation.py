@@ -9,6 +9,8 @@ calls: thinking begins a turn. Where the client tells which answer a part came f
 of one answer are one turn even with results of calls between them, parts of different answers never are.
 """
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,16 +28,24 @@ class _Turn:
     thinking: list[str] = field(default_factory=list)
     content: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
+    called: set[str] = field(default_factory=set)
+    """Ids of the calls."""
     answered: set[str] = field(default_factory=set)
-    """Ids of the calls that have their results."""
+    """Of these, those of calls that have their results."""
 
     def message(self) -> Message:
         return Message("assistant", "".join(self.content), "".join(self.thinking), tuple(self.calls))
 
 
-def join_systems(first: Message, content: str) -> Message:
-    """System messages that stand together as one: chat formats have a place for one."""
-    return Message("system", f"{first.content}\n\n{content}")
+def join_systems(messages: Iterable[Message]) -> list[Message]:
+    """The messages, those of the system that stand together as one: chat formats have a place for one."""
+    joined: list[Message] = []
+    for is_system, run in itertools.groupby(messages, key=lambda message: message.role == "system"):
+        together = list(run)
+        if is_system and len(together) > 1:
+            together = [Message("system", "\n\n".join(message.content for message in together))]
+        joined += together
+    return joined
 
 
 class Conversation:
@@ -47,17 +57,12 @@ class Conversation:
         """The assistant's last, while only results of its calls have followed."""
 
     def say(self, role: Literal["system", "user"], content: str) -> None:
-        """System messages that stand together are one."""
         self._turn = None
-        last = self._entries[-1] if self._entries else None
-        if role == "system" and isinstance(last, Message) and last.role == "system":
-            self._entries[-1] = join_systems(last, content)
-        else:
-            self._entries.append(Message(role, content))
+        self._entries.append(Message(role, content))
 
     def answer_call(self, call_id: str, content: str, place: str) -> None:
         """The result of a call of the last turn. `place` is told where there is no such call, or no longer."""
-        if self._turn is None or all(call.id != call_id for call in self._turn.calls):
+        if self._turn is None or call_id not in self._turn.called:
             raise AskError(
                 f"{place}: answers call {shown(call_id)}, which the assistant did not make just before", place
             )
@@ -80,7 +85,9 @@ class Conversation:
         turn.content.append(content)
 
     def call(self, call: ToolCall, source: str = "") -> None:
-        self._open(source).calls.append(call)
+        turn = self._open(source)
+        turn.calls.append(call)
+        turn.called.add(call.id)
 
     def begin_turn(self) -> None:
         """An assistant's message, even if no part of it follows."""
@@ -90,9 +97,10 @@ class Conversation:
         return bool(self._entries) and isinstance(self._entries[-1], _Turn)
 
     def messages(self, place: str = "messages") -> tuple[Message, ...]:
-        """All of them, results in the order of their calls. `place` is told where a call has no result."""
+        """All of them, results in the order of their calls. `place` is told where a call has no result. System messages
+        that stand together are one."""
         entries = [entry.message() if isinstance(entry, _Turn) else entry for entry in self._entries]
-        return order_results(entries, place)
+        return order_results(join_systems(entries), place)
 
     def _open(self, source: str) -> _Turn:
         turn = self._turn

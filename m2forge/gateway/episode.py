@@ -99,6 +99,8 @@ class Episode:
         self._waiting: list[asyncio.Future[None]] = []
         """Those who wait for one of these to end."""
         self._counted: Opening | None = None
+        self.reading = asyncio.Lock()
+        """Held while a large body of one of its requests is read."""
 
     def __del__(self) -> None:
         # A busy gateway lets go of many episodes, and its search for what holds itself is rare.

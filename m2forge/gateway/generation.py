@@ -16,7 +16,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -341,7 +341,7 @@ def time_limit(episode: Episode, call_timeout_s: float) -> float:
     return max(0.0, min(call_timeout_s, episode.seconds_left, math.inf))
 
 
-def raw_ids(ids: "list[int] | tuple[int, ...]") -> IntArray:
+def raw_ids(ids: Sequence[int]) -> IntArray:
     array = np.array(ids, np.int32)
     array.flags.writeable = False
     return array

@@ -27,7 +27,7 @@ from itertools import chain, islice, takewhile
 import numpy as np
 
 from m2forge.errors import FormatError, RecordError
-from m2forge.gateway.answers import Answers
+from m2forge.gateway.answers import Answers, Trail
 from m2forge.gateway.divergence import Divergence, classify
 from m2forge.gateway.rendering import append, is_local, near
 from m2forge.gateway.turn import PathRecord, Strand, Turn, same_tools
@@ -76,11 +76,12 @@ class History:
         self._tools_of: dict[Turn, tuple[Tool, ...]] = {}
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Opening:
-        """Raises FormatError for a conversation that the chat format cannot express."""
+        """Raises FormatError for a conversation that the chat format cannot express. Nothing stays of one that raises,
+        whatever the reason."""
         root = self._beginning(tools)
         try:
             opening = self._open(root, messages, tools)
-        except FormatError:
+        except BaseException:
             self._let_go(root)
             raise
         opening.turn.num_held += 1
@@ -232,11 +233,11 @@ class History:
     def _as_recorded(self, turn: Turn, messages: Sequence[Message], after: Turn) -> list[Message]:
         """All messages, with the thinking that was recorded for them; see `_blocks` for `after`."""
         whole = list(messages)
-        since = after.depth - 1
+        trail, since = Trail(after), after.depth - 1
         for index in range(turn.depth, len(whole)):
-            twin = self._answers.twin(whole[index], after, index - since)
+            twin = self._answers.twin(whole[index], trail, index - since)
             if twin is not None:
-                whole[index], after, since = twin.complete(whole[index]), twin, index
+                whole[index], trail, since = twin.complete(whole[index]), Trail(twin), index
         at: Turn = turn
         while at.parent is not None:
             whole[at.depth - 1] = at.complete(whole[at.depth - 1])
@@ -253,11 +254,11 @@ class History:
             blocks += self._system_block(pending[0], tools)
         at = len(blocks)
         past = [*past, *pending[:at]]
-        since = after.depth - 1 - base.depth
+        trail, since = Trail(after), after.depth - 1 - base.depth
         for index in range(at, len(pending)):
-            twin = self._answers.twin(pending[index], after, index - since)
+            twin = self._answers.twin(pending[index], trail, index - since)
             if twin is not None:
-                after, since = twin, index
+                trail, since = Trail(twin), index
                 new = pending[at:index]
                 ids = append(self._format, past, new, tools, generation=True)
                 blocks.append(_Block(len(new), ids, is_opened=True, twin=twin))

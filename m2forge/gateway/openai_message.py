@@ -68,18 +68,7 @@ def read_messages(fields: Fields) -> tuple[Message, ...]:
         num_systems += message.role == "system"
         messages.append(message)
     ordered = order_results(messages, place)
-    return ordered if num_systems < 2 else _joined(ordered)
-
-
-def _joined(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """With system messages that stand together as one."""
-    joined: list[Message] = []
-    for message in messages:
-        if message.role == "system" and joined and joined[-1].role == "system":
-            joined[-1] = join_systems(joined[-1], message.content)
-        else:
-            joined.append(message)
-    return tuple(joined)
+    return ordered if num_systems < 2 else tuple(join_systems(ordered))
 
 
 def _message(value: JsonValue, place: str) -> Message:

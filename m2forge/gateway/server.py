@@ -156,6 +156,7 @@ class _Server(uvicorn.Server):
         timer = asyncio.get_running_loop().call_later(self._shutdown_s, calls.abort_all)
         await super().shutdown(sockets)
         timer.cancel()
+        calls.close()
 
 
 def make_episodes(format: ChatFormat, config: GatewayConfig, vocab_size: int | None = None) -> Episodes:

@@ -96,6 +96,7 @@ class PathRecord:
 class Turn:
     __slots__ = (
         "_calls",
+        "_jump",
         "_thinking",
         "answered",
         "children",
@@ -127,6 +128,8 @@ class Turn:
         """What the model sampled; None for a message that came from the client."""
         self.depth: int = 0 if parent is None else parent.depth + 1
         """Messages of the conversation up to here."""
+        self._jump: Turn | None = _far_above(parent)
+        """A turn above, most often far above: with it the way up to any depth takes few steps."""
         self.num_sampled: int = (0 if parent is None else parent.num_sampled) + (response_ids is not None)
         """Of those, the model's."""
         self.strand: Strand | None = None
@@ -167,13 +170,17 @@ class Turn:
     def dissolve(self) -> None:
         """Let go of the turns around it."""
         self.children, self.parent, self.latest, self.answered = {}, None, None, None
+        self._jump = None
 
     def find(self, message: Message, *, restores_thinking: bool) -> "Turn | None":
         """The child that `message` is, the best of those that it may be."""
         if self.latest is not None and self.latest.is_plainly(message, restores_thinking):
             return self.latest
+        same = self.children.get(key_of(message)) if self.children else None
+        if same is None:
+            return None
         least = Echo.WITHOUT_THINKING if restores_thinking else Echo.SAME
-        child = best_echo(self.children.get(key_of(message), ()), message, least)
+        child = best_echo(same, message, least)
         if child is not None:
             self.latest = child
         return child
@@ -227,7 +234,7 @@ class Turn:
     def is_below(self, other: "Turn") -> bool:
         turn = self
         while turn.depth > other.depth and turn.parent is not None:
-            turn = turn.parent
+            turn = turn._jump if turn._jump is not None and turn._jump.depth >= other.depth else turn.parent
         return turn is other and turn is not self
 
     def has_ids_of(self, message: Message) -> bool:
@@ -269,6 +276,17 @@ class Turn:
         if self.strand is None or size > ids.size:
             return False
         return self.strand is strand or np.array_equal(self.strand.view(size), ids[:size])
+
+
+def _far_above(parent: Turn | None) -> Turn | None:
+    """Where the child of `parent` jumps to: past two jumps of equal length, else to its parent. So there is a way from
+    each turn to each above it whose steps grow with the logarithm of the distance."""
+    if parent is None:
+        return None
+    near = parent._jump
+    if near is None or near._jump is None or parent.depth - near.depth != near.depth - near._jump.depth:
+        return parent
+    return near._jump
 
 
 def best_echo(

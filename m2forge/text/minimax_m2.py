@@ -98,13 +98,15 @@ class MiniMaxM2Format:
         if not history and (new or generation):
             system = messages[0].content if messages and messages[0].role == "system" else DEFAULT_SYSTEM
             yield from _system(system, tools)
+        first = _first_result(history)
         for index in range(len(history), len(messages)):
             message, before = messages[index], messages[index - 1].role if index else None
             if message.role == "system":
                 if index:
                     _refuse(index, message, "only the first message may be the system's")
             elif message.role == "tool":
-                yield from _result(messages, index)
+                first = first if before == "tool" else index
+                yield from _result(messages, index, first)
             else:
                 yield from _opening(before)
                 yield from _user(message) if message.role == "user" else _assistant(index, message, index < last_user)
@@ -194,11 +196,17 @@ def _argument(index: int, message: Message, name: str, value: JsonValue) -> str:
     return value
 
 
-def _result(messages: Sequence[Message], index: int) -> Iterator[Segment]:
-    """One result, in the block of those before it if there are any."""
-    message, first = messages[index], index
+def _first_result(messages: Sequence[Message]) -> int:
+    """Where the results that `messages` end with begin."""
+    first = len(messages)
     while first > 0 and messages[first - 1].role == "tool":
         first -= 1
+    return first
+
+
+def _result(messages: Sequence[Message], index: int, first: int) -> Iterator[Segment]:
+    """One result, in the block of those before it, which begins at `first`."""
+    message = messages[index]
     calls = messages[first - 1].tool_calls if first > 0 else ()
     if index - first >= len(calls):
         _refuse(index, message, f"no call waits for this result; the message before the results made {len(calls)}")

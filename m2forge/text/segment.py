@@ -7,12 +7,13 @@ nothing inside a text can become a special token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
 
 from m2forge.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     text: str
     special: bool
     """Whether `text` is the name of a special token."""
@@ -30,6 +31,7 @@ class Rendered:
     never the prompt that asks for them."""
 
 
+@cache
 def mark(text: str, *, trained: bool = False) -> Segment:
     """A special token."""
     return Segment(text, special=True, trained=trained)

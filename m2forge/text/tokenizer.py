@@ -17,6 +17,8 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import tokenizers
@@ -30,6 +32,29 @@ from m2forge.text.tokenizer_folder import read_core, read_folder
 from m2forge.text.vocabulary import WORD_SPLIT, SpecialNames, Vocabulary, byte_level_split, byte_of_sign
 
 END_OF_TEXT = "<|endoftext|>"
+
+
+_AHEAD: ContextVar[tuple[Mapping[str, list[int]], int] | None] = ContextVar("_AHEAD", default=None)
+
+
+class UnencodedError(Exception):
+    """Long texts that must be encoded ahead; see `encoded_ahead`."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        super().__init__(f"{len(texts)} texts")
+        self.texts = texts
+
+
+@contextmanager
+def encoded_ahead(known: Mapping[str, list[int]], max_chars: int) -> Iterator[None]:
+    """For code that must not take long: texts in `known` have these ids, and where the others have more characters
+    together than `max_chars`, encoding them raises `UnencodedError`. They can be encoded elsewhere and put into
+    `known`. Holds for this thread or task."""
+    token = _AHEAD.set((known, max_chars))
+    try:
+        yield
+    finally:
+        _AHEAD.reset(token)
 
 
 class Tokenizer:
@@ -65,6 +90,17 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode many texts at once, in parallel unless TOKENIZERS_PARALLELISM says otherwise."""
+        ahead = _AHEAD.get()
+        if ahead is None:
+            return self._encode(texts)
+        known, max_chars = ahead
+        missing = [text for text in dict.fromkeys(texts) if text not in known]
+        if sum(map(len, missing)) > max_chars:
+            raise UnencodedError(missing)
+        found = dict(zip(missing, self._encode(missing), strict=True))
+        return [known[text] if text in known else found[text] for text in texts]
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         try:
             encodings = self._core.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError:

@@ -6,19 +6,21 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from m2forge.errors import ConfigError
 from m2forge.gateway import connection_limit
 from m2forge.gateway.config import GatewayConfig
-from m2forge.gateway.connection import FastConnection
 from m2forge.gateway.connection_limit import fit_open_files
 from tests.gateway.dialogue import minimax
 from tests.gateway.live import ADMIN_KEY, Live, live
 from tests.gateway.test_retry_http import BODY
 from tests.gateway.test_security import head, parser, talk
+
+if TYPE_CHECKING:
+    from m2forge.gateway.connection import FastConnection
 
 __all__ = ["parser"]
 

@@ -1,8 +1,11 @@
 """Parts of a conversation become the messages that they were made of."""
 
+import random
+import time
+
 import pytest
 
-from m2forge.gateway.conversation import Conversation
+from m2forge.gateway.conversation import Conversation, join_systems
 from m2forge.gateway.exchange import AskError
 from m2forge.text.message import Message, ToolCall
 
@@ -124,3 +127,28 @@ def test_system_messages_in_a_row_are_one() -> None:
         Message("user", "Hi"),
         Message("user", "Ho"),
     )
+
+
+def test_system_messages_that_stand_together_are_joined_in_one_pass() -> None:
+    rng = random.Random(4)
+    for _ in range(50):
+        messages = [Message(rng.choice(["system", "system", "user"]), str(number)) for number in range(12)]
+        joined: list[Message] = []
+        for message in messages:
+            if message.role == "system" and joined and joined[-1].role == "system":
+                joined[-1] = Message("system", f"{joined[-1].content}\n\n{message.content}")
+            else:
+                joined.append(message)
+        assert join_systems(messages) == joined
+
+
+def test_as_many_results_as_a_body_holds_are_read_in_time() -> None:
+    started_s = time.process_time()
+    conversation = Conversation()
+    conversation.say("user", "x")
+    for number in range(40_000):
+        conversation.call(ToolCall("f", {}, f"c{number}"))
+    for number in range(40_000):
+        conversation.answer_call(f"c{number}", "", "place")
+    assert len(conversation.messages()) == 40_002
+    assert time.process_time() - started_s < 5

@@ -1,7 +1,7 @@
 """Texts that are far too long: refused before anything is made of them, and nothing of them stays."""
 
-import asyncio
 import gc
+import random
 import threading
 from typing import Any
 
@@ -10,14 +10,14 @@ import pytest
 from m2forge.gateway.config import Budget
 from m2forge.gateway.episode import ClosedError
 from m2forge.gateway.exchange import Ask, AskError
-from m2forge.gateway.prompt_size import PromptSizes
+from m2forge.gateway.prompt_size import PromptSizes, measure_overhead
 from m2forge.gateway.registry import Episodes
 from m2forge.gateway.rendering import keeps_thinking
 from m2forge.gateway.turn import Turn
-from m2forge.text.format import make_format
-from m2forge.text.message import Message, Tool
+from m2forge.text.format import ChatFormat, make_format
+from m2forge.text.message import Message, Tool, ToolCall
 from m2forge.text.tokenizer import Tokenizer, train_tokenizer
-from tests.gateway.dialogue import TEMPLATE, minimax
+from tests.gateway.dialogue import TEMPLATE, chatml, minimax
 from tests.gateway.live import CONTEXT, live
 from tests.gateway.test_rendering import Watched
 from tests.gateway.test_retry_http import BODY, PATHS, post
@@ -58,7 +58,6 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_is_made_tokens(
         assert told.status_code == 400
         assert "tokens long and the context 4096" in told.json()["error"]["message"]
         # Nothing of it was made tokens where everybody waits.
-        assert threads
         assert loop_thread not in threads
         assert format.num_messages == given
         assert not episode.history._beginnings
@@ -85,25 +84,28 @@ def test_long_words_may_fit() -> None:
     format = make_format("chatml", tokenizer.with_chat_template(TEMPLATE))
     text = f" {WORD}" * 900
     assert len(tokenizer.encode(text)) < 1000
-    sizes = PromptSizes(format, 1000)
+    sizes = PromptSizes.of(format, 1000, 100)
 
     def check(ask: Ask) -> None:
-        asyncio.run(sizes.check(ask, 100_000))
+        sizes.check_counts(ask)
+        if sizes.needs_count(ask, 100_000):
+            sizes.check_text(ask)
 
     check(Ask((Message("user", text),)))
     check(Ask((), prompt=text))
-    check(Ask((), prompt=tuple(range(100)) * 100))
+    check(Ask((), prompt=tuple(range(100)) * 10))
     for long in (
         Ask((Message("user", 2 * text),)),
         Ask((Message("user", text), Message("assistant", "a", text), Message("user", "x"))),
         Ask((Message("user", "x"),), (Tool("f", 2 * text),)),
         Ask((Message("user", "x"),), (Tool("f", "", {"type": "object", "description": 2 * text}),)),
         Ask((), prompt=2 * text),
+        Ask((), prompt=tuple(range(100)) * 11),
     ):
         with pytest.raises(AskError, match="the context 1000"):
             check(long)
     # The same asked in a body that is short for the context is not looked at.
-    asyncio.run(sizes.check(Ask((), prompt=2 * text), 8000))
+    assert not sizes.needs_count(Ask((), prompt=2 * text), 8000)
 
 
 def test_counting_keeps_no_more_than_the_last_prompt() -> None:
@@ -132,3 +134,34 @@ def test_a_closed_episode_counts_nothing() -> None:
         assert post(gateway, key, body, "/v1/messages/count_tokens").status_code == 200
         gateway.run(episode.close)
         assert post(gateway, key, body, "/v1/messages/count_tokens").status_code == 403
+
+
+@pytest.mark.parametrize("format", [minimax(), minimax(drop_thinking=True), chatml(), chatml(drop_thinking=True)])
+def test_a_conversation_has_at_least_the_tokens_that_its_messages_count(format: ChatFormat) -> None:
+    rng = random.Random(3)
+    overhead = measure_overhead(format)
+    assert min(overhead["user"], overhead["assistant"]) >= 2
+    for _ in range(30):
+        messages = [Message("system", "s")] if rng.random() < 0.5 else []
+        for _ in range(rng.randrange(1, 12)):
+            content = rng.choice(["", "a", "\n\n", "some words"])
+            messages.append(Message("user", content))
+            if rng.random() < 0.5:
+                calls = tuple(ToolCall("f", {}) for _ in range(rng.randrange(1, 4)))
+                messages += [Message("assistant", content, "", calls), *(Message("tool", content) for _ in calls)]
+            messages.append(Message("assistant", content, rng.choice(["", "hm"])))
+        least = sum(overhead[message.role] for message in messages)
+        assert 0 < least <= len(format.render(messages).ids)
+
+
+def test_more_messages_than_the_context_holds_are_refused_unrendered() -> None:
+    format = Watched(minimax())
+    with live(format) as gateway:
+        episode, key = gateway.episode()
+        given = format.num_messages
+        messages = [{"role": "user", "content": ""}] * 3000
+        told = post(gateway, key, BODY | {"messages": messages})
+        assert told.status_code == 400
+        assert "the context 4096" in told.json()["error"]["message"]
+        assert format.num_messages == given
+        assert not episode.history._beginnings

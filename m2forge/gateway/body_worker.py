@@ -1,0 +1,134 @@
+"""A process that reads large bodies for the gateway; its argument is the descriptor of a socket.
+
+It first receives a `Setup`; then for each request a head (path and size) and the body, and sends back
+an `Ask` with the body's digest, or why the request is refused. Frames are a little-endian uint64 length and a pickle;
+both ends are this package. Memory is limited: what a body of JSON grows to is bounded here, not in the gateway.
+"""
+
+import os
+import pickle
+import resource
+import socket
+import struct
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from m2forge.gateway.dialects import digest_of, read_ask
+from m2forge.gateway.exchange import Ask, AskError
+from m2forge.gateway.limits import Refusal
+from m2forge.gateway.prompt_size import PromptSizes
+
+NICENESS = 10
+"""The event loop goes first on a busy machine."""
+LENGTH = struct.Struct("<Q")
+MEMORY_BYTES = 1 << 30
+"""Address space beyond what the process has when it begins."""
+MEMORY_PER_BODY_BYTE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    sizes: PromptSizes
+    max_depth: int
+    max_body_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Before each body."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    ask: Ask
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """`Refusal` and `AskError`, which take more than a message, as they travel."""
+
+    message: str
+    status: int | None = None
+    field: str | None = None
+
+    def error(self) -> Refusal | AskError:
+        return AskError(self.message, self.field) if self.status is None else Refusal(self.status, self.message)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A failure of ours, without its words, which may hold those of a prompt."""
+
+    kind: str
+    frames: str
+
+
+def read_body(setup: Setup, path: str, body: bytes) -> Read:
+    """Raises `Refusal` and `AskError`. Whether the text is too long is not looked at."""
+    ask = read_ask(path, body, setup.max_depth)
+    setup.sizes.check_counts(ask)
+    return Read(ask, digest_of(path, body))
+
+
+def _answer(setup: Setup, path: str, body: bytes) -> Read | Refused | Failed:
+    try:
+        read = read_body(setup, path, body)
+        if setup.sizes.needs_count(read.ask, len(body)):
+            setup.sizes.check_text(read.ask)
+        return read
+    except Refusal as error:
+        return Refused(str(error), status=error.status)
+    except AskError as error:
+        return Refused(str(error), field=error.field)
+    except MemoryError:
+        return Refused("the body takes more memory than a request may; send less", status=413)
+    except Exception as error:  # noqa: BLE001  (the worker goes on; the gateway logs it)
+        return Failed(type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+
+
+def main() -> None:
+    with socket.socket(fileno=int(sys.argv[1])) as channel:
+        stream = channel.makefile("rwb")
+
+        def receive() -> object:
+            (size,) = LENGTH.unpack(_exactly(LENGTH.size))
+            return pickle.loads(_exactly(size))
+
+        def _exactly(size: int) -> bytes:
+            data = stream.read(size)
+            if len(data) < size:
+                raise SystemExit(0)  # the gateway has ended
+            return data
+
+        setup = receive()
+        assert isinstance(setup, Setup)
+        os.nice(NICENESS)
+        _limit_memory(max(MEMORY_BYTES, MEMORY_PER_BODY_BYTE * setup.max_body_bytes))
+        while True:
+            head = receive()
+            assert isinstance(head, Head)
+            answer = _answer(setup, head.path, _exactly(head.num_bytes))
+            data = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+            del answer
+            try:
+                stream.write(LENGTH.pack(len(data)))
+                stream.write(data)
+                stream.flush()
+            except OSError:
+                raise SystemExit(0) from None  # the gateway has ended
+
+
+def _limit_memory(num_bytes: int) -> None:
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return  # not Linux
+    used = int(statm.read_text().split()[0]) * resource.getpagesize()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = used + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

@@ -1,0 +1,36 @@
+"""The dialects of the gateway by the paths of their requests, and the reading of a body: bytes in, an `Ask` out.
+
+Reading is a pure function of path and body, so it may run in another process.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+from m2forge.gateway.anthropic_messages import AnthropicMessages
+from m2forge.gateway.exchange import Ask
+from m2forge.gateway.limits import parse_body
+from m2forge.gateway.openai_chat import OpenAIChat
+from m2forge.gateway.openai_completions import OpenAICompletions
+from m2forge.gateway.openai_responses import OpenAIResponses
+from m2forge.records import JsonValue
+
+CHAT, RESPONSES, COMPLETIONS, MESSAGES = OpenAIChat(), OpenAIResponses(), OpenAICompletions(), AnthropicMessages()
+_DIGEST_LENGTH = 32
+
+
+def read_ask(path: str, body: bytes, max_depth: int) -> Ask:
+    """Raises `Refusal` for what is no JSON object and `AskError` for what its dialect cannot honour."""
+    return _reader(path)(parse_body(body, max_depth))
+
+
+def digest_of(path: str, body: bytes) -> str:
+    """Tells requests of an episode apart."""
+    hashed = hashlib.sha256(b"%b " % path.encode())
+    hashed.update(body)
+    return hashed.hexdigest()[:_DIGEST_LENGTH]
+
+
+def _reader(path: str) -> Callable[[Mapping[str, JsonValue]], Ask]:
+    if path == MESSAGES.count_path:
+        return MESSAGES.read_count
+    return next(dialect.read for dialect in (CHAT, RESPONSES, COMPLETIONS, MESSAGES) if dialect.path == path)
