@@ -29,7 +29,7 @@ from m2forge.records import NO_TARGET, JsonValue, Pack
 
 
 class ReaderState(Config):
-    """Where a reader stands, and for which reading that holds. A few kilobytes of JSON."""
+    """Where a reader stands, and for which reading that holds. A few kilobytes of JSON per stream."""
 
     corpus: str
     """Fingerprint of the corpus."""
