@@ -199,7 +199,7 @@ class Executor:
         told: dict[str, JsonValue] = {"memory_bytes": usage.ru_maxrss << 10, "value": None, "text": ""}
         if is_over:
             busy_s = usage.ru_utime + usage.ru_stime - self._cpu_s
-            text = f"no verdict after {passed_s:.1f} s"
+            text = f"no result after {passed_s:.1f} s"
             return told | {"outcome": RequestOutcome.LIMIT, "text": text, "was_busy": busy_s >= BUSY_SHARE * passed_s}
         code = os.waitstatus_to_exitcode(status)
         if code == -signal.SIGKILL:

@@ -120,7 +120,7 @@ def test_a_verifier_that_raises_at_more_than_a_twentieth_ends_the_run(tmp_path: 
 
 def test_calls_of_tools_and_draws_are_limited_too(tmp_path: Path) -> None:
     async def scene(runner: TaskRunner) -> tuple[str, str, str]:
-        with pytest.raises(LimitError, match="hostile: next: no verdict after"):
+        with pytest.raises(LimitError, match="hostile: next: no result after"):
             await runner.next_task(NAME, "train", 0, 0, 2, 2)
         with pytest.raises(DataError, match="unknown task family"):
             await runner.next_task("no such", "train", 0, 0, 1, 1)
