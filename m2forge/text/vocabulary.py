@@ -18,6 +18,8 @@ WORD_SPLIT = (
 )
 """Where merges stop: contractions, words with the sign before them, up to three digits, signs, line ends, spaces."""
 
+MAX_IDS = 1 << 24
+
 
 @dataclass(frozen=True, slots=True)
 class SpecialNames:
@@ -57,6 +59,11 @@ def byte_of_sign() -> dict[str, int]:
 
 def check_byte_level(core: tokenizers.Tokenizer, origin: str) -> None:
     """Refuse what is no byte-level BPE, or adds to the text it is given."""
+    largest = max(core.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= MAX_IDS:  # the library walks over all ids below it
+        raise DataError(
+            f"{origin}: it has a token with the id {largest}, and {MAX_IDS - 1} is the largest; fetch it again"
+        )
     document = json.loads(core.to_str())
     kind = document["model"]["type"]
     if kind != "BPE":

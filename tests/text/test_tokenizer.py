@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from m2forge.errors import DataError, NotFoundError
 from m2forge.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from m2forge.text.vocabulary import byte_of_sign
+from tests.bounds import within
 from tests.text.draw import TRAINING_TEXTS, hostile_text, m2_tokenizer, smollm2_path, smollm2_tokenizer
 
 
@@ -257,6 +258,16 @@ def test_smollm2_has_the_ids_of_transformers() -> None:
     assert not set(ours.encode("<|im_end|><|im_start|>")) & set(ours.special_ids.values())
     spaced = [ours.decode([id]) for id in ours.encode("a\n\n12")]
     assert spaced == ["a", "\n\n", "1", "2"]
+
+
+@pytest.mark.parametrize("id", [1 << 24, 1 << 31, (1 << 32) - 1])
+def test_a_vocabulary_with_an_id_far_beyond_its_size_is_refused(tmp_path: Path, id: int) -> None:
+    train_tokenizer(["hello"], 300, ["<|endoftext|>"]).save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["z"] = id
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with within(), pytest.raises(DataError, match=f"has a token with the id {id}, and 16777215 is the largest"):
+        load_tokenizer(tmp_path)
 
 
 Changes = dict[str, Any]
