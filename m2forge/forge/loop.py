@@ -36,7 +36,7 @@ from m2forge.forge.slots import Slots
 from m2forge.forge.supply import Supply
 from m2forge.forge.view import View
 from m2forge.forge.worker import Workers
-from m2forge.gateway.journal import SUFFIX
+from m2forge.gateway.closed_journal import journal_ids
 from m2forge.model.folder import read_config
 from m2forge.pool.pool import Pool
 from m2forge.pool.state import StateError
@@ -252,7 +252,7 @@ class Loop:
         """Attempts of a loop that died are made anew; their keys are good for nothing any more. What it had stored and
         not yet let go goes too."""
         await writer.run(self.pool.release, WORKER)
-        left = [path.stem for path in self.layout.journal.glob(f"*{SUFFIX}")]
+        left = journal_ids(self.layout.journal)
         await admin.forget(name for name in left if OWN_NAME.fullmatch(name))
 
     def _note_group(self, task: Task, pass_rate: float) -> None:

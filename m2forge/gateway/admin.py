@@ -97,7 +97,7 @@ class Admin:
         ids = Fields(body, _DELETE_FIELDS).value("ids")
         if not isinstance(ids, list) or not all(isinstance(id, str) for id in ids):
             refuse_value("ids", "a list of texts", ids)
-        found = [id for id in dict.fromkeys(cast("list[str]", ids)) if self._episodes.get(id) is not None]
+        found = [id for id in dict.fromkeys(cast("list[str]", ids)) if self._episodes.knows(id)]
         for id in found:
             self._episodes.delete(id)
         return {"num_deleted": len(found)}

@@ -49,6 +49,8 @@ _ROUTES = (
     Route("completions", COMPLETIONS, "cmpl-", "call_"),
     Route("messages", MESSAGES, "msg_", "toolu_"),
 )
+_TIDY_S = 0.5
+"""How long journals are compacted before somebody looks whether to stop."""
 _EPISODE_ACTIONS = ("reward", "close", "take")
 """That an admin posts."""
 
@@ -131,6 +133,17 @@ class GatewayApp:
             await respond_bytes(send, 200, text.encode(), [(b"content-type", TEXT_TYPE.encode())])
         else:
             raise Refusal(404, "there is no such route here")
+
+    async def tidy(self) -> None:
+        """Every second: close what has expired, compact what is closed."""
+        num_expired = self.episodes.expire(self._config.expire_s)
+        if num_expired:
+            _log.warning(
+                "%d episodes were asked for nothing for %g s and are closed", num_expired, self._config.expire_s
+            )
+        stop_s = time.monotonic() + _TIDY_S
+        while time.monotonic() < stop_s and await self.episodes.compact_next():
+            pass
 
     # -- who asks ------------------------------------------------------------------------------------------------------
 

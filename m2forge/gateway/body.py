@@ -61,12 +61,14 @@ class Bodies:
             await asyncio.to_thread(self._setup.sizes.check_text, read.ask)
         return read
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the idle workers; one that reads a body ends when its channel is closed."""
         for worker in self._idle:
             if worker is not None:
                 worker.end()
         self._idle = [None] * len(self._idle)
+        # The loop closes their channels when it runs next.
+        await asyncio.sleep(0)
 
     async def _read_apart(self, path: str, body: bytes) -> Read:
         async with self._worker() as worker:

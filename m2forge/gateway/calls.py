@@ -91,9 +91,9 @@ class Calls:
         for generation in self.running:
             generation.abort(Abort.SHUTDOWN)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Nothing may be asked after it."""
-        self._bodies.close()
+        await self._bodies.close()
         self._encoders.shutdown(wait=False)
 
     async def complete(self, route: Route, episode: Episode, headers: Headers, receive: Receive, send: Send) -> None:

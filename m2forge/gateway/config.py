@@ -78,6 +78,8 @@ class GatewayConfig(Config):
     """Folder of the journals, one file for each episode; empty keeps nothing on disk."""
     max_closed: Annotated[int, Field(ge=0)] = 256
     """Closed episodes that stay in memory; of older ones the journal is read again when somebody asks for them."""
+    expire_s: Seconds = 86_400.0
+    """An episode that is asked for nothing for so long is closed, as expired."""
     sync: Literal["system", "disk"] = "system"
     """When a call counts as written. system: when the operating system has it, which outlives this process. disk: when
     the disk has it, which outlives a loss of power and takes its milliseconds."""

@@ -91,10 +91,11 @@ class Episode:
         self._num_paid_calls = self._num_paid_tokens = 0
         """Of calls and sampled tokens, those that the budget paid for."""
         self.closed: Closed | None = None
-        self._journal, self._clock, self._on_close = journal, clock, on_close
+        self.journal, self._clock, self._on_close = journal, clock, on_close
         self._monotonic, self._since_s, self._elapsed_s = monotonic, monotonic(), 0.0
         """Of its time, what had passed when this process took it up, and when that was by the monotonic clock: a wall
         clock that is set spends no budget."""
+        self._active_s = self._on_monotonic(created.created_s)
         self._running: set[Request] = set()
         self._waiting: list[asyncio.Future[None]] = []
         """Those who wait for one of these to end."""
@@ -115,6 +116,7 @@ class Episode:
         """The request of a body with this digest, and whether it is an earlier one, running or answered, that this one
         repeats. An earlier one costs nothing. `max_tokens`: what each sample may need. Raises ReservedError where that
         is there but promised to others."""
+        self._active_s = self._monotonic()
         earlier = self.requests.find(digest, attempt=attempt, retry_token=retry_token)
         if earlier is not None:
             return earlier, True
@@ -175,8 +177,8 @@ class Episode:
         if not is_told:
             # No body has an empty digest, so nobody finds it, after a restart neither.
             entry = replace(entry, digest="", retry_token="")
-        if self._journal is not None:
-            self._journal.append(entry)
+        if self.journal is not None:
+            self.journal.append(entry)
         self._enter(request, entry, prompt if isinstance(prompt, Opening) else None, samples)
         self.num_failed += any(sample.call.finish_reason is FinishReason.ABORT for sample in samples)
         if not is_told:
@@ -207,7 +209,8 @@ class Episode:
 
     def _require_open(self) -> None:
         if self.closed is not None:
-            raise ClosedError(f"episode {self.id} is closed; make another")
+            reason = "" if self.closed.failure is None else f" ({self.closed.failure})"
+            raise ClosedError(f"episode {self.id} is closed{reason}; make another")
 
     # -- what it may spend ---------------------------------------------------------------------------------------------
 
@@ -238,6 +241,15 @@ class Episode:
     def elapsed_s(self) -> float:
         """Seconds since it was made in which a gateway ran; after a restart, from the last answer on."""
         return self._elapsed_s + self._monotonic() - self._since_s
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since it was last asked for something, or was answered."""
+        return self._monotonic() - self._active_s
+
+    def _on_monotonic(self, wall_s: float) -> float:
+        """A time that has passed, on the monotonic clock."""
+        return self._monotonic() - max(0.0, self._clock() - wall_s)
 
     def _check_budget(self, num_samples: int, max_tokens: int) -> None:
         budget = self.budget
@@ -286,16 +298,6 @@ class Episode:
             self._write(closed)
             self.closed = closed
             self._on_close(self)
-
-    def release(self) -> None:
-        """Close its file until something is written again."""
-        if self._journal is not None:
-            self._journal.release()
-
-    def drop_journal(self) -> None:
-        """Delete what was written down. Nothing can be recorded after it."""
-        if self._journal is not None:
-            self._journal.delete()
 
     @property
     def tree(self) -> TokenTree:
@@ -373,6 +375,7 @@ class Episode:
                 self.history.record(opening, sample.call.response_ids, sample.completion)
             self.completions.append(written.completion)
             self.num_sampled += sample.call.response_ids.size
+            self._active_s = max(self._active_s, self._on_monotonic(written.finished_s))
             if entry.is_charged:
                 self._num_paid_calls += 1
                 self._num_paid_tokens += sample.call.response_ids.size
@@ -380,5 +383,5 @@ class Episode:
             self.num_divergences[entry.divergence] += 1
 
     def _write(self, entry: Entry) -> None:
-        if self._journal is not None:
-            self._journal.append(entry)
+        if self.journal is not None:
+            self.journal.append(entry)

@@ -13,7 +13,7 @@ import os
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, Self
 
@@ -65,7 +65,7 @@ class Journal:
         finally:
             os.close(descriptor)
         if sync == "disk":
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         return journal
 
     @classmethod
@@ -81,8 +81,7 @@ class Journal:
 
     def append(self, entry: Entry) -> None:
         """Returns when the entry is written; if it raises, the journal is as before."""
-        data = encode_entry(entry)
-        frame = _FRAME.pack(len(data), zlib.crc32(data)) + data
+        frame = _framed(entry)
         descriptor = self._open()
         try:
             self._check_end(descriptor)
@@ -90,6 +89,20 @@ class Journal:
         except BaseException:
             self.release()
             raise
+
+    def move(self, path: Path) -> None:
+        """Rename the file; nothing may be there yet."""
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.rename(path)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        self.path = path
+
+    def switch(self, path: Path) -> None:
+        """Go on in another file, which holds what this one does."""
+        self.release()
+        self.path, self._size = path, path.stat().st_size
 
     def release(self) -> None:
         """Close the file until the next entry."""
@@ -150,6 +163,22 @@ _OPEN: OrderedDict[Journal, int] = OrderedDict()
 """Descriptors of open files, those that were written last at the end."""
 
 
+def write_entries(path: Path, entries: Iterable[Entry], sync: Literal["system", "disk"]) -> None:
+    """A journal of these entries, where nothing may be yet."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(MAGIC)
+        file.writelines(map(_framed, entries))
+        file.flush()
+        if sync == "disk":
+            os.fsync(descriptor)
+
+
+def _framed(entry: Entry) -> bytes:
+    data = encode_entry(entry)
+    return _FRAME.pack(len(data), zlib.crc32(data)) + data
+
+
 def read_entries(path: Path) -> tuple[list[Entry], int]:
     """The entries of a journal and the size of what they take, without a torn tail; the file is not changed."""
     try:
@@ -186,7 +215,7 @@ def _frames(path: Path, data: bytes) -> Iterator[tuple[bytes, int]]:
         yield frame, at
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

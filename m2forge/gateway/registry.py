@@ -4,9 +4,12 @@ A key is told once, when its episode is made, and kept as a hash.
 
 Where there are journals, memory holds the episodes that are open and the last ones that were closed. Of the others it
 holds id and hash, and whoever asks for one has it read again: for a late reward, or a retry. As long as anybody holds
-an episode, it is that one and no second.
+an episode, it is that one and no second. A start reads the journals of open episodes alone (`closed_journal`).
+
+Episodes that are asked for nothing expire: they are closed, and their keys are refused.
 """
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -19,11 +22,12 @@ from pathlib import Path
 from typing import Literal
 from weakref import WeakValueDictionary
 
-from m2forge.errors import ExistsError, RecordError
+from m2forge.errors import ExistsError, M2ForgeError, RecordError
+from m2forge.gateway.closed_journal import COMPACT_SUFFIX, closed_path, find_journal, list_closed, write_compacted
 from m2forge.gateway.config import Budget
 from m2forge.gateway.entry import Closed, Created, Entry
 from m2forge.gateway.episode import Episode
-from m2forge.gateway.journal import SUFFIX, Journal
+from m2forge.gateway.journal import SUFFIX, Journal, JournalError, sync_folder
 from m2forge.records import Sampling, Task
 from m2forge.text.format import ChatFormat
 
@@ -69,8 +73,15 @@ class Episodes:
         self._id_of_key: dict[str, str] = {}
         """By the hashes of keys: episodes in memory, and those that can be read again."""
         self._key_of_id: dict[str, str] = {}
-        for path in sorted(folder.glob(f"*{SUFFIX}")) if folder is not None else ():
-            self._restore(path)
+        self._uncompacted: dict[str, None] = {}
+        """Closed ones whose journals hold texts that nobody can ask for."""
+        if folder is not None:
+            for id, key_hash, is_compact in list_closed(folder):
+                self._know(id, key_hash)
+                if not is_compact:
+                    self._uncompacted[id] = None
+            for path in sorted(folder.glob(f"*{SUFFIX}")):
+                self._restore(path)
 
     def create(
         self,
@@ -112,6 +123,10 @@ class Episodes:
         """Whether it is the hash of an episode's key."""
         return hashed in self._id_of_key
 
+    def knows(self, id: str) -> bool:
+        """Whether there is such an episode, in memory or in a journal."""
+        return id in self._key_of_id
+
     def get(self, id: str) -> Episode | None:
         """The episode of that id; one that has left memory is read again."""
         episode = self._by_id.get(id)
@@ -126,6 +141,7 @@ class Episodes:
 
     def forget(self, id: str) -> None:
         """Let an episode go from memory, key and all; its journal stays."""
+        self._uncompacted.pop(id, None)
         key_hash = self._key_of_id.pop(id, None)
         if key_hash is not None:
             del self._id_of_key[key_hash]
@@ -133,11 +149,59 @@ class Episodes:
 
     def delete(self, id: str) -> None:
         """Let an episode go for good: its journal too. What of it is in flight cannot be committed any more."""
-        episode = self.get(id)
+        key_hash, episode = self._key_of_id.get(id), self._by_id.get(id) or self._held.get(id)
         self.forget(id)
         if episode is not None:
             episode.close()
-            episode.drop_journal()
+            if episode.journal is not None:
+                episode.journal.delete()
+        elif key_hash is not None and self._folder is not None:
+            find_journal(self._folder, id, key_hash).unlink(missing_ok=True)
+
+    def expire(self, after_s: float) -> int:
+        """Close the episodes that were asked for nothing for so long; how many."""
+        idle = [
+            episode
+            for episode in self._by_id.values()
+            if episode.closed is None and not episode.num_running and episode.idle_s > after_s
+        ]
+        for episode in idle:
+            episode.close(f"expired after {after_s:g} s without a request")
+        return len(idle)
+
+    async def compact_next(self) -> bool:
+        """Compact the journal of one closed episode, in another thread; False if there is none to compact."""
+        id = next((id for id in self._uncompacted if not self._is_running(id)), None)
+        if id is None or self._folder is None:
+            return False
+        path = closed_path(self._folder, id, self._key_of_id[id])
+        try:
+            size = path.stat().st_size
+            partial = await asyncio.to_thread(write_compacted, path, self._sync)
+            if id in self._uncompacted and path.stat().st_size == size:
+                self._swap(id, path, partial)
+            else:
+                partial.unlink()  # a late reward came, or the episode was deleted
+        except (OSError, M2ForgeError) as error:
+            if id in self._uncompacted:  # else the episode was deleted meanwhile
+                _log.warning("%s: the journal is not compacted (%s)", path.name, error)
+                del self._uncompacted[id]
+        return True
+
+    def _swap(self, id: str, path: Path, partial: Path) -> None:
+        whole = path.with_suffix(COMPACT_SUFFIX)
+        partial.rename(whole)
+        path.unlink()
+        if self._sync == "disk":
+            sync_folder(path.parent)
+        episode = self._by_id.get(id) or self._held.get(id)
+        if episode is not None and episode.journal is not None:
+            episode.journal.switch(whole)
+        del self._uncompacted[id]
+
+    def _is_running(self, id: str) -> bool:
+        episode = self._by_id.get(id) or self._held.get(id)
+        return episode is not None and bool(episode.num_running)
 
     def __iter__(self) -> Iterator[Episode]:
         """Those in memory."""
@@ -146,6 +210,21 @@ class Episodes:
     def __len__(self) -> int:
         """How many are in memory."""
         return len(self._by_id)
+
+    def _on_close(self, episode: Episode) -> None:
+        self._file_closed(episode)
+        self._keep_closed(episode)
+
+    def _file_closed(self, episode: Episode) -> None:
+        """Put the journal where a start does not read it. Where that fails the next start does it."""
+        if self._folder is None or episode.journal is None or episode.id not in self._key_of_id:
+            return
+        try:
+            episode.journal.move(closed_path(self._folder, episode.id, episode.key_hash))
+        except JournalError as error:
+            _log.warning("%s", error)
+            return
+        self._uncompacted[episode.id] = None
 
     def _keep_closed(self, episode: Episode) -> None:
         """It stays in memory while it is one of the last."""
@@ -159,20 +238,20 @@ class Episodes:
     def _let_go(self, id: str) -> None:
         episode = self._by_id.pop(id, None)
         self._closed.pop(id, None)
-        if episode is not None:
-            episode.release()
+        if episode is not None and episode.journal is not None:
+            episode.journal.release()
 
     def _restore(self, path: Path) -> None:
         try:
             self._restore_whole(path)
         except RecordError as error:
-            self._set_aside(path, error)
+            self._set_aside(path, path.name.removesuffix(SUFFIX), error)
 
-    def _set_aside(self, path: Path, error: RecordError) -> None:
+    def _set_aside(self, path: Path, id: str, error: RecordError) -> None:
         """One damaged journal costs its own episode and no other: agents that hold its key are refused."""
         aside = path.with_name(f"{path.name}{DAMAGED_SUFFIX}")
         path.replace(aside)
-        self.forget(path.name.removesuffix(SUFFIX))
+        self.forget(id)
         _log.warning("%s; the journal is set aside as %s, and its episode is lost", error, aside.name)
 
     def _restore_whole(self, path: Path) -> None:
@@ -182,17 +261,22 @@ class Episodes:
             path.unlink()
             return
         if any(isinstance(entry, Closed) for entry in entries):
-            self._know(_created(path, entries))
+            # Its process ended before it had moved the journal, or could not.
+            created = _created(path, entries)
+            self._know(created.id, created.key_hash)
+            assert self._folder is not None
+            journal.move(closed_path(self._folder, created.id, created.key_hash))
+            self._uncompacted[created.id] = None
         else:
             self._rebuild(path, journal, entries)
 
     def _read(self, id: str) -> Episode | None:
         assert self._folder is not None, "without journals nothing leaves memory"
-        path = self._folder / f"{id}{SUFFIX}"
+        path = find_journal(self._folder, id, self._key_of_id[id])
         try:
             return self._rebuild(path, *Journal.open(path, sync=self._sync))
         except RecordError as error:
-            self._set_aside(path, error)
+            self._set_aside(path, id, error)
             return None
 
     def _rebuild(self, path: Path, journal: Journal, entries: list[Entry]) -> Episode:
@@ -210,14 +294,14 @@ class Episodes:
             journal=journal,
             clock=self._clock,
             monotonic=self._monotonic,
-            on_close=self._keep_closed,
+            on_close=self._on_close,
         )
         self._by_id[episode.id] = self._held[episode.id] = episode
-        self._know(created)
+        self._know(created.id, created.key_hash)
         return episode
 
-    def _know(self, created: Created) -> None:
-        self._id_of_key[created.key_hash], self._key_of_id[created.id] = created.id, created.key_hash
+    def _know(self, id: str, key_hash: str) -> None:
+        self._id_of_key[key_hash], self._key_of_id[id] = id, key_hash
 
 
 def _created(path: Path, entries: list[Entry]) -> Created:

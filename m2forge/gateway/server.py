@@ -144,6 +144,7 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         counter = 0
         while not await self.on_tick(counter):
+            await self._app.tidy()
             counter = (counter + 10) % 864000
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), 1.0)
@@ -156,7 +157,7 @@ class _Server(uvicorn.Server):
         timer = asyncio.get_running_loop().call_later(self._shutdown_s, calls.abort_all)
         await super().shutdown(sockets)
         timer.cancel()
-        calls.close()
+        await calls.close()
 
 
 def make_episodes(format: ChatFormat, config: GatewayConfig, vocab_size: int | None = None) -> Episodes:

@@ -67,7 +67,7 @@ def test_a_worker_reads_what_the_gateway_would(monkeypatch: pytest.MonkeyPatch) 
                 apart = told(error)
             assert apart == here
             num_read += isinstance(apart, Read)
-        bodies.close()
+        await bodies.close()
         return num_read
 
     assert 5 < asyncio.run(compare()) < len(sent) - 5
@@ -215,7 +215,7 @@ def test_a_worker_that_dies_is_replaced_and_its_request_told_to_ask_again(monkey
         monkeypatch.setattr(body_module, "WORKER_S", 0.0)
         with pytest.raises(Refusal, match="longer than 0 s"):
             await bodies.read(path, large, lock)
-        bodies.close()
+        await bodies.close()
 
     asyncio.run(use())
 
@@ -229,6 +229,6 @@ def test_a_body_that_would_take_too_much_memory_is_refused() -> None:
         with pytest.raises(Refusal, match="memory") as caught:
             await bodies.read("/v1/chat/completions", bomb, asyncio.Lock())
         assert caught.value.status == 413
-        bodies.close()
+        await bodies.close()
 
     asyncio.run(use())

@@ -76,13 +76,13 @@ def test_a_closed_episode_whose_journal_is_damaged_since_is_lost_alone(tmp_path:
     hurt, key = episodes.create("task", id="hurt")
     hurt.close()
     del hurt
-    path = tmp_path / "hurt.journal"
+    (path,) = (tmp_path / "closed").iterdir()
     data = bytearray(path.read_bytes())
     data[20] ^= 1
     path.write_bytes(data)
     assert episodes.find(key) is None
     assert episodes.get("hurt") is None
-    assert path.with_name("hurt.journal.damaged").exists()
+    assert path.with_name(f"{path.name}.damaged").exists()
 
 
 def test_whoever_holds_an_episode_holds_the_only_one(tmp_path: Path) -> None:
