@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -13,7 +15,8 @@ from m2forge.model.build import build
 from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig, WindowConfig
 from m2forge.model.router import Router
 from m2forge.model.transformer import Transformer
-from m2forge.records import Call
+from m2forge.records import Call, FinishReason
+from m2forge.tree.token_tree import TokenTree
 from tests.model.peer import set_router_biases
 from tests.tree.draw import VOCAB, call_sets
 
@@ -57,6 +60,27 @@ def drawn_network(config: ModelConfig, seed: int) -> Transformer:
             parameter.mul_(8 if parameter.dim() > 1 else 1)
     set_router_biases(model, std=0.1, seed=seed)
     return model
+
+
+def branching_tree(vocab_size: int, seed: int, num_episodes: int = 4, num_turns: int = 4) -> TokenTree:
+    """Episodes with one prompt; each call continues the last one, or goes back and takes another turn."""
+    rng = np.random.default_rng(seed)
+    tree = TokenTree(vocab_size)
+
+    def tokens() -> npt.NDArray[np.int32]:
+        return rng.integers(0, vocab_size, int(rng.integers(1, 150)), dtype=np.int32)
+
+    prompt = tokens()
+    for episode in range(num_episodes):
+        history = [prompt]
+        for turn in range(num_turns):
+            del history[int(rng.integers(1, len(history) + 1)) :]
+            sent, sampled = np.concatenate((*history, tokens())), tokens()
+            logprobs = np.full(sampled.size, -1.0, np.float32)
+            call = Call(sent, sampled, logprobs, np.zeros_like(sampled), FinishReason.STOP, 0.0, 1.0)
+            tree.add(call, f"{episode}.{turn}", advantage=(-1.0) ** turn, weight=1.0 + episode)
+            history += [sent[sum(part.size for part in history) :], sampled]
+    return tree
 
 
 def tokens_of(call: Call) -> Tensor:

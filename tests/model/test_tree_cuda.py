@@ -7,48 +7,35 @@ from torch import Tensor
 
 from m2forge.kernels.cross_entropy import linear_cross_entropy
 from m2forge.model.build import build
+from m2forge.model.config import ModelConfig
 from m2forge.model.plan import AttentionPlan, Documents
 from m2forge.model.preset import preset
 from m2forge.model.transformer import Transformer
 from m2forge.model.tree_plan import Trees
-from m2forge.records import Call, FinishReason
 from m2forge.tree.flat import FlatTree
 from m2forge.tree.flatten import flatten
-from m2forge.tree.token_tree import TokenTree
+from tests.model.draw_tree import branching_tree, watched
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 CONFIG = preset("m2-tiny").model_copy(update={"hidden_size": 256, "num_mtp": 0})
+WITH_MODULES = CONFIG.model_copy(update={"num_mtp": 2})
 
 
 def branching(seed: int, num_episodes: int = 4, num_turns: int = 4) -> FlatTree:
-    """Episodes with one prompt; each call continues the last one, or goes back and takes another turn."""
-    rng = np.random.default_rng(seed)
-    tree = TokenTree(CONFIG.vocab_size)
-
-    def tokens() -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        return rng.integers(0, CONFIG.vocab_size, int(rng.integers(1, 150)), dtype=np.int32)
-
-    prompt = tokens()
-    for episode in range(num_episodes):
-        history = [prompt]
-        for turn in range(num_turns):
-            del history[int(rng.integers(1, len(history) + 1)) :]
-            sent, sampled = np.concatenate((*history, tokens())), tokens()
-            logprobs = np.full(sampled.size, -1.0, np.float32)
-            call = Call(sent, sampled, logprobs, np.zeros_like(sampled), FinishReason.STOP, 0.0, 1.0)
-            tree.add(call, f"{episode}.{turn}")
-            history += [sent[sum(part.size for part in history) :], sampled]
-    return flatten(tree)
+    return flatten(branching_tree(CONFIG.vocab_size, seed, num_episodes, num_turns))
 
 
 def backward(model: Transformer, tokens_N: Tensor, plan: AttentionPlan, *edges: Tensor) -> None:
     position_M, target_M, weight_M = (x.cuda() for x in edges)
-    hidden_ND = model(tokens_N.cuda(), plan).hidden_ND
-    loss, _ = linear_cross_entropy(
-        hidden_ND, model.head_weight, target_M, position_M=position_M, weight_M=weight_M, float32_head=True
-    )
-    loss.backward()
+    output = model(tokens_N.cuda(), plan)
+    losses = [
+        linear_cross_entropy(
+            hidden_ND, model.head_weight, target_M, position_M=position_M, weight_M=weight_M, float32_head=True
+        )[0]
+        for hidden_ND in (output.hidden_ND, *output.mtp_hidden_ND)
+    ]
+    torch.stack(losses).sum().backward()
 
 
 def over_tree(model: Transformer, flat: FlatTree, weight_S: Tensor, length: int | None = None) -> None:
@@ -75,27 +62,69 @@ def over_rows(model: Transformer, flat: FlatTree, weight_S: Tensor) -> None:
     backward(model, tokens_N, plan, position_M, target_M, weight_S[sample_M])
 
 
-def gradient(model: Transformer) -> Tensor:
-    return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+def gradient(model: Transformer, of: str = "") -> Tensor:
+    """Of the parameters whose names begin with `of`, in one row."""
+    found = [p.grad for name, p in model.named_parameters() if name.startswith(of) and p.grad is not None]
+    return torch.cat([grad.double().flatten() for grad in found])
 
 
-def test_bfloat16_trees_are_as_exact_as_bfloat16_rows() -> None:
-    errors: dict[str, list[float]] = {"rows": [], "tree": []}
+def gradient_errors(config: ModelConfig, of: str = "") -> tuple[list[float], list[float]]:
+    """Relative errors of the bfloat16 gradient over rows and over the tree, of six trees."""
+    errors: tuple[list[float], list[float]] = ([], [])
     for seed in range(6):
         flat = branching(seed)
         weight_S = torch.randn(flat.sample_S.size, generator=torch.Generator().manual_seed(seed))
         # The float32 reference starts from the rounded weights.
-        rounded = build(CONFIG, "cuda", torch.bfloat16, seed=seed)
-        exact = build(CONFIG, "cuda", torch.float32)
+        rounded = build(config, "cuda", torch.bfloat16, seed=seed)
+        exact = build(config, "cuda", torch.float32)
         exact.load_state_dict(rounded.state_dict())
         over_rows(exact, flat, weight_S)
-        for name, run in (("rows", over_rows), ("tree", over_tree)):
-            model = build(CONFIG, "cuda", torch.bfloat16, seed=seed)
+        expected = gradient(exact, of)
+        for found, run in zip(errors, (over_rows, over_tree), strict=True):
+            model = build(config, "cuda", torch.bfloat16, seed=seed)
             run(model, flat, weight_S)
-            errors[name].append(float((gradient(model) - gradient(exact)).norm() / gradient(exact).norm()))
-    print("relative error of the gradient", errors)
+            found.append(float((gradient(model, of) - expected).norm() / expected.norm()))
+    print("relative error of the gradient over rows and over the tree", errors)
+    return errors
+
+
+def test_bfloat16_trees_are_as_exact_as_bfloat16_rows() -> None:
+    rows, tree = gradient_errors(CONFIG)
     # The same in the mean; single draws differ by what expert a token near a tie goes to.
-    assert np.mean(errors["tree"]) <= np.mean(errors["rows"])
+    assert np.mean(tree) <= np.mean(rows)
+
+
+def test_bfloat16_prediction_modules_over_trees_are_as_exact_as_over_rows() -> None:
+    rows, tree = gradient_errors(WITH_MODULES, of="mtp.")
+    # The same in the mean, save for a tenth: a module that took another token's state would be off by its whole size.
+    assert np.mean(tree) <= 1.1 * np.mean(rows)
+    assert np.mean(tree) < 0.1
+
+
+def test_float32_states_over_a_tree_are_those_of_its_paths_through_every_module() -> None:
+    assert CONFIG.moe is not None
+    # Few experts, few tokens and large weights: choices lie apart, and rounding turns none of them.
+    moe = CONFIG.moe.model_copy(update={"num_experts": 16, "top_k": 4})
+    config = WITH_MODULES.model_copy(update={"moe": moe, "init_std": 0.06})
+    flat = branching(0, num_episodes=2, num_turns=2)
+    tokens_N = torch.tensor(flat.tokens_N).long()
+    paths = [torch.tensor(flat.path(sample)).long() for sample in range(flat.sample_S.size)]
+    for seed in range(8):
+        exact = build(config, dtype=torch.float64, seed=seed)
+        with torch.no_grad(), watched(exact) as watch:
+            expected = [exact(tokens_N[path][None]) for path in paths]
+        if watch.margin > 1e-6:
+            break
+    assert watch.margin > 1e-6
+    model = build(config, "cuda", torch.float32)
+    model.load_state_dict(exact.state_dict())
+    with torch.no_grad():
+        output = model(tokens_N.cuda(), Trees(flat, "cuda"))
+    for path, row in zip(paths, expected, strict=True):
+        states = zip((output.hidden_ND, *output.mtp_hidden_ND), (row.hidden_ND, *row.mtp_hidden_ND), strict=True)
+        for state_ND, row_ND in states:
+            # States are of size 1 behind their norm; float32 sums of up to 256 terms through six blocks.
+            torch.testing.assert_close(state_ND[path.cuda()].double().cpu(), row_ND, rtol=0, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("default")  # torch's compiler warns of what it does itself
