@@ -146,7 +146,7 @@ class _Worker:
             await self._writer.drain()
 
     def end(self) -> None:
-        self._writer.close()
+        self._writer.transport.abort()  # what it was not sent yet is dropped
         self._process.kill()
         # The kernel may take a while to free its memory.
         threading.Thread(target=self._process.wait, daemon=True).start()
