@@ -61,6 +61,16 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """What the run decides for the calls of an attempt, whatever its agent asks for."""
+
+    sampling: SamplingConfig | None = None
+    """None: `agent.sampling`."""
+    context: int | None = None
+    """Tokens of prompt and completion together; None: what the model allows."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tried:
     """What an agent did."""
 
@@ -119,26 +129,28 @@ class Agents:
         """Of these starts, when all of them were last known to serve."""
 
     async def attempt(
-        self, name: str, task: Task, group: str, num_deaths: int = 0, *, sampling: SamplingConfig | None = None
+        self, name: str, task: Task, group: str, num_deaths: int = 0, *, terms: Terms | None = None
     ) -> Tried:
         """Raises `JobError` where the attempt broke through no doing of the policy. What was recorded is the caller's
         to let go, when it is kept elsewhere. `num_deaths`: how many earlier attempts ended with `WorkerLost`.
-        `sampling`: None takes that of the agent's configuration."""
+        `terms`: what the run decides for this attempt."""
         is_alone = num_deaths >= DEATHS_BEFORE_ALONE
         try:
-            return await self._attempt(name, task, group, is_alone=is_alone, sampling=sampling or self.config.sampling)
+            return await self._attempt(name, task, group, is_alone=is_alone, terms=terms or Terms())
         except asyncio.CancelledError:
             self.gateway.forget_soon(name)
             raise
 
-    async def _attempt(self, name: str, task: Task, group: str, *, is_alone: bool, sampling: SamplingConfig) -> Tried:
+    async def _attempt(self, name: str, task: Task, group: str, *, is_alone: bool, terms: Terms) -> Tried:
         num_starts = self._num_starts()
         try:
             if num_starts != self._num_up:
                 # Else what is broken off while a process starts would look like the agent's doing.
                 await self.gateway.wait_until_up()
                 self._num_up = num_starts
-            endpoint = await self.gateway.open(name, task, group, self._budget, sampling)
+            endpoint = await self.gateway.open(
+                name, task, group, self._budget, terms.sampling or self.config.sampling, terms.context
+            )
             tools = await self.runner.tools(task)
             answer, failure, is_stuck = "", None, False
             try:
@@ -201,7 +213,10 @@ class Attempts:
     async def run(self, lease: Lease) -> None:
         """One attempt, from its lease to its end in the pool; the last one of a group has it judged."""
         try:
-            tried = await self._agents.attempt(lease.name, lease.task, lease.group, self._num_deaths[lease.episode])
+            tried = await self._agents.attempt(
+                *(lease.name, lease.task, lease.group, self._num_deaths[lease.episode]),
+                terms=Terms(context=lease.context),
+            )
         except Interrupted as error:
             self.counts.num_interrupted += 1
             self._num_deaths[lease.episode] += isinstance(error, WorkerLost)

@@ -10,17 +10,16 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from m2forge.errors import M2ForgeError, RecordError
 from m2forge.files import append_line, whole_lines
-from m2forge.forge.attempts import Agents, Interrupted, Tried, WorkerLost
+from m2forge.forge.attempts import Agents, Interrupted, Terms, Tried, WorkerLost
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import Kept, make_kept
 from m2forge.forge.slots import Slots
-from m2forge.gateway.config import SamplingConfig
 from m2forge.records import Task
 from m2forge.tasks.family import family_name
 from m2forge.tasks.runner import TaskRunner
@@ -62,10 +61,13 @@ async def held_out_tasks(config: ForgeConfig, runner: TaskRunner) -> list[Task]:
 
 
 async def check(
-    agents: Agents, tasks: list[Task], step: int, slots: Slots, sampling: SamplingConfig | None = None
+    agents: Agents,
+    tasks: list[Task],
+    step: int,
+    slots: Slots,
+    terms: Callable[[Task], Terms] = lambda task: Terms(),
 ) -> tuple[Check, list[Kept]]:
-    """How the policy fares, and what it did at `NUM_KEPT` of the tasks, spread over all of them. `sampling`: None takes
-    that of the agents."""
+    """How the policy fares, and what it did at `NUM_KEPT` of the tasks, spread over all of them."""
     started_s = time.monotonic()
     num_tokens = Counter[int]()
     places = {index * len(tasks) // NUM_KEPT for index in range(NUM_KEPT)}
@@ -73,7 +75,7 @@ async def check(
 
     async def attempt(index: int, task: Task) -> float | None:
         async with slots.evaluating():
-            tried = await _try(agents, task, f"check-{step}-{int(time.time() * 1e6)}-{index}", sampling)
+            tried = await _try(agents, task, f"check-{step}-{int(time.time() * 1e6)}-{index}", terms(task))
         if tried is None:
             return None
         for sample in tried.tree.samples:
@@ -89,13 +91,18 @@ async def check(
     return replace(_tell(tasks, perfs, step, seconds), versions=versions), [kept[index] for index in sorted(kept)]
 
 
-async def _try(agents: Agents, task: Task, name: str, sampling: SamplingConfig | None) -> Tried | None:
+def terms_of(config: ForgeConfig, task: Task) -> Terms:
+    """The context is that of the last stage, which the tasks are of."""
+    return Terms(config.check.sampling, config.curriculum.stages[-1].domains[task.domain].context)
+
+
+async def _try(agents: Agents, task: Task, name: str, terms: Terms) -> Tried | None:
     """None where it broke. That a process died says nothing about the policy: the task is attempted anew."""
     num_deaths = 0
     for attempt in range(MAX_INTERRUPTIONS):
         own = f"{name}-{attempt}"
         try:
-            tried = await agents.attempt(own, task, group="", num_deaths=num_deaths, sampling=sampling)
+            tried = await agents.attempt(own, task, group="", num_deaths=num_deaths, terms=terms)
         except Interrupted as error:
             num_deaths += isinstance(error, WorkerLost)
             continue

@@ -142,6 +142,9 @@ class ForgeConfig(Config):
             )
         if self.gateway.journal:
             raise ValueError("gateway.journal is set by the run; leave it out")
+        if self.train.machine.parallel != "none":
+            received = self.train.machine.parallel
+            raise ValueError(f'train.machine.parallel: RL trains in one process, received "{received}"; leave it out')
         problem = self.policy.sampling_problem(self.agent.sampling.record())
         if problem is not None:
             raise ValueError(f"agent.sampling: nothing sampled this way can be trained: {problem}")

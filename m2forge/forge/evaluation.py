@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from m2forge.forge.attempts import Agents
-from m2forge.forge.check import Check, check, held_out_tasks, note_check, read_checks
+from m2forge.forge.check import Check, check, held_out_tasks, note_check, read_checks, terms_of
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import Kept, write_kept
 from m2forge.forge.layout import Layout
@@ -86,7 +87,8 @@ class Evaluations:
                 served = self._served()
                 assert served is not None
                 tasks = await held_out_tasks(self._config, agents.runner)
-                found, kept = await check(agents, tasks, served.step, self._slots, config.sampling)
+                terms = partial(terms_of, self._config)
+                found, kept = await check(agents, tasks, served.step, self._slots, terms)
             if not config.pin or len(found.versions) <= 1:
                 break
             # A sampler that is started again begins with the newest weights.

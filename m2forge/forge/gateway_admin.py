@@ -73,9 +73,10 @@ class GatewayAdmin:
         group: str,
         budget: Budget,
         sampling: SamplingConfig | None = None,
+        context: int | None = None,
     ) -> Endpoint:
         """An episode's key, told once: one that exists already was opened by a loop that died, and is of no use."""
-        body: dict[str, JsonValue] = {"id": id, "task_id": task.id, "group": group}
+        body: dict[str, JsonValue] = {"id": id, "task_id": task.id, "group": group, "context": context}
         body["task"] = asdict(task)
         body["budget"] = budget.model_dump(exclude_none=True)
         if sampling is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from m2forge.forge.config import ForgeConfig
 from m2forge.pool.pool import Pool
 from m2forge.pool.state import StateError
+from m2forge.pool.stored import Queued
 from m2forge.pool.writer import PoolWriter
 from m2forge.records import Task
 from m2forge.tasks.curriculum import Curriculum, Draw
@@ -38,7 +39,7 @@ class Supply:
         while await self._writer.run(self._pool.room) >= self._config.batch_units:
             before = self.curriculum.state()
             given = await self.curriculum.draw_batch(self._draw)
-            tasks = [(item.task, self._config.group_size) for item in given]
+            tasks = [Queued(item.task, self._config.group_size, item.context) for item in given]
             try:
                 await self._writer.run(self._pool.put, tasks, self._note(), given[0].stage)
             except StateError:

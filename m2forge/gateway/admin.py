@@ -1,6 +1,6 @@
 """The admin's routes: episodes made, looked at, rewarded and closed. Bodies in, bodies out.
 
-    POST /episodes               {"task_id", "group", "budget", "sampling", "task", "id"} -> id, key
+    POST /episodes               {"task_id", "group", "budget", "sampling", "context", "task", "id"} -> id, key
     GET  /episodes/ID            what it has spent, how its calls branched, its rewards
     GET  /episodes/ID/tree       what was recorded, as `tree/codec.py` writes it
     POST /episodes/ID/reward     {"value", "call", "choice", "id", "evidence"}; the same one twice is taken once
@@ -12,6 +12,7 @@
 All fields may be left out but `value`. `budget` is {"max_calls", "max_tokens", "max_s"}. `sampling` ({"temperature",
 "top_p", …}) replaces what the episode's requests ask for, seeds included; without it they are served as they ask.
 `task` (a whole `Task`, metadata included) is what the episode's tools work on; its client never sees it.
+`context` bounds prompt and completion together: a longer prompt gets the vendor's error for a context that is full.
 
 A reward is for the whole episode, or for one call: its index, or the id of its answer, and where that answer has
 several choices (`n`), the index of the one. `id` tells rewards apart; without one there is a single reward of the whole
@@ -36,7 +37,7 @@ from m2forge.tree.codec import encode_tree
 
 PATH = "/episodes"
 MAX_REWARD = 1e9
-_EPISODE_FIELDS = frozenset({"task_id", "group", "budget", "sampling", "task", "id"})
+_EPISODE_FIELDS = frozenset({"task_id", "group", "budget", "sampling", "context", "task", "id"})
 _REWARD_FIELDS = frozenset({"value", "call", "choice", "id", "evidence"})
 _CLOSE_FIELDS = frozenset({"failure"})
 _DELETE_FIELDS = frozenset({"ids"})
@@ -57,6 +58,7 @@ class Admin:
             budget=_read(Budget, fields, "budget"),
             sampling=None if sampling is None else sampling.record(),
             task=Task.read(read_object(fields.value("task"), "task")) if fields.has("task") else None,
+            context=fields.integer("context", 1, MAX_INT32),
         )
         return {"id": episode.id, "key": key}
 
@@ -117,6 +119,7 @@ def describe(episode: Episode) -> dict[str, JsonValue]:
         "created_s": episode.created_s,
         "budget": episode.budget.model_dump(),
         "sampling": None if episode.sampling is None else asdict(episode.sampling),
+        "context": episode.context,
         "num_calls": episode.num_calls,
         "num_sampled": episode.num_sampled,
         "num_running": episode.num_running,

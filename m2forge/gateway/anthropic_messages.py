@@ -16,7 +16,7 @@ from m2forge.gateway.anthropic_messages_stream import (
     tool_use_body,
     usage_body,
 )
-from m2forge.gateway.exchange import Answer, Ask, Usage
+from m2forge.gateway.exchange import Answer, Ask, AskError, Usage
 from m2forge.records import JsonValue
 from m2forge.text.completion import Completion
 
@@ -52,9 +52,14 @@ class AnthropicMessages:
     def stream(self, ask: Ask, id: str, created_s: int) -> MessagesStream:
         return MessagesStream(ask.model, id, is_omitted=ask.echo.get(DISPLAY) == "omitted")
 
-    def error(self, status: int, message: str, field: str | None = None) -> dict[str, JsonValue]:
-        """The vendor has no place for the field; messages begin with it."""
+    def error(
+        self, status: int, message: str, field: str | None = None, code: str | None = None
+    ) -> dict[str, JsonValue]:
+        """The vendor has no place for field and code; messages begin with the field."""
         return error_body(status, message)
+
+    def too_long(self, num_prompt: int, context: int) -> AskError:
+        return AskError(f"prompt is too long: {num_prompt} tokens > {context} maximum", "messages")
 
 
 def _blocks(completion: Completion, id: str, is_omitted: bool) -> list[JsonValue]:

@@ -38,7 +38,16 @@ from m2forge.gateway.limits import (
     read_key,
 )
 from m2forge.gateway.registry import Episodes, hash_key
-from m2forge.gateway.respond import Pairs, error_headers, field_of, id_headers, respond, respond_bytes, status_of
+from m2forge.gateway.respond import (
+    Pairs,
+    code_of,
+    error_headers,
+    field_of,
+    id_headers,
+    respond,
+    respond_bytes,
+    status_of,
+)
 from m2forge.protocols import Engine, ToolHost
 from m2forge.records import JsonValue
 from m2forge.text.format import ChatFormat
@@ -96,7 +105,7 @@ class GatewayApp:
         except Gone:
             pass
         except M2ForgeError as error:
-            body = _dialect_of(scope).error(status_of(error), str(error), field_of(error))
+            body = _dialect_of(scope).error(status_of(error), str(error), field_of(error), code_of(error))
             await respond(send, status_of(error), body, error_headers(error))
         except Exception as error:  # noqa: BLE001  (told apart from the server's own 500 by its body)
             # Without the error's own words, which may hold those of a prompt.

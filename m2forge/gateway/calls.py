@@ -117,7 +117,7 @@ class Calls:
             raise AskError(f"n: expected at most {self._config.max_samples}, received {ask.num_samples}", "n")
         del body
         attempt, retry_token = read_retry(headers)
-        until_s: float | None = None
+        until_s, context = None, episode.context_within(self._context)
         while True:
             if self.is_draining:
                 raise EngineError("the gateway is stopping; ask again")
@@ -125,7 +125,7 @@ class Calls:
                 request, is_repeated = episode.admit(
                     read.digest,
                     num_samples=ask.num_samples,
-                    max_tokens=min(ask.max_tokens or self._context, self._context),
+                    max_tokens=min(ask.max_tokens or context, context),
                     attempt=attempt,
                     retry_token=retry_token,
                 )
@@ -174,14 +174,10 @@ class Calls:
 
     def _plan(self, route: Route, ask: Ask, episode: Episode, request: Request, opening: Opening | IntArray) -> Plan:
         ids = opening.ids if isinstance(opening, Opening) else opening
-        room = self._context - ids.size
+        context = episode.context_within(self._context)
+        room = context - ids.size
         if room < 1:
-            place = "messages" if ask.prompt is None else "prompt"
-            raise AskError(
-                f"the prompt is {ids.size} tokens long and the context {self._context}: nothing is left to sample; "
-                "send less",
-                place,
-            )
+            raise route.dialect.too_long(ids.size, context)
         created_s = time.time()
         id = route.id_prefix + secrets.token_hex(12)
         sampling, seed, asked = decide_sampling(ask, episode.sampling)

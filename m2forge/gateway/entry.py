@@ -45,6 +45,8 @@ class Created:
     """Takes the place of what requests ask for; None serves them as they ask."""
     task: Task | None = None
     """Whose tools the episode may call, with all that its tools and its verifier need."""
+    context: int | None = None
+    """Tokens of prompt and completion together; None: what the model allows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

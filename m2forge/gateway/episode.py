@@ -70,6 +70,8 @@ class Episode:
         self.key_hash, self.budget, self.created_s = created.key_hash, created.budget, created.created_s
         self.sampling = created.sampling
         """Takes the place of what requests ask for; None serves them as they ask."""
+        self.context = created.context
+        """Tokens of prompt and completion together; None: what the model allows."""
         self.history = History(format, restores_thinking=restores_thinking)
         self._tree = TokenTree(vocab_size or format.tokenizer.vocab_size)
         self._untreed: list[tuple[str, Call]] = []
@@ -139,6 +141,10 @@ class Episode:
             self.history.release(self._counted)
         self._counted = opening
         return opening.ids.size
+
+    def context_within(self, context: int) -> int:
+        """Tokens that prompt and completion may have together, where the model allows `context`."""
+        return context if self.context is None else min(self.context, context)
 
     def reserve(self, request: Request, num_tokens: int) -> int:
         """How many tokens each of the request's samples may have: `num_tokens`, or what the budget leaves."""

@@ -24,10 +24,15 @@ from m2forge.text.message import Message, Tool
 class AskError(M2ForgeError, ValueError):
     """A request that a dialect cannot honour: the message says what and why, the field says where."""
 
-    def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, field, code)
         self.field = field
         """Path of the request's field, such as `messages[2].content`; None where it is the body as a whole."""
+        self.code = code
+        """By which the vendor's clients tell the error; None where there is none."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +153,13 @@ class Dialect(Protocol):
 
     def stream(self, ask: Ask, id: str, created_s: int) -> Stream: ...
 
-    def error(self, status: int, message: str, field: str | None = None) -> dict[str, JsonValue]:
+    def error(
+        self, status: int, message: str, field: str | None = None, code: str | None = None
+    ) -> dict[str, JsonValue]:
         """The vendor's error body for an HTTP status."""
+        ...
+
+    def too_long(self, num_prompt: int, context: int) -> AskError:
+        """The vendor's own error for a prompt that leaves nothing of the context to sample: agents recognise it, and
+        shorten their history."""
         ...

@@ -31,6 +31,8 @@ FINISH_REASONS: Mapping[Ending, str] = {
     Ending.ABORT: "length",
 }
 
+TOO_LONG = "context_length_exceeded"
+"""Code of the error for a prompt that does not fit."""
 _ERRORS: Mapping[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),
     413: ("invalid_request_error", "request_too_large"),
@@ -119,9 +121,9 @@ def usage_body(usage: Usage) -> dict[str, JsonValue]:
     }
 
 
-def error_body(status: int, message: str, field: str | None = None) -> dict[str, JsonValue]:
-    kind, code = _ERRORS.get(status, ("server_error" if status >= 500 else "invalid_request_error", None))
-    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+def error_body(status: int, message: str, field: str | None = None, code: str | None = None) -> dict[str, JsonValue]:
+    kind, usual = _ERRORS.get(status, ("server_error" if status >= 500 else "invalid_request_error", None))
+    return {"error": {"message": message, "type": kind, "param": field, "code": code or usual}}
 
 
 def arguments_text(call: ToolCall) -> str:

@@ -11,10 +11,11 @@ in their order: thinking, content, calls and the end marker.
 
 from collections.abc import Mapping, Sequence
 
-from m2forge.gateway.exchange import Answer, Ask, Usage
+from m2forge.gateway.exchange import Answer, Ask, AskError, Usage
 from m2forge.gateway.openai_body import (
     FINISH_REASONS,
     SAMPLING_FIELDS,
+    TOO_LONG,
     arguments_text,
     error_body,
     logprobs_body,
@@ -129,8 +130,17 @@ class OpenAIChat:
     def stream(self, ask: Ask, id: str, created_s: int) -> ChatStream:
         return ChatStream(ask, id, created_s)
 
-    def error(self, status: int, message: str, field: str | None = None) -> dict[str, JsonValue]:
-        return error_body(status, message, field)
+    def error(
+        self, status: int, message: str, field: str | None = None, code: str | None = None
+    ) -> dict[str, JsonValue]:
+        return error_body(status, message, field, code)
+
+    def too_long(self, num_prompt: int, context: int) -> AskError:
+        message = (
+            f"This model's maximum context length is {context} tokens. However, your messages resulted in {num_prompt} "
+            "tokens. Please reduce the length of the messages."
+        )
+        return AskError(message, "messages", TOO_LONG)
 
 
 def message_body(completion: Completion) -> dict[str, JsonValue]:

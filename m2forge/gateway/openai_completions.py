@@ -11,11 +11,12 @@ tokens, also of one that ended the completion and is no part of its text.
 import codecs
 from collections.abc import Mapping, Sequence
 
-from m2forge.gateway.exchange import Answer, Ask, Ending, TokenLogprob, Usage
+from m2forge.gateway.exchange import Answer, Ask, AskError, Ending, TokenLogprob, Usage
 from m2forge.gateway.openai_body import (
     DONE,
     FINISH_REASONS,
     SAMPLING_FIELDS,
+    TOO_LONG,
     error_body,
     finite_logprob,
     quote,
@@ -83,8 +84,17 @@ class OpenAICompletions:
     def stream(self, ask: Ask, id: str, created_s: int) -> "CompletionStream":
         return CompletionStream(ask, id, created_s)
 
-    def error(self, status: int, message: str, field: str | None = None) -> dict[str, JsonValue]:
-        return error_body(status, message, field)
+    def error(
+        self, status: int, message: str, field: str | None = None, code: str | None = None
+    ) -> dict[str, JsonValue]:
+        return error_body(status, message, field, code)
+
+    def too_long(self, num_prompt: int, context: int) -> AskError:
+        message = (
+            f"This model's maximum context length is {context} tokens, however you requested {num_prompt + 1} tokens "
+            f"({num_prompt} in your prompt; 1 for the completion). Please reduce your prompt; or completion length."
+        )
+        return AskError(message, "prompt", TOO_LONG)
 
 
 class CompletionStream:

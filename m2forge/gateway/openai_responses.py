@@ -7,8 +7,8 @@ What a request may hold is decided in `openai_responses_read.py`, the items of a
 
 from collections.abc import Mapping, Sequence
 
-from m2forge.gateway.exchange import Answer, Ask, Usage
-from m2forge.gateway.openai_body import error_body
+from m2forge.gateway.exchange import Answer, Ask, AskError, Usage
+from m2forge.gateway.openai_body import TOO_LONG, error_body
 from m2forge.gateway.openai_responses_output import ending_body, items_body, response_body
 from m2forge.gateway.openai_responses_read import read_ask
 from m2forge.gateway.openai_responses_stream import ResponsesStream
@@ -30,5 +30,14 @@ class OpenAIResponses:
     def stream(self, ask: Ask, id: str, created_s: int) -> ResponsesStream:
         return ResponsesStream(ask, id, created_s)
 
-    def error(self, status: int, message: str, field: str | None = None) -> dict[str, JsonValue]:
-        return error_body(status, message, field)
+    def error(
+        self, status: int, message: str, field: str | None = None, code: str | None = None
+    ) -> dict[str, JsonValue]:
+        return error_body(status, message, field, code)
+
+    def too_long(self, num_prompt: int, context: int) -> AskError:
+        message = (
+            "Your input exceeds the context window of this model. Please adjust your input and try again. It is "
+            f"{num_prompt} tokens long, the context window {context}."
+        )
+        return AskError(message, "input", TOO_LONG)

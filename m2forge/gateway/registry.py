@@ -91,17 +91,20 @@ class Episodes:
         budget: Budget | None = None,
         sampling: Sampling | None = None,
         task: Task | None = None,
+        context: int | None = None,
         id: str = "",
     ) -> tuple[Episode, str]:
         """An episode and its key, which is told this once and kept as a hash. `sampling`: takes the place of what its
-        requests ask for. `task`: whose tools it may call."""
+        requests ask for. `task`: whose tools it may call. `context`: tokens of prompt and completion together, where
+        the model allows as many."""
         id = id or f"ep_{secrets.token_hex(8)}"
         if not _ID.fullmatch(id):
             raise RecordError(f"episode: id: expected up to 64 letters, digits, '_' and '-', received {id[:80]!r}")
         if id in self._key_of_id:
             raise ExistsError(f"episode {id} exists; choose another id")
         key = KEY_PREFIX + secrets.token_urlsafe(32)
-        created = Created(id, task_id, group, hash_key(key), self._clock(), budget or self._budget, sampling, task)
+        spends = budget or self._budget
+        created = Created(id, task_id, group, hash_key(key), self._clock(), spends, sampling, task, context)
         journal = None
         if self._folder is not None:
             journal = Journal.create(self._folder / f"{id}{SUFFIX}", sync=self._sync)

@@ -49,6 +49,10 @@ def field_of(error: M2ForgeError) -> str | None:
     return error.field if isinstance(error, AskError) else None
 
 
+def code_of(error: M2ForgeError) -> str | None:
+    return error.code if isinstance(error, AskError) else None
+
+
 def error_headers(error: M2ForgeError) -> Pairs:
     headers = [_NO_RETRY] if status_of(error) in _RETRIED_STATUSES else []
     if isinstance(error, Refusal):

@@ -33,7 +33,7 @@ from m2forge.pool.dialect import Database
 from m2forge.pool.record import Append, Ending, Rewarding
 from m2forge.pool.schema import QUEUE_ID, SCHEMA_VERSION, episode_table, metadata, queue_table, unit_table
 from m2forge.pool.state import EpisodeState, LeaseLostError, UnitState
-from m2forge.pool.stored import Lease, Outcome, StoredUnit, read_units
+from m2forge.pool.stored import Lease, Outcome, Queued, StoredUnit, read_units
 from m2forge.pool.submission import Owed
 from m2forge.pool.tally import Tally, read_tally
 from m2forge.pool.watch import Watch
@@ -109,11 +109,13 @@ class Pool:
         with self.database.read() as connection:
             return max(0, self.config.window.queue - queues.num_queued(connection))
 
-    def put(self, tasks: Sequence[tuple[Task, int]], note: str | None = None, stage: str | None = None) -> list[str]:
-        """Queue groups, each a task and its number of episodes; their names. Refused where there is no room. `note`:
-        what the caller needs to know to go on behind these tasks; it is there exactly if they are. `stage`: of the
-        curriculum; its units are labelled STAGE/DOMAIN for quotas, and replaced when they are dropped. Where deployed
-        agents' episodes are trained, those that are rewarded take the slots of tasks of their domain."""
+    def put(
+        self, tasks: Sequence[tuple[Task, int] | Queued], note: str | None = None, stage: str | None = None
+    ) -> list[str]:
+        """Queue groups, each a task, its number of episodes and perhaps its context; their names. Refused where there
+        is no room. `note`: what the caller needs to know to go on behind these tasks; it is there exactly if they are.
+        `stage`: of the curriculum; its units are labelled STAGE/DOMAIN for quotas, and replaced when they are dropped.
+        Where deployed agents' episodes are trained, those that are rewarded take the slots of tasks of their domain."""
         with self.database.write() as connection:
             return submission.put(connection, self.config, tasks, note, stage)
 

@@ -28,7 +28,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 QUEUE_ID = 1
 
 metadata = MetaData()
@@ -63,6 +63,7 @@ unit_table = Table(
     Column("domain", String, nullable=False),
     Column("difficulty", Double, nullable=False),
     Column("task", Text, nullable=False, comment="JSON"),
+    Column("context", Integer, comment="tokens of a call, prompt and completion together; NULL: what the model allows"),
     Column("state", String, nullable=False),
     Column("reason", String, comment="why it was dropped"),
     Column("size", Integer, nullable=False),

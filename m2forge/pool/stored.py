@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from sqlalchemy import Connection, Row, select
 
@@ -13,6 +14,15 @@ from m2forge.pool.schema import call_table, episode_table, unit_table
 from m2forge.pool.state import Origin
 from m2forge.records import Domain, Episode, Reward, Task
 from m2forge.tree.token_tree import TokenTree
+
+
+class Queued(NamedTuple):
+    """A group that is to be queued."""
+
+    task: Task
+    num_episodes: int
+    context: int | None = None
+    """Tokens of a call, prompt and completion together; None: what the model allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,8 @@ class Lease:
     worker: str
     num_calls: int = 0
     """Recorded when the lease was read."""
+    context: int | None = None
+    """Tokens of a call, prompt and completion together; None: what the model allows."""
 
     def writer(self, vocab_size: int) -> CallWriter:
         return CallWriter(vocab_size, self.num_calls)
@@ -126,12 +138,13 @@ def read_lease(row: Row[tuple[object, ...]]) -> Lease:
         task=read_task(row.task),
         worker=row.worker,
         num_calls=row.num_calls,
+        context=row.context,
     )
 
 
 LEASE_COLUMNS = (
     *(episode_table.c[name] for name in ("id", "unit", "attempt", "name", "worker", "num_calls", "state")),
-    *(unit_table.c[name] for name in ("origin", "group_name", "task")),
+    *(unit_table.c[name] for name in ("origin", "group_name", "task", "context")),
 )
 
 

@@ -21,7 +21,7 @@ from m2forge.pool.config import PoolConfig
 from m2forge.pool.queue import FRESH, QueueRow, lock_queue, num_queued, read_queue
 from m2forge.pool.schema import QUEUE_ID, episode_table, note_table, queue_table, unit_table
 from m2forge.pool.state import DropReason, EpisodeState, Origin, StateError, UnitState, move_episodes
-from m2forge.pool.stored import Lease, task_text
+from m2forge.pool.stored import Lease, Queued, task_text
 from m2forge.pool.tally import SUBMITTED, count
 from m2forge.records import Domain, Task
 
@@ -38,6 +38,8 @@ class Owed:
     num_units: int
     num_skips: int
     """Groups in a row that gave no signal in this slot, the group itself included."""
+    context: int | None = None
+    """As for `Queued`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class _Slot:
 
     stage: str | None
     num_skips: int = 0
+    context: int | None = None
 
 
 class _Added:
@@ -87,23 +90,23 @@ class _Added:
 def put(
     connection: Connection,
     config: PoolConfig,
-    tasks: Sequence[tuple[Task, int]],
+    tasks: Sequence[tuple[Task, int] | Queued],
     note: str | None = None,
     stage: str | None = None,
 ) -> list[str]:
     """Queue groups, each a task and its number of episodes, and return their names. `note` replaces the last one."""
-    queue = lock_queue(connection)
-    if any(num_episodes < 1 for _, num_episodes in tasks):
+    queue, groups = lock_queue(connection), [Queued(*given) for given in tasks]
+    if any(given.num_episodes < 1 for given in groups):
         raise RecordError("a group: expected one episode or more")
-    sizes = [_unit_size(config, num_episodes) for _, num_episodes in tasks]
-    num_units = sum(num_episodes // size for (_, num_episodes), size in zip(tasks, sizes, strict=True))
+    sizes = [_unit_size(config, given.num_episodes) for given in groups]
+    num_units = sum(given.num_episodes // size for given, size in zip(groups, sizes, strict=True))
     # Units that a restore returned may have filled the queue beyond its size.
     room = max(0, config.window.queue - num_queued(connection))
     if num_units > room:
         raise StateError(f"the queue has room for {room} of {config.window.queue} units, not for {num_units}")
     waiting = _deployed(connection) if config.admit_deployed else {}
     added = _Added(queue.next_place)
-    for (task, num_episodes), size in zip(tasks, sizes, strict=True):
+    for (task, num_episodes, context), size in zip(groups, sizes, strict=True):
         num_slots = num_episodes // size
         admitted, waiting[task.domain] = _cut(waiting.get(task.domain, []), num_slots)
         for unit, difficulty in admitted:
@@ -112,7 +115,7 @@ def put(
             added.note(difficulty)
         if len(admitted) < num_slots:
             num_left = num_episodes - len(admitted) * size
-            added.add_group(connection, queue, task, num_left, size, _Slot(stage))
+            added.add_group(connection, queue, task, num_left, size, _Slot(stage, context=context))
     added.write(connection, config, note)
     return added.names
 
@@ -120,7 +123,7 @@ def put(
 def owed(connection: Connection) -> list[Owed]:
     """Dropped units of a stage that wait for a replacement, by group, oldest first."""
     unit = unit_table.c
-    columns = (unit.id, unit.group_name, unit.stage, unit.domain, unit.num_skips, unit.reason)
+    columns = (unit.id, unit.group_name, unit.stage, unit.domain, unit.num_skips, unit.reason, unit.context)
     rows = connection.execute(select(*columns).where(unit.is_owed).order_by(unit.place)).all()
     num_units = Counter(row.group_name for row in rows)
     firsts = {row.group_name: row for row in reversed(rows)}
@@ -129,7 +132,7 @@ def owed(connection: Connection) -> list[Owed]:
 
 def _owed(row: Row[Any], num_units: int) -> Owed:
     num_skips = row.num_skips + 1 if row.reason == DropReason.NO_SIGNAL else 0
-    return Owed(row.group_name, row.stage, Domain(row.domain), num_units, num_skips)
+    return Owed(row.group_name, row.stage, Domain(row.domain), num_units, num_skips, row.context)
 
 
 def replace(
@@ -146,7 +149,7 @@ def replace(
         settled = update(unit_table).where(unit.group_name == debt.group, unit.is_owed).values(is_owed=False)
         if connection.execute(settled).rowcount != debt.num_units:
             raise StateError(f"{debt.group}: its {debt.num_units} units are not owed any more")
-        slot = _Slot(debt.stage, debt.num_skips)
+        slot = _Slot(debt.stage, debt.num_skips, debt.context)
         added.add_group(connection, queue, task, num_episodes, _unit_size(config, num_episodes), slot)
     added.write(connection, config, note)
     return added.names
@@ -208,6 +211,7 @@ def _add_unit(
         "domain": task.domain,
         "difficulty": float(task.difficulty),
         "task": task_text(task),
+        "context": slot.context,
         "state": UnitState.OPEN,
         "size": size,
         "num_unfinished": size,

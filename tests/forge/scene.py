@@ -54,7 +54,7 @@ def make_config(model: Path, **fields: object) -> ForgeConfig:
                     "domains": {
                         "agent": {
                             "ratio": 1.0,
-                            "context": 512,
+                            "context": 2048,
                             "families": [{"name": "chain", "difficulty": [1, 3]}],
                         }
                     },

@@ -166,7 +166,9 @@ def test_a_loop_that_dies_while_it_queues_leaves_no_task_out_and_gives_none_twic
     curriculum = Curriculum(config.curriculum)
     expected = [given.task.id for _ in range(4) for given in curriculum.next_batch()]
     with Pool(Layout(tmp_path).pool(config.pool), read_config(model).vocab_size) as pool:
-        assert [lease.task.id for lease in pool.lease("test", 99)] == [id for id in expected for _ in "ab"]
+        leases = pool.lease("test", 99)
+        assert [lease.task.id for lease in leases] == [id for id in expected for _ in "ab"]
+        assert {lease.context for lease in leases} == {2048}, "that of the domain's configuration"
 
 
 def test_a_step_that_comes_again_after_a_restore_is_pushed_and_checked(model: Path, tmp_path: Path) -> None:

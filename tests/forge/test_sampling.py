@@ -28,6 +28,8 @@ from tests.forge.ring import AGENT, ROOT
 from tests.forge.scene import make_call, make_config, make_model
 from tests.forge.test_loop import make_run
 
+CONTEXT = 590
+"""Of the domain: some prompts leave less room than their completions would take."""
 GREEDY = Path(__file__).parent / "greedy_agent.py"
 
 
@@ -43,14 +45,18 @@ def read_pool(run_dir: Path, model: Path) -> list[StoredUnit]:
         return read_units(connection, range(1, 100), pool.vocab_size)
 
 
-def test_an_agent_that_asks_for_greedy_samples_is_trained(
+def test_an_agent_that_asks_for_greedy_samples_is_trained_within_its_context(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     config = make_run(model, num_steps=1)
     agent = config.agent.model_copy(update={"command": (sys.executable, str(GREEDY), str(AGENT))})
     check = config.check.model_copy(update={"num_tasks": 0})
-    run_forge(config.model_copy(update={"agent": agent, "check": check}), tmp_path)
+    stage = config.curriculum.stages[0]
+    domains = {name: each.model_copy(update={"context": CONTEXT}) for name, each in stage.domains.items()}
+    stages = (stage.model_copy(update={"domains": domains}),)
+    curriculum = config.curriculum.model_copy(update={"stages": stages})
+    run_forge(config.model_copy(update={"agent": agent, "check": check, "curriculum": curriculum}), tmp_path)
     (step,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert step.values["num_edges"] > 0
     trees = [episode.tree() for unit in read_pool(tmp_path / "run", model) for episode in unit.episodes]
@@ -58,6 +64,7 @@ def test_an_agent_that_asks_for_greedy_samples_is_trained(
     assert samples
     assert all(sample.sampling == Sampling() for sample in samples)
     assert all(sample.asked == Asked(Sampling(0.0, 0.5), 7) for sample in samples)
+    assert max(sample.num_tokens for sample in samples) == CONTEXT, "completions end where the domain's context does"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +98,7 @@ def test_sampling_that_cannot_be_trained_is_refused_at_the_door(
 def fill_untrainable(pool: Pool) -> None:
     """Two groups of two: greedy calls, calls cut off by top-p, and an attempt that called nothing."""
     tasks, rng = TaskSet(find_family("chain"), "train", 0), np.random.default_rng(0)
-    pool.put([(tasks.next(1, 3), 2) for _ in range(2)])
+    pool.put([(tasks.next(1, 3), 2) for _ in range(2)], stage="only")
     samplings: tuple[list[Sampling], ...] = ([Sampling(0.0)] * 2, [Sampling(0.0)], [Sampling(top_p=0.5)], [])
     for place, (lease, given) in enumerate(zip(pool.lease("test", 4), samplings, strict=True)):
         writer = lease.writer(pool.vocab_size)

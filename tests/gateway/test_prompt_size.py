@@ -71,7 +71,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_forgotten() -> None:
             messages = [{"role": "user", "content": f"{number} " + "x y z " * 2000}]
             told = post(gateway, key, BODY | {"messages": messages})
             assert told.status_code == 400
-            assert "nothing is left to sample" in told.json()["error"]["message"]
+            assert "maximum context length is 4096 tokens" in told.json()["error"]["message"]
         assert not episode.history._beginnings
 
 

@@ -11,7 +11,7 @@ from m2forge.pool.pool import Pool
 from m2forge.pool.record import Append
 from m2forge.pool.schema import SCHEMA_VERSION, episode_table, queue_table
 from m2forge.pool.state import DropReason, EpisodeState, LeaseLostError, StateError
-from m2forge.pool.stored import Outcome
+from m2forge.pool.stored import Outcome, Queued
 from m2forge.pool.tally import dropped
 from m2forge.records import Domain
 from m2forge.tree.token_tree import TokenTree
@@ -144,6 +144,23 @@ def test_a_dropped_unit_of_a_stage_is_owed_until_another_task_of_its_domain_repl
             play(pool, lease, 1.0)
         assert pool.places(1) == [(2, "ready")], "after so many skips it is trained as it is"
         assert pool.claim(1, version(0), {"early/agent": 1}) is not None
+
+
+def test_the_context_of_a_group_goes_with_its_leases_and_to_what_replaces_it(config: PoolConfig) -> None:
+    limited = windowed(config, queue=8)
+    with Pool(limited, VOCAB_SIZE) as pool:
+        pool.put([Queued(task(0), 2, 512), (task(1), 2)], stage="only")
+        first, *others = pool.lease("w", 4)
+        assert [lease.context for lease in (first, *others)] == [512, 512, None, None]
+        pool.interrupt(first, "its process died")
+    with Pool(limited, VOCAB_SIZE) as pool:
+        (again,) = pool.lease("w", 4)
+        assert (again.episode, again.context) == (first.episode, 512)
+        for lease in (again, others[0]):
+            play(pool, lease, 0.0)
+        (debt,) = pool.owed()
+        pool.replace([(debt, task(2), 2)])
+        assert [lease.context for lease in pool.lease("w", 4)] == [512, 512]
 
 
 def test_episodes_may_be_units_of_their_own(config: PoolConfig) -> None:
