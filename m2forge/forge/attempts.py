@@ -292,7 +292,7 @@ class Attempts:
 
 
 def _encode(writer: CallWriter, tree: TokenTree) -> list[StoredCall]:
-    return [writer.write(call) for call in tree.calls()]
+    return [writer.write(call, tree.routing(index)) for index, call in enumerate(tree.calls())]
 
 
 def _read(stored: StoredEpisode, format: ChatFormat, tools: Sequence[Tool]) -> tuple[Episode, tuple[Step, ...]]:

@@ -142,6 +142,12 @@ class ForgeConfig(Config):
             )
         if self.gateway.journal:
             raise ValueError("gateway.journal is set by the run; leave it out")
+        if self.gateway.records_experts:
+            raise ValueError('gateway.records_experts is set by the run; set policy.replay = "recorded" instead')
+        if self.pool.admit_deployed:
+            raise ValueError(
+                "pool.admit_deployed: `m2forge rl` does not hand episodes of deployed agents to its pool; leave it out"
+            )
         if self.train.machine.parallel != "none":
             received = self.train.machine.parallel
             raise ValueError(f'train.machine.parallel: RL trains in one process, received "{received}"; leave it out')

@@ -12,15 +12,15 @@ from m2forge.tree.token_tree import TokenTree
 
 def make_trees(units: Sequence[StoredUnit], config: AdvantageConfig, vocab_size: int) -> list[TokenTree]:
     """A tree for each group, with what each of its calls is worth. The units are the whole batch of a step."""
-    groups: dict[str, list[Judged]] = {}
+    groups: dict[str, list[tuple[Judged, TokenTree]]] = {}
     for unit in units:
         groups.setdefault(unit.group, []).extend(_judged(episode) for episode in unit.episodes)
-    episodes = [judged.episode for group in groups.values() for judged in group]
-    advantages = iter(assign_advantages(list(groups.values()), config))
+    episodes = [judged.episode for group in groups.values() for judged, _ in group]
+    advantages = iter(assign_advantages([[judged for judged, _ in group] for group in groups.values()], config))
     trees: list[TokenTree] = []
     for group in groups.values():
         tree = TokenTree(vocab_size)
-        for judged in group:
+        for judged, own in group:
             for index, call in enumerate(judged.episode.calls):
                 worth = next(advantages)
                 assert episodes[worth.episode] is judged.episode, "advantages come in another order than episodes"
@@ -30,12 +30,15 @@ def make_trees(units: Sequence[StoredUnit], config: AdvantageConfig, vocab_size:
                     episode=judged.episode.id,
                     advantage=worth.value,
                     weight=worth.weight,
+                    experts=own.routing(index),
                 )
         trees.append(tree)
     return trees
 
 
-def _judged(stored: StoredEpisode) -> Judged:
+def _judged(stored: StoredEpisode) -> tuple[Judged, TokenTree]:
+    """What the episode earned, and the tree of its calls."""
     if stored.reward is None or stored.step_rewards is None:
         raise RecordError(f"episode {stored.name}: expected a reward for it and for each of its steps")
-    return Judged(stored.episode(), stored.step_rewards)
+    tree = stored.tree()
+    return Judged(stored.episode(tree), stored.step_rewards), tree

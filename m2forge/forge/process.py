@@ -69,7 +69,9 @@ def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
     rollout = config.engine.rollout
     serve_gateway(
         folder,
-        config.gateway.model_copy(update={"journal": str(layout.journal)}),
+        config.gateway.model_copy(
+            update={"journal": str(layout.journal), "records_experts": config.policy.replay == "recorded"}
+        ),
         lambda: RemoteEngine(sampler_url, key=sampler_key),
         _announce,
         admin_key=admin_key,

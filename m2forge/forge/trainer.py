@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from m2forge.config import load
-from m2forge.errors import TrainingError
+from m2forge.errors import ConfigError, TrainingError
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.layout import Layout
 from m2forge.forge.learner import make_trees
@@ -58,6 +58,8 @@ class Trainer:
             model, self.position = load_model(Path(config.model), device=device, dtype=dtype), Position()
         else:
             model, self.position = load_checkpoint_model(newest, device, dtype), read_position(newest)
+        if config.policy.replay == "recorded" and model.config.moe is None:
+            raise ConfigError(f'policy.replay = "recorded": {config.model} has no experts to replay; leave it out')
         self.engine = TrainEngine(
             model,
             config.train.optimizer,

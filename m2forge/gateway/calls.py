@@ -190,6 +190,7 @@ class Calls:
             seed=None if seed is None else seed & _SEED_MASK,
             num_samples=ask.num_samples,
             timeout_s=time_limit(episode, self._config.call_timeout_s),
+            returns_experts=self._config.records_experts,
         )
         stream = route.dialect.stream(ask, id, int(created_s)) if ask.is_streamed else None
         if self._config.logs_text:

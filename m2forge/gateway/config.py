@@ -119,5 +119,7 @@ class GatewayConfig(Config):
     """A completion that takes longer is aborted, and recorded as such."""
     shutdown_s: Seconds = 30.0
     """What is in flight may finish for so long when the gateway is told to stop; then it is aborted and recorded."""
+    records_experts: bool = False
+    """Whether engines are asked which experts each token went to, and calls record it. Our engine alone tells."""
     logs_text: bool = False
     """Whether prompts and completions may appear in logs."""

@@ -6,10 +6,11 @@
     Closed      no more calls
 
 An entry is a JSON head, the lengths of its arrays included, and the arrays: prompt ids that no earlier entry holds,
-then for each sample ids, log-probabilities and versions, four bytes each, little-endian.
+then for each sample ids, log-probabilities and versions, four bytes each, and experts, two each, little-endian.
 """
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -25,6 +26,7 @@ from m2forge.gateway.turn import PathRecord, TurnRecord
 from m2forge.records import Asked, Call, FinishReason, FloatArray, IntArray, JsonValue, Sampling, Task
 from m2forge.text.completion import Completion, Problem, ProblemKind
 from m2forge.text.message import Message, Role, Tool, ToolCall
+from m2forge.tree.sample import UNKNOWN_EXPERT, ExpertArray
 
 _HEAD = struct.Struct("<I")
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -60,9 +62,11 @@ class SampleEntry:
     started_s: float
     finished_s: float
     completion: Completion
+    experts: ExpertArray | None = None
+    """Where the first tokens of prompt and completion went, as a tree takes it."""
 
 
-def make_sample(call: Call, completion: Completion) -> SampleEntry:
+def make_sample(call: Call, completion: Completion, experts: ExpertArray | None = None) -> SampleEntry:
     return SampleEntry(
         response_ids=call.response_ids,
         logprobs=call.logprobs,
@@ -72,6 +76,7 @@ def make_sample(call: Call, completion: Completion) -> SampleEntry:
         finished_s=call.finished_s,
         # What a stream held back until the end is in the text.
         completion=replace(completion, final_events=()) if completion.final_events else completion,
+        experts=experts,
     )
 
 
@@ -143,6 +148,7 @@ def encode_entry(entry: Entry) -> bytes:
             arrays.append(entry.prompt_ids)
             for sample in entry.samples:
                 arrays += [sample.response_ids, sample.logprobs, sample.versions]
+                arrays += [] if sample.experts is None else [sample.experts[_first_known(sample.experts) :]]
         case Rewarded() | Closed():
             head = asdict(entry)
     text = _encode({"kind": type(entry).__name__, **head}).encode()
@@ -228,13 +234,26 @@ def _sample_fields(sample: SampleEntry) -> _Fields:
         "message": _message_fields(completion.message()),
         "problems": [[problem.kind, problem.detail] for problem in completion.problems],
         "closed": completion.closed,
+        "experts": None if sample.experts is None else [_first_known(sample.experts), *sample.experts.shape],
     }
+
+
+def _first_known(experts: ExpertArray) -> int:
+    """Most of a long prompt was computed by earlier requests: its rows are not written."""
+    known = (experts != UNKNOWN_EXPERT).any((1, 2))
+    return int(known.argmax()) if known.any() else experts.shape[0]
+
+
+def _experts(arrays: "_Arrays", first_known: int, num_tokens: int, *shape: int) -> ExpertArray:
+    known = arrays.shorts((num_tokens - first_known, *shape))
+    return np.concatenate((np.full((first_known, *shape), UNKNOWN_EXPERT, np.int16), known))
 
 
 def _sample(head: dict[str, object], arrays: "_Arrays") -> SampleEntry:
     size = cast("int", head["size"])
     message = _message(cast("Sequence[object]", head["message"]))
     problems = cast("list[tuple[str, str]]", head["problems"])
+    routed = cast("list[int] | None", head.get("experts"))
     return SampleEntry(
         response_ids=arrays.ints(size),
         logprobs=arrays.floats(size),
@@ -249,6 +268,7 @@ def _sample(head: dict[str, object], arrays: "_Arrays") -> SampleEntry:
             problems=tuple(Problem(ProblemKind(kind), detail) for kind, detail in problems),
             closed=cast("bool", head["closed"]),
         ),
+        experts=None if routed is None else _experts(arrays, *routed),
     )
 
 
@@ -304,6 +324,9 @@ class _Arrays:
 
     def floats(self, size: int) -> FloatArray:
         return self._take(size, "<f4").astype(np.float32, copy=False)
+
+    def shorts(self, shape: tuple[int, ...]) -> ExpertArray:
+        return self._take(math.prod(shape), "<i2").astype(np.int16, copy=False).reshape(shape)
 
     def finish(self) -> None:
         if self._at != len(self._data):

@@ -15,7 +15,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from m2forge.gateway.entry import Answered, Closed, Created, Entry, Rewarded, ma
 from m2forge.gateway.history import History, Opening
 from m2forge.gateway.journal import Journal
 from m2forge.gateway.retry import Request, Requests, RequestState
+from m2forge.gateway.sampled import Sampled
 from m2forge.records import Call, FinishReason, IntArray, JsonValue
 from m2forge.text.completion import Completion
 from m2forge.text.format import ChatFormat
@@ -42,14 +43,6 @@ class ReservedError(BudgetError):
 
 class ClosedError(M2ForgeError, RuntimeError):
     """A call of an episode that is over."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
-    """One completion, as the engine drew it and as the client is told."""
-
-    call: Call
-    completion: Completion
 
 
 class Episode:
@@ -74,9 +67,11 @@ class Episode:
         """Tokens of prompt and completion together; None: what the model allows."""
         self.history = History(format, restores_thinking=restores_thinking)
         self._tree = TokenTree(vocab_size or format.tokenizer.vocab_size)
-        self._untreed: list[tuple[str, Call]] = []
+        self._untreed: list[tuple[str, Sampled]] = []
         """Calls that are not in the tree yet, by name. A tree looks at whole paths, so it is made when it is asked for:
         the end of an answer does not wait for it, the less the longer a conversation is."""
+        self._experts_shape: tuple[int, ...] | None = None
+        """Layers and experts per layer of recorded routing; None while no call brought any."""
         self.requests = Requests()
         self.completions: list[Completion] = []
         """What clients were told of each call."""
@@ -307,8 +302,8 @@ class Episode:
 
     @property
     def tree(self) -> TokenTree:
-        for name, call in self._untreed:
-            self._tree.add(call, name, episode=self.id)
+        for name, sampled in self._untreed:
+            self._tree.add(sampled.call, name, episode=self.id, experts=sampled.experts)
         self._untreed.clear()
         return self._tree
 
@@ -332,7 +327,10 @@ class Episode:
                 prompt_ids = entry.prompt_ids if opening is None else opening.ids
                 request = Request(entry.digest, entry.retry_token, len(entry.samples))
                 self.requests.add(request)
-                samples = [Sampled(entry.call(sample, prompt_ids), sample.completion) for sample in entry.samples]
+                samples = [
+                    Sampled(entry.call(sample, prompt_ids), sample.completion, sample.experts)
+                    for sample in entry.samples
+                ]
                 ended_s = max((sample.finished_s for sample in entry.samples), default=self.created_s)
                 elapsed_s = ended_s - self.created_s if entry.elapsed_s is None else entry.elapsed_s
                 self._elapsed_s, self._since_s = max(self._elapsed_s, elapsed_s), self._monotonic()
@@ -358,7 +356,7 @@ class Episode:
             divergence=prompt.divergence if isinstance(prompt, Opening) else None,
             sampling=samples[0].call.sampling,
             asked=samples[0].call.asked,
-            samples=tuple(make_sample(sample.call, sample.completion) for sample in samples),
+            samples=tuple(make_sample(sample.call, sample.completion, sample.experts) for sample in samples),
             reply=reply,
         )
 
@@ -369,17 +367,22 @@ class Episode:
         for ids in (*raw_prompts, *(sample.call.response_ids for sample in samples)):
             if ids.size and int(ids.max()) >= self._tree.vocab_size:
                 raise RecordError(f"expected ids below {self._tree.vocab_size}, received {int(ids.max())}")
+        for sample in samples:
+            sample.check_experts(self._experts_shape)
 
     def _enter(self, request: Request, entry: Answered, opening: Opening | None, samples: Sequence[Sampled]) -> None:
         # The prompt is in the history and would keep its memory alive behind a view.
-        request.answer = replace(entry, path=None, prompt_ids=np.empty(0, np.int32))
+        told = tuple(sample if sample.experts is None else replace(sample, experts=None) for sample in entry.samples)
+        request.answer = replace(entry, path=None, prompt_ids=np.empty(0, np.int32), samples=told)
         request.first_call, request.num_reserved = self.num_calls, 0
         self.requests.name(request, entry.id)
         for sample, written in zip(samples, entry.samples, strict=True):
-            self._untreed.append((f"{self.id}/{self.num_calls}", sample.call))
+            self._untreed.append((f"{self.id}/{self.num_calls}", sample))
             if opening is not None:
                 self.history.record(opening, sample.call.response_ids, sample.completion)
             self.completions.append(written.completion)
+            if sample.experts is not None:
+                self._experts_shape = sample.experts.shape[1:]
             self.num_sampled += sample.call.response_ids.size
             self._active_s = max(self._active_s, self._on_monotonic(written.finished_s))
             if entry.is_charged:

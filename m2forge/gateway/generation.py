@@ -23,13 +23,14 @@ from enum import StrEnum
 import numpy as np
 
 from m2forge.errors import EngineError, M2ForgeError, RecordError
-from m2forge.gateway.episode import Episode, Sampled
+from m2forge.gateway.episode import Episode
 from m2forge.gateway.exchange import Ask, Stream, Usage
 from m2forge.gateway.history import Opening
 from m2forge.gateway.pace import Naps, Pace
 from m2forge.gateway.reply import Reply, write_reply
 from m2forge.gateway.retry import Request
 from m2forge.gateway.sample import SampleReader
+from m2forge.gateway.sampled import Sampled
 from m2forge.protocols import Chunk, Engine, Prompt
 from m2forge.records import Asked, FinishReason, IntArray
 from m2forge.text.format import ChatFormat
@@ -281,7 +282,11 @@ class Generation:
         reply = Reply(plan.id, plan.created_s, answers, usage)
         try:
             samples = [
-                Sampled(reader.call(prompt.ids, prompt.sampling, plan.asked, self._started_s), answer.completion)
+                Sampled(
+                    reader.call(prompt.ids, prompt.sampling, plan.asked, self._started_s),
+                    answer.completion,
+                    reader.experts(prompt.ids.size + reader.num_sampled),
+                )
                 for reader, answer in zip(self._readers, answers, strict=True)
             ]
             self.episode.commit(

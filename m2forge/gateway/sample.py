@@ -23,6 +23,7 @@ from m2forge.text.format import ChatFormat
 from m2forge.text.message import Tool
 from m2forge.text.parser import THINK_CLOSE
 from m2forge.text.tokenizer import Tokenizer
+from m2forge.tree.sample import ExpertArray
 
 _THINK_CLOSE = THINK_CLOSE.encode()
 _Number = TypeVar("_Number", np.int32, np.float32)
@@ -93,6 +94,7 @@ class SampleReader:
         self._ids: list[IntArray] = []
         self._logprobs: list[FloatArray] = []
         self._versions: list[IntArray] = []
+        self._experts: list[ExpertArray] = []
         self._told_logprobs: list[TokenLogprob] = []
         self._call_ids: list[str] = []
         self.finish_reason: FinishReason | None = None
@@ -108,6 +110,8 @@ class SampleReader:
             self._ids.append(chunk.ids)
             self._logprobs.append(chunk.logprobs)
             self._versions.append(chunk.versions)
+            if chunk.experts is not None:
+                self._experts.append(chunk.experts)
             ids += chunk.ids.tolist()
         self.num_sampled += len(ids)
         logprobs: list[TokenLogprob] = []
@@ -149,6 +153,11 @@ class SampleReader:
             sampling=sampling,
             asked=asked,
         )
+
+    def experts(self, num_tokens: int) -> ExpertArray | None:
+        """Where the tokens of prompt and completion went, `num_tokens` at most: an engine may have run tokens past a
+        stop. None where it was not asked, or the network has no experts."""
+        return np.concatenate(self._experts)[:num_tokens] if self._experts else None
 
     def num_thinking(self) -> int:
         """Sampled tokens before the tag that ends the thinking, be it a token of its own or spelt in several; all of

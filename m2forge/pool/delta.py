@@ -5,7 +5,7 @@
     tokens    of prompt and completion, from the first that is not shared on; as many bytes each as the vocabulary needs
     logprobs  float32 of each sampled token
     versions  runs: step of the policy, number of tokens
-    experts   int16 of the tokens whose routing the parent does not hold
+    experts   int16 of the tokens from the first on whose routing is not the parent's; −1 where it is unknown
     crc32     of all before it
 
 The parent is the call, among the ends of the latest branches, with which the path has most tokens in common; writer and
@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from m2forge.errors import RecordError
 from m2forge.records import Asked, Call, FinishReason, FloatArray, IntArray, Sampling
-from m2forge.tree.sample import ExpertArray
+from m2forge.tree.sample import UNKNOWN_EXPERT, ExpertArray, checked_experts
 from m2forge.tree.token_tree import TokenTree
 
 MAX_BRANCHES = 16
@@ -111,7 +111,7 @@ class CallWriter:
         if routed is not None and parent is not None and parent.experts is not None:
             if parent.experts.shape[1:] != routed.shape[1:]:
                 raise RecordError(f"a call: experts: expected {parent.experts.shape[1:]} per token as before")
-            num_known = min(num_shared, parent.experts.shape[0], routed.shape[0])
+            routed, num_known = _continued(parent.experts[:num_shared], routed)
         runs = _runs(call.versions)
         tokens = path[num_shared:]
         added: ExpertArray = np.empty((0, 0, 0), np.int16) if routed is None else routed[num_known:]
@@ -273,9 +273,20 @@ def _runs(versions: IntArray) -> npt.NDArray[np.int32]:
     return np.stack((versions[starts], lengths), 1).astype("<i4")
 
 
+def _continued(parent: ExpertArray, routed: ExpertArray) -> tuple[ExpertArray, int]:
+    """A call's routing, with the parent's where that is known, as a tree keeps the first that is recorded; and how many
+    of its first tokens have the parent's."""
+    length = min(parent.shape[0], routed.shape[0])
+    is_known = parent[:length, :1, :1] != UNKNOWN_EXPERT
+    routed = np.concatenate((np.where(is_known, parent[:length], routed[:length]), routed[length:]))
+    differs = (routed[:length] != parent[:length]).any((1, 2))
+    return routed, int(differs.argmax()) if differs.any() else length
+
+
 def _checked_experts(experts: npt.NDArray[np.integer], num_tokens: int) -> ExpertArray:
     if experts.ndim != 3 or experts.shape[0] > num_tokens or 0 in experts.shape[1:]:
         raise RecordError(f"a call: experts: expected (tokens, layers, chosen), received {experts.shape}")
-    if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) <= np.iinfo(np.int16).max:
-        raise RecordError(f"a call: experts: expected 0 to 32767, received {experts.min()} to {experts.max()}")
-    return experts.astype(np.int16)
+    try:
+        return checked_experts(experts)
+    except RecordError as error:
+        raise RecordError(f"a call: experts: {error}") from error

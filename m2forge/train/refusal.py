@@ -14,7 +14,6 @@ from m2forge.model.config import ModelConfig
 from m2forge.train.config import PolicyConfig
 from m2forge.tree.build import Problem
 from m2forge.tree.flat import FlatTree
-from m2forge.tree.flatten import flatten
 from m2forge.tree.sample import UNKNOWN_EXPERT, ExpertArray, Sample
 from m2forge.tree.token_tree import TokenTree
 
@@ -94,7 +93,7 @@ def _highest_id(tree: TokenTree, model: ModelConfig) -> int:
 
 
 def _without(tree: TokenTree, refused: Collection[int], model: ModelConfig, policy: PolicyConfig) -> TokenTree:
-    """The tree that the other samples make. Routing stays up to the first token of a path that has none."""
+    """The tree that the other samples make."""
     rest = TokenTree(min(tree.vocab_size, model.vocab_size))
     for place, sample in enumerate(tree.samples):
         if place not in refused:
@@ -104,17 +103,9 @@ def _without(tree: TokenTree, refused: Collection[int], model: ModelConfig, poli
                 episode=sample.episode,
                 advantage=sample.advantage,
                 weight=sample.weight,
-                experts=_recorded(tree, place) if policy.replay == "recorded" else None,
+                experts=tree.routing(place) if policy.replay == "recorded" else None,
             )
     return rest
-
-
-def _recorded(tree: TokenTree, place: int) -> ExpertArray | None:
-    if tree.experts_shape is None:
-        return None
-    experts_NLK = flatten(tree, [place]).experts_NLK
-    assert experts_NLK is not None
-    return experts_NLK[: int(np.logical_and.accumulate(_is_known(experts_NLK)).sum())]
 
 
 # -- recorded routing -------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class Node:
         self.size = needed
 
     def learn(self, experts: ExpertArray) -> None:
-        """Record the routing of the first tokens of this node, where it is unknown."""
+        """Record the routing of the first tokens of this node, where it is unknown; −1 stays unknown."""
         if self._experts is None:
             self._experts = np.full((self._tokens.size, *experts.shape[1:]), UNKNOWN_EXPERT, np.int16)
         known = self._experts[: experts.shape[0]]

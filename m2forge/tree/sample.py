@@ -16,6 +16,16 @@ UNKNOWN_EXPERT = -1
 """Stands in all places of a token whose routing nobody recorded."""
 
 
+def checked_experts(experts: npt.NDArray[np.integer]) -> ExpertArray:
+    """(tokens, layers, chosen) as int16; a token is routed whole or not at all."""
+    if experts.size and not UNKNOWN_EXPERT <= int(experts.min()) <= int(experts.max()) <= np.iinfo(np.int16).max:
+        raise RecordError(f"expected -1 to 32767, received {experts.min()} to {experts.max()}")
+    unknown = experts == UNKNOWN_EXPERT
+    if bool((unknown.any((1, 2)) != unknown.all((1, 2))).any()):
+        raise RecordError("expected all experts of a token or none, received a token routed in part")
+    return experts.astype(np.int16)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     name: str

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from m2forge.errors import RecordError
 from m2forge.records import Call, IntArray
 from m2forge.tree.node import Node
-from m2forge.tree.sample import ExpertArray, Sample
+from m2forge.tree.sample import ExpertArray, Sample, checked_experts
 
 MAX_VOCAB_SIZE = 2**31
 
@@ -75,8 +75,9 @@ class TokenTree:
     ) -> int:
         """Merge a call and return the index of its sample.
 
-        `experts`: routing of the first tokens of the path, (tokens, layers, chosen); an engine knows it for all but the
-        last token. Where calls share a token, the first routing recorded for it stays.
+        `experts`: routing of the first tokens of the path, (tokens, layers, chosen), −1 for tokens that another request
+        had computed; an engine knows it for all but the last token. Where calls share a token, the first routing
+        recorded for it stays.
         """
         if name in self._names:
             raise RecordError(f"Sample {name}: name: expected one that is not in the tree yet")
@@ -165,6 +166,19 @@ class TokenTree:
             sampling=sample.sampling,
             asked=sample.asked,
         )
+
+    def routing(self, index: int) -> ExpertArray | None:
+        """Recorded routing of a sample's path, (tokens, layers, chosen), −1 where it is unknown; None where the tree
+        holds none. What other samples recorded of the tokens that they share with it is included."""
+        if self.experts_shape is None:
+            return None
+        parts: list[ExpertArray] = []
+        num_left = self._samples[index].num_tokens
+        node: Node | None = self._ends[index]
+        while node is not None:
+            parts.append(node.experts(self.experts_shape)[: max(0, num_left - node.depth)])
+            node = node.parent
+        return np.concatenate(parts[::-1])
 
     def nodes(self) -> tuple[list[Node], list[int]]:
         """All nodes depth-first, children by first token, and the index of each node's parent; −1 for none."""
@@ -256,9 +270,10 @@ class TokenTree:
             raise RecordError(
                 f"{record}: expected {self.experts_shape} per token as before, received {array.shape[1:]}"
             )
-        if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int16).max):
-            raise RecordError(f"{record}: expected 0 to 32767, received {array.min()} to {array.max()}")
-        return array.astype(np.int16)
+        try:
+            return checked_experts(array)
+        except RecordError as error:
+            raise RecordError(f"{record}: {error}") from error
 
     def _learn(self, node: Node, experts: ExpertArray) -> None:
         self.experts_shape = (experts.shape[1], experts.shape[2])

@@ -13,3 +13,16 @@ def test_a_trainer_over_several_processes_is_refused(tmp_path: Path, parallel: s
     with pytest.raises(ConfigError, match=f'train.machine.parallel: RL trains in one process, received "{parallel}"'):
         make_config(tmp_path, train={"machine": {"parallel": parallel}})
     make_config(tmp_path, train={"machine": {"parallel": "none"}})
+
+
+def test_episodes_of_deployed_agents_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"pool.admit_deployed: `m2forge rl` does not hand episodes of deployed agents"
+    ):
+        make_config(tmp_path, pool={"admit_deployed": True})
+
+
+@pytest.mark.parametrize(("name", "value"), [("journal", "elsewhere"), ("records_experts", True)])
+def test_what_the_run_sets_itself_is_refused(tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"gateway.{name} is set by the run"):
+        make_config(tmp_path, gateway={"port": 0, name: value})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from m2forge.config import write_resolved
 from m2forge.errors import ConfigError, EngineError, TrainingError
@@ -15,15 +16,18 @@ from m2forge.forge.layout import Layout
 from m2forge.forge.process import MODULE
 from m2forge.forge.stage import run_forge
 from m2forge.forge.trainer import Trainer
+from m2forge.model.checkpoint import load_model
 from m2forge.model.folder import read_config
+from m2forge.model.plan import CausalRows
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool.pool import Pool
 from m2forge.pool.record import Append
-from m2forge.pool.stored import Outcome, StoredUnit, read_units
-from m2forge.records import Asked, PolicyVersion, Reward, Sampling
+from m2forge.pool.stored import Outcome, read_units
+from m2forge.records import Asked, Reward, Sampling
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.task_set import TaskSet
 from m2forge.train.run_dir import CONFIG_FILE
+from m2forge.tree.token_tree import TokenTree
 from tests.forge.ring import AGENT, ROOT
 from tests.forge.scene import make_call, make_config, make_model
 from tests.forge.test_loop import make_run
@@ -38,33 +42,69 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("scene"))
 
 
-def read_pool(run_dir: Path, model: Path) -> list[StoredUnit]:
+def read_trees(run_dir: Path, model: Path) -> list[TokenTree]:
     config = make_config(model)
     pool = Pool(Layout(run_dir).pool(config.pool), read_config(model).vocab_size)
     with pool, pool.database.read() as connection:
-        return read_units(connection, range(1, 100), pool.vocab_size)
+        units = read_units(connection, range(1, 100), pool.vocab_size)
+        return [episode.tree() for unit in units for episode in unit.episodes]
 
 
-def test_an_agent_that_asks_for_greedy_samples_is_trained_within_its_context(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    config = make_run(model, num_steps=1)
-    agent = config.agent.model_copy(update={"command": (sys.executable, str(GREEDY), str(AGENT))})
-    check = config.check.model_copy(update={"num_tasks": 0})
+@pytest.fixture(scope="module")
+def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step whose agent asks for greedy samples, in a short context, with its routing recorded."""
+    config, folder = make_run(model, num_steps=1), tmp_path_factory.mktemp("runs")
     stage = config.curriculum.stages[0]
     domains = {name: each.model_copy(update={"context": CONTEXT}) for name, each in stage.domains.items()}
     stages = (stage.model_copy(update={"domains": domains}),)
-    curriculum = config.curriculum.model_copy(update={"stages": stages})
-    run_forge(config.model_copy(update={"agent": agent, "check": check, "curriculum": curriculum}), tmp_path)
-    (step,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    changes = {
+        "agent": config.agent.model_copy(update={"command": (sys.executable, str(GREEDY), str(AGENT))}),
+        "check": config.check.model_copy(update={"num_tasks": 0}),
+        "curriculum": config.curriculum.model_copy(update={"stages": stages}),
+        "policy": config.policy.model_copy(update={"replay": "recorded"}),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        run_forge(config.model_copy(update=changes), folder)
+    return folder / "run"
+
+
+def test_an_agent_that_asks_for_greedy_samples_is_trained(model: Path, run_dir: Path) -> None:
+    (step,) = read_metrics(run_dir / "metrics.jsonl")
     assert step.values["num_edges"] > 0
-    trees = [episode.tree() for unit in read_pool(tmp_path / "run", model) for episode in unit.episodes]
-    samples = [sample for tree in trees for sample in tree.samples]
+    samples = [sample for tree in read_trees(run_dir, model) for sample in tree.samples]
     assert samples
     assert all(sample.sampling == Sampling() for sample in samples)
     assert all(sample.asked == Asked(Sampling(0.0, 0.5), 7) for sample in samples)
-    assert max(sample.num_tokens for sample in samples) == CONTEXT, "completions end where the domain's context does"
+
+
+def test_completions_end_where_the_context_of_their_domain_does(model: Path, run_dir: Path) -> None:
+    samples = [sample for tree in read_trees(run_dir, model) for sample in tree.samples]
+    assert max(sample.num_tokens for sample in samples) == CONTEXT
+
+
+def test_recorded_experts_are_those_of_the_engine_and_a_step_replays_them(model: Path, run_dir: Path) -> None:
+    (step,) = read_metrics(run_dir / "metrics.jsonl")
+    # The last token of a path is not run, nor what only a request for another group had computed.
+    assert step.values["replayed_share"] > 0.5
+    network = load_model(model, dtype=torch.float32)
+    num_equal = num_known = 0
+    for tree in read_trees(run_dir, model):
+        for index in range(len(tree.samples)):
+            routing = tree.routing(index)
+            assert routing is not None
+            path = torch.tensor(tree.path(index), dtype=torch.int64)
+            with torch.no_grad():
+                own = network(
+                    path, CausalRows(1, path.numel(), path.device), with_mtp=False, returns_experts=True
+                ).experts_NLK
+            is_known = routing[:, 0, 0] >= 0
+            assert not is_known[-1]
+            num_known += int(is_known.sum())
+            same = np.sort(routing, -1) == np.sort(own.numpy(), -1)
+            num_equal += int((same.all((1, 2)) & is_known).sum())
+    # Paths are run in other batches here, and sums round differently: a near tie may fall the other way.
+    assert num_equal > 0.99 * num_known > 0
 
 
 @pytest.mark.parametrize(
@@ -120,7 +160,7 @@ def test_a_batch_of_which_nothing_can_be_trained_is_an_error_and_no_version(mode
         assert "1 of 4 episodes recorded no completion call" in str(refused.value)
         newest = Layout(tmp_path).weight_store(config).newest()
         assert newest is not None
-        assert newest[0] == PolicyVersion("run", 0)
+        assert newest[0].step == 0
         # What was refused is not spent: with another policy it is trained.
         allowed = config.policy.model_copy(update={"truncated_sampling": "allow"})
         again = Trainer(tmp_path, config.model_copy(update={"policy": allowed}))

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from m2forge.gateway.config import Budget
-from m2forge.gateway.episode import BudgetError, ReservedError, Sampled
+from m2forge.gateway.episode import BudgetError, ReservedError
 from m2forge.gateway.registry import Episodes
+from m2forge.gateway.sampled import Sampled
 from m2forge.records import Call, FinishReason
 from m2forge.text.completion import Completion
 from m2forge.text.message import Message

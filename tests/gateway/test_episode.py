@@ -15,11 +15,12 @@ from m2forge.errors import ConfigError, ExistsError, FormatError, RecordError
 from m2forge.gateway.config import Budget, GatewayConfig
 from m2forge.gateway.divergence import Divergence
 from m2forge.gateway.entry import Rewarded
-from m2forge.gateway.episode import BudgetError, ClosedError, Episode, Sampled
+from m2forge.gateway.episode import BudgetError, ClosedError, Episode
 from m2forge.gateway.history import Opening
 from m2forge.gateway.journal import JournalError
 from m2forge.gateway.registry import Episodes
 from m2forge.gateway.retry import Request, RequestState
+from m2forge.gateway.sampled import Sampled
 from m2forge.records import Call, FinishReason, IntArray
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message

@@ -32,6 +32,10 @@ MESSAGES = assistants((), (), ()) | st.builds(Message, st.sampled_from(["user", 
 PLACES = st.none() | st.integers(0, 2**31 - 1)
 
 
+def routed(tokens: list[int]) -> npt.NDArray[np.int16]:
+    return np.repeat(np.array(tokens, np.int16), 6).reshape(len(tokens), 3, 2)
+
+
 @st.composite
 def samples(draw: st.DrawFn) -> SampleEntry:
     ids = draw(st.lists(st.integers(0, 2**31 - 1), max_size=6))
@@ -47,6 +51,7 @@ def samples(draw: st.DrawFn) -> SampleEntry:
         completion=Completion(
             message.thinking, message.content, message.tool_calls, tuple(problems), draw(st.booleans())
         ),
+        experts=draw(st.none() | st.lists(st.sampled_from([-1, 5]), max_size=4).map(routed)),
     )
 
 
@@ -99,11 +104,14 @@ def same_entry(one: Entry, other: Entry) -> bool:
 def _same_sample(one: SampleEntry, other: SampleEntry) -> bool:
     plain = ("finish_reason", "started_s", "finished_s", "completion")
     return all(getattr(one, name) == getattr(other, name) for name in plain) and all(
-        _same_array(getattr(one, name), getattr(other, name)) for name in ("response_ids", "logprobs", "versions")
+        _same_array(getattr(one, name), getattr(other, name))
+        for name in ("response_ids", "logprobs", "versions", "experts")
     )
 
 
-def _same_array(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> bool:
+def _same_array(one: npt.NDArray[np.generic] | None, other: npt.NDArray[np.generic] | None) -> bool:
+    if one is None or other is None:
+        return one is other
     return one.dtype == other.dtype and np.array_equal(one, other)
 
 

@@ -58,6 +58,9 @@ def test_the_tree_is_the_one_the_recorder_made(
             writer = CallWriter(vocab_size, ordinal)
         draw = np.random.default_rng(ordinal)
         experts = draw.integers(0, 8, (num_routed, 2, 3)).astype(np.int16) if is_routed and num_routed else None
+        if experts is not None:
+            # Of tokens that another request had computed.
+            experts[draw.random(num_routed) < 0.4] = -1
         tree.add(call, f"{NAME}/{ordinal}", episode=NAME, experts=experts)
         written = writer.write(call, experts)
         assert written.ordinal == ordinal

@@ -110,7 +110,7 @@ def test_long_segments_are_split_where_paths_part() -> None:
         (make_call([1], [2]), {"experts": np.zeros((2, 2), int)}, "Sample b: experts: expected integers"),
         (make_call([1], [2]), {"experts": np.zeros((2, 2, 3))}, "Sample b: experts: expected integers"),
         (make_call([1], [2]), {"experts": np.zeros((2, 2, 4), int)}, r"experts: expected \(2, 3\) per token as before"),
-        (make_call([1], [2]), {"experts": np.full((2, 2, 3), -1)}, "experts: expected 0 to 32767, received -1 to -1"),
+        (make_call([1], [2]), {"experts": np.full((2, 2, 3), -2)}, "experts: expected -1 to 32767, received -2 to -2"),
     ],
 )
 def test_a_refused_call_leaves_the_tree_as_it_was(call: Call, options: dict[str, Any], message: str) -> None:
