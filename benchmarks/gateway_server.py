@@ -54,16 +54,19 @@ def upstream(folder: Path, answers: Mapping[str, Sequence[str]], pace_ms: float 
         yield Server(process, int(_first_line(process)))
 
 
-@contextmanager
-def our_gateway(model: Path, journal: Path, behind: Server) -> Iterator[Server]:
-    """By its command, recording on."""
-    command = [sys.executable, "-m", "m2forge", "gateway", str(model), "--engine", "m2forge"]
-    command += ["--url", f"http://127.0.0.1:{behind.port}", "--journal", str(journal), "--port", "0"]
+def gateway_command(model: Path, journal: Path, behind: Server, context: int) -> list[str]:
+    """Recording on, with `ADMIN_KEY`."""
     key_file = journal.with_suffix(".key")
     key_file.touch(0o600)
     key_file.write_text(ADMIN_KEY)
-    command += ["--set", f"context={CONTEXT}", "--admin-key-file", str(key_file)]
-    with _started(command, PROXY_CORE, {}) as process:
+    command = [sys.executable, "-m", "m2forge", "gateway", str(model), "--engine", "m2forge"]
+    command += ["--url", f"http://127.0.0.1:{behind.port}", "--journal", str(journal), "--port", "0"]
+    return [*command, "--set", f"context={context}", "--admin-key-file", str(key_file)]
+
+
+@contextmanager
+def our_gateway(model: Path, journal: Path, behind: Server) -> Iterator[Server]:
+    with _started(gateway_command(model, journal, behind, CONTEXT), PROXY_CORE, {}) as process:
         yield Server(process, int(_first_line(process).rpartition(":")[2]))
 
 

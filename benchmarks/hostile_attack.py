@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 from gateway_load import Load, saturate
 from gateway_loop import run
-from gateway_server import ROOT, Server, upstream
-from gateway_work import ADMIN_KEY, conversations, make_answers, make_episodes, make_tokenizer
+from gateway_server import ROOT, Server, gateway_command, upstream
+from gateway_work import conversations, make_answers, make_episodes, make_tokenizer
 from report import Bar, print_table
 
 NUM_ATTACKERS, NUM_STREAMS = 10, 4
@@ -38,10 +38,8 @@ STREAM_SHARE = 0.8
 
 @contextmanager
 def _gateway(model: Path, journal: Path, behind: Server) -> Iterator[Server]:
-    command = [sys.executable, "-m", "m2forge", "gateway", str(model), "--engine", "m2forge"]
-    command += ["--url", f"http://127.0.0.1:{behind.port}", "--journal", str(journal), "--port", "0"]
-    command += ["--set", f"context={CONTEXT}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "M2FORGE_GATEWAY_ADMIN_KEY": ADMIN_KEY}
+    command = gateway_command(model, journal, behind, CONTEXT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

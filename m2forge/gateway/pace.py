@@ -8,10 +8,10 @@ reader, gaps would only slow it down. The first piece of a stream never waits, a
 not either.
 """
 
-LEAST_GAP_S = 0.002
+LEAST_GAP_S = 0.001
 """No model is sampled so fast for one client."""
 MOST_GAP_S = 0.1
-GAP_PER_LATENESS = 4.0
+GAP_PER_LATENESS = 2.0
 SHARE = 0.05
 """Of the newest lateness in the mean."""
 WAITED_S = 0.0005

@@ -80,10 +80,12 @@ def test_a_float32_step_on_cuda_is_the_float64_step_on_a_cpu(run: Callable[[Trai
     errors = {name: relative_error(ours.gradients[name], expected) for name, expected in exact.gradients.items()}
     # Float32 rounds to 6e-8; sums over a thousand tokens, six blocks forward and back.
     assert max(errors.values()) < 1e-4, max(errors.items(), key=lambda item: item[1])
-    # Loads are integers over integers, so balance is the same to the bit.
+    # Loads are integers over integers; only the mean over layers adds up in another order.
     balance = [name for name in exact.figures if name.startswith(("max_vio", "expert_load"))]
     assert len(balance) == 1 + 3 * 6
-    assert [ours.figures[name] for name in balance] == [exact.figures[name] for name in balance]
+    assert [ours.figures[name] for name in balance] == pytest.approx(
+        [exact.figures[name] for name in balance], rel=1e-12
+    )
     assert ours.figures == pytest.approx(exact.figures, rel=1e-4, abs=1e-5)
     # A step at 1e-2 with eps 1e-2 hands an error of the gradient on at no more than its own size.
     for name, expected in exact.state.items():
