@@ -87,16 +87,18 @@ async def _measure(gateway: Server, seconds: float) -> tuple[Load, list[float]]:
 
 
 def _ask_health(port: int, stop_s: float) -> list[float]:
+    """Each request has a time at which it is due, so that a stall counts for all that it keeps waiting."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    latencies = []
-    while (start_s := time.monotonic()) < stop_s:
+    latencies, due_s = [], time.monotonic()
+    while due_s < stop_s:
+        time.sleep(max(0.0, due_s - time.monotonic()))
         connection.request("GET", "/health")
         response = connection.getresponse()
         response.read()
         if response.status != 200:
             raise SystemExit(f"/health: {response.status}")
-        latencies.append(time.monotonic() - start_s)
-        time.sleep(max(0.0, HEALTH_EVERY_S - latencies[-1]))
+        latencies.append(time.monotonic() - due_s)
+        due_s += HEALTH_EVERY_S
     connection.close()
     return latencies
 

@@ -124,7 +124,6 @@ class Agents:
         itself, have been started."""
         self.config, self.gateway, self.workers, self.runner = config, gateway, workers, runner
         self._num_starts = num_starts
-        self._budget = config.budget.model_copy(update={"max_s": config.timeout_s})
         self._num_up = -1
         """Of these starts, when all of them were last known to serve."""
 
@@ -149,7 +148,7 @@ class Agents:
                 await self.gateway.wait_until_up()
                 self._num_up = num_starts
             endpoint = await self.gateway.open(
-                name, task, group, self._budget, terms.sampling or self.config.sampling, terms.context
+                name, task, group, self.config.budget, terms.sampling or self.config.sampling, terms.context
             )
             tools = await self.runner.tools(task)
             answer, failure, is_stuck = "", None, False
@@ -203,7 +202,7 @@ class Attempts:
         """`on_judged`: told the pass rate of every group."""
         self._agents, self._pool, self._writer = agents, pool, writer
         self._judge, self._format, self._on_judged = judge, format, on_judged
-        self._judging = asyncio.Lock()
+        self._judging, self._has_ended = asyncio.Lock(), asyncio.Event()
         # One thread: several that compute would keep the event loop waiting for the interpreter's lock.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="episodes")
         self._num_deaths: Counter[int] = Counter()
@@ -211,7 +210,7 @@ class Attempts:
         self.counts = AttemptCounts()
 
     async def run(self, lease: Lease) -> None:
-        """One attempt, from its lease to its end in the pool; the last one of a group has it judged."""
+        """One attempt, from its lease to its end in the pool. `judge_ended` judges the group."""
         try:
             tried = await self._agents.attempt(
                 *(lease.name, lease.task, lease.group, self._num_deaths[lease.episode]),
@@ -235,6 +234,13 @@ class Attempts:
             self._agents.gateway.forget_soon(lease.name)
         self._count(tried)
         if is_over:
+            self._has_ended.set()
+
+    async def judge_ended(self) -> None:
+        """Judge groups as they end, for ever. A task of its own, since judging outlives the lease of an attempt."""
+        while True:
+            await self._has_ended.wait()
+            self._has_ended.clear()
             await self.judge_whole()
 
     async def judge_whole(self) -> None:

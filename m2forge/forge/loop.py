@@ -141,6 +141,7 @@ class Loop:
         await self._while_alive(background, self.evaluations.first(agents))
         self._keep(background, self._renew(writer))
         self._keep(background, View(self.layout, self.config, self.pool, attempts.counts).show(writer))
+        self._keep(background, attempts.judge_ended())
         feeding = self._keep(background, self._feed(writer, attempts, agents.runner.next_task))
         self._keep(background, self.evaluations.keep(agents))
         await self._while_alive(background - {training}, training)

@@ -170,8 +170,11 @@ class Workers:
                 await desk.worker.send(job)
                 return await future
         except TimeoutError:
+            has_others = any(other != id for other in (*desk.jobs, *desk.cancelled))
             if not await asyncio.shield(self._cancel(desk, id)):
-                raise StuckError(f"{desk.name} did not confirm that it cancelled the job") from None
+                problem = f"{desk.name} did not confirm that it cancelled the job"
+                # Any of its jobs may be the one that it is stuck in.
+                raise WorkerDiedError(problem) if has_others else StuckError(problem) from None
             raise
         except asyncio.CancelledError:
             self._cancel(desk, id)

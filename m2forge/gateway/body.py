@@ -20,8 +20,7 @@ import threading
 from collections.abc import AsyncIterator
 
 from m2forge.errors import EngineError
-from m2forge.gateway.body_worker import LENGTH, Failed, Head, Read, Refused, Setup, read_body
-from m2forge.gateway.limits import Refusal
+from m2forge.gateway.body_worker import LENGTH, Failed, Head, Read, Refused, Setup, check_text, read_body
 from m2forge.gateway.loop_share import LONG_BYTES, LoopShare
 
 SMALL_BYTES = 128 << 10
@@ -58,7 +57,7 @@ class Bodies:
             async with self._share.turn():
                 read = read_body(self._setup, path, body)
         if self._setup.sizes.needs_count(read.ask, len(body)):
-            await asyncio.to_thread(self._setup.sizes.check_text, read.ask)
+            await asyncio.to_thread(check_text, self._setup, path, read.ask)
         return read
 
     async def close(self) -> None:
@@ -76,7 +75,10 @@ class Bodies:
                 async with asyncio.timeout(WORKER_S):
                     data = await worker.ask(path, body)
             except TimeoutError:
-                raise Refusal(413, f"the body takes longer than {WORKER_S:g} s to read; send less") from None
+                # A busy machine may be the reason, so it is no fault of the request.
+                raise EngineError(
+                    f"reading the body took longer than {WORKER_S:g} s; ask again, or send less"
+                ) from None
             except (OSError, EOFError) as error:
                 _log.warning("a worker that read a body of %d bytes died (%s)", len(body), type(error).__name__)
                 raise EngineError("the process that read the body died; ask again") from None
@@ -96,7 +98,7 @@ class Bodies:
             worker = self._idle.pop()
             try:
                 if worker is None:
-                    worker = await _Worker.start(self._setup)
+                    worker = await self._start()
                 yield worker
             except BaseException:
                 if worker is not None:
@@ -105,6 +107,14 @@ class Bodies:
                 raise
             finally:
                 self._idle.append(worker)
+
+    async def _start(self) -> "_Worker":
+        try:
+            async with asyncio.timeout(WORKER_S):
+                return await _Worker.start(self._setup)
+        except (OSError, TimeoutError) as error:
+            _log.warning("a worker that reads bodies did not start (%s)", type(error).__name__)
+            raise EngineError("the process that reads bodies did not start; ask again") from None
 
 
 class _Worker:
@@ -128,7 +138,11 @@ class _Worker:
                 stdout=subprocess.DEVNULL,
             )
         worker = cls(process, *await asyncio.open_connection(sock=ours))
-        await worker._send(pickle.dumps(setup, pickle.HIGHEST_PROTOCOL), is_frame=True)
+        try:
+            await worker._send(pickle.dumps(setup, pickle.HIGHEST_PROTOCOL), is_frame=True)
+        except BaseException:
+            worker.end()
+            raise
         return worker
 
     async def ask(self, path: str, body: bytes) -> bytes:

@@ -15,10 +15,10 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from m2forge.gateway.dialects import digest_of, read_ask
+from m2forge.gateway.dialects import digest_of, read_ask, too_long
 from m2forge.gateway.exchange import Ask, AskError
 from m2forge.gateway.limits import Refusal
-from m2forge.gateway.prompt_size import PromptSizes
+from m2forge.gateway.prompt_size import PromptSizes, PromptTooLongError
 
 NICENESS = 10
 """The event loop goes first on a busy machine."""
@@ -56,9 +56,12 @@ class Refused:
     message: str
     status: int | None = None
     field: str | None = None
+    code: str | None = None
 
     def error(self) -> Refusal | AskError:
-        return AskError(self.message, self.field) if self.status is None else Refusal(self.status, self.message)
+        return (
+            AskError(self.message, self.field, self.code) if self.status is None else Refusal(self.status, self.message)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +75,31 @@ class Failed:
 def read_body(setup: Setup, path: str, body: bytes) -> Read:
     """Raises `Refusal` and `AskError`. Whether the text is too long is not looked at."""
     ask = read_ask(path, body, setup.max_depth)
-    setup.sizes.check_counts(ask)
+    try:
+        setup.sizes.check_counts(ask)
+    except PromptTooLongError as error:
+        raise too_long(path, error.num_tokens, setup.sizes.context) from None
     return Read(ask, digest_of(path, body))
+
+
+def check_text(setup: Setup, path: str, ask: Ask) -> None:
+    """Raises the vendor's error for text that is longer than the context."""
+    try:
+        setup.sizes.check_text(ask)
+    except PromptTooLongError as error:
+        raise too_long(path, error.num_tokens, setup.sizes.context) from None
 
 
 def _answer(setup: Setup, path: str, body: bytes) -> Read | Refused | Failed:
     try:
         read = read_body(setup, path, body)
         if setup.sizes.needs_count(read.ask, len(body)):
-            setup.sizes.check_text(read.ask)
+            check_text(setup, path, read.ask)
         return read
     except Refusal as error:
         return Refused(str(error), status=error.status)
     except AskError as error:
-        return Refused(str(error), field=error.field)
+        return Refused(str(error), field=error.field, code=error.code)
     except MemoryError:
         return Refused("the body takes more memory than a request may; send less", status=413)
     except Exception as error:  # noqa: BLE001  (the worker goes on; the gateway logs it)

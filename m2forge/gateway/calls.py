@@ -98,11 +98,14 @@ class Calls:
 
     async def complete(self, route: Route, episode: Episode, headers: Headers, receive: Receive, send: Send) -> None:
         """Answer one request. Raises the error that it is to be answered with, if nothing was sent yet."""
+        num_failed = episode.num_failed
         try:
             outcome = await self._complete(route, episode, headers, receive, send)
         except Gone:
             outcome = Outcome.HUNG_UP
         except M2ForgeError as error:
+            if status_of(error) >= 500 and episode.num_failed == num_failed:
+                episode.num_failed += 1
             self._counts.note_request(route.name, Outcome.FAILED if status_of(error) >= 500 else Outcome.REFUSED)
             raise
         self._counts.note_request(route.name, outcome)

@@ -18,7 +18,6 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from m2forge.gateway.entry import Answered, Entry
 from m2forge.gateway.journal import SUFFIX, read_entries, write_entries
@@ -67,12 +66,13 @@ def journal_ids(folder: Path) -> list[str]:
     )
 
 
-def write_compacted(path: Path, sync: Literal["system", "disk"]) -> Path:
-    """A compacted copy of a closed journal, beside it, under a name that no start takes for a journal."""
+def write_compacted(path: Path) -> Path:
+    """A compacted copy of a closed journal, beside it, under a name that no start takes for a journal. It is on disk
+    before it replaces the original, which may have been there for long."""
     entries, _ = read_entries(path)
     partial = path.with_name(f".{path.stem}{_PARTIAL_SUFFIX}")
     partial.unlink(missing_ok=True)
-    write_entries(partial, compacted(entries), sync)
+    write_entries(partial, compacted(entries), "disk")
     return partial
 
 

@@ -107,7 +107,7 @@ class GatewayConfig(Config):
     """Connections without a key that opens anything; beyond them the oldest idle one is closed."""
     max_tool_calls: Count = 1024
     """Calls of tools of one episode."""
-    max_tool_bytes: Count = 1 << 20
+    max_tool_bytes: Count = 64 << 10
     """The body of a call of a tool."""
     read_timeout_s: Seconds = 60.0
     """A body must have come whole by then."""

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 
 from m2forge.gateway.anthropic_messages import AnthropicMessages
-from m2forge.gateway.exchange import Ask
+from m2forge.gateway.exchange import Ask, AskError
 from m2forge.gateway.limits import parse_body
 from m2forge.gateway.openai_chat import OpenAIChat
 from m2forge.gateway.openai_completions import OpenAICompletions
@@ -28,6 +28,14 @@ def digest_of(path: str, body: bytes) -> str:
     hashed = hashlib.sha256(b"%b " % path.encode())
     hashed.update(body)
     return hashed.hexdigest()[:_DIGEST_LENGTH]
+
+
+def too_long(path: str, num_tokens: int, context: int) -> AskError:
+    """The vendor's own error for a prompt of at least `num_tokens`, by which its clients shorten their history."""
+    if path == MESSAGES.count_path:
+        return MESSAGES.too_long(num_tokens, context)
+    dialects = (CHAT, RESPONSES, COMPLETIONS, MESSAGES)
+    return next(dialect for dialect in dialects if dialect.path == path).too_long(num_tokens, context)
 
 
 def _reader(path: str) -> Callable[[Mapping[str, JsonValue]], Ask]:

@@ -25,6 +25,14 @@ _SEAM = 16
 """Tokens by which the count of a piece may exceed its share of the whole text's, since it is cut anywhere."""
 
 
+class PromptTooLongError(AskError):
+    """A prompt longer than the context; each dialect words it as its vendor does (`dialects.too_long`)."""
+
+    def __init__(self, num_tokens: int, context: int, field: str) -> None:
+        super().__init__(f"the text is more than {num_tokens} tokens long and the context {context}; send less", field)
+        self.num_tokens = num_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class PromptSizes:
     """What is needed to bound a prompt's size from below; may be sent to another process."""
@@ -73,11 +81,8 @@ class PromptSizes:
                 if num_tokens > self.context:
                     raise self._too_long(ask, num_tokens)
 
-    def _too_long(self, ask: Ask, num_tokens: int) -> AskError:
-        return AskError(
-            f"the text is more than {num_tokens} tokens long and the context {self.context}; send less",
-            "messages" if ask.prompt is None else "prompt",
-        )
+    def _too_long(self, ask: Ask, num_tokens: int) -> "PromptTooLongError":
+        return PromptTooLongError(num_tokens, self.context, "messages" if ask.prompt is None else "prompt")
 
     def _texts(self, ask: Ask) -> Iterator[str]:
         if isinstance(ask.prompt, str):

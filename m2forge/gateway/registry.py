@@ -168,9 +168,15 @@ class Episodes:
             for episode in self._by_id.values()
             if episode.closed is None and not episode.num_running and episode.idle_s > after_s
         ]
+        num_expired = 0
         for episode in idle:
-            episode.close(f"expired after {after_s:g} s without a request")
-        return len(idle)
+            try:
+                episode.close(f"expired after {after_s:g} s without a request")
+                num_expired += 1
+            except JournalError as error:
+                # A full disk ends no gateway; the next round tries again.
+                _log.warning("%s: not expired (%s)", episode.id, error)
+        return num_expired
 
     async def compact_next(self) -> bool:
         """Compact the journal of one closed episode, in another thread; False if there is none to compact."""
@@ -180,7 +186,7 @@ class Episodes:
         path = closed_path(self._folder, id, self._key_of_id[id])
         try:
             size = path.stat().st_size
-            partial = await asyncio.to_thread(write_compacted, path, self._sync)
+            partial = await asyncio.to_thread(write_compacted, path)
             if id in self._uncompacted and path.stat().st_size == size:
                 self._swap(id, path, partial)
             else:

@@ -10,6 +10,7 @@ of an episode are counted, though, and refused beyond `max_tool_calls`, after it
 
 from collections.abc import Mapping
 
+from m2forge.errors import EngineError
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.episode import BudgetError, ClosedError, Episode
 from m2forge.gateway.limits import Refusal, parse_body
@@ -42,7 +43,11 @@ class EpisodeTools:
         if episode.num_tool_calls >= self._config.max_tool_calls:
             raise BudgetError(f"episode {episode.id}: its {self._config.max_tool_calls} calls of tools are spent")
         episode.num_tool_calls += 1
-        return {"content": await host.call(task, name, arguments)}
+        try:
+            return {"content": await host.call(task, name, arguments)}
+        except EngineError:
+            episode.num_failed += 1
+            raise
 
     def _find(self, episode: Episode) -> tuple[ToolHost, Task]:
         if self._host is None or episode.task is None:

@@ -120,7 +120,8 @@ def _lay_out(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     starts = list(itertools.accumulate((-(-size // LINE_BYTES) * LINE_BYTES for size in sizes), initial=0))
     if not weights:
         return []
-    memory = mmap.mmap(-1, starts[-1])
+    # Private: shared mappings have huge pages only where the system was told so.
+    memory = mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,11 +1,14 @@
 """The type in which a CPU decodes a network fastest: the one its weights are stored in, or float32.
 
 Few CPUs multiply bfloat16 as fast as float32 in every part of a network: products of matrices may have a kernel and
-experts none. So one layer of the same shape decodes a few tokens in both types, which takes a fraction of a second.
+experts none. So one layer of the same shape, with few of its experts, decodes a few tokens in both types, which takes a
+fraction of a second. Weights that would not fit into memory as float32 stay as they are stored.
 """
 
 import logging
+import os
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +25,8 @@ VOCAB_SIZE = 512
 """Of the probe, whatever the network's own: embedding and head are products as others are."""
 NUM_REQUESTS, NUM_PROMPT, NUM_NEW = 8, 16, 8
 REPEATS = 3
+MEMORY_SHARE = 0.5
+"""Of the available memory that the weights may take as float32: the KV cache and the cast need some too."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +36,10 @@ def fastest_dtype(model: Transformer) -> torch.dtype:
     stored = model.embedding.weight.dtype
     if stored not in (torch.bfloat16, torch.float16):
         return stored
-    config = model.config.with_layers(1).model_copy(update={"vocab_size": VOCAB_SIZE, "num_mtp": 0})
+    num_bytes = sum(weight.numel() for weight in model.parameters()) * torch.float32.itemsize
+    if num_bytes > MEMORY_SHARE * available_bytes():
+        return stored
+    config = probe_config(model.config)
     stored_s, float_s = decode_s(config, stored), decode_s(config, torch.float32)
     if stored_s <= float_s:
         return stored
@@ -43,6 +51,26 @@ def fastest_dtype(model: Transformer) -> torch.dtype:
         str(stored).removeprefix("torch."),
     )
     return torch.float32
+
+
+def probe_config(config: ModelConfig) -> ModelConfig:
+    """One layer with experts, if there is one, and few of them."""
+    probe = config.with_layers(1).model_copy(update={"vocab_size": VOCAB_SIZE, "num_mtp": 0})
+    if config.moe is None:
+        return probe
+    num_experts = min(config.moe.num_experts, NUM_REQUESTS * config.moe.top_k)
+    return probe.model_copy(
+        update={"moe": config.moe.model_copy(update={"num_experts": num_experts, "dense_layers": ()})}
+    )
+
+
+def available_bytes() -> int:
+    """Memory that the system can give; all there is where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
 
 
 def decode_s(config: ModelConfig, dtype: torch.dtype) -> float:

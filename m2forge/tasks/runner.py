@@ -105,6 +105,8 @@ class TaskRunner:
     async def verify(self, task: Task, answer: str) -> Verdict:
         reply = await self._ask({"op": "verify", "task": asdict(task), "answer": answer}, family_name(task))
         outcome = RequestOutcome(str(reply["outcome"]))
+        if outcome is RequestOutcome.REFUSED:
+            raise DataError(str(reply["text"]))
         self._errors.append(outcome is RequestOutcome.VERIFIER_ERROR)
         if outcome is RequestOutcome.OK:
             value = cast("Mapping[str, JsonValue]", reply["value"])

@@ -39,19 +39,17 @@ def is_deeper(value: JsonValue, depth: int) -> bool:
         outers = [
             item
             for item in level
-            if type(item) not in _LEAVES
-            and isinstance(item, dict | list | Mapping | Sequence)
-            and not isinstance(item, str)
+            if type(item) not in _LEAVES and isinstance(item, _OUTERS) and not isinstance(item, str)
         ]
         if not outers:
             return False
-        level = [
-            inner for outer in outers for inner in (outer.values() if isinstance(outer, dict | Mapping) else outer)
-        ]
+        level = [inner for outer in outers for inner in (outer.values() if isinstance(outer, _OBJECTS) else outer)]
     return True
 
 
 _LEAVES = frozenset((str, int, float, bool, type(None)))
+_OBJECTS = (dict, Mapping)
+_OUTERS = (dict, list, Mapping, Sequence)
 
 
 def _refuse_constant(text: str) -> NoReturn:

@@ -15,7 +15,7 @@ from m2forge.errors import EngineError, M2ForgeError
 from m2forge.gateway import body as body_module
 from m2forge.gateway import calls
 from m2forge.gateway.body import Bodies, is_large
-from m2forge.gateway.body_worker import Read, Setup, read_body
+from m2forge.gateway.body_worker import Read, Setup, check_text, read_body
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.exchange import AskError
 from m2forge.gateway.limits import Refusal
@@ -37,7 +37,7 @@ def make_setup(format: ChatFormat, max_items: int = 4096) -> Setup:
 def read_here(setup: Setup, path: str, body: bytes) -> Read:
     read = read_body(setup, path, body)
     if setup.sizes.needs_count(read.ask, len(body)):
-        setup.sizes.check_text(read.ask)
+        check_text(setup, path, read.ask)
     return read
 
 
@@ -213,7 +213,7 @@ def test_a_worker_that_dies_is_replaced_and_its_request_told_to_ask_again(monkey
             await bodies.read(path, large, lock)
         assert await bodies.read(path, large, lock) == first
         monkeypatch.setattr(body_module, "WORKER_S", 0.0)
-        with pytest.raises(Refusal, match="longer than 0 s"):
+        with pytest.raises(EngineError, match="longer than 0 s"):
             await bodies.read(path, large, lock)
         await bodies.close()
 

@@ -216,8 +216,8 @@ def test_a_reward_that_comes_while_a_journal_is_compacted_is_kept(
     episode.close()
     write, rewards = closed_journal.write_compacted, iter([Rewarded("late", 1.0)])
 
-    def slowly(path: Path, sync: Any) -> Path:
-        partial = write(path, sync)
+    def slowly(path: Path) -> Path:
+        partial = write(path)
         for reward in rewards:
             episode.reward(reward)
         return partial

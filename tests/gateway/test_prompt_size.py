@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import threading
 from typing import Any
 
@@ -56,7 +57,14 @@ def test_a_text_far_beyond_the_context_is_refused_before_it_is_made_tokens(
         given = format.num_messages
         told = post(gateway, key, body, path)
         assert told.status_code == 400
-        assert "tokens long and the context 4096" in told.json()["error"]["message"]
+        error = told.json()["error"]
+        if path.startswith("/v1/messages"):
+            assert re.fullmatch(
+                r"prompt is too long: \d+ tokens > 4096 maximum", error["message"].removeprefix("messages: ")
+            )
+        else:
+            assert "4096" in error["message"]
+            assert error["code"] == "context_length_exceeded"
         # Nothing of it was made tokens where everybody waits.
         assert loop_thread not in threads
         assert format.num_messages == given
@@ -162,6 +170,6 @@ def test_more_messages_than_the_context_holds_are_refused_unrendered() -> None:
         messages = [{"role": "user", "content": ""}] * 3000
         told = post(gateway, key, BODY | {"messages": messages})
         assert told.status_code == 400
-        assert "the context 4096" in told.json()["error"]["message"]
+        assert told.json()["error"]["code"] == "context_length_exceeded"
         assert format.num_messages == given
         assert not episode.history._beginnings
