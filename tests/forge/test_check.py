@@ -16,6 +16,7 @@ from m2forge.forge.config import AgentConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.forge.slots import Slots
 from m2forge.forge.worker import JobError, Workers
+from m2forge.gateway.closed_journal import journal_ids
 from m2forge.gateway.config import GatewayConfig
 from m2forge.records import Task
 from m2forge.tasks.catalog import find_family
@@ -73,7 +74,7 @@ def run_check(program: str, folder: Path) -> Check:
 
     with live(minimax(), config=GatewayConfig(port=0, journal=str(folder / "journal"))) as gateway:
         found = asyncio.run(scene(gateway))
-    assert not list((folder / "journal").iterdir()), "what was recorded is let go"
+    assert not journal_ids(folder / "journal"), "what was recorded is let go"
     return found
 
 

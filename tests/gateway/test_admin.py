@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx2
 
+from m2forge.gateway.closed_journal import journal_ids
 from m2forge.gateway.config import GatewayConfig
 from m2forge.tree.codec import decode_tree
 from tests.gateway.dialogue import minimax
@@ -36,7 +37,7 @@ def test_a_tree_is_told_and_an_episode_that_is_deleted_is_gone(tmp_path: Path) -
             assert client.get(f"/episodes/{episode['id']}").status_code == 404
             assert client.delete(f"/episodes/{episode['id']}").status_code == 404
             assert post(gateway, episode["key"], BODY).status_code == 401
-        assert [path.stem for path in tmp_path.iterdir()] == ["three"]
+        assert journal_ids(tmp_path) == ["three"]
         assert httpx2.delete(f"{gateway.url}/episodes/three", headers={"x-api-key": made[2]["key"]}).status_code == 401
 
 
@@ -52,7 +53,7 @@ def test_one_request_closes_and_tells_the_tree_and_one_lets_many_go(tmp_path: Pa
         assert client.post("/episodes/none/take").status_code == 404
         told = client.request("DELETE", "/episodes", json={"ids": ["one", "none", "two", "one"]})
         assert told.json() == {"num_deleted": 2}
-        assert [path.stem for path in tmp_path.iterdir()] == ["three"]
+        assert journal_ids(tmp_path) == ["three"]
         assert post(gateway, made[0]["key"], BODY).status_code == 401
         for wrong in ({}, {"ids": "three"}, {"ids": [3]}):
             assert client.request("DELETE", "/episodes", json=wrong).status_code == 400
