@@ -8,6 +8,7 @@ import pytest
 
 from m2forge.errors import EngineError
 from m2forge.forge.gateway_admin import GatewayAdmin
+from m2forge.gateway.closed_journal import journal_ids
 from m2forge.gateway.config import Budget, GatewayConfig
 from m2forge.records import Domain, Task
 from tests.gateway.dialogue import minimax
@@ -34,11 +35,11 @@ def test_an_attempt_is_opened_taken_and_let_go_with_others(tmp_path: Path) -> No
                 trees = [await admin.close(name) for name in names[:2]]
                 assert [len(tree.samples) for tree in trees] == [1, 0]
                 await admin.forget([names[-1], "never there"])
-                assert len(list(tmp_path.iterdir())) == len(names) - 1
+                assert len(journal_ids(tmp_path)) == len(names) - 1
                 for name in names[:-1]:
                     admin.forget_soon(name)
             # They are gone when it is closed.
-            assert not list(tmp_path.iterdir())
+            assert not journal_ids(tmp_path)
 
         asyncio.run(scene())
 

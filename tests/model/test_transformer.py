@@ -306,14 +306,14 @@ NETWORK = {"vocab_size": 8, "hidden_size": 8, "num_layers": 2, "attention": ATTE
         ({"attention": ATTENTION | {"rotary_dim": 3}}, r"rotary_dim \(3\) must be even"),
         (
             {"attention": ATTENTION | {"window": {"size": 4, "layers": (2,)}}},
-            r"must lie in 0\.\.1, each once, got \(2,\)",
+            r"must lie in 0\.\.1, each once, got \[2\]",
         ),
         ({"attention": ATTENTION | {"window": {"size": 0, "layers": (0,)}}}, "greater than 0"),
         ({"moe": MIXTURE | {"top_k": 5}}, r"top_k \(5\) exceeds num_experts \(4\)"),
         ({"moe": MIXTURE | {"bias_update": "gradient"}}, "needs selection_bias = true and aux_loss_weight > 0"),
         (
             {"moe": MIXTURE | {"dense_layers": (5,)}, "intermediate_size": 8},
-            r"must lie in 0\.\.1, each once, got \(5,\)",
+            r"must lie in 0\.\.1, each once, got \[5\]",
         ),
         ({"moe": MIXTURE | {"dense_layers": (1,)}}, "intermediate_size is needed"),
         ({"moe": None}, "intermediate_size is needed"),
