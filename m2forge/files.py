@@ -20,13 +20,14 @@ from m2forge.errors import ExistsError
 _BLOCK = 1 << 16
 
 
-def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replace `path` by `content` (text as UTF-8), on disk when this returns. Missing parent folders are made."""
+def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
+    """Replace `path` by `content` (text as UTF-8), on disk when this returns. Missing parent folders are made. `mode`:
+    the file's permissions, less those that the process masks."""
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial(path)
     try:
-        with partial.open("xb") as file:
+        with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

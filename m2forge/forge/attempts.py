@@ -275,7 +275,7 @@ class Attempts:
 
     async def _store(self, lease: Lease, tried: Tried) -> bool:
         """Whether its group may be over with it."""
-        calls = await self._aside(_encode, lease.writer(self._pool.vocab_size), tried.tree)
+        calls = await self._aside(encode_calls, lease.writer(self._pool.vocab_size), tried.tree)
         return await self._writer.end(lease, calls, Outcome(failure=tried.failure, artifacts={ANSWER: tried.answer}))
 
     async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -297,7 +297,8 @@ class Attempts:
         self.counts.num_tokens += sum(sample.logprobs.size for sample in tried.tree.samples)
 
 
-def _encode(writer: CallWriter, tree: TokenTree) -> list[StoredCall]:
+def encode_calls(writer: CallWriter, tree: TokenTree) -> list[StoredCall]:
+    """The calls of a tree as the pool stores them."""
     return [writer.write(call, tree.routing(index)) for index, call in enumerate(tree.calls())]
 
 

@@ -123,6 +123,11 @@ class ForgeConfig(Config):
     """A relative SQLite path lies in the run's directory."""
 
     @property
+    def gateway_port(self) -> int:
+        """0, which takes a free one, unless it is given: several runs may share a machine."""
+        return self.gateway.port if "port" in self.gateway.model_fields_set else 0
+
+    @property
     def units_per_group(self) -> int:
         return self.group_size if self.pool.window.unit == "episode" else 1
 
@@ -144,9 +149,9 @@ class ForgeConfig(Config):
             raise ValueError("gateway.journal is set by the run; leave it out")
         if self.gateway.records_experts:
             raise ValueError('gateway.records_experts is set by the run; set policy.replay = "recorded" instead')
-        if self.pool.admit_deployed:
+        if self.pool.admit_deployed and self.reward.shuffled:
             raise ValueError(
-                "pool.admit_deployed: `m2forge rl` does not hand episodes of deployed agents to its pool; leave it out"
+                "reward.shuffled: deployed agents' rewards are taken as they are posted; leave pool.admit_deployed out"
             )
         if self.train.machine.parallel != "none":
             received = self.train.machine.parallel

@@ -33,9 +33,13 @@ MAX_AT_ONCE = 32
 """Requests under way: more would wait in the gateway instead."""
 FORGET_S = 0.2
 """What is to be forgotten is collected for so long."""
-OK, CREATED, AWAY = 200, 201, 503
+OK, CREATED, NOT_FOUND, AWAY = 200, 201, 404, 503
 
 _log = logging.getLogger(__name__)
+
+
+class RefusedError(EngineError):
+    """The gateway serves, and refused a request."""
 
 
 class GatewayAdmin:
@@ -84,6 +88,11 @@ class GatewayAdmin:
         told = await self._ask("POST", "/episodes", body, (CREATED,))
         return Endpoint(self.url, json.loads(told)["key"])
 
+    async def show(self, id: str) -> dict[str, Any] | None:
+        """What `GET /episodes/ID` says; None where there is no such episode."""
+        told: dict[str, Any] = json.loads(await self._ask("GET", f"/episodes/{id}", None, (OK, NOT_FOUND)))
+        return told if "id" in told else None
+
     async def num_failed(self, id: str) -> int:
         """Calls of the episode that the engine or the gateway failed, or that were aborted."""
         return int(json.loads(await self._ask("GET", f"/episodes/{id}"))["num_failed"])
@@ -131,7 +140,7 @@ class GatewayAdmin:
                     return content
                 problem = _reason(status, content)
                 if status != AWAY:
-                    raise EngineError(f"{method} {path}: the gateway refused: {problem}")
+                    raise RefusedError(f"{method} {path}: the gateway refused: {problem}")
             if time.monotonic() > until_s:
                 raise EngineError(f"{method} {path}: the gateway at {self.url} does not serve: {problem}")
             await asyncio.sleep(RETRY_S)

@@ -8,6 +8,7 @@ runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/      the trai
             kept/               attempts at a few of them, of every check
             ratios/             of trained to sampled probability, token by token, of the last steps
             log/                what the processes print
+            gateway.json        address and admin key of the gateway, while a run that admits deployed agents goes on
             model/              when the run is complete
 """
 
@@ -36,6 +37,10 @@ class Layout:
     @property
     def journal(self) -> Path:
         return self.run_dir / "journal"
+
+    @property
+    def gateway(self) -> Path:
+        return self.run_dir / "gateway.json"
 
     @property
     def log(self) -> Path:

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import signal
 import threading
 import time
@@ -27,6 +26,7 @@ from m2forge.errors import EngineError
 from m2forge.forge.attempts import Agents, Attempts
 from m2forge.forge.child import Child
 from m2forge.forge.config import ForgeConfig
+from m2forge.forge.deployed import OWN_NAME, DeployedEpisodes, write_door
 from m2forge.forge.evaluation import Evaluations
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.forge.layout import Layout
@@ -52,8 +52,6 @@ from m2forge.train.checkpoint import CheckpointStore, read_position
 
 WORKER = "loop"
 """Under this name the loop holds leases; there is one loop to a run."""
-OWN_NAME = re.compile(r"g\d+-\d+-\d+|check-.*")
-"""Of episodes at the gateway: the pool's attempts, and those of checks. Others belong to deployed agents."""
 POLL_S = 0.02
 FAILED = 503
 """Status of a sampler whose engine has failed."""
@@ -96,13 +94,15 @@ class Loop:
         """Until the trainer has made all its steps and the last check is done. Interrupted, it ends all that it has
         started before it raises."""
         background: set[asyncio.Task[None]] = set()
-        servers = make_servers(self.layout)
+        servers = make_servers(self.layout, self.config.gateway.host, self.config.gateway_port)
         try:
             with _terminated_as_interrupted():
                 training = self._keep(background, self.trainer.keep())
                 await self._while_alive(background, self._wait_for_weights())
                 self._keep(background, servers.sampler.child.keep())
                 self._keep(background, servers.gateway.child.keep())
+                if self.config.pool.admit_deployed:
+                    write_door(self.layout.gateway, servers.gateway)
                 async with (
                     GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin,
                     Workers(self.config.agent, self.layout.run_dir / "agents") as workers,
@@ -122,6 +122,7 @@ class Loop:
             children = (self.trainer, servers.gateway.child, servers.sampler.child)
             await asyncio.gather(*(child.stop() for child in children))
             servers.close()
+            self.layout.gateway.unlink(missing_ok=True)
             self.pool.close()
 
     async def _roll_out(
@@ -142,6 +143,9 @@ class Loop:
         self._keep(background, self._renew(writer))
         self._keep(background, View(self.layout, self.config, self.pool, attempts.counts).show(writer))
         self._keep(background, attempts.judge_ended())
+        if self.config.pool.admit_deployed:
+            deployed = DeployedEpisodes(self.config, self.layout.journal, agents.gateway, self.pool, writer)
+            self._keep(background, deployed.watch())
         feeding = self._keep(background, self._feed(writer, attempts, agents.runner.next_task))
         self._keep(background, self.evaluations.keep(agents))
         await self._while_alive(background - {training}, training)
@@ -210,7 +214,6 @@ class Loop:
             for task, lease in self._running.items():
                 if lease.name in names:
                     task.cancel()
-            # The loop's own leases are renewed just now; deployed agents' may be over.
             await writer.run(self.pool.requeue_expired)
             while await writer.run(self.pool.sweep):
                 await asyncio.sleep(0)

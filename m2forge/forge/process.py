@@ -23,6 +23,8 @@ from m2forge.observe.log import set_up_logging
 from m2forge.train.run_dir import CONFIG_FILE
 
 MODULE = "m2forge.forge.process"
+MAX_PERF = 1.0
+"""A reward that is posted for a deployed agent's episode counts as its perf."""
 
 
 def run_trainer(run_dir: Path) -> None:
@@ -70,7 +72,11 @@ def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
     serve_gateway(
         folder,
         config.gateway.model_copy(
-            update={"journal": str(layout.journal), "records_experts": config.policy.replay == "recorded"}
+            update={
+                "journal": str(layout.journal),
+                "records_experts": config.policy.replay == "recorded",
+                "max_reward": min(config.gateway.max_reward, MAX_PERF),
+            }
         ),
         lambda: RemoteEngine(sampler_url, key=sampler_key),
         _announce,

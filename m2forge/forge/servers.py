@@ -40,14 +40,16 @@ class Servers:
         self.gateway.listener.close()
 
 
-def make_servers(layout: Layout) -> Servers:
-    """Not started yet."""
+def make_servers(layout: Layout, host: str = HOST, port: int = 0) -> Servers:
+    """Not started yet. `host` and `port`: of the gateway; port 0 takes a free one."""
 
-    def make(name: str, *arguments: str, engine_keys: tuple[str, ...] = ()) -> Server:
-        listener, key = listen(HOST, 0, BACKLOG), make_key()
+    def make(
+        name: str, *arguments: str, place: tuple[str, int] = (HOST, 0), engine_keys: tuple[str, ...] = ()
+    ) -> Server:
+        listener, key = listen(*place, BACKLOG), make_key()
         command = (MODULE, name, str(layout.run_dir), str(listener.fileno()), *arguments)
         return Server(Child(name, command, {}, layout.log, listener, keys=(key, *engine_keys)), listener, key)
 
     sampler = make("sampler")
-    gateway = make("gateway", sampler.url, engine_keys=(sampler.key,))
+    gateway = make("gateway", sampler.url, place=(host, port), engine_keys=(sampler.key,))
     return Servers(sampler, gateway)

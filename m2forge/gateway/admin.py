@@ -36,7 +36,6 @@ from m2forge.records import MAX_INT32, JsonValue, Task
 from m2forge.tree.codec import encode_tree
 
 PATH = "/episodes"
-MAX_REWARD = 1e9
 _EPISODE_FIELDS = frozenset({"task_id", "group", "budget", "sampling", "context", "task", "id"})
 _REWARD_FIELDS = frozenset({"value", "call", "choice", "id", "evidence"})
 _CLOSE_FIELDS = frozenset({"failure"})
@@ -44,8 +43,8 @@ _DELETE_FIELDS = frozenset({"ids"})
 
 
 class Admin:
-    def __init__(self, episodes: Episodes, counts: GatewayCounts) -> None:
-        self._episodes, self._counts = episodes, counts
+    def __init__(self, episodes: Episodes, counts: GatewayCounts, max_reward: float) -> None:
+        self._episodes, self._counts, self._max_reward = episodes, counts, max_reward
 
     def create(self, body: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         fields = Fields(body, _EPISODE_FIELDS)
@@ -67,7 +66,7 @@ class Admin:
 
     def reward(self, id: str, body: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         episode, fields = self._find(id), Fields(body, _REWARD_FIELDS)
-        value = fields.number("value", -MAX_REWARD, MAX_REWARD)
+        value = fields.number("value", -self._max_reward, self._max_reward)
         if value is None:
             refuse_value("value", "a number", None)
         call = _call(episode, fields)
@@ -115,6 +114,7 @@ def describe(episode: Episode) -> dict[str, JsonValue]:
     return {
         "id": episode.id,
         "task_id": episode.task_id,
+        "task": None if episode.task is None else asdict(episode.task),
         "group": episode.group,
         "created_s": episode.created_s,
         "budget": episode.budget.model_dump(),

@@ -83,7 +83,7 @@ class GatewayApp:
         self._engine, self._config = engine, config
         self._admin_hash = None if admin_key is None else hash_key(admin_key)
         self.owners = Owners(hash_key, self._admin_hash, episodes.is_key)
-        self._admin = admin.Admin(episodes, self.counts)
+        self._admin = admin.Admin(episodes, self.counts, config.max_reward)
         self._tools = tools.EpisodeTools(tool_host, config)
         self._routes = {route.dialect.path: route for route in _ROUTES}
         self._started_s = int(time.time())

@@ -13,6 +13,7 @@ A compacted journal is written beside its place and renamed; then the other one 
 there, equal in what remains, and the compacted one counts.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -64,6 +65,18 @@ def journal_ids(folder: Path) -> list[str]:
     return sorted(
         {*(path.stem.partition(_MARK)[0] for path in closed), *(path.stem for path in folder.glob(f"*{SUFFIX}"))}
     )
+
+
+def closed_marks(folder: Path) -> dict[str, tuple[str, int, int]]:
+    """Of each closed episode a mark that changes when something is appended to its journal, while a gateway may write
+    them."""
+    marks: dict[str, tuple[str, int, int]] = {}
+    for suffix in (SUFFIX, COMPACT_SUFFIX):
+        for path in folder.glob(f"{FOLDER}/*{_MARK}*{suffix}"):
+            with contextlib.suppress(FileNotFoundError):  # compacted or deleted meanwhile
+                found = path.stat()
+                marks[path.stem.partition(_MARK)[0]] = (path.name, found.st_mtime_ns, found.st_size)
+    return marks
 
 
 def write_compacted(path: Path) -> Path:

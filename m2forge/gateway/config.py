@@ -119,6 +119,8 @@ class GatewayConfig(Config):
     """A completion that takes longer is aborted, and recorded as such."""
     shutdown_s: Seconds = 30.0
     """What is in flight may finish for so long when the gateway is told to stop; then it is aborted and recorded."""
+    max_reward: Annotated[float, Field(gt=0, le=1e9)] = 1e9
+    """A reward that is posted lies between its negative and this."""
     records_experts: bool = False
     """Whether engines are asked which experts each token went to, and calls record it. Our engine alone tells."""
     logs_text: bool = False

@@ -87,9 +87,9 @@ class PoolConfig(Config):
     """Attempts of an episode whose workers may die. A worker's death says little about the episode, but one that kills
     every worker must not go on for ever."""
     admit_deployed: bool = False
-    """Whether episodes of deployed agents, which the loop did not start, are trained once their reward is there."""
+    """Whether groups of deployed agents' episodes, which the loop did not start, are trained once they are rewarded."""
     deployed_s: Seconds = 604800.0
-    """A deployed agent's episode without a reward is given up after so long."""
+    """A deployed agent's episode is given up where its whole group is not rewarded so long after it was opened."""
     difficulty_bin: Annotated[float, Field(gt=0)] = 1.0
     """Width of the bins by which submitted, trained and dropped units are counted."""
     window: WindowConfig = WindowConfig()

@@ -16,7 +16,7 @@ pool open it each for itself. Methods block; `pool/writer.py` is the way in from
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -25,10 +25,11 @@ from sqlalchemy import Connection, func, insert, select
 
 from m2forge.errors import ConfigError, M2ForgeError
 from m2forge.pool import batch as batches
+from m2forge.pool import deployed, record, retention, submission
 from m2forge.pool import queue as queues
-from m2forge.pool import record, retention, submission
 from m2forge.pool.batch import Claim, Restored, Wanted
 from m2forge.pool.config import PoolConfig
+from m2forge.pool.deployed import DeployedEpisode
 from m2forge.pool.dialect import Database
 from m2forge.pool.record import Append, Ending, Rewarding
 from m2forge.pool.schema import QUEUE_ID, SCHEMA_VERSION, episode_table, metadata, queue_table, unit_table
@@ -152,9 +153,9 @@ class Pool:
     def requeue_expired(self) -> list[Lease]:
         """Give up attempts whose workers have died; their leases. To be called again and again by one process: a lease
         is lost once this process has seen it unrenewed for `lease_s` by its own monotonic clock, so that a clock that
-        is set forwards or back loses none. A deployed agent's has to be over by the database's clock as well."""
+        is set forwards or back loses none."""
         with self.database.read() as connection:
-            until_s = queues.running(connection, self._now_s(connection))
+            until_s = queues.running(connection)
             watched = self._leases.unchanged_s(until_s)
             over = [episode for (episode, _), seconds in watched.items() if seconds > self.config.lease_s]
             leases = queues.leases_on(connection, over[:_EXPIRED_AT_ONCE])
@@ -186,11 +187,16 @@ class Pool:
 
     # -- deployed agents ---------------------------------------------------------------------------------------------
 
-    def open_deployed(self, name: str, task: Task) -> Lease:
-        """An episode of an agent that the loop did not start. Rewarded, it takes the slot of a task of its domain in a
-        batch that is put later, if the configuration admits it."""
+    def known(self, names: Collection[str]) -> set[str]:
+        """The names, among these, of episodes that the pool holds."""
+        with self.database.read() as connection:
+            return deployed.known(connection, names)
+
+    def add_deployed(self, group: str, task: Task, episodes: Sequence[DeployedEpisode]) -> None:
+        """Store rewarded attempts of an agent that the loop did not start. The group takes the slot of a task of its
+        domain in a batch that is put later, if the configuration admits it."""
         with self.database.write() as connection:
-            return submission.open_deployed(connection, self.config, name, task, self._now_s(connection))
+            deployed.add_deployed(connection, self.config, group, task, episodes, self._now_s(connection))
 
     # -- what happens to an attempt ------------------------------------------------------------------------------------
 

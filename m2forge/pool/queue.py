@@ -7,7 +7,7 @@ still sends is refused. These functions run inside the transaction that is hande
 import json
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, Row, delete, func, or_, select, tuple_, update
+from sqlalchemy import Connection, Row, delete, func, select, tuple_, update
 
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.schema import QUEUE_ID, call_table, episode_table, queue_table, unit_table
@@ -15,7 +15,6 @@ from m2forge.pool.state import (
     DropReason,
     EpisodeState,
     LeaseLostError,
-    Origin,
     StateError,
     UnitState,
     move_episodes,
@@ -160,25 +159,20 @@ def break_off(
         raise LeaseLostError(describe_loss(connection, lease))
     values = {broken.name: num_before + 1, "failure": failure}
     limit = config.max_deaths if is_death else config.max_failures
-    if unit.origin == Origin.LOOP and num_before + 1 < limit:
+    if num_before + 1 < limit:
         move_episodes(connection, EpisodeState.QUEUED, *here, **FRESH | values)
         connection.execute(delete(call_table).where(call_table.c.episode == lease.episode))
         return EpisodeState.QUEUED
     move_episodes(connection, EpisodeState.FAILED, *here, lease_until_s=None, **values)
-    reason = DropReason.FAILED if unit.origin == Origin.LOOP else DropReason.UNREWARDED
-    drop_group(connection, config, unit.group_name, reason)
+    drop_group(connection, config, unit.group_name, DropReason.FAILED)
     return EpisodeState.FAILED
 
 
-def running(connection: Connection, now_s: float) -> dict[tuple[int, int], float]:
-    """When the leases end that may have been given up: of the loop's attempts all, of deployed agents' those that are
-    over. By episode and attempt."""
-    episode, unit = episode_table.c, unit_table.c
-    query = select(episode.id, episode.attempt, episode.lease_until_s).join_from(
-        episode_table, unit_table, episode.unit == unit.id
-    )
-    is_open = or_(unit.origin == Origin.LOOP, episode.lease_until_s < now_s)
-    rows = connection.execute(query.where(episode.state == EpisodeState.RUNNING, is_open))
+def running(connection: Connection) -> dict[tuple[int, int], float]:
+    """When the leases of running attempts end, by episode and attempt."""
+    episode = episode_table.c
+    query = select(episode.id, episode.attempt, episode.lease_until_s)
+    rows = connection.execute(query.where(episode.state == EpisodeState.RUNNING))
     return {(row.id, row.attempt): row.lease_until_s for row in rows}
 
 

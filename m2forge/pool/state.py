@@ -53,8 +53,6 @@ class DropReason(StrEnum):
     STRAGGLER = "straggler"
     FAILED = "failed"
     """An episode broke as often as it may."""
-    UNREWARDED = "unrewarded"
-    """A deployed agent's episode, given up."""
     NOT_ADMITTED = "not_admitted"
     """A deployed agent's episode where those are not trained."""
 

@@ -5,7 +5,7 @@
 Places are given in the order of submission, without gaps. A unit that belongs to a stage and is dropped, for whatever
 reason, is owed: `replace` queues another task of the same stage and domain at the end of the queue. So the counts above
 hold at any moment, and training finds exactly the units that the batches of a stage were drawn with. Where deployed
-agents' episodes are trained, each takes the slot of a drawn task of its domain. These functions run inside the
+agents' groups are trained, each takes the slot of a drawn task of its domain. These functions run inside the
 transaction that is handed to them.
 """
 
@@ -16,12 +16,12 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
-from m2forge.errors import ExistsError, RecordError
+from m2forge.errors import RecordError
 from m2forge.pool.config import PoolConfig
-from m2forge.pool.queue import FRESH, QueueRow, lock_queue, num_queued, read_queue
+from m2forge.pool.queue import FRESH, QueueRow, lock_queue, num_queued
 from m2forge.pool.schema import QUEUE_ID, episode_table, note_table, queue_table, unit_table
-from m2forge.pool.state import DropReason, EpisodeState, Origin, StateError, UnitState, move_episodes
-from m2forge.pool.stored import Lease, Queued, task_text
+from m2forge.pool.state import DropReason, EpisodeState, Origin, StateError, UnitState
+from m2forge.pool.stored import Queued, task_text
 from m2forge.pool.tally import SUBMITTED, count
 from m2forge.records import Domain, Task
 
@@ -43,7 +43,7 @@ class Owed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class Slot:
     """Where a new unit stands in the curriculum."""
 
     stage: str | None
@@ -62,13 +62,13 @@ class _Added:
         self._difficulties: list[float] = []
 
     def add_group(
-        self, connection: Connection, queue: QueueRow, task: Task, num_episodes: int, size: int, slot: _Slot
+        self, connection: Connection, queue: QueueRow, task: Task, num_episodes: int, size: int, slot: Slot
     ) -> None:
         """`size`: episodes of each of its units."""
         group = f"g{self.place}"
         for first in range(0, num_episodes, size):
-            unit = _add_unit(connection, queue, Origin.LOOP, group, task, size, self.place, slot)
-            self._episodes += [_fresh(unit, f"{group}-{index}") for index in range(first, first + size)]
+            unit = add_unit(connection, queue, Origin.LOOP, group, task, size, self.place, slot)
+            self._episodes += [fresh_episode(unit, f"{group}-{index}") for index in range(first, first + size)]
             self.note(task.difficulty)
         self.names.append(group)
 
@@ -98,7 +98,7 @@ def put(
     queue, groups = lock_queue(connection), [Queued(*given) for given in tasks]
     if any(given.num_episodes < 1 for given in groups):
         raise RecordError("a group: expected one episode or more")
-    sizes = [_unit_size(config, given.num_episodes) for given in groups]
+    sizes = [unit_size(config, given.num_episodes) for given in groups]
     num_units = sum(given.num_episodes // size for given, size in zip(groups, sizes, strict=True))
     # Units that a restore returned may have filled the queue beyond its size.
     room = max(0, config.window.queue - num_queued(connection))
@@ -115,7 +115,7 @@ def put(
             added.note(difficulty)
         if len(admitted) < num_slots:
             num_left = num_episodes - len(admitted) * size
-            added.add_group(connection, queue, task, num_left, size, _Slot(stage, context=context))
+            added.add_group(connection, queue, task, num_left, size, Slot(stage, context=context))
     added.write(connection, config, note)
     return added.names
 
@@ -149,27 +149,14 @@ def replace(
         settled = update(unit_table).where(unit.group_name == debt.group, unit.is_owed).values(is_owed=False)
         if connection.execute(settled).rowcount != debt.num_units:
             raise StateError(f"{debt.group}: its {debt.num_units} units are not owed any more")
-        slot = _Slot(debt.stage, debt.num_skips, debt.context)
-        added.add_group(connection, queue, task, num_episodes, _unit_size(config, num_episodes), slot)
+        slot = Slot(debt.stage, debt.num_skips, debt.context)
+        added.add_group(connection, queue, task, num_episodes, unit_size(config, num_episodes), slot)
     added.write(connection, config, note)
     return added.names
 
 
 def read_note(connection: Connection) -> str | None:
     return connection.execute(select(note_table.c.text)).scalar_one_or_none()
-
-
-def open_deployed(connection: Connection, config: PoolConfig, name: str, task: Task, now_s: float) -> Lease:
-    """An episode that an agent outside of the loop is running, not queued."""
-    if connection.execute(select(episode_table.c.id).where(episode_table.c.name == name)).first() is not None:
-        raise ExistsError(f"episode {name} exists; an episode is opened once")
-    unit = _add_unit(connection, read_queue(connection), Origin.DEPLOYED, name, task, 1, None, _Slot(None))
-    made = insert(episode_table).values(_fresh(unit, name)).returning(episode_table.c.id)
-    episode: int = connection.execute(made).scalar_one()
-    until_s = now_s + config.deployed_s
-    where = episode_table.c.id == episode
-    move_episodes(connection, EpisodeState.RUNNING, where, attempt=1, started_s=now_s, lease_until_s=until_s)
-    return Lease(episode, unit, 1, name, name, task, "")
 
 
 def _deployed(connection: Connection) -> dict[str, list[tuple[int, float]]]:
@@ -187,11 +174,12 @@ def _cut(waiting: list[tuple[int, float]], num: int) -> tuple[list[tuple[int, fl
     return waiting[:num], waiting[num:]
 
 
-def _unit_size(config: PoolConfig, num_episodes: int) -> int:
+def unit_size(config: PoolConfig, num_episodes: int) -> int:
+    """Episodes of each unit of a group of so many."""
     return 1 if config.window.unit == "episode" else num_episodes
 
 
-def _add_unit(
+def add_unit(
     connection: Connection,
     queue: QueueRow,
     origin: Origin,
@@ -199,7 +187,7 @@ def _add_unit(
     task: Task,
     size: int,
     place: int | None,
-    slot: _Slot,
+    slot: Slot,
 ) -> int:
     values = {
         "place": place,
@@ -225,6 +213,7 @@ def _add_unit(
     return id
 
 
-def _fresh(unit: int, name: str) -> dict[str, object]:
+def fresh_episode(unit: int, name: str) -> dict[str, object]:
+    """The row of an episode that no worker has attempted."""
     counts = {"attempt": 0, "num_failures": 0, "num_deaths": 0}
     return {"name": name, "unit": unit, "state": EpisodeState.QUEUED, **counts, **FRESH}

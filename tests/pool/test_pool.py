@@ -1,12 +1,15 @@
 """The way of episodes through the pool, on both databases."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from sqlalchemy import select, update
 
 from m2forge.errors import ConfigError, ExistsError, RecordError
 from m2forge.pool.config import PoolConfig
+from m2forge.pool.delta import CallWriter
+from m2forge.pool.deployed import DeployedEpisode
 from m2forge.pool.pool import Pool
 from m2forge.pool.record import Append
 from m2forge.pool.schema import SCHEMA_VERSION, episode_table, queue_table
@@ -239,7 +242,6 @@ def test_a_clock_that_is_set_by_an_hour_loses_no_lease_and_hides_no_death(config
     with Pool(config, VOCAB_SIZE, clock=clock, monotonic=monotonic) as pool:
         pool.put([(task(), 2)])
         alive, _ = pool.lease("worker", 2)
-        pool.open_deployed("ep_a", task())
         assert pass_time(0) == []
         assert pass_time(30) == []
         clock.now_s += jump_s
@@ -249,7 +251,7 @@ def test_a_clock_that_is_set_by_an_hour_loses_no_lease_and_hides_no_death(config
             assert pool.renew([alive]) == []
             lost += pass_time(20)
         assert lost == ["g0-1-1"], "this lease was not renewed for 91 s, of which the database's clock knows nothing"
-        assert pool.counts()["running"] == 2
+        assert pool.counts()["running"] == 1
 
 
 def test_the_database_tells_the_time_of_leases(config: PoolConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,39 +350,54 @@ def test_what_is_finished_and_not_judged_is_found_again(config: PoolConfig) -> N
 # -- deployed agents ---------------------------------------------------------------------------------------------------
 
 
-def test_a_deployed_agents_episode_takes_the_slot_of_a_task_of_its_domain_once_it_is_rewarded(
-    config: PoolConfig,
-) -> None:
-    admitting = windowed(config, queue=2).model_copy(update={"admit_deployed": True})
+def deployed(seed: int, total: float) -> DeployedEpisode:
+    writer = CallWriter(VOCAB_SIZE, 0)
+    stored = tuple(writer.write(call) for call in calls(seed, 2))
+    return DeployedEpisode(f"deployed.ep{seed}.1", stored, reward(total), (0.0, total))
+
+
+@pytest.mark.parametrize("unit", ["group", "episode"])
+def test_a_deployed_agents_group_takes_the_slots_of_a_task_of_its_domain(config: PoolConfig, unit: str) -> None:
+    num_units = 1 if unit == "group" else 2
+    admitting = windowed(config, queue=2 * num_units, unit=unit).model_copy(update={"admit_deployed": True})
     with Pool(admitting, VOCAB_SIZE) as pool:
-        lease = pool.open_deployed("ep_abc", task(9))
-        with pytest.raises(ExistsError, match="ep_abc"):
-            pool.open_deployed("ep_abc", task(9))
-        record(pool, lease, calls(0, 2))
-        assert pool.put([(task(), 2)], stage="early") == ["g0"], "it has no reward yet"
-        pool.finish(lease, Outcome(reward=reward(1.0)))
+        pool.put([(task(), 2)], stage="early")
+        pool.add_deployed("deployed.a.1", task(9), [deployed(0, 1.0), deployed(1, 0.0)])
+        assert pool.counts()[EpisodeState.FINISHED] == 2
         play_all(pool)
-        assert pool.claim(1, version(0)) is not None
+        assert pool.claim(num_units, version(0)) is not None, "what was queued before it"
         drawn = [(task(1, domain=Domain.CODING), 2), (task(2), 2)]
-        assert pool.put(drawn, stage="early") == ["g1"]
-        claimed = pool.claim(1, version(0), {"early/agent": 1})
+        assert len(pool.put(drawn, stage="early")) == 1
+        claimed = pool.claim(num_units, version(0), {"early/agent": num_units})
         assert claimed is not None
-        (unit,) = pool.fetch(claimed)
-        assert (unit.place, unit.episodes[0].name, unit.episodes[0].task) == (2, "ep_abc", task(9))
+        episodes = [episode for unit in pool.fetch(claimed) for episode in unit.episodes]
+        assert [episode.name for episode in episodes] == ["deployed.ep0.1", "deployed.ep1.1"]
+        assert all(episode.task == task(9) for episode in episodes)
+        assert [episode.step_rewards for episode in episodes] == [(0.0, 1.0), (0.0, 0.0)]
+        assert episodes[1].episode().calls == tuple(calls(1, 2))
 
 
-def test_deployed_agents_episodes_are_left_out_by_default_and_given_up_without_a_reward(config: PoolConfig) -> None:
-    clock = Clock()
-    with Pool(config, VOCAB_SIZE, clock=clock, monotonic=clock) as pool:
-        rewarded, silent = pool.open_deployed("ep_a", task()), pool.open_deployed("ep_b", task())
-        pool.finish(rewarded, Outcome(reward=reward(1.0)))
+def test_a_deployed_agents_episode_is_stored_once_and_its_group_whole_or_not_at_all(config: PoolConfig) -> None:
+    admitting = config.model_copy(update={"admit_deployed": True})
+    with Pool(admitting, VOCAB_SIZE) as pool:
+        pool.add_deployed("deployed.a.1", task(), [deployed(0, 1.0), deployed(1, 0.0)])
+        with pytest.raises(ExistsError, match="ep1"):
+            pool.add_deployed("deployed.b.2", task(), [deployed(2, 1.0), deployed(1, 0.0)])
+        broken = replace(deployed(3, 1.0), step_rewards=(1.0,))
+        with pytest.raises(RecordError, match="expected one per call, 2, received 1"):
+            pool.add_deployed("deployed.c.3", task(), [deployed(2, 1.0), broken])
+        names = [deployed(seed, 0.0).name for seed in range(4)]
+        assert pool.known(names) == set(names[:2])
+
+
+def test_deployed_agents_groups_are_left_out_by_default_and_without_signal(config: PoolConfig) -> None:
+    with Pool(config, VOCAB_SIZE) as pool:
+        pool.add_deployed("deployed.a.1", task(), [deployed(0, 1.0), deployed(1, 0.0)])
         assert pool.put([(task(), 2)]) == ["g0"]
-        clock.now_s += config.deployed_s + 1
-        assert pool.requeue_expired() == []
-        clock.now_s += config.lease_s + 1
-        assert pool.requeue_expired() == [silent]
-        tally = pool.tally()
-        assert tally.total(dropped(DropReason.NOT_ADMITTED)) == tally.total(dropped(DropReason.UNREWARDED)) == 1
+        assert pool.tally().total(dropped(DropReason.NOT_ADMITTED)) == 1
+    with Pool(config.model_copy(update={"admit_deployed": True}), VOCAB_SIZE) as pool:
+        pool.add_deployed("deployed.b.2", task(), [deployed(2, 1.0), deployed(3, 1.0)])
+        assert pool.tally().total(dropped(DropReason.NO_SIGNAL)) == 1
 
 
 def test_a_pool_of_another_vocabulary_is_refused(config: PoolConfig) -> None:
