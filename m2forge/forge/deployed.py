@@ -4,9 +4,9 @@
 
 An operator opens the episodes, with the admin key. Those of one task that name the same `group` are trained together:
 what one is worth is told by the others. As soon as `group_size` of them are closed and rewarded, the loop stores them
-in the pool in one transaction, and then deletes the gateway's copies. Killed in between, it finds their names in the
-pool when it starts again, and deletes the copies alone. The name of an episode in the pool holds the time at which it
-was opened, so that an id may be used again.
+in the pool in one transaction, waits for the disk, and then deletes the gateway's copies. Killed in between, it finds
+their names in the pool when it starts again, and deletes the copies alone. The name of an episode in the pool holds the
+time at which it was opened, so that an id may be used again.
 
     perf of an episode     the sum of its rewards for the whole
     r_t of a call          the sum of the rewards for that call, and at the last one perf besides
@@ -107,7 +107,7 @@ class DeployedEpisodes:
         rewarded = [found for found in self._closed.values() if found.is_rewarded]
         names = {found.name: found.id for found in rewarded}
         known = await self._writer.run(self._pool.known, list(names)) if names else set()
-        await self._forget([names[name] for name in known])
+        await self._forget_stored([names[name] for name in known])
         await self._forget_old()
         num_stored = 0
         for members in self._whole_groups():
@@ -167,7 +167,7 @@ class DeployedEpisodes:
         await self._writer.run(self._pool.add_deployed, group, task, episodes)
         rewards = [episode.reward.total for episode in episodes]
         _log.info("stored %d episodes of a deployed agent, group %s: rewards %s", len(rewards), group, rewards)
-        await self._forget([found.id for found in members])
+        await self._forget_stored([found.id for found in members])
         return True
 
     def _sampling_problem(self, trees: Sequence[TokenTree]) -> str | None:
@@ -192,6 +192,12 @@ class DeployedEpisodes:
         ids = [found.id for found in members]
         _log.warning("episodes of a deployed agent cannot be trained (%s): %s", ", ".join(ids), reason)
         self._refused.update(ids)
+
+    async def _forget_stored(self, ids: Collection[str]) -> None:
+        if ids:
+            # A loss of power must not take the pool's copy after the gateway's is gone.
+            await self._writer.run(self._pool.flush)
+        await self._forget(ids)
 
     async def _forget(self, ids: Collection[str]) -> None:
         if ids:

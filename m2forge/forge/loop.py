@@ -143,16 +143,16 @@ class Loop:
         self._keep(background, self._renew(writer))
         self._keep(background, View(self.layout, self.config, self.pool, attempts.counts).show(writer))
         self._keep(background, attempts.judge_ended())
+        feeding = {self._keep(background, self._feed(writer, attempts, agents.runner.next_task))}
         if self.config.pool.admit_deployed:
             deployed = DeployedEpisodes(self.config, self.layout.journal, agents.gateway, self.pool, writer)
-            self._keep(background, deployed.watch())
-        feeding = self._keep(background, self._feed(writer, attempts, agents.runner.next_task))
+            feeding.add(self._keep(background, deployed.watch()))
         self._keep(background, self.evaluations.keep(agents))
         await self._while_alive(background - {training}, training)
-        await cancel_all({feeding, *self._running})
+        await cancel_all(feeding | set(self._running))
         self.slots.end_training()
         last = self.evaluations.last(agents, self._serves_newest)
-        await self._while_alive(background - {training, feeding}, last)
+        await self._while_alive(background - {training, *feeding}, last)
 
     def _keep(self, background: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

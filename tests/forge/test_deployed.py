@@ -205,6 +205,27 @@ def test_a_loop_that_dies_stores_each_episode_once_and_loses_none(
     looking(tmp_path, scene)
 
 
+def test_the_gateways_copies_are_deleted_when_the_disk_has_the_pools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_left = list[tuple[int, int]]()
+    flush = Pool.flush
+
+    def note(pool: Pool) -> None:
+        flush(pool)
+        num_left.append((len(list((tmp_path / "journal" / "closed").iterdir())), len(stored(pool))))
+
+    def scene(operator: Operator, pool: Pool, look: Look) -> None:
+        operator.play("a", 1.0)
+        operator.play("b", 0.0)
+        assert look() == 1
+        assert num_left == [(2, 2)]
+        assert not list((tmp_path / "journal" / "closed").iterdir())
+
+    monkeypatch.setattr(Pool, "flush", note)
+    looking(tmp_path, scene)
+
+
 def test_rewards_of_calls_are_credited_to_them(tmp_path: Path) -> None:
     def scene(operator: Operator, pool: Pool, look: Look) -> None:
         operator.play("a", 1.0)

@@ -1,6 +1,7 @@
 """Sampler and gateway of a run, as the loop starts them: their keys are in no place that an agent can read."""
 
 import asyncio
+import socket
 from pathlib import Path
 
 import httpx2
@@ -44,6 +45,15 @@ def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
     assert not processes_of(layout.run_dir)
     assert not keys_in(servers, *(path.read_bytes() for path in layout.run_dir.rglob("*") if path.is_file()))
+
+
+def test_the_gateway_listens_where_the_run_says(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = taken.getsockname()[1]
+    servers = make_servers(Layout(tmp_path), "127.0.0.2", port)
+    assert servers.gateway.url == f"http://127.0.0.2:{port}"
+    assert servers.sampler.url.startswith("http://127.0.0.1:")
+    servers.close()
 
 
 async def check_doors(servers: Servers) -> None:
