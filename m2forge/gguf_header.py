@@ -22,7 +22,7 @@ Value = Scalar | list[Scalar]
 
 VERSIONS = (2, 3)
 MAX_ITEMS = 1 << 24
-"""Of all arrays in the metadata together. The largest vocabularies, with their merges, have about a million."""
+"""Items of all arrays in the metadata together. The largest vocabularies, with their merges, have about a million."""
 MAX_DIMENSIONS = 4
 
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -39,7 +39,7 @@ class StoredTensor(NamedTuple):
     kind: int
     """The number of its type, which says how values are quantised."""
     start: int
-    """Of its bytes in the file."""
+    """Position of its bytes in the file."""
 
 
 class GGUFHeader(NamedTuple):

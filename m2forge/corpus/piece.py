@@ -15,7 +15,7 @@ class Piece(NamedTuple):
     """The next tokens to read of a document. It is read from `first` to its end, then from its start to `first`."""
 
     number: int
-    """Of the document in its stream's order of reading, counted over all epochs."""
+    """The document's number in its stream's order of reading, counted over all epochs."""
     shard: int
     """Which shard of the set."""
     begin: int
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Of the piece's first token in the document."""
+        """Position of the piece's first token in the document."""
         return (self.first + self.taken) % self.size
 
 

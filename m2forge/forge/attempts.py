@@ -206,7 +206,7 @@ class Attempts:
         # One thread: several that compute would keep the event loop waiting for the interpreter's lock.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="episodes")
         self._num_deaths: Counter[int] = Counter()
-        """Of workers, by the episode that they attempted."""
+        """Deaths of workers, by the episode that they attempted."""
         self.counts = AttemptCounts()
 
     async def run(self, lease: Lease) -> None:

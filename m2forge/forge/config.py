@@ -81,7 +81,7 @@ class CheckConfig(Config):
     """0: never."""
     seed: int = 1
     share: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """Of the agents' slots, those that an evaluation takes while training goes on with the rest; at least one. Before
+    """Share of the agents' slots that an evaluation takes while training uses the rest; at least one slot. Before
     the first step and after the last it takes all."""
     pin: bool = False
     """Whether weight updates wait for the end of an evaluation, so that one policy version is evaluated. Training

@@ -91,7 +91,7 @@ class DeployedEpisodes:
         self._config, self._journal, self._gateway, self._pool, self._writer = config, journal, gateway, pool, writer
         self._clock = clock
         self._marks: dict[str, tuple[str, int, int]] = {}
-        """Of journals, when their episodes were last looked at."""
+        """The mark of each journal when its episode was last looked at."""
         self._closed: dict[str, Closed] = {}
         self._refused: set[str] = set()
         """Ids of episodes that cannot be trained; the reason was logged."""
@@ -229,6 +229,6 @@ def make_episode(found: Closed, tree: TokenTree, vocab_size: int) -> DeployedEpi
 
 
 def write_door(path: Path, gateway: Server) -> None:
-    """Where operators find the gateway, and its admin key; nobody but the owner may read it."""
+    """Where operators find the gateway, and its admin key; only the owner may read it."""
     write_atomic(path, json.dumps({"url": gateway.url, "key": gateway.key}) + "\n", mode=0o600)
     _log.info("deployed agents' episodes: the gateway serves on %s, its admin key is in %s", gateway.url, path)

@@ -23,7 +23,7 @@ from m2forge.records import PolicyVersion
 
 POLL_S = 0.02
 MAX_REPEATS = 3
-"""Of a pinned evaluation that saw several versions."""
+"""How often a pinned evaluation that saw several versions is repeated."""
 
 _log = logging.getLogger(__name__)
 

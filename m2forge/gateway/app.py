@@ -59,7 +59,7 @@ _ROUTES = (
     Route("messages", MESSAGES, "msg_", "toolu_"),
 )
 _TIDY_S = 0.5
-"""How long journals are compacted before somebody looks whether to stop."""
+"""How long journals are compacted before the gateway checks whether to stop."""
 _EPISODE_ACTIONS = ("reward", "close", "take")
 """That an admin posts."""
 

@@ -68,7 +68,7 @@ def journal_ids(folder: Path) -> list[str]:
 
 
 def closed_marks(folder: Path) -> dict[str, tuple[str, int, int]]:
-    """Of each closed episode a mark that changes when something is appended to its journal, while a gateway may write
+    """A mark for each closed episode that changes when something is appended to its journal, while a gateway may write
     them."""
     marks: dict[str, tuple[str, int, int]] = {}
     for suffix in (SUFFIX, COMPACT_SUFFIX):
@@ -99,7 +99,7 @@ def compacted(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _without_texts(path: PathRecord) -> PathRecord:
-    """Of turns the roles and places remain: which tokens a prompt shares with which is told by them."""
+    """Roles and positions of turns remain: they say which tokens prompts share."""
     turns = tuple(replace(turn, message=Message(turn.message.role)) for turn in path.turns)
     return replace(path, tools=_digested(path.tools), turns=turns)
 

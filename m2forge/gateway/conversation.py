@@ -31,7 +31,7 @@ class _Turn:
     called: set[str] = field(default_factory=set)
     """Ids of the calls."""
     answered: set[str] = field(default_factory=set)
-    """Of these, those of calls that have their results."""
+    """Those among them whose calls have their results."""
 
     def message(self) -> Message:
         return Message("assistant", "".join(self.content), "".join(self.thinking), tuple(self.calls))

@@ -90,7 +90,7 @@ class Episode:
         self.closed: Closed | None = None
         self.journal, self._clock, self._on_close = journal, clock, on_close
         self._monotonic, self._since_s, self._elapsed_s = monotonic, monotonic(), 0.0
-        """Of its time, what had passed when this process took it up, and when that was by the monotonic clock: a wall
+        """Seconds spent when this process took the episode up, and when that was by the monotonic clock: a wall
         clock that is set spends no budget."""
         self._active_s = self._on_monotonic(created.created_s)
         self._running: set[Request] = set()

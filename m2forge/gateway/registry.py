@@ -74,7 +74,7 @@ class Episodes:
         """By the hashes of keys: episodes in memory, and those that can be read again."""
         self._key_of_id: dict[str, str] = {}
         self._uncompacted: dict[str, None] = {}
-        """Closed ones whose journals hold texts that nobody can ask for."""
+        """Closed episodes whose journals still hold texts that no request can return."""
         if folder is not None:
             for id, key_hash, is_compact in list_closed(folder):
                 self._know(id, key_hash)

@@ -9,7 +9,7 @@ import torch
 HEAD_DIMS = (16, 32, 64, 128)
 """That the kernels of attention over trees and over a paged cache take."""
 EXPERT_MULTIPLE = 64
-"""Of hidden size and expert width, in the kernels of experts for few tokens."""
+"""Hidden size and expert width are multiples of this in the kernels of experts for few tokens."""
 
 
 def tree_kernel_serves(dtype: torch.dtype, head_dim: int) -> bool:

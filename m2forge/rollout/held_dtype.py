@@ -22,11 +22,11 @@ from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 
 VOCAB_SIZE = 512
-"""Of the probe, whatever the network's own: embedding and head are products as others are."""
+"""Vocabulary of the probe, whatever the network's own: embedding and head are products as others are."""
 NUM_REQUESTS, NUM_PROMPT, NUM_NEW = 8, 16, 8
 REPEATS = 3
 MEMORY_SHARE = 0.5
-"""Of the available memory that the weights may take as float32: the KV cache and the cast need some too."""
+"""Share of the available memory that the weights may take as float32: the KV cache and the cast need some too."""
 
 _log = logging.getLogger(__name__)
 

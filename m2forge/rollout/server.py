@@ -3,7 +3,7 @@
     POST /generate   a prompt in (see `wire`), its chunks out: a line of JSON for each, as server-sent events if the
                      client accepts those, or {"samples": [...]} at the end if it asks for "stream": false
     POST /weights    {"folder", "version": {"lineage", "step", "branch"}}: load the weights of a folder of this machine
-    GET  /health     the version and how much is under way; 503 once the engine has failed, until `serve` ends
+    GET  /health     the version and the number of running requests; 503 once the engine has failed, until `serve` ends
     GET  /metrics    counters, in the text format of Prometheus
 
 Every route asks for the server's key, and for what else `guard` says. A prompt that cannot be served is answered 400

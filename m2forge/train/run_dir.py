@@ -17,7 +17,7 @@ from m2forge.errors import ConfigError, ExistsError
 
 CONFIG_FILE, LOCK_FILE = "config.toml", "lock"
 MODE = 0o700
-"""Of a run's directory: what agents and models wrote, and what the pool holds, are their owner's alone."""
+"""A run's directory is its owner's alone: it holds the pool and what agents and models wrote."""
 FREE = ("train.machine", "train.checkpoint")
 """Tables that may change between starts."""
 RENAMED = {"policy.router_bias": "train.router_bias"}
