@@ -33,7 +33,7 @@ PACE_MS = 10.0
 HEALTH_EVERY_S = 0.02
 HEALTH_P99_MS = 50.0
 STREAM_SHARE = 0.8
-"""Of the streams that the well-behaved client gets from a quiet gateway."""
+"""Least share of the streams that the well-behaved client gets from a quiet gateway."""
 
 
 @contextmanager

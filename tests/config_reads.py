@@ -64,7 +64,7 @@ def _either(kinds: list[Kind]) -> Kind:
 
 
 def members(kind: Kind) -> list[Kind]:
-    """Of a union, its alternatives; annotations taken off."""
+    """The alternatives of a union, without annotations."""
     origin = _origin(kind)
     if origin is typing.Annotated:
         return members(typing.get_args(kind)[0])

@@ -293,8 +293,8 @@ class Pool:
             batches.mark_durable(connection, version)
 
     def restore(self, version: PolicyVersion) -> Restored:
-        """The weights are those of a checkpoint: units that they have not learnt return to their places, and batches
-        under way are refused when they are committed. A pool that is behind the checkpoint is refused."""
+        """The weights are those of a checkpoint: units that they have not learnt return to the queue, and batches that
+        were claimed before are refused when they are committed. A pool that is behind the checkpoint is refused."""
         with self.database.write() as connection:
             restored = batches.restore(connection, self.config, version)
         if restored.num_gone:

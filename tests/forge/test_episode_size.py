@@ -57,7 +57,7 @@ def long_tree(vocab_size: int) -> TokenTree:
 
 
 def longest_stall_s(folder: Path) -> float:
-    """Of the event loop, while an episode of 2,000 calls is stored and judged."""
+    """The longest stall of the event loop while an episode of 2,000 calls is stored and judged."""
     format = minimax()
     vocab_size = format.tokenizer.vocab_size
     tree, judged = long_tree(vocab_size), list[tuple[Task, float]]()
@@ -100,3 +100,43 @@ def test_an_episode_of_2000_calls_is_stored_and_judged_beside_a_running_event_lo
     for folder in folders:
         folder.mkdir()
     assert any(longest_stall_s(folder) < 0.1 for folder in folders)
+
+
+class SlowVerifier(OneLongEpisode):
+    """Gives its verdict when it may."""
+
+    def __init__(self, tree: TokenTree, may_judge: asyncio.Event) -> None:
+        super().__init__(tree)
+        self._may_judge = may_judge
+
+    async def verify(self, task: Task, answer: str) -> Verdict:
+        await self._may_judge.wait()
+        return await super().verify(task, answer)
+
+
+def test_an_attempt_ends_before_its_group_is_judged(tmp_path: Path) -> None:
+    """Its lease is over when it is stored, and renewing leases must not cancel a slow verdict."""
+    format, judged = minimax(), list[tuple[Task, float]]()
+    task = TaskSet(find_family("chain"), "train", 0).next(1, 3)
+
+    async def scene(pool: Pool) -> None:
+        may_judge = asyncio.Event()
+        agents = cast(Agents, SlowVerifier(TokenTree(pool.vocab_size), may_judge))
+        async with PoolWriter(pool) as writer:
+            attempts = Attempts(
+                agents, pool, writer, Judge(RewardConfig()), format, lambda *group: judged.append(group)
+            )
+            pool.put([(task, 1)])
+            (lease,) = pool.lease("loop", 1)
+            judging = asyncio.create_task(attempts.judge_ended())
+            async with asyncio.timeout(5.0):
+                await attempts.run(lease)
+                assert not judged
+                may_judge.set()
+                while not judged:
+                    await asyncio.sleep(0.01)
+            judging.cancel()
+
+    with Pool(PoolConfig(url=f"sqlite:///{tmp_path / 'pool.db'}"), format.tokenizer.vocab_size) as pool:
+        asyncio.run(scene(pool))
+    assert [found.id for found, _ in judged] == [task.id]
