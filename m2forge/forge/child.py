@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,18 +40,17 @@ class Child:
         self,
         name: str,
         command: Sequence[str],
-        env: Mapping[str, str],
         log_folder: Path,
         listener: socket.socket | None = None,
         is_done: Callable[[], bool] = lambda: False,
         keys: Sequence[str] = (),
     ) -> None:
-        """`command`: module and arguments. `env`: on top of this process's own. `listener`: what it listens on.
-        `is_done`: whether its work is complete once it exits with 0; a server's never is. `keys`: the lines of its
-        standard input, a pipe, because its arguments and its environment are visible to agents."""
+        """`command`: module and arguments. `listener`: what it listens on. `is_done`: whether its work is complete
+        once it exits with 0; a server's never is. `keys`: the lines of its standard input, a pipe, because its
+        arguments and its environment are visible to agents."""
         self.name = name
         self.num_starts = 0
-        self._command, self._env = tuple(command), dict(env)
+        self._command = tuple(command)
         self._keys = "".join(f"{key}\n" for key in keys).encode()
         self._kept = () if listener is None else (listener.fileno(),)
         self._log_path = log_folder / f"{name}.log"
@@ -86,7 +85,6 @@ class Child:
                 stdin=asyncio.subprocess.PIPE if self._keys else asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | self._env,
                 pass_fds=self._kept,
                 # Ctrl-C is for the loop, which then ends the others.
                 start_new_session=True,

@@ -37,6 +37,7 @@ from m2forge.forge.supply import Supply
 from m2forge.forge.view import View
 from m2forge.forge.worker import Workers
 from m2forge.gateway.closed_journal import journal_ids
+from m2forge.model.folder import CONFIG_FILE as WEIGHTS_CONFIG
 from m2forge.model.folder import read_config
 from m2forge.pool.pool import Pool
 from m2forge.pool.state import StateError
@@ -78,7 +79,7 @@ class Loop:
         self.evaluations = Evaluations(config, layout, self.slots, lambda: self.served)
         self._running: dict[asyncio.Task[None], Lease] = {}
         command = (MODULE, "trainer", str(self.layout.run_dir))
-        self.trainer = Child("trainer", command, {}, self.layout.log, is_done=lambda: is_trained(layout, config))
+        self.trainer = Child("trainer", command, self.layout.log, is_done=lambda: is_trained(layout, config))
 
     def _refuse_lost_commits(self) -> None:
         newest = CheckpointStore(self.layout.checkpoints, self.config.train.checkpoint).newest()
@@ -242,8 +243,13 @@ class Loop:
             response = await http.post("/weights", json=body)
         except httpx2.TransportError:
             return False
-        if not response.is_success and response.status_code != FAILED and folder.exists():
-            raise EngineError(f"the sampler refused version {version.step}: {response.text[:500]}")
+        # A version that the trainer is removing lacks its configuration first; the newest one is sent next.
+        if not response.is_success and response.status_code != FAILED and (folder / WEIGHTS_CONFIG).exists():
+            raise EngineError(
+                f"the sampler refused version {version.step} in {folder} with status {response.status_code}: "
+                f"{response.text[:500]}. See {self.layout.log / 'sampler.log'}, repair the cause, then start the run "
+                "again"
+            )
         return response.is_success
 
     # -- now and then --------------------------------------------------------------------------------------------------

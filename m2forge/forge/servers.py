@@ -48,7 +48,7 @@ def make_servers(layout: Layout, host: str = HOST, port: int = 0) -> Servers:
     ) -> Server:
         listener, key = listen(*place, BACKLOG), make_key()
         command = (MODULE, name, str(layout.run_dir), str(listener.fileno()), *arguments)
-        return Server(Child(name, command, {}, layout.log, listener, keys=(key, *engine_keys)), listener, key)
+        return Server(Child(name, command, layout.log, listener, keys=(key, *engine_keys)), listener, key)
 
     sampler = make("sampler")
     gateway = make("gateway", sampler.url, place=(host, port), engine_keys=(sampler.key,))

@@ -7,6 +7,7 @@ Where the curriculum stands is stored with the tasks that it gave, in one transa
 comes twice.
 """
 
+import logging
 from collections.abc import Callable
 
 from m2forge.forge.config import ForgeConfig
@@ -16,6 +17,8 @@ from m2forge.pool.stored import Queued
 from m2forge.pool.writer import PoolWriter
 from m2forge.records import Task
 from m2forge.tasks.curriculum import Curriculum, Draw
+
+_log = logging.getLogger(__name__)
 
 
 class Supply:
@@ -53,11 +56,18 @@ class Supply:
         owed = await self._writer.run(self._pool.owed)
         if not owed:
             return False
+        before = self.curriculum.state()
         is_whole = self._config.pool.window.unit == "group"
         given: list[tuple[Task, int]] = []
         for debt in owed:
             drawn = await self.curriculum.draw_task(debt.stage, debt.domain, self._draw)
             given.append((drawn.task, self._config.group_size if is_whole else debt.num_units))
         pairs = zip(owed, given, strict=True)
-        await self._writer.run(self._pool.replace, [(debt, *item) for debt, item in pairs], self._note())
+        try:
+            await self._writer.run(self._pool.replace, [(debt, *item) for debt, item in pairs], self._note())
+        except StateError as error:
+            # The trainer drops units of its own accord while tasks are drawn: the replacements are drawn again.
+            _log.info("what is owed has changed, so its replacements are drawn again: %s", error)
+            self.curriculum.restore(before)
+            return False
         return True

@@ -192,7 +192,10 @@ def describe_untrained(units: Sequence[StoredUnit], problems: Sequence[Problem],
     if num_empty:
         told.append(f"{num_empty} of {num_episodes} episodes recorded no completion call")
     why = "; ".join(told) or "every recorded completion is empty"
-    return f"step {version.step + 1}: nothing in the batch of {num_episodes} episodes can be trained: {why}"
+    return (
+        f"step {version.step + 1}: nothing in the batch of {num_episodes} episodes can be trained: {why}. Check what "
+        "agents ask for, `agent.sampling`, `agent.budget` and the limits under `policy`, then start the run again"
+    )
 
 
 def _wait_for(claim: Callable[[], Claim | None]) -> Claim:

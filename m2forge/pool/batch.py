@@ -1,4 +1,4 @@
-"""Ready units in the order of the window in, batches out; committed with the version that they trained, or returned.
+"""Ready units in the order of the window in, batches out; committed with the version that they trained.
 
     claim      units of the window → training, in one transaction; two processes never get the same unit
     commit     → trained, with the policy version, in one transaction; a batch is committed once, a step has one batch
@@ -189,31 +189,28 @@ def commit(connection: Connection, config: PoolConfig, claimed: Claim, version: 
     queue = lock_queue(connection)
     _check_lineage(queue, version)
     if claimed.epoch != queue.epoch:
-        raise StateError(f"batch {claimed.id} was claimed before the pool was restored; its units are claimed anew")
+        raise StateError(f"batch {claimed.id} was claimed before the pool was restored; claim another batch")
     if version.step <= queue.step:
-        raise StateError(f"step {version.step} of {version.lineage} is committed; expected one after {queue.step}")
+        raise StateError(
+            f"step {version.step} of {version.lineage!r} is committed; commit a batch as step {queue.step + 1}, or "
+            "restore the pool to the version that the weights are at"
+        )
     batch, unit, episode = batch_table.c, unit_table.c, episode_table.c
     named = {"lineage": version.lineage, "step": version.step}
     closing = update(batch_table).where(batch.id == claimed.id, batch.is_open).values(is_open=False, **named)
     if connection.execute(closing).rowcount != 1:
-        raise StateError(f"batch {claimed.id} is committed already, or was returned")
+        raise StateError(f"batch {claimed.id} is committed already; claim another batch")
     rows = connection.execute(select(unit.id, unit.difficulty).where(unit.batch == claimed.id)).all()
     ids = [row.id for row in rows]
     moved = move_units(connection, UnitState.TRAINED, unit.id.in_(ids), **named)
     move_episodes(connection, EpisodeState.TRAINED, episode.unit.in_(ids))
     if moved != len(claimed.units):
-        raise StateError(f"batch {claimed.id}: {moved} of {len(claimed.units)} units are still its own")
+        raise StateError(
+            f"batch {claimed.id}: {moved} of {len(claimed.units)} units are still its own; restore the pool to the "
+            "version that the weights are at, and claim another batch"
+        )
     connection.execute(update(queue_table).values(named))
     count(connection, TRAINED, [row.difficulty for row in rows], config.difficulty_bin)
-
-
-def return_batch(connection: Connection, claimed: Claim) -> None:
-    """Nothing came of it: its units are ready again, in their old places."""
-    lock_queue(connection)
-    batch = batch_table.c
-    closing = update(batch_table).where(batch.id == claimed.id, batch.is_open, batch.epoch == claimed.epoch)
-    if connection.execute(closing.values(is_open=False)).rowcount == 1:
-        _return(connection, unit_table.c.batch == claimed.id)
 
 
 def restore(connection: Connection, config: PoolConfig, version: PolicyVersion) -> Restored:
@@ -278,6 +275,6 @@ def refuse_behind(queue: QueueRow, version: PolicyVersion) -> None:
 def _check_lineage(queue: QueueRow, version: PolicyVersion) -> None:
     if queue.lineage not in (None, version.lineage):
         raise StateError(
-            f"the pool follows the weights of {queue.lineage!r}, received a version of {version.lineage!r}; restore it "
-            "to that version first"
+            f"the pool follows the weights of {queue.lineage!r}, received a version of {version.lineage!r}; restore "
+            f"the pool to a version of {version.lineage!r} first, or use the pool of that run"
         )

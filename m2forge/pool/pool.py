@@ -277,11 +277,6 @@ class Pool:
         with self.database.write() as connection:
             batches.commit(connection, self.config, claimed, version)
 
-    def return_batch(self, claimed: Claim) -> None:
-        """The batch will not be trained by who claimed it."""
-        with self.database.write() as connection:
-            batches.return_batch(connection, claimed)
-
     def flush(self) -> None:
         """Wait until all that was committed is on disk. A checkpoint is written after this: one that outlived the
         commits of its steps in a loss of power would train their units a second time."""

@@ -148,7 +148,9 @@ def replace(
             raise RecordError(f"{debt.group}: expected a task of the domain {debt.domain}, received {task.domain}")
         settled = update(unit_table).where(unit.group_name == debt.group, unit.is_owed).values(is_owed=False)
         if connection.execute(settled).rowcount != debt.num_units:
-            raise StateError(f"{debt.group}: its {debt.num_units} units are not owed any more")
+            raise StateError(
+                f"{debt.group}: other units than these {debt.num_units} are owed by now; read `owed` again"
+            )
         slot = Slot(debt.stage, debt.num_skips, debt.context)
         added.add_group(connection, queue, task, num_episodes, unit_size(config, num_episodes), slot)
     added.write(connection, config, note)

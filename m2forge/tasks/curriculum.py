@@ -9,7 +9,7 @@ What comes next depends on the seed, the configuration and the pass rates in the
 curriculum made with it goes on exactly.
 
     curriculum = Curriculum(config)
-    for assignment in curriculum.next_batch():
+    for assignment in await curriculum.draw_batch(runner.next_task):
         ...
         curriculum.record(assignment.task, pass_rate=0.25)
 """
@@ -22,10 +22,10 @@ from m2forge.errors import ConfigError, RecordError
 from m2forge.records import Domain, JsonValue, Task
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.config import CurriculumConfig, FamilyConfig, StageConfig
-from m2forge.tasks.family import Family, family_name
+from m2forge.tasks.family import family_name
 from m2forge.tasks.mixture import Mixture
 from m2forge.tasks.pace import Pace
-from m2forge.tasks.task_set import Split, TaskSet
+from m2forge.tasks.task_set import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +56,12 @@ Draw: TypeAlias = Callable[[str, Split, int, int, int, int], Awaitable[Task]]
 
 
 class Curriculum:
-    def __init__(
-        self,
-        config: CurriculumConfig,
-        *,
-        families: Mapping[str, Family] | None = None,
-        state: Mapping[str, JsonValue] | None = None,
-    ) -> None:
-        """`families`: in place of those of the catalog, or beside them. `state`: that of an earlier curriculum."""
+    def __init__(self, config: CurriculumConfig, *, state: Mapping[str, JsonValue] | None = None) -> None:
+        """`state`: that of an earlier curriculum."""
         self._config = config
-        self._families = dict(families or {})
         for stage in config.stages:
-            self._check(stage)
-        self._positions = dict.fromkeys(sorted(self._families), 0)
+            _check(stage)
+        self._positions = dict.fromkeys(sorted(config.family_names), 0)
         """How many tasks of each family were taken."""
         self._paces: dict[str, Pace] = {}
         self._turns = dict.fromkeys(Domain, 0)
@@ -89,16 +82,8 @@ class Curriculum:
         """Of each family of the stage at those difficulties; None where none has been counted."""
         return {name: self._paces[name].pass_rate for name in self.levels()}
 
-    def next_batch(self) -> list[Assignment]:
-        """Drawn in this process."""
-        batch = []
-        for choice in self._choose_batch():
-            tasks = TaskSet(self._families[choice.family], "train", self._config.seed, choice.position)
-            batch.append(Assignment(tasks.next(choice.lowest, choice.highest), choice.context, choice.stage))
-        return batch
-
     async def draw_batch(self, draw: Draw) -> list[Assignment]:
-        """The same batch, drawn by `draw`, as `TaskRunner.next_task` does. What it holds is chosen before the first
+        """The next batch, drawn by `draw`, as `TaskRunner.next_task` does. What it holds is chosen before the first
         await, so that pass rates that are recorded meanwhile count for the next one."""
         return [await self._draw(choice, draw) for choice in self._choose_batch()]
 
@@ -184,19 +169,19 @@ class Curriculum:
             if name in self._paces and isinstance(pace, Mapping):
                 self._paces[name].restore(pace)
 
-    def _check(self, stage: StageConfig) -> None:
-        """Find the stage's families; refuse those of another domain, or without the difficulties asked for."""
-        for domain, settings in stage.domains.items():
-            for wanted in settings.families:
-                family = self._families.get(wanted.name) or find_family(wanted.name)
-                self._families[wanted.name] = family
-                place = f"stages: {stage.name}: domains: {domain}: {wanted.name}"
-                if family.domain != domain:
-                    raise ConfigError(f"{place}: its tasks belong to the domain {family.domain}; name it there")
-                for level in wanted.difficulty:
-                    if level not in family.levels:
-                        lowest, highest = family.levels[0], family.levels[-1]
-                        raise ConfigError(f"{place}: difficulty: expected {lowest} to {highest}, received {level}")
+
+def _check(stage: StageConfig) -> None:
+    """Refuse families of another domain, or without the difficulties asked for."""
+    for domain, settings in stage.domains.items():
+        for wanted in settings.families:
+            family = find_family(wanted.name)
+            place = f"stages: {stage.name}: domains: {domain}: {wanted.name}"
+            if family.domain != domain:
+                raise ConfigError(f"{place}: its tasks belong to the domain {family.domain}; name it there")
+            for level in wanted.difficulty:
+                if level not in family.levels:
+                    lowest, highest = family.levels[0], family.levels[-1]
+                    raise ConfigError(f"{place}: difficulty: expected {lowest} to {highest}, received {level}")
 
 
 def _counts(state: Mapping[str, JsonValue], key: str) -> dict[str, int]:

@@ -148,7 +148,7 @@ class TaskRunner:
         return Task.read(cast("Mapping[str, JsonValue]", value))
 
     async def distinct(self, family: str, split: Split, seed: int, num: int, lowest: int, highest: int) -> list[Task]:
-        """As `TaskSet.distinct` of a stream at its start."""
+        """The first `num` different tasks of a stream."""
         found = Distinct(family, split, num, lowest, highest)
         for position in itertools.count():
             if not found.is_wanting:
@@ -166,8 +166,14 @@ class TaskRunner:
             case RequestOutcome.REFUSED:
                 raise DataError(str(reply["text"]))
             case RequestOutcome.LIMIT:
-                raise LimitError(f"{family}: {request['op']}: {reply['text']}; see `verify` in the configuration")
-        raise LimitError(f"{family}: {request['op']}: its code raised:\n{reply['value']}")
+                raise LimitError(
+                    f"{family}: {request['op']}: {reply['text']}; make the family's code cheaper, or "
+                    "raise the limits under `verify` in the configuration, then start the run again"
+                )
+        raise LimitError(
+            f"{family}: {request['op']}: its code raised; repair the family, then start the run again. The traceback:\n"
+            f"{reply['value']}"
+        )
 
     async def _ask(self, request: dict[str, JsonValue], family: str) -> dict[str, JsonValue]:
         problem = ""
@@ -187,7 +193,11 @@ class TaskRunner:
                 self._idle.put_nowait(seat)
             _log.warning("a worker of tasks was lost, trying again: %s", problem)
             await asyncio.sleep(RETRY_S)
-        raise EngineError(f"{family}: {MAX_LOST} workers of tasks were lost at one request; the last: {problem}")
+        raise EngineError(
+            f"{family}: {MAX_LOST} workers of tasks were lost at one request ({request['op']}); if the machine is "
+            "short of memory or processes, lower `verify.num_workers` or raise `verify.max_memory_bytes`, then start "
+            f"the run again. The last one: {problem}"
+        )
 
     async def _warm(self, seat: "_Seat") -> None:
         try:

@@ -54,13 +54,6 @@ class TaskSet:
             f"{self._split!r}; ask for other difficulties"
         )
 
-    def distinct(self, num: int, lowest: int, highest: int) -> list[Task]:
-        """So many different tasks, as a measurement needs them."""
-        found = Distinct(self._family.name, self._split, num, lowest, highest)
-        while found.is_wanting:
-            found.add(self.next(lowest, highest))
-        return found.tasks
-
 
 class Distinct:
     """Collects `num` different tasks of a stream, and refuses one that has too few."""

@@ -18,7 +18,7 @@ from m2forge.pool.record import Append
 from m2forge.pool.stored import Outcome
 from m2forge.records import Call, FinishReason, FloatArray, Reward, Sampling, Task
 from m2forge.tasks.catalog import find_family
-from m2forge.tasks.task_set import Split, TaskSet
+from m2forge.tasks.task_set import TaskSet
 from m2forge.text.format import MINIMAX_M2_SPECIALS
 from m2forge.text.tokenizer import train_tokenizer
 
@@ -102,8 +102,3 @@ def fill_pool(
         reward = Reward(process=0.0, speed=0.0, perf=perf, total=perf)
         pool.finish(lease, Outcome(reward=reward, step_rewards=(*[0.0] * (num_calls - 1), perf)))
     return drawn
-
-
-async def draw_here(family: str, split: Split, seed: int, position: int, lowest: int, highest: int) -> Task:
-    """As `TaskRunner.next_task`, in this process."""
-    return TaskSet(find_family(family), split, seed, position).next(lowest, highest)

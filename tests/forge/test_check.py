@@ -25,6 +25,7 @@ from m2forge.tasks.runner import TaskRunner
 from m2forge.tasks.task_set import TaskSet
 from tests.gateway.dialogue import minimax
 from tests.gateway.live import ADMIN_KEY, Live, live
+from tests.tasks.stream import distinct
 
 # Dies at its first three jobs, each time before it answers.
 DYING = """
@@ -66,7 +67,7 @@ async def agents_of(
 
 def run_check(program: str, folder: Path) -> Check:
     config = AgentConfig(command=(sys.executable, "-c", program), jobs_per_worker=4)
-    tasks = TaskSet(find_family("chain"), "held_out", 1).distinct(4, 1, 3)
+    tasks = distinct(TaskSet(find_family("chain"), "held_out", 1), 4, 1, 3)
 
     async def scene(gateway: Live) -> Check:
         async with agents_of(gateway, config, folder) as make_agents:

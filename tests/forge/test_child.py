@@ -5,6 +5,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from m2forge.forge.child import Child
 from m2forge.listener import listen
 
@@ -12,7 +14,11 @@ ROOT = Path(__file__).parents[2]
 NUM_KILLS, TIMEOUT_S = 2, 30.0
 
 
-def test_who_connects_while_a_server_is_dead_is_answered_by_the_next_one(tmp_path: Path) -> None:
+def test_who_connects_while_a_server_is_dead_is_answered_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
     async def ask(port: int) -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         told = await reader.read()
@@ -22,7 +28,7 @@ def test_who_connects_while_a_server_is_dead_is_answered_by_the_next_one(tmp_pat
     async def main() -> list[int]:
         with listen("127.0.0.1", 0) as listener:
             command = ("tests.forge.pid_server", str(listener.fileno()))
-            child = Child("server", command, {"PYTHONPATH": str(ROOT)}, tmp_path, listener)
+            child = Child("server", command, tmp_path, listener)
             keeping, port = asyncio.create_task(child.keep()), listener.getsockname()[1]
             pids = [await ask(port)]
             for _ in range(NUM_KILLS):

@@ -20,7 +20,8 @@ from m2forge.tasks.catalog import family_of, find_family
 from m2forge.tasks.family import Verdict
 from m2forge.tasks.task_set import Split, TaskSet
 from m2forge.tree.token_tree import TokenTree
-from tests.forge.scene import draw_here, make_config, make_model
+from tests.forge.scene import make_config, make_model
+from tests.tasks.stream import distinct, draw_here
 
 NUM_JOBS, NUM_TASKS = 8, 24
 
@@ -68,7 +69,7 @@ class Policy:
         pass
 
     async def distinct(self, family: str, split: Split, seed: int, num: int, lowest: int, highest: int) -> list[Task]:
-        return TaskSet(find_family(family), split, seed).distinct(num, lowest, highest)
+        return distinct(TaskSet(find_family(family), split, seed), num, lowest, highest)
 
     async def verify(self, task: Task, answer: str) -> Verdict:
         return family_of(task).verify(task, answer)

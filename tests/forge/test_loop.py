@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx2
 import pytest
 import torch
 from sqlalchemy import select
@@ -48,6 +49,7 @@ from m2forge.tasks.runner import TaskRunner
 from tests.forge.ring import AGENT, ROOT, command_of, processes_of
 from tests.forge.scene import make_config, make_model
 from tests.rollout.served import KEY, served
+from tests.tasks.stream import draw_batch
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +167,7 @@ def test_a_loop_that_dies_while_it_queues_leaves_no_task_out_and_gives_none_twic
             asyncio.run(fill())
     asyncio.run(fill())
     curriculum = Curriculum(config.curriculum)
-    expected = [given.task.id for _ in range(4) for given in curriculum.next_batch()]
+    expected = [given.task.id for _ in range(4) for given in draw_batch(curriculum)]
     with Pool(Layout(tmp_path).pool(config.pool), read_config(model).vocab_size) as pool:
         leases = pool.lease("test", 99)
         assert [lease.task.id for lease in leases] == [id for id in expected for _ in "ab"]
@@ -214,3 +216,27 @@ def test_a_step_that_comes_again_after_a_restore_is_pushed_and_checked(model: Pa
         loop.pool.close()
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_version_that_is_removed_while_it_is_pushed_is_passed_over(model: Path, tmp_path: Path) -> None:
+    """The trainer publishes the next ones meanwhile, and keeps only those. A folder that is whole and still refused
+    ends the run."""
+    config = make_run(model, num_steps=5)
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(500, text="no tensor")
+
+    async def run() -> None:
+        loop, folder = Loop(Layout(tmp_path), config), tmp_path / "weights" / "step-00000001-aa"
+        folder.mkdir(parents=True)
+        (folder / "config.json").touch()
+        version = PolicyVersion("run", 1, "aa")
+        async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer), base_url="http://sampler") as http:
+            with pytest.raises(EngineError, match=r"refused version 1 in .*: no tensor\. See .*sampler\.log"):
+                await loop._push(http, version, folder)
+            # As `WeightStore` removes a version: its other files are there for a moment longer.
+            (folder / "config.json").unlink()
+            assert not await loop._push(http, version, folder)
+        loop.pool.close()
+
+    asyncio.run(run())

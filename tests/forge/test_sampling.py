@@ -176,7 +176,7 @@ def test_a_trainer_that_can_train_nothing_ends_the_run_at_once(
     with Pool(Layout(tmp_path).pool(config.pool), read_config(model).vocab_size) as pool:
         fill_untrainable(pool)
     write_resolved(config, tmp_path / CONFIG_FILE)
-    child = Child("trainer", (MODULE, "trainer", str(tmp_path)), {}, tmp_path / "log")
+    child = Child("trainer", (MODULE, "trainer", str(tmp_path)), tmp_path / "log")
     with pytest.raises(EngineError, match="the trainer process: step 1: nothing in the batch of 4 episodes"):
         asyncio.run(child.keep())
     assert child.num_starts == 1

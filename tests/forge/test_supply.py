@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.quota import SizedQuotas, batch_quotas
@@ -16,12 +17,14 @@ from m2forge.forge.supply import Supply
 from m2forge.pool.batch import Claim
 from m2forge.pool.pool import Pool
 from m2forge.pool.schema import unit_table
+from m2forge.pool.state import UnitState, move_units
 from m2forge.pool.stored import Lease, make_label
 from m2forge.pool.writer import PoolWriter
-from m2forge.records import Domain, PolicyVersion
+from m2forge.records import Domain, PolicyVersion, Task
 from m2forge.tasks.curriculum import Curriculum
-from tests.forge.scene import draw_here, make_config
+from tests.forge.scene import make_config
 from tests.pool.scene import VOCAB_SIZE, play
+from tests.tasks.stream import draw_batch, draw_here
 
 NUM_STEPS = 14
 FLAT = {Domain.REASONING: 0.8, Domain.AGENT: 0.3}
@@ -156,10 +159,45 @@ def test_a_batch_that_finds_no_room_is_drawn_again(tmp_path: Path, monkeypatch: 
 
     asyncio.run(fill())
     expected = Curriculum(config.curriculum)
-    ids = [item.task.id for _ in range(4) for item in expected.next_batch()]
+    ids = [item.task.id for _ in range(4) for item in draw_batch(expected)]
     with run.pool.database.read() as connection:
         rows = connection.execute(unit_table.select().order_by(unit_table.c.place)).all()
     assert [row.task.split('"')[3] for row in rows] == ids
+    run.pool.close()
+
+
+def test_replacements_are_drawn_again_when_the_trainer_drops_more_meanwhile(tmp_path: Path) -> None:
+    """Another unit of the same group, which a restore had returned, becomes owed while the replacement is drawn."""
+    config = two_stages(pool={"window": {"queue": 8, "unit": "episode"}})
+    run = Run(config, tmp_path, 0)
+    own = (unit_table.c.group_name == "g0", unit_table.c.state == UnitState.OPEN)
+    drops = [True]
+
+    async def draw(*given: Any) -> Task:
+        if drops.pop():
+            drop(0)
+        return await draw_here(*given)
+
+    def drop(index: int) -> None:
+        with run.pool.database.write() as connection:
+            ids = connection.execute(select(unit_table.c.id).where(*own).order_by(unit_table.c.place)).scalars().all()
+            owed = {"is_owed": True, "is_queued": False}
+            move_units(connection, UnitState.DROPPED, unit_table.c.id == ids[index], **owed)
+
+    async def fill() -> tuple[bool, bool]:
+        async with PoolWriter(run.pool) as writer:
+            supply = Supply(config, run.pool, writer, run.curriculum, draw_here, lambda: "note")
+            await supply.fill()
+            drop(0)
+            supply = Supply(config, run.pool, writer, run.curriculum, draw, lambda: "note")
+            before = run.curriculum.state()
+            refused = await supply._replace()
+            assert run.curriculum.state() == before, "the task that was not queued is given again"
+            drops.append(False)
+            return refused, await supply._replace()
+
+    assert asyncio.run(fill()) == (False, True)
+    assert not run.pool.owed()
     run.pool.close()
 
 

@@ -91,7 +91,7 @@ def test_a_batch_holds_what_fits_into_its_tokens(config: PoolConfig) -> None:
         claimed = pool.claim_within(239, 5, version(0))
         assert claimed is not None
         assert [unit.place for unit in pool.fetch(claimed)] == [0, 1]
-        pool.return_batch(claimed)
+        pool.restore(version(0))
         claimed = pool.claim_within(160, 4, version(0), lambda num: {"agent": num - num // 2, "coding": num // 2})
         assert claimed is not None
         assert [unit.place for unit in pool.fetch(claimed)] == [0, 2]
@@ -121,9 +121,8 @@ def test_a_batch_is_committed_once_and_a_step_has_one(config: PoolConfig) -> Non
                 pool.commit(batch, version(step))
         with pytest.raises(StateError, match="follows the weights of 'run'"):
             pool.commit(second, version(2, "other"))
-        pool.return_batch(second)
-        pool.return_batch(second)
-        with pytest.raises(StateError, match="was returned"):
+        pool.restore(version(1))
+        with pytest.raises(StateError, match="before the pool was restored; claim another batch"):
             pool.commit(second, version(2))
         assert pool.places(9) == [(1, "ready"), (2, "ready")]
 

@@ -13,12 +13,12 @@ from m2forge.config import build, dump
 from m2forge.errors import ConfigError, NotFoundError, RecordError
 from m2forge.records import Domain
 from m2forge.tasks import config as config_module
-from m2forge.tasks.agent import Chain, Gather
 from m2forge.tasks.config import CurriculumConfig, PaceConfig
 from m2forge.tasks.curriculum import Curriculum
 from m2forge.tasks.family import family_name
 from m2forge.tasks.pace import Pace
 from m2forge.tasks.task_set import split_of
+from tests.tasks.stream import draw_batch
 
 DOCUMENTED = textwrap.dedent(str(config_module.__doc__).partition("\n\n")[2].partition("\n\nRatios")[0])
 
@@ -36,7 +36,7 @@ def test_the_documented_example_loads_and_survives_toml() -> None:
 def test_every_batch_holds_its_stage_s_domains_and_stages_follow_each_other() -> None:
     curriculum = Curriculum(make())
     for _ in range(40):
-        batch = curriculum.next_batch()
+        batch = draw_batch(curriculum)
         counts = Counter(item.task.domain for item in batch)
         assert counts == {Domain.REASONING: 12, Domain.AGENT: 4}
         assert {(item.stage, item.context) for item in batch} == {("early", 512), ("early", 1024)}
@@ -46,7 +46,7 @@ def test_every_batch_holds_its_stage_s_domains_and_stages_follow_each_other() ->
         # Mixed wherever it is cut: every quarter has one of the rarer domain.
         quarters = [batch[start : start + 4] for start in range(0, 16, 4)]
         assert all(sum(item.task.domain == Domain.AGENT for item in quarter) == 1 for quarter in quarters)
-    late = curriculum.next_batch()
+    late = draw_batch(curriculum)
     assert {(item.task.domain, item.stage, item.context) for item in late} == {(Domain.AGENT, "late", 2048)}
     # The chain was at level 1, below what this stage allows.
     assert curriculum.levels() == {"chain": (2, 3)}
@@ -56,11 +56,11 @@ def test_difficulty_follows_the_pass_rate_of_each_family() -> None:
     curriculum = Curriculum(make())
     assert curriculum.levels() == {"counters": (1, 2), "chain": (1, 2), "gather": (1, 2)}
     for _ in range(6):
-        for item in curriculum.next_batch():
+        for item in draw_batch(curriculum):
             curriculum.record(item.task, 1.0 if item.task.domain == Domain.REASONING else 0.5)
     assert curriculum.levels() == {"counters": (3, 4), "chain": (1, 2), "gather": (1, 2)}
     assert curriculum.pass_rates() == {"counters": 1.0, "chain": 0.5, "gather": 0.5}
-    difficulties = {item.task.difficulty for item in curriculum.next_batch() if item.task.domain == Domain.REASONING}
+    difficulties = {item.task.difficulty for item in draw_batch(curriculum) if item.task.domain == Domain.REASONING}
     assert difficulties == {3.0, 4.0}
 
 
@@ -76,7 +76,7 @@ def test_a_curriculum_goes_on_from_its_state(rates: list[float], num_before: int
     curriculum = Curriculum(config)
 
     def advance(curriculum: Curriculum, batch: int) -> list[str]:
-        assignments = curriculum.next_batch()
+        assignments = draw_batch(curriculum)
         for number, item in enumerate(assignments):
             if rates:
                 curriculum.record(item.task, rates[(batch + number) % len(rates)])
@@ -140,14 +140,6 @@ def test_groups_begun_before_the_last_move_are_not_counted() -> None:
     assert (pace.levels, pace.pass_rate) == ((2, 2), None)
     with pytest.raises(RecordError, match=r"pass_rate: expected a number from 0 to 1, received 1\.5"):
         pace.record(2, 1.5)
-
-
-def test_a_family_of_one_s_own_stands_in() -> None:
-    class Slow(Gather):
-        pass
-
-    curriculum = Curriculum(make(), families={"gather": Slow(call_s=2.0), "chain": Chain()})
-    assert len(curriculum.next_batch()) == 16
 
 
 @pytest.mark.parametrize(

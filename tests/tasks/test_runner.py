@@ -19,6 +19,7 @@ from m2forge.tasks.family import Verdict, VerdictReason
 from m2forge.tasks.runner import BrokenVerifierError, LimitError, TaskRunner
 from m2forge.tasks.task_set import TaskSet
 from tests.tasks.hostile_worker import NAME, Hostile
+from tests.tasks.stream import distinct, draw_here
 from tests.tasks.test_curriculum import make
 
 T = TypeVar("T")
@@ -136,7 +137,7 @@ def test_what_a_runner_gives_is_what_the_family_gives(tmp_path: Path) -> None:
 
     async def scene(runner: TaskRunner) -> None:
         tasks = await runner.distinct("copies", "held_out", 3, 12, 0, 4)
-        assert tasks == TaskSet(family, "held_out", 3).distinct(12, 0, 4)
+        assert tasks == distinct(TaskSet(family, "held_out", 3), 12, 0, 4)
         for task in tasks[:4]:
             assert await runner.tools(task) == family.tools(task)
             for name, arguments in (("look", {"key": "3G"}), ("recall", {"key": "3G"}), ("look", {}), ("x", None)):
@@ -154,7 +155,7 @@ def test_a_batch_that_a_runner_draws_is_the_batch_of_the_curriculum(tmp_path: Pa
     async def scene(runner: TaskRunner) -> None:
         here, there = Curriculum(config), Curriculum(config)
         for _ in range(5):
-            assert await there.draw_batch(runner.next_task) == here.next_batch()
+            assert await there.draw_batch(runner.next_task) == await here.draw_batch(draw_here)
             assert there.state() == here.state()
 
     run(tmp_path, scene)

@@ -11,6 +11,7 @@ from m2forge.tasks.catalog import EMBEDDED
 from m2forge.tasks.family import Family, make_task
 from m2forge.tasks.reasoning import Counters
 from m2forge.tasks.task_set import Split, TaskSet, split_of
+from tests.tasks.stream import distinct
 
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 
@@ -47,8 +48,8 @@ def test_all_difficulties_asked_for_come_alike() -> None:
 
 @pytest.mark.parametrize("family", EMBEDDED, ids=lambda family: family.name)
 def test_every_family_has_two_hundred_held_out_tasks_over_its_easier_levels(family: Family) -> None:
-    held_out = TaskSet(family, "held_out", 0).distinct(200, 1, 3)
-    train = TaskSet(family, "train", 0).distinct(2000, 1, 3)
+    held_out = distinct(TaskSet(family, "held_out", 0), 200, 1, 3)
+    train = distinct(TaskSet(family, "train", 0), 2000, 1, 3)
     assert len({task.id for task in held_out}) == 200
     assert not {task.instruction for task in held_out} & {task.instruction for task in train}
     assert not {task.id for task in held_out} & {task.id for task in train}
@@ -66,7 +67,7 @@ def test_a_family_that_runs_out_of_tasks_says_so() -> None:
     with pytest.raises(DataError, match="none of 2000 tasks of difficulty 1 to 1 belongs to the split"):
         TaskSet(Same(), other, 0).next(1, 1)
     with pytest.raises(DataError, match="only 1 different tasks"):
-        TaskSet(Same(), split_of(Same().draw(1, 0)), 0).distinct(2, 1, 1)
+        distinct(TaskSet(Same(), split_of(Same().draw(1, 0)), 0), 2, 1, 1)
 
 
 def test_a_position_before_the_beginning_is_refused() -> None:
