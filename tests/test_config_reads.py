@@ -1,9 +1,10 @@
-"""A key that is accepted does something: code reads every field of every configuration, counted by class."""
+"""A key that is accepted does something: code uses every field of every configuration, counted by class."""
 
 import ast
 import inspect
 import types
 
+import pytest
 from pydantic import Field
 
 from m2forge.config import Config
@@ -14,7 +15,8 @@ from m2forge.gateway.config import GatewayConfig
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.rollout.server_config import ServeConfig
 from m2forge.sft.config import SFTConfig
-from tests.config_reads import modules, unread
+from tests.config_flow import unused
+from tests.config_kinds import modules
 
 STAGES: list[type[Config]] = [
     CorpusConfig,
@@ -27,9 +29,9 @@ STAGES: list[type[Config]] = [
 ]
 
 
-def test_every_field_of_every_configuration_is_read() -> None:
+def test_the_value_of_every_field_of_every_configuration_is_used() -> None:
     sources = [(module, ast.parse(inspect.getsource(module))) for module in modules()]
-    assert unread(STAGES, sources) == []
+    assert unused(STAGES, sources) == []
 
 
 class Inner(Config):
@@ -44,21 +46,21 @@ class Outer(Config):
     checked: int = 0
 
 
-def unread_by(code: str) -> list[str]:
+def unused_by(code: str) -> list[str]:
     module = types.ModuleType("written")
     vars(module).update(Inner=Inner, Outer=Outer, Config=Config)
     exec(code, vars(module))
-    return unread([Outer], [(module, ast.parse(code))])
+    return unused([Outer], [(module, ast.parse(code))])
 
 
 def test_a_read_counts_for_the_class_that_is_read_alone() -> None:
-    assert unread_by("def run(config: Outer) -> int:\n    return config.inner.seed") == [
+    assert unused_by("def run(config: Outer) -> int:\n    return config.inner.seed") == [
         "Inner.size",
         "Outer.checked",
         "Outer.parts",
         "Outer.seed",
     ]
-    found = unread_by(
+    found = unused_by(
         "def run(config: Outer) -> int:\n    return [p.size for p in config.parts.values()] + [config.seed]"
     )
     assert found == ["Inner.seed", "Outer.checked", "Outer.inner"]
@@ -76,7 +78,7 @@ class Holder:
         own = self.config.model_copy().inner
         return later()
 """
-    assert unread_by(code) == ["Inner.seed", "Outer.checked", "Outer.parts", "Outer.seed"]
+    assert unused_by(code) == ["Inner.seed", "Outer.checked", "Outer.parts", "Outer.seed"]
 
 
 def test_what_only_a_validator_looks_at_is_not_read() -> None:
@@ -94,4 +96,77 @@ class Own(Config):
     module = types.ModuleType("written")
     vars(module).update(Config=Config)
     exec(code, vars(module))
-    assert unread([vars(module)["Own"]], [(module, ast.parse(code))]) == ["Own.checked"]
+    assert unused([vars(module)["Own"]], [(module, ast.parse(code))]) == ["Own.checked"]
+
+
+COPIED = """
+from dataclasses import dataclass
+
+@dataclass
+class Record:
+    kept: int
+    lost: int
+
+class Holder:
+    def __init__(self, size: int, other: int) -> None:
+        self.size, self.other = size, other
+
+    def run(self) -> int:
+        return self.size
+
+def ignore(seed: int) -> int:
+    return 1
+
+def run(config: Outer) -> object:
+    FIRST
+    return Record(1, 2).kept, Holder(1, 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "is_used"),
+    [
+        ("config.checked", False),
+        ("_ = config.checked", False),
+        ("size = config.checked", False),
+        ("size = other = config.checked", False),
+        ("size = config.checked; other = size or 3", False),
+        ("self = Holder(1, config.checked)", False),
+        ("Holder(2, other=config.checked if config else 1).other = 4", False),
+        ("Record(1, lost=config.checked)", False),
+        ("ignore(config.checked)", False),
+        ("Inner(seed=config.checked)", False),
+        ("size = config.checked; print(size)", True),
+        ("Holder(config.checked, 2)", True),
+        ("Record(config.checked, 2)", True),
+        ("print(config.checked)", True),
+        ("[1][config.checked]", True),
+        ("assert config.checked < 9", True),
+        ("FIRST.other = config.checked", True),
+    ],
+)
+def test_a_value_that_is_only_copied_is_not_used(line: str, is_used: bool) -> None:
+    assert ("Outer.checked" not in unused_by(COPIED.replace("FIRST", line))) == is_used
+
+
+def test_a_property_of_a_configuration_uses_what_it_reads_where_it_is_loaded() -> None:
+    code = """
+class Own(Config):
+    one: int = 0
+    two: int = 0
+
+    @property
+    def twice(self) -> int:
+        return 2 * self.one
+
+    @property
+    def thrice(self) -> int:
+        return 3 * self.two
+
+def run(own: Own) -> int:
+    return own.twice
+"""
+    module = types.ModuleType("written")
+    vars(module).update(Config=Config)
+    exec(code, vars(module))
+    assert unused([vars(module)["Own"]], [(module, ast.parse(code))]) == ["Own.two"]

@@ -1,9 +1,8 @@
-"""Which fields of which configuration classes the package reads: source in, pairs of class and field out.
+"""The types of expressions of the package: source in, for every expression the classes that its value may have.
 
 The code is walked as a syntax tree. The type of an expression comes from annotations: of parameters, results, fields
-and attributes of `self`, and from there through assignments, loops, calls and subscripts. A read counts for the class
-that the expression has, so that fields of one name in several classes are told apart. What only a validator of the
-class itself looks at is not read.
+and attributes of `self`, and from there through assignments, loops, calls and subscripts. What only a validator of a
+configuration itself looks at is left out. `tests/config_flow.py` follows the values of configuration fields with it.
 """
 
 import ast
@@ -21,11 +20,16 @@ from m2forge.config import Config
 
 Kind = Any
 """A class, or what typing makes of several; `_Class` for a class itself."""
-Scope = dict[str, list[Kind]]
-Read = tuple[type[Config], str]
 _ITERABLES = ("Sequence", "Iterable", "Iterator", "Collection", "list", "tuple", "set", "frozenset", "Set", "deque")
 _MAPPINGS = ("dict", "Mapping", "MutableMapping", "OrderedDict")
 _SAME_ITEMS = ("sorted", "reversed", "list", "tuple", "set", "iter")
+
+
+class Scope(dict[str, list[Kind]]):
+    """The names bound in a function, comprehension or module, with their types."""
+
+    def __init__(self, node: ast.AST | None = None) -> None:
+        self.node = node
 
 
 class _Class:
@@ -77,18 +81,17 @@ def is_config(kind: Kind) -> typing.TypeGuard[type[Config]]:
     return isinstance(kind, type) and _origin(kind) is None and issubclass(kind, Config)
 
 
-class Reads(ast.NodeVisitor):
+class Kinds(ast.NodeVisitor):
     """Walks modules twice: attributes of `self` may be read in a module before the one that sets them."""
 
     def __init__(self, sources: list[tuple[types.ModuleType, ast.Module]]) -> None:
-        self.found: set[Read] = set()
         self._selves: dict[tuple[type, str], list[Kind]] = {}
         self._scopes: list[Scope] = []
         self._globals: dict[str, Any] = {}
         self._class: type | None = None
         for _ in range(2):
             for module, tree in sources:
-                self._globals, self._class, self._scopes = vars(module), None, [{}]
+                self._globals, self._class, self._scopes = vars(module), None, [Scope()]
                 self.visit(tree)
 
     # -- scopes --------------------------------------------------------------------------------------------------------
@@ -103,7 +106,7 @@ class Reads(ast.NodeVisitor):
         decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
         if "_validator" in decorators and self._class is not None and is_config(self._class):
             return
-        scope: Scope = {}
+        scope = Scope(node)
         for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
             scope[argument.arg] = [] if argument.annotation is None else self._annotated(argument.annotation)
         if self._class is not None and len(self._scopes) == 1 and node.args.args and node.args.args[0].arg == "self":
@@ -120,7 +123,8 @@ class Reads(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        self._scopes.append({argument.arg: [] for argument in node.args.args})
+        self._scopes.append(Scope(node))
+        self._scopes[-1].update({argument.arg: [] for argument in node.args.args})
         self.visit(node.body)
         self._scopes.pop()
 
@@ -136,6 +140,9 @@ class Reads(ast.NodeVisitor):
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
+        self.bind_targets(node)
+
+    def bind_targets(self, node: ast.Assign) -> None:
         for target in node.targets:
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 for one, value in zip(target.elts, node.value.elts, strict=False):
@@ -163,7 +170,7 @@ class Reads(ast.NodeVisitor):
             self._bind(node.optional_vars, self.infer(node.context_expr))
 
     def _visit_comprehension(self, node: Any) -> None:
-        self._scopes.append({})
+        self._scopes.append(Scope(node))
         for generator in node.generators:
             self._bind(generator.target, self._items(generator.iter))
         self.generic_visit(node)
@@ -194,13 +201,6 @@ class Reads(ast.NodeVisitor):
         return members(arguments[place]) if place < len(arguments) else []
 
     # -- expressions ---------------------------------------------------------------------------------------------------
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        self.generic_visit(node)
-        if isinstance(node.ctx, ast.Load):
-            for kind in self.infer(node.value):
-                if is_config(kind) and node.attr in kind.model_fields:
-                    self.found.add((owner_of(kind, node.attr), node.attr))
 
     def infer(self, node: ast.expr) -> list[Kind]:
         match node:
@@ -334,10 +334,3 @@ def is_tag(kind: type[Config], name: str) -> bool:
     """Whether a field only tells the alternatives of a union apart, which pydantic reads."""
     annotation = kind.model_fields[name].annotation
     return _origin(annotation) is Literal and len(typing.get_args(annotation)) == 1
-
-
-def unread(stages: list[type[Config]], sources: list[tuple[types.ModuleType, ast.Module]]) -> list[str]:
-    """Fields of the stages' configurations that no code reads, as Class.field."""
-    reads, kinds = Reads(sources), reachable(stages)
-    fields = {(owner_of(kind, name), name) for kind in kinds for name in kind.model_fields if not is_tag(kind, name)}
-    return sorted(f"{kind.__name__}.{name}" for kind, name in fields - reads.found)
