@@ -1,16 +1,26 @@
 """Which failures count as the policy's doing, with perf 0, and which are retried."""
 
 import asyncio
+import contextlib
 import json
 import sys
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from m2forge.errors import EngineError
-from m2forge.forge.attempts import ANSWER, DEATHS_BEFORE_ALONE, Agents, Attempts, Interrupted, Tried, WorkerLost
+from m2forge.forge.attempts import (
+    ANSWER,
+    DEATHS_BEFORE_ALONE,
+    Agents,
+    AttemptCounts,
+    Attempts,
+    Interrupted,
+    Tried,
+    WorkerLost,
+)
 from m2forge.forge.config import AgentConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.forge.worker import JobError, Workers
@@ -27,10 +37,12 @@ from m2forge.tasks.agent import Chain
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.gym import GymFamily
-from m2forge.tasks.runner import TaskRunner
+from m2forge.tasks.runner import BrokenVerifierError, TaskRunner
 from tests.forge.test_check import agents_of
 from tests.gateway.dialogue import minimax
-from tests.gateway.live import Live, live
+from tests.gateway.live import ADMIN_KEY, Live, live
+from tests.tasks.hostile_worker import Hostile
+from tests.tasks.test_runner import COMMAND as HOSTILE
 
 # The words of a task's instruction are what it does: `call`s the policy, dies, or ends with an error of that kind.
 PROGRAM = """
@@ -154,6 +166,80 @@ def test_nothing_that_an_agent_gets_holds_the_verifiers_data(tmp_path: Path) -> 
     assert job["tools_url"] == f"{job['base_url']}/tools/call"
 
 
+@contextlib.asynccontextmanager
+async def attempts_of(
+    gateway_url: str, key: str, pool: Pool, folder: Path, command: Sequence[str] = ()
+) -> AsyncGenerator[Attempts, None]:
+    """`command`: of the workers that run families' code."""
+    config = AgentConfig(command=(sys.executable, "-c", PROGRAM), timeout_s=30.0)
+    verify, families = VerifyConfig(timeout_s=0.5), {"command": command} if command else {}
+    async with (
+        PoolWriter(pool) as writer,
+        GatewayAdmin(gateway_url, key) as admin,
+        Workers(config, folder / "agents") as workers,
+        TaskRunner(verify, folder / "verify", **families) as runner,  # type: ignore[arg-type]  # one of its fields
+    ):
+        agents = Agents(config, admin, workers, runner, lambda: 0)
+        yield Attempts(agents, pool, writer, Judge(RewardConfig()), minimax(), lambda task, rate: None)
+
+
+def open_pool(folder: Path, **fields: object) -> Pool:
+    url = f"sqlite:///{folder}/pool.db"
+    return Pool(PoolConfig.model_validate({"url": url, **fields}), minimax().tokenizer.vocab_size)
+
+
+def test_a_group_whose_agent_errs_on_the_policys_tokens_is_rewarded_with_0(tmp_path: Path) -> None:
+    """And not dropped, though no attempt may break."""
+
+    async def scene(gateway: Live, pool: Pool) -> None:
+        pool.put([(replace(TASK, instruction="call error"), 2)], "queued")
+        async with attempts_of(gateway.url, ADMIN_KEY, pool, tmp_path) as attempts:
+            for lease in pool.lease("loop", 2):
+                await attempts.run(lease)
+            await attempts.judge_whole()
+        assert (attempts.counts.num_errors, attempts.counts.num_broken, attempts.counts.num_groups) == (2, 0, 1)
+
+    with (
+        live(minimax(), config=GatewayConfig(port=0)) as gateway,
+        open_pool(tmp_path, max_failures=1, window={"no_signal": "train"}) as pool,
+    ):
+        asyncio.run(scene(gateway, pool))
+        with pool.database.read() as connection:
+            (unit,) = read_units(connection, [1], pool.vocab_size)
+    assert [len(episode.calls) for episode in unit.episodes] == [1, 1]
+    assert all("no arguments in the call" in (episode.failure or "") for episode in unit.episodes)
+    assert [episode.reward and episode.reward.perf for episode in unit.episodes] == [0.0, 0.0]
+
+
+def test_an_attempt_whose_worker_died_begins_again_at_no_cost(tmp_path: Path) -> None:
+    async def scene(gateway: Live, pool: Pool) -> AttemptCounts:
+        pool.put([(replace(TASK, instruction="die"), 1)], "queued")
+        async with attempts_of(gateway.url, ADMIN_KEY, pool, tmp_path) as attempts:
+            for _ in range(2):
+                (lease,) = pool.lease("loop", 1)
+                await attempts.run(lease)
+            assert pool.lease("loop", 1), "the group was dropped"
+        return attempts.counts
+
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway, open_pool(tmp_path, max_failures=1) as pool:
+        counts = asyncio.run(scene(gateway, pool))
+    assert (counts.num_interrupted, counts.num_broken) == (2, 0)
+
+
+def test_a_verifier_that_raises_too_often_ends_the_judging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m2forge.tasks.runner.NUM_WATCHED", 20)  # of which more than one raises
+
+    async def scene(pool: Pool) -> None:
+        pool.put([(Hostile().draw(1, seed), 1) for seed in range(2)], "queued")
+        for lease in pool.lease("loop", 2):
+            pool.finish(lease, Outcome(artifacts={ANSWER: "raise"}))
+        async with attempts_of("http://127.0.0.1:1", "key", pool, tmp_path, HOSTILE) as attempts:
+            await attempts.judge_whole()
+
+    with open_pool(tmp_path) as pool, pytest.raises(BrokenVerifierError, match="raised at 2 of the last 2 answers"):
+        asyncio.run(scene(pool))
+
+
 def test_a_hostile_answer_is_judged_in_time_again_after_a_restart(tmp_path: Path) -> None:
     """What a loop that died had stored: the next loop judges it, and an answer that no verifier finishes is wrong."""
     task = GymFamily("coin_flip").draw(0, 1)
@@ -164,9 +250,10 @@ def test_a_hostile_answer_is_judged_in_time_again_after_a_restart(tmp_path: Path
     async def judge() -> list[Reward | None]:
         with Pool(PoolConfig(url=f"sqlite:///{tmp_path}/pool.db"), format.tokenizer.vocab_size) as pool:
             if not pool.note():
-                pool.put([(task, 2)], "queued")
-                for lease, answer in zip(pool.lease("loop", 2), ("1e99999999", right), strict=True):
-                    pool.finish(lease, Outcome(artifacts={ANSWER: answer}))
+                pool.put([(task, 3)], "queued")
+                ended = (("1e99999999", None), (right, None), (right, "time ran out"))
+                for lease, (answer, failure) in zip(pool.lease("loop", 3), ended, strict=True):
+                    pool.finish(lease, Outcome(failure=failure, artifacts={ANSWER: answer}))
             async with (
                 PoolWriter(pool) as writer,
                 GatewayAdmin("http://127.0.0.1:1", "key") as admin,
@@ -181,10 +268,11 @@ def test_a_hostile_answer_is_judged_in_time_again_after_a_restart(tmp_path: Path
                 (unit,) = read_units(connection, [1], pool.vocab_size)
         return [episode.reward for episode in unit.episodes]
 
-    hostile, fine = asyncio.run(judge())
+    hostile, fine, failed = asyncio.run(judge())
     assert hostile is not None
     assert fine is not None
-    assert (hostile.perf, fine.perf) == (0.0, 1.0)
+    assert failed is not None
+    assert (hostile.perf, fine.perf, failed.perf) == (0.0, 1.0, 0.0)
     verifier = hostile.evidence["verifier"]
     assert isinstance(verifier, Mapping)
     assert verifier["reason"] == "limit"

@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx2
 
 from m2forge.config import write_resolved
+from m2forge.forge.config import ForgeConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.forge.layout import Layout
 from m2forge.forge.servers import Servers, make_servers
@@ -36,6 +37,7 @@ def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -
                 await admin.wait_until_up()
                 await admin.open("episode", Chain().draw(1, 0), "group", Budget())
             await check_doors(servers)
+            await check_version(servers, layout, config)
             check_no_key_is_visible(servers, layout.run_dir)
         finally:
             await asyncio.gather(*(server.child.stop() for server in (servers.sampler, servers.gateway)))
@@ -61,6 +63,16 @@ async def check_doors(servers: Servers) -> None:
         for key, status in ((servers.sampler.key, 200), (servers.gateway.key, 401), ("", 401)):
             headers = {"Authorization": f"Bearer {key}".strip()}
             assert (await client.get("/health", headers=headers)).status_code == status
+
+
+async def check_version(servers: Servers, layout: Layout, config: ForgeConfig) -> None:
+    """A sampler that starts serves the newest published version, by its branch too."""
+    newest = layout.weight_store(config).newest()
+    assert newest is not None
+    assert newest[0].branch
+    headers = {"Authorization": f"Bearer {servers.sampler.key}"}
+    async with httpx2.AsyncClient(base_url=servers.sampler.url, timeout=20.0, headers=headers) as client:
+        assert (await client.get("/health")).json()["version"] == newest[0].to_dict()
 
 
 def check_no_key_is_visible(servers: Servers, run_dir: Path) -> None:

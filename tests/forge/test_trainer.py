@@ -16,7 +16,7 @@ from sqlalchemy import func, select
 from m2forge.config import write_resolved
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.layout import Layout
-from m2forge.forge.loop import Loop
+from m2forge.forge.loop import Loop, is_trained
 from m2forge.forge.trainer import Trainer
 from m2forge.model.checkpoint import load_model
 from m2forge.observe.busy import FOLDER_VARIABLE, read_busy
@@ -72,6 +72,35 @@ def test_it_learns_all_that_is_there_and_publishes_every_step(
     steps = read_metrics(tmp_path / "metrics.jsonl")
     assert [step.step for step in steps] == [1, 2, 3, 4]
     assert all(step.values["perf"] == 0.5 and step.values["staleness"] == step.step - 1 for step in steps)
+
+
+@pytest.mark.parametrize("router_bias", ["frozen", "balanced"])
+def test_router_biases_stay_as_they_are_unless_the_run_balances_them(
+    model: Path, tmp_path: Path, router_bias: str
+) -> None:
+    machine = {"num_threads": 1}
+    train = {"machine": machine} | ({"router_bias": router_bias} if router_bias == "balanced" else {})
+    config = make_config(model, num_steps=1, train=train)
+    with open_pool(config, tmp_path) as pool:
+        fill_pool(pool, 2, 2)
+        Trainer(tmp_path, config).run()
+    before, after = (load_model(folder).state_dict() for folder in (model, Layout(tmp_path).model))
+    biases = [name for name in before if name.endswith("router.bias")]
+    assert biases
+    assert all(torch.equal(before[name], after[name]) == (router_bias == "frozen") for name in biases)
+
+
+def test_a_run_is_trained_when_its_last_checkpoint_and_its_model_are_there(model: Path, tmp_path: Path) -> None:
+    config, layout = make_config(model, num_steps=2), Layout(tmp_path)
+    assert not is_trained(layout, config)
+    with open_pool(config, tmp_path) as pool:
+        fill_pool(pool, 4, 2)
+        Trainer(tmp_path, config).run()
+    assert is_trained(layout, config)
+    # A trainer that exits with 0 before its last step: there are an older checkpoint and an older model.
+    assert not is_trained(layout, config.model_copy(update={"num_steps": 3}))
+    shutil.rmtree(layout.model)
+    assert not is_trained(layout, config)
 
 
 def test_a_step_holds_no_more_than_its_tokens(model: Path, tmp_path: Path) -> None:

@@ -220,6 +220,33 @@ def test_a_worker_that_dies_is_replaced_and_its_request_told_to_ask_again(monkey
     asyncio.run(use())
 
 
+def test_an_episode_has_one_large_body_in_a_worker_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = json.dumps(BODY | {"user": "x" * 300_000}).encode()
+    num_reading = [0, 0]
+
+    async def read_apart(self: Bodies, path: str, body: bytes) -> Read:
+        num_reading[0] += 1
+        num_reading[1] = max(num_reading)
+        await asyncio.sleep(0.01)
+        num_reading[0] -= 1
+        return read_body(setup, path, body)
+
+    setup, path = make_setup(minimax()), "/v1/chat/completions"
+    monkeypatch.setattr(Bodies, "_read_apart", read_apart)
+
+    async def use(*turns: asyncio.Lock) -> int:
+        num_reading[1] = 0
+        bodies = Bodies(setup, 4, LoopShare())
+        await asyncio.gather(*(bodies.read(path, large, turn) for turn in turns))
+        return num_reading[1]
+
+    async def both() -> tuple[int, int]:
+        one, other = asyncio.Lock(), asyncio.Lock()
+        return await use(one, one, one), await use(one, one, other)
+
+    assert asyncio.run(both()) == (1, 2)
+
+
 def test_a_body_that_would_take_too_much_memory_is_refused() -> None:
     setup = make_setup(minimax())
     bomb = b'{"model": "m", "messages": [' + b"{}," * (15 << 20) + b"0]}"

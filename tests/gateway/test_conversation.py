@@ -142,6 +142,14 @@ def test_system_messages_that_stand_together_are_joined_in_one_pass() -> None:
         assert join_systems(messages) == joined
 
 
+def test_as_many_system_messages_as_a_body_holds_are_joined_in_time() -> None:
+    messages = [Message("system", "Be brief.")] * 300_000
+    started_s = time.process_time()
+    (joined,) = join_systems(messages)
+    assert len(joined.content) == 300_000 * 11 - 2
+    assert time.process_time() - started_s < 5
+
+
 def test_as_many_results_as_a_body_holds_are_read_in_time() -> None:
     started_s = time.process_time()
     conversation = Conversation()

@@ -106,6 +106,8 @@ def test_long_words_may_fit() -> None:
         Ask((Message("user", 2 * text),)),
         Ask((Message("user", text), Message("assistant", "a", text), Message("user", "x"))),
         Ask((Message("user", "x"),), (Tool("f", 2 * text),)),
+        Ask((Message("user", "x"),), (Tool(2 * text),)),
+        Ask((Message("user", "x"), Message("assistant", "", "", (ToolCall(2 * text, {}),)), Message("tool", "y"))),
         Ask((Message("user", "x"),), (Tool("f", "", {"type": "object", "description": 2 * text}),)),
         Ask((), prompt=2 * text),
         Ask((), prompt=tuple(range(100)) * 11),

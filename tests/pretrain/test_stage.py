@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from m2forge.config import TomlValue, write_resolved
+from m2forge.corpus.shard import CorpusWriter
 from m2forge.errors import ConfigError, DataError
 from m2forge.model.checkpoint import load_model
 from m2forge.model.transformer import Transformer
@@ -173,17 +174,22 @@ def test_two_phases_of_half_a_corpus_read_every_document_once(
         assert sorted(read[tag][: len(expected)]) == expected
 
 
-def test_padding_is_reported(corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = make_config(corpus)
+def test_padding_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Documents of 20 tokens leave 4 of each 64 empty."""
+    with CorpusWriter(tmp_path / "corpus", vocab_size=64) as writer:
+        for number in range(40):
+            writer.add(("code", "web")[number % 2], np.full(20, number), split="train")
+        writer.finish()
+    config = make_config(tmp_path / "corpus")
     with caplog.at_level("INFO", "m2forge"):
         run_pretrain(config.model_copy(update={"phases": config.phases[:2]}), tmp_path)
     steps = read_metrics(tmp_path / "small" / "metrics.jsonl")
     counts = [step.values["num_tokens"] for step in steps]
     for number, before, step in zip(range(12), [0.0, *counts], steps, strict=False):
         room = 128 if number < 6 else 64
-        assert step.values["padding_share"] == pytest.approx(1 - (step.values["num_tokens"] - before) / room)
-    share = 100 * (1 - (counts[-1] - counts[5]) / (6 * 64))
-    assert f"phase decay: {share:.2f}% of its packs of 64 tokens was padding" in caplog.text
+        assert step.values["num_tokens"] - before == room // 64 * 60
+        assert step.values["padding_share"] == pytest.approx(4 / 64)
+    assert "phase decay: 6.25% of its packs of 64 tokens was padding" in caplog.text
 
 
 def set_source(run_dir: Path, source: object) -> None:

@@ -1,13 +1,17 @@
 """A CPU holds weights in float32 where it decodes faster so, and says it."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 
 from m2forge.model.build import build
+from m2forge.model.checkpoint import save_model
 from m2forge.rollout import held_dtype
 from m2forge.rollout.held_dtype import decode_s, fastest_dtype
+from m2forge.rollout.serve import make_core
+from m2forge.rollout.server_config import ServeConfig
 from tests.model.draw import SMALL
 
 
@@ -37,3 +41,22 @@ def test_float32_is_held_without_a_probe(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_probe_decodes_in_both_types() -> None:
     assert decode_s(SMALL, torch.bfloat16) > 0
     assert decode_s(SMALL, torch.float32) > 0
+
+
+def test_weights_that_would_not_fit_as_float32_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(SMALL, dtype=torch.bfloat16)
+    num_bytes = 4 * sum(weight.numel() for weight in model.parameters())
+    decoding_takes(monkeypatch, stored_s=3.0, float_s=2.0)
+    for available, expected in ((2 * num_bytes - 2, torch.bfloat16), (2 * num_bytes, torch.float32)):
+        monkeypatch.setattr(held_dtype, "available_bytes", lambda available=available: available)
+        assert fastest_dtype(model) == expected
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.float32), ("stored", torch.bfloat16)])
+def test_a_server_holds_the_faster_type_unless_it_is_given_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, expected: torch.dtype
+) -> None:
+    save_model(build(SMALL, dtype=torch.bfloat16), tmp_path / "model")
+    decoding_takes(monkeypatch, stored_s=3.0, float_s=2.0)
+    config = ServeConfig.model_validate({"device": "cpu", "dtype": dtype})
+    assert make_core(tmp_path / "model", config).model.embedding.weight.dtype == expected

@@ -10,7 +10,7 @@ import pytest
 
 from m2forge.errors import EngineError, RequestError
 from m2forge.protocols import Chunk, Prompt
-from m2forge.records import Sampling
+from m2forge.records import PolicyVersion, Sampling
 from m2forge.rollout import serve
 from m2forge.rollout.core import Core
 from m2forge.rollout.serve import make_core, serve_model
@@ -32,6 +32,12 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_text(tmp_path: Path) -> No
     core = make_core(tmp_path / "model", CONFIG)
     assert core._decode is not None
     assert core._decode([65, tokenizer.vocab_size + 3, 66]) == tokenizer.decode_bytes([65, 66])
+
+
+def test_a_core_has_the_version_that_it_is_started_with(tmp_path: Path) -> None:
+    write_network(tmp_path / "model")
+    core = make_core(tmp_path / "model", CONFIG.model_copy(update={"lineage": "run", "step": 3, "branch": "ab"}))
+    assert core.version == PolicyVersion("run", 3, "ab")
 
 
 def test_stop_texts_are_refused_where_the_tokenizer_cannot_be_used_and_the_log_says_why(

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,17 @@ from m2forge.errors import ConfigError, NotFoundError
 from m2forge.model.build import build as build_model
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
+from m2forge.model.folder import read_config
 from m2forge.observe.metrics import read_metrics
+from m2forge.records import Pack
 from m2forge.sft.config import SFTConfig
 from m2forge.sft.stage import run_sft
 from m2forge.sft.synthetic import write_jsonl
 from m2forge.text.tokenizer import load_tokenizer
+from m2forge.train import loop
 from m2forge.train.config import CheckpointConfig, Curve
-from m2forge.train.engine import TrainEngine
+from m2forge.train.cost import TokenCost
+from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.loop import TrainLoop
 from tests.sft.sample import chat_format
 
@@ -118,6 +123,30 @@ def test_padding_on_cuda_counts_no_token_and_changes_no_figure(
     # Float32: sums over more rows round otherwise, by a few units in the last of seven places.
     for name in ("loss", "loss/a", "mtp_loss/1", "grad_norm"):
         assert padded[0].values[name] == pytest.approx(plain[0].values[name], rel=1e-5)
+
+
+def test_tokens_per_second_and_mfu_count_no_padding(
+    config: SFTConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_rows, speed = TrainEngine.step_rows, loop.__dict__["_speed"]
+    packs: list[list[Pack]] = []
+
+    def note(self: TrainEngine, given: list[Pack], **options: Any) -> PendingMetrics:
+        packs.append(list(given))
+        return step_rows(self, given, **options)
+
+    monkeypatch.setattr(TrainEngine, "pads", True)
+    monkeypatch.setattr(TrainEngine, "step_rows", note)
+    # Every step takes 2 s on a machine of 1e9 FLOP/s.
+    monkeypatch.setattr(loop, "_speed", lambda step, passed_s, waited_s, peak: speed(step, 2.0, waited_s, 1e9))
+    network = read_config(run_sft(config, tmp_path))
+    steps = read_metrics(tmp_path / "small" / "metrics.jsonl")
+    cost = TokenCost(network, config.data.context)
+    for step, given in zip(steps, packs, strict=True):
+        num_tokens = sum(int(pack.lengths.sum()) for pack in given)
+        assert num_tokens < len(given) * config.pack_tokens
+        assert step.values["tokens_per_s"] == pytest.approx(num_tokens / 2)
+        assert step.values["mfu"] == pytest.approx(cost.training_flops(given) / 2e9)
 
 
 def test_a_hundred_steps_at_learning_rate_0_leave_every_weight_and_router_bias_as_it_was(

@@ -14,6 +14,7 @@ from m2forge.records import JsonValue, Task
 from m2forge.tasks import catalog, worker
 from m2forge.tasks.agent import Chain
 from m2forge.tasks.family import Verdict, make_task
+from m2forge.text.message import Tool
 
 NAME = "hostile"
 
@@ -26,6 +27,11 @@ class Hostile(Chain):
         while difficulty == 2:
             pass
         return make_task(self, difficulty, f"Task {seed}.", {})
+
+    def tools(self, task: Task) -> tuple[Tool, ...]:
+        while task.difficulty == 3:
+            pass
+        return ()
 
     def call(self, task: Task, name: str, arguments: JsonValue) -> str:
         return str(self.verify(task, name).perf)

@@ -125,6 +125,8 @@ def test_calls_of_tools_and_draws_are_limited_too(tmp_path: Path) -> None:
             await runner.next_task(NAME, "train", 0, 0, 2, 2)
         with pytest.raises(DataError, match="unknown task family"):
             await runner.next_task("no such", "train", 0, 0, 1, 1)
+        with pytest.raises(LimitError, match="hostile: tools: no result after"):
+            await runner.tools(Hostile().draw(3, 0))
         slow, raising = await runner.call(TASK, "loop", {}), await runner.call(TASK, "raise", {})
         return slow.content, raising.content, (await runner.call(TASK, "fine", {})).content
 
