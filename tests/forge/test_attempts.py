@@ -177,7 +177,7 @@ async def attempts_of(
         PoolWriter(pool) as writer,
         GatewayAdmin(gateway_url, key) as admin,
         Workers(config, folder / "agents") as workers,
-        TaskRunner(verify, folder / "verify", **families) as runner,  # type: ignore[arg-type]  # one of its fields
+        TaskRunner(verify, folder / "verify", **families) as runner,
     ):
         agents = Agents(config, admin, workers, runner, lambda: 0)
         yield Attempts(agents, pool, writer, Judge(RewardConfig()), minimax(), lambda task, rate: None)
