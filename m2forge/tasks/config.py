@@ -112,9 +112,10 @@ class VerifyConfig(Config):
 
     num_workers: Count = 1
     timeout_s: Annotated[float, Field(gt=0)] = 1.5
-    """Wall clock of one verdict, or of one call of a tool. A slower verdict is perf 0 with reason `limit`."""
+    """Time on a processor and asleep (`tasks/use.py`) of one verdict, or of one call of a tool. On a machine with
+    processors to spare it is the wall clock. A slower verdict is perf 0 with reason `limit`."""
     draw_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Wall clock of drawing a task, and of loading what it is verified with; longer ends the run."""
+    """The same of drawing a task, and of loading what it is verified with; longer ends the run."""
     max_memory_bytes: Annotated[int, Field(ge=256 << 20)] = 512 << 20
     """Address space of a worker. More is perf 0 with reason `limit`."""
     max_error_share: Share = 0.05

@@ -10,7 +10,8 @@ stalls the caller. One rule holds for every verifier:
     raised twice on the same answer         perf 0, `verifier_error`, with the traceback as evidence
     more than `max_error_share` of the      `BrokenVerifierError`, which ends the run: the rewards would be wrong
     last `NUM_WATCHED` verdicts are that
-    a worker was lost                       `infra`: retried with another, never a verdict
+    a worker was lost, or starved of a      `infra`: retried with another, never a verdict
+    processor
 
 Workers live on and are kept warm: they import the families' libraries once. They end with this process, by whatever
 signal it dies, because a sandbox's keeper holds them.
@@ -39,7 +40,8 @@ from m2forge.sandbox.worker import ProcessWorker
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.family import Verdict, VerdictReason, family_name, shown
 from m2forge.tasks.task_set import Distinct, Split
-from m2forge.tasks.worker import RequestOutcome
+from m2forge.tasks.use import MAX_WAIT
+from m2forge.tasks.worker import MAX_REPLY_BYTES, RequestOutcome
 from m2forge.text.message import Tool, tool_from_openai
 
 NUM_WATCHED = 200
@@ -48,7 +50,6 @@ MAX_LOST = 10
 START_S = 120.0
 """A worker may take so long to import its families."""
 LIFE_S = 30 * 86400.0
-MAX_REPLY_BYTES = 16 << 20
 RETRY_S = 0.05
 
 _COMMAND = (sys.executable, "-m", "m2forge.tasks.worker")
@@ -218,14 +219,15 @@ class _Seat:
 
     def __init__(self, folder: Path, config: VerifyConfig, argv: Sequence[str]) -> None:
         limits = SandboxConfig(
-            timeout_s=LIFE_S, max_memory_bytes=config.max_memory_bytes, max_output_bytes=MAX_REPLY_BYTES
+            timeout_s=LIFE_S, max_memory_bytes=config.max_memory_bytes, max_output_bytes=2 * MAX_REPLY_BYTES
         )
         self._sandbox = ProcessSandbox(folder, limits)
         # The package must be found from the worker's own folder. Threads of numeric libraries would reserve memory.
         roots = [str(Path(m2forge.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
         path = os.pathsep.join(root for root in roots if root)
         self._command = Command(tuple(argv), {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"})
-        self._patience_s = START_S + config.draw_timeout_s + 2 * config.timeout_s
+        # Two tries, each starved for as long as may be.
+        self._patience_s = START_S + 2 * MAX_WAIT * (config.draw_timeout_s + config.timeout_s)
         self._worker: ProcessWorker | None = None
         self._numbers = itertools.count()
 

@@ -10,12 +10,16 @@ A request has one of these outcomes. An executor that fails in a way that may no
 replaced, and the request runs once more in a fresh one:
 
     ok                value
-    limit             over time; or over memory in a fresh executor, since an older one holds caches
+    limit             over time; over the size of a reply; or over memory in a fresh executor, since an older one
+                      holds caches
     verifier_error    it raised twice, or its process crashed twice; with the traceback
-    infra             the executor was killed from outside: the caller retries
-    refused           an error of m2forge/errors.py in anything but `verify`: the text says what is wrong
+    infra             the executor was killed from outside, or starved of a processor: the caller retries
+    refused           an error of m2forge/errors.py in anything but `verify`, or a task whose data cannot be loaded: the
+                      text says what is wrong
 
-Time over counts at once if the executor was busy; one that slept or was starved of a processor gets a second try.
+The limit of time is one of the executor's own use (`tasks/use.py`): time on a processor and time asleep. Where it waits
+for a processor because the machine is loaded, the limit waits with it, up to `MAX_WAIT` times the limit; then the
+outcome is `infra`. An executor that mostly slept gets a second try.
 """
 
 import json
@@ -24,7 +28,6 @@ import resource
 import select
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -36,14 +39,17 @@ from m2forge.records import JsonValue, Task
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.family import Family, Preparing
 from m2forge.tasks.task_set import Split, TaskSet
+from m2forge.tasks.use import MAX_WAIT, Use
 from m2forge.text.message import tool_to_openai
 
 MAX_TRACE = 4000
 """Characters of a traceback, from its end."""
 MAX_EVIDENCE = 64 << 10
 """Bytes of a verdict's evidence."""
+MAX_REPLY_BYTES = 8 << 20
+"""Bytes of one reply; a longer one is over a limit."""
 BUSY_SHARE = 0.5
-"""An executor that used so much of its time on a processor was at work."""
+"""An executor that spent this share of its own use on a processor was at work, not asleep."""
 BEGUN = b'"begun"\n'
 MEMORY = b'{"outcome": "memory"}\n'
 
@@ -60,6 +66,10 @@ class RequestOutcome(StrEnum):
     """An executor ran out of memory; no request ends with it."""
     RAISED = "raised"
     """The family's code raised; no request ends with it."""
+
+
+WRITTEN = (RequestOutcome.OK, RequestOutcome.REFUSED, RequestOutcome.MEMORY, RequestOutcome.RAISED)
+"""Outcomes that an executor writes itself."""
 
 
 # -- the executor -----------------------------------------------------------------------------------------------------
@@ -127,9 +137,9 @@ def _reply(request: Fields) -> bytes:
 
 
 def _encode(outcome: RequestOutcome, value: JsonValue, text: str = "") -> bytes:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    told = {"outcome": outcome, "value": value, "text": text, "cpu_s": usage.ru_utime + usage.ru_stime}
-    return json.dumps(told | {"memory_bytes": usage.ru_maxrss << 10}, allow_nan=False).encode() + b"\n"
+    memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    told = {"outcome": outcome, "value": value, "text": text, "memory_bytes": memory_bytes}
+    return json.dumps(told, allow_nan=False).encode() + b"\n"
 
 
 def _trace(error: BaseException) -> str:
@@ -146,8 +156,8 @@ class Executor:
         """`inherited`: descriptors that it must not keep open."""
         requests, self._requests = os.pipe()
         self._replies, replies = os.pipe()
-        self.is_fresh, self._cpu_s = True, 0.0
-        self._received = b""
+        self.is_fresh = True
+        self._received = bytearray()
         self.pid = os.fork()
         if not self.pid:
             os.setpgid(0, 0)
@@ -158,26 +168,24 @@ class Executor:
         os.close(replies)
 
     def serve(self, line: bytes, timeout_s: float, prepare_timeout_s: float) -> dict[str, JsonValue]:
-        """One try. `prepare_timeout_s`: until it begins. After any outcome but `ok` and `refused` the executor is
+        """One try; `own_s` and `has_begun` of the reply say how much of its time it used, and whether the family's code
+        was reached. `prepare_timeout_s`: until it begins. After any outcome but `ok` and `refused` the executor is
         gone."""
-        started_s, limit_s = time.monotonic(), prepare_timeout_s
+        use = Use(self.pid, prepare_timeout_s)
+        has_begun = False
         try:
             _write_all(self._requests, line)
+            received = self._receive_line(use)
+            if received == BEGUN:
+                has_begun, use = True, Use(self.pid, timeout_s)
+                received = self._receive_line(use)
         except BrokenPipeError:
-            return self._ended(started_s, is_over=False)
-        received = self._receive_line(started_s + limit_s)
-        if received == BEGUN:
-            started_s, limit_s = time.monotonic(), timeout_s
-            received = self._receive_line(started_s + limit_s)
-        if not received:
-            return self._ended(started_s, is_over=time.monotonic() >= started_s + limit_s)
-        reply: dict[str, JsonValue] = json.loads(received)
-        if reply["outcome"] not in (RequestOutcome.OK, RequestOutcome.REFUSED):
+            received = b""
+        reply = _read_reply(received) if received else self._ended(use)
+        if received and reply["outcome"] not in (RequestOutcome.OK, RequestOutcome.REFUSED):
             _, usage = self.kill()
             reply["memory_bytes"] = usage.ru_maxrss << 10
-        elif isinstance(reply["cpu_s"], float):
-            self._cpu_s = reply["cpu_s"]
-        return reply
+        return reply | {"own_s": use.own_s, "has_begun": has_begun}
 
     def kill(self) -> tuple[int, resource.struct_rusage]:
         """It and what it has started. It is our child and not waited for yet, so its id is its own."""
@@ -190,17 +198,23 @@ class Executor:
         os.close(self._replies)
         return status, usage
 
-    def _ended(self, started_s: float, *, is_over: bool) -> dict[str, JsonValue]:
-        """The outcome of a try that got no reply: time over, or the executor died."""
-        if not is_over:
+    def _ended(self, use: Use) -> dict[str, JsonValue]:
+        """The outcome of a try that got no whole reply: over a limit, starved, or the executor died."""
+        is_over, is_starved, is_flood = use.is_over, use.is_starved, len(self._received) > MAX_REPLY_BYTES
+        if not (is_over or is_starved or is_flood):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        passed_s = time.monotonic() - started_s
         status, usage = self.kill()
         told: dict[str, JsonValue] = {"memory_bytes": usage.ru_maxrss << 10, "value": None, "text": ""}
+        if is_flood:
+            text = f"a reply of over {MAX_REPLY_BYTES} bytes"
+            return told | {"outcome": RequestOutcome.LIMIT, "text": text, "was_busy": True}
         if is_over:
-            busy_s = usage.ru_utime + usage.ru_stime - self._cpu_s
-            text = f"no result after {passed_s:.1f} s"
-            return told | {"outcome": RequestOutcome.LIMIT, "text": text, "was_busy": busy_s >= BUSY_SHARE * passed_s}
+            text = f"no result after {use.own_s:.1f} s"
+            was_busy = use.cpu_s >= BUSY_SHARE * use.own_s
+            return told | {"outcome": RequestOutcome.LIMIT, "text": text, "was_busy": was_busy}
+        if is_starved:
+            text = f"starved: {use.own_s:.1f} s of its own in {use.passed_s:.1f} s, {MAX_WAIT} times its limit"
+            return told | {"outcome": RequestOutcome.INFRA, "text": text}
         code = os.waitstatus_to_exitcode(status)
         if code == -signal.SIGKILL:
             return told | {"outcome": RequestOutcome.INFRA, "text": "the executor was killed"}
@@ -209,16 +223,37 @@ class Executor:
             "value": f"the process of the family's code ended with status {code}",
         }
 
-    def _receive_line(self, until_s: float) -> bytes:
-        """With its end; empty if there is none by then, or the executor is gone."""
-        while b"\n" not in self._received:
-            ready, _, _ = select.select([self._replies], [], [], max(0.0, until_s - time.monotonic()))
-            data = os.read(self._replies, 1 << 16) if ready else b""
-            if not data:
+    def _receive_line(self, use: Use) -> bytes:
+        """With its end; empty if the executor is over a limit or starved, or it is gone."""
+        num_searched = 0
+        while (end := self._received.find(b"\n", num_searched)) < 0:
+            num_searched = len(self._received)
+            if num_searched > MAX_REPLY_BYTES:
                 return b""
-            self._received += data
-        line, _, self._received = self._received.partition(b"\n")
-        return line + b"\n"
+            ready, _, _ = select.select([self._replies], [], [], use.period_s)
+            use.note()
+            if use.is_over or use.is_starved:
+                return b""
+            if ready:
+                data = os.read(self._replies, 1 << 16)
+                if not data:
+                    return b""
+                self._received += data
+        line = bytes(self._received[: end + 1])
+        del self._received[: end + 1]
+        return line
+
+
+def _read_reply(line: bytes) -> dict[str, JsonValue]:
+    """A line that `execute` does not write came from the family's code, which counts as raising."""
+    try:
+        reply = json.loads(line)
+    except (ValueError, RecursionError):
+        reply = None
+    if not isinstance(reply, dict) or reply.get("outcome") not in WRITTEN:
+        shown = line[:100].decode(errors="replace")
+        reply = {"outcome": RequestOutcome.RAISED, "value": f"the family's code wrote {shown!r} for a reply"}
+    return {"value": None, "text": ""} | reply
 
 
 class Worker:
@@ -241,12 +276,19 @@ class Worker:
             return {"outcome": RequestOutcome.REFUSED, "text": refused}
         if request["op"] == "prepare":
             return {"outcome": RequestOutcome.OK, "value": None}
+        reply = self._try(line, self._draw_timeout_s if request["op"] == "next" else self._timeout_s)
+        if not reply["has_begun"] and reply["outcome"] in (RequestOutcome.LIMIT, RequestOutcome.VERIFIER_ERROR):
+            # No answer had a part in it, so it must not become a verdict.
+            text = f"{request['family']}: the data of the task cannot be loaded: {reply.get('value') or reply['text']}"
+            return reply | {"outcome": RequestOutcome.REFUSED, "text": text}
+        return reply
+
+    def _try(self, line: bytes, left_s: float) -> dict[str, JsonValue]:
+        """The reply of the first try, or of the second where the first says nothing about the request."""
         reply: dict[str, JsonValue] = {}
-        left_s, is_over = self._draw_timeout_s if request["op"] == "next" else self._timeout_s, False
         for is_last in (False, True):
             executor = self._executor or Executor(self._requests, self._replies)
             was_fresh, executor.is_fresh = executor.is_fresh, False
-            started_s = time.monotonic()
             reply = executor.serve(line, left_s, self._draw_timeout_s)
             self._executor = executor if reply["outcome"] in (RequestOutcome.OK, RequestOutcome.REFUSED) else None
             match reply["outcome"]:
@@ -259,7 +301,8 @@ class Worker:
                     is_over = is_last
                     reply = reply | {"outcome": RequestOutcome.VERIFIER_ERROR}
                     # Both tries share the time of one.
-                    left_s = max(0.1, left_s - (time.monotonic() - started_s))
+                    own_s = reply["own_s"]
+                    left_s = max(0.1, left_s - (own_s if isinstance(own_s, float) else 0.0))
                 case _:
                     is_over = True
             if is_over:

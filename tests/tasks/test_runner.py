@@ -1,11 +1,14 @@
 """Families' code under limits: whatever a verifier does, the caller gets one of the outcomes of the rule, in time."""
 
 import asyncio
+import contextlib
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,14 +21,15 @@ from m2forge.tasks.curriculum import Curriculum
 from m2forge.tasks.family import Verdict, VerdictReason
 from m2forge.tasks.runner import BrokenVerifierError, LimitError, TaskRunner
 from m2forge.tasks.task_set import TaskSet
-from tests.tasks.hostile_worker import NAME, Hostile
+from tests.tasks.hostile_worker import LOADS, NAME, STARVED_CPU, Hostile
+from tests.tasks.stall import MAX_STALL_S, watched_stalls
 from tests.tasks.stream import distinct, draw_here
 from tests.tasks.test_curriculum import make
 
 T = TypeVar("T")
+HOG = f"import os\nos.sched_setaffinity(0, {{{STARVED_CPU}}})\nprint(flush=True)\nwhile True: pass"
 TASK = Hostile().draw(1, 0)
 COMMAND = (sys.executable, "-m", "tests.tasks.hostile_worker")
-MAX_STALL_S = 0.1
 
 
 def run(folder: Path, scene: Callable[[TaskRunner], Awaitable[T]], **fields: object) -> T:
@@ -33,26 +37,41 @@ def run(folder: Path, scene: Callable[[TaskRunner], Awaitable[T]], **fields: obj
     config = VerifyConfig(**{"timeout_s": 0.5, **fields})  # type: ignore[arg-type]  # checked there
 
     async def watched() -> T:
-        stalls: list[float] = []
-
-        async def watch() -> None:
-            while True:
-                at_s = time.monotonic()
-                await asyncio.sleep(0.005)
-                stalls.append(time.monotonic() - at_s - 0.005)
-
-        async with TaskRunner(config, folder, (NAME,), COMMAND) as runner:
-            watching = asyncio.create_task(watch())
+        async with TaskRunner(config, folder, (NAME,), COMMAND) as runner, watched_stalls() as stalls:
             found = await scene(runner)
-            watching.cancel()
-        # One wait may be long because the machine is busy; a verifier on the loop would be among the longest two.
-        assert sorted(stalls)[-2] < MAX_STALL_S
+        assert max(stalls) < MAX_STALL_S
         return found
 
     return asyncio.run(watched())
 
 
-@pytest.mark.parametrize("answer", ["loop", "power", "sleep", "grow"])
+@contextlib.contextmanager
+def hog(seconds: float) -> Iterator[None]:
+    """A process that keeps `STARVED_CPU` busy."""
+    with subprocess.Popen([sys.executable, "-c", HOG], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        alarm = threading.Timer(seconds, process.kill)
+        alarm.start()
+        try:
+            yield
+        finally:
+            alarm.cancel()
+            process.kill()
+
+
+@pytest.mark.parametrize("block", [lambda: time.sleep(0.15), lambda: sum(range(30_000_000))])
+def test_a_verifier_on_the_event_loop_would_be_seen(block: Callable[[], object]) -> None:
+    async def scene() -> float:
+        async with watched_stalls() as stalls:
+            await asyncio.sleep(0.02)
+            block()
+        return max(stalls)
+
+    assert asyncio.run(scene()) > MAX_STALL_S
+
+
+@pytest.mark.parametrize("answer", ["loop", "power", "sleep", "grow", "drip", "flood"])
 def test_a_verifier_over_a_limit_has_perf_0_and_the_worker_goes_on(tmp_path: Path, answer: str) -> None:
     async def scene(runner: TaskRunner) -> tuple[Verdict, float, Verdict, int]:
         await runner.verify(TASK, "fine")
@@ -68,11 +87,16 @@ def test_a_verifier_over_a_limit_has_perf_0_and_the_worker_goes_on(tmp_path: Pat
     assert (fine.perf, fine.reason) == (1.0, VerdictReason.JUDGED)
 
 
-@pytest.mark.parametrize("answer", ["raise", "exit", "crash", "evidence"])
+@pytest.mark.parametrize("answer", ["raise", "exit", "crash", "evidence", "forge"])
 def test_a_verifier_that_raises_twice_has_perf_0_and_its_traceback_is_kept(tmp_path: Path, answer: str) -> None:
     verdict = run(tmp_path, lambda runner: runner.verify(TASK, answer))
     assert (verdict.perf, verdict.reason) == (0.0, VerdictReason.VERIFIER_ERROR)
-    expected = {"raise": "KeyError: 'what the policy wrote'", "exit": "SystemExit", "crash": "status -11"}
+    expected = {
+        "raise": "KeyError: 'what the policy wrote'",
+        "exit": "SystemExit",
+        "crash": "status -11",
+        "forge": "for a reply",
+    }
     assert expected.get(answer, "xxx") in str(verdict.evidence["traceback"])
     assert len(str(verdict.evidence)) < 10_000
 
@@ -84,6 +108,38 @@ def test_what_fails_once_is_tried_again(tmp_path: Path, answer: str) -> None:
         return await runner.verify(TASK, answer)
 
     assert run(tmp_path, scene).perf == 1.0
+
+
+def test_a_verifier_that_waits_for_a_processor_is_given_the_time(tmp_path: Path) -> None:
+    """It needs two thirds of its limit, and shares its processor for thrice its limit."""
+
+    async def scene(runner: TaskRunner) -> Verdict:
+        await runner.verify(TASK, "fine")
+        with hog(seconds=1.5):
+            return await runner.verify(TASK, "starve")
+
+    assert run(tmp_path, scene).perf == 1.0
+
+
+def test_a_verifier_that_gets_no_processor_is_retried_and_never_a_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("m2forge.tasks.runner.MAX_LOST", 2)
+
+    async def scene(runner: TaskRunner) -> None:
+        with pytest.raises(EngineError, match=r"2 workers of tasks were lost at one request.*starved"):
+            await runner.verify(TASK, "stop")
+
+    run(tmp_path, scene, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("difficulty", LOADS)
+def test_a_task_that_cannot_be_loaded_is_no_verdict(tmp_path: Path, difficulty: int) -> None:
+    async def scene(runner: TaskRunner) -> None:
+        with pytest.raises(DataError, match="hostile: the data of the task cannot be loaded"):
+            await runner.verify(Hostile().draw(difficulty, 0), "fine")
+
+    run(tmp_path, scene, draw_timeout_s=0.5)
 
 
 def test_what_a_verifier_prints_is_no_reply(tmp_path: Path) -> None:
@@ -166,7 +222,7 @@ def test_a_batch_that_a_runner_draws_is_the_batch_of_the_curriculum(tmp_path: Pa
 @pytest.mark.parametrize(("dataset", "answer"), [("rush_hour", "A+99999999999"), ("coin_flip", "1e99999999")])
 def test_hostile_answers_to_the_librarys_scorers_end_in_time(tmp_path: Path, dataset: str, answer: str) -> None:
     async def scene() -> tuple[Verdict, float]:
-        async with TaskRunner(VerifyConfig(), tmp_path) as runner:
+        async with TaskRunner(VerifyConfig(timeout_s=0.5), tmp_path) as runner:
             task = await runner.next_task(f"reasoning-gym:{dataset}", "train", 0, 0, 0, 0)
             started_s = time.monotonic()
             return await runner.verify(task, answer), time.monotonic() - started_s
