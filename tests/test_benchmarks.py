@@ -1,5 +1,6 @@
 """What benchmarks compare with: the peer at its best."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,3 +55,17 @@ def test_the_peer_runs_with_the_attention_backends_of_our_network(
     monkeypatch.setattr(benchmark, "fastest_attention", backends)
     benchmark.peer_step(Peer(), torch.ones(2, 4))()
     assert seen == [1]
+
+
+def test_bars_are_printed_with_the_processor(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import report
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    name = report.processor()
+    assert any(sign.isalpha() for sign in name)
+    report.finish([report.Bar.at_least("some bar", 2.0, 1.0)], as_json=True)
+    table, told = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert name.split()[0] in table
+    assert json.loads(told)["hardware"].startswith(name)

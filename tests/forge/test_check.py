@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from m2forge.errors import RecordError
-from m2forge.forge.attempts import TIMEOUT, Agents, Interrupted, Tried
-from m2forge.forge.check import Check, check, note_check, read_checks
+from m2forge.forge.attempts import TIMEOUT, Agents, Interrupted, Terms, Tried
+from m2forge.forge.check import Check, check, note_check, read_checks, terms_of
 from m2forge.forge.config import AgentConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.forge.slots import Slots
@@ -23,6 +23,7 @@ from m2forge.tasks.catalog import find_family
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.runner import TaskRunner
 from m2forge.tasks.task_set import TaskSet
+from tests.forge.scene import make_config
 from tests.gateway.dialogue import minimax
 from tests.gateway.live import ADMIN_KEY, Live, live
 from tests.tasks.stream import distinct
@@ -113,6 +114,12 @@ def test_time_that_ran_out_in_a_stuck_worker_before_any_call_is_not_the_policys(
 
     with live(minimax(), config=GatewayConfig(port=0)) as gateway:
         asyncio.run(scene(gateway))
+
+
+def test_attempts_at_held_out_tasks_have_the_context_of_their_domain(tmp_path: Path) -> None:
+    task: Task = TaskSet(find_family("chain"), "held_out", 1).next(1, 3)
+    config = make_config(tmp_path, check={"sampling": {"temperature": 0.5}})
+    assert terms_of(config, task) == Terms(config.check.sampling, 2048)
 
 
 def test_a_torn_last_line_is_left_out_and_cut_before_the_next_one(tmp_path: Path) -> None:
