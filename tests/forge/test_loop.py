@@ -206,7 +206,10 @@ def test_a_step_that_comes_again_after_a_restore_is_pushed_and_checked(model: Pa
             checking = asyncio.create_task(loop.evaluations.last(cast("Agents", None), loop._serves_newest))
             await asyncio.sleep(0.1)
             assert not checking.done(), "the lost version must not be checked"
-            pushing = asyncio.create_task(loop._push_weights(sampler))
+            async with loop.evaluations.pin:
+                pushing = asyncio.create_task(loop._push_weights(sampler))
+                await asyncio.sleep(0.3)
+                assert loop.served == lost, "a pinned evaluation keeps its version"
             await checking
             pushing.cancel()
             assert checked == [again]
