@@ -10,8 +10,11 @@ infrastructure broke is retried under another key, and never becomes a reward:
     it does not, and a completion is recorded, no call failed       policy
     or was aborted, and no process was restarted meanwhile
     the worker died                                                 retried; after `DEATHS_BEFORE_ALONE` deaths it has
-                                                                    a worker for itself, and a death there counts as an
-                                                                    error without a kind
+                                                                    a worker for itself, whose death counts:
+        over a limit of `agent.sandbox`                             policy, with the reason `limit`
+        it exited or crashed                                        as an error without a kind
+        it was killed from outside                                  infra, and the attempt counts as broken, so that
+                                                                    its group is dropped after `pool.max_failures`
     everything else                                                 infra
 
 The gateway's copy of an attempt is deleted when the pool has it.
@@ -29,7 +32,7 @@ from typing import ParamSpec, TypeVar
 from m2forge.errors import M2ForgeError
 from m2forge.forge.config import AgentConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
-from m2forge.forge.worker import AgentError, ErrorKind, JobError, StuckError, WorkerDiedError, Workers
+from m2forge.forge.worker import AgentError, DeathCause, ErrorKind, JobError, StuckError, WorkerDiedError, Workers
 from m2forge.gateway.config import SamplingConfig
 from m2forge.pool.delta import CallWriter, StoredCall
 from m2forge.pool.pool import Pool
@@ -49,6 +52,8 @@ from m2forge.tree.token_tree import TokenTree
 ANSWER = "answer"
 """Under this name the pool keeps what the agent said at last: a verdict can be given again after a restart."""
 TIMEOUT = "time ran out"
+LIMIT = "limit"
+"""The failure of an attempt that exceeded a limit of its worker begins with it."""
 DEATHS_BEFORE_ALONE = 2
 """An attempt whose workers died so often has the next worker for itself, which tells whether it kills them."""
 JUDGED_AT_ONCE = 16
@@ -155,11 +160,12 @@ class Agents:
             try:
                 answer = await self.workers.attempt(name, task, endpoint, tools, is_alone=is_alone)
             except (AgentError, WorkerDiedError) as error:
-                kind = error.kind if isinstance(error, AgentError) else None if is_alone else ErrorKind.INFRA
+                kind = error.kind if isinstance(error, AgentError) else _death_kind(error, is_alone=is_alone)
                 tree = await self._blamed(name, kind, num_starts)
                 if tree is None:
                     raise
-                return Tried(answer, tree, str(error))
+                is_limit = isinstance(error, WorkerDiedError) and error.cause is DeathCause.LIMIT
+                return Tried(answer, tree, f"{LIMIT}: {error}" if is_limit else str(error))
             except TimeoutError as error:
                 if self._num_starts() != num_starts:
                     raise Interrupted("time ran out while a process was away") from None
@@ -172,7 +178,10 @@ class Agents:
         except M2ForgeError as error:
             await self.gateway.forget([name])
             await self.gateway.wait_until_up()
-            if isinstance(error, WorkerDiedError) and self._num_starts() == num_starts:
+            is_death = isinstance(error, WorkerDiedError) and self._num_starts() == num_starts
+            if isinstance(error, WorkerDiedError) and is_death and is_alone and error.cause is DeathCause.LOST:
+                raise JobError(f"a worker that had no other attempt was killed: {error}") from error
+            if is_death:
                 raise WorkerLost(str(error)) from error
             if self._num_starts() != num_starts:
                 raise Interrupted(str(error)) from error
@@ -200,7 +209,7 @@ class Attempts:
         on_judged: Callable[[Task, float], None],
     ) -> None:
         """`on_judged`: told the pass rate of every group."""
-        self._agents, self._pool, self._writer = agents, pool, writer
+        self.agents, self._pool, self._writer = agents, pool, writer
         self._judge, self._format, self._on_judged = judge, format, on_judged
         self._judging, self._has_ended = asyncio.Lock(), asyncio.Event()
         # One thread: several that compute would keep the event loop waiting for the interpreter's lock.
@@ -209,10 +218,17 @@ class Attempts:
         """Deaths of workers, by the episode that they attempted."""
         self.counts = AttemptCounts()
 
+    async def __aenter__(self) -> "Attempts":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        # In another thread: work that has begun goes on to its end.
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+
     async def run(self, lease: Lease) -> None:
         """One attempt, from its lease to its end in the pool. `judge_ended` judges the group."""
         try:
-            tried = await self._agents.attempt(
+            tried = await self.agents.attempt(
                 *(lease.name, lease.task, lease.group, self._num_deaths[lease.episode]),
                 terms=Terms(context=lease.context),
             )
@@ -231,7 +247,7 @@ class Attempts:
             _log.warning("%s: %s", lease.name, error)
             return
         finally:
-            self._agents.gateway.forget_soon(lease.name)
+            self.agents.gateway.forget_soon(lease.name)
         self._count(tried)
         if is_over:
             self._has_ended.set()
@@ -251,7 +267,7 @@ class Attempts:
                     await self._judge_unit(unit, leases)
 
     async def _judge_unit(self, unit: StoredUnit, leases: Sequence[Lease]) -> None:
-        tools = await self._agents.runner.tools(unit.task)
+        tools = await self.agents.runner.tools(unit.task)
         attempts = await asyncio.gather(*(self._attempt(stored, tools) for stored in unit.episodes))
         judged = await self._aside(self._judge.judge, attempts)
         try:
@@ -269,7 +285,7 @@ class Attempts:
     async def _attempt(self, stored: StoredEpisode, tools: Sequence[Tool]) -> Attempt:
         verdict = Verdict(0.0, {"failure": stored.failure or ""})
         if stored.failure is None:
-            verdict = await self._agents.runner.verify(stored.task, stored.artifacts[ANSWER])
+            verdict = await self.agents.runner.verify(stored.task, stored.artifacts[ANSWER])
         episode, steps = await self._aside(_read, stored, self._format, tools)
         return Attempt(episode, steps, verdict.perf, verdict.evidence)
 
@@ -288,6 +304,7 @@ class Attempts:
         _log.warning("%s broke: %s", lease.name, reason)
         with contextlib.suppress(LeaseLostError):
             if await self._writer.run(self._pool.fail, lease, reason) is EpisodeState.FAILED:
+                self._num_deaths.pop(lease.episode, None)
                 _log.warning("%s: dropped, because too many of its attempts broke", lease.group)
 
     def _count(self, tried: Tried) -> None:
@@ -295,6 +312,12 @@ class Attempts:
         self.counts.num_timeouts += tried.failure == TIMEOUT
         self.counts.num_errors += tried.failure not in (None, TIMEOUT)
         self.counts.num_tokens += sum(sample.logprobs.size for sample in tried.tree.samples)
+
+
+def _death_kind(error: WorkerDiedError, *, is_alone: bool) -> ErrorKind | None:
+    if not is_alone or error.cause is DeathCause.LOST:
+        return ErrorKind.INFRA
+    return ErrorKind.POLICY if error.cause is DeathCause.LIMIT else None
 
 
 def encode_calls(writer: CallWriter, tree: TokenTree) -> list[StoredCall]:

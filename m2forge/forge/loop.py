@@ -108,16 +108,21 @@ class Loop:
                     GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin,
                     Workers(self.config.agent, self.layout.run_dir / "agents") as workers,
                     TaskRunner(
-                        self.config.verify, self.layout.run_dir / "verify", self.config.curriculum.family_names
+                        self.config.verify,
+                        self.layout.run_dir / "verify",
+                        self.config.curriculum.family_names,
                     ) as runner,
                     PoolWriter(self.pool) as writer,
                 ):
                     agents = Agents(self.config.agent, admin, workers, runner, lambda: servers.num_starts)
-                    try:
-                        await self._roll_out(background, training, servers.sampler, agents, writer)
-                    finally:
-                        # Before what they use is closed.
-                        await cancel_all(background | set(self._running))
+                    async with Attempts(
+                        agents, self.pool, writer, self.judge, self.format, self._note_group
+                    ) as attempts:
+                        try:
+                            await self._roll_out(background, training, servers.sampler, attempts, writer)
+                        finally:
+                            # Before what they use is closed.
+                            await cancel_all(background | set(self._running))
         finally:
             await cancel_all(background)
             children = (self.trainer, servers.gateway.child, servers.sampler.child)
@@ -131,10 +136,10 @@ class Loop:
         background: set[asyncio.Task[None]],
         training: asyncio.Task[None],
         sampler: Server,
-        agents: Agents,
+        attempts: Attempts,
         writer: PoolWriter,
     ) -> None:
-        attempts = Attempts(agents, self.pool, writer, self.judge, self.format, self._note_group)
+        agents = attempts.agents
         self._keep(background, agents.workers.watch())
         await self._while_alive(background, agents.gateway.wait_until_up())
         await self._take_over(writer, agents.gateway)

@@ -28,6 +28,7 @@ import logging
 import math
 import os
 import shlex
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -35,7 +36,7 @@ from pathlib import Path
 
 from m2forge.errors import DataError, EngineError
 from m2forge.forge.config import AgentConfig
-from m2forge.protocols import Command, Endpoint, Outcome, Worker
+from m2forge.protocols import Command, Endpoint, Outcome, OutcomeReason, Worker
 from m2forge.records import JsonValue, Task
 from m2forge.sandbox.process import ProcessSandbox
 from m2forge.text.json_value import parse_json
@@ -46,6 +47,9 @@ MAX_DEPTH = 32
 """Nesting of a worker's line."""
 MAX_DEATHS = 10
 """For each worker there is: so many deaths without an answer between, and the program is broken."""
+
+NO_MEMORY = ("MemoryError", "bad_alloc", "out of memory", "Cannot allocate memory")
+"""What programs say last when an allocation failed."""
 
 TASK_VIEW = ("id", "domain", "instruction", "difficulty")
 """What an agent may know of a task."""
@@ -75,8 +79,23 @@ class AgentError(JobError):
         """None where the agent does not say."""
 
 
+class DeathCause(StrEnum):
+    """What ended a worker."""
+
+    OWN = "own"
+    """It exited, or crashed."""
+    LIMIT = "limit"
+    """It exceeded a limit of `agent.sandbox`: memory, or the length of a line."""
+    LOST = "lost"
+    """It was killed from outside, as the kernel does when the machine has no memory left, or it was restarted."""
+
+
 class WorkerDiedError(JobError):
     """An attempt whose worker died; it may not have been this attempt that killed it."""
+
+    def __init__(self, message: str, cause: DeathCause = DeathCause.LOST) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class StuckError(TimeoutError):
@@ -170,6 +189,12 @@ class Workers:
                 await desk.worker.send(job)
                 return await future
         except TimeoutError:
+            if future.done() and not future.cancelled():
+                return future.result()  # It came in the moment in which the time ran out.
+            if desk.worker is None:
+                # The worker died before the time ran out; its job is over when nothing of it is left.
+                await asyncio.shield(self._cancel(desk, id))
+                raise WorkerDiedError(f"{desk.name} died") from None
             has_others = any(other != id for other in (*desk.jobs, *desk.cancelled))
             if not await asyncio.shield(self._cancel(desk, id)):
                 problem = f"{desk.name} did not confirm that it cancelled the job"
@@ -195,8 +220,10 @@ class Workers:
 
     async def _confirm(self, desk: _Desk, id: str) -> bool:
         confirmed, worker = desk.cancelled.get(id), desk.worker
-        if confirmed is None or worker is None:
+        if confirmed is None:
             return True  # The worker is gone, and the job with it.
+        if worker is None:
+            return await asyncio.shield(confirmed)  # The worker is being ended.
         line = json.dumps({"id": id, "cancel": True}).encode() + b"\n"
         try:
             async with asyncio.timeout(self._config.cancel_s):
@@ -228,6 +255,8 @@ class Workers:
     async def _reserve_desk(self, id: str) -> _Desk:
         """A worker without jobs: one takes no more of them until it has none left."""
         while not (unreserved := [desk for desk in self._desks if desk.reserved is None]):
+            if self._broken is not None:
+                raise self._broken
             self._has_changed.clear()
             await self._has_changed.wait()
         desk = min(unreserved, key=lambda desk: desk.num_taken)
@@ -249,15 +278,18 @@ class Workers:
             worker = await sandbox.start(self._command)
             desk.worker, desk.is_stuck = worker, False
             self._has_changed.set()
+            is_flood = False
             try:
                 while line := await worker.receive_line():
                     self._take(desk, line)
             except DataError as error:
+                is_flood = True
                 _log.warning("%s: %s", desk.name, error)
             finally:
                 desk.worker = None
                 outcome = await worker.stop()
-                self._fail_jobs(desk, f"{desk.name} ended with status {outcome.status}")
+                cause = DeathCause.LIMIT if is_flood else death_cause(outcome)
+                self._fail_jobs(desk, f"{desk.name} ended with status {outcome.status}", cause)
             if not desk.is_stuck:
                 self._note_death(desk, outcome)
                 await asyncio.sleep(RESTART_S)
@@ -310,15 +342,23 @@ class Workers:
                 "%s: dropped a line of %d bytes (%s); %d so far", desk.name, len(line), error, self._num_dropped
             )
 
-    def _fail_jobs(self, desk: _Desk, reason: str) -> None:
+    def _fail_jobs(self, desk: _Desk, reason: str, cause: DeathCause) -> None:
         for future in desk.jobs.values():
             if not future.done():
-                future.set_exception(WorkerDiedError(reason))
+                future.set_exception(WorkerDiedError(reason, cause))
         for confirmed in desk.cancelled.values():
             if not confirmed.done():
                 confirmed.set_result(False)
         desk.jobs, desk.cancelled = {}, {}
         self._has_changed.set()
+
+
+def death_cause(outcome: Outcome) -> DeathCause:
+    """An allocation beyond the limit of memory fails in the program itself, whose last words say so."""
+    if outcome.status == -signal.SIGKILL or outcome.reason not in (OutcomeReason.EXITED, OutcomeReason.SIGNALLED):
+        return DeathCause.LOST
+    last_words = outcome.stderr.text()[-1000:]
+    return DeathCause.LIMIT if any(words in last_words for words in NO_MEMORY) else DeathCause.OWN
 
 
 def _job(id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool]) -> bytes:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import sys
+import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,10 @@ for line in sys.stdin:
                 pass
         elif word == "die":
             os._exit(9)
+        elif word == "killed":
+            os.kill(os.getpid(), 9)
+        elif word == "grow":
+            bytearray(1 << 44)
         else:
             told = {"id": job["id"], "error": "no arguments in the call"}
             told |= {"kind": word} if word != "error" else {}
@@ -139,6 +144,23 @@ def test_an_attempt_that_kills_every_worker_counts_once_it_has_one_for_itself(tm
             attempt(gateway, tmp_path, "die", num_deaths=DEATHS_BEFORE_ALONE)
     assert len(tried.tree.samples) == 1
     assert "status 9" in (tried.failure or "")
+
+
+def test_an_attempt_whose_worker_is_killed_from_outside_is_never_a_reward(tmp_path: Path) -> None:
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+        with pytest.raises(WorkerLost):
+            attempt(gateway, tmp_path, "call killed")
+        # It breaks the attempt, which a group survives `pool.max_failures` times, and so is not retried for ever.
+        with pytest.raises(JobError, match=r"no other attempt was killed.*status -9") as caught:
+            attempt(gateway, tmp_path, "call killed", num_deaths=DEATHS_BEFORE_ALONE)
+    assert not isinstance(caught.value, Interrupted)
+
+
+def test_an_attempt_that_exceeds_the_memory_of_its_worker_has_the_reason_limit(tmp_path: Path) -> None:
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+        tried = attempt(gateway, tmp_path, "call grow", num_deaths=DEATHS_BEFORE_ALONE)
+    assert len(tried.tree.samples) == 1
+    assert (tried.failure or "").startswith("limit: worker-0 ended with status 1")
 
 
 def test_nothing_that_an_agent_gets_holds_the_verifiers_data(tmp_path: Path) -> None:
@@ -261,8 +283,10 @@ def test_a_hostile_answer_is_judged_in_time_again_after_a_restart(tmp_path: Path
                 TaskRunner(VerifyConfig(), tmp_path / "verify") as runner,
             ):
                 agents = Agents(config, admin, workers, runner, lambda: 0)
-                attempts = Attempts(agents, pool, writer, Judge(RewardConfig()), format, lambda task, rate: None)
-                await attempts.judge_whole()
+                judge = Judge(RewardConfig())
+                async with Attempts(agents, pool, writer, judge, format, lambda task, rate: None) as attempts:
+                    await attempts.judge_whole()
+            assert not [thread for thread in threading.enumerate() if thread.name.startswith("episodes")]
             assert attempts.counts.num_groups == 1
             with pool.database.read() as connection:
                 (unit,) = read_units(connection, [1], pool.vocab_size)

@@ -8,8 +8,9 @@ import pytest
 
 from m2forge.forge.config import AgentConfig
 from m2forge.forge.worker import JobError, StuckError, WorkerDiedError, Workers, from_here
-from m2forge.protocols import Endpoint
+from m2forge.protocols import Endpoint, Outcome
 from m2forge.records import Domain, Task
+from m2forge.sandbox.worker import ProcessWorker
 
 PROGRAM = """
 import json, os, sys
@@ -40,6 +41,11 @@ for line in sys.stdin:
         if job["task"]["instruction"] == "hang":
             time.sleep(60)
         print(json.dumps({"id": job["id"], "answer": job["task"]["instruction"]}), flush=True)
+"""
+EXITING = """
+import sys
+sys.stdin.readline()
+sys.exit(3)
 """
 MALFORMED = """
 import json, sys
@@ -146,6 +152,29 @@ def test_a_slot_is_free_only_when_the_cancel_is_confirmed(tmp_path: Path) -> Non
 
     first, last = asyncio.run(scene())
     assert first == last, "the same process answered"
+
+
+def test_a_job_is_over_only_when_nothing_is_left_of_its_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time runs out while what is left of the worker, which died before, is being ended: it died, and did not
+    confirm a cancel."""
+    is_ended, stop = False, ProcessWorker.stop
+
+    async def stop_slowly(worker: ProcessWorker) -> Outcome:
+        nonlocal is_ended
+        await asyncio.sleep(2.0)
+        outcome = await stop(worker)
+        is_ended = True
+        return outcome
+
+    monkeypatch.setattr(ProcessWorker, "stop", stop_slowly)
+
+    async def scene() -> None:
+        async with make_workers(tmp_path, EXITING, timeout_s=1.0) as workers:
+            with pytest.raises(WorkerDiedError):
+                await workers.attempt("0", make_task("job"), ENDPOINT)
+            assert is_ended
+
+    asyncio.run(scene())
 
 
 def test_a_stuck_worker_takes_no_job_until_it_is_restarted(tmp_path: Path) -> None:
