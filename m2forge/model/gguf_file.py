@@ -65,6 +65,8 @@ class GGUFSource:
         try:
             header = read_header(path)
             self._tensors = self._locate(header)
+        except CheckpointError:
+            raise
         except DataError as error:
             raise CheckpointError(str(error)) from error
         except (ValueError, KeyError) as error:
@@ -76,7 +78,8 @@ class GGUFSource:
         self._tensors.pop(_ROPE_FACTORS, None)
         self.headers = {name: self._header(tensor) for name, tensor in self._tensors.items()}
         self.problems = tuple(
-            f"{name} is stored as {tensor.kind.name}, which the gguf library cannot dequantise"
+            f"{name} is stored as {tensor.kind.name}, which the gguf library cannot dequantise; convert "
+            "the file to Q8_0 or F16 with llama-quantize"
             for name, tensor in self._tensors.items()
             if not self._can_dequantize(tensor.kind)
         )
@@ -102,7 +105,13 @@ class GGUFSource:
         return tensors
 
     def _slice(self, name: str, stored: StoredTensor, data: np.ndarray) -> _Tensor:
-        kind = self._gguf.GGMLQuantizationType(stored.kind)
+        try:
+            kind = self._gguf.GGMLQuantizationType(stored.kind)
+        except ValueError:
+            raise CheckpointError(
+                f"{self.origin}: {name} is stored as type {stored.kind}, a quantisation that the installed gguf "
+                "library does not know; install a newer one, or convert the file to Q8_0 or F16 with llama-quantize"
+            ) from None
         block_size, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
         *rows, width = stored.shape or (1,)
         if width % block_size:

@@ -204,6 +204,10 @@ def test_every_misfit_is_named_in_one_error(tmp_path: Path) -> None:
         (lambda path: path.write_bytes(b"GGUF"), "is not a whole GGUF file"),
         (lambda path: path.write_bytes(bytes(range(256)) * 16), "is not a whole GGUF file"),
         (lambda path: cut(path), "is not a whole GGUF file"),
+        (
+            lambda path: retype(path, 999),
+            "output_norm.weight is stored as type 999, a quantisation that the installed gguf library does not know",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used_exits_with_2(
@@ -213,6 +217,15 @@ def test_a_file_that_cannot_be_used_exits_with_2(
     assert cli.main(["import", str(tmp_path / "a.gguf"), str(tmp_path / "m")]) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
+
+
+def retype(path: Path, kind: int) -> None:
+    """Behind a tensor's name stand the number of its dimensions, each of them, and its type."""
+    write_small(path, small_tensors())
+    data, name = bytearray(path.read_bytes()), b"output_norm.weight"
+    at = data.index(name) + len(name) + 4 + 8
+    data[at : at + 4] = kind.to_bytes(4, "little")
+    path.write_bytes(data)
 
 
 def cut(path: Path) -> None:
