@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from m2forge.errors import ExistsError
@@ -83,10 +83,17 @@ def open_lines(path: Path) -> int:
 
 
 def write_line(descriptor: int, line: str) -> None:
-    """Append one line, given without its newline; it survives the death of this process once this returns."""
-    data = line.encode() + b"\n"
-    if os.write(descriptor, data) != len(data):
-        raise OSError("the disk took only part of a line; is it full?")
+    """Append one line, given without its newline; it survives the death of this process once this returns. Where the
+    disk refuses a part of it, the file is cut back to the line's start: the next line begins a line."""
+    start = os.fstat(descriptor).st_size
+    left = memoryview(line.encode() + b"\n")
+    try:
+        while left:
+            left = left[os.write(descriptor, left) :]
+    except BaseException:
+        with suppress(OSError):
+            os.ftruncate(descriptor, start)
+        raise
 
 
 def append_line(path: Path, line: str) -> None:

@@ -1,12 +1,14 @@
 """Files and folders appear whole or not at all."""
 
+import errno
+import os
 import stat
 from pathlib import Path
 
 import pytest
 
 from m2forge.errors import ExistsError
-from m2forge.files import append_line, staged_folder, whole_lines, write_atomic
+from m2forge.files import append_line, open_lines, staged_folder, whole_lines, write_atomic, write_line
 
 
 def test_write_atomic_replaces_text_and_makes_parents(tmp_path: Path) -> None:
@@ -94,3 +96,26 @@ def test_a_torn_last_line_is_cut_off_before_a_line_is_appended(tmp_path: Path, t
     assert whole_lines(path.read_bytes()) == []
     append_line(path, "alone")
     assert path.read_bytes() == b"alone\n"
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
+    path, write, sizes = tmp_path / "lines.jsonl", os.write, [3, 4]
+
+    def write_some(descriptor: int, data: memoryview) -> int:
+        if refuses and not sizes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data[: sizes.pop(0)] if sizes else data)
+
+    descriptor = open_lines(path)
+    write_line(descriptor, "first")
+    monkeypatch.setattr(os, "write", write_some)
+    if refuses:
+        with pytest.raises(OSError, match="No space"):
+            write_line(descriptor, "a second line")
+    else:
+        write_line(descriptor, "a second line")
+    monkeypatch.undo()
+    write_line(descriptor, "third")
+    os.close(descriptor)
+    assert path.read_text().split() == ["first", *([] if refuses else ["a", "second", "line"]), "third"]

@@ -92,6 +92,7 @@ class GatewayApp:
         if scope["type"] != "http":
             return
         path: str = scope["path"]
+        self.calls.share.num_requests += 1
         try:
             if REFUSAL in scope:
                 raise scope[REFUSAL]
@@ -111,6 +112,8 @@ class GatewayApp:
             # Without the error's own words, which may hold those of a prompt.
             _log.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
             await respond(send, 500, _dialect_of(scope).error(500, "the gateway failed; its log says where"))
+        finally:
+            self.calls.share.num_requests -= 1
 
     async def _answer_other(self, scope: Scope, path: str, headers: Headers, receive: Receive, send: Send) -> None:
         if path == MESSAGES.count_path:

@@ -21,7 +21,7 @@ from m2forge.gateway.body_worker import Setup
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.counts import GatewayCounts, Outcome
 from m2forge.gateway.episode import Episode, ReservedError
-from m2forge.gateway.exchange import Ask, AskError, Dialect
+from m2forge.gateway.exchange import Ask, AskError, Dialect, offered
 from m2forge.gateway.generation import Abort, Generation, Plan, raw_ids, time_limit
 from m2forge.gateway.history import Opening
 from m2forge.gateway.limits import Gone, Headers, Receive, Send, read_body, read_retry
@@ -31,7 +31,6 @@ from m2forge.gateway.prompt_size import PromptSizes
 from m2forge.gateway.reply import Reply, play, read_reply
 from m2forge.gateway.respond import STREAM_HEADERS, id_headers, respond, respond_bytes, status_of
 from m2forge.gateway.retry import Request, RequestState
-from m2forge.gateway.sample import offered
 from m2forge.protocols import Engine, Prompt
 from m2forge.records import Asked, IntArray, Sampling
 from m2forge.text.format import ChatFormat
@@ -66,9 +65,9 @@ class Calls:
         self, engine: Engine, format: ChatFormat, config: GatewayConfig, context: int, counts: GatewayCounts
     ) -> None:
         self._engine, self._format, self._config, self._counts = engine, format, config, counts
-        self._context, self._pace, self._share = context, Pace(), LoopShare()
+        self._context, self._pace, self.share = context, Pace(), LoopShare()
         setup = Setup(PromptSizes.of(format, context, config.max_items), config.max_depth, config.max_body_bytes)
-        self._bodies = Bodies(setup, config.num_body_workers, self._share)
+        self._bodies = Bodies(setup, config.num_body_workers, self.share)
         self._encoders = ThreadPoolExecutor(NUM_ENCODERS, "encode")
         end = format.tokenizer.end_of_text_id
         self._raw_stop_ids = tuple(dict.fromkeys((*format.stop_ids, *(() if end is None else (end,)))))
@@ -217,14 +216,14 @@ class Calls:
         """What `make` returns. Long texts that it encodes are encoded ahead of it by another thread, and what is long
         takes turns. Nothing is waited for where all is short."""
         known: dict[str, list[int]] = {}
+
+        def run() -> T:
+            with encoded_ahead(known, MAX_CHARS):
+                return make()
+
         while True:
             try:
-                if not is_long:
-                    with encoded_ahead(known, MAX_CHARS):
-                        return make()
-                async with self._share.turn():
-                    with encoded_ahead(known, MAX_CHARS):
-                        return make()
+                return await self.share.run(run) if is_long else run()
             except UnencodedError as error:
                 texts = error.texts
             encode = self._format.tokenizer.encode_batch

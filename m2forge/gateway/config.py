@@ -93,8 +93,8 @@ class GatewayConfig(Config):
     """A request's headers together."""
     max_depth: Annotated[int, Field(gt=0, le=200)] = 100
     """Nesting of a body's arrays and objects."""
-    max_items: Count = 4096
-    """Messages, tools and tool calls of one request together."""
+    max_items: Count | None = None
+    """Messages, tools and tool calls of one request together; None: as many as the context can hold, and 1024."""
     num_body_workers: Annotated[int, Field(gt=0, le=64)] = 2
     """Processes that read large bodies, started when the first one comes."""
     max_samples: Count = 128

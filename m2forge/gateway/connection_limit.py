@@ -23,8 +23,14 @@ from m2forge.gateway.limits import Refusal, read_key
 
 REFUSAL: Final = "m2forge.refusal"
 """Key of an ASGI scope whose request is refused for its connection: holds the `Refusal`."""
+RETRY_AFTER_S = 1
+"""Busy connections end with their responses, so a retry soon finds room."""
+FILES_PER_REQUEST = 2
+"""The connection of an episode's client, and that to the engine while its request runs."""
 OTHER_FILES = 512
-"""Descriptors that stay free of clients' connections: journals, engines, workers and the admin's connections."""
+"""Descriptors that stay free of both: journals, body workers and the admin's connections."""
+LEAST_OTHER_FILES, LEAST_CONNECTION_FILES = 192, 16
+"""What a gateway works with: the journals that stay open are 128."""
 _NOBODY, _ADMIN = "", "admin"
 
 _log = logging.getLogger(__name__)
@@ -91,6 +97,7 @@ class ConnectionLimits:
                 f"the episode has {self._max_per_key} connections that are busy, which is as many as it may have; "
                 "wait for one, or raise gateway.max_connections_per_key",
                 is_final=True,
+                retry_after_s=RETRY_AFTER_S,
             )
         if self._num_keyed > self._max_keyed and not self._evict_idle(self._keyed(), connection):
             self._move(connection, _NOBODY)
@@ -99,6 +106,7 @@ class ConnectionLimits:
                 f"{self._max_keyed} connections of episodes are busy, which is as many as there may be; ask again, or "
                 "raise gateway.max_connections",
                 is_final=True,
+                retry_after_s=RETRY_AFTER_S,
             )
         return None
 
@@ -137,21 +145,30 @@ class ConnectionLimits:
 def fit_open_files(config: GatewayConfig) -> GatewayConfig:
     """The configuration with as many connections as this process may hold open, after its soft limit was raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = config.max_connections + config.max_keyless_connections + OTHER_FILES
+    needed = FILES_PER_REQUEST * config.max_connections + config.max_keyless_connections + OTHER_FILES
     if soft >= needed or soft == resource.RLIM_INFINITY:
         return config
     raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
     if raised >= needed:
         return config
-    room = raised - config.max_keyless_connections - OTHER_FILES
-    if room < 1:
-        raise ConfigError(
-            f"this process may open {raised} files, too few for max_keyless_connections = "
-            f"{config.max_keyless_connections} and {OTHER_FILES} of its own; raise the limit (ulimit -n)"
-        )
+    num_keyed, num_keyless = share_files(raised, config.max_connections, config.max_keyless_connections)
     _log.warning(
-        "max_connections is %d instead of %d: this process may open %d files; raise the limit (ulimit -n)",
-        *(room, config.max_connections, raised),
+        "max_connections is %d instead of %d and max_keyless_connections %d instead of %d: this process may open %d "
+        "files; raise the limit (ulimit -n %d)",
+        *(num_keyed, config.max_connections, num_keyless, config.max_keyless_connections, raised, needed),
     )
-    return config.model_copy(update={"max_connections": room})
+    return config.model_copy(update={"max_connections": num_keyed, "max_keyless_connections": num_keyless})
+
+
+def share_files(num_files: int, max_keyed: int, max_keyless: int) -> tuple[int, int]:
+    """How many connections with and without a key fit into so many open files. Raises ConfigError where no gateway
+    could work."""
+    least = LEAST_OTHER_FILES + LEAST_CONNECTION_FILES
+    if num_files < least:
+        raise ConfigError(
+            f"this process may open {num_files} files, and a gateway needs {least} or more; raise the limit (ulimit -n)"
+        )
+    room = num_files - min(OTHER_FILES, max(LEAST_OTHER_FILES, num_files // 2))
+    num_keyless = min(max_keyless, max(room // 4, room - FILES_PER_REQUEST * max_keyed))
+    return min(max_keyed, (room - num_keyless) // FILES_PER_REQUEST), num_keyless

@@ -14,6 +14,7 @@ is the one that the calls make in the order of their commits.
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -67,7 +68,7 @@ class Episode:
         """Tokens of prompt and completion together; None: what the model allows."""
         self.history = History(format, restores_thinking=restores_thinking)
         self._tree = TokenTree(vocab_size or format.tokenizer.vocab_size)
-        self._untreed: list[tuple[str, Sampled]] = []
+        self._untreed: deque[tuple[str, Sampled]] = deque()
         """Calls that are not in the tree yet, by name. A tree looks at whole paths, so it is made when it is asked for:
         the end of an answer does not wait for it, the less the longer a conversation is."""
         self._experts_shape: tuple[int, ...] | None = None
@@ -302,9 +303,10 @@ class Episode:
 
     @property
     def tree(self) -> TokenTree:
-        for name, sampled in self._untreed:
+        while self._untreed:
+            name, sampled = self._untreed[0]
             self._tree.add(sampled.call, name, episode=self.id, experts=sampled.experts)
-        self._untreed.clear()
+            self._untreed.popleft()
         return self._tree
 
     def calls(self) -> tuple[Call, ...]:

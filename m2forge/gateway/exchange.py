@@ -60,6 +60,11 @@ class Ask:
     """Fields of the request that shape the answer and nothing else, for the dialect that read them."""
 
 
+def offered(ask: Ask) -> tuple[Tool, ...]:
+    """The tools that the model is shown: none if it may call none."""
+    return ask.tools if ask.tool_choice == "auto" else ()
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens of one request; what was sampled is counted over all its completions."""

@@ -174,7 +174,11 @@ class History:
                 child is not None
                 and child.content == message.content
                 and child.role == message.role
-                and (child.role != "assistant" or child.is_plainly_answer(message, restores_thinking))
+                and (
+                    child.role != "assistant"
+                    or (child.is_words and restores_thinking and not message.thinking and not message.tool_calls)
+                    or child.is_plainly_answer(message, restores_thinking)
+                )
             ):
                 child = turn.find(message, restores_thinking=restores_thinking)
                 if child is None:

@@ -29,13 +29,23 @@ _MAX_ATTEMPT = 1_000_000
 class Refusal(M2ForgeError):
     """A request that is answered with an error of HTTP."""
 
-    def __init__(self, status: int, message: str, *, allowed: str | None = None, is_final: bool = False) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        allowed: str | None = None,
+        is_final: bool = False,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.allowed = allowed
         """The method that the route takes, where another was used."""
         self.is_final = is_final
         """Whether the connection ends with it, because what follows on it cannot be told apart from the body."""
+        self.retry_after_s = retry_after_s
+        """When a retry may succeed; None where it would not."""
 
 
 class Gone(Exception):

@@ -1,13 +1,18 @@
 """The share of the event loop that work on long requests may take, however many of them come.
 
-Such work cannot be interrupted, so it is done one piece at a time, and others are served between two pieces. A piece
-that took t seconds, more than `FREE_S`, is followed by a pause of `PAUSES` * (t - `FREE_S`).
+Such work cannot be interrupted, so it runs in pieces, one at a time and in the order of their arrival, and the loop
+serves other requests between two pieces. A piece that took t seconds, more than `FREE_S`, is followed by a pause of
+`PAUSES` * (t - `FREE_S`) while other requests are in flight. A piece that no other request waits for costs no pass
+through the loop.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 FREE_S = 0.005
 """What a turn of a conversation of some hundred messages takes."""
@@ -19,15 +24,47 @@ LONG_BYTES = 16 << 10
 
 class LoopShare:
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self.num_requests = 0
+        """Requests in flight of the whole gateway, short ones included. The gateway keeps the count."""
+        self._is_taken = False
+        """Whether a piece runs, or the pause after it, or the next one was woken."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
 
-    @contextlib.asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn. What is done in it must not wait for anything."""
-        await self._turn.acquire()
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run one piece when its turn has come."""
+        if self._is_taken:
+            await self._wait()
+        self._is_taken = True
         start_s = time.monotonic()
         try:
-            yield
+            return work()
         finally:
-            pause_s = min(max(0.0, PAUSES * (time.monotonic() - start_s - FREE_S)), MAX_PAUSE_S)
-            asyncio.get_running_loop().call_later(pause_s, self._turn.release)
+            self._end(time.monotonic() - start_s)
+
+    async def _wait(self) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._wake_next()  # it was this one's turn
+            raise
+
+    def _end(self, took_s: float) -> None:
+        is_long = took_s > FREE_S
+        if not is_long and not self._waiting:
+            self._is_taken = False
+            return
+        has_others = self.num_requests > 1
+        pause_s = min(PAUSES * (took_s - FREE_S), MAX_PAUSE_S) if is_long and has_others else 0.0
+        # Without a pause as well the loop looks once for what else has come.
+        asyncio.get_running_loop().call_later(pause_s, self._wake_next)
+
+    def _wake_next(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_taken = False

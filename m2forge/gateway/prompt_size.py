@@ -9,18 +9,22 @@ context, until it is known to be too long; what passes is then encoded as any pr
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from m2forge.errors import FormatError
-from m2forge.gateway.exchange import Ask, AskError
+from m2forge.gateway.exchange import Ask, AskError, offered
 from m2forge.gateway.rendering import keeps_thinking
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Role, ToolCall
 from m2forge.text.tokenizer import Tokenizer
 
+LEAST_MAX_ITEMS = 1024
+"""Messages, tools and calls that a request may have whatever the context is."""
 _PLAIN_BYTES = 8
 """A token of most texts has fewer."""
 _PIECE = 1 << 16
 """Characters that are counted at a time."""
+_calls_of = attrgetter("tool_calls")
 _SEAM = 16
 """Tokens by which the count of a piece may exceed its share of the whole text's, since it is cut anywhere."""
 
@@ -46,22 +50,30 @@ class PromptSizes:
     """Tokens that a message of the role has at least."""
 
     @classmethod
-    def of(cls, format: ChatFormat, context: int, max_items: int) -> "PromptSizes":
-        return cls(format.tokenizer, context, max_items, keeps_thinking(format), measure_overhead(format))
+    def of(cls, format: ChatFormat, context: int, max_items: int | None) -> "PromptSizes":
+        """`max_items`: None derives it from the context and what the cheapest message costs."""
+        overhead = measure_overhead(format)
+        if max_items is None:
+            max_items = max(LEAST_MAX_ITEMS, context // min((cost for cost in overhead.values() if cost), default=1))
+        return cls(format.tokenizer, context, max_items, keeps_thinking(format), overhead)
 
     def check_counts(self, ask: Ask) -> None:
         """Raises AskError for more messages than the context holds, and for more items than one request may have."""
-        num_tokens = sum(self.overhead[message.role] for message in ask.messages)
+        num_tokens = 0
+        # Most conversations would fit if each of their messages cost as much as any: those need no look at the roles.
+        if len(ask.messages) * max(self.overhead.values()) > self.context:
+            num_tokens = sum(self.overhead[message.role] for message in ask.messages)
         if isinstance(ask.prompt, tuple):
             num_tokens = len(ask.prompt)
         if num_tokens > self.context:
             raise self._too_long(ask, num_tokens)
-        num_items = len(ask.messages) + len(ask.tools) + sum(len(message.tool_calls) for message in ask.messages)
+        tools = offered(ask)
+        num_items = len(ask.messages) + len(tools) + sum(map(len, map(_calls_of, ask.messages)))
         if num_items > self.max_items:
             raise AskError(
                 f"the request has {num_items} messages, tools and calls, expected at most {self.max_items}; send "
                 "fewer, or raise gateway.max_items",
-                "messages" if len(ask.tools) < self.max_items else "tools",
+                "messages" if len(tools) < self.max_items else "tools",
             )
 
     def needs_count(self, ask: Ask, num_body_bytes: int) -> bool:
@@ -93,8 +105,8 @@ class PromptSizes:
                 yield message.thinking
             if message.tool_calls:
                 yield "".join(call.name + _json(call.arguments) for call in message.tool_calls)
-        if ask.tools:
-            yield "".join(tool.name + tool.description + _json(tool.parameters) for tool in ask.tools)
+        if tools := offered(ask):
+            yield "".join(tool.name + tool.description + _json(tool.parameters) for tool in tools)
 
 
 def measure_overhead(format: ChatFormat) -> dict[Role, int]:

@@ -15,6 +15,7 @@ import hmac
 import logging
 import re
 import secrets
+import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 from weakref import WeakValueDictionary
 
-from m2forge.errors import ExistsError, M2ForgeError, RecordError
+from m2forge.errors import ConfigError, ExistsError, M2ForgeError, RecordError
 from m2forge.gateway.closed_journal import COMPACT_SUFFIX, closed_path, find_journal, list_closed, write_compacted
 from m2forge.gateway.config import Budget
 from m2forge.gateway.entry import Closed, Created, Entry
@@ -76,6 +77,7 @@ class Episodes:
         self._uncompacted: dict[str, None] = {}
         """Closed episodes whose journals still hold texts that no request can return."""
         if folder is not None:
+            _require_writable(folder)
             for id, key_hash, is_compact in list_closed(folder):
                 self._know(id, key_hash)
                 if not is_compact:
@@ -253,14 +255,18 @@ class Episodes:
     def _restore(self, path: Path) -> None:
         try:
             self._restore_whole(path)
-        except RecordError as error:
+        except (RecordError, JournalError) as error:
             self._set_aside(path, path.name.removesuffix(SUFFIX), error)
 
-    def _set_aside(self, path: Path, id: str, error: RecordError) -> None:
-        """One damaged journal costs its own episode and no other: agents that hold its key are refused."""
+    def _set_aside(self, path: Path, id: str, error: RecordError | JournalError) -> None:
+        """One journal that cannot be read costs its own episode and no other: agents that hold its key are refused."""
         aside = path.with_name(f"{path.name}{DAMAGED_SUFFIX}")
-        path.replace(aside)
         self.forget(id)
+        try:
+            path.replace(aside)
+        except OSError as failure:
+            _log.warning("%s; its episode is lost, and the journal cannot be set aside (%s)", error, failure.strerror)
+            return
         _log.warning("%s; the journal is set aside as %s, and its episode is lost", error, aside.name)
 
     def _restore_whole(self, path: Path) -> None:
@@ -274,7 +280,11 @@ class Episodes:
             created = _created(path, entries)
             self._know(created.id, created.key_hash)
             assert self._folder is not None
-            journal.move(closed_path(self._folder, created.id, created.key_hash))
+            try:
+                journal.move(closed_path(self._folder, created.id, created.key_hash))
+            except JournalError as error:
+                _log.warning("%s; the closed journal stays where it is", error)
+                return
             self._uncompacted[created.id] = None
         else:
             self._rebuild(path, journal, entries)
@@ -311,6 +321,19 @@ class Episodes:
 
     def _know(self, id: str, key_hash: str) -> None:
         self._id_of_key[key_hash], self._key_of_id[id] = id, key_hash
+
+
+def _require_writable(folder: Path) -> None:
+    """Raises ConfigError where journals cannot be written at all: every call would fail later."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"gateway.journal: nothing can be written to {folder} ({error.strerror}); make it writable for this user, "
+            "or choose another folder"
+        ) from error
 
 
 def _created(path: Path, entries: list[Entry]) -> Created:

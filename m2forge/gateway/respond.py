@@ -54,8 +54,10 @@ def code_of(error: M2ForgeError) -> str | None:
 
 
 def error_headers(error: M2ForgeError) -> Pairs:
-    headers = [_NO_RETRY] if status_of(error) in _RETRIED_STATUSES else []
+    retry_after_s = error.retry_after_s if isinstance(error, Refusal) else None
+    headers = [_NO_RETRY] if status_of(error) in _RETRIED_STATUSES and retry_after_s is None else []
     if isinstance(error, Refusal):
+        headers += [(b"retry-after", b"%d" % retry_after_s)] if retry_after_s is not None else []
         headers += [_CLOSE] if error.is_final else []
         headers += [(b"allow", error.allowed.encode())] if error.allowed else []
     return headers

@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import NotFoundError
-from m2forge.gateway.exchange import Answer, Ask, Ending, TokenLogprob
+from m2forge.gateway.exchange import Answer, Ask, Ending, TokenLogprob, offered
 from m2forge.protocols import Chunk
 from m2forge.records import Asked, Call, FinishReason, FloatArray, IntArray, Sampling
 from m2forge.text.completion import CallFinished, Completion, ContentDelta, Event
 from m2forge.text.format import ChatFormat
-from m2forge.text.message import Tool
 from m2forge.text.parser import THINK_CLOSE
 from m2forge.text.tokenizer import Tokenizer
 from m2forge.tree.sample import ExpertArray
@@ -184,11 +183,6 @@ class SampleReader:
                 self._call_ids.append(id)
                 events[index] = CallFinished(replace(event.call, id=id))
         return events
-
-
-def offered(ask: Ask) -> tuple[Tool, ...]:
-    """The tools that the model is shown: none if it may call none."""
-    return ask.tools if ask.tool_choice == "auto" else ()
 
 
 def text_of(tokenizer: Tokenizer, *ids: int) -> bytes:

@@ -104,6 +104,7 @@ class Turn:
         "content",
         "depth",
         "has_rivals",
+        "is_words",
         "latest",
         "message",
         "num_held",
@@ -146,6 +147,8 @@ class Turn:
         self.children: dict[Key, list[Turn]] = {}
         self.has_rivals = False
         """Whether another child of its parent may be meant by the same message."""
+        self.is_words = not message.tool_calls
+        """Whether it has no calls and no rivals: then content alone identifies it, where thinking is restored."""
         self.latest: Turn | None = None
         """The child that was met last."""
         self.answered: Turn | None = None
@@ -157,7 +160,7 @@ class Turn:
         self.latest = child
         if len(same) > 1:
             for rival in same:
-                rival.has_rivals = True
+                rival.has_rivals, rival.is_words = True, False
 
     def remove(self, child: "Turn") -> None:
         key = key_of(child.message)

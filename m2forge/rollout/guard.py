@@ -17,14 +17,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from m2forge.listener import LOOPBACK, host_name
 from m2forge.rollout.server_config import ServerConfig
 
-ANY_ADDRESS = ("0.0.0.0", "::")
+ANY_ADDRESS = ("0.0.0.0", "::", "")
 JSON_TYPE = "application/json"
 
 
 class Guard:
     def __init__(self, app: ASGIApp, config: ServerConfig, key: str) -> None:
-        self._app, self._expected = app, f"Bearer {key}".encode()
-        self._hosts = {name.lower() for name in (*LOOPBACK, config.host, *config.hosts)}
+        self._app, self._expected = app, key.encode()
+        self._hosts = {_own_name(entry) for entry in (*LOOPBACK, config.host, *config.hosts)} - {""}
         self._takes_addresses = config.host in ANY_ADDRESS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,7 +46,8 @@ class Guard:
         if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
             return 403, f"the Origin header names {origin[:200]!r}; other sites may not use this server"
         # Compared in a time that does not depend on where the two differ.
-        if not hmac.compare_digest(headers.get(b"authorization", "").encode("latin-1"), self._expected):
+        scheme, _, sent = headers.get(b"authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode("latin-1"), self._expected):
             return 401, "the server's key is needed: send Authorization: Bearer KEY"
         content_type = headers.get(b"content-type", "").partition(";")[0].strip().lower()
         if scope["method"] == "POST" and content_type != JSON_TYPE:
@@ -55,6 +56,12 @@ class Guard:
 
     def _is_own(self, name: str) -> bool:
         return name in self._hosts or (self._takes_addresses and _is_address(name))
+
+
+def _own_name(entry: str) -> str:
+    """The name of a configured host, as `host_name` gives that of a request: without a port, which a client's way
+    through a proxy may change."""
+    return entry.lower() if _is_address(entry) else host_name(entry)
 
 
 def _is_address(name: str) -> bool:

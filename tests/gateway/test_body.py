@@ -46,6 +46,18 @@ def told(error: M2ForgeError) -> tuple[object, ...]:
     return type(error), str(error), status, error.field if isinstance(error, AskError) else None
 
 
+def test_a_body_is_large_by_its_bytes_or_by_the_signs_that_part_its_values() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        size = rng.choice((10, body_module.SMALL_VALUES, 60_000, body_module.SMALL_BYTES, body_module.SMALL_BYTES + 1))
+        share = rng.random() * 2 * body_module.SMALL_VALUES / size
+        body = bytes(
+            rng.choices(b",[{:a", weights=(share, share / 2, share / 2, share, 4 * max(1 - share, 0.1)), k=size)
+        )
+        num_signs = sum(map(body.count, (b",", b"[", b"{", b":")))
+        assert is_large(body) == (size > body_module.SMALL_BYTES or num_signs > body_module.SMALL_VALUES)
+
+
 def test_a_worker_reads_what_the_gateway_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_module, "SMALL_BYTES", -1)
     rng, setup = random.Random(5), make_setup(minimax())

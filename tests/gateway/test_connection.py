@@ -171,12 +171,16 @@ def test_connections_of_one_key_are_limited_to_its_own_cost(parser: str) -> None
         told = response(ask(one_key))
         assert told.startswith(b"HTTP/1.1 429")
         assert b"max_connections_per_key" in told
+        start = told.lower().partition(b"\r\n\r\n")[0]
+        assert b"\r\nretry-after: 1" in start
+        assert b"x-should-retry" not in start
         # The others are served until all that there may be are busy; the admin is served even then.
         busy += [ask(other_key) for _ in range(2)]
         gateway.wait_until(lambda: gateway.server.app.calls.num_running == 5)
         told = response(ask(third_key))
         assert told.startswith(b"HTTP/1.1 503")
         assert b"max_connections" in told
+        assert b"\r\nretry-after: 1" in told.lower()
         admin = f"GET /episodes/{one.id} HTTP/1.1\r\nhost: x\r\nx-api-key: {ADMIN_KEY}\r\nconnection: close\r\n\r\n"
         assert talk(gateway, admin.encode()).startswith(b"HTTP/1.1 200")
         assert all(client.recv(100) for client in busy)
@@ -208,12 +212,29 @@ def test_connections_are_as_many_as_the_process_may_open_files(
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", set_limit)
     config = GatewayConfig(max_connections=4096, max_keyless_connections=100)
-    assert fit_open_files(config).max_connections == 2000 - 100 - connection_limit.OTHER_FILES
+    fitted = fit_open_files(config)
+    assert fitted.max_keyless_connections == 100
+    # Each request of an episode has a connection to the engine as well.
+    assert fitted.max_connections == (2000 - 100 - connection_limit.OTHER_FILES) // 2
     assert limits[-1] == (2000, 2000)
     assert "ulimit -n" in caplog.text
     limits.append((1024, resource.RLIM_INFINITY))
     assert fit_open_files(config) is config
-    assert limits[-1][0] == 4096 + 100 + connection_limit.OTHER_FILES
-    limits.append((256, 256))
-    with pytest.raises(ConfigError, match="256 files"):
+    assert limits[-1][0] == 2 * 4096 + 100 + connection_limit.OTHER_FILES
+    limits.append((100, 100))
+    with pytest.raises(ConfigError, match="100 files"):
         fit_open_files(config)
+
+
+@pytest.mark.parametrize("num_files", [208, 256, 1024, 2560, 4096, 10_000])
+def test_a_low_limit_of_open_files_lowers_the_connections_and_lets_the_gateway_start(
+    num_files: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (num_files, num_files))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: None)
+    fitted = fit_open_files(GatewayConfig())
+    assert fitted.max_connections >= 1
+    assert fitted.max_keyless_connections >= 1
+    num_held = 2 * fitted.max_connections + fitted.max_keyless_connections
+    assert num_held <= num_files - connection_limit.LEAST_OTHER_FILES
+    assert f"may open {num_files} files" in caplog.text

@@ -362,3 +362,23 @@ def test_divergences_are_counted_for_recorded_calls(tmp_path: Path) -> None:
     restored = Episodes(format, folder=tmp_path).get(episode.id)
     assert restored is not None
     assert restored.num_divergences == episode.num_divergences
+
+
+def test_a_tree_that_fails_midway_takes_each_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    format = minimax()
+    episode, _ = Episodes(format).create("task")
+    for text in ("a", "b", "c"):
+        answer(episode, format, [USER], text)
+    add, left = TokenTree.add, [2]
+
+    def fail_once(self: TokenTree, *args: object, **kwargs: object) -> object:
+        left[0] -= 1
+        if not left[0]:
+            raise MemoryError
+        return add(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TokenTree, "add", fail_once)
+    with pytest.raises(MemoryError):
+        _ = episode.tree
+    assert len(episode.calls()) == 3
+    assert len(episode.tree.samples) == 3

@@ -175,3 +175,34 @@ def test_more_messages_than_the_context_holds_are_refused_unrendered() -> None:
         assert told.json()["error"]["code"] == "context_length_exceeded"
         assert format.num_messages == given
         assert not episode.history._beginnings
+
+
+def test_the_number_of_items_is_bounded_by_what_the_context_can_hold() -> None:
+    format = minimax()
+    least = min(cost for cost in measure_overhead(format).values() if cost)
+    for context in (100, 32_768, 1_000_000):
+        sizes = PromptSizes.of(format, context, None)
+        assert sizes.max_items == max(1024, context // least)
+    # As many messages as the context can hold are no reason to refuse; one limit or the other refuses more.
+    sizes = PromptSizes.of(format, 100_000, None)
+    messages = [Message("user", "a")] * (100_000 // sizes.overhead["user"])
+    sizes.check_counts(Ask(tuple(messages)))
+    with pytest.raises(AskError):
+        sizes.check_counts(Ask((*messages, *messages)))
+    tools = tuple(Tool(f"f{number}") for number in range(2000))
+    with pytest.raises(AskError, match="max_items"):
+        PromptSizes.of(format, 1000, None).check_counts(Ask((Message("user", "a"),), tools))
+    assert PromptSizes.of(format, 1000, 7).max_items == 7
+
+
+def test_tools_that_the_model_is_not_shown_count_nowhere() -> None:
+    sizes = PromptSizes.of(minimax(), 1000, 1024)
+    tools = tuple(Tool(f"f{number}", "some words " * 20) for number in range(2000))
+    ask = Ask((Message("user", "a"),), tools, tool_choice="none")
+    sizes.check_counts(ask)
+    sizes.check_text(ask)
+    assert not sizes.needs_count(ask, 1 << 20)
+    shown = Ask(ask.messages, tools[:1000])
+    assert sizes.needs_count(shown, 1 << 20)
+    with pytest.raises(AskError):
+        sizes.check_text(shown)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from m2forge.errors import ConfigError
 from m2forge.gateway import journal
 from m2forge.gateway.entry import Rewarded
 from m2forge.gateway.episode import ClosedError, Episode
@@ -142,3 +143,38 @@ def test_the_turns_of_an_episode_that_is_let_go_are_free_at_once(tmp_path: Path)
         assert num_turns() == before
     finally:
         gc.enable()
+
+
+def test_a_journal_that_cannot_be_read_is_set_aside_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    episodes = Episodes(minimax(), folder=tmp_path)
+    _, key = episodes.create("task", id="sound")
+    (tmp_path / "folder.journal").mkdir()  # reading it is an error of the system, also for root
+    again = Episodes(minimax(), folder=tmp_path)
+    assert again.find(key) is not None
+    assert (tmp_path / "folder.journal.damaged").is_dir()
+    assert "folder.journal.damaged" in caplog.text
+
+
+def test_a_closed_journal_that_cannot_be_moved_stays_and_can_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "closed").touch()  # no folder, so that nothing can be moved there
+    episodes = Episodes(minimax(), folder=tmp_path)
+    closed, key = episodes.create("task", id="over")
+    answer(closed, "a")
+    closed.close("broke")
+    for _ in range(2):
+        again = Episodes(minimax(), folder=tmp_path)
+        assert "stays where it is" in caplog.text
+        found = again.find(key)
+        assert found is not None
+        assert found.closed is not None
+        assert found.calls() == closed.calls()
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"gateway\.journal: nothing can be written to .*choose another folder"):
+        Episodes(minimax(), folder=tmp_path / "file" / "journal")

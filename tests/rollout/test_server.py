@@ -156,6 +156,8 @@ def test_every_route_asks_for_the_key() -> None:
         ({"Host": "localhost:1", "Origin": "http://localhost:1"}, 200),
         ({"Host": "[::1]:8400"}, 200),
         ({"Host": "Sampler.Example"}, 200),
+        ({"Host": "ported.example:80"}, 200),
+        ({"Authorization": f"bearer {KEY}"}, 200),
     ],
 )
 def test_foreign_hosts_origins_and_content_types_are_refused(headers: dict[str, str], status: int) -> None:
@@ -163,7 +165,7 @@ def test_foreign_hosts_origins_and_content_types_are_refused(headers: dict[str, 
         response = await client.post("/generate", content=json.dumps(IDS), headers=JSON | headers)
         assert response.status_code == status, response.text
 
-    ask(check, ServerConfig(hosts=("sampler.example",)))
+    ask(check, ServerConfig(hosts=("sampler.example", "Ported.Example:8400", "fd00::7", "")))
 
 
 def test_on_every_address_the_host_may_be_any_address_but_no_foreign_name() -> None:
