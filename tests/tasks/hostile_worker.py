@@ -19,7 +19,7 @@ from m2forge.tasks.family import Verdict, make_task
 from m2forge.text.message import Tool
 
 NAME = "hostile"
-LOADS = {3: "loop", 4: "raise", 5: "grow"}
+LOADS = {4: "raise", 5: "grow", 6: "loop"}
 """What loading a task does, by its difficulty."""
 STARVED_CPU = min(os.sched_getaffinity(0))
 """Where the answer `starve` works, whenever no other process wants that processor."""
