@@ -11,8 +11,10 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from m2forge.errors import M2ForgeError, RecordError
 from m2forge.files import append_line, whole_lines
@@ -20,9 +22,13 @@ from m2forge.forge.attempts import Agents, Interrupted, Terms, Tried, WorkerLost
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import Kept, make_kept
 from m2forge.forge.slots import Slots
-from m2forge.records import Task
+from m2forge.records import PolicyVersion, Task
 from m2forge.tasks.family import family_name
 from m2forge.tasks.runner import TaskRunner
+from m2forge.tree.token_tree import TokenTree
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 NUM_KEPT = 8
 """Tasks whose attempts are kept."""
@@ -48,6 +54,17 @@ class Check:
     versions: dict[str, float] = field(default_factory=dict)
     """Steps of the policy that sampled its tokens, rising, and the share of the tokens that each sampled; empty where
     that was not noted."""
+    branch: str = ""
+    """Of the policy when it began: with `step` its version. Empty where that was not noted."""
+    branches: dict[str, list[str]] = field(default_factory=dict)
+    """The branches that the sampler served each of these steps from meanwhile. Several where the trainer went back
+    and reached the step again: tokens name their step alone, so the share is that of all of them."""
+
+    @property
+    def names(self) -> list[str]:
+        """The versions that it sampled from, for messages: step, and branch where it is known."""
+        pairs = [(step, branch) for step in self.versions for branch in self.branches.get(step) or [""]]
+        return [f"{step}-{branch}" if branch else step for step, branch in pairs]
 
 
 async def held_out_tasks(config: ForgeConfig, runner: TaskRunner) -> list[Task]:
@@ -63,13 +80,16 @@ async def held_out_tasks(config: ForgeConfig, runner: TaskRunner) -> list[Task]:
 async def check(
     agents: Agents,
     tasks: list[Task],
-    step: int,
+    version: PolicyVersion,
     slots: Slots,
     terms: Callable[[Task], Terms] = lambda task: Terms(),
 ) -> tuple[Check, list[Kept]]:
-    """How the policy fares, and what it did at `NUM_KEPT` of the tasks, spread over all of them."""
-    started_s = time.monotonic()
+    """How the policy, at `version` when it begins, fares, and what it did at `NUM_KEPT` of the tasks, spread over all
+    of them."""
+    started_s, step = time.monotonic(), version.step
     num_tokens = Counter[int]()
+    # Trees may be long. One thread: several that compute would keep the event loop waiting for the interpreter's lock.
+    thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
     places = {index * len(tasks) // NUM_KEPT for index in range(NUM_KEPT)}
     kept: dict[int, Kept] = {}
 
@@ -78,17 +98,29 @@ async def check(
             tried = await _try(agents, task, f"check-{step}-{int(time.time() * 1e6)}-{index}", terms(task))
         if tried is None:
             return None
-        for sample in tried.tree.samples:
-            num_tokens.update(sample.versions.tolist())
+        num_tokens.update(await _aside(thread, _count_versions, tried.tree))
         perf = 0.0 if tried.failure is not None else (await agents.runner.verify(task, tried.answer)).perf
         if index in places:
-            kept[index] = make_kept(step, task, perf, tried.answer, tried.failure, tried.tree)
+            kept[index] = await _aside(thread, make_kept, step, task, perf, tried.answer, tried.failure, tried.tree)
         return perf
 
-    perfs = await asyncio.gather(*(attempt(index, task) for index, task in enumerate(tasks)))
+    try:
+        perfs = await asyncio.gather(*(attempt(index, task) for index, task in enumerate(tasks)))
+    finally:
+        thread.shutdown(wait=False)
     seconds = time.monotonic() - started_s
-    versions = {str(version): num / num_tokens.total() for version, num in sorted(num_tokens.items())}
-    return replace(_tell(tasks, perfs, step, seconds), versions=versions), [kept[index] for index in sorted(kept)]
+    shares = {str(sampled): num / num_tokens.total() for sampled, num in sorted(num_tokens.items())}
+    found = replace(_tell(tasks, perfs, step, seconds), versions=shares, branch=version.branch)
+    return found, [kept[index] for index in sorted(kept)]
+
+
+async def _aside(thread: ThreadPoolExecutor, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return await asyncio.get_running_loop().run_in_executor(thread, lambda: work(*args, **kwargs))
+
+
+def _count_versions(tree: TokenTree) -> Counter[int]:
+    """Tokens that each step of the policy sampled."""
+    return Counter(step for sample in tree.samples for step in sample.versions.tolist())
 
 
 def terms_of(config: ForgeConfig, task: Task) -> Terms:

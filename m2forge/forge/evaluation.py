@@ -4,13 +4,14 @@ Evaluations between the first and the last run beside training, on their share o
 on meanwhile, and the evaluation reports which share of its tokens each policy version sampled. With `check.pin` weight
 updates wait until it is over, so that one version serves throughout; training rollouts then sample from that version
 too, and lag behind the trainer by as many steps as it makes meanwhile. An evaluation that dies with its loop left
-nothing in `checks.jsonl`, so it is due again.
+nothing in `checks.jsonl`, so it is due again; so is one of weights that the trainer lost (`forge/lineage.py`).
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from m2forge.forge.attempts import Agents
@@ -18,6 +19,7 @@ from m2forge.forge.check import Check, check, held_out_tasks, note_check, read_c
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import Kept, write_kept
 from m2forge.forge.layout import Layout
+from m2forge.forge.lineage import read_lineage
 from m2forge.forge.slots import Slots
 from m2forge.records import PolicyVersion
 
@@ -29,31 +31,41 @@ _log = logging.getLogger(__name__)
 
 
 class Evaluations:
-    def __init__(
-        self, config: ForgeConfig, layout: Layout, slots: Slots, served: Callable[[], PolicyVersion | None]
-    ) -> None:
-        """`served`: the version that the sampler was given last."""
+    def __init__(self, config: ForgeConfig, layout: Layout, slots: Slots, served: Sequence[PolicyVersion]) -> None:
+        """`served`: the versions that the sampler has served, in their order; the caller adds to them."""
         self._config, self._layout, self._slots, self._served = config, layout, slots, served
         self.pin = asyncio.Lock()
         """Held while the sampler's weights must not change, or change."""
         self._running = asyncio.Lock()
         self._is_over = False
-        self._last = max((found.step for found in read_checks(layout.checks)), default=None)
-        """Step of the last evaluation."""
+        self._made = read_checks(layout.checks)
 
     async def first(self, agents: Agents) -> None:
         """Before training, unless an earlier loop has made it."""
-        if self._last is None:
+        if self._last_step() is None:
             await self._evaluate(agents)
 
     async def keep(self, agents: Agents) -> None:
         """Evaluate whenever it is due, beside training."""
-        every = self._config.check.every_steps
+        seen = None
         while not self._is_over:
-            served = self._served()
-            if every and served is not None and self._last is not None and served.step // every > self._last // every:
-                await self._evaluate(agents)
+            if self._served and self._served[-1] != seen:
+                seen = self._served[-1]
+                if self._is_due(seen):
+                    await self._evaluate(agents)
             await asyncio.sleep(POLL_S)
+
+    def _is_due(self, served: PolicyVersion) -> bool:
+        """A lost version, which the sampler still serves, is not worth an evaluation."""
+        every, last = self._config.check.every_steps, self._last_step()
+        if not every or not read_lineage(self._layout.lineage).holds(served.step, served.branch):
+            return False
+        return last is None or served.step // every > last // every
+
+    def _last_step(self) -> int | None:
+        """Of the evaluations of versions that the weights at hand descend from."""
+        lineage = read_lineage(self._layout.lineage)
+        return max((found.step for found in self._made if lineage.holds(found.step, found.branch)), default=None)
 
     async def last(self, agents: Agents, is_newest: Callable[[], bool]) -> None:
         """After training, once one that runs is over. `is_newest`: whether the sampler has the last weights."""
@@ -62,36 +74,48 @@ class Evaluations:
             pass
         while not is_newest():
             await asyncio.sleep(POLL_S)
-        if self._last is None or self._last < self._config.num_steps:
+        last = self._last_step()
+        if last is None or last < self._config.num_steps:
             await self._evaluate(agents)
 
     async def _evaluate(self, agents: Agents) -> None:
         if not self._config.check.num_tasks:
             return
         async with self._running:
-            while self._served() is None:
+            while not self._served:
                 await asyncio.sleep(POLL_S)
             with self._slots.evaluation():
                 found, kept = await self._attempt_all(agents)
-            write_kept(self._layout.kept, found.step, kept)
-            note_check(self._layout.checks, found)
-            self._last = found.step
+            await asyncio.to_thread(self._write, found, kept)
+            self._made.append(found)
         _log.info("step %d: %.1f%% of %d held-out tasks", found.step, 100 * found.success, found.num_tasks)
-        if len(found.versions) > 1:
-            _log.info("step %d: the evaluation sampled from versions %s", found.step, ", ".join(found.versions))
+        if len(found.names) > 1:
+            _log.info("step %d: the evaluation sampled from versions %s", found.step, ", ".join(found.names))
+
+    def _write(self, found: Check, kept: list[Kept]) -> None:
+        write_kept(self._layout.kept, found.step, kept)
+        note_check(self._layout.checks, found)
 
     async def _attempt_all(self, agents: Agents) -> tuple[Check, list[Kept]]:
         config = self._config.check
         for repeat in range(MAX_REPEATS):
             async with self.pin if config.pin else contextlib.nullcontext():
-                served = self._served()
-                assert served is not None
+                first = len(self._served) - 1
                 tasks = await held_out_tasks(self._config, agents.runner)
                 terms = partial(terms_of, self._config)
-                found, kept = await check(agents, tasks, served.step, self._slots, terms)
-            if not config.pin or len(found.versions) <= 1:
+                found, kept = await check(agents, tasks, self._served[first], self._slots, terms)
+                found = replace(found, branches=_branches(found, self._served[first:]))
+            if not config.pin or len(found.names) <= 1:
                 break
             # A sampler that is started again begins with the newest weights.
             again = "it is repeated" if repeat + 1 < MAX_REPEATS else "it is reported as it is"
-            _log.warning("a pinned evaluation sampled from versions %s; %s", ", ".join(found.versions), again)
+            _log.warning("a pinned evaluation sampled from versions %s; %s", ", ".join(found.names), again)
         return found, kept
+
+
+def _branches(found: Check, served: Sequence[PolicyVersion]) -> dict[str, list[str]]:
+    """The branches, among the versions that were `served`, of each step that sampled; each once."""
+    return {
+        step: list(dict.fromkeys(version.branch for version in served if str(version.step) == step and version.branch))
+        for step in found.versions
+    }

@@ -5,6 +5,7 @@ runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/      the trai
             pool.db             the data pool, and where the curriculum stands
             journal/            what the gateway writes down
             checks.jsonl        success on held-out tasks
+            lineage.jsonl       trainer processes, and the steps that they went on from
             kept/               attempts at a few of them, of every check
             ratios/             of trained to sampled probability, token by token, of the last steps
             log/                what the processes print
@@ -49,6 +50,10 @@ class Layout:
     @property
     def checks(self) -> Path:
         return self.run_dir / "checks.jsonl"
+
+    @property
+    def lineage(self) -> Path:
+        return self.run_dir / "lineage.jsonl"
 
     @property
     def kept(self) -> Path:

@@ -73,13 +73,21 @@ class Loop:
         self.curriculum = Curriculum(config.curriculum, state=state.get("curriculum"))
         self.judge = Judge(config.reward, base_times=state.get("base_times"))
         self.format = make_format(config.gateway.format, load_tokenizer(folder))
-        self.served: PolicyVersion | None = None
-        """What the sampler was told last."""
+        self._served: list[PolicyVersion] = []
         self.slots = Slots(config.agent.num_jobs, config.check.share)
-        self.evaluations = Evaluations(config, layout, self.slots, lambda: self.served)
+        self.evaluations = Evaluations(config, layout, self.slots, self._served)
         self._running: dict[asyncio.Task[None], Lease] = {}
         command = (MODULE, "trainer", str(self.layout.run_dir))
         self.trainer = Child("trainer", command, self.layout.log, is_done=lambda: is_trained(layout, config))
+
+    @property
+    def served(self) -> PolicyVersion | None:
+        """The version that the sampler serves, as far as is known."""
+        return self._served[-1] if self._served else None
+
+    def note_served(self, version: PolicyVersion) -> None:
+        if version != self.served:
+            self._served.append(version)
 
     def _refuse_lost_commits(self) -> None:
         newest = CheckpointStore(self.layout.checkpoints, self.config.train.checkpoint).newest()
@@ -144,7 +152,7 @@ class Loop:
         await self._while_alive(background, agents.gateway.wait_until_up())
         await self._take_over(writer, agents.gateway)
         await attempts.judge_whole()
-        self._keep(background, self._push_weights(sampler))
+        self._keep(background, self._push_weights(sampler, writer))
         await self._while_alive(background, self.evaluations.first(agents))
         self._keep(background, self._renew(writer))
         self._keep(background, View(self.layout, self.config, self.pool, attempts.counts).show(writer))
@@ -224,22 +232,39 @@ class Loop:
             while await writer.run(self.pool.sweep):
                 await asyncio.sleep(0)
 
-    async def _push_weights(self, sampler: Server) -> None:
-        """Send every published version to the sampler. One that starts again begins with the newest. A sampler whose
-        engine has failed is about to exit; its successor gets the version."""
+    async def _push_weights(self, sampler: Server, writer: PoolWriter) -> None:
+        """Send every published version to the sampler. One that starts again begins with the newest, and is asked which
+        that is before it gets another. A sampler whose engine has failed is about to exit; its successor gets the
+        version."""
         headers, process = {"Authorization": f"Bearer {sampler.key}"}, sampler.child
         num_starts = process.num_starts
         async with httpx2.AsyncClient(
             base_url=sampler.url, headers=headers, timeout=600.0, trust_env=False, verify=False
         ) as http:
             while True:
-                if not self._serves_newest() or process.num_starts != num_starts:
+                starts = process.num_starts
+                is_asked = starts == num_starts or await self._ask_version(http)
+                if is_asked and (starts != num_starts or not self._serves_newest()):
                     # A pinned evaluation holds this lock: the version to send is looked up when it is over.
                     async with self.evaluations.pin:
+                        # Before the version: what was published under an earlier epoch may be lost.
+                        epoch = await writer.run(self.pool.epoch)
                         newest = self.weights.newest()
                         if newest is not None and await self._push(http, *newest):
-                            self.served, num_starts = newest[0], process.num_starts
+                            self.note_served(newest[0])
+                            num_starts = starts
+                            await writer.run(self.pool.rejoin, epoch)
                 await asyncio.sleep(POLL_S)
+
+    async def _ask_version(self, http: httpx2.AsyncClient) -> bool:
+        """Note which version a sampler that was started again serves; whether it said so."""
+        try:
+            response = await http.get("/health")
+        except httpx2.TransportError:
+            return False
+        if response.is_success:
+            self.note_served(PolicyVersion(**response.json()["version"]))
+        return response.is_success
 
     async def _push(self, http: httpx2.AsyncClient, version: PolicyVersion, folder: Path) -> bool:
         """Whether the sampler has loaded it."""

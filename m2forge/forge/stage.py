@@ -7,6 +7,7 @@ from m2forge.errors import NotFoundError
 from m2forge.forge.check import Check, read_checks
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.layout import Layout
+from m2forge.forge.lineage import read_lineage
 from m2forge.forge.loop import Loop
 from m2forge.train.checkpoint import begun_phase
 from m2forge.train.run_dir import hold_run, open_run
@@ -26,6 +27,8 @@ def run_forge(config: ForgeConfig, runs: Path) -> tuple[Path, list[Check]]:
 
 
 def is_complete(layout: Layout, config: ForgeConfig) -> bool:
-    checks = read_checks(layout.checks)
-    is_checked = not config.check.num_tasks or (bool(checks) and checks[-1].step == config.num_steps)
-    return layout.model.is_dir() and is_checked
+    """Whether the finished model is written, and was evaluated: an evaluation of a last step that is lost counts for
+    nothing."""
+    lineage, step = read_lineage(layout.lineage), config.num_steps
+    is_checked = any(found.step == step and lineage.holds(step, found.branch) for found in read_checks(layout.checks))
+    return layout.model.is_dir() and (is_checked or not config.check.num_tasks)

@@ -21,6 +21,7 @@ from m2forge.errors import ConfigError, TrainingError
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.layout import Layout
 from m2forge.forge.learner import make_trees
+from m2forge.forge.lineage import begin_branch
 from m2forge.forge.quota import SizedQuotas, batch_quotas
 from m2forge.forge.ratio import forget_ratios, write_ratios
 from m2forge.model.checkpoint import load_model, save_model
@@ -107,6 +108,8 @@ class Trainer:
 
     def _go_back(self, pool: Pool) -> None:
         """Whatever came after the checkpoint never was."""
+        # First: whoever sees fewer versions than before finds the reason here.
+        begin_branch(self.layout.lineage, self.weights.branch, self.position.step)
         forget_ratios(self.layout.ratios, self.position.step)
         self.weights.go_back(self.position.step)
         restored = pool.restore(self.version)
@@ -169,6 +172,7 @@ class Trainer:
             )
             _log.warning(told, num_flat, len(units), self.position.step)
         figures["lag"] = max((unit.lag for unit in units if unit.lag is not None), default=0)
+        # Never below 0: the pool counts tokens of a lost version as sampled where its branch left the lineage.
         oldest = [unit.oldest_step for unit in units if unit.oldest_step is not None]
         figures["staleness"] = self.position.step - 1 - min(oldest, default=self.position.step - 1)
         return figures

@@ -5,18 +5,27 @@
     restore    the weights are those of a checkpoint again: what they have not learnt returns to ready, in its old place
 
 A unit is trained once in the lineage of the weights: it is trained exactly if the version it was committed with is one
-that the weights at hand descend from. These functions run inside the transaction that is handed to them.
+that the weights at hand descend from. The epoch, which counts restores, is the pool's branch: what was claimed under an
+earlier one is refused.
+
+Staleness is a distance in steps along the lineage of the weights at hand. A token names the step that sampled it, and
+after a restore that step may be a lost one, whose number comes again with other weights. Such a token counts as sampled
+at the step where its version left the lineage, the newest that both descend from; one of another lineage counts as
+sampled at step 0. The loop calls `rejoin` once the sampler serves the lineage again. Until then every token behind
+that step counts so, and so do those of attempts that were running then. At worst a token counts as older than it is.
+
+These functions run inside the transaction that is handed to them.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, and_, func, insert, literal, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, literal, or_, select, update
 
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.queue import QueueRow, UnitRow, drop_group, lock_queue, requeue_group
-from m2forge.pool.schema import batch_table, episode_table, queue_table, unit_table
+from m2forge.pool.schema import QUEUE_ID, batch_table, episode_table, fork_table, queue_table, unit_table
 from m2forge.pool.state import (
     DropReason,
     EpisodeState,
@@ -228,10 +237,39 @@ def restore(connection: Connection, config: PoolConfig, version: PolicyVersion) 
     connection.execute(
         update(batch_table).where(or_(batch.is_open, undone)).values(is_open=False, lineage=None, step=None)
     )
+    if queue.lineage not in (None, version.lineage):
+        _fork(connection, 0)
+    elif version.step < queue.step:
+        _fork(connection, version.step)
     values = {"epoch": queue.epoch + 1, "lineage": version.lineage, "step": version.step}
     connection.execute(update(queue_table).values(durable_step=version.step, **values))
     count(connection, TRAINED, difficulties, config.difficulty_bin, by=-1)
     return Restored(returned, int(num_undone) - len(difficulties))
+
+
+def _fork(connection: Connection, step: int) -> None:
+    """Versions behind `step` are lost, and the sampler may serve one of them still."""
+    before = connection.execute(select(fork_table.c.step)).scalar_one_or_none()
+    connection.execute(delete(fork_table))
+    connection.execute(insert(fork_table).values(id=QUEUE_ID, step=step if before is None else min(before, step)))
+    for table, order in ((unit_table, unit_table.c.place), (episode_table, episode_table.c.id)):
+        is_later = table.c.oldest_step > step
+        connection.execute(select(table.c.id).where(is_later).order_by(order).with_for_update()).all()
+        connection.execute(update(table).where(is_later).values(oldest_step=step))
+
+
+def rejoin(connection: Connection, epoch: int) -> None:
+    """The sampler serves a version that was published under `epoch`: nothing changes where that is over. Attempts that
+    run may hold tokens of lost versions, which are stored when they end."""
+    queue, episode = lock_queue(connection), episode_table.c
+    step = connection.execute(select(fork_table.c.step)).scalar_one_or_none()
+    if queue.epoch != epoch or step is None:
+        return
+    is_running = episode.state == EpisodeState.RUNNING
+    connection.execute(select(episode.id).where(is_running).order_by(episode.id).with_for_update()).all()
+    may_be_later = or_(episode.oldest_step.is_(None), episode.oldest_step > step)
+    connection.execute(update(episode_table).where(is_running, may_be_later).values(oldest_step=step))
+    connection.execute(delete(fork_table))
 
 
 def _return(connection: Connection, where: ColumnElement[bool]) -> int:

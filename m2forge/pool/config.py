@@ -34,7 +34,7 @@ class WindowConfig(Config):
     """W: units, as an integer, or a share of N. 1 is strict FIFO; the share 1.0, or N, takes whatever is finished."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Versions that may lie between a unit's oldest token and the weights it trains; a staler one is given up. None
-    leaves the bound to N and W."""
+    leaves the bound to N and W. A token of a lost version counts as sampled where that left the lineage."""
     stale: Literal["drop", "requeue"] = "drop"
     """What becomes of a unit that is too stale."""
     straggler: Literal["wait", "requeue", "drop"] = "wait"

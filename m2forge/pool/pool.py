@@ -32,7 +32,7 @@ from m2forge.pool.config import PoolConfig
 from m2forge.pool.deployed import DeployedEpisode
 from m2forge.pool.dialect import Database
 from m2forge.pool.record import Append, Ending, Rewarding
-from m2forge.pool.schema import QUEUE_ID, SCHEMA_VERSION, episode_table, metadata, queue_table, unit_table
+from m2forge.pool.schema import QUEUE_ID, SCHEMA_VERSION, episode_table, fork_table, metadata, queue_table, unit_table
 from m2forge.pool.state import EpisodeState, LeaseLostError, UnitState
 from m2forge.pool.stored import Lease, Outcome, Queued, StoredUnit, read_units
 from m2forge.pool.submission import Owed
@@ -69,7 +69,8 @@ class Pool:
     def _set_up(self) -> None:
         # Most find the tables, and then do not wait for whoever writes.
         with self.database.read() as connection:
-            is_made = connection.dialect.has_table(connection, queue_table.name)
+            # A pool of before holds all tables but the last.
+            is_made = all(connection.dialect.has_table(connection, table.name) for table in (queue_table, fork_table))
         if not is_made:
             self._make_tables()
         with self.database.read() as connection:
@@ -84,6 +85,7 @@ class Pool:
     def _make_tables(self) -> None:
         with self.database.write() as connection:
             self.database.lock_schema(connection)
+            fork_table.create(connection, checkfirst=True)
             if connection.dialect.has_table(connection, queue_table.name):
                 return
             metadata.create_all(connection)
@@ -295,6 +297,17 @@ class Pool:
         if restored.num_gone:
             _log.warning("%d units that version %s has not learnt are deleted already", restored.num_gone, version)
         return restored
+
+    def epoch(self) -> int:
+        """How often the pool was restored."""
+        with self.database.read() as connection:
+            return int(queues.read_queue(connection).epoch)
+
+    def rejoin(self, epoch: int) -> None:
+        """The sampler serves a version that was looked up under `epoch`: unless the pool was restored since, what it
+        samples from now on is of the lineage that the pool follows."""
+        with self.database.write() as connection:
+            batches.rejoin(connection, epoch)
 
     def refuse_behind(self, version: PolicyVersion) -> None:
         """Raise where the newest checkpoint is of `version` and the pool lacks commits of its steps."""

@@ -31,7 +31,7 @@ from m2forge.errors import M2ForgeError, RecordError
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.delta import StoredCall
 from m2forge.pool.queue import UnitRow, describe_loss, drop_group, lock_unit
-from m2forge.pool.schema import call_table, episode_table, unit_table
+from m2forge.pool.schema import call_table, episode_table, fork_table, unit_table
 from m2forge.pool.state import (
     DropReason,
     EpisodeState,
@@ -49,7 +49,8 @@ from m2forge.records import Reward
 def _extending() -> Update:
     """Count calls of an attempt that is under way, if they are its next ones. A step that is NULL changes nothing."""
     episode = episode_table.c
-    step = bindparam("added_step", type_=Integer)
+    step, fork = bindparam("added_step", type_=Integer), select(fork_table.c.step).scalar_subquery()
+    counted = case((fork < step, fork), else_=step)
     return (
         update(episode_table)
         .where(
@@ -63,7 +64,7 @@ def _extending() -> Update:
             num_tokens=episode.num_tokens + bindparam("added_tokens"),
             num_bytes=episode.num_bytes + bindparam("added_bytes"),
             oldest_step=case(
-                (or_(episode.oldest_step.is_(None), episode.oldest_step > step), step), else_=episode.oldest_step
+                (or_(episode.oldest_step.is_(None), episode.oldest_step > counted), counted), else_=episode.oldest_step
             ),
         )
     )

@@ -6,6 +6,7 @@
     call      what each completion call adds to those before it (pool/delta.py)
     batch     units taken for one optimizer step
     tally     how many units of which difficulty were submitted, trained, dropped and why
+    fork      one row while the sampler may serve a version that the trainer has lost: where that left the lineage
     note      one row: what whoever fills the queue needs to know to go on; apart from the counters, since it is long
 
 Whoever locks several rows does so in this order: queue, units by place, episodes by id, tally. Then nobody waits in a
@@ -145,6 +146,13 @@ tally_table = Table(
     Column("kind", String, primary_key=True),
     Column("difficulty", Double, primary_key=True, comment="the middle of its bin"),
     Column("num_units", BigInteger, nullable=False),
+)
+
+fork_table = Table(
+    "fork",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("step", Integer, nullable=False, comment="later tokens count as sampled at this step"),
 )
 
 note_table = Table(

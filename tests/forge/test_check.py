@@ -18,7 +18,7 @@ from m2forge.forge.slots import Slots
 from m2forge.forge.worker import JobError, Workers
 from m2forge.gateway.closed_journal import journal_ids
 from m2forge.gateway.config import GatewayConfig
-from m2forge.records import Task
+from m2forge.records import PolicyVersion, Task
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.runner import TaskRunner
@@ -72,7 +72,7 @@ def run_check(program: str, folder: Path) -> Check:
 
     async def scene(gateway: Live) -> Check:
         async with agents_of(gateway, config, folder) as make_agents:
-            return (await check(make_agents(lambda: 0), tasks, 0, Slots(4)))[0]
+            return (await check(make_agents(lambda: 0), tasks, PolicyVersion("run", 0), Slots(4)))[0]
 
     with live(minimax(), config=GatewayConfig(port=0, journal=str(folder / "journal"))) as gateway:
         found = asyncio.run(scene(gateway))

@@ -1,18 +1,24 @@
 """Evaluations beside training: their share of the slots, the versions they saw, and what a death leaves of them."""
 
 import asyncio
+import json
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from m2forge.files import append_line
 from m2forge.forge.attempts import Agents, Attempts, Tried
-from m2forge.forge.check import read_checks
+from m2forge.forge.check import Check, note_check, read_checks
 from m2forge.forge.config import ForgeConfig
+from m2forge.forge.kept import make_kept, read_kept, write_kept
 from m2forge.forge.layout import Layout
+from m2forge.forge.lineage import begin_branch
 from m2forge.forge.loop import Loop
+from m2forge.forge.stage import is_complete
 from m2forge.pool.stored import Lease
 from m2forge.pool.writer import PoolWriter
 from m2forge.records import Call, FinishReason, PolicyVersion, Task
@@ -43,12 +49,13 @@ class Policy:
         self.loop = loop
         self.gateway = self.runner = self
         self.num_running = self.most_running = self.num_trained = 0
-        self.most_evaluating = 0
+        self.most_evaluating = self.num_evaluated = 0
         self.step = 0
         self.on_attempt: Callable[[], Awaitable[None]] | None = None
 
-    def serve(self, step: int) -> None:
-        self.step, self.loop.served = step, PolicyVersion("run", step)
+    def serve(self, step: int, branch: str = "") -> None:
+        self.step = step
+        self.loop.note_served(PolicyVersion("run", step, branch))
 
     async def push(self, step: int) -> None:
         async with self.loop.evaluations.pin:
@@ -63,6 +70,7 @@ class Policy:
         tree, versions = TokenTree(300), np.full(2, self.step, np.int32)
         ids, logprobs = np.arange(2, dtype=np.int32), np.full(2, -1.0, np.float32)
         tree.add(Call(ids, ids, logprobs, versions, FinishReason.STOP, 0.0, 1.0), "s")
+        self.num_evaluated += 1
         return Tried("?", tree)
 
     def forget_soon(self, name: str) -> None:
@@ -149,10 +157,10 @@ def test_a_pinned_evaluation_sees_one_version(model: Path, tmp_path: Path) -> No
 
     async def scene(loop: Loop, policy: Policy) -> None:
         await policy.push(2)
-        await wait_for(loop.evaluations.pin.locked)
+        await wait_for(lambda: loop.slots.num_evaluating > 0)
         before = policy.num_trained
         await policy.push(3)
-        assert len(read_checks(checks)) == 2 or not loop.evaluations.pin.locked()
+        assert policy.num_evaluated == 2 * NUM_TASKS, "the weight update waits until every attempt is over"
         assert policy.num_trained > before, "training goes on"
         await wait_for(lambda: len(read_checks(checks)) == 2)
 
@@ -181,6 +189,92 @@ def test_a_pinned_evaluation_is_repeated_when_a_restarted_sampler_changed_its_ve
     play(make_run(model, pin=True), tmp_path, scene)
     assert [(found.step, found.versions) for found in read_checks(checks)] == [(0, {"0": 1.0}), (3, {"3": 1.0})]
     assert "a pinned evaluation sampled from versions 2, 3; it is repeated" in caplog.text
+
+
+def test_a_pinned_evaluation_is_repeated_when_the_step_it_samples_is_of_another_branch(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trainer went back and reached the step again; the sampler that was restarted serves its version of it."""
+    checks = Layout(tmp_path).checks
+
+    async def scene(loop: Loop, policy: Policy) -> None:
+        async def restart() -> None:
+            if policy.num_evaluated == NUM_TASKS + 5:
+                policy.serve(2, "bb")
+
+        policy.on_attempt = restart
+        policy.serve(2, "aa")
+        await wait_for(lambda: len(read_checks(checks)) == 2)
+
+    play(make_run(model, pin=True), tmp_path, scene)
+    last = read_checks(checks)[-1]
+    assert (last.step, last.branch, last.versions, last.branches) == (2, "bb", {"2": 1.0}, {"2": ["bb"]})
+    assert "a pinned evaluation sampled from versions 2-aa, 2-bb; it is repeated" in caplog.text
+
+
+def test_evaluations_of_weights_that_the_trainer_lost_are_made_again(model: Path, tmp_path: Path) -> None:
+    """Also the last one; and a lost version that is still served is not evaluated."""
+    layout = Layout(tmp_path)
+    begin_branch(layout.lineage, "aa", 0)
+
+    async def scene(loop: Loop, policy: Policy) -> None:
+        async with asyncio.timeout(20):
+            policy.serve(2, "aa")
+            await wait_for(lambda: len(read_checks(layout.checks)) == 2)
+            begin_branch(layout.lineage, "bb", 1)
+            policy.serve(4, "aa")
+            await asyncio.sleep(0.1)
+            policy.serve(1, "aa")
+            policy.serve(2, "bb")
+            await wait_for(lambda: len(read_checks(layout.checks)) == 3)
+            policy.serve(4, "bb")
+            await wait_for(lambda: len(read_checks(layout.checks)) == 4)
+            begin_branch(layout.lineage, "cc", 3)
+            policy.serve(4, "cc")
+            for task in loop._running:
+                task.cancel()
+            loop.slots.end_training()
+            await loop.evaluations.last(cast(Agents, policy), lambda: True)
+
+    play(make_run(model), tmp_path, scene)
+    found = [(found.step, found.branch) for found in read_checks(layout.checks)]
+    assert found == [(0, ""), (2, "aa"), (2, "bb"), (4, "bb"), (4, "cc")]
+
+
+def test_a_run_is_complete_only_once_its_own_last_weights_are_evaluated(model: Path, tmp_path: Path) -> None:
+    config, layout = make_run(model), Layout(tmp_path)
+    layout.model.mkdir()
+    assert not is_complete(layout, config)
+    of_before = {"step": 4, "num_tasks": 4, "success": 0.5, "margin": 0.1, "by_family": {}, "num_broken": 0}
+    append_line(layout.checks, json.dumps(of_before | {"seconds": 1.0}))
+    assert is_complete(layout, config), "a line without a branch, of a run that noted none"
+    begin_branch(layout.lineage, "aa", 3)
+    assert not is_complete(layout, config), "the trainer went back"
+    note_check(layout.checks, Check(4, 4, 0.5, 0.1, {}, 0, 1.0, branch="aa"))
+    assert is_complete(layout, config)
+
+
+def test_held_out_trajectories_are_encoded_and_written_away_from_the_event_loop(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, set[str]] = {}
+
+    def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread().name)
+            return work(*args)
+
+        return run
+
+    monkeypatch.setattr("m2forge.forge.check.make_kept", watched("encode", make_kept))
+    monkeypatch.setattr("m2forge.forge.evaluation.write_kept", watched("write", write_kept))
+
+    async def scene(loop: Loop, policy: Policy) -> None:
+        assert read_kept(Layout(tmp_path).kept)
+
+    play(make_run(model), tmp_path, scene)
+    assert set(threads) == {"encode", "write"}
+    assert threading.current_thread().name not in threads["encode"] | threads["write"]
 
 
 def test_an_evaluation_that_was_cut_short_is_made_again(model: Path, tmp_path: Path) -> None:

@@ -34,8 +34,9 @@ from m2forge.model.checkpoint import load_model
 from m2forge.model.folder import read_config
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool import submission
+from m2forge.pool.batch import _fork as fork
 from m2forge.pool.pool import Pool
-from m2forge.pool.schema import unit_table
+from m2forge.pool.schema import fork_table, unit_table
 from m2forge.pool.state import UnitState
 from m2forge.pool.tally import count
 from m2forge.pool.writer import PoolWriter
@@ -194,10 +195,10 @@ def test_a_step_that_comes_again_after_a_restore_is_pushed_and_checked(model: Pa
             checked.append(loop.served)
 
         loop.evaluations._evaluate = check  # type: ignore[method-assign]  # agents would have to attempt tasks
-        async with served(make_app(engine, ServerConfig(), KEY)) as url:
+        async with served(make_app(engine, ServerConfig(), KEY)) as url, PoolWriter(loop.pool) as writer:
             sampler = cast("Server", SimpleNamespace(url=url, key=KEY, child=SimpleNamespace(num_starts=1)))
             lost = publish(2.0)
-            pushing = asyncio.create_task(loop._push_weights(sampler))
+            pushing = asyncio.create_task(loop._push_weights(sampler, writer))
             while loop.served != lost:
                 await asyncio.sleep(0.01)
             assert (core.model.norm.weight == 2.0).all()
@@ -206,11 +207,23 @@ def test_a_step_that_comes_again_after_a_restore_is_pushed_and_checked(model: Pa
             checking = asyncio.create_task(loop.evaluations.last(cast("Agents", None), loop._serves_newest))
             await asyncio.sleep(0.1)
             assert not checking.done(), "the lost version must not be checked"
+            with loop.pool.database.write() as connection:
+                fork(connection, 4)
             async with loop.evaluations.pin:
-                pushing = asyncio.create_task(loop._push_weights(sampler))
+                pushing = asyncio.create_task(loop._push_weights(sampler, writer))
                 await asyncio.sleep(0.3)
                 assert loop.served == lost, "a pinned evaluation keeps its version"
             await checking
+            # A sampler that is started again says what it serves, also while no weight update may happen.
+            async with loop.evaluations.pin:
+                await engine.load(model, other := PolicyVersion("run", 4, "other"))
+                sampler.child.num_starts = 2
+                while loop.served != other:
+                    await asyncio.sleep(0.01)
+            while loop.served != again:
+                await asyncio.sleep(0.01)
+            with loop.pool.database.read() as connection:
+                assert connection.execute(select(fork_table)).first() is None, "the sampler is on the lineage again"
             pushing.cancel()
             assert checked == [again]
             assert (await engine.state()).version == again != lost

@@ -1,10 +1,13 @@
 """What the trainer gets and what it does not: groups given up, versions, weights that are restored, retention."""
 
 import pytest
+from sqlalchemy import select
 
 from m2forge.pool.config import PoolConfig, RetentionConfig
 from m2forge.pool.pool import Pool
+from m2forge.pool.schema import fork_table, unit_table
 from m2forge.pool.state import DropReason, StateError
+from m2forge.pool.stored import StoredUnit, read_units
 from m2forge.pool.tally import REQUEUED, SUBMITTED, TRAINED, dropped
 from m2forge.records import Domain
 from tests.pool.scene import VOCAB_SIZE, Clock, play, play_all, task, version, windowed
@@ -186,3 +189,50 @@ def test_bytes_may_be_the_limit(config: PoolConfig) -> None:
     kept = config.model_copy(update={"retention": RetentionConfig(versions=None, num_bytes=2 * num_bytes + 100)})
     with Pool(kept, VOCAB_SIZE) as pool:
         assert [pool.sweep() for _ in range(2)] == [4, 0]
+
+
+def test_tokens_of_a_lost_version_count_from_where_it_left_the_lineage(config: PoolConfig) -> None:
+    """Steps 2 and 3 are lost; their numbers come again with other weights."""
+    with Pool(windowed(config, queue=16, window=16, max_staleness=2), VOCAB_SIZE) as pool:
+        pool.put([(task(n), 1) for n in range(9)])
+        leases = pool.lease("worker", 7)
+        for step in (1, 2, 3):
+            play(pool, leases[step], 1.0)
+            claimed = pool.claim(1, version(step - 1))
+            assert claimed is not None
+            pool.commit(claimed, version(step))
+        play(pool, leases[0], 1.0, step=3)  # stored before the restore
+        pool.restore(version(1))
+        play(pool, leases[4], 1.0, step=3)  # in flight then
+        pool.rejoin(pool.epoch() - 1)  # a weight update that began before the restore
+        (late,) = pool.lease("worker", 1)
+        play(pool, late, 1.0, step=3)  # begun before the sampler had the restored weights
+        pool.rejoin(pool.epoch())
+        play(pool, leases[5], 1.0, step=2)  # of either branch
+        (fresh,) = pool.lease("worker", 1)
+        play(pool, fresh, 1.0, step=2)
+        counted = {unit.episodes[0].name: unit.oldest_step for unit in read_all(pool)}
+        lost = (leases[0], leases[4], leases[5], late)
+        assert {lease.name: counted[lease.name] for lease in lost} == {lease.name: 1 for lease in lost}
+        assert counted[fresh.name] == 2
+        # Two steps behind is as stale as may be; three is too stale, whatever number the lost step had.
+        stale, num_returned = dropped(DropReason.STALE), 2
+        assert pool.claim(1, version(3)) is not None
+        assert pool.tally().total(stale) == num_returned, "they were sampled at step 0"
+        assert pool.claim(1, version(4)) is not None
+        assert pool.tally().total(stale) == num_returned + len(lost) - 1
+
+
+def test_a_pool_of_before_gets_the_table_that_it_lacks(config: PoolConfig) -> None:
+    with Pool(config, VOCAB_SIZE) as pool:
+        pool.put([(task(0), 1)])
+        with pool.database.write() as connection:
+            fork_table.drop(connection)
+    with Pool(config, VOCAB_SIZE) as pool:
+        assert play_all(pool) == 1
+
+
+def read_all(pool: Pool) -> list[StoredUnit]:
+    with pool.database.read() as connection:
+        ids = connection.execute(select(unit_table.c.id)).scalars().all()
+        return read_units(connection, ids, VOCAB_SIZE)
