@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from m2forge.errors import M2ForgeError
+from m2forge.forge.concurrency import gather
 from m2forge.forge.config import AgentConfig
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.forge.worker import AgentError, DeathCause, ErrorKind, JobError, StuckError, WorkerDiedError, Workers
@@ -268,7 +269,7 @@ class Attempts:
 
     async def _judge_unit(self, unit: StoredUnit, leases: Sequence[Lease]) -> None:
         tools = await self.agents.runner.tools(unit.task)
-        attempts = await asyncio.gather(*(self._attempt(stored, tools) for stored in unit.episodes))
+        attempts = await gather(self._attempt(stored, tools) for stored in unit.episodes)
         judged = await self._aside(self._judge.judge, attempts)
         try:
             await self._writer.run(

@@ -19,6 +19,7 @@ from typing import ParamSpec, TypeVar
 from m2forge.errors import M2ForgeError, RecordError
 from m2forge.files import append_line, whole_lines
 from m2forge.forge.attempts import Agents, Interrupted, Terms, Tried, WorkerLost
+from m2forge.forge.concurrency import gather
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import Kept, make_kept
 from m2forge.forge.slots import Slots
@@ -105,7 +106,7 @@ async def check(
         return perf
 
     try:
-        perfs = await asyncio.gather(*(attempt(index, task) for index, task in enumerate(tasks)))
+        perfs = await gather(attempt(index, task) for index, task in enumerate(tasks))
     finally:
         thread.shutdown(wait=False)
     seconds = time.monotonic() - started_s

@@ -25,6 +25,7 @@ import httpx2
 from m2forge.errors import EngineError
 from m2forge.forge.attempts import Agents, Attempts
 from m2forge.forge.child import Child
+from m2forge.forge.concurrency import cancel_all
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.deployed import OWN_NAME, DeployedEpisodes, write_door
 from m2forge.forge.evaluation import Evaluations
@@ -338,9 +339,3 @@ def _terminated_as_interrupted() -> Iterator[None]:
         raise
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
-
-
-async def cancel_all(tasks: set[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -46,7 +46,7 @@ from m2forge.rollout.serve import make_core
 from m2forge.rollout.server import make_app
 from m2forge.rollout.server_config import ServeConfig, ServerConfig
 from m2forge.tasks.curriculum import Curriculum
-from m2forge.tasks.runner import TaskRunner
+from m2forge.tasks.runner import BrokenVerifierError, TaskRunner
 from tests.forge.ring import AGENT, ROOT, command_of, processes_of
 from tests.forge.scene import make_config, make_model
 from tests.rollout.served import KEY, served
@@ -134,6 +134,33 @@ def test_an_agent_that_cannot_start_ends_the_run_with_one_error(
         run_forge(config.model_copy(update={"agent": broken, "check": check}), tmp_path)
     assert not processes_of(tmp_path), "a process outlived its loop"
     assert not read_checks(Layout(tmp_path / "run").checks), "nobody was checked"
+
+
+@pytest.mark.parametrize("num_tasks", [12, 0], ids=["while it evaluates", "while it learns"])
+def test_a_verifier_that_raises_too_often_ends_the_run_with_its_traceback(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tasks: int
+) -> None:
+    """At the eleventh error of 200 verdicts that are watched: 5% are ten."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run = Loop.run
+    monkeypatch.setattr(Loop, "run", lambda loop: asyncio.wait_for(run(loop), timeout=60))
+    command = (sys.executable, "-m", "tests.forge.raising_worker")
+    monkeypatch.setattr("m2forge.forge.loop.TaskRunner", partial(TaskRunner, command=command))
+    answering = (
+        "import json, sys\nfor line in sys.stdin: print(json.dumps({'id': json.loads(line)['id'], 'answer': '?'}))"
+    )
+    config = make_run(model, num_steps=3)
+    agent = config.agent.model_copy(update={"command": (sys.executable, "-u", "-c", answering)})
+    check = config.check.model_copy(update={"num_tasks": num_tasks})
+    with pytest.raises(BrokenVerifierError) as raised:
+        run_forge(config.model_copy(update={"agent": agent, "check": check}), tmp_path)
+    told = str(raised.value)
+    assert told.startswith("chain: its verifier raised at 11 of the last 11 answers, more than 5% of 200; repair it")
+    assert "KeyError: 'a verifier that its author broke'" in told
+    assert 'raising_worker.py", line' in told
+    assert not read_checks(Layout(tmp_path / "run").checks), "errors of a verifier are no result"
+    assert not trained_steps(config, tmp_path / "run"), "nor are they rewards that are trained"
+    assert not processes_of(tmp_path), "a process outlived its loop"
 
 
 @pytest.mark.parametrize("moment", ["inside", "after"])

@@ -138,7 +138,7 @@ def test_a_dropped_unit_of_a_stage_is_owed_until_another_task_of_its_domain_repl
                 pool.replace([(debt, task(1, domain=Domain.CODING), 2)])
             pool.replace([(debt, task(num_skips), 2)], note=f"note {num_skips}")
             assert (pool.owed(), pool.note()) == ([], f"note {num_skips}")
-            with pytest.raises(StateError, match="not owed any more"):
+            with pytest.raises(StateError, match="read `owed` again"):
                 pool.replace([(debt, task(1), 2)])
         for lease in pool.lease("worker", 2):
             play(pool, lease, 1.0)
