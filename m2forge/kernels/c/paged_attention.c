@@ -7,6 +7,7 @@
 
 enum { ROWS = 6, KEYS = 4 }; /* keys that meet the rows together */
 enum { WIDTH = 4 }; /* vectors of a value that are summed together: with ROWS they fill the registers */
+enum { AHEAD = 3 }; /* blocks of keys that are asked for before they are needed: scoring one takes less than memory does */
 
 /* One call's tensors. q and out: B x Q x H x K, q_stride: numbers from one token of q to the next; k and v: blocks of T x G x K; table: B x S; position: B x Q. A token at
  * position p sees token l where l <= p and p - l < window or l < sinks. */
@@ -71,6 +72,17 @@ static int is_seen(const Paged *x, const Group *group, int64_t first, int rows) 
 static inline void store_sums(const vec sum[KEYS], float *out) {
 #if defined(__aarch64__)
     vst1q_f32(out, vpaddq_f32(vpaddq_f32(sum[0], sum[1]), vpaddq_f32(sum[2], sum[3])));
+#elif defined(__AVX512F__)
+    /* The four sums meet in every 128 bits of one register first, so that three additions serve all of them. */
+    __m512 a = (__m512)sum[0], b = (__m512)sum[1], c = (__m512)sum[2], d = (__m512)sum[3];
+    a = _mm512_add_ps(_mm512_unpacklo_ps(a, c), _mm512_unpackhi_ps(a, c));
+    b = _mm512_add_ps(_mm512_unpacklo_ps(b, d), _mm512_unpackhi_ps(b, d));
+    a = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m256 two = _mm256_add_ps(_mm512_castps512_ps256(a), _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)a, 1)));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
+#elif defined(__AVX2__)
+    __m256 two = _mm256_hadd_ps(_mm256_hadd_ps((__m256)sum[0], (__m256)sum[1]), _mm256_hadd_ps((__m256)sum[2], (__m256)sum[3]));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1)));
 #else
     for (int j = 0; j < KEYS; j++) out[j] = sum_lanes(sum[j]);
 #endif
@@ -161,8 +173,12 @@ static float share(const Paged *x, float *row, int64_t position, int64_t end) {
     return sum;
 }
 
-/* Asks for one head's rows of a block before they are needed: blocks lie anywhere, where no hardware looks ahead. */
-INLINE void fetch(const Paged *x, const void *rows, int64_t at, Kind kind) {
+/* Asks for one head's rows of block number `block`, if the group sees so far: blocks lie anywhere, where no hardware looks
+ * ahead. */
+INLINE void fetch(const Paged *x, const Group *group, const void *rows, const int64_t *table, int64_t block, int64_t kv,
+                  Kind kind) {
+    if (block * x->t >= group->end) return;
+    int64_t at = (table[block] * x->t * x->g + kv) * x->dim;
     int64_t size = kind.is_narrow ? sizeof(uint16_t) : sizeof(float);
     for (int64_t l = 0; l < x->t; l++, at += x->g * x->dim)
         for (int64_t byte = 0; byte < x->dim * size; byte += 64) __builtin_prefetch((const char *)rows + at * size + byte);
@@ -179,11 +195,12 @@ INLINE void attend(const Paged *x, Group *group, const int64_t *table, int64_t k
             load_two(x->q, group->query[i] * x->q_stride + group->head[i] * dim + d, dim - d, kind, q);
             for (int p = 0; p < 2; p++) *(vec *)(group->q + i * wide + d + p * LANES) = q[p] * scale;
         }
+    for (int64_t block = 0; block < AHEAD; block++) fetch(x, group, x->k, table, block, kv, kind);
     for (int64_t first = 0; first < group->end; first += x->t)
         if (is_seen(x, group, first, rows)) {
             int64_t at = (table[first / x->t] * x->t * x->g + kv) * dim;
-            if (first + x->t < group->end) fetch(x, x->k, (table[first / x->t + 1] * x->t * x->g + kv) * dim, kind);
-            fetch(x, x->v, at, kind);
+            fetch(x, group, x->k, table, first / x->t + AHEAD, kv, kind);
+            fetch(x, group, x->v, table, first / x->t, kv, kind);
             score(x, group, at, first, group->end - first < x->t ? group->end - first : x->t, rows, kind);
         }
     for (int i = 0; i < rows; i++) sum[i] = share(x, group->score + i * group->tokens, group->position[i], group->end);
