@@ -49,7 +49,8 @@ void pack_bfloat16(const uint16_t *w, int64_t o, int64_t d, void *packed, float 
     for (int64_t j = 0; j < o; j++) factor[j] = 1;
 }
 
-/* A step of decoding waits for memory, and the hardware's own prefetching ends with each page. */
+/* A step of decode waits for memory, and the hardware's own prefetching ends with each page; of a prefill, a panel comes from
+ * the second-level cache for every tile of x. */
 INLINE void fetch(const uint32_t *w, int lines) {
     for (int i = 0; i < lines; i++) __builtin_prefetch((const char *)w + (AHEAD + i) * 64);
 }
@@ -137,16 +138,15 @@ static void set_tiles(int64_t m) {
     _tile_loadconfig(&shapes);
 }
 
-/* `rows` is at most 16, or else 17 to 32 with x padded to 32. `is_streamed`: the panel comes from memory, not yet from a
- * cache. The intrinsics are statements. */
-static void multiply_tall(int64_t d, const uint16_t *x, const uint32_t *w, float *out, int rows, int is_streamed) {
+/* `rows` is at most 16, or else 17 to 32 with x padded to 32. The intrinsics are statements. */
+static void multiply_tall(int64_t d, const uint16_t *x, const uint32_t *w, float *out, int rows) {
     int64_t stride = d * sizeof(uint16_t), line = COLUMNS * sizeof(uint32_t);
     __asm__ volatile("" ::: "memory"); /* tile loads need not say what they read */
     _tile_zero(0);
     _tile_zero(1);
     if (rows <= 16) {
         for (int64_t k = 0; k < d; k += STEP, w += STEP / 2 * COLUMNS) {
-            if (is_streamed) fetch(w, STEP / 2 * COLUMNS / 16);
+            fetch(w, STEP / 2 * COLUMNS / 16);
             _tile_loadd(4, x + k, stride);
             _tile_loadd(6, w, line);
             _tile_dpbf16ps(0, 4, 6);
@@ -157,7 +157,7 @@ static void multiply_tall(int64_t d, const uint16_t *x, const uint32_t *w, float
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t k = 0; k < d; k += STEP, w += STEP / 2 * COLUMNS) {
-            if (is_streamed) fetch(w, STEP / 2 * COLUMNS / 16);
+            fetch(w, STEP / 2 * COLUMNS / 16);
             _tile_loadd(4, x + k, stride);
             _tile_loadd(6, w, line);
             _tile_dpbf16ps(0, 4, 6);
@@ -212,11 +212,10 @@ static void lay_out(int kind, const uint16_t *x, int64_t stride, const uint16_t 
     }
 }
 
-static void multiply(int kind, int64_t d, const uint32_t *tile, const uint32_t *panel, float *out, int rows, int is_first) {
-    (void)is_first;
+static void multiply(int kind, int64_t d, const uint32_t *tile, const uint32_t *panel, float *out, int rows) {
 #if defined(__AMX_BF16__)
     if (kind == TILES) {
-        multiply_tall(padded(d), (const uint16_t *)tile, panel, out, rows, is_first);
+        multiply_tall(padded(d), (const uint16_t *)tile, panel, out, rows);
         return;
     }
 #endif
@@ -233,7 +232,7 @@ static void multiply_panels(int kind, const Linear *y, const uint32_t *xs, const
         const uint32_t *tile = xs + i / height * tile_words(kind, y->d);
         for (int64_t p = 0; p < count; p++) {
             for (int half = 0; half <= y->is_gated; half++)
-                multiply(kind, y->d, tile, panel[half] + p * panel_words(y->d), sums[half], rows, i == 0);
+                multiply(kind, y->d, tile, panel[half] + p * panel_words(y->d), sums[half], rows);
             for (int r = 0; r < rows; r++)
                 for (int64_t j = 0, at = (first + p) * COLUMNS; j < COLUMNS && at + j < width; j += LANES) {
                     vec sum = *(vec *)(sums[0] + r * COLUMNS + j), up = *(vec *)(sums[y->is_gated] + r * COLUMNS + j);
