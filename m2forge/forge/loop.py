@@ -120,6 +120,7 @@ class Loop:
                         self.config.verify,
                         self.layout.run_dir / "verify",
                         self.config.curriculum.family_names,
+                        wrong_on_raise=self.config.curriculum.wrong_on_raise,
                     ) as runner,
                     PoolWriter(self.pool) as writer,
                 ):

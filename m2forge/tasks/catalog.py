@@ -4,9 +4,10 @@ from m2forge.errors import NotFoundError, suggest
 from m2forge.records import Task
 from m2forge.tasks.agent import Chain, Copies, Gather
 from m2forge.tasks.coding import StackProgram
+from m2forge.tasks.config import GYM_PREFIX
 from m2forge.tasks.family import Family, family_name
 from m2forge.tasks.general import Words
-from m2forge.tasks.gym import GYM_PREFIX, GymFamily
+from m2forge.tasks.gym import GymFamily
 from m2forge.tasks.reasoning import Counters
 
 EMBEDDED: tuple[Family, ...] = (Counters(), StackProgram(), Chain(), Gather(), Copies(), Words())

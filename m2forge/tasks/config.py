@@ -31,7 +31,7 @@ published.
 """
 
 from fractions import Fraction
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -41,6 +41,10 @@ from m2forge.records import Domain
 Count = Annotated[int, Field(gt=0)]
 Level = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+OnRaise = Literal["verifier_error", "wrong"]
+
+GYM_PREFIX = "reasoning-gym:"
+"""Names of families begin with it whose tasks and scorers are the library's."""
 
 
 class PaceConfig(Config):
@@ -67,9 +71,14 @@ class FamilyConfig(Config):
     """The lowest and the highest level that the stage allows."""
     start: Level | None = None
     """The lowest level drawn where nothing is known from an earlier stage; None: the lowest that is allowed."""
+    on_raise: OnRaise = "verifier_error"
+    """What it means that a scorer of reasoning-gym raises. verifier_error: what it means of every verifier
+    (`tasks/runner.py`). wrong: the answer is wrong, for scorers that are known to raise at ordinary wrong answers."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.on_raise == "wrong" and not self.name.startswith(GYM_PREFIX):
+            raise ValueError(f"on_raise = 'wrong' is for families {GYM_PREFIX}…, received {self.name!r}; leave it out")
         lowest, highest = self.difficulty
         if lowest > highest:
             raise ValueError(f"difficulty: the lowest level comes first, received [{lowest}, {highest}]")
@@ -135,11 +144,26 @@ class CurriculumConfig(Config):
         domains = [domain for stage in self.stages for domain in stage.domains.values()]
         return list(dict.fromkeys(family.name for domain in domains for family in domain.families))
 
+    @property
+    def wrong_on_raise(self) -> frozenset[str]:
+        """Names of the families whose `on_raise` is wrong."""
+        return frozenset(
+            family.name
+            for stage in self.stages
+            for domain in stage.domains.values()
+            for family in domain.families
+            if family.on_raise == "wrong"
+        )
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise ValueError(f"stages: expected a different name for each, received {names}")
+        for name in self.family_names:
+            domains = [domain for stage in self.stages for domain in stage.domains.values()]
+            if len({family.on_raise for domain in domains for family in domain.families if family.name == name}) > 1:
+                raise ValueError(f"stages: {name}: expected the same on_raise in every stage")
         for stage in self.stages[:-1]:
             if stage.num_batches is None:
                 raise ValueError(f"stages: {stage.name}: num_batches is missing; only the last stage goes on for ever")

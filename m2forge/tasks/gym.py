@@ -21,10 +21,10 @@ from typing import Literal, Protocol, TypeAlias, cast
 
 from m2forge.errors import ConfigError, DataError, NotFoundError, suggest
 from m2forge.records import Domain, JsonValue, Task
+from m2forge.tasks.config import GYM_PREFIX, OnRaise
 from m2forge.tasks.family import ToolFree, Verdict, make_task, read_int, shown, task_random
 from m2forge.text.message import Message
 
-GYM_PREFIX = "reasoning-gym:"
 NUM_SEEDS = 1 << 31
 NUM_CACHED = 1024
 """Datasets that are kept: a task is verified once for each attempt."""
@@ -67,6 +67,8 @@ class GymFamily(ToolFree):
     domain: Domain = Domain.REASONING
     credit: Literal["whole", "part"] = "whole"
     """What a score below 1 is worth: nothing, or itself. The evidence holds it either way."""
+    on_raise: OnRaise = "verifier_error"
+    """What a scorer that raises means: the rule of every verifier (`tasks/runner.py`), or a wrong answer."""
     name: str = field(init=False)
     levels: range = field(init=False)
 
@@ -84,8 +86,8 @@ class GymFamily(ToolFree):
         self._open(task)
 
     def verify(self, task: Task, answer: str) -> Verdict:
-        """A scorer that raises at an answer cannot read it: it is wrong, as an unreadable answer is in every family. A
-        scorer that runs out of time or memory is ended by the worker that this runs in (`tasks/runner.py`)."""
+        """Raises what the scorer raises, unless `on_raise` says that the answer is wrong then. A scorer that runs out
+        of time or memory is ended by the worker that this runs in (`tasks/runner.py`)."""
         dataset, entry = self._open(task)
         evidence: dict[str, JsonValue] = {"expected": shown(str(entry["answer"])), "received": shown(answer)}
         if len(answer) > MAX_ANSWER:
@@ -93,6 +95,8 @@ class GymFamily(ToolFree):
         try:
             score = min(1.0, max(0.0, float(dataset.score_answer(answer.strip(), entry))))
         except _ERRORS as error:
+            if self.on_raise != "wrong":
+                raise
             return Verdict(0.0, evidence | {"error": shown(f"{type(error).__name__}: {error}")})
         return Verdict(score if self.credit == "part" else float(score == 1), evidence | {"score": score})
 

@@ -24,7 +24,7 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -78,9 +78,12 @@ class TaskRunner:
         folder: Path,
         families: Sequence[str] = (),
         command: Sequence[str] = _COMMAND,
+        wrong_on_raise: Collection[str] = (),
     ) -> None:
         """`folder`: where workers run. `families`: those that are imported before they are needed. `command`: of a
-        worker."""
+        worker. `wrong_on_raise`: names of reasoning-gym's families of which a scorer that raises means that the answer
+        is wrong."""
+        self._wrong_on_raise = frozenset(wrong_on_raise)
         self._config, self._families = config, tuple(dict.fromkeys(families))
         limits = (str(config.timeout_s), str(config.draw_timeout_s))
         seats = [_Seat(folder / f"worker-{index}", config, (*command, *limits)) for index in range(config.num_workers)]
@@ -104,7 +107,9 @@ class TaskRunner:
         await asyncio.gather(*(seat.close() for seat in self._seats))
 
     async def verify(self, task: Task, answer: str) -> Verdict:
-        reply = await self._ask({"op": "verify", "task": asdict(task), "answer": answer}, family_name(task))
+        request: dict[str, JsonValue] = {"op": "verify", "task": asdict(task), "answer": answer}
+        request["is_wrong_on_raise"] = family_name(task) in self._wrong_on_raise
+        reply = await self._ask(request, family_name(task))
         outcome = RequestOutcome(str(reply["outcome"]))
         if outcome is RequestOutcome.REFUSED:
             raise DataError(str(reply["text"]))

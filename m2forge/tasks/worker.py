@@ -30,7 +30,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from typing import NoReturn, cast
 
@@ -38,6 +38,7 @@ from m2forge.errors import M2ForgeError, RecordError
 from m2forge.records import JsonValue, Task
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.family import Family, Preparing
+from m2forge.tasks.gym import GymFamily
 from m2forge.tasks.task_set import Split, TaskSet
 from m2forge.tasks.use import MAX_WAIT, Use
 from m2forge.text.message import tool_to_openai
@@ -89,6 +90,8 @@ def run(request: Fields) -> JsonValue:
             content = family.call(task, name, request["arguments"])
             return {"content": str(content), "latency_s": float(family.latency_s(task, name))}
         case "verify":
+            if isinstance(family, GymFamily) and request["is_wrong_on_raise"]:
+                family = replace(family, on_raise="wrong")
             verdict = family.verify(task, str(request["answer"]))
             evidence = dict(verdict.evidence)
             size = len(json.dumps(evidence, allow_nan=False))

@@ -14,9 +14,10 @@ from typing import TypeVar
 
 import pytest
 
+from m2forge.config import build
 from m2forge.errors import DataError, EngineError
 from m2forge.tasks.catalog import find_family
-from m2forge.tasks.config import CurriculumConfig, VerifyConfig
+from m2forge.tasks.config import CurriculumConfig, FamilyConfig, VerifyConfig
 from m2forge.tasks.curriculum import Curriculum
 from m2forge.tasks.family import Verdict, VerdictReason
 from m2forge.tasks.runner import BrokenVerifierError, LimitError, TaskRunner
@@ -217,6 +218,32 @@ def test_a_batch_that_a_runner_draws_is_the_batch_of_the_curriculum(tmp_path: Pa
             assert there.state() == here.state()
 
     run(tmp_path, scene)
+
+
+@pytest.mark.parametrize("is_accepted", [False, True])
+def test_a_scorer_of_the_library_that_raises_is_a_verifier_error_unless_the_family_accepts_it(
+    tmp_path: Path, is_accepted: bool
+) -> None:
+    name = "reasoning-gym:prime_factorization"
+    family = {"name": name, "difficulty": [0, 0], **({"on_raise": "wrong"} if is_accepted else {})}
+    domain = {"ratio": 1.0, "context": 512, "families": [family]}
+    data = {"batch_groups": 1, "stages": [{"name": "only", "domains": {"reasoning": domain}}]}
+    config = build(CurriculumConfig, data, origin="test")  # type: ignore[arg-type]  # checked there
+
+    async def scene() -> Verdict:
+        async with TaskRunner(VerifyConfig(), tmp_path, wrong_on_raise=config.wrong_on_raise) as runner:
+            task = await runner.next_task(name, "train", 0, 0, 0, 0)
+            return await runner.verify(task, "I don't know")
+
+    verdict = asyncio.run(scene())
+    assert verdict.perf == 0
+    assert verdict.reason is (VerdictReason.JUDGED if is_accepted else VerdictReason.VERIFIER_ERROR)
+    assert "ValueError" in str(verdict.evidence["error" if is_accepted else "traceback"])
+
+
+def test_only_families_of_the_library_accept_that_their_verifier_raises() -> None:
+    with pytest.raises(ValueError, match="is for families reasoning-gym"):
+        FamilyConfig(name="chain", difficulty=(1, 2), on_raise="wrong")
 
 
 @pytest.mark.parametrize(("dataset", "answer"), [("rush_hour", "A+99999999999"), ("coin_flip", "1e99999999")])
