@@ -2,11 +2,14 @@
 
 import gc
 import os
+import signal
 from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+MAX_S = 240
+"""What a test of `make test` may take: one that waits for ever fails then, with the place where it waits."""
 LONG = os.environ.get("M2FORGE_LONG") == "1"
 
 settings.register_profile("default", max_examples=25, derandomize=True, deadline=None, database=None)
@@ -33,6 +36,20 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    def fail(number: int, frame: object) -> None:
+        pytest.fail(f"{item.nodeid} took longer than {MAX_S} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(0 if LONG else MAX_S)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

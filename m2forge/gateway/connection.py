@@ -123,9 +123,14 @@ class _Clocks:
         if self.is_in_body and not self.transport.is_closing() and self._linger_timer is None:
             self._linger_timer = self.loop.call_later(self.linger_s, self.transport.abort)
 
+    def await_body(self) -> None:
+        """While a body still comes, the connection is not one that waits for its next request."""
+        if self._linger_timer is not None:
+            self._unset_keepalive_if_required()
+
     def stop_lingering(self) -> None:
-        """The body has come whole: the connection waits for its next request."""
-        if self._cancel_linger():
+        """The body has come whole: the connection waits for its next request, unless that has come with it."""
+        if self._cancel_linger() and self.is_idle:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -232,6 +237,7 @@ class PlainConnection(_Clocks, H11Protocol):
         self.linger()
         if not self._is_ended:
             super().on_response_complete()
+            self.await_body()
         else:
             self.flow.resume_reading()
 
@@ -333,6 +339,7 @@ if HAS_HTTPTOOLS:
                 self.linger()
             if not self._is_ended:
                 super().on_response_complete()
+                self.await_body()
             else:
                 self.flow.resume_reading()
 

@@ -39,7 +39,9 @@ def response(client: socket.socket) -> bytes:
     client.settimeout(30)
     read = b""
     while b"\r\n\r\n" not in read:
-        read += client.recv(65536)
+        data = client.recv(65536)
+        assert data, "the gateway closed the connection"
+        read += data
     start, _, rest = read.partition(b"\r\n\r\n")
     length = next(int(line[15:]) for line in start.lower().split(b"\r\n") if line.startswith(b"content-length:"))
     while len(rest) < length:
@@ -99,6 +101,19 @@ def test_a_refused_body_that_comes_whole_leaves_the_connection_open(parser: str)
         assert response(client).startswith(b"HTTP/1.1 401")
         client.sendall(b" " * 100)
         gateway.wait_until(lambda: ours.timeout_keep_alive_task is not None)
+
+
+def test_a_body_may_come_for_longer_than_an_idle_connection_is_kept(
+    parser: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("m2forge.gateway.server.KEEP_ALIVE_S", 0.2)
+    with live(minimax(), config=GatewayConfig(port=0, linger_s=5)) as gateway, connected(gateway) as client:
+        client.sendall(head("m2f-unknown", 100).replace(b"connection: close\r\n", b""))
+        assert response(client).startswith(b"HTTP/1.1 401")
+        time.sleep(0.5)
+        client.sendall(b" " * 100 + HEALTH)
+        assert response(client).startswith(b"HTTP/1.1 200")
+        assert seconds_until_closed(client) < 2, "an idle connection is kept only so long"
 
 
 def test_a_client_that_sends_all_before_it_reads_finds_the_final_refusal(parser: str) -> None:
