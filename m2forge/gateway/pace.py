@@ -11,7 +11,7 @@ not either.
 LEAST_GAP_S = 0.001
 """No model is sampled so fast for one client."""
 MOST_GAP_S = 0.1
-GAP_PER_LATENESS = 2.0
+GAP_PER_LATENESS = 1.0
 SHARE = 0.05
 """Of the newest lateness in the mean."""
 WAITED_S = 0.0005
