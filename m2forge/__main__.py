@@ -1,4 +1,4 @@
-"""`python -m m2forge` is the `m2forge` command, from a checkout with nothing installed but the dependencies."""
+"""`python -m m2forge` runs the `m2forge` command from a checkout with only the dependencies installed."""
 
 import sys
 

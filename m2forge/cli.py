@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _refuse_unknown_command(arguments)
         args = _make_parser().parse_args(arguments)
-        # torch's CPU allocator reads this when it is loaded: keep freed memory for a second, since a training step
-        # takes the same amount again at once.
+        # torch's CPU allocator reads this on import: keep freed memory for a second, since a training step allocates
+        # the same amount again at once.
         os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
         from m2forge.observe.log import set_up_logging
 
@@ -46,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("m2forge: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output left, as `| head` does; Python must not flush into the closed pipe at exit.
+        # The reader of our output closed the pipe, as `| head` does; Python must not flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        # A path that the system refuses: no permission, no space, a name too long.
+        # A path that the system rejects: no permission, no space, a name too long.
         place = f"{error.filename}: " if error.filename else ""
         print(f"m2forge: error: {place}{error.strerror or error}; give a path that can be used", file=sys.stderr)
         return 2
@@ -189,7 +189,7 @@ def command_gateway(args: argparse.Namespace) -> None:
     from m2forge.rollout.server_config import ServeConfig
 
     engine = build(ServeConfig, {}, args.engine_set, origin="engine")
-    # A folder may hold the tokenizer alone where a server samples.
+    # The folder may hold only the tokenizer if a server samples.
     model = read_config(args.model) if args.engine == "native" or (args.model / "config.json").exists() else None
     limits = [] if model is None else [model.max_context, engine.rollout.max_context or model.max_context]
     if args.engine == "native":
@@ -212,7 +212,7 @@ def command_page(args: argparse.Namespace) -> None:
 
 
 def _find_key(path: Path | None, name: str) -> tuple[str, list[str]]:
-    """The key of a file, or one made at random; and the lines that tell it where the user does not know it yet."""
+    """The key from a file, or a random one; and the lines to print if the user does not know it yet."""
     from m2forge.key import make_key, read_key_file
 
     if path is not None:
@@ -364,7 +364,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _refuse_unknown_command(arguments: Sequence[str]) -> None:
-    """argparse lists all commands for an unknown one; name the near one instead."""
+    """argparse lists all commands for an unknown one; suggest the closest instead."""
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name is not None and name not in COMMANDS:
         raise NotFoundError(f"unknown command {name!r}; {suggest(name, COMMANDS)}")

@@ -1,9 +1,9 @@
 """TOML text in, frozen and validated pydantic models out, and back again.
 
-Each room derives its configuration from `Config`. Nothing is coerced (an integer serves as a float, nothing else
-changes type), an unknown key is an error that suggests the near name, and all problems of one source are reported in
-one `ConfigError`: where, which dotted key, the value received, what is expected. `dump` writes the resolved
-configuration, defaults included, as TOML that loads back equal.
+Each package derives its configuration from `Config`. Nothing is coerced (an integer is accepted as a float, no other
+type changes), an unknown key is an error that suggests the closest name, and all problems of one source are reported in
+one `ConfigError`: source, dotted key, value received, what is expected. `dump` writes the resolved configuration,
+defaults included, as TOML that loads back equal.
 """
 
 import copy
@@ -42,14 +42,14 @@ class Config(BaseModel):
     )
 
     moved_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys that this table once held → the dotted key that replaces each, which the error for the old one names."""
+    """Removed keys of this table → the dotted key that replaces each, named in the error for the old one."""
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def load(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -> ConfigT:
-    """Read `path` as a `kind`, with `overrides` such as `"model.layers=4"` on top."""
+    """Load `path` as a `kind`, with `overrides` such as `"model.layers=4"` applied."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -64,13 +64,13 @@ def load(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -> Conf
 def build(
     kind: type[ConfigT], data: Mapping[str, TomlValue], overrides: Sequence[str] = (), origin: str = "configuration"
 ) -> ConfigT:
-    """Validate `data` as a `kind`, with `overrides` on top. `origin` names the source of `data` in errors."""
+    """Validate `data` as a `kind`, with `overrides` applied. `origin` names the source of `data` in errors."""
     parsed = parse_overrides(overrides)
     merged = copy.deepcopy(dict(data))
     for path, value in parsed.items():
         _place(merged, path, value)
     try:
-        # Strict validation of JSON knows that enums arrive as strings and tuples as lists; that of objects does not.
+        # Strict validation of JSON accepts enums as strings and tuples as lists; that of objects does not.
         return kind.model_validate_json(json.dumps(merged, default=str))
     except ValidationError as error:
         problems = [_describe(kind, merged, details, parsed, origin) for details in error.errors()]
@@ -81,7 +81,7 @@ def build(
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[tuple[str, ...], TomlValue]:
-    """Turn `a.b=c` into `{("a", "b"): c}`. The value is TOML if it parses as such, else a bare string."""
+    """Parse `a.b=c` to `{("a", "b"): c}`. The value is TOML if it parses as such, else a bare string."""
     parsed: dict[tuple[str, ...], TomlValue] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -93,7 +93,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[tuple[str, ...], TomlValue
 
 
 def dump(config: Config) -> str:
-    """The resolved configuration as TOML. A field that is None is left out, so its default must be None."""
+    """The resolved configuration as TOML. A field that is None is omitted, so its default must be None."""
     text = _to_toml(config)
     if _to_toml(build(type(config), tomllib.loads(text))) != text:
         raise ConfigError(
@@ -104,7 +104,7 @@ def dump(config: Config) -> str:
 
 
 def write_resolved(config: Config, path: Path) -> None:
-    """Write `dump(config)` to `path`, whole or not at all."""
+    """Write `dump(config)` to `path`, atomically."""
     write_atomic(path, dump(config))
 
 
@@ -113,7 +113,7 @@ def _to_toml(config: Config) -> str:
 
 
 def _parse_key(key: str) -> tuple[str, ...]:
-    """The parts of a TOML key, quoted parts included; empty if it is not one."""
+    """The parts of a TOML key, including quoted ones; empty if it is not a key."""
     if "\n" in key:
         return ()
     try:
@@ -137,7 +137,7 @@ def _parse_value(text: str) -> TomlValue:
 
 
 def _place(data: dict[str, TomlValue], path: tuple[str, ...], value: TomlValue) -> None:
-    """Set one override, making tables on the way; an existing list is entered by index."""
+    """Set one override, creating tables as needed; existing lists are indexed."""
     level: TomlValue = data
     for depth, part in enumerate(path):
         last = depth == len(path) - 1
@@ -196,7 +196,7 @@ def _show(value: object) -> str:
 
 
 def _source(path: tuple[str | int, ...], error_type: str, overrides: Overrides, origin: str) -> str:
-    """The override that set the value at `path`, or one that points into an unknown table; else the file."""
+    """The override that set the value at `path`, or that points into an unknown table; else the file."""
     texts = tuple(str(part) for part in path)
     for override in overrides:
         sets_it = texts[: len(override)] == override and error_type != "missing"
@@ -207,7 +207,7 @@ def _source(path: tuple[str | int, ...], error_type: str, overrides: Overrides, 
 
 
 def _path_in_data(data: TomlValue, details: ErrorDetails) -> tuple[str | int, ...]:
-    """The location as the user wrote it: pydantic's own also names the member of a union it tried."""
+    """The location as the user wrote it: pydantic's own also names the union member it tried."""
     path: list[str | int] = []
     location = details["loc"]
     for depth, part in enumerate(location):
@@ -222,7 +222,7 @@ def _path_in_data(data: TomlValue, details: ErrorDetails) -> tuple[str | int, ..
 
 
 def _models_at(kind: type[Config], path: tuple[str | int, ...]) -> list[type[Config]]:
-    """What the table at `path` may be: all models that a union allows there."""
+    """The types of the table at `path`: all models that a union allows there."""
     annotations: list[object] = [kind]
     for part in path:
         annotations = [inner for annotation in annotations for inner in _inside(annotation, part)]
@@ -231,7 +231,7 @@ def _models_at(kind: type[Config], path: tuple[str | int, ...]) -> list[type[Con
 
 
 def _inside(annotation: object, part: str | int) -> list[object]:
-    """What stands one step further in: a field of a model, the items of a list or the values of a dict."""
+    """The annotations one level down: a field of a model, the items of a list or the values of a dict."""
     found: list[object] = []
     for member in _members(annotation):
         arguments = typing.get_args(member)
@@ -246,7 +246,7 @@ def _inside(annotation: object, part: str | int) -> list[object]:
 
 
 def _members(annotation: object) -> list[object]:
-    """The alternatives of a union, with annotations taken off."""
+    """The alternatives of a union, without `Annotated`."""
     origin = typing.get_origin(annotation)
     if origin is Annotated:
         return _members(typing.get_args(annotation)[0])
@@ -256,5 +256,5 @@ def _members(annotation: object) -> list[object]:
 
 
 def _is_model(member: object) -> TypeGuard[type[Config]]:
-    # A parametrised generic such as list[int] passes for a class until issubclass refuses it.
+    # A parametrised generic such as list[int] passes as a class until issubclass rejects it.
     return typing.get_origin(member) is None and isinstance(member, type) and issubclass(member, Config)

@@ -1,7 +1,7 @@
-"""The exceptions a user can cause. Each says what was wrong, the value received and what to do.
+"""The exceptions a user can cause. Each states the problem, the value received and what to do.
 
 Every one is an `M2ForgeError`, which the command line prints without a traceback, and also the standard-library
-exception of its kind, so that a caller need not know this module.
+exception of its kind, so that callers need not import this module.
 """
 
 import difflib
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class M2ForgeError(Exception):
-    """Bad input, refused at the door. Anything else that escapes is a bug."""
+    """Invalid input, rejected on entry. Any other exception that escapes is a bug."""
 
 
 class ConfigError(M2ForgeError, ValueError):
@@ -21,7 +21,7 @@ class CheckpointError(M2ForgeError, ValueError):
 
 
 class RecordError(M2ForgeError, ValueError):
-    """A record with a field that cannot be true."""
+    """A record with an invalid field."""
 
 
 class RequestError(M2ForgeError, ValueError):
@@ -37,23 +37,23 @@ class DataError(M2ForgeError, ValueError):
 
 
 class TrainingError(M2ForgeError, ArithmeticError):
-    """A run that cannot go on: its numbers are no longer finite, or nothing of a batch can be trained."""
+    """A run that cannot continue: its numbers are no longer finite, or nothing of a batch is trainable."""
 
 
 class EngineError(M2ForgeError, RuntimeError):
-    """An engine that cannot serve: it has failed, is closed, or its server does not answer as it should."""
+    """An engine that cannot serve: it has failed, is closed, or its server responds incorrectly."""
 
 
 class NotFoundError(M2ForgeError, LookupError):
-    """A name that stands for nothing: a preset, a command, a file."""
+    """An unknown name: a preset, a command, a file."""
 
 
 class ExistsError(M2ForgeError, FileExistsError):
-    """A destination that already holds something and would be overwritten."""
+    """A destination that is not empty and would be overwritten."""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """The next step for an unknown name: the near one if there is any, else all that are known."""
+    """A hint for an unknown name: the closest known one if any, else all known names."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if near:

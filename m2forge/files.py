@@ -1,11 +1,11 @@
-"""Write files and folders so that a reader, or the next run, finds them whole or not at all.
+"""Write files and folders atomically: a reader, or the next run, finds them complete or not at all.
 
-`write_atomic` and `staged_folder` build beside the destination, on the same file system, and rename at the end. A
-process killed in between leaves a hidden `.NAME.*.partial` sibling, never a torn destination.
+`write_atomic` and `staged_folder` write next to the destination, on the same file system, and rename at the end. A
+process killed in between leaves a hidden `.NAME.*.partial` sibling, never a partial destination.
 
-Files of lines that grow (metrics, evaluations, busy logs) are appended to with one write per line, its newline
-included. A process or a machine that dies while it writes leaves at most one torn last line: `open_lines` cuts it off
-before anything is appended, and `whole_lines` leaves it out in reading.
+Growing line files (metrics, evaluations, busy logs) are appended to with one write per line, including its newline. A
+process or machine that crashes while writing leaves at most one incomplete last line: `open_lines` removes it before
+anything is appended, and `whole_lines` skips it in reading.
 """
 
 import os
@@ -21,8 +21,8 @@ _BLOCK = 1 << 16
 
 
 def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
-    """Replace `path` by `content` (text as UTF-8), on disk when this returns. Missing parent folders are made. `mode`:
-    the file's permissions, less those that the process masks."""
+    """Replace `path` by `content` (text as UTF-8), synced to disk on return. Creates missing parent folders. `mode`:
+    the file's permissions, before the umask."""
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial(path)
@@ -40,9 +40,9 @@ def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None
 
 @contextmanager
 def staged_folder(dest: Path) -> Iterator[Path]:
-    """Yield a folder to fill; it becomes `dest`, synced to disk, on success and is removed on failure.
+    """Yield a folder to fill; on success it becomes `dest`, synced to disk, on failure it is removed.
 
-    A `dest` that exists and is not an empty folder is refused before anything is written.
+    Raises before anything is written if `dest` exists and is not an empty folder.
     """
     _refuse_occupied(dest)
     dest.parent.mkdir(parents=True, exist_ok=True)
@@ -61,8 +61,8 @@ def staged_folder(dest: Path) -> Iterator[Path]:
 
 
 def open_lines(path: Path) -> int:
-    """A descriptor that appends lines to `path`, which is made where it is missing; a torn last line is cut off first.
-    One process at a time may append."""
+    """A descriptor for appending lines to `path`, created if missing; an incomplete last line is removed first. Only
+    one process at a time may append."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -83,8 +83,8 @@ def open_lines(path: Path) -> int:
 
 
 def write_line(descriptor: int, line: str) -> None:
-    """Append one line, given without its newline; it survives the death of this process once this returns. Where the
-    disk refuses a part of it, the file is cut back to the line's start: the next line begins a line."""
+    """Append one line, given without its newline; it survives a crash of this process once this returns. If the write
+    fails partway, the file is truncated to the start of the line, so the next line is not corrupted."""
     start = os.fstat(descriptor).st_size
     left = memoryview(line.encode() + b"\n")
     try:
@@ -97,7 +97,7 @@ def write_line(descriptor: int, line: str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line to a file that is not held open."""
+    """Append one line to a file that is not kept open."""
     descriptor = open_lines(path)
     try:
         write_line(descriptor, line)
@@ -106,7 +106,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def whole_lines(data: bytes) -> list[bytes]:
-    """The lines of `data` that are there with their newline."""
+    """The lines of `data` that end with a newline."""
     return data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]
 
 

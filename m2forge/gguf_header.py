@@ -1,11 +1,10 @@
-"""The header of a GGUF file, the format of llama.cpp: its metadata, and where its tensors lie.
+"""Reads the header of a GGUF file, the format of llama.cpp: its metadata, and the locations of its tensors.
 
     "GGUF", version, number of tensors, number of fields │ fields │ tensors │ padding │ data of the tensors
     field: name, type, value;   tensor: name, dimensions (the fastest first), type, offset into the data
 
-Every length and count that the file states is compared with the bytes that are left of it before anything is read or
-allocated for it, so that a header costs memory in proportion to its own bytes. A header that promises more than the
-file holds is a DataError.
+Every length and count in the file is compared with the remaining bytes before anything is read or allocated for it, so
+that a header costs memory in proportion to its own size. A header that claims more than the file holds is a DataError.
 """
 
 import struct
@@ -22,24 +21,24 @@ Value = Scalar | list[Scalar]
 
 VERSIONS = (2, 3)
 MAX_ITEMS = 1 << 24
-"""Items of all arrays in the metadata together. The largest vocabularies, with their merges, have about a million."""
+"""Maximum number of items of all metadata arrays. The largest vocabularies, with merges, have about a million."""
 MAX_DIMENSIONS = 4
 
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 _MIN_FIELD, _MIN_TENSOR = _LENGTH.size + 4 + 1, _LENGTH.size + 4 + 4 + 8
-"""Bytes of a field and of a tensor's entry whose name is empty."""
+"""Size in bytes of a field and of a tensor entry with an empty name."""
 _ALIGNMENT = "general.alignment"
 
 
 class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
-    """The fastest dimension last."""
+    """Fastest dimension last."""
     kind: int
-    """The number of its type, which says how values are quantised."""
+    """Number of its type, which gives the quantisation."""
     start: int
-    """Position of its bytes in the file."""
+    """Byte offset in the file."""
 
 
 class GGUFHeader(NamedTuple):
@@ -61,7 +60,7 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 class _Reader:
-    """Reads from the file's beginning onwards. What is wrong is a ValueError."""
+    """Reads sequentially from the start of the file. Raises ValueError for anything invalid."""
 
     def __init__(self, data: npt.NDArray[np.uint8]) -> None:
         self._data, self._bytes = data, data.data

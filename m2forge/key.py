@@ -1,8 +1,8 @@
-"""Secret keys of servers: made at random, or read from a private file or a pipe.
+"""Secret keys of servers: generated at random, or read from a private file or a pipe.
 
-A key never stands in a command line or an environment variable: every process of the same user reads those of all
-others in /proc, and agents are such processes. It travels as the content of a file that only its owner may read, or
-through a pipe, which is empty once the server has read it. `--key-file <(command)` is such a pipe too.
+A key is never passed in a command line or an environment variable: every process of the same user can read those in
+/proc, and agents are such processes. It is passed in a file that only its owner may read, or through a pipe, which is
+empty once the server has read it. `--key-file <(command)` is such a pipe too.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from m2forge.errors import ConfigError
 
 OTHERS = 0o077
-"""The permissions of everybody but a file's owner."""
+"""Permission bits of group and others."""
 MAX_KEY_BYTES = 4096
 _NUM_BYTES = 24
 
@@ -23,7 +23,7 @@ def make_key() -> str:
 
 
 def read_key_file(path: Path) -> str:
-    """The key that a file holds; blanks and line ends around it do not count."""
+    """The key in a file, without surrounding whitespace."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -46,7 +46,7 @@ def check_key(key: str, origin: str) -> str:
 
 
 def refuse_key_variable(name: str, option: str) -> None:
-    """End with an error where a key stands in the environment: ignored, it would leave the server with another key."""
+    """Raise if a key is in the environment: if it were ignored, the server would silently use another key."""
     if name in os.environ:
         raise ConfigError(
             f"the environment variable {name} is set, but other processes can read the environment, so no key is read "

@@ -1,4 +1,4 @@
-"""The socket that a server of ours listens on, and the address that it tells."""
+"""The listening socket of a server, and its URL."""
 
 import socket
 
@@ -8,12 +8,12 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
-    """Port 0 takes any that is free."""
+    """Port 0 picks any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=backlog)
-        # Connections inherit it. asyncio sets it only where a socket names its protocol, which this one does not; a
-        # response of two writes would wait 40 ms for the client's delayed acknowledgement.
+        # Connections inherit it. asyncio sets it only if a socket names its protocol, which this one does not; a
+        # response of two writes would wait 40 ms for the client's delayed ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
@@ -23,7 +23,7 @@ def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, less its port."""
+    """The name in a Host header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()

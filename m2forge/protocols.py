@@ -1,10 +1,10 @@
-"""What components ask of each other, so that they meet without importing one another.
+"""Interfaces between components, so that they need not import one another.
 
-An `Engine` samples from a policy: token ids in, token ids out, each with its log-probabilities and the version that
-sampled it. Native, remote and scripted engines are one to whoever asks.
+An `Engine` samples from a policy: token ids in, token ids out, each with its logprobs and the policy version that
+sampled it. Native, remote and scripted engines are interchangeable.
 
-A `Sandbox` runs commands in a workspace. An `Agent` attempts a task: it talks to the policy at an endpoint, works in a
-sandbox, and leaves a result.
+A `Sandbox` runs commands in a workspace. An `Agent` attempts a task: it calls the policy at an endpoint, works in a
+sandbox, and returns a result.
 """
 
 import math
@@ -23,25 +23,25 @@ from m2forge.records import FinishReason, FloatArray, IntArray, JsonValue, Polic
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """What is asked of an engine: to continue these tokens."""
+    """A request to an engine: continue these tokens."""
 
     ids: IntArray
     max_tokens: int
-    """Sampled tokens, at most."""
+    """Maximum number of sampled tokens."""
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: tuple[int, ...] = ()
-    """A sampled token among these ends the completion and belongs to it."""
+    """Sampling one of these ends the completion, which includes it."""
     stop_texts: tuple[str, ...] = ()
-    """Text that ends the completion with the token that completes it, however it is cut into tokens; special tokens
-    count as their names. An engine that cannot be exact about it refuses."""
+    """A text that ends the completion with the token that completes it, however it is tokenized; special tokens count
+    as their names. An engine that cannot implement it exactly refuses."""
     seed: int | None = None
-    """The same seed, prompt and weights draw the same tokens, whatever else the engine does meanwhile."""
+    """The same seed, prompt and weights sample the same tokens, whatever else the engine serves concurrently."""
     num_samples: int = 1
-    """Completions to draw; they share the prompt's computation."""
+    """Number of completions to sample; they share the prefill of the prompt."""
     priority: int = 0
-    """Higher is served first."""
+    """Requests with higher priority are served first."""
     timeout_s: float | None = None
-    """After so long what is there is returned, as aborted."""
+    """After this time the completion ends with the tokens so far, as aborted."""
     returns_experts: bool = False
 
     def __post_init__(self) -> None:
@@ -59,22 +59,22 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Tokens of one completion, as they come; the last one carries the reason it ended."""
+    """Streamed tokens of one completion; the last chunk has the finish reason."""
 
     sample: int
-    """Which of the prompt's completions."""
+    """Index of the completion among the prompt's samples."""
     ids: IntArray
     logprobs: FloatArray
-    """Under the distribution that each token was drawn from; 0 where it was the only choice."""
+    """Logprob under the distribution that each token was sampled from; 0 if it was the only choice."""
     raw_logprobs: FloatArray
-    """Under the softmax of the bare logits; NaN where a server does not tell."""
+    """Logprob under the softmax of the raw logits; NaN if a server does not report it."""
     versions: IntArray
-    """Step of the policy that drew each token."""
+    """Policy version (step) that sampled each token."""
     num_cached: int = 0
-    """Tokens of the prompt that were not computed again."""
+    """Prompt tokens served from the prefix cache."""
     experts: npt.NDArray[np.int16] | None = None
-    """(tokens, layers, chosen) of the tokens that were run for this chunk, from the prompt's first on; −1 where another
-    request had computed them."""
+    """(tokens, layers, chosen): routing of the tokens computed for this chunk, from the prompt's first on; −1 for
+    tokens that another request had computed."""
     finish_reason: FinishReason | None = None
 
 
@@ -82,18 +82,18 @@ class Chunk:
 class EngineState:
     version: PolicyVersion
     num_running: int
-    """Completions that are being computed: a prompt with three samples counts as three."""
+    """Completions being computed: a prompt with three samples counts as three."""
     num_waiting: int
-    """Completions that were taken and wait for room."""
+    """Accepted completions waiting for capacity."""
 
 
 class Engine(Protocol):
     def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
-        """Closing the iterator aborts what is not finished. A prompt that can never be served is refused at once."""
+        """Closing the iterator aborts unfinished completions. A prompt that can never be served raises at once."""
         ...
 
     async def load(self, folder: Path, version: PolicyVersion) -> None:
-        """Take over the weights of a model folder while serving."""
+        """Weight update: load the weights of a model folder while serving."""
         ...
 
     async def state(self) -> EngineState: ...
@@ -103,29 +103,29 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Watched(Protocol):
-    """An engine that can fail for good: a process that serves it ends with it, so that its supervisor restarts it."""
+    """An engine that can fail permanently: its server process exits with it, so that a supervisor restarts it."""
 
     async def watch(self) -> None:
         """Wait until the engine fails, and raise its `EngineError`."""
         ...
 
 
-# -- where commands run -----------------------------------------------------------------------------------------------
+# -- sandboxes --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a sandbox is asked to run, in its workspace."""
+    """A command for a sandbox to run in its workspace."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """On top of what the sandbox gives every command. May hold secrets, so it is not shown."""
+    """Added to the sandbox's default environment. May hold secrets, so it is not in the repr."""
     stdin: bytes = field(default=b"", repr=False)
-    """All that it can read; a worker's is what it is sent."""
+    """Its whole standard input; a worker instead reads what it is sent."""
     timeout_s: float | None = None
-    """Ends it sooner than the sandbox would."""
+    """Timeout, if shorter than the sandbox's own."""
     merges_stderr: bool = False
-    """Whether standard error goes into standard output, in the order in which they were written."""
+    """Whether standard error is merged into standard output, in the order written."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "argv", tuple(self.argv))
@@ -143,24 +143,24 @@ class OutcomeReason(StrEnum):
 
     EXITED = "exited"
     SIGNALLED = "signalled"
-    """A signal ended it that the sandbox did not send."""
+    """Ended by a signal that the sandbox did not send."""
     TIMEOUT = "timeout"
     FLOODED = "flooded"
-    """It wrote more than it may, where the sandbox ends such commands."""
+    """It exceeded the output limit, in a sandbox that ends such commands."""
     KILLED = "killed"
-    """Whoever ran it ended it."""
+    """The caller ended it."""
     TAMPERED = "tampered"
-    """It wrote to the sandbox's own channel, and was killed for it."""
+    """It wrote to the sandbox's control channel, and was killed for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What was written to a stream: all of it, or its beginning and its end."""
+    """The output of a stream: all of it, or its beginning and its end."""
 
     head: bytes = b""
     tail: bytes = b""
     num_bytes: int = 0
-    """Of all that was written."""
+    """Total number of bytes written."""
 
     @property
     def num_left_out(self) -> int:
@@ -168,27 +168,27 @@ class Captured:
         return self.num_bytes - len(self.head) - len(self.tail)
 
     def text(self) -> str:
-        """As UTF-8, with a line that tells of what was left out."""
+        """As UTF-8, with a line that states how much was omitted."""
         gap = f"\n[{self.num_left_out} bytes left out]\n".encode() if self.num_left_out else b""
         return (self.head + gap + self.tail).decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A command that is over, with all that it had started."""
+    """The result of a command that has ended, with all processes it started."""
 
     reason: OutcomeReason
     status: int
-    """Its exit status, or minus the signal that ended it."""
+    """Exit status, or minus the signal that ended it."""
     stdout: Captured
     stderr: Captured
     started_s: float
     """Wall clock, seconds since the epoch."""
     finished_s: float
     cpu_s: float = 0.0
-    """Of it and of what it waited for."""
+    """CPU time of the command and the children it waited for."""
     max_memory_bytes: int = 0
-    """Of the largest process among those."""
+    """Peak memory of the largest of these processes."""
 
     @property
     def is_success(self) -> bool:
@@ -196,24 +196,24 @@ class Outcome:
 
 
 class Worker(Protocol):
-    """A command that lives on, and is fed by its standard input and read by its standard output."""
+    """A long-running command, written to by standard input and read from by standard output."""
 
     async def send(self, data: bytes) -> None:
-        """Returns when the worker took most of it. What a worker that is gone is sent is lost."""
+        """Returns when the worker has read most of it. Data sent to a worker that has exited is lost."""
         ...
 
     async def receive_line(self, timeout_s: float | None = None) -> bytes:
-        """The next line with its end, b"" after the last; raises TimeoutError, and then no line is lost."""
+        """The next line with its newline, b"" after the last; raises TimeoutError without losing a line."""
         ...
 
     async def end_input(self) -> None: ...
 
     async def wait(self) -> Outcome:
-        """Until it ends by itself or by its limits. Lines that nobody received are the outcome's `stdout`."""
+        """Wait until it ends by itself or by its limits. Lines not received are in the outcome's `stdout`."""
         ...
 
     async def stop(self) -> Outcome:
-        """End it and all that it started."""
+        """Kill it and all processes it started."""
         ...
 
 
@@ -222,75 +222,76 @@ class Sandbox(Protocol):
     """The folder in which commands run, as they see it."""
 
     async def run(self, command: Command) -> Outcome:
-        """To its end. Cancelling ends it. A program that cannot be run exits with 126 or 127, as in a shell."""
+        """Run a command to its end. Cancelling kills it. A program that cannot be run exits with 126 or 127, as in a
+        shell."""
         ...
 
     async def start(self, command: Command) -> Worker: ...
 
     async def read(self, path: str, max_bytes: int) -> bytes:
-        """A file of the workspace; one that is larger, missing or elsewhere is refused."""
+        """Read a file of the workspace; raises if it is larger, missing or outside."""
         ...
 
     async def write(self, path: str, content: bytes) -> None:
-        """Folders on the way are made."""
+        """Write a file; creates missing parent folders."""
         ...
 
     async def close(self) -> None:
-        """End whatever still runs."""
+        """Kill all running commands."""
         ...
 
 
 class ToolHost(Protocol):
-    """Runs the tools of tasks, on all that a task holds."""
+    """Runs the tools of tasks, with access to all data of a task."""
 
     async def tools(self, task: Task) -> Sequence[Mapping[str, JsonValue]]:
-        """Those that an agent may call, as OpenAI's API describes functions."""
+        """The tools that an agent may call, in OpenAI's function format."""
         ...
 
     async def call(self, task: Task, name: str, arguments: JsonValue) -> str:
-        """What the tool answers, after its latency; a call that cannot be served is answered by an error line."""
+        """The tool's result, after its latency; a call that cannot be served returns an error line."""
         ...
 
 
-# -- who attempts a task ----------------------------------------------------------------------------------------------
+# -- agents -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where an agent finds the policy."""
+    """Address of the policy for an agent."""
 
     url: str
-    """Of a gateway, without the dialect's part: http://127.0.0.1:8500."""
+    """Base URL of a gateway, without the dialect's path: http://127.0.0.1:8500."""
     key: str = field(repr=False)
-    """Of the episode."""
+    """API key of the episode."""
     model: str = "policy"
 
 
 class AgentEnd(StrEnum):
-    """How an attempt ended. Whether the task is solved is for its verifier to say."""
+    """How an attempt ended. The task's verifier decides whether it is solved."""
 
     FINISHED = "finished"
-    """By the agent itself."""
+    """The agent ended by itself."""
     OUT_OF_TURNS = "out_of_turns"
     TIMEOUT = "timeout"
     FAILED = "failed"
-    """It broke, or the policy could not be asked any more."""
+    """The agent crashed, or the policy became unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentResult:
     end: AgentEnd
     answer: str
-    """What it said at last; of a program, what it printed."""
+    """Final message; for a program, its output."""
     started_s: float
     finished_s: float
     failure: str | None = None
-    """What broke, where something did."""
+    """The error, if the attempt failed."""
     transcript: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """What it left to read, by the name of a file."""
+    """Logs and other output of the agent, by file name."""
 
 
 class Agent(Protocol):
     async def run(self, task: Task, endpoint: Endpoint, sandbox: Sandbox) -> AgentResult:
-        """Attempt the task. What goes wrong inside is told in the result; cancelling ends the attempt."""
+        """Attempt the task. Errors inside are reported in the result; cancelling ends the attempt."""
         ...

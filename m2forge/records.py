@@ -1,8 +1,8 @@
-"""The nouns that travel the whole ring: tasks, completion calls, episodes, groups and their rewards.
+"""Record types shared by all packages: tasks, completion calls, episodes, groups, their rewards, and packs.
 
-Records are frozen and hold no torch object, so they cross processes and outlive a run. A field that cannot be true is
-refused here, with a `RecordError` naming record and field, and never reaches a trainer. Token fields are read-only
-numpy arrays: int32 ids and versions, float32 log-probabilities.
+Records are frozen and hold no torch objects, so they can cross processes and outlive a run. An invalid field raises a
+`RecordError` that names record and field, and never reaches a trainer. Token fields are read-only numpy arrays: int32
+ids and versions, float32 logprobs.
 """
 
 import functools
@@ -23,16 +23,16 @@ IntArray: TypeAlias = npt.NDArray[np.int32]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 LOGPROB_SLACK = 1e-4
-"""A log-probability may exceed 0 by this much: the rounding of a float32 log-softmax over a large vocabulary."""
+"""A logprob may exceed 0 by this much: the rounding of a float32 log-softmax over a large vocabulary."""
 NO_TARGET = -1
-"""In `Pack.targets`: nothing is learnt from what this token predicts."""
+"""In `Pack.targets`: no loss at this token."""
 MAX_INT32 = 2**31 - 1
 MAX_PENALTY = 1e4
-"""Beyond any use, and its product with any count far below what float32 holds."""
+"""Larger than any useful value, and its product with any count is far below the float32 maximum."""
 
 
 class Domain(StrEnum):
-    """What a task exercises; stages mix the domains at set ratios."""
+    """What a task exercises; stages mix the domains at configured ratios."""
 
     REASONING = "reasoning"
     CODING = "coding"
@@ -44,11 +44,11 @@ class FinishReason(StrEnum):
     """Why the engine stopped a completion."""
 
     STOP = "stop"
-    """An end token or a stop string was sampled."""
+    """A stop token or a stop string was sampled."""
     LENGTH = "length"
     """The token limit was reached."""
     ABORT = "abort"
-    """The client hung up or the engine gave the request up."""
+    """The client disconnected or the engine aborted the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,15 @@ class PolicyVersion:
     """One state of the weights."""
 
     lineage: str
-    """The run whose weights these are; steps of different lineages say nothing about each other."""
+    """The run that trained these weights; steps of different lineages are not comparable."""
     step: int
-    """Optimizer steps behind these weights within the lineage; 0 is where it started."""
+    """Optimizer steps since the start of the lineage; 0 is its initial weights."""
     branch: str = ""
-    """Id of the trainer process that made these weights. A trainer that restores a checkpoint and trains on reaches
-    step numbers a second time with other weights; the branch tells the two apart. Empty where no trainer publishes."""
+    """Id of the trainer process that produced these weights. A trainer that resumes from a checkpoint reaches the same
+    step numbers again with different weights; the branch distinguishes them. Empty if no trainer publishes."""
 
     def to_dict(self) -> dict[str, JsonValue]:
-        """As JSON; an empty branch is left out."""
+        """As JSON; an empty branch is omitted."""
         named: dict[str, JsonValue] = {"lineage": self.lineage, "step": self.step}
         return named | {"branch": self.branch} if self.branch else named
 
@@ -76,16 +76,16 @@ class PolicyVersion:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to do, before anybody has tried."""
+    """One task, before any attempt."""
 
     id: str
     domain: Domain
     instruction: str
-    """What the agent is told."""
+    """The agent's instruction."""
     difficulty: float = 0.0
-    """Larger is harder; the scale is the task family's own."""
+    """Larger is harder; the scale depends on the task family."""
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
-    """What its verifier needs, and where it came from. JSON values only."""
+    """Data for the verifier, and the task's origin. JSON values only."""
 
     def __post_init__(self) -> None:
         _require_text("Task", "id", self.id)
@@ -95,7 +95,7 @@ class Task:
 
     @classmethod
     def read(cls, fields: Mapping[str, JsonValue]) -> "Task":
-        """From the JSON of `asdict`."""
+        """Build a task from the JSON of `asdict`."""
         try:
             return cls(**dict(fields) | {"domain": Domain(fields["domain"])})  # type: ignore[arg-type]  # checked there
         except (KeyError, TypeError, ValueError) as error:
@@ -104,22 +104,22 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens were drawn from the network's logits."""
+    """Sampling parameters with which tokens were drawn from the model's logits."""
 
     temperature: float = 1.0
-    """What the logits were divided by; 0 takes the likeliest token."""
+    """Divisor of the logits; 0: greedy."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together reach this probability; 1 leaves none out."""
+    """Nucleus sampling: only the likeliest tokens that together reach this probability; 1: off."""
     top_k: int = 0
-    """Only so many of the likeliest tokens; 0 leaves none out."""
+    """Only this many of the likeliest tokens; 0: off."""
     min_p: float = 0.0
-    """Only tokens of at least this share of the likeliest one's probability; 0 leaves none out."""
+    """Only tokens with at least this share of the likeliest token's probability; 0: off."""
     presence_penalty: float = 0.0
-    """Taken off the logit of every token sampled before."""
+    """Subtracted from the logit of every token sampled before."""
     frequency_penalty: float = 0.0
-    """Taken off the logit of a token once for each time it was sampled before."""
+    """Subtracted from the logit of a token once for each time it was sampled before."""
     repetition_penalty: float = 1.0
-    """Divides the logit of every token of prompt and completion so far, or multiplies it where it is below 0."""
+    """Divides the logit of every token of prompt and completion so far, or multiplies it if it is negative."""
 
     def __post_init__(self) -> None:
         _require_finite("Sampling", "temperature", self.temperature)
@@ -140,19 +140,19 @@ class Sampling:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens came from another distribution than the softmax of the tempered logits over the whole
-        vocabulary: some could not be drawn, or were penalised."""
+        """Whether the sampling distribution differs from the softmax of the tempered logits over the whole vocabulary:
+        some tokens were excluded or penalised."""
         return self.temperature == 0 or self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.is_penalised
 
     @property
     def is_penalised(self) -> bool:
-        """Whether the logits depend on which tokens there are already."""
+        """Whether the logits depend on the tokens so far."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asked for, where the run decided otherwise."""
+    """The requested sampling, where the run overrode it."""
 
     sampling: Sampling
     seed: int | None = None
@@ -160,7 +160,7 @@ class Asked:
 
 @functools.cache
 def plain_sampling() -> Sampling:
-    """Temperature 1 over the whole vocabulary: one value for all who change nothing."""
+    """Temperature 1 over the whole vocabulary; one shared instance."""
     return Sampling()
 
 
@@ -170,21 +170,21 @@ class Call:
 
     prompt_ids: IntArray
     response_ids: IntArray
-    """Sampled tokens; none for an empty action."""
+    """Sampled tokens; empty for an empty action."""
     logprobs: FloatArray
-    """Log-probability of each response token under the distribution it was sampled from."""
+    """Logprob of each response token under the distribution it was sampled from."""
     versions: IntArray
-    """Step of the policy that sampled each response token: a completion may span a weight update."""
+    """Policy version (step) that sampled each response token: a completion may span a weight update."""
     finish_reason: FinishReason
     started_s: float
     """Wall clock, seconds since the epoch."""
     finished_s: float
     sampling: Sampling = field(default_factory=plain_sampling)
     asked: Asked | None = None
-    """What the request asked for, if `sampling` took its place; None where it was served as asked."""
+    """The requested sampling, if `sampling` replaced it; None if it was used as requested."""
 
     _path: IntArray | None = field(init=False, repr=False, default=None)
-    """Prompt and response in one row, of which both are views, where they were copied on arrival."""
+    """One array that prompt and response are views of, if they were copied on construction."""
 
     def __post_init__(self) -> None:
         path = _joined(self.prompt_ids, self.response_ids)
@@ -229,23 +229,23 @@ class Call:
         return Call, tuple(getattr(self, item.name) for item in fields(self) if item.init)
 
     def path(self) -> IntArray:
-        """Token ids of prompt and response in one row."""
+        """Token ids of prompt and response, concatenated."""
         return np.concatenate((self.prompt_ids, self.response_ids)) if self._path is None else self._path
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """What an episode earned: total = α·process + β·speed + perf, with the weights of the composition that made it."""
+    """The reward of an episode: total = α·process + β·speed + perf, with the configured weights."""
 
     process: float
     """Penalties for malformed calls and language mixing, credit for well-structured steps."""
     speed: float
-    """A decreasing function of the time taken over the task's baseline time."""
+    """A decreasing function of the time taken relative to the task's baseline time."""
     perf: float
-    """The verdict of the task's verifier."""
+    """The score by the task's verifier."""
     total: float
     evidence: Mapping[str, JsonValue] = field(default_factory=dict)
-    """What the verifier saw. JSON values only."""
+    """Evidence of the verifier. JSON values only."""
 
     def __post_init__(self) -> None:
         for name in ("process", "speed", "perf", "total"):
@@ -255,15 +255,15 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One attempt at a task: every completion call of one agent, sub-agents included, in the order they finished."""
+    """One attempt at a task: all completion calls of one agent, including sub-agents, in the order they finished."""
 
     id: str
     task: Task
     calls: tuple[Call, ...]
     reward: Reward | None = None
-    """None until it is known; feedback may come long after the last call."""
+    """None until known; feedback may arrive long after the last call."""
     failure: str | None = None
-    """What broke, if the attempt itself did (a crash, a time limit); a task merely not solved is no failure."""
+    """The error, if the attempt itself failed (a crash, a timeout); an unsolved task is not a failure."""
 
     def __post_init__(self) -> None:
         _require_text("Episode", "id", self.id)
@@ -274,7 +274,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Several attempts at one task: each is judged against the others."""
+    """Several attempts at one task, compared with each other."""
 
     task: Task
     episodes: tuple[Episode, ...]
@@ -295,15 +295,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """Documents laid end to end, as a network takes them: each sees itself alone."""
+    """Concatenated documents, the input of a model: each attends only to itself."""
 
     tokens: IntArray
     targets: IntArray
     """For each token the one it should predict, or NO_TARGET."""
     lengths: IntArray
-    """Tokens of each document; they add up to all tokens."""
+    """Length of each document in tokens; they sum to the number of tokens."""
     tags: IntArray
-    """What each document counts as in metrics, such as the index of its domain."""
+    """Tag of each document in metrics, such as the index of its domain."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "lengths", "tags"):
@@ -340,8 +340,8 @@ def _require_json(record: str, name: str, value: Mapping[str, JsonValue]) -> Non
 
 
 def _joined(first: npt.ArrayLike, second: npt.ArrayLike) -> IntArray | None:
-    """Two rows of ids as one read-only copy: one pass checks and copies both. None where one is kept as it is, or
-    `_int_array` has to convert or refuse one."""
+    """Two arrays of ids as one read-only copy: one pass validates and copies both. None if one can be kept uncopied, or
+    `_int_array` has to convert or reject one."""
     if not (isinstance(first, np.ndarray) and isinstance(second, np.ndarray)):
         return None
     if first.dtype != np.int32 or second.dtype != np.int32 or first.ndim != 1 or second.ndim != 1:
@@ -356,11 +356,11 @@ def _joined(first: npt.ArrayLike, second: npt.ArrayLike) -> IntArray | None:
 
 
 def _int_array(record: str, name: str, values: npt.ArrayLike, least: int = 0) -> IntArray:
-    """A read-only int32 copy; one that is read-only int32 already is kept."""
+    """A read-only int32 copy; an array that already is read-only int32 is kept."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         _refuse(record, name, f"shape {array.shape} of {array.dtype}", "expected a row of integers")
-    # The reductions themselves, because for a short row the method around them costs more than they do.
+    # The ufunc reductions, because for a short array the method's overhead exceeds their cost.
     if array.size and (
         np.minimum.reduce(array) < least or (array.dtype != np.int32 and np.maximum.reduce(array) > MAX_INT32)
     ):
@@ -377,7 +377,7 @@ def _logprob_array(record: str, name: str, values: npt.ArrayLike) -> FloatArray:
         with np.errstate(over="ignore"):
             array = array.astype(np.float32)
     frozen = _freeze(array, np.float32)
-    # Both reductions hand a NaN on, and nothing compares with one.
+    # Both reductions propagate NaN, and every comparison with NaN is false.
     if frozen.size and not (np.minimum.reduce(frozen) > -np.inf and np.maximum.reduce(frozen) <= LOGPROB_SLACK):
         place = int((~np.isfinite(frozen) | (frozen > LOGPROB_SLACK)).argmax())
         _refuse(record, f"{name}[{place}]", float(frozen[place]), "expected a finite number, at most 0")

@@ -1,7 +1,7 @@
-"""Bounds on what compressed files unpack to, so that a small file fills neither memory nor disk.
+"""Limits on the decompressed size of files, so that a small file fills neither memory nor disk.
 
-A file may give `max_ratio` times its own size, and MIN_BYTES whatever its size. More is an `UnpackError`, raised as
-soon as the bytes are counted; at most one block and one line are in memory then.
+A file may decompress to `max_ratio` times its own size, and to MIN_BYTES whatever its size. More raises an
+`UnpackError` as soon as the bytes are counted; at most one block and one line are in memory then.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,24 +13,24 @@ from m2forge.config import Config
 from m2forge.errors import DataError
 
 MIN_BYTES = 64 << 20
-"""Any file may unpack to so much: little text, repeated often, is packed by a factor of hundreds."""
+"""Any file may decompress to this much: a little text, repeated often, is compressed by a factor of hundreds."""
 BLOCK_BYTES = 1 << 16
-"""Small, because a block in which an archive breaks off is lost."""
+"""Small, because the block in which an archive breaks off is lost."""
 
 
 class UnpackConfig(Config):
     max_ratio: float = Field(default=100.0, gt=0)
-    """Bytes that a compressed file may give for each byte of its own. Text is packed by a factor of 3 to 30."""
+    """Maximum decompressed bytes per compressed byte. Text is compressed by a factor of 3 to 30."""
     max_line_bytes: int = Field(default=64 << 20, gt=0)
-    """Longest line of a compressed JSONL file; a longer one is left out and reported."""
+    """Maximum line length of a compressed JSONL file; longer lines are skipped and reported."""
 
 
 class UnpackError(DataError):
-    """A file that unpacks to more than it may."""
+    """A file that decompresses to more than its limit."""
 
 
 class Unpacked:
-    """Counts the bytes that one file has given."""
+    """Counts the decompressed bytes of one file."""
 
     def __init__(self, path: Path | str, config: UnpackConfig) -> None:
         size = Path(path).stat().st_size
@@ -42,7 +42,7 @@ class Unpacked:
         self.refuse(self._num_bytes)
 
     def refuse(self, num_bytes: int) -> None:
-        """Raise if so many bytes, or as many as the file states, are too many."""
+        """Raise if this many bytes, counted or stated by the file, exceed the limit."""
         if num_bytes > self.limit:
             raise UnpackError(
                 f"it unpacks to {num_bytes} bytes or more, and {self.limit} are the most, {self._config.max_ratio:g} "
@@ -57,7 +57,7 @@ def read_blocks(read: Callable[[int], bytes], unpacked: Unpacked) -> Iterator[by
 
 
 def split_lines(blocks: Iterator[bytes], max_line_bytes: int) -> Iterator[bytes | None]:
-    """Lines with their ends; None in place of each that is too long."""
+    """Lines with their newlines; None in place of each that is too long."""
     begun: list[bytes] = []
     num_begun = 0
     for block in blocks:
@@ -68,7 +68,7 @@ def split_lines(blocks: Iterator[bytes], max_line_bytes: int) -> Iterator[bytes 
             begun, num_begun = [], 0
         num_begun += len(rest)
         if num_begun > max_line_bytes:
-            begun = []  # counted to its end, and not kept
+            begun = []  # counted to its end, but not kept
         elif rest:
             begun.append(rest)
     if num_begun:

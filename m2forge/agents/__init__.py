@@ -1,1 +1,1 @@
-"""Those who attempt tasks: a loop of our own whose every context can be rebuilt, and any program that asks an API."""
+"""Agents that attempt tasks: our own loop, whose every context can be rebuilt, and any program that calls an API."""

@@ -1,14 +1,14 @@
-"""Any program as an agent: it is started with the gateway's address in its environment, and is not changed.
+"""Runs any unmodified program as an agent, with the gateway's URL in its environment.
 
-    OPENAI_BASE_URL, OPENAI_API_KEY                          as OpenAI's SDK, and whatever uses it, reads them
-    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY                    as Anthropic's does
-    ANTHROPIC_AUTH_TOKEN                                     the same key, for programs that read this one alone
-    M2FORGE_MODEL                                            a name for the policy; the gateway takes any
-    M2FORGE_TASK_FILE                                        where the instruction lies in the workspace
-    M2FORGE_TASK                                             the instruction itself, unless it is too long for that
+    OPENAI_BASE_URL, OPENAI_API_KEY                          read by OpenAI's SDK and programs that use it
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY                    read by Anthropic's SDK
+    ANTHROPIC_AUTH_TOKEN                                     the same key, for programs that read only this one
+    M2FORGE_MODEL                                            a model name for the policy; the gateway accepts any
+    M2FORGE_TASK_FILE                                        path of the instruction's file in the workspace
+    M2FORGE_TASK                                             the instruction itself, if it fits into a variable
 
-It works in the sandbox's workspace until it exits or the sandbox ends it. What it printed and how it ended is kept, the
-key left out.
+It runs in the sandbox's workspace until it exits or the sandbox kills it. Its output and exit status are kept, with the
+API key redacted.
 """
 
 import json
@@ -22,7 +22,7 @@ from m2forge.records import JsonValue, Task
 KEY = "[key]"
 TASK_FILE = ".m2forge/task.txt"
 MAX_VARIABLE_BYTES = 100_000
-"""Linux refuses to start a program with a variable of 128 KiB."""
+"""Maximum bytes of the instruction in a variable; Linux refuses to exec with a variable of 128 KiB."""
 
 
 class BlackBoxAgent:
@@ -35,7 +35,7 @@ class BlackBoxAgent:
         await sandbox.write(TASK_FILE, task.instruction.encode(errors="replace"))
         env = environment(task, endpoint, sandbox.workspace) | dict(self._config.env)
         outcome = await sandbox.run(Command(self._config.command, env, timeout_s=self._config.timeout_s))
-        # A program may print its environment; what it said is kept for longer than the key should be known.
+        # A program may print its environment; its output is kept for longer than the key should be known.
         stdout, stderr = (said.text().replace(endpoint.key, KEY) for said in (outcome.stdout, outcome.stderr))
         return AgentResult(
             end=_end(outcome),
@@ -52,7 +52,7 @@ class BlackBoxAgent:
 
 
 def environment(task: Task, endpoint: Endpoint, workspace: str) -> dict[str, str]:
-    """What tells a program whom to ask, and what to do."""
+    """Environment variables that give a program the endpoint and the task."""
     url = endpoint.url.rstrip("/")
     env = {
         "OPENAI_BASE_URL": f"{url}/v1",
@@ -70,7 +70,7 @@ def environment(task: Task, endpoint: Endpoint, workspace: str) -> dict[str, str
 
 
 def write_transcript(result: AgentResult, folder: Path) -> None:
-    """All of it, in a folder that is not there yet."""
+    """Write the whole transcript to a new folder."""
     with staged_folder(folder) as partial:
         for name, content in result.transcript.items():
             (partial / name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""Messages and tools in, the policy's answer out: what the loop asks, whoever answers."""
+"""The completion client of the agent loop: messages and tools in, the policy's reply out."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,34 +14,34 @@ from m2forge.text.message import Message, Tool, message_from_openai, message_to_
 
 CONNECT_S = 10.0
 RETRY_S = 0.25
-"""Before the second attempt; twice as long before each further one."""
+"""Delay before the first retry; doubled before each further one."""
 NUM_ATTEMPTS = 5
 _IDLE_S = 2.0
-"""How long a connection is kept for the next call: servers close theirs after 5 s."""
+"""How long an idle connection is kept for the next call; servers close theirs after 5 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     id: str
-    """By which the server knows this answer."""
+    """The server's id of this completion."""
     message: Message
     is_cut: bool
-    """Whether it ended because there was no room for more."""
+    """Whether the finish reason is "length"."""
     num_prompt: int
-    """Tokens."""
+    """Number of prompt tokens."""
     num_sampled: int
 
 
 class CompletionClient(Protocol):
     async def complete(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
-        """Raises RequestError for what is refused, a spent budget included; EngineError where nobody answers."""
+        """Raises RequestError if the request is refused, also for a spent budget; EngineError if no server responds."""
         ...
 
 
 class ChatClient:
-    """Over OpenAI's chat completions, as a gateway serves them.
+    """Client of OpenAI's chat completions API, as a gateway serves it.
 
-    A server that is away for a moment is asked again, by a request that says so: the gateway does not sample twice.
+    Failed requests are retried with a header that marks the retry, so that the gateway does not sample twice.
     """
 
     def __init__(self, endpoint: Endpoint, *, max_tokens: int | None = None, temperature: float | None = None) -> None:
@@ -50,7 +50,7 @@ class ChatClient:
         self._options: dict[str, JsonValue] = {name: value for name, value in options.items() if value is not None}
         self._http = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {endpoint.key}"},
-            timeout=httpx2.Timeout(None, connect=CONNECT_S),  # the loop has a limit of its own
+            timeout=httpx2.Timeout(None, connect=CONNECT_S),  # The loop has its own timeout.
             limits=httpx2.Limits(max_connections=None, keepalive_expiry=_IDLE_S),
             trust_env=False,
             verify=self._url.startswith("https"),

@@ -1,4 +1,4 @@
-"""What agents are told: which program to start, or how the loop of our own goes.
+"""Configuration of agents: the program to start, or the settings of our own loop.
 
 [agent]
 command = ["python", "agent.py"]
@@ -19,19 +19,19 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 class BlackBoxConfig(Config):
     command: Annotated[tuple[str, ...], Field(min_length=1)]
-    """The program and its arguments. It is started in the workspace."""
+    """The program and its arguments, started in the workspace."""
     env: Mapping[str, str] = {}
-    """Variables on top of those that name the gateway and the task. No place for secrets: it is written down."""
+    """Environment variables besides those for the gateway and the task; not for secrets, because configs are stored."""
     timeout_s: Seconds | None = None
-    """Ends it sooner than the sandbox would."""
+    """Timeout of the program, if shorter than the sandbox's."""
 
 
 class SlidingWindowConfig(Config):
     kind: Literal["sliding_window"] = "sliding_window"
     max_turns: Count = 20
-    """More turns than this, and the oldest go."""
+    """Maximum turns; when there are more, the oldest are dropped."""
     keep_turns: Count = 10
-    """So many are left: fewer than may be, so that not every turn begins another branch."""
+    """Turns kept after a drop; fewer than `max_turns`, so that not every turn starts a new branch."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -43,9 +43,9 @@ class SlidingWindowConfig(Config):
 class SummariseConfig(Config):
     kind: Literal["summarise"] = "summarise"
     threshold: Share = 0.7
-    """Of the context; when the conversation is longer, the model is asked to sum it up."""
+    """Share of the context above which the model is asked to summarise the conversation."""
     keep_turns: Count = 1
-    """The last turns stay as they are: there may be results among them that the model has not seen."""
+    """Last turns to keep unchanged, because they may hold results that the model has not seen."""
     request: str = (
         "Your context is nearly full. Write down what you need to go on: what was asked, what you found out, what you "
         "did and what is left to do. Call no tool; everything but the task and your notes will be gone."
@@ -55,9 +55,9 @@ class SummariseConfig(Config):
 class DropToolOutputConfig(Config):
     kind: Literal["drop_tool_output"] = "drop_tool_output"
     max_share: Share = 0.3
-    """Of the context, for what tools said; when they said more, the oldest of it goes."""
+    """Share of the context that tool output may take; above it, the oldest output is dropped."""
     keep_share: Share = 0.2
-    """So much is left: less than may be, so that not every turn begins another branch."""
+    """Share kept after a drop; less than `max_share`, so that not every turn starts a new branch."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -70,35 +70,35 @@ OperationConfig = Annotated[SlidingWindowConfig | SummariseConfig | DropToolOutp
 
 
 class SubAgentConfig(Config):
-    """A tool by which the model gives part of its work to another conversation."""
+    """A tool with which the model delegates part of its work to another conversation."""
 
     system: str = "You do one part of a larger task. Do it, and answer with what you found; nothing else is passed on."
     max_turns: Count = 10
     max_depth: Count = 1
-    """Sub-agents of sub-agents: 1 has none."""
+    """Maximum nesting depth of sub-agents; at 1, sub-agents cannot start others."""
 
 
 class WhiteBoxConfig(Config):
     system: str = "Solve the task. Call tools where they help, several at once where they do not depend on each other."
     max_turns: Count = 50
-    """Completions of the main conversation."""
+    """Maximum completions of the main conversation."""
     max_s: Seconds = 600.0
-    """For the whole attempt."""
+    """Timeout of the whole attempt."""
     context_tokens: Count = 32768
-    """What the policy can see: operations count shares of it."""
+    """Context length of the policy, to which the shares of operations refer."""
     max_tokens: Count | None = None
-    """Of one completion."""
+    """Maximum tokens of one completion."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    """None leaves it to the gateway."""
+    """Sampling temperature; None leaves it to the gateway."""
     tools: tuple[Literal["shell", "files"], ...] = ("shell", "files")
-    """Over the sandbox."""
+    """Tools that act on the sandbox."""
     tool_timeout_s: Seconds = 60.0
     max_parallel_calls: Count = 32
-    """Of one turn; the others wait."""
+    """Maximum concurrent tool calls of one turn; the others wait."""
     max_tool_chars: Annotated[int, Field(ge=100)] = 20_000
-    """Of one result: the middle of a longer one is left out."""
+    """Maximum characters of one tool result; the middle of a longer one is cut."""
     operations: tuple[OperationConfig, ...] = ()
-    """On the conversation, before each call, in this order, where they are due."""
+    """Operations on the conversation, applied in this order before each call if they are due."""
     offers_operations: bool = False
-    """Whether the model may call them itself, as tools."""
+    """Whether the model may call operations itself, as tools."""
     sub_agents: SubAgentConfig | None = None

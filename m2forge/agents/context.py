@@ -1,7 +1,6 @@
-"""One conversation of an agent: its messages, and the log of everything that made them.
+"""One conversation of an agent: its messages, and the log of every change to them.
 
-Nothing changes the messages but the methods here, and each writes down what it does. So a log replayed gives the
-messages of each call.
+Only the methods here change the messages, and each logs its change. So replaying a log gives the messages of each call.
 """
 
 import json
@@ -14,7 +13,7 @@ from m2forge.agents.turns import check_operation
 from m2forge.text.message import Message, Tool, tool_to_openai
 
 TOKENS_PER_CHAR = 0.35
-"""Before the first call tells."""
+"""Estimate used until the first call's usage gives the real ratio."""
 
 
 class Context:
@@ -27,7 +26,7 @@ class Context:
         *,
         max_tokens: int,
     ) -> None:
-        """`log` is shared by all conversations of one attempt; `max_tokens`: what the policy can see."""
+        """`log`: shared by all conversations of one attempt. `max_tokens`: context length of the policy."""
         self.name, self.tools = name, tuple(tools)
         self.messages: tuple[Message, ...] = ()
         self._client, self._log, self._max_tokens = client, log, max_tokens
@@ -40,14 +39,14 @@ class Context:
         self.messages += messages
 
     async def ask(self) -> Reply:
-        """The policy's answer, which becomes part of the conversation."""
+        """Request a completion and append it to the conversation."""
         reply = await self._ask(())
         self._log.append(Called(self.name, reply.id, reply.message))
         self.messages += (reply.message,)
         return reply
 
     async def ask_aside(self, suffix: Sequence[Message]) -> Reply:
-        """The policy's answer to the conversation and more messages, of which nothing is kept."""
+        """Request a completion of the conversation plus `suffix`; the conversation keeps neither."""
         reply = await self._ask(suffix)
         self._log.append(Called(self.name, reply.id, reply.message, tuple(suffix), is_kept=False))
         return reply

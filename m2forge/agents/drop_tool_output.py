@@ -1,6 +1,6 @@
-"""Drop tool output: where tools said more than a share of the context, a line stands for the oldest of it.
+"""Drop tool output: when it exceeds a share of the context, a one-line placeholder replaces the oldest results.
 
-What came in the last turn is never dropped: the model has not seen it yet.
+Results of the last turn are never dropped, because the model has not seen them yet.
 """
 
 import re
@@ -14,7 +14,7 @@ from m2forge.text.message import Message, Tool
 
 _DROPPED = re.compile(r"\[\d+ characters of output dropped\]")
 _SHORT = 60
-"""Characters; what is no longer than the line that would stand for it stays."""
+"""Results of at most this many characters are kept, because the placeholder would be no shorter."""
 TOOL = Tool(
     "drop_tool_output",
     "Drop the output of earlier turns' tool calls from this conversation; the calls themselves stay.",
@@ -27,7 +27,7 @@ TOOL = Tool(
 
 
 class DropToolOutput:
-    """Applied twice with the same inputs it is as applied once."""
+    """Idempotent for the same inputs."""
 
     name = "drop_tool_output"
     tool = TOOL
@@ -61,7 +61,7 @@ class DropToolOutput:
         return {"indexes": [index for index in dropped if _can_go(view.messages[index])]}
 
     def _beyond(self, view: View) -> list[int]:
-        """Results, the newest first, that are more than may be kept, less those of the last turn."""
+        """Indices of the results beyond the newest that fit into `keep_share`, except those of the last turn."""
         room = self._config.keep_share * view.max_tokens
         beyond: list[int] = []
         last_turn = _last_turn(view.messages)
@@ -75,7 +75,7 @@ class DropToolOutput:
 
 
 def _last_turn(messages: Sequence[Message]) -> int:
-    """Where it begins."""
+    """Index of the message that starts the last turn."""
     return max((index for index, message in enumerate(messages) if message.role == "assistant"), default=0)
 
 

@@ -1,6 +1,6 @@
-"""Files of the workspace, read, written and edited without a shell.
+"""Tools that read, write and edit files of the workspace without a shell.
 
-Calls of one turn run at once; those of file tools come one after the other, in the order of the calls.
+Calls of one turn run concurrently, but file tools run one after the other, in the order of the calls.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class _FileTool:
     is_timed = True
 
     def __init__(self, sandbox: Sandbox, turn: asyncio.Lock) -> None:
-        """`turn` is shared by the tools of one workspace: of two edits at once, one would be lost."""
+        """`turn`: lock shared by the tools of one workspace, because one of two concurrent edits would be lost."""
         self._sandbox, self._turn = sandbox, turn
 
     async def run(self, arguments: Mapping[str, JsonValue]) -> str:

@@ -1,11 +1,10 @@
-"""A Python function as a tool: its name, its docstring, and its annotations as the schema.
+"""A Python function as a tool: its name, its docstring as the description, and its annotations as the schema.
 
     @function_tool
     async def search(query: str, limit: int = 5) -> str:
         '''Look it up.'''
 
-A function that is not a coroutine runs in a thread of its own. What it returns is told as text, or as JSON if it is no
-text.
+A function that is not a coroutine runs in its own thread. The result is the returned string, or JSON for other types.
 """
 
 import asyncio
@@ -58,9 +57,10 @@ def function_tool(function: Callable[..., object]) -> FunctionTool:
 
 
 async def _in_thread(work: Callable[[], object]) -> object:
-    """Not in the event loop's pool: one that never ends would keep a place there, and the process from ending."""
+    """Run in a new daemon thread: in the event loop's pool, a function that never ends would block a worker thread and
+    the exit of the process."""
     done: concurrent.futures.Future[object] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # from here on nobody can cancel it
+    done.set_running_or_notify_cancel()  # It cannot be cancelled from here on.
 
     def run() -> None:
         try:

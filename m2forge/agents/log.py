@@ -1,12 +1,12 @@
-"""What an agent did to its conversations, in order: enough to rebuild the messages of each call that it made.
+"""Log of all changes to an agent's conversations, in order: enough to rebuild the messages of each completion call.
 
     opened      a conversation, main or a sub-agent's, with its tools
-    appended    messages that the loop put at its end: the task, results, what it told the model
-    called      the policy was asked, about the conversation and perhaps more messages after it; its answer was kept or
-                was for an operation
+    appended    messages that the loop appended: the task, tool results, hints to the model
+    called      a completion call on the conversation, possibly with a suffix of messages; the answer was appended, or
+                was used by an operation
     applied     an operation changed the conversation: its name, parameters and inputs
 
-A line of JSON for each. Messages and tools are in OpenAI's form.
+Each entry is a line of JSON. Messages and tools are in OpenAI's format.
 """
 
 import json
@@ -38,10 +38,10 @@ class Appended:
 class Called:
     context: str
     id: str
-    """Of the answer, as the server knows it."""
+    """The server's id of the completion."""
     answer: Message
     suffix: tuple[Message, ...] = ()
-    """Messages after the conversation that were asked about and not kept."""
+    """Messages sent after the conversation and not kept in it."""
     is_kept: bool = True
     """Whether the answer became part of the conversation."""
 

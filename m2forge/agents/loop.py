@@ -1,12 +1,12 @@
-"""The loop: ask the policy, run the tools that it calls, tell it what they said, until it answers without a call.
+"""The agent loop: request a completion, run its tool calls, append their results, until it answers without a call.
 
     operations that are due change the conversation
-    the policy answers: thinking, words, calls; all of it stays in the conversation
-    its calls run at once, up to a limit, and their results come in the order of the calls
-    operations that it called itself are applied after that
+    the policy answers with thinking, content and calls; the conversation keeps all of it
+    its calls run concurrently, up to a limit, and their results are appended in the order of the calls
+    then operations that it called itself are applied
 
-An answer that was cut off, or that is neither words nor a call (a malformed call leaves nothing), is told to the model
-by a user's message, and it goes on.
+If an answer was cut off, or has neither content nor a call (a malformed call leaves neither), a user message says so
+and the loop continues.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class LoopResult:
 
 
 class OperationTool:
-    """See `ToolRunner`. An operation that the model calls; it happens when all results of the turn are there."""
+    """See `ToolRunner`. An operation that the model calls; it is applied after all results of the turn are appended."""
 
     is_timed = True
 
@@ -47,10 +47,10 @@ class OperationTool:
 
 class Loop:
     def __init__(self, config: WhiteBoxConfig, runners: Sequence[ToolRunner], operations: Sequence[Operation]) -> None:
-        """Operations are those that happen by themselves; the model calls others through an `OperationTool`."""
+        """`operations`: applied automatically when due; the model calls operations through an `OperationTool`."""
         self._config, self._operations = config, tuple(operations)
         self._runners: Mapping[str, ToolRunner] = {runner.tool.name: runner for runner in runners}
-        # Each loop has its own: a sub-agent that waited for the place its parent's call holds would wait for ever.
+        # One per loop: a sub-agent that waits for the slot held by its parent's call would deadlock.
         self._places = asyncio.Semaphore(config.max_parallel_calls)
 
     async def run(self, context: Context, max_turns: int) -> LoopResult:

@@ -1,11 +1,11 @@
-"""What an operation on a conversation is: a named, deterministic change of its messages, recorded with all it needs.
+"""The protocol of operations on a conversation: named, deterministic changes of its messages, logged with their inputs.
 
-    is_due        looks at the conversation and says whether the operation should happen
-    prepare       gathers its inputs, JSON values; may ask the policy
+    is_due        whether the operation should be applied to the conversation
+    prepare       gathers its inputs, JSON values; may request a completion
     apply         the change itself: a pure function of messages and inputs
 
-The log holds name, parameters and inputs, so `apply` alone rebuilds what the policy was shown. Where the model may call
-an operation itself, `tool` is how it is offered, and `read_call` makes the inputs of a call's arguments.
+The log holds name, parameters and inputs, so `apply` alone rebuilds the prompts. If the model may call an operation
+itself, `tool` describes it, and `read_call` converts a call's arguments to inputs.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,18 +18,18 @@ from m2forge.text.message import Message, Tool
 
 Inputs: TypeAlias = Mapping[str, JsonValue]
 AskAside: TypeAlias = Callable[[Sequence[Message]], Awaitable[Reply]]
-"""Asks the policy about the conversation followed by these messages; neither they nor the answer are kept in it."""
+"""Requests a completion of the conversation plus these messages; the conversation keeps neither them nor the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A conversation as an operation sees it."""
+    """The view of a conversation that an operation receives."""
 
     messages: tuple[Message, ...]
     num_tokens: int
-    """An estimate: what the last call's messages came to, in proportion to their characters."""
+    """Estimate from the number of characters and the last call's tokens per character."""
     max_tokens: int
-    """What the policy can see."""
+    """Context length of the policy."""
     tokens_per_char: float
 
     def count(self, text: str) -> float:
@@ -47,7 +47,7 @@ class Operation(Protocol):
     async def prepare(self, view: View, ask: AskAside) -> Inputs: ...
 
     def apply(self, messages: Sequence[Message], inputs: Inputs) -> tuple[Message, ...]:
-        """Keeps the messages up to the first user's, and every result with its call."""
+        """Must keep the messages up to the first user message, and every result with its call."""
         ...
 
     @property

@@ -1,17 +1,18 @@
-"""The tokens of a conversation, worked out plainly: what the policy wrote as it sampled it, the rest rendered.
+"""Tokenizes a conversation in a simple way: the policy's answers as sampled, the rest rendered by the chat template.
 
     ids = prompts.open(messages, tools, recorded)
     prompts.record(messages, tools, ids, answer, response_ids)
 
-The ids are those of the longest recorded conversation that the messages begin with, the prompt and the answer of one
-call, followed by the rest as the chat format appends it; other answers of the policy in it keep their sampled tokens.
-Where the format cannot append (its template would write earlier messages otherwise), the rest is rendered after the
+The ids are those of the longest recorded conversation (prompt and answer of one call) that is a prefix of the messages,
+followed by the rest as the chat format appends it; other answers of the policy in the rest keep their sampled tokens.
+If the format cannot append (its template would render earlier messages differently), the rest is rendered after the
 nearest recorded answer from which it can, or from the beginning.
 
-Answers may read the same and yet be other tokens: text cut otherwise, a malformed call that left nothing. No message
-says which of them it is, so that one is taken which `recorded` has in its place, and no other tokens are.
+Answers with the same text may have different tokens: text split otherwise, a malformed call that left nothing. A
+message does not say which, so the answer that `recorded` has at that position is chosen; nothing else is taken from
+`recorded`.
 
-This is what a gateway does by other means and for any client; here it serves to check it.
+A gateway does the same by other means and for any client; this file serves to check it.
 """
 
 import json
@@ -25,10 +26,10 @@ from m2forge.text.message import Message, Tool, message_to_openai, tool_to_opena
 
 @dataclass(slots=True)
 class _Node:
-    """A conversation, up to one message."""
+    """A conversation prefix that ends with one message."""
 
     paths: list[list[int]] = field(default_factory=list)
-    """Where the message is an answer of the policy: all tokens up to its end, of each that read so."""
+    """If the message is an answer of the policy: all tokens up to its end, for each recorded answer with this text."""
     children: dict[str, "_Node"] = field(default_factory=dict)
 
 
@@ -36,9 +37,9 @@ class Prompts:
     def __init__(self, format: ChatFormat) -> None:
         self._format = format
         self._beginnings: dict[str, _Node] = {}
-        """By their tools."""
+        """Roots of the recorded conversations, by their tools."""
         self._answers: dict[str, list[list[int]]] = {}
-        """Tokens of each answer, ended where it was cut off, by how it reads."""
+        """Tokens of each answer by its message, with a stop token added where it was cut off."""
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool], recorded: Sequence[int]) -> list[int]:
         known = list(self._known(messages, tools, recorded))
@@ -76,7 +77,7 @@ class Prompts:
     def _known(
         self, messages: Sequence[Message], tools: Sequence[Tool], recorded: Sequence[int]
     ) -> Iterator[tuple[int, list[int]]]:
-        """After how many messages it is known which tokens they are, and these."""
+        """Yield each number of leading messages whose tokens are recorded, with these tokens."""
         yield 0, []
         node = self._beginnings.get(_tools_key(tools))
         for index, message in enumerate(messages):
@@ -89,7 +90,7 @@ class Prompts:
     def _spliced(
         self, messages: Sequence[Message], start: int, ids: list[int], tools: Sequence[Tool], recorded: Sequence[int]
     ) -> list[int]:
-        """`ids`, of the first `start` messages, and those of the rest: sampled by the policy, or else rendered."""
+        """`ids` of the first `start` messages plus those of the rest: sampled by the policy, otherwise rendered."""
         ids = list(ids)
         for index in range(start, len(messages)):
             answers = self._answers.get(_key(messages[index])) if messages[index].role == "assistant" else None
@@ -101,12 +102,12 @@ class Prompts:
 
 
 def _choose(readings: Sequence[list[int]], recorded: Sequence[int]) -> list[int]:
-    """The one that `recorded` begins with; the last if none is, and then the difference is noticed."""
+    """The reading that is a prefix of `recorded`; otherwise the last one, and the caller detects the difference."""
     return next((ids for ids in reversed(readings) if list(recorded[: len(ids)]) == ids), readings[-1])
 
 
 def _key(message: Message) -> str:
-    """What a model is shown of it, which ids of calls are no part of."""
+    """The part of a message that the model sees, which excludes call ids."""
     calls = tuple(replace(call, id="") for call in message.tool_calls)
     return json.dumps(message_to_openai(replace(message, tool_calls=calls, tool_call_id="")), sort_keys=True)
 

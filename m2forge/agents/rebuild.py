@@ -1,9 +1,9 @@
-"""A log and what the gateway recorded in, the exact state of each call out, checked token for token.
+"""A log and the gateway's recorded calls in, the exact state of each call out, checked token for token.
 
-The log is replayed: messages are appended and operations applied again, which gives the messages of each call. They are
-made tokens once more (see `prompt`), and must be what the recorded call's prompt was; the recorded answer must read as
-the message that the agent took it for. So what is trained on is what the agent's rules make of the conversation, and an
-operation that is not deterministic, or a gateway that recorded something else, does not go unnoticed.
+Replaying the log appends messages and applies operations again, which gives the messages of each call. They are
+tokenized again (see `prompt`) and must equal the recorded call's prompt; the recorded answer must parse to the message
+that the agent received. So training uses exactly what the agent's rules make of the conversation, and a
+non-deterministic operation, or a gateway that recorded something else, is detected.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from m2forge.text.message import Message, Tool
 
 @dataclass(frozen=True, slots=True)
 class CallState:
-    """What the policy was shown in one call, and what it answered."""
+    """The prompt of one call to the policy, and its answer."""
 
     context: str
     id: str
@@ -31,7 +31,7 @@ class CallState:
 
 
 def replay(entries: Iterable[LogEntry], operations: Sequence[Operation] = ()) -> Iterator[CallState]:
-    """The calls of a log in its order. `operations`: a caller's own, which the log may name."""
+    """Yield the calls of a log in order. `operations`: the caller's own, which the log may name."""
     messages: dict[str, tuple[Message, ...]] = {}
     tools: dict[str, tuple[Tool, ...]] = {}
     for number, entry in enumerate(entries, 1):
@@ -60,7 +60,7 @@ def rebuild(
     calls: Mapping[str, Call],
     operations: Sequence[Operation] = (),
 ) -> list[CallState]:
-    """The states of all calls in the log. `calls`: what was recorded, by the ids of the answers.
+    """The states of all calls in the log. `calls`: the recorded calls by completion id.
 
     Raises RecordError that names the call and the position of the first token that differs.
     """
@@ -100,5 +100,5 @@ def _check_answer(place: str, state: CallState, call: Call, format: ChatFormat) 
 
 
 def _without_ids(message: Message) -> Message:
-    """Ids of calls are the gateway's, not the model's."""
+    """Remove call ids, which the gateway assigns, not the model."""
     return replace(message, tool_calls=tuple(replace(call, id="") for call in message.tool_calls))

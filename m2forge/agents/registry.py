@@ -1,4 +1,4 @@
-"""Operations by their configuration, and by what a log says of them."""
+"""Creates operations from their configuration, or from their name and parameters in a log."""
 
 from collections.abc import Mapping, Sequence
 
@@ -29,7 +29,7 @@ def make_operation(config: OperationConfig) -> Operation:
 
 
 def find_operation(name: str, parameters: Mapping[str, JsonValue], own: Sequence[Operation] = ()) -> Operation:
-    """The one of `own` with this name and these parameters, or else one of this package's."""
+    """The operation of `own` with this name and these parameters, otherwise a built-in one."""
     for operation in own:
         if operation.name == name and operation.parameters == parameters:
             return operation

@@ -1,4 +1,4 @@
-"""A shell in the sandbox: each call is a shell of its own, and nothing that it starts outlives it."""
+"""A shell tool in the sandbox: each call runs in a new shell, and no process that it starts outlives it."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ class ShellTool:
     is_timed = False
 
     def __init__(self, sandbox: Sandbox, *, timeout_s: float) -> None:
-        """The sandbox keeps `timeout_s`, so that what was printed until then is told."""
+        """The sandbox enforces `timeout_s`, so that the result includes the output up to then."""
         self._sandbox, self._timeout_s = sandbox, timeout_s
 
     async def run(self, arguments: Mapping[str, JsonValue]) -> str:

@@ -1,4 +1,4 @@
-"""Sliding window: the oldest turns go, the head and the last turns stay."""
+"""Sliding window: drops the oldest turns, keeps the head and the last turns."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +20,7 @@ TOOL = Tool(
 
 
 class SlidingWindow:
-    """Applied twice it is as applied once."""
+    """Idempotent for the same inputs."""
 
     name = "sliding_window"
     tool = TOOL

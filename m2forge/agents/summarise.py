@@ -1,7 +1,7 @@
-"""Summarise: the model's own notes stand for the turns before the last ones.
+"""Summarise: the model's own notes replace all turns but the last ones.
 
-The policy is asked for notes about the whole conversation. Then come the task, the notes as a user's message, and the
-last turns. Earlier notes go: the later ones were written with them in sight.
+The policy writes notes about the whole conversation. The new conversation is the task, the notes as a user message, and
+the last turns. Earlier notes are dropped, because the later ones were written with them in context.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ TOOL = Tool(
 
 
 class Summarise:
-    """Applied twice with the same inputs it is as applied once."""
+    """Idempotent for the same inputs."""
 
     name = "summarise"
     tool = TOOL

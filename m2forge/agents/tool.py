@@ -1,7 +1,7 @@
-"""Tools that a loop can run, and what becomes of a call: a result, whatever goes wrong.
+"""Tools that a loop can run. Every call gets a result, whatever goes wrong.
 
-A call of a tool that is not there, with arguments that its schema does not take, or that fails or takes too long, gets
-a result that says so, because the model can do better only if it is told.
+A call that names an unknown tool, has arguments that do not match the schema, fails, or times out gets a result that
+says so, so that the model can correct itself.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ from m2forge.text.message import Message, Tool, ToolCall
 
 class ToolRunner(Protocol):
     tool: Tool
-    """Name, description and schema, as the model is shown them."""
+    """Name, description and schema, as the model sees them."""
     is_timed: bool
-    """Whether it is ended by the loop's limit of time; else it sees to that itself."""
+    """Whether the loop applies its tool timeout; if False, the tool handles its own."""
 
     async def run(self, arguments: Mapping[str, JsonValue]) -> str:
-        """What the model is told. Arguments follow the schema; an exception is told as well."""
+        """The result for the model. Arguments match the schema; an exception becomes an error result."""
         ...
 
 
 async def answer_call(
     call: ToolCall, runners: Mapping[str, ToolRunner], *, timeout_s: float, max_chars: int
 ) -> Message:
-    """The result of a call. Only cancelling gets through."""
+    """The result of a call; raises nothing but cancellation."""
     runner = runners.get(call.name)
     if runner is None:
         return _result(call, f"error: there is no tool {call.name!r}; {suggest(call.name, runners)}", max_chars)
@@ -45,7 +45,7 @@ async def answer_call(
 
 
 def call_problems(call: ToolCall, tool: Tool) -> list[str]:
-    """What is wrong with a call's arguments."""
+    """Problems of a call's arguments."""
     problems = argument_problems(call.arguments, tool)
     typed = (type_problem(value, name, tool) for name, value in call.arguments.items())
     return [*problems, *(problem for problem in typed if problem is not None)]

@@ -1,7 +1,7 @@
-"""The shape of a conversation: what it begins with, and the turns after that.
+"""The structure of a conversation: a head followed by turns.
 
-    head     everything before the model first spoke: the system's message, the task, what was noted of dropped turns
-    turn     one message of the model with all that follows it, results of its calls above all
+    head     everything before the first assistant message: the system message, the task, notes on dropped turns
+    turn     one assistant message with all that follows it, mainly the results of its calls
 
 Operations keep whole turns or drop them, so that no result is left without its call.
 """
@@ -24,7 +24,7 @@ def split_turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[M
 
 
 def task_of(messages: Sequence[Message]) -> list[Message]:
-    """The messages up to the first user's: they are never dropped."""
+    """The messages up to the first user message, which are never dropped."""
     for index, message in enumerate(messages):
         if message.role == "user":
             return list(messages[: index + 1])
@@ -32,7 +32,7 @@ def task_of(messages: Sequence[Message]) -> list[Message]:
 
 
 def check_operation(name: str, before: Sequence[Message], after: Sequence[Message]) -> None:
-    """Refuse what an operation made of a conversation if the task changed or a result lost its call."""
+    """Raise if an operation changed the task or separated a call from its result."""
     task = task_of(before)
     if list(after[: len(task)]) != task:
         raise RecordError(f"operation {name}: expected the messages up to the task unchanged")

@@ -1,7 +1,7 @@
-"""The agent of our own: a loop over tools with all its contexts registered, so that training states can be rebuilt.
+"""Our own agent: a tool loop that logs all of its contexts, so that training states can be rebuilt.
 
 Its conversations, main and sub-agents', share a client, a sandbox and a log. The log is the transcript's `log.jsonl`;
-`rebuild` checks it against what the gateway recorded.
+`rebuild` checks it against the gateway's recorded calls.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class WhiteBoxAgent:
     def __init__(
         self, config: WhiteBoxConfig, tools: Sequence[ToolRunner] = (), operations: Sequence[Operation] = ()
     ) -> None:
-        """`tools` and `operations`: a caller's own, beside those of the configuration."""
+        """`tools` and `operations`: the caller's own, in addition to the configured ones."""
         self._config, self._tools = config, tuple(tools)
         self._operations = (*map(make_operation, config.operations), *operations)
 
@@ -72,7 +72,7 @@ class WhiteBoxAgent:
 
 
 class Attempt:
-    """One task's conversations."""
+    """The conversations of one attempt at a task."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Attempt:
 
 
 class DelegateTool:
-    """See `ToolRunner`. A nested loop with a conversation of its own."""
+    """See `ToolRunner`. A nested loop with its own conversation."""
 
     tool = DELEGATE
     is_timed = False

@@ -1,1 +1,1 @@
-"""Documents to scored, deduplicated, mixed token shards, and their readers."""
+"""Builds scored, deduplicated, mixed token shards from documents, and reads them."""

@@ -1,8 +1,8 @@
-"""Build a corpus: documents in, a folder of token shards that `CorpusReader` opens out, and a report.
+"""Build a corpus: documents in; a folder of token shards, which `CorpusReader` opens, and a report out.
 
-The stages: scan (read, judge, sign), deduplicate, tokenise, assemble (splits, long samples, mixture). Each leaves what
-it finished in the work folder, so the same call after a kill goes on from there and ends with the same bytes, whatever
-the number of workers. The destination appears at the end, whole.
+Stages: scan (read, filter, sign), deduplicate, tokenize, assemble (splits, long samples, mixture). Each stage keeps its
+finished parts in the work folder, so the same call after a kill resumes there and produces the same bytes, whatever the
+number of workers. The destination appears at the end, atomically.
 """
 
 import logging
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 def build_corpus(config: CorpusConfig, dest: Path, *, num_workers: int = 1) -> CorpusReport:
-    """Build the corpus of `config` at `dest`. A finished build of the same input is not repeated."""
+    """Build the corpus of `config` at `dest`. A finished build of the same input is reused."""
     if num_workers < 1:
         raise ConfigError(f"num_workers must be at least 1, received {num_workers}")
     with open_work(config, dest) as work:
@@ -84,7 +84,7 @@ def _build(config: CorpusConfig, work: Work, dest: Path, num_workers: int) -> Co
     tokenizer = get_tokenizer(config.tokenizer, scanned, is_kept, config.seed, folder)
     _tokenise(work, scanned, is_kept, tokenizer)
     built = work.folder / "corpus"
-    # A run killed after this stage and before the last rename is done but for the rename.
+    # A run killed between this stage and the last rename only needs the rename.
     if not built.exists():
         with staged_folder(built) as staged:
             report = _assemble(config, work, scanned, repeat, tokenizer, staged)
@@ -118,11 +118,11 @@ Job = tuple[Part, CorpusConfig, Path | None, Path]
 
 
 def _in_order(function: Callable[[Job], int], jobs: Iterable[Job], num_workers: int) -> Iterator[int]:
-    """Results in the order of jobs, so that the first problem in a strict build is always the same one."""
+    """Results in job order, so that a strict build always reports the same first problem."""
     if num_workers == 1:
         yield from map(function, jobs)
         return
-    # Spawned, not forked: the tokenizer's threads may run in this process.
+    # Spawned, not forked: this process may be running the tokenizer's threads.
     with ProcessPoolExecutor(num_workers, mp_context=get_context("spawn")) as pool:
         remaining = iter(jobs)
         running = [pool.submit(function, job) for job in islice(remaining, 2 * num_workers)]

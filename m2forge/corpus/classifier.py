@@ -1,7 +1,7 @@
-"""A small trained judge of quality: logistic regression over hashed words and pairs of words.
+"""A small trained quality classifier: logistic regression over hashed words and bigrams.
 
-A document's logit is bias + mean over its words and pairs of weight[hash]; its score is the logistic function of it.
-Training minimises the log-loss with L2 decay by full-batch AdaGrad from zero: the same examples give the same weights.
+A document's logit is bias + mean over its words and bigrams of weight[hash]; its score is the sigmoid of the logit.
+Training minimizes the log-loss with L2 decay by full-batch AdaGrad from zero: the same examples give the same weights.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ class Classifier:
         self.bias = bias
 
     def sums(self, batch: TextBatch) -> npt.NDArray[np.float64]:
-        """Two columns per document, summed weights and number of terms; windows of a document may be added up."""
+        """Two columns per document, summed weights and number of terms; sums of a document's windows may be added."""
         bucket, owner = terms(batch)
         summed = batch.per_document(owner, self.weight[bucket].astype(np.float64))
         return np.stack([summed, batch.per_document(owner)], axis=1)
 
     def scores(self, sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The probability, from 0 to 1, that a document is one of the good ones."""
+        """The probability that a document belongs to the positive class."""
         return _logistic(self.bias + sums[:, 0] / np.maximum(sums[:, 1], 1.0))
 
     def save(self, path: Path) -> None:
@@ -48,7 +48,7 @@ def load_classifier(path: Path) -> Classifier:
 
 
 def terms(batch: TextBatch) -> tuple[Int64Array, Int64Array]:
-    """Buckets of all words and pairs of neighbouring words, and the document of each."""
+    """Buckets of all words and bigrams, and the document of each."""
     owner, word = batch.word_document, batch.word_hash
     inside = np.flatnonzero(owner[1:] == owner[:-1])
     pair = mix(word[inside] * _PAIR + word[inside + 1])
@@ -57,13 +57,13 @@ def terms(batch: TextBatch) -> tuple[Int64Array, Int64Array]:
 
 
 def train_classifier(positive: Sequence[bytes], negative: Sequence[bytes]) -> Classifier:
-    """Learn to tell the documents of one list from those of the other; both classes weigh the same."""
+    """Train a classifier of `positive` against `negative`; both classes have the same total weight."""
     if not positive or not negative:
         raise DataError(
             f"a quality classifier needs examples of both classes, received {len(positive)} good and {len(negative)} "
             "bad ones; give more sources, or leave the classifier out"
         )
-    # One window tells enough about an example.
+    # One window of an example is enough.
     texts = [windows(text)[0] for text in (*positive, *negative)]
     bucket, owner = _all_terms(texts)
     label = np.repeat([1.0, 0.0], [len(positive), len(negative)])

@@ -1,7 +1,7 @@
-"""The order in which the files of a repository build on each other: what is imported comes before what imports it.
+"""Orders the files of a repository by dependency: imported files come before the files that import them.
 
-Imports are read from Python, JavaScript and TypeScript, and C and C++ by their text; a name counts where a file of the
-repository answers to it. Cycles are broken at the file that waits for the fewest others, the first by name of equals.
+Imports of Python, JavaScript, TypeScript, C and C++ are found by regular expressions; an import counts if it resolves
+to a file of the repository. Cycles are broken at the file with the fewest unmet imports, ties by name.
 """
 
 import heapq
@@ -18,13 +18,13 @@ _SCRIPT_ENDINGS = ("", ".js", ".ts", ".jsx", ".tsx", ".mjs", ".vue", "/index.js"
 
 
 def dependency_order(files: Mapping[str, str]) -> list[str]:
-    """The names of `files` (name → text), each after the files it imports as far as cycles allow."""
+    """The names of `files` (name → text), each after the files it imports, as far as cycles allow."""
     needs = {name: imports(name, text, files) - {name} for name, text in files.items()}
     needed_by: dict[str, list[str]] = {name: [] for name in files}
     for name, others in needs.items():
         for other in others:
             needed_by[other].append(name)
-    # Entries of a file that has fewer open needs by now are stale; they are passed over when met.
+    # Heap entries of a file whose count has dropped since are stale and skipped.
     waiting = [(len(others), name) for name, others in needs.items()]
     heapq.heapify(waiting)
     open_needs = {name: len(others) for name, others in needs.items()}
@@ -68,7 +68,7 @@ def _python_imports(name: str, text: str, files: Mapping[str, str]) -> set[str]:
             continue
         inside = [member.split()[0] for member in members.split(",") if member.split()]
         dotted = [f"{source}{'' if source.endswith('.') else '.'}{member}" for member in inside]
-        # `from package import module` means the module where there is one, else the package itself.
+        # `from package import module` means the module if it exists, else the package itself.
         within = [_python_files(name, target, files) for target in dotted]
         found |= set().union(*within)
         if not within or not all(within):
@@ -77,7 +77,7 @@ def _python_imports(name: str, text: str, files: Mapping[str, str]) -> set[str]:
 
 
 def _python_files(name: str, module: str, files: Mapping[str, str]) -> set[str]:
-    """The file of a module, relative to the importing file or at any folder above it."""
+    """The file of a module, relative to the importing file or in any parent folder."""
     num_dots = len(module) - len(module.lstrip("."))
     path = module.lstrip(".").replace(".", "/")
     folder = dirname(name)

@@ -1,4 +1,4 @@
-"""What reading gives: documents, and the problems met on the way, counted by kind with the first places of each."""
+"""The reader's output: documents, and problems counted by kind with the first examples of each."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -9,15 +9,15 @@ from m2forge.errors import DataError
 from m2forge.records import JsonValue
 
 MAX_EXAMPLES = 5
-"""Places named per kind of problem."""
+"""Maximum number of examples per kind of problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
     text: bytes
-    """UTF-8, whole."""
+    """The whole text in UTF-8."""
     name: str
-    """For a file of a folder, its path below the source; else empty."""
+    """Path relative to the source for a file of a folder; otherwise empty."""
 
 
 class ProblemKind(StrEnum):
@@ -25,20 +25,20 @@ class ProblemKind(StrEnum):
     NOT_OBJECT = "not_object"
     MISSING_KEY = "missing_key"
     NOT_TEXT = "not_text"
-    """The value under the key is no string."""
+    """The value under the key is not a string."""
     NOT_UTF8 = "not_utf8"
     TRUNCATED = "truncated"
-    """An archive that ends early; what came before is used."""
+    """An archive that ends early; the lines before are used."""
     UNREADABLE = "unreadable"
-    """A file or stretch of it that its format's library refuses."""
+    """A file, or part of one, that its format's library cannot read."""
     TOO_LARGE = "too_large"
-    """An archive or a line of it that unpacks to more than `Source.unpack` allows; what came before is used."""
+    """An archive, or a line of it, that decompresses to more than `Source.unpack` allows; what came before is used."""
     NO_TEXT = "no_text"
     """A PDF without any text: scanned pages."""
 
 
 class Problems:
-    """Counts problems; with `strict` the first one is raised as a `DataError` instead."""
+    """Counts problems; with `strict` it raises the first one as a `DataError` instead."""
 
     def __init__(self, strict: bool = False) -> None:
         self.counts: Counter[ProblemKind] = Counter()
@@ -47,7 +47,7 @@ class Problems:
 
     def add(self, kind: ProblemKind, place: str, detail: str) -> None:
         """`place` is FILE or FILE:LINE."""
-        # Names of files may be bytes that are no text.
+        # File names may be bytes that are not valid UTF-8.
         told = f"{place}: {detail}".encode(errors="backslashreplace").decode()
         if self._strict:
             raise DataError(f"{told}; mend or remove it, or set strict = false to leave such input out")

@@ -1,7 +1,6 @@
-"""What kind of text a document is, where its source does not say: by a file's suffix, else by telling words.
+"""Recognizes a document's domain where its source does not name one: by file suffix, else by marker words.
 
-The rules are cheap and coarse: they sort a mixed crawl well enough to weigh it. A source that is known should name its
-domain.
+The rules are cheap and coarse, good enough to weight a mixed crawl. A source whose domain is known should name it.
 """
 
 import numpy as np
@@ -12,13 +11,13 @@ from m2forge.corpus.source import CODE_SUFFIXES
 
 
 def domain_of_name(name: str) -> str | None:
-    """The domain that a file's name settles."""
+    """The domain implied by a file name; None if none is."""
     suffix = name[name.rfind(".") :].lower() if "." in name else ""
     return "code" if suffix in CODE_SUFFIXES else None
 
 
 def recognise(features: FeatureArray) -> npt.NDArray[np.str_]:
-    """The domain of each document: the first rule that holds, else web."""
+    """The domain of each document: that of the first matching rule, else web."""
     words = np.maximum(features[:, Feature.WORDS], 1.0)
 
     def rate(feature: Feature) -> FeatureArray:

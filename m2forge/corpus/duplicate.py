@@ -1,11 +1,11 @@
-"""Find documents that repeat others: exactly, by a 128-bit hash, and nearly, by MinHash.
+"""Find duplicates: exact ones by a 128-bit hash, near-duplicates by MinHash.
 
-In: the scanned tables. Out: for every document whether it is kept, an exact or a near duplicate; of each set of
-duplicates the first document is kept. Near duplicates are found band by band: documents are sorted by the band's key,
-those that share one are compared by their whole signatures, and pairs at least as alike as the threshold are joined.
+In: the scanned tables. Out: for every document whether it is kept, an exact or a near-duplicate; the first document of
+each set of duplicates is kept. Near-duplicates are found band by band: documents are sorted by the band's key, those
+with equal keys are compared by their full signatures, and pairs with at least the threshold's similarity are merged.
 
-Memory: sorting takes 8 bytes per document for keys, 8 for the order, 8 for the sorted keys and 4 at work, the forest of
-joined documents 8, the result 1; signatures stay on disk.
+Memory per document: sorting takes 8 bytes for keys, 8 for the order, 8 for the sorted keys and 4 of scratch, the
+union-find 8, the result 1; signatures stay on disk.
 """
 
 from enum import IntEnum
@@ -28,7 +28,7 @@ class Repeat(IntEnum):
 
 
 class Forest:
-    """Disjoint sets of numbers; the least member of a set is its root."""
+    """Union-find over integers; the smallest member of a set is its root."""
 
     def __init__(self, size: int) -> None:
         self._parent = np.arange(size)
@@ -44,13 +44,13 @@ class Forest:
         return root
 
     def join(self, left: Int64Array, right: Int64Array) -> None:
-        """Make one set of the sets of left[n] and right[n], for all n."""
+        """Merge the sets of left[n] and right[n], for all n."""
         while len(left):
             left, right = self.roots(left), self.roots(right)
             low, high = np.minimum(left, right), np.maximum(left, right)
             apart = low != high
             left, right = low[apart], high[apart]
-            # A root with several lower partners takes the least; the others follow in the next round.
+            # A root with several lower partners takes the smallest; the others follow in the next round.
             np.minimum.at(self._parent, right, left)
 
 
@@ -77,12 +77,12 @@ def find_duplicates(tables: Tables, config: DedupConfig, num_bands: int) -> npt.
 
 
 def _equal_pairs(keys: npt.NDArray[np.generic]) -> tuple[Int64Array, Int64Array]:
-    """Pairs of documents with equal keys: each later one with the first of its key and with the one before it."""
+    """Pairs of documents with equal keys: each one with the first of its key and with the one before it."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     again = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1
     del ordered
-    # Neighbours in `again` belong to the same key; a run's first member stands just before its first entry.
+    # Consecutive entries of `again` share a key; the first member of a run is just before its first entry.
     opens = np.ones(len(again), bool)
     opens[1:] = np.diff(again) > 1
     run_first = (again[opens] - 1)[np.cumsum(opens) - 1] if len(again) else again
@@ -93,7 +93,7 @@ def _equal_pairs(keys: npt.NDArray[np.generic]) -> tuple[Int64Array, Int64Array]
 
 
 def _rows_equal(tables: Tables, left: Int64Array, right: Int64Array) -> npt.NDArray[np.bool_]:
-    """Whether the other halves of the 128-bit hashes agree too."""
+    """Whether the other halves of the 128-bit hashes are equal too."""
     equal = np.empty(len(left), bool)
     for begin in range(0, len(left), _CHUNK):
         chunk = slice(begin, begin + _CHUNK)

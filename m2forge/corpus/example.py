@@ -1,4 +1,4 @@
-"""Examples for the quality classifier: from sources that are good or bad by name, or from the corpus by its rules."""
+"""Examples for the quality classifier: from positive and negative sources, or from the corpus itself by rule scores."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,9 @@ from m2forge.corpus.source import Part, list_parts
 _log = logging.getLogger(__name__)
 
 MAX_EXAMPLE_BYTES = 20_000
-"""An example's beginning is enough, and keeps all examples in memory."""
+"""Only the beginning of an example is used, so that all examples fit in memory."""
 _CLASS_SHARE = 0.3
-"""Of the documents ranked by rules, the best and the worst of this size are examples; what lies between is unclear."""
+"""Share of the documents ranked by rules that is used as positive, and as negative, examples; the middle is unclear."""
 
 
 def make_classifier(config: CorpusConfig, settings: ClassifierConfig, parts: Sequence[Part]) -> Classifier:
@@ -30,7 +30,7 @@ def make_classifier(config: CorpusConfig, settings: ClassifierConfig, parts: Seq
 
 
 def _read(sources: Sequence[Source], config: CorpusConfig, count: int) -> list[bytes]:
-    """The first documents of each source, as many from one as from another."""
+    """The first documents of each source, equally many from each."""
     texts: list[bytes] = []
     problems = Problems(config.strict)
     for source in sources:
@@ -63,7 +63,7 @@ def _by_rules(config: CorpusConfig, parts: Sequence[Part], count: int) -> Classi
 
 
 def _batches(config: CorpusConfig, parts: Sequence[Part], count: int) -> Iterator[tuple[str | None, list[Document]]]:
-    """The first documents of parts spread evenly over the corpus."""
+    """The first documents of parts spaced evenly over the corpus."""
     chosen = [parts[index] for index in sorted({*np.linspace(0, len(parts) - 1, 64).astype(int).tolist()})]
     share = -(-count // len(chosen))
     for part in chosen:

@@ -1,4 +1,4 @@
-"""The libraries of the extra `corpus`, imported where they are used, with the exceptions that broken files raise."""
+"""Lazily imports the libraries of the extra `corpus`, with the exceptions that they raise on broken files."""
 
 import importlib
 import logging
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Parquet:
     def __init__(self, arrow: ModuleType, module: ModuleType) -> None:
         self.ParquetFile: type[ParquetFile] = module.ParquetFile
-        # The library takes no path that is not UTF-8.
+        # The library accepts only UTF-8 paths.
         self.errors: tuple[type[Exception], ...] = (arrow.lib.ArrowException, OSError, UnicodeEncodeError)
 
 
@@ -33,7 +33,7 @@ class Zstd:
 class Pdf:
     def __init__(self, module: ModuleType) -> None:
         self.PdfReader: type[PdfReader] = module.PdfReader
-        # What the library raises on a broken file is whatever its parser meets first.
+        # On a broken file the library raises whatever its parser hits first.
         self.errors: tuple[type[Exception], ...] = (
             module.errors.PyPdfError,
             ArithmeticError,
@@ -58,7 +58,7 @@ def zstd() -> Zstd:
 
 
 def pdf() -> Pdf:
-    # It logs every oddity of a file; what cannot be read is counted and reported by us.
+    # It logs every oddity of a file; we count and report what cannot be read.
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)
     module = _library("pypdf", "PDF files")
     _library("pypdf.errors", "PDF files")

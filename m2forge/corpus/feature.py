@@ -1,7 +1,7 @@
-"""Counts over documents: what quality rules and domain rules look at.
+"""Per-document counts, used by quality and domain rules.
 
-Every feature is a sum over the text, so a long document's are the sums over its windows. A row per document, a column
-per member of `Feature`.
+Every feature is a sum over the text, so a long document's features are the sums over its windows. One row per document,
+one column per member of `Feature`.
 """
 
 from enum import IntEnum, auto
@@ -16,41 +16,41 @@ from m2forge.corpus.words import TextBatch
 FeatureArray = npt.NDArray[np.float64]
 
 LONG_WORD_BYTES = 100
-"""Longer runs without a break are data, not words."""
+"""Words longer than this are data, not words."""
 LONG_LINE_BYTES = 1000
 
 
 class Feature(IntEnum):
     NUM_BYTES = 0
     LETTERS = auto()
-    """Bytes of letters; all bytes outside ASCII count as such."""
+    """Bytes of letters; all non-ASCII bytes count as letters."""
     DIGITS = auto()
     SYMBOLS = auto()
-    """Bytes of signs that programs are full of."""
+    """Bytes of characters that are frequent in code."""
     HASHES = auto()
-    """Bytes of # and …"""
+    """Bytes that are #."""
     WORDS = auto()
     WORD_BYTES = auto()
     LETTER_WORDS = auto()
-    """Words that begin with a letter."""
+    """Words that begin with a letter, an underscore or a non-ASCII byte."""
     LONG_WORD_BYTES = auto()
     """Bytes in words longer than LONG_WORD_BYTES."""
     LINES = auto()
-    """Lines that are not empty, as all line features."""
+    """Non-empty lines; all line features count these only."""
     LINE_BYTES = auto()
     LONG_LINE_BYTES = auto()
     """Bytes in lines longer than LONG_LINE_BYTES."""
     STOPPED_LINES = auto()
-    """Lines that end a sentence."""
+    """Lines that end with sentence punctuation."""
     BULLET_LINES = auto()
     ELLIPSIS_LINES = auto()
     REPEATED_LINES = auto()
-    """Lines that stood before in the document."""
+    """Lines that occurred earlier in the document."""
     SHINGLES = auto()
     REPEATED_SHINGLES = auto()
-    """Runs of words that stood before in the document."""
+    """Shingles that occurred earlier in the document."""
     STOP = auto()
-    """From here on, words of each group of MARKERS, in its order."""
+    """From here on: number of words in each group of MARKERS, in its order."""
     BOILERPLATE = auto()
     CODE = auto()
     MATHS = auto()
@@ -134,8 +134,8 @@ def _count_lines(batch: TextBatch, features: FeatureArray) -> None:
 
 
 def _repeated(owner: npt.NDArray[np.int64], hashes: npt.NDArray[np.uint64], batch: TextBatch) -> FeatureArray:
-    """How many entries of each document stood before in it."""
-    # The document in the upper bits keeps each one's entries together; 40 bits of hash tell them apart.
+    """How many entries of each document occurred earlier in it."""
+    # The document index in the upper bits groups each document's entries; 40 bits of hash distinguish them.
     keys = np.sort((owner.astype(np.uint64) << np.uint64(40)) | (hashes >> np.uint64(24)))
     again = keys[1:][keys[1:] == keys[:-1]]
     return batch.per_document((again >> np.uint64(40)).astype(np.int64))

@@ -1,4 +1,4 @@
-"""The kept documents of a build, across the tables of two stages: what was scanned, and the tokens made of it."""
+"""The kept documents of a build, joined over the tables of two stages: scanned documents and their tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class KeptPart:
     index: int
     scanned: Table
     row: Int64Array
-    """Where each stands in the scanned table."""
+    """Row of each document in the scanned table."""
     domain: npt.NDArray[np.uint8]
     is_held_out: npt.NDArray[np.bool_]
     tokens: Stretches[np.unsignedinteger]
@@ -71,7 +71,7 @@ class Kept:
 def gather(
     stretches: Stretches[np.unsignedinteger], rows: Int64Array
 ) -> tuple[npt.NDArray[np.unsignedinteger], Int64Array]:
-    """The chosen stretches end to end, and their lengths."""
+    """The chosen stretches concatenated, and their lengths."""
     start, end = stretches.offsets[rows], stretches.offsets[rows + 1]
     parts = [stretches.data[a:b] for a, b in zip(start.tolist(), end.tolist(), strict=True)]
     return np.concatenate(parts) if parts else stretches.data[:0], end - start

@@ -1,8 +1,8 @@
-"""Long samples out of the kept training documents, for the stages that extend the context.
+"""Long samples from the kept training documents, for context-extension phases.
 
-Three ways: the code files of a repository joined so that imported files come first; documents that are long by
+Three kinds: the code files of a repository joined so that imported files come first; documents that are long by
 themselves; documents on the same topic joined. In a joined sample each document still ends with the end-of-text token,
-and a code file begins with a comment that names it.
+and a code file starts with a comment that names it.
 """
 
 from collections.abc import Iterator
@@ -30,11 +30,11 @@ _HASH_COMMENTS = (".py", ".pyi", ".pyx", ".sh", ".rb", ".r", ".jl", ".pl", ".ps1
 class LongSample:
     domain: str
     tokens: list[Tokens]
-    """Stretches that follow each other."""
+    """Consecutive pieces of the sample."""
 
 
 def long_samples(config: LongConfig, kept: Kept, tokenizer: Tokenizer, work: Path) -> Iterator[LongSample]:
-    """All long samples in a fixed order. `work` is a folder for what memory should not hold."""
+    """All long samples in a fixed order. `work`: a folder for data too large for memory."""
     if config.natural:
         yield from _natural(config, kept)
     if config.code:
@@ -71,7 +71,7 @@ def _code(config: LongConfig, kept: Kept, tokenizer: Tokenizer) -> Iterator[Long
 
 
 def _code_files(config: LongConfig, kept: Kept) -> Iterator[tuple[tuple[int, tuple[str, ...]], str, _File]]:
-    """Repository, name and place of every code file. Sources are read in order, so a repository's stand together."""
+    """Repository, name and location of every code file. Sources are read in order, so a repository's are contiguous."""
     if "code" not in kept.domains:
         return
     code = kept.domains.index("code")
@@ -113,7 +113,7 @@ def _repository(config: LongConfig, kept: Kept, tokenizer: Tokenizer, files: dic
 
 
 def _related(config: LongConfig, kept: Kept, domain: int, work: Path) -> Iterator[LongSample]:
-    """Groups of one domain's shorter documents, closest groups first, until the share of its tokens is reached."""
+    """Groups of one domain's shorter documents, most similar first, until its share of the tokens is reached."""
     path = work / f"sketch-{kept.domains[domain]}.bin"
     place, length, total = _write_sketches(config, kept, domain, path)
     num_tokens = int(length.sum(dtype=np.int64))
@@ -136,7 +136,8 @@ def _related(config: LongConfig, kept: Kept, domain: int, work: Path) -> Iterato
 
 
 def _write_sketches(config: LongConfig, kept: Kept, domain: int, path: Path) -> tuple[IntArray, IntArray, int]:
-    """Put the sketches of a domain's shorter documents in a file. Their places, lengths and the domain's tokens."""
+    """Write the sketches of a domain's shorter documents to a file; returns their locations, lengths, and the domain's
+    tokens."""
     places, lengths, total = [np.zeros((0, 2), np.int32)], [np.zeros(0, np.int32)], 0
     with path.open("wb") as file:
         for part in kept.parts():
@@ -151,7 +152,7 @@ def _write_sketches(config: LongConfig, kept: Kept, domain: int, path: Path) -> 
 
 
 def _packs(config: LongConfig, member: IntArray, length: IntArray) -> list[tuple[int, int]]:
-    """Stretches of documents of one group, as long as the limit allows and no shorter than a sample must be."""
+    """Ranges of documents of one group, filled up to max_tokens and at least min_tokens long."""
     bounds = np.concatenate([np.flatnonzero(np.diff(member, prepend=-1)), [len(member)]]).tolist()
     ends = np.zeros(len(length) + 1, np.int64)
     np.cumsum(length, out=ends[1:])

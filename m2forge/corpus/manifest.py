@@ -1,8 +1,8 @@
-"""What a corpus folder holds: `manifest.json`, beside the shards it names and the tokenizer that made them.
+"""The contents of a corpus folder: `manifest.json`, next to the shards it lists and the tokenizer that made them.
 
 A corpus is a list of token sets, one for each domain, split and kind that has documents. A token set is a list of
-shards. Shard NAME is `NAME.bin`, the tokens of its documents end to end (little-endian, 2 or 4 bytes each), and
-`NAME.idx`, where each document begins and the last one ends (little-endian, 8 bytes each, counted in tokens).
+shards. Shard NAME is `NAME.bin`, the concatenated tokens of its documents (little-endian, 2 or 4 bytes each), and
+`NAME.idx`, the start of each document and the end of the last (little-endian, 8 bytes each, counted in tokens).
 """
 
 import json
@@ -21,16 +21,16 @@ Split: TypeAlias = Literal["train", "held_out"]
 
 MANIFEST_NAME = "manifest.json"
 TOKENIZER_NAME = "tokenizer"
-"""The folder of the tokenizer inside a corpus folder."""
+"""The tokenizer's folder inside a corpus folder."""
 FORMAT_VERSION: Literal[1] = 1
 
 
 class Kind(StrEnum):
-    """Which reading a token set is for."""
+    """What a token set is used for."""
 
     PLAIN = "plain"
     LONG = "long"
-    """Long samples: documents chosen or joined to teach long contexts. Their tokens also stand in the plain sets."""
+    """Long samples: documents chosen or joined to teach long contexts. Their tokens are in the plain sets too."""
 
 
 class Shard(Config):
@@ -39,7 +39,7 @@ class Shard(Config):
     num_documents: int
     num_tokens: int
     sha256: str
-    """Of the tokens as bytes, then the offsets as bytes."""
+    """Hash of the token bytes' and the offset bytes' SHA-256 digests."""
 
 
 class TokenSet(Config):
@@ -60,15 +60,15 @@ class TokenSet(Config):
 class Manifest(Config):
     version: Literal[1] = FORMAT_VERSION
     fingerprint: str
-    """Of all tokens and offsets: two corpora with the same one read the same."""
+    """Hash over all token sets; corpora with equal fingerprints hold the same tokens."""
     tokenizer: str
-    """Fingerprint of the tokenizer; empty where the tokens came from elsewhere."""
+    """Fingerprint of the tokenizer; empty if the tokens came from elsewhere."""
     vocab_size: int
     token_bytes: Literal[2, 4]
     end_of_text_id: int | None
-    """The token that closes each document, where the tokenizer has one."""
+    """The token that ends each document, if the tokenizer has one."""
     mixture: Mapping[str, float]
-    """Share of each domain in what a reader draws, unless it is told otherwise. The shares sum to 1."""
+    """Default share of each domain in what a reader draws. The shares sum to 1."""
     sets: tuple[TokenSet, ...]
 
 
@@ -78,7 +78,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a corpus folder, its shards checked to be there and of the right size."""
+    """Load the manifest of a corpus folder; checks that its shards exist and have the right size."""
     path = folder / MANIFEST_NAME
     try:
         manifest = Manifest.model_validate_json(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Words that tell something about a document, found in a batch by their hashes."""
+"""Marker words that characterize a document, found in a batch by their hashes."""
 
 from functools import cache
 
@@ -25,7 +25,7 @@ MARKERS: dict[str, str] = {
 
 
 class MarkerTable:
-    """Finds marker words. Nearly all words are ruled out by one lookup in a table of 2^16 flags."""
+    """Finds marker words. A lookup in a table of 2^16 flags rules out nearly all other words."""
 
     def __init__(self) -> None:
         entries = sorted(

@@ -1,7 +1,7 @@
-"""How much of each domain is read: wished weights, upsampling, floors and limits in, shares that sum to 1 out.
+"""The share of each domain: target weights, upsampling, floors and limits in, shares that sum to 1 out.
 
-The builder resolves a `MixtureConfig` against the tokens there are, into the manifest's mixture; the reader resolves
-that, or one of its own, into a share for every token set, the long samples included.
+The builder resolves a `MixtureConfig` against the available tokens into the manifest's mixture; the reader resolves
+that, or its own, into a share for every token set, long samples included.
 """
 
 import logging
@@ -18,18 +18,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a `MixtureConfig` comes to, given the tokens there are."""
+    """A `MixtureConfig` resolved against the available tokens."""
 
     shares: dict[str, float]
     epochs: dict[str, float]
-    """How often each domain is read while as many tokens are drawn as the corpus has."""
+    """Epochs over each domain while as many tokens are drawn as the corpus has."""
 
 
 def resolve_mixture(config: MixtureConfig, num_tokens: Mapping[str, int]) -> Resolved:
-    """Shares λ·wish, λ the same for all, each held between its floor and its limit, that sum to 1.
+    """Shares λ·wish, with one λ for all, each clamped between its floor and its limit, that sum to 1.
 
-    A domain's limit is max_epochs times its natural share. Where all limits together leave something over, because
-    domains were left out of the weights, they are exceeded alike.
+    A domain's limit is max_epochs times its natural share. If the limits sum to less than 1, because domains have no
+    weight, all limits are exceeded by the same factor.
     """
     total = sum(num_tokens.values())
     for domain in {*config.weights, *config.upsample} - set(num_tokens):
@@ -63,8 +63,8 @@ def set_shares(
 ) -> list[tuple[TokenSet, float]]:
     """Every token set of the split that is read, with its share of the tokens.
 
-    Long samples are drawn in the proportions of the mixture among the domains that have some, and count towards their
-    domain: what is left to the plain sets keeps the mixture as a whole, as far as the long share does not exceed it.
+    Long samples follow the proportions of the mixture among the domains that have some, and count towards their domain:
+    the plain sets get the remainder, so the mixture holds overall, unless the long share of a domain exceeds it.
     """
     if not 0.0 <= long_share <= 1.0:
         raise ConfigError(f"long_share must lie in 0 … 1, received {long_share}")
@@ -82,14 +82,14 @@ def set_shares(
     plain_share = 1.0 - long_share
     shares = {(Kind.LONG, domain): share for domain, share in long_part.items()}
     if plain_share > 0:
-        # All of the mixture may be taken by long samples though plain ones have a share: then they split it as wished.
+        # If long samples use up the whole mixture, plain sets still have a share: they split it by the mixture.
         parts, total = (rest, rest_total) if rest_total > 0 else (wished, 1.0)
         shares |= {(Kind.PLAIN, domain): plain_share * part / total for domain, part in parts.items()}
     return [(sets[key], shares[key]) for key in sorted(shares) if shares[key] > 0]
 
 
 def _wished(manifest: Manifest, mixture: Mapping[str, float] | None, split: Split) -> dict[str, float]:
-    """Shares of the domains that have documents in the split."""
+    """Target shares of the domains that have documents in the split."""
     present = {s.domain for s in manifest.sets if s.split == split and s.kind is Kind.PLAIN}
     if not present:
         raise ConfigError(f"the corpus has no documents in its split {split!r}; build it with held_out above 0")

@@ -1,11 +1,11 @@
-"""Sizes of the pages of a Parquet column chunk, from their headers: no page is unpacked.
+"""Page sizes of a Parquet column chunk, read from the page headers without decompressing.
 
-The library allocates what a page's header states before it unpacks the page, and the file's footer, which it checks
-itself, need not agree with it. A header is a Thrift struct in the compact protocol,
+The library allocates the size in a page's header before it decompresses the page, and the file's footer, which it does
+check, need not agree with it. A header is a Thrift struct in the compact protocol,
 
     PageHeader { 1: i32 type, 2: i32 uncompressed_page_size, 3: i32 compressed_page_size, … }
 
-and the page's bytes follow it. What is no such header is a ValueError.
+followed by the page's bytes. Anything else is a ValueError.
 """
 
 from typing import BinaryIO
@@ -17,7 +17,7 @@ _MAX_DEPTH = 8
 
 
 def page_sizes(file: BinaryIO, begin: int, num_bytes: int) -> list[int]:
-    """Bytes that each page unpacks to, in a chunk of `num_bytes` from `begin` on."""
+    """Uncompressed size of each page, in a chunk of `num_bytes` starting at `begin`."""
     sizes, at = [], begin
     while at < begin + num_bytes:
         file.seek(at)
@@ -35,7 +35,7 @@ class _Reader:
         self._file = file
 
     def numbers(self, depth: int = 0) -> dict[int, int]:
-        """The whole numbers among the fields of the struct that begins here, by field; the rest is passed over."""
+        """The integer fields of the struct that starts here, by field id; other fields are skipped."""
         found: dict[int, int] = {}
         field = 0
         while (head := self._byte()) != _STOP:
@@ -51,7 +51,7 @@ class _Reader:
         if depth > _MAX_DEPTH:
             raise ValueError("a page's header is nested too deep")
         if kind in (*_BOOLEANS, _BYTE):
-            self._byte()  # a boolean within a list has a byte of its own
+            self._byte()  # a boolean inside a list takes one byte
         elif kind in _VARINTS:
             self._varint()
         elif kind == _DOUBLE:

@@ -1,11 +1,10 @@
-"""A pseudo-random order of any number of things that takes no memory: a keyed Feistel network with cycle walking.
+"""A pseudo-random permutation of any size in constant memory: a keyed Feistel network with cycle walking.
 
-`shuffled(positions, num_items, keys)` gives, for each position, the item that stands there. For one key it is a
-bijection of 0 … num_items − 1, so every item comes exactly once. The network permutes the numbers of b bits, 2^b the
-first power of two to hold all items; a result outside is sent through again until it falls inside, less than twice on
-average.
+`shuffled(positions, num_items, keys)` returns the item at each position. For one key it is a bijection of
+0 … num_items − 1, so every item occurs exactly once. The network permutes the b-bit integers, 2^b being the first power
+of two that holds all items; a result out of range is permuted again until it is in range, less than twice on average.
 
-A round takes (left, right) to (right, left xor F(right, key)); `F` and the keys come from SplitMix64's finaliser.
+A round maps (left, right) to (right, left xor F(right, key)); `F` and the keys come from SplitMix64's finalizer.
 """
 
 import numpy as np
@@ -17,7 +16,7 @@ NUM_ROUNDS = 6
 
 
 def mix(x: UInt64Array) -> UInt64Array:
-    """SplitMix64's finaliser: a bijection of 64 bits in which every input bit reaches every output bit."""
+    """SplitMix64's finalizer: a bijection of 64 bits in which every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -39,7 +38,7 @@ def _permute(x: UInt64Array, num_bits: int, keys: UInt64Array) -> UInt64Array:
     right_bits = num_bits // 2
     left_bits = num_bits - right_bits
     left, right = x >> np.uint64(right_bits), x & np.uint64((1 << right_bits) - 1)
-    # The halves trade places, and so sizes, in every round; their number is even, so the result has the first layout.
+    # The halves swap, and so do their sizes, in every round; the number of rounds is even, so the layout is restored.
     for round_index in range(NUM_ROUNDS):
         scrambled = mix(right + keys + np.uint64(round_index * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF))
         left, right = right, (left ^ scrambled) & np.uint64((1 << left_bits) - 1)

@@ -1,4 +1,4 @@
-"""The pieces of a token set, spans of at most `context` tokens of one document. No list of them is kept."""
+"""Pieces of a token set: spans of at most `context` tokens of one document, computed on demand."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,34 +15,34 @@ class Piece(NamedTuple):
     """The next tokens to read of a document. It is read from `first` to its end, then from its start to `first`."""
 
     number: int
-    """The document's number in its stream's order of reading, counted over all epochs."""
+    """Index of the document in its stream's order, counted over all epochs."""
     shard: int
-    """Which shard of the set."""
+    """Index of the shard in the set."""
     begin: int
-    """First token of the document in the shard."""
+    """Index of the document's first token in the shard."""
     size: int
-    """Tokens of the document."""
+    """Length of the document in tokens."""
     first: int
-    """Token of the document at which its reading began."""
+    """Index of the document's token at which reading started."""
     taken: int
-    """Tokens of the document that were read before the piece."""
+    """Tokens of the document read before this piece."""
     length: int
-    """Tokens of the piece; 0 where the document has been read."""
+    """Tokens of the piece; 0 if the document has been read."""
 
     @property
     def offset(self) -> int:
-        """Position of the piece's first token in the document."""
+        """Index of the piece's first token in the document."""
         return (self.first + self.taken) % self.size
 
 
 def piece_at(number: int, shard: int, begin: int, size: int, first: int, taken: int, context: int) -> Piece:
-    """The piece that comes after `taken` tokens."""
+    """The piece that follows after `taken` tokens."""
     end = size if first + taken < size else size + first
     return Piece(number, shard, begin, size, first, taken, min(context, end - first - taken))
 
 
 class DocumentTable:
-    """Finds the documents of one token set by number."""
+    """Finds the documents of one token set by index."""
 
     def __init__(self, shards: Sequence[ShardView]) -> None:
         self._shards = shards

@@ -1,7 +1,7 @@
-"""Quality by rules: features in, for each document the first rule it breaks and a score in 0 … 1 out.
+"""Rule-based quality: features in; for each document the first rule it breaks and a score in 0 … 1 out.
 
-The rules are those of Gopher, C4 and FineWeb as far as they can be told from counts; code is judged by rules of its
-own. The score is the share of soft rules that a document keeps: milder signs that drop nothing by themselves.
+The rules are those of Gopher, C4 and FineWeb that can be computed from counts; code has its own. The score is the share
+of soft rules that a document satisfies: milder criteria that drop nothing by themselves.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from m2forge.corpus.feature import Feature, FeatureArray
 
 BoolArray = npt.NDArray[np.bool_]
 KEPT = -1
-"""In place of a rule's index: no rule is broken."""
+"""Instead of a rule's index: no rule is broken."""
 
 
 class _Ratios:
-    """Shares of features, 0 where there is nothing to share."""
+    """Ratios of features, 0 if the denominator is 0."""
 
     def __init__(self, features: FeatureArray) -> None:
         self._features = features
@@ -72,7 +72,7 @@ def _prose_limits(features: FeatureArray, ratio: _Ratios, config: QualityConfig)
     mean_word = ratio(Feature.WORD_BYTES, Feature.WORDS)
     return {
         Rule.TOO_SHORT: features[:, Feature.WORDS] < config.min_words,
-        # In bytes: three make a character of an Asian script, which is a word.
+        # In bytes: a CJK character takes three, and counts as a word.
         Rule.WORD_LENGTH: (mean_word < 2) | (mean_word > 14),
         Rule.SYMBOLS: ratio(Feature.HASHES, Feature.WORDS) > 0.1,
         Rule.ALPHABETIC: ratio(Feature.LETTER_WORDS, Feature.WORDS) < 0.7,

@@ -1,7 +1,7 @@
-"""Documents of a file span, one after the other. What cannot be read is noted, with file and line, and passed over.
+"""Reads the documents of a file span in order. What cannot be read is reported with file and line, and skipped.
 
-Compressed files are read within the bounds of `Source.unpack`, in blocks: a file that unpacks to too much costs no more
-memory than one that does not.
+Compressed files are read in blocks within the limits of `Source.unpack`: a decompression bomb costs no more memory than
+an ordinary file.
 """
 
 import gzip
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 1 << 20
 _BATCH_ROWS, _BATCH_BYTES = 64, 64 << 20
 _ROW_BYTES = 64
-"""What a row counts for at least: millions of empty ones take a few bytes in a Parquet file."""
+"""Minimum size that a row counts for: millions of empty rows take only a few bytes in a Parquet file."""
 
 
 def read_span(span: FileSpan, source: Source, problems: Problems) -> Iterator[Document]:
@@ -87,7 +87,7 @@ def _read_jsonl(span: FileSpan, source: Source, problems: Problems) -> Iterator[
 
 
 class _Place:
-    """File and line for messages. Lines before a span in the middle of a file are counted when first asked for."""
+    """File and line for messages. Lines before a span in the middle of a file are counted on first use."""
 
     def __init__(self, span: FileSpan) -> None:
         self.line = 0
@@ -101,7 +101,7 @@ class _Place:
 
 
 def _newlines_before(path: str, end: int) -> int:
-    """Newlines that close a line beginning before `end`."""
+    """Newlines that end a line starting before `end`."""
     count, place = 0, 0
     with Path(path).open("rb") as file:
         while place < end - 1:
@@ -126,7 +126,7 @@ def _lines(span: FileSpan, config: UnpackConfig, place: _Place, problems: Proble
 
 
 def _plain_lines(file: BinaryIO, span: FileSpan) -> Iterator[bytes]:
-    """Lines that begin inside the span."""
+    """Lines that start inside the span."""
     place = span.begin
     if place:
         file.seek(place - 1)
@@ -141,7 +141,7 @@ def _plain_lines(file: BinaryIO, span: FileSpan) -> Iterator[bytes]:
 def _archive_lines(
     lines: Iterator[bytes | None], place: _Place, problems: Problems, errors: tuple[type[Exception], ...]
 ) -> Iterator[bytes]:
-    """Lines of an archive; of a broken one, or one that unpacks to too much, those before."""
+    """Lines of an archive; if it is broken or decompresses to too much, the lines before that."""
     while True:
         try:
             line = next(lines, b"")
@@ -196,7 +196,7 @@ def _read_group(
     unpacked: Unpacked,
     problems: Problems,
 ) -> Iterator[Document]:
-    """A group that unpacks to too much is left out before the library allocates anything for it."""
+    """Read one row group. A group that is too large is skipped before the library allocates anything for it."""
     row, num_rows = first_row, file.metadata.row_group(group).num_rows
     try:
         batch_rows = _find_batch_rows(file, span, group, key, unpacked)
@@ -216,8 +216,8 @@ def _read_group(
 
 
 def _find_batch_rows(file: "ParquetFile", span: FileSpan, group: int, key: str, unpacked: Unpacked) -> int:
-    """Rows that take `_BATCH_BYTES` at most, or one row: no value is larger than the page that it lies in, and one page
-    of a dictionary may hold the values of all rows."""
+    """Batch size in rows such that a batch takes at most `_BATCH_BYTES`, or one row: no value is larger than its page,
+    and one dictionary page may hold the values of all rows."""
     metadata = file.metadata.row_group(group)
     columns = [metadata.column(index) for index in range(metadata.num_columns)]
     column = next(column for column in columns if column.path_in_schema == key)

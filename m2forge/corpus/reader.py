@@ -1,14 +1,14 @@
-"""Packs for training, read from a corpus folder by memory map.
+"""Packs for training, read from a memory-mapped corpus folder.
 
-What flows out is an endless sequence of packs of at most `pack_tokens` tokens. Each token set (a domain's documents)
-gives its documents in a pseudo-random order, each once per epoch; sets alternate so that tokens follow the mixture. A
+The output is an endless sequence of packs of at most `pack_tokens` tokens. Each token set (a domain's documents) yields
+its documents in a pseudo-random order, each once per epoch; sets are interleaved so that tokens follow the mixture. A
 document longer than `context` is read in pieces of `context` tokens; a piece is never cut, so a pack may be a little
-shorter than `pack_tokens`. A token's target is the next one of its document, also where a piece ends between them; only
-the last token of a document has none.
+shorter than `pack_tokens`. A token's target is the next token of its document, even across pieces; only the last token
+of a document has none.
 
-The sequence is a function of corpus, context, pack_tokens, seed, split and shares. A reader made with another's `state`
-goes on exactly where that one stood. A reader made `after` another goes on with the documents that that one left, in a
-context and a mixture of its own.
+The sequence is a function of corpus, context, pack_tokens, seed, split and shares. A reader created with another's
+`state` resumes exactly there. A reader created `after` another continues with the documents that the other left
+unread, with its own context and mixture.
 """
 
 import json
@@ -29,7 +29,7 @@ from m2forge.records import NO_TARGET, JsonValue, Pack
 
 
 class ReaderState(Config):
-    """Where a reader stands, and for which reading that holds. A few kilobytes of JSON per stream."""
+    """The position of a reader, and the settings it is valid for. A few kilobytes of JSON per stream."""
 
     corpus: str
     """Fingerprint of the corpus."""
@@ -38,11 +38,11 @@ class ReaderState(Config):
     seed: int
     split: Literal["train", "held_out"]
     shares: Mapping[str, float]
-    """Of each stream, as resolved from mixture and long share."""
+    """Share of each stream, resolved from mixture and long share."""
     tokens: Mapping[str, int]
-    """Taken from each stream since these shares hold."""
+    """Tokens read from each stream since these shares took effect."""
     documents: Mapping[str, StreamPosition]
-    """How far each stream has been read, those that these shares leave out included."""
+    """Position of each stream, including streams without a share."""
 
     def to_json(self) -> dict[str, JsonValue]:
         return dict(self.model_dump(mode="json"))
@@ -77,8 +77,8 @@ class CorpusReader:
         state: ReaderState | None = None,
         after: ReaderState | None = None,
     ) -> None:
-        """`state`: of a reader of the same context, pack_tokens and mixture, to go on from. `after`: of a reader of the
-        same corpus, seed and split, whose unread documents come first."""
+        """`state`: resume from a reader with the same context, pack_tokens and mixture. `after`: continue after a
+        reader of the same corpus, seed and split; its unread documents come first."""
         if not 1 <= context <= pack_tokens:
             raise ConfigError(f"pack_tokens ({pack_tokens}) must hold one document of context ({context}), at least 1")
         manifest = read_manifest(folder)
@@ -121,7 +121,7 @@ class CorpusReader:
         if state is not None:
             for stream in self._streams:
                 stream.num_tokens = state.tokens[stream.name]
-        # The shards of all streams in one list, so that a piece names its shard by one number.
+        # The shards of all streams in one list, so that one index identifies a piece's shard.
         self._shards: list[ShardView] = [shard for stream in self._streams for shard in stream.shards]
         self._first_shard = np.cumsum([0, *(len(stream.shards) for stream in self._streams)])[:-1]
         self._tags = np.array([stream.tag for stream in self._streams], np.int32)
@@ -130,7 +130,7 @@ class CorpusReader:
         return self._read(self._fill(self._made_for.pack_tokens))
 
     def packs(self, num_packs: int, num_tokens: int) -> Iterator[Pack]:
-        """At most `num_packs` packs of `num_tokens` tokens in all; they end early where no piece fits the rest."""
+        """At most `num_packs` packs with at most `num_tokens` tokens in total; ends early if no piece fits the rest."""
         for _ in range(num_packs):
             chosen = self._fill(min(num_tokens, self._made_for.pack_tokens))
             if not chosen:
@@ -139,7 +139,7 @@ class CorpusReader:
             yield self._read(chosen)
 
     def state(self) -> ReaderState:
-        """Where the reader stands: after the last pack given."""
+        """The reader's position after the last pack returned."""
         return self._made_for.model_copy(
             update={
                 "tokens": {stream.name: stream.num_tokens for stream in self._streams},

@@ -1,4 +1,4 @@
-"""What a build did: documents read, dropped and kept, tokens by domain, problems met. Written beside the shards."""
+"""The report of a build: documents read, dropped and kept, tokens by domain, problems. Written next to the shards."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,30 +13,30 @@ REPORT_NAME = "report.json"
 class ProblemCount(Config):
     count: int
     first: tuple[str, ...]
-    """The first few, with file and line."""
+    """The first few problems, with file and line."""
 
 
 class CorpusReport(Config):
     fingerprint: str
-    """Of the configuration and the input files: a build with the same one makes the same corpus."""
+    """Hash of the configuration and the input files: builds with equal fingerprints produce the same corpus."""
     num_bytes: int
-    """Of text read."""
+    """Bytes of text read."""
     num_read: int
     num_kept: int
     """Documents in the corpus, training and held out."""
     dropped: Mapping[str, int]
-    """Documents by reason: a quality rule, below_threshold, exact_duplicate, near_duplicate."""
+    """Dropped documents by reason: a quality rule, below_threshold, exact_duplicate, near_duplicate."""
     train_tokens: Mapping[str, int]
-    """By domain, as the two below."""
+    """Training tokens by domain; the two below are by domain too."""
     held_out_tokens: Mapping[str, int]
     long_tokens: Mapping[str, int]
     mixture: Mapping[str, float]
     epochs: Mapping[str, float]
-    """How often each domain is read while as many tokens are drawn as the corpus has."""
+    """Epochs over each domain while as many tokens are drawn as the corpus has."""
     problems: Mapping[str, ProblemCount]
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """The report as human-readable lines."""
         dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items()) or "none"
         text = [
             f"read {self.num_read:,} documents, {self.num_bytes / 1e6:,.1f} MB; kept {self.num_kept:,}",

@@ -1,8 +1,8 @@
-"""The first stage: read one part, judge its documents, and write down those that pass with all that later stages need.
+"""The first stage: read one part, filter its documents, and write those that pass with all that later stages need.
 
-Each document passes through memory once. Per batch of about `WINDOW_BYTES`, array operations give features, quality,
-domain, MinHash signature and topic sketch. What comes out depends on the part and the configuration alone, so parts
-may be scanned by any number of processes.
+Each document is loaded once. For each batch of about `BATCH_BYTES`, array operations compute features, quality, domain,
+MinHash signature and topic sketch. The output depends only on the part and the configuration, so any number of
+processes may scan parts.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from m2forge.files import staged_folder
 BATCH_BYTES = 1 << 19
 BATCH_DOCUMENTS = 1 << 13
 BELOW_THRESHOLD = "below_threshold"
-"""Beside the names of rules, why a document was dropped."""
+"""Why a document was dropped, beside the names of rules."""
 
 
 def domain_names(config: CorpusConfig) -> tuple[str, ...]:
@@ -47,17 +47,17 @@ def num_bands(config: CorpusConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is known of the documents of a batch, one row each."""
+    """Measurements of a batch, one row per document."""
 
     features: FeatureArray
     classified: npt.NDArray[np.float64]
-    """Sums for the classifier; no columns without one."""
+    """Sums for the classifier; zero columns without one."""
     signature: SignatureArray
     topic: npt.NDArray[np.float64]
 
 
 class Scanner:
-    """Judges documents by one configuration."""
+    """Filters documents by one configuration."""
 
     def __init__(self, config: CorpusConfig, classifier: Classifier | None) -> None:
         self.config = config
@@ -93,12 +93,12 @@ class Scanner:
         return found.astype(str)
 
     def write(self, documents: Sequence[Document], fixed: str | None, table: TableWriter, counts: Counter[str]) -> None:
-        """Judge a batch and append what is kept."""
+        """Filter a batch and append the kept documents to `table`."""
         measured = self.measure([document.text for document in documents])
         domains = self.domains_of(documents, fixed, measured.features)
         is_code = domains == "code"
         broken = broken_rules(measured.features, is_code, self.config.quality)
-        # Nothing can be learnt from no text, whatever the rules in force.
+        # Empty documents are always dropped, whatever rules are enabled.
         broken[measured.features[:, Feature.NUM_BYTES] == 0] = list(Rule).index(Rule.TOO_SHORT)
         if self._classifier is None:
             scores = rule_scores(measured.features, is_code)
@@ -119,7 +119,7 @@ class Scanner:
         table.append("hash_rest", hashes[:, 1])
         table.append("domain", np.searchsorted(self.domains, domains[kept]).astype(np.uint8))
         texts = [document.text for document in chosen]
-        # A name may be bytes that are no text.
+        # A name may be bytes that are not valid UTF-8.
         names = [document.name.encode(errors="backslashreplace") for document in chosen]
         table.append_stretches("text", b"".join(texts), np.array([len(text) for text in texts]))
         table.append_stretches("name", b"".join(names), np.array([len(name) for name in names]))
@@ -141,7 +141,7 @@ class Scanner:
 
     def _write_signature(self, signature: SignatureArray, hashes: npt.NDArray[np.uint64], table: TableWriter) -> None:
         keys = band_keys(signature, self._num_bands)
-        # A document without words is like nothing but itself.
+        # A document without words is similar only to itself.
         empty = (signature == NOTHING).all(axis=1)
         keys[empty] = hashes[empty, None]
         table.append("signature", signature)
@@ -150,7 +150,7 @@ class Scanner:
 
 
 def scan_part(part: Part, config: CorpusConfig, classifier_path: Path | None, folder: Path) -> None:
-    """Read `part` and write its table to `folder`, whole or not at all."""
+    """Read `part` and write its table to `folder`, atomically."""
     scanner = Scanner(config, load_classifier(classifier_path) if classifier_path else None)
     source = config.sources[part.source]
     problems = Problems(config.strict)
@@ -176,7 +176,7 @@ def scan_part(part: Part, config: CorpusConfig, classifier_path: Path | None, fo
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in groups of about BATCH_BYTES."""
+    """Group documents into batches of about BATCH_BYTES."""
     group: list[Document] = []
     size = 0
     for document in documents:
@@ -190,7 +190,7 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _chunks(pieces: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """Consecutive pieces, about one window's worth at a time."""
+    """Group consecutive pieces into chunks of about one window."""
     begin, size = 0, 0
     for index, piece in enumerate(pieces):
         if size and size + len(piece) > WINDOW_BYTES:

@@ -1,7 +1,7 @@
-"""Write documents' tokens into the shards of a corpus folder, and open a token set by memory map.
+"""Writes document tokens into the shards of a corpus folder, and memory-maps shards for reading.
 
-Documents go to disk as they come: memory holds nothing per document, neither writing nor reading. What is written
-depends only on the documents and their order.
+Documents are written as they arrive: memory does not grow with the number of documents, in writing or reading. The
+output depends only on the documents and their order.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from m2forge.errors import ConfigError, DataError
 from m2forge.records import IntArray
 
 DEFAULT_SHARD_TOKENS = 1 << 28
-"""A shard is closed when it holds this many tokens; one document never spans two."""
+"""A shard is closed once it holds this many tokens; a document never spans two shards."""
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 OffsetArray = npt.NDArray[np.uint64]
@@ -26,7 +26,7 @@ SetKey = tuple[Split, Kind, str]
 
 
 class ShardWriter:
-    """One shard under construction: `add` documents, then `close`."""
+    """One shard being written: `add` documents, then `close`."""
 
     def __init__(self, folder: Path, name: str, token_bytes: int) -> None:
         self.name = name
@@ -41,7 +41,7 @@ class ShardWriter:
         self._digests = (hashlib.sha256(), hashlib.sha256(bytes(8)))
 
     def add(self, tokens: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer]) -> None:
-        """Append documents laid end to end."""
+        """Append concatenated documents."""
         ends = np.cumsum(lengths, dtype=np.uint64) + np.uint64(self.num_tokens)
         for file, digest, data in zip(
             (self._tokens, self._offsets),
@@ -62,10 +62,10 @@ class ShardWriter:
 
 
 class CorpusWriter:
-    """Fills a folder with shards, one token set per split, kind and domain, and closes with the manifest.
+    """Fills a folder with shards, one token set per split, kind and domain, and writes the manifest last.
 
-    `with CorpusWriter(folder, vocab_size=…) as writer:` then `add` and at the end `finish`. The folder is usually a
-    staged one, since without `finish` it holds no manifest and no reader opens it.
+    `with CorpusWriter(folder, vocab_size=…) as writer:` then `add` and finally `finish`. The folder is usually a
+    staged one, since without `finish` it has no manifest and no reader opens it.
     """
 
     def __init__(self, folder: Path, *, vocab_size: int, shard_tokens: int = DEFAULT_SHARD_TOKENS) -> None:
@@ -101,7 +101,7 @@ class CorpusWriter:
         split: Split,
         kind: Kind = Kind.PLAIN,
     ) -> None:
-        """Append documents laid end to end."""
+        """Append concatenated documents."""
         if not len(lengths):
             return
         if int(np.min(lengths)) < 1 or int(np.sum(lengths)) != len(tokens):
@@ -117,7 +117,7 @@ class CorpusWriter:
             self._close(key)
 
     def num_tokens(self, split: Split, kind: Kind = Kind.PLAIN) -> dict[str, int]:
-        """Tokens written so far of each domain."""
+        """Tokens written so far, by domain."""
         counts: dict[str, int] = {}
         for key in sorted({*self._open, *self._closed}):
             if key[:2] == (split, kind):
@@ -128,7 +128,7 @@ class CorpusWriter:
     def finish(
         self, mixture: Mapping[str, float] | None = None, *, tokenizer: str = "", end_of_text_id: int | None = None
     ) -> Manifest:
-        """Close all shards and write the manifest. Without a mixture each domain weighs as many tokens as it has."""
+        """Close all shards and write the manifest. Without a mixture, shares are proportional to tokens."""
         for key in list(self._open):
             self._close(key)
         shares = dict(mixture) if mixture is not None else {k: float(v) for k, v in self.num_tokens("train").items()}
@@ -157,7 +157,7 @@ class CorpusWriter:
 
 
 class ShardView:
-    """One shard by memory map."""
+    """One memory-mapped shard."""
 
     def __init__(self, folder: Path, shard: Shard, token_bytes: int) -> None:
         self.num_documents = shard.num_documents
@@ -171,5 +171,5 @@ class ShardView:
 
 
 def _mapped(path: Path, dtype: str) -> npt.NDArray[np.unsignedinteger]:
-    # As a plain array: slicing a memmap object costs several times as much.
+    # As a plain array: slicing a memmap object is several times slower.
     return np.asarray(np.memmap(path, dtype=np.dtype(dtype), mode="r"))

@@ -1,9 +1,9 @@
-"""MinHash signatures: short fingerprints of documents that agree in a share of places equal to their likeness.
+"""MinHash signatures: short document fingerprints; the share of equal entries estimates Jaccard similarity.
 
-A document is the set of its shingles, runs of `num_words` words; a shorter document is one shingle. Place i of its
-signature is the least value of h_i over the set, h_i(x) = (x xor s_i)·a_i mod 2^32 with a_i odd. Two signatures agree
-in a place with probability J, the Jaccard likeness of the two sets. Split into `num_bands` bands of r places, documents
-agree in all places of some band, they meet, with probability 1 − (1 − J^r)^bands.
+A document is the set of its shingles, runs of `num_words` words; a shorter document is one shingle. Entry i of its
+signature is the minimum of h_i over the set, h_i(x) = (x xor s_i)·a_i mod 2^32 with a_i odd. An entry of two signatures
+is equal with probability J, the Jaccard similarity of the two sets. With `num_bands` bands of r entries, two documents
+have some band with all entries equal, and so become candidates, with probability 1 − (1 − J^r)^bands.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from m2forge.corpus.words import TextBatch
 SignatureArray = npt.NDArray[np.uint32]
 
 NOTHING = np.uint32(0xFFFFFFFF)
-"""In every place of the signature of a document without words."""
+"""Every signature entry of a document without words."""
 MEETING_CHANCE = 0.95
 _BLOCK = 1 << 13
 _COMBINE = 0xD6E8FEB86659FD93
@@ -27,7 +27,7 @@ _COMBINE = 0xD6E8FEB86659FD93
 
 @dataclass(frozen=True, slots=True)
 class Shingles:
-    """Hashes of runs of words, and the document of each, in order of documents."""
+    """Hashes of runs of words, and the document of each, in document order."""
 
     hash: UInt64Array
     document: Int64Array
@@ -51,7 +51,7 @@ def shingles(batch: TextBatch, num_words: int) -> Shingles:
 
 
 class MinHash:
-    """Computes signatures of `num_perm` places."""
+    """Computes signatures of `num_perm` entries."""
 
     def __init__(self, num_perm: int) -> None:
         self.num_perm = num_perm
@@ -64,7 +64,7 @@ class MinHash:
         """Signatures, one row per document."""
         signature = np.full((num_documents, self.num_perm), NOTHING)
         values = (found.hash >> np.uint64(32)).astype(np.uint32)
-        # Blocks that stay in the processor's cache while all permutations pass over them; a document may span several.
+        # Blocks stay in the CPU cache while all permutations run over them; a document may span several.
         for begin in range(0, len(values), _BLOCK):
             block, owner = values[begin : begin + _BLOCK], found.document[begin : begin + _BLOCK]
             starts = np.flatnonzero(np.concatenate([[True], owner[1:] != owner[:-1]]))
@@ -80,7 +80,7 @@ class MinHash:
 
 
 def band_keys(signature: SignatureArray, num_bands: int) -> UInt64Array:
-    """A 64-bit key per document and band; equal keys mean, but for hash collisions, equal bands."""
+    """A 64-bit key per document and band; equal keys mean equal bands, up to hash collisions."""
     num_rows = signature.shape[1] // num_bands
     bands = signature[:, : num_bands * num_rows].reshape(len(signature), num_bands, num_rows)
     key = np.zeros(bands.shape[:2], np.uint64)
@@ -90,9 +90,9 @@ def band_keys(signature: SignatureArray, num_bands: int) -> UInt64Array:
 
 
 def bands_for(threshold: float, num_perm: int) -> int:
-    """The fewest bands in which two documents just as alike as the threshold meet 19 times out of 20.
+    """The fewest bands for which two documents exactly as similar as the threshold become candidates 19 times of 20.
 
-    Documents that meet are compared by their whole signatures, so a pair too many costs little and a missed one stays.
+    Candidates are compared by their full signatures, so a false candidate costs little but a missed pair stays.
     """
     for num_rows in range(num_perm, 1, -1):
         num_bands = num_perm // num_rows

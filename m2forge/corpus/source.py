@@ -1,7 +1,7 @@
-"""Which input there is: sources of a configuration in, parts of about equal size out, in a fixed order.
+"""Lists the input: sources of a configuration in, parts of about equal size out, in a fixed order.
 
 A part is a list of file spans: whole files, byte ranges of large plain JSONL files, row groups of large Parquet files.
-Parts are made one after the other, so that neither files nor parts need to be held in memory together.
+Parts are generated lazily, so that neither all files nor all parts are in memory at once.
 """
 
 import glob
@@ -28,13 +28,13 @@ class FileSpan:
     path: str
     kind: SourceKind
     name: str
-    """Path below the source's folder."""
+    """Path relative to the source's folder."""
     begin: int
     end: int
-    """Bytes of a JSONL file, row groups of a Parquet file; an end of -1 takes the rest."""
+    """Byte offsets of a JSONL file, row groups of a Parquet file; an end of -1 means the end of the file."""
     size: int
     modified_ns: int
-    """Size and time of the file, by which a resumed build knows that it has not changed."""
+    """Size and mtime of the file, by which a resumed build knows that it has not changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Part:
 
 
 def list_parts(sources: Sequence[Source], part_bytes: int) -> Iterator[Part]:
-    """The parts of all sources. A source that matches no file is refused."""
+    """The parts of all sources. Raises if a source matches no file."""
     for index, source in enumerate(sources):
         spans: list[FileSpan] = []
         filled, found = 0, False
@@ -64,7 +64,7 @@ def list_parts(sources: Sequence[Source], part_bytes: int) -> Iterator[Part]:
 
 
 def kind_of(path: str) -> SourceKind | None:
-    """What a file's suffix says it is."""
+    """The format implied by a file's suffix; None if unknown."""
     name = path.lower()
     if name.endswith(JSONL_SUFFIXES):
         return SourceKind.JSONL
@@ -78,7 +78,7 @@ def kind_of(path: str) -> SourceKind | None:
 
 
 def _spans(source: Source, part_bytes: int) -> Iterator[tuple[FileSpan, int]]:
-    """Every span of a source with the bytes it stands for."""
+    """Every span of a source with its approximate size in bytes."""
     for path, name in _files(source):
         kind = kind_of(path)
         if source.kind is not None and (kind is source.kind or not _walks(source)):
@@ -96,12 +96,12 @@ def _size_and_time(path: str) -> tuple[int, int]:
     try:
         status = Path(path).stat()
     except OSError:
-        return 0, 0  # a link to nothing, say: reading it will report what is wrong
+        return 0, 0  # a dangling link, for example: reading it will report the problem
     return status.st_size, status.st_mtime_ns
 
 
 def _ranges(path: str, kind: SourceKind, size: int, part_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Where a file is divided: begin, end and bytes of each span."""
+    """How a file is split: begin, end and bytes of each span."""
     if size > part_bytes and kind is SourceKind.JSONL and not path.endswith((".gz", ".zst")):
         for begin in range(0, size, part_bytes):
             yield begin, min(begin + part_bytes, size), min(part_bytes, size - begin)
@@ -117,7 +117,7 @@ def _row_group_ranges(path: str, size: int, part_bytes: int) -> Iterator[tuple[i
         with library.ParquetFile(path) as file:
             num_groups = file.metadata.num_row_groups
     except library.errors:
-        num_groups = 1  # reading it will report what is wrong
+        num_groups = 1  # reading it will report the problem
     step = max(1, num_groups * part_bytes // size)
     for begin in range(0, max(1, num_groups), step):
         end = min(begin + step, num_groups)
@@ -125,12 +125,12 @@ def _row_group_ranges(path: str, size: int, part_bytes: int) -> Iterator[tuple[i
 
 
 def _walks(source: Source) -> bool:
-    """Whether the source is searched for files, or names one."""
+    """Whether the source is a folder or pattern, rather than one file."""
     return glob.has_magic(source.path) or Path(source.path).is_dir()
 
 
 def _files(source: Source) -> Iterator[tuple[str, str]]:
-    """Path and name of every file, in order of names."""
+    """Path and name of every file, in name order."""
     path = source.path
     if glob.has_magic(path):
         root = "/".join(takewhile(lambda part: not glob.has_magic(part), path.split("/")[:-1]))
@@ -151,13 +151,13 @@ def _files(source: Source) -> Iterator[tuple[str, str]]:
 
 
 def _order(path: str) -> list[tuple[bool, str]]:
-    """The order of `_walk`, as a key to sort by."""
+    """A sort key that gives the order of `_walk`."""
     *folders, name = path.split("/")
     return [*((True, folder) for folder in folders), (False, name)]
 
 
 def _walk(folder: str, name: str, exclude: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """A folder's own files before those of its folders, so that the files of each stand together."""
+    """A folder's own files before those of its subfolders, so that each folder's files are contiguous."""
     with os.scandir(folder) as entries:
         names = sorted((entry.is_dir(follow_symlinks=False), entry.name) for entry in entries)
     for is_folder, entry in names:

@@ -1,16 +1,16 @@
 """The endless stream of one token set's documents, and packs filled from several streams at fixed shares.
 
-A stream gives every document once per epoch, in an order drawn anew for each epoch from the seed. Up to `LOOKAHEAD`
-documents of one epoch are open at a time, each waiting with its next piece; the rest of a document that is longer than
-the context waits behind the others, so that its pieces lie far apart. Its reading begins at a piece drawn from the seed
-and goes round, so that a short training sees more than the beginnings of long documents. A position is therefore the
-number of documents opened and, for each that was begun, where it was begun and how many of its tokens were taken: it
-holds for any context and any mixture.
+A stream yields every document once per epoch, reshuffled each epoch by the seed. Up to `LOOKAHEAD` documents of one
+epoch are open at a time, each queued with its next piece; the rest of a document longer than the context is queued
+behind the others, so that its pieces are far apart. Reading starts at a piece chosen by the seed and wraps around, so
+that short runs see more than the beginnings of long documents. A position is therefore the number of documents opened
+and, for each unfinished one, where reading started and how many of its tokens were taken: it is valid for any context
+and any mixture.
 
-A pack is filled in two passes. First by fair queueing: a piece's time is (tokens its stream gave before it + half its
-length) ÷ share, and the next piece is the oldest one of the stream with the least time, the first of equals. Once that
-piece does not fit, best fit: the longest waiting piece that does, of any stream that stays within one context of its
-share. So no piece is cut, none waits for ever, and the tokens of each stream stay within about a context of share ×
+A pack is filled in two passes. First by fair queueing: a piece's virtual time is (tokens its stream gave before it +
+half its length) ÷ share, and the next piece is the oldest one of the stream with the lowest time, ties by stream order.
+Once that piece does not fit, best fit: the longest queued piece that does, of any stream that stays within one context
+of its share. So no piece is cut, none starves, and the tokens of each stream stay within about one context of share ×
 total.
 """
 
@@ -30,20 +30,20 @@ LOOKAHEAD = 256
 """Documents of a stream that are open at a time."""
 _EPOCH_STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIND_DOCUMENTS = 1024
-"""Documents are looked up this many at a time: the fixed cost of an array operation is shared."""
+"""Documents are looked up this many at a time, to amortize the fixed cost of array operations."""
 
 
 class StreamPosition(Config):
-    """How far a stream has been read, whatever the context and the mixture were."""
+    """The position of a stream, independent of context and mixture."""
 
     num_opened: int = 0
-    """Documents of the order, epochs before included, that were begun or passed over."""
+    """Documents opened so far, counted over all epochs."""
     unfinished: tuple[tuple[int, int, int], ...] = ()
-    """(number in the order, token it was begun at, tokens taken) of those that are not read whole, as they wait."""
+    """(index in the order, token at which reading started, tokens taken) of each unfinished one, in queue order."""
 
 
 class Stream:
-    """Documents of one token set in the order of reading."""
+    """Documents of one token set in reading order."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Stream:
         self.share = share
         self.shards = shards
         self.num_tokens = 0
-        """Tokens taken since the shares began to hold."""
+        """Tokens taken since the shares took effect."""
         self._context = context
         self._table = DocumentTable(shards)
         self._key = np.uint64(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little"))
@@ -69,7 +69,7 @@ class Stream:
         self._num_opened = position.num_opened
         self._found: list[Piece] = []
         self.waiting: list[Piece] = self._reopen(position.unfinished)
-        """The next piece of each open document, the one that has waited longest first."""
+        """The next piece of each open document, oldest first."""
         self._open()
 
     @property
@@ -77,7 +77,7 @@ class Stream:
         return (self.num_tokens + self.waiting[0].length / 2) / self.share
 
     def take(self, index: int) -> Piece:
-        """The piece that waits at `index` is used."""
+        """Remove the piece at `index` from the queue, and queue what follows it."""
         piece = self.waiting.pop(index)
         self.num_tokens += piece.length
         taken = piece.taken + piece.length
@@ -88,19 +88,19 @@ class Stream:
         return piece
 
     def position(self) -> StreamPosition:
-        """The untouched documents at the end of the queue are left out: `_open` finds the same ones again."""
+        """The current position. Untouched documents at the end of the queue are omitted: `_open` finds them again."""
         num_opened, num_listed = self._num_opened, len(self.waiting)
         while num_listed:
             last = self.waiting[num_listed - 1]
             if last.taken or last.number != num_opened - 1:
                 break
             num_listed, num_opened = num_listed - 1, num_opened - 1
-        # A document that was not begun is begun where the context has a piece then.
+        # Where to start an untouched document is chosen on resume, since it depends on the context.
         unfinished = tuple((p.number, p.first if p.taken else 0, p.taken) for p in self.waiting[:num_listed])
         return StreamPosition(num_opened=num_opened, unfinished=unfinished)
 
     def _open(self) -> None:
-        """Open documents until `LOOKAHEAD` wait. An epoch is read to its end before a document of the next is."""
+        """Open documents until `LOOKAHEAD` are queued. An epoch is finished before the next one is opened."""
         size = self._table.num_documents
         epoch = (self.waiting[0].number if self.waiting else self._num_opened) // size
         missing = min(LOOKAHEAD - len(self.waiting), (epoch + 1) * size - self._num_opened)
@@ -140,14 +140,14 @@ class Stream:
 
 
 class Chosen(NamedTuple):
-    """A piece and the index of the stream it comes from."""
+    """A piece and the index of its stream."""
 
     stream: int
     piece: Piece
 
 
 def fill(streams: Sequence[Stream], num_tokens: int, context: int) -> list[Chosen]:
-    """Take the pieces of one pack of at most `num_tokens`."""
+    """Take the pieces of one pack of at most `num_tokens` tokens."""
     chosen: list[Chosen] = []
     room = num_tokens
 
@@ -172,13 +172,13 @@ def fill(streams: Sequence[Stream], num_tokens: int, context: int) -> list[Chose
 
 
 def _best_fit(streams: Sequence[Stream], room: int, context: int) -> tuple[int, int] | None:
-    """(stream, index among its waiting pieces) of the longest piece that fits and keeps to the shares."""
+    """(stream, index in its queue) of the longest piece that fits and respects the shares."""
     total = sum(stream.num_tokens for stream in streams)
     found, longest = None, 0
     for number, stream in enumerate(streams):
         limit = float(room)
         if stream.share < 1:
-            # Taken, it may be at most one context ahead: given + x − share · (total + x) ≤ context.
+            # After taking x the stream may be at most one context ahead: given + x − share · (total + x) ≤ context.
             limit = min(limit, (context + stream.share * total - stream.num_tokens) / (1 - stream.share))
         for index, piece in enumerate(stream.waiting):
             if longest < piece.length <= limit:

@@ -1,7 +1,7 @@
 """Documents on disk between the stages of a build: one folder per part, one file per column.
 
-A column holds a fixed number of bytes per document; the columns `text`, `name` and `tokens` hold stretches of any
-length, with a second file of offsets. Writers append, readers map: nothing here grows with the number of documents.
+A column holds a fixed number of bytes per document; the columns `text`, `name` and `tokens` have variable length, with
+a second file of offsets. Writers append, readers memory-map: memory does not grow with the number of documents.
 """
 
 import json
@@ -43,7 +43,7 @@ class TableWriter:
         self._file(column).write(np.ascontiguousarray(rows).tobytes())
 
     def append_stretches(self, column: str, data: bytes, lengths: npt.NDArray[np.integer]) -> None:
-        """Append the stretches of `data`; lengths and offsets are in the column's own unit, such as tokens."""
+        """Append variable-length values; lengths and offsets are in the column's unit, such as tokens."""
         offsets = f"{column}.offsets"
         if offsets not in self._files:
             self.append(offsets, np.zeros(1, np.int64))
@@ -63,14 +63,14 @@ class TableWriter:
 
 
 class Table:
-    """The columns of one finished part. Files are mapped at each use and let go of after it."""
+    """The columns of one finished part. Files are memory-mapped on each use and released after it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.summary: dict[str, JsonValue] = json.loads((folder / SUMMARY_NAME).read_text())
 
     def count(self, name: str) -> int:
-        """A number in the summary."""
+        """An integer of the summary."""
         value = self.summary[name]
         assert isinstance(value, int)
         return value
@@ -78,7 +78,7 @@ class Table:
     def column(self, name: str, dtype: Scalar[Number], width: int = 0) -> npt.NDArray[Number]:
         """A column of numbers; with a width, of rows of numbers."""
         path = self._folder / f"{name}.bin"
-        # An empty file cannot be mapped, and a column that was never appended to has none.
+        # An empty file cannot be mapped, and a column that was never appended to has no file.
         size = path.stat().st_size if path.exists() else 0
         values = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if size else np.zeros(0, dtype)
         return values.reshape(-1, width) if width else values
@@ -93,7 +93,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Stretches(Generic[Number]):
-    """A column of stretches of any length."""
+    """A column of variable-length values."""
 
     data: npt.NDArray[Number]
     offsets: npt.NDArray[np.int64]
@@ -109,7 +109,7 @@ class Stretches(Generic[Number]):
 
 
 class Tables:
-    """The parts of a stage as one table; documents are numbered through all parts."""
+    """The parts of a stage as one table; documents are numbered across all parts."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.parts = [Table(folder) for folder in folders]
@@ -119,7 +119,7 @@ class Tables:
         return int(self.first[-1])
 
     def column(self, name: str, dtype: type[Number]) -> npt.NDArray[Number]:
-        """A column of numbers of all parts, in memory."""
+        """A column of numbers over all parts, in memory."""
         values = np.empty(len(self), dtype)
         for part, begin, end in zip(self.parts, self.first[:-1], self.first[1:], strict=True):
             values[begin:end] = part.column(name, dtype)

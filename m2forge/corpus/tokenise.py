@@ -1,7 +1,7 @@
-"""Text to tokens: the tokenizer, loaded or trained on the documents kept, and the tokens of every one of them.
+"""Text to tokens: the tokenizer, loaded or trained on the kept documents, and the tokens of every kept document.
 
-The work is the tokenizer library's own, on all cores; around it batches are kept large, long texts are divided where
-the pre-tokenizer divides them anyway, and ids become arrays without a loop over them in Python.
+The tokenizer library does the work on all cores; this file keeps batches large, splits long texts where the
+pre-tokenizer would split them anyway, and converts ids to arrays without a Python loop over them.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from m2forge.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 BATCH_BYTES = 1 << 21
 MAX_TEXT_BYTES = 1 << 17
-"""Longer documents are encoded in stretches, so that one does not hold up the other cores or fill the memory."""
+"""Longer documents are encoded in chunks, so that one document does not block the other cores or fill the memory."""
 SAMPLE_BYTES = 1 << 16
-"""Of a long document, stretches of this size are drawn for the training of a tokenizer, each for itself."""
+"""Chunk size in which long documents are sampled for tokenizer training, each chunk independently."""
 _LINE = re.compile(rb"\n(?=\S)")
 _WORD = re.compile(rb"[A-Za-z](?= [A-Za-z])")
 
@@ -32,7 +32,7 @@ _WORD = re.compile(rb"[A-Za-z](?= [A-Za-z])")
 def get_tokenizer(
     config: TokenizerConfig, tables: Tables, is_kept: npt.NDArray[np.bool_], seed: int, folder: Path
 ) -> Tokenizer:
-    """The tokenizer in `folder`, put there first where it is missing."""
+    """The tokenizer in `folder`; loaded or trained and saved there first if it is missing."""
     if not folder.exists():
         if config.path is not None:
             tokenizer = load_tokenizer(Path(config.path))
@@ -45,12 +45,12 @@ def get_tokenizer(
 
 
 def fingerprint(tokenizer_folder: Path) -> str:
-    """Of what decides the tokens."""
+    """Hash of the tokenizer.json, which determines the tokens."""
     return hashlib.sha256((tokenizer_folder / "tokenizer.json").read_bytes()).hexdigest()
 
 
 def tokenise_part(table: Table, is_kept: npt.NDArray[np.bool_], tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the tokens of a part's kept documents, each closed by the end-of-text token where there is one."""
+    """Write the tokens of a part's kept documents, each ending with the end-of-text token if there is one."""
     texts = table.texts("text")
     rows = np.flatnonzero(is_kept)
     num_tokens = 0
@@ -70,14 +70,14 @@ def token_dtype(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
 def encode(
     texts: Sequence[bytes], tokenizer: Tokenizer
 ) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]:
-    """Tokens of all texts end to end, and how many each has."""
+    """Tokens of all texts concatenated, and the number of each."""
     stretches: list[str] = []
     num_stretches = np.empty(len(texts), np.int64)
     for index, text in enumerate(texts):
         parts = [text] if len(text) <= MAX_TEXT_BYTES else _divide(text)
         stretches += [part.decode() for part in parts]
         num_stretches[index] = len(parts)
-    # From a list of int, an array("I") is made several times as fast as any numpy array.
+    # From a list of int, an array("I") is built several times faster than a numpy array.
     arrays = [np.frombuffer(array("I", ids), np.uint32) for ids in tokenizer.encode_batch(stretches)]
     counts = np.fromiter(map(len, arrays), np.int64, len(arrays))
     lengths = np.add.reduceat(counts, np.cumsum(num_stretches) - num_stretches)
@@ -89,9 +89,9 @@ def encode(
 
 
 def _divide(text: bytes) -> list[bytes]:
-    """Stretches of at most MAX_TEXT_BYTES, cut before a line or word, where pre-tokenizers begin a word too.
+    """Chunks of at most MAX_TEXT_BYTES, split before a line or word, where pre-tokenizers start a word too.
 
-    So the tokens are those of the whole text, unless it has no such place for half that length.
+    So the tokens equal those of the whole text, unless it has no such position for half that length.
     """
     parts, start = [], 0
     while len(text) - start > MAX_TEXT_BYTES:
@@ -99,7 +99,7 @@ def _divide(text: bytes) -> list[bytes]:
         window = text[start + MAX_TEXT_BYTES // 2 : end + 1]
         found = _LINE.search(window) or _WORD.search(window)
         stop = start + MAX_TEXT_BYTES // 2 + found.end() if found else end
-        while text[stop] & 0xC0 == 0x80:  # not inside a character
+        while text[stop] & 0xC0 == 0x80:  # not inside a UTF-8 character
             stop -= 1
         parts.append(text[start:stop])
         start = stop
@@ -107,7 +107,7 @@ def _divide(text: bytes) -> list[bytes]:
 
 
 def _batches(texts: Stretches[np.uint8], rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Rows whose texts make about BATCH_BYTES."""
+    """Groups of rows whose texts total about BATCH_BYTES."""
     sizes = texts.offsets[rows + 1] - texts.offsets[rows]
     group = np.cumsum(sizes) // BATCH_BYTES
     bounds = np.flatnonzero(np.diff(group, prepend=-1, append=-1))
@@ -116,7 +116,7 @@ def _batches(texts: Stretches[np.uint8], rows: npt.NDArray[np.int64]) -> Iterato
 
 
 def _sample(tables: Tables, is_kept: npt.NDArray[np.bool_], num_bytes: int, seed: int) -> Iterator[str]:
-    """Kept documents, or stretches of long ones, drawn by their hashes: about `num_bytes` of them."""
+    """Kept documents, or chunks of long ones, sampled by their hashes: about `num_bytes` in total."""
     total = 0
     for part, begin, end in zip(tables.parts, tables.first[:-1], tables.first[1:], strict=True):
         total += int(np.diff(part.texts("text").offsets)[is_kept[begin:end]].sum())
@@ -124,7 +124,7 @@ def _sample(tables: Tables, is_kept: npt.NDArray[np.bool_], num_bytes: int, seed
     for part, begin, end in zip(tables.parts, tables.first[:-1], tables.first[1:], strict=True):
         texts = part.texts("text")
         rows = np.flatnonzero(is_kept[begin:end])
-        # Few long documents, drawn as wholes, would often be none at all.
+        # Sampling a few long documents whole would often select none.
         count = np.maximum(1, np.diff(texts.offsets)[rows] // SAMPLE_BYTES) if share < 1 else np.ones_like(rows)
         row = np.repeat(rows, count)
         number = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
@@ -133,11 +133,11 @@ def _sample(tables: Tables, is_kept: npt.NDArray[np.bool_], num_bytes: int, seed
         for index in np.flatnonzero(drawn).tolist():
             start = int(number[index]) * SAMPLE_BYTES
             stretch = texts[int(row[index])][start : None if is_last[index] else start + SAMPLE_BYTES]
-            yield stretch.tobytes().decode(errors="ignore")  # a cut may fall inside a character
+            yield stretch.tobytes().decode(errors="ignore")  # a chunk may end inside a UTF-8 character
 
 
 def draw(hashes: npt.NDArray[np.generic], seed: int, purpose: str) -> npt.NDArray[np.float64]:
-    """A number in 0 … 1 for each document, decided by its content, the seed and the purpose."""
+    """A number in 0 … 1 for each document, determined by its content, the seed and the purpose."""
     salt = int.from_bytes(hashlib.sha256(f"{seed}/{purpose}".encode()).digest()[:8], "little")
     mixed = mix(hashes.astype(np.uint64) ^ np.uint64(salt))
     return (mixed >> np.uint64(11)).astype(np.float64) / float(1 << 53)

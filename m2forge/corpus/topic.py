@@ -1,9 +1,10 @@
-"""Topics: a short vector per document, close for documents about the same things, and groups of close documents.
+"""Topics: a short vector per document, similar for documents on the same topic, and clusters of similar documents.
 
-A sketch counts a document's words into `NUM_PLACES` places, each word adding +1 or −1 at the place its hash says, so
-that inner products of sketches estimate those of the word counts. Words of fewer than `MIN_WORD_BYTES` bytes, which say
-little about a topic, are left out, and counts are damped by a square root. Groups come from spherical k-means, on
-vectors of whole numbers so small that float32 sums of products are exact: results do not depend on threads.
+A sketch (feature hashing) counts a document's words in `NUM_PLACES` dimensions, each word adding +1 or −1 at the
+dimension given by its hash, so that inner products of sketches estimate those of the word counts. Words shorter than
+`MIN_WORD_BYTES` bytes, which say little about a topic, are skipped, and counts are damped by a square root. Clusters
+come from spherical k-means, on integer vectors small enough that float32 dot products are exact: results do not depend
+on threads.
 """
 
 import numpy as np
@@ -21,11 +22,11 @@ _SAMPLE = 20_000
 _ROUNDS = 8
 _CHUNK = 1 << 10
 _LENGTH = 2048.0
-"""Of a scaled vector: no inner product exceeds its square, which float32 still counts by ones."""
+"""Maximum norm of a scaled vector: no inner product exceeds its square, up to which float32 represents all integers."""
 
 
 def sketch_sums(batch: TextBatch) -> npt.NDArray[np.float64]:
-    """Signed counts by place, one row per document; windows of a document may be added up."""
+    """Signed counts by dimension, one row per document; sums of a document's windows may be added."""
     longer = np.flatnonzero(batch.word_end - batch.word_start >= MIN_WORD_BYTES)
     value = batch.word_hash[longer] >> np.uint64(20)
     sign = (value & np.uint64(1)).astype(np.float64) * 2.0 - 1.0
@@ -36,7 +37,7 @@ def sketch_sums(batch: TextBatch) -> npt.NDArray[np.float64]:
 
 
 def sketch(sums: npt.NDArray[np.float64]) -> SketchArray:
-    """Damped and scaled to a byte per place."""
+    """Damp the counts and scale them to one byte per dimension."""
     damped = np.sign(sums) * np.sqrt(np.abs(sums))
     largest = np.maximum(np.abs(damped).max(axis=1, keepdims=True), 1.0)
     scaled: SketchArray = np.rint(damped / largest * 127.0).astype(np.int8)
@@ -44,9 +45,9 @@ def sketch(sums: npt.NDArray[np.float64]) -> SketchArray:
 
 
 def group(sketches: SketchArray, num_groups: int) -> tuple[IntArray, npt.NDArray[np.float32]]:
-    """The group of each document and its likeness to the group's centre.
+    """The cluster of each document and its cosine similarity to the centroid.
 
-    Centres are found on an even sample, starting from documents spread evenly over it, so nothing is drawn at random.
+    Centroids are found on an even sample, initialized with evenly spaced documents of it, so the result is not random.
     """
     sample = sketches[_spread(len(sketches), _SAMPLE)]
     centre = _scaled(sample[_spread(len(sample), num_groups)])

@@ -1,8 +1,8 @@
-"""A batch of documents cut into words and lines, each with a hash, by array operations over the bytes.
+"""Splits a batch of documents into words and lines, each with a hash, by array operations over the bytes.
 
-In: UTF-8 documents. Out: where words and lines begin and end, whose they are, and 64-bit hashes of the words, in lower
-case, and of the lines. Everything later (quality, near-duplicates, domains, topics) is arithmetic on these arrays; no
-Python code runs per document or per word.
+In: UTF-8 documents. Out: start and end of words and lines, the document of each, and 64-bit hashes of the words, in
+lower case, and of the lines. All later steps (quality, near-duplicates, domains, topics) are array operations on these;
+no Python code runs per document or per word.
 
 A word is a run of letters, digits, underscores and non-ASCII bytes; a Chinese, Japanese or Korean character is a word
 of its own, since those scripts do not separate words. Hashes are polynomial: with prefix sums
@@ -21,7 +21,7 @@ from m2forge.corpus.permutation import UInt64Array, mix
 from m2forge.corpus.piece import Int64Array
 
 WINDOW_BYTES = 1 << 20
-"""Longer documents are looked at in windows of this size, so that memory and power tables stay small."""
+"""Longer documents are processed in windows of this size, so that memory and power tables stay small."""
 
 _BASE = 0x2545F4914F6CDD1D
 _INVERSE = pow(_BASE, -1, 1 << 64)
@@ -29,29 +29,29 @@ _NEWLINE = ord("\n")
 
 
 def _table(members: bytes) -> bytes:
-    """For `bytes.translate`, the fastest way to look bytes up: 1 for members, 0 for the rest."""
+    """A table for `bytes.translate`, the fastest byte lookup: 1 for members, 0 for the rest."""
     return bytes(byte in members for byte in range(256))
 
 
 _IS_WORD = _table(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_" + bytes(range(0x80, 0x100)))
 _FIRST_IDEOGRAPH, _LAST_IDEOGRAPH = 0xE3, 0xED
-"""First bytes of U+3000 to U+DFFF."""
+"""Lead bytes of U+3000 to U+DFFF."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """Documents end to end, a newline after each, with their words and lines. Documents are counted from 0."""
+    """Documents concatenated, with a newline after each, and their words and lines. Documents are counted from 0."""
 
     data: npt.NDArray[np.uint8]
     document_start: Int64Array
-    """Where each document begins in `data`, and at the end the length of `data`."""
+    """Start of each document in `data`, then the length of `data`."""
     word_start: Int64Array
     word_end: Int64Array
     word_hash: UInt64Array
     word_document: Int64Array
     line_start: Int64Array
     line_end: Int64Array
-    """Without the newline."""
+    """End of each line, without the newline."""
     line_hash: UInt64Array
     line_document: Int64Array
 
@@ -62,12 +62,12 @@ class TextBatch:
     def per_document(
         self, owner: Int64Array, weights: npt.NDArray[np.generic] | None = None
     ) -> npt.NDArray[np.float64]:
-        """Count entries, or sum weights, by the document that owns each."""
+        """Count entries, or sum weights, by document."""
         return np.bincount(owner, weights=weights, minlength=self.num_documents).astype(np.float64)
 
 
 def cut(documents: Sequence[bytes]) -> TextBatch:
-    """Find words and lines. The documents together take about `WINDOW_BYTES`; see `windows`."""
+    """Find words and lines. The documents should total about `WINDOW_BYTES`; see `windows`."""
     joined = b"\n".join([*documents, b""])
     data = np.frombuffer(joined, np.uint8)
     sizes = np.fromiter((len(document) + 1 for document in documents), np.int64, len(documents))
@@ -76,11 +76,11 @@ def cut(documents: Sequence[bytes]) -> TextBatch:
     is_ideograph = (data >= _FIRST_IDEOGRAPH) & (data <= _LAST_IDEOGRAPH)
     begins = is_word.copy()
     begins[1:] &= ~is_word[:-1] | is_ideograph[1:]
-    # What follows an ideograph's three bytes begins a word too.
+    # The byte after an ideograph's three bytes starts a word too.
     after = np.flatnonzero(is_ideograph) + 3
     after = after[after < len(data)]
     begins[after] |= is_word[after]
-    # A word ends before a byte that is no part of one, or that begins the next.
+    # A word ends before a non-word byte, or where the next word starts.
     ends = ~is_word
     ends |= begins
     ends[1:] &= is_word[:-1]
@@ -104,7 +104,7 @@ def cut(documents: Sequence[bytes]) -> TextBatch:
 
 
 def windows(document: bytes, size: int = WINDOW_BYTES) -> list[bytes]:
-    """The document in stretches of at most `size` bytes, cut after a newline or space where there is one."""
+    """The document in chunks of at most `size` bytes, split after a newline or space if there is one."""
     if len(document) <= size:
         return [document]
     parts, start = [], 0
@@ -118,7 +118,7 @@ def windows(document: bytes, size: int = WINDOW_BYTES) -> list[bytes]:
 
 
 def hash_word(word: str) -> int:
-    """What a word in a text hashes to."""
+    """The hash of a word, equal to its `word_hash` in a batch."""
     data = np.frombuffer(word.lower().encode(), np.uint8)
     return int(_hash(_prefix(data), np.array([0]), np.array([len(data)]))[0])
 

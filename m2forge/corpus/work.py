@@ -1,8 +1,8 @@
-"""The folder in which a build keeps what its stages have finished, so that a killed one goes on where it stood.
+"""The folder in which a build keeps the output of finished stages, so that a killed build can resume.
 
-It lies beside the destination as `.NAME.work/FINGERPRINT`, the fingerprint taken over the configuration and over path,
-size and time of every input file: a build of something else never meets it. Everything in it appears whole or not at
-all. A lock keeps a second process from building the same destination at the same time.
+It is `.NAME.work/FINGERPRINT` next to the destination; the fingerprint covers the configuration and the path, size and
+mtime of every input file, so different builds never share it. Everything in it is written atomically. A lock prevents
+a second process from building the same destination concurrently.
 """
 
 import fcntl
@@ -35,7 +35,7 @@ class Work:
                 yield Part(data["source"], spans, data["num_bytes"])
 
     def stage(self, name: str, part: int) -> Path:
-        """Where a stage keeps what it makes of a part."""
+        """Folder of a stage's output for a part."""
         return self.folder / name / f"{part:06d}"
 
     def stage_folders(self, name: str) -> list[Path]:
@@ -44,7 +44,7 @@ class Work:
 
 @contextmanager
 def open_work(config: CorpusConfig, dest: Path) -> Iterator[Work]:
-    """The work folder of a build, begun or found. It is for its user to `remove_work` at the end."""
+    """Create or reopen the work folder of a build. The caller removes it with `remove_work` at the end."""
     root = _root(dest)
     root.mkdir(parents=True, exist_ok=True)
     with (root / "lock").open("w") as lock:
@@ -64,7 +64,7 @@ def open_work(config: CorpusConfig, dest: Path) -> Iterator[Work]:
                     file.write(line + "\n")
                     num_parts += 1
         except BaseException:
-            # Sources that are refused leave nothing behind, but for what other builds have begun.
+            # Refused sources leave nothing behind, except what other builds have started.
             listed.unlink(missing_ok=True)
             if not any(path.is_dir() for path in root.iterdir()):
                 remove_work(dest)
@@ -72,7 +72,7 @@ def open_work(config: CorpusConfig, dest: Path) -> Iterator[Work]:
         fingerprint = digest.hexdigest()
         folder = root / fingerprint[:32]
         folder.mkdir(exist_ok=True)
-        # What a killed run left half-written.
+        # Partial output of a killed run.
         for partial in [*folder.glob(".*.partial"), *folder.glob("*/.*.partial")]:
             shutil.rmtree(partial)
         listed.replace(folder / PARTS_NAME)
@@ -84,7 +84,7 @@ def remove_work(dest: Path) -> None:
 
 
 def _beside(config: CorpusConfig) -> list[list[str | int]]:
-    """Path, size and time of the files that a build reads beside its sources: a tokenizer, a classifier's examples."""
+    """Path, size and mtime of other files that a build reads: a tokenizer, the classifier's examples."""
     roots = [] if config.tokenizer.path is None else [Path(config.tokenizer.path)]
     if config.quality.classifier is not None:
         examples = (*config.quality.classifier.positive, *config.quality.classifier.negative)

@@ -1,7 +1,7 @@
-"""Completions of many prompts at once, token by token.
+"""Batched decoding: completions of many prompts at once.
 
-For each prompt it gives what `m2forge.model.generate.generate` gives (with seed + index for prompt number index), up
-to the rounding of a differently shaped batch.
+Each completion equals that of `m2forge.model.generate.generate` (with seed + index for prompt number index), up to the
+rounding of a differently shaped batch.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,8 +25,8 @@ def complete(
     max_pack_tokens: int = 1 << 16,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt: at most `max_new_tokens` (one bound, or one each), ending with the first
-    that is in `stop_ids`. Temperature 0 takes the likeliest token. `advance` is told of prompts as they are done."""
+    """The completion of each prompt: at most `max_new_tokens` (one limit, or one each), ending with the first token in
+    `stop_ids`. Temperature 0 decodes greedily. `advance` is called with the number of prompts finished."""
     if temperature < 0:
         raise ValueError(f"temperature {temperature}: expected 0 (greedy) or above")
     if any(len(prompt) == 0 for prompt in prompts):

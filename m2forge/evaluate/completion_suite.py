@@ -1,4 +1,4 @@
-"""Suites whose prompts come from a file and whose answers the network writes by itself: tool calls and exact match."""
+"""Suites that decode completions of prompts from a file: tool calls and exact match."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ MAX_FAILURES = 5
 class Measured:
     cells: tuple[Cell, ...]
     failures: tuple[Failure, ...]
-    """The first few."""
+    """The first few failures."""
     notes: tuple[str, ...]
 
 
@@ -42,7 +42,7 @@ def measure_tool_calls(
     seed: int,
     max_pack_tokens: int,
 ) -> Measured:
-    """Share of valid calls and, where the file has references, share of calls equal to them."""
+    """Share of valid calls and, if the file has references, share of calls equal to them."""
     completions = _complete("tool_calls", predictor, asked.ids, chat.stop_ids, config, seed, max_pack_tokens)
     parsed = [_parse(chat, prompt.tools, ids) for prompt, ids in zip(asked.prompts, completions, strict=True)]
     verdicts = [
@@ -65,7 +65,7 @@ def measure_tool_calls(
 def render_answer_prompts(
     tokenizer: Tokenizer, chat: ChatFormat | None, file: PromptFile[AnswerPrompt], begin_ids: Sequence[int] = ()
 ) -> RenderedPrompts[AnswerPrompt]:
-    """`chat` is needed where the file holds messages; `begin_ids` stand before plain prompts."""
+    """`chat` is required if the file holds messages; `begin_ids` are prepended to plain prompts."""
     if chat is None and any(prompt.messages for _, prompt in file.prompts):
         raise DataError(f"{file.path}: holds messages, but the network has no chat format; give `chat_format`")
 

@@ -1,4 +1,4 @@
-"""What to measure, of which network: one TOML.
+"""Configuration of an evaluation: one TOML.
 
     model = "runs/nano/model"
     output = "runs/nano/eval"
@@ -10,7 +10,7 @@
     task = "needle"
     lengths = [1024, 4096]
 
-Every suite is measured at each of its lengths (or numbers of examples) and, where the task has one, each depth.
+Every suite is measured at each of its lengths (or numbers of shots) and, if the task has depths, at each depth.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ Count = Annotated[int, Field(gt=0, le=1 << 40)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Width = Annotated[int, Field(ge=1, le=4)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=60)]
-"""Names a file too."""
+"""Also used as a file name."""
 
 
 def _different(values: tuple[float, ...]) -> tuple[float, ...]:
@@ -38,23 +38,23 @@ Depths = Annotated[tuple[Share, ...], AfterValidator(_different)]
 
 
 class SuiteConfig(Config):
-    """What all synthetic suites share."""
+    """Settings that all synthetic suites share."""
 
     name: Name | None = None
-    """In table, files and plots; the task's name unless several suites have the same task."""
+    """Name in tables, files and plots; by default the task's name, which must be unique among suites."""
     material: Literal["tokens", "text"] = "tokens"
-    """tokens: bare ids, for any network; text: English through the tokenizer."""
+    """tokens: bare ids, for any model; text: English through the tokenizer."""
     decoding: Literal["forced", "free"] = "forced"
-    """forced: one pass over prompt and answers, each answer judged after the right earlier ones; free: the network
-    completes the prompt and an answer counts wherever it occurs, as RULER counts."""
+    """forced: teacher forcing, one forward pass over prompt and answers, each answer scored given the correct earlier
+    ones; free: the model decodes a completion and an answer counts anywhere in it, as in RULER."""
     num_samples: Count = 20
-    """Per length and depth."""
+    """Samples per length and depth."""
     max_new_tokens: Count | None = None
-    """Of a free completion; by default as many as the answers take."""
+    """Maximum length of a free completion; by default the length of the answers."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The lengths in tokens, or the numbers of examples."""
+        """The lengths in tokens, or the numbers of shots."""
         raise NotImplementedError
 
     @property
@@ -64,9 +64,9 @@ class SuiteConfig(Config):
 
 class _LengthSuite(SuiteConfig):
     lengths: Counts
-    """Tokens of a sample, answers included. Lengths beyond the network's max_context are measured and marked."""
+    """Tokens per sample, answers included. Lengths beyond the model's max_context are measured and marked."""
     haystack: Path | None = None
-    """A text file to hide things in, through the tokenizer; else random ids, or sentences that say nothing."""
+    """A text file to use as haystack, through the tokenizer; by default random ids, or meaningless sentences."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class _LengthSuite(SuiteConfig):
 class NeedleConfig(_LengthSuite):
     task: Literal["needle"]
     depths: Depths = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """Share of the haystack before the needle."""
+    """Relative positions of the needle in the haystack."""
 
     @property
     def places(self) -> tuple[float | None, ...]:
@@ -144,69 +144,69 @@ Suite: TypeAlias = Annotated[
 
 
 class AlphabetConfig(Config):
-    """Which ids the suites of tokens use. What a network was trained on with token_wording.py must agree."""
+    """Ids used by token suites. They must match those used to train a model with token_wording.py."""
 
     first_id: Annotated[int, Field(ge=0)] = 0
     num_symbols: Count = 256
-    """Ids that keys, values and labels are made of; fewer are easier to learn."""
+    """Number of ids that keys, values and labels are made of; fewer are easier to learn."""
     marker_ids: tuple[int, ...] = ()
-    """Reserved ids, one per marker; the last of the vocabulary unless named."""
+    """Reserved ids, one per marker; by default the last of the vocabulary."""
     key_tokens: Width = 2
     value_tokens: Width = 2
 
 
 class HeldOutConfig(Config):
-    """Loss on documents that training did not see."""
+    """Loss on held-out documents."""
 
     corpus: Path
     context: Count | None = None
-    """Longest document, a longer one is read in pieces; the network's max_context, as far as a pack holds it, unless
-    given."""
+    """Maximum document length, longer ones are read in pieces; by default the model's max_context, or pack_tokens if
+    smaller."""
     pack_tokens: Count = 16_384
     num_packs: Count = 16
-    """At most; no more tokens are read than the held-out part has."""
+    """Maximum number of packs; at most the tokens of the held-out split are read."""
 
 
 class CompletionConfig(Config):
-    """Prompts from a file, completed by the network."""
+    """Prompts from a file, completed by the model."""
 
     prompts: Path
-    """JSON lines."""
+    """A JSONL file."""
     max_prompts: Count | None = None
     max_new_tokens: Count = 256
     temperature: Annotated[float, Field(ge=0)] = 0.0
 
 
 CHARTS = ("by_length", "by_shots")
-"""Names of the charts that all suites share."""
+"""Names of the charts that combine all suites."""
 COMPLETION_SUITES = ("tool_calls", "tool_calls_equal", "exact_match")
-"""Names of the suites that read their prompts from a file."""
+"""Names of the suites that read prompts from a file."""
 
 
 class EvalConfig(Config):
     model: str
-    """A model folder, or a preset's name for a network with random weights."""
+    """A model folder, or a preset's name for a model with random weights."""
     output: Path
-    """The folder for eval.json, eval.toml, table.txt and the plots; files of these names are replaced."""
+    """The folder for eval.json, eval.toml, table.txt and the plots; existing files of these names are replaced."""
     tokenizer: Path | None = None
-    """A folder or file with the tokenizer; the model folder's own unless given."""
+    """A folder or file with the tokenizer; by default the model folder's own."""
     chat_format: Literal["auto", "minimax_m2", "chatml"] = "auto"
     drop_thinking: bool = False
-    """Leave out the thinking of turns before the last question, for a network that was trained so."""
+    """Drop the thinking of turns before the last user message, for a model that was trained that way."""
     begin_ids: tuple[int, ...] = ()
-    """What a text begins with for this network, such as its begin-of-text token; for suites of text and the plain
-    prompts of exact_match."""
+    """Ids that start a text for this model, such as its BOS token; for text suites and the plain prompts of
+    exact_match."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """auto: as the weights are stored."""
+    """dtype of the weights; auto: as stored."""
     seed: Annotated[int, Field(ge=0)] = 0
     max_pack_tokens: Count = 65_536
-    """Tokens of one forward pass; a longer sample goes alone."""
+    """Maximum tokens per forward pass; a longer sample runs alone."""
     alphabet: AlphabetConfig = AlphabetConfig()
     held_out: HeldOutConfig | None = None
     suites: tuple[Suite, ...] = ()
     tool_calls: CompletionConfig | None = None
-    """Lines of {"messages", "tools"}: is the last call of the assistant made, well-formed and the same?"""
+    """Lines of {"messages", "tools"}: does the model make the assistant's last tool call, well-formed and equal?"""
     exact_match: CompletionConfig | None = None
     """Lines of {"prompt" or "messages", "answer"}; "answer" is a text or a list of accepted ones."""
 

@@ -1,9 +1,9 @@
-"""Documents that grow by a token at a time, and the logits of what comes next.
+"""Documents that grow one token at a time, and the logits of the next token.
 
-`Rereading` runs every document from its start for each token: plain, and what the other must equal. `Cached` keeps the
-keys and values of every layer and runs the newest tokens alone. Up to rounding they give the same logits.
+`Rereading` runs a full forward pass over every document for each token: the simple reference. `Cached` prefills a KV
+cache and then decodes only the newest tokens. Both give the same logits up to rounding.
 
-Shapes: B documents, N tokens of all, L the longest, H query heads, G key/value heads, K head dimension.
+Shapes: B documents, N tokens in total, L longest document, H query heads, G key/value heads, K head dimension.
 """
 
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ from m2forge.model.transformer import Transformer
 from m2forge.records import IntArray
 
 ROOM = 64
-"""Tokens that a cache grows by."""
+"""Number of tokens by which a KV cache grows."""
 
 
 class Continuation(Protocol):
     def logits(self) -> Tensor:
-        """(B, V): of the token after each document."""
+        """(B, V): logits of the token after each document."""
         ...
 
     def extend(self, tokens: Sequence[int], kept: Sequence[int]) -> None:
-        """Append a token to each document, then keep those at the places `kept` alone."""
+        """Append a token to each document, then keep only the documents at the indices `kept`."""
         ...
 
 
 class ReadsAll(Protocol):
-    """What `Rereading` needs of a predictor."""
+    """The part of a predictor that `Rereading` uses."""
 
     def logits(self, documents: Sequence[IntArray], positions: Sequence[IntArray]) -> Tensor: ...
 
@@ -87,7 +87,7 @@ class Cached:
 
 
 class _Cache:
-    """Keys and values of one layer."""
+    """The KV cache of one layer."""
 
     def __init__(self, k_BLGK: Tensor, v_BLGK: Tensor) -> None:
         self.k_BLGK, self.v_BLGK = k_BLGK, v_BLGK
@@ -103,7 +103,7 @@ class _Cache:
 
 
 class _Recording(Documents):
-    """Documents, with the keys and values of every layer kept by the window of its attention, in the layers' order."""
+    """A `Documents` plan that records the keys and values of every layer, by attention window and in layer order."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         super().__init__(lengths, device)
@@ -120,7 +120,7 @@ class _Recording(Documents):
 
 
 class _Decoding:
-    """One new token of each document, behind all that its cache holds."""
+    """A decode step: one new token of each document, attending to its KV cache."""
 
     def __init__(self, length_B: Tensor, caches: dict[WindowConfig | None, list[_Cache]]) -> None:
         self.position_N, self._caches = length_B, caches
@@ -130,7 +130,7 @@ class _Decoding:
         layers, length_B = iter(self._caches[window]), self.position_N
 
         def attend(q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
-            cache = next(layers)  # one token of each document, so N is B here
+            cache = next(layers)  # one token of each document, so N equals B here
             cache.append(k_NGK, v_NGK, length_B)
             back_BL = length_B[:, None] - torch.arange(cache.k_BLGK.shape[1], device=length_B.device)
             seen_BL = back_BL >= 0
@@ -150,5 +150,5 @@ class _Decoding:
 
 
 def _rows(x_NGK: Tensor, lengths: Sequence[int]) -> Tensor:
-    """(B, L, G, K), padded behind each document's own."""
+    """(B, L, G, K), right-padded."""
     return torch.nn.utils.rnn.pad_sequence(list(x_NGK.split(list(lengths))), batch_first=True)

@@ -1,9 +1,8 @@
 """Exact-match accuracy: prompts with known answers; is the completion one of them?
 
-Compared after normalisation: Unicode compatibility forms and case folded, white space collapsed, and quotes, emphasis
-and punctuation taken off both ends, but for a full stop that begins the text: .5 is not 5. Of a plain prompt's
-completion only the first line counts, since a base model writes on; of a conversation's, the content without the
-thinking.
+Both are normalized first: Unicode NFKC and case folding, whitespace collapsed, and quotes, emphasis and punctuation
+stripped at both ends, except a leading full stop: .5 is not 5. Of a plain prompt's completion only the first line
+counts, since a base model continues writing; of a conversation's, the content without the thinking.
 """
 
 import unicodedata
@@ -21,14 +20,14 @@ _EDGES = " ,;:!?\"'`*“”‘’"
 @dataclass(frozen=True, slots=True)
 class AnswerPrompt:
     prompt: str
-    """Plain text to continue; empty where there are messages."""
+    """Plain text to continue; empty if there are messages."""
     messages: tuple[Message, ...]
     answers: tuple[str, ...]
-    """Any of them is right."""
+    """Accepted answers."""
 
 
 def parse_answer_prompt(record: Mapping[str, JsonValue]) -> AnswerPrompt:
-    """A line of {"prompt" or "messages", "answer"}."""
+    """Parse a line of {"prompt" or "messages", "answer"}."""
     answer, prompt = record.get("answer"), record.get("prompt", "")
     answers = tuple(answer) if isinstance(answer, list) else (answer,)
     if not answers or not all(isinstance(text, str) and normalised(text) for text in answers):
@@ -43,7 +42,7 @@ def parse_answer_prompt(record: Mapping[str, JsonValue]) -> AnswerPrompt:
 
 
 def matches(completion: str, prompt: AnswerPrompt) -> bool:
-    """`completion` is the text after a plain prompt, or the content of the assistant's turn."""
+    """`completion`: the text after a plain prompt, or the content of the assistant's turn."""
     text = completion.lstrip()
     if prompt.prompt and not any("\n" in answer.strip() for answer in prompt.answers):
         text = text.partition("\n")[0]

@@ -1,7 +1,7 @@
-"""Haystacks: filler tokens of an exact number, with things inserted at asked depths.
+"""Haystacks: an exact number of filler tokens, with needles inserted at given depths.
 
-A filler gives the tokens and the places where something may stand without breaking them: anywhere in random ids,
-between sentences in text. `lay` puts each insert at the place nearest to its depth.
+A filler returns tokens and the offsets at which something may be inserted without breaking them: anywhere in random
+ids, between sentences in text. `lay` puts each insert at the offset nearest to its depth.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from m2forge.records import IntArray
 class Filling:
     ids: IntArray
     places: IntArray
-    """Where something may be inserted: offsets into `ids`, rising, 0 and its length among them."""
+    """Offsets into `ids` where something may be inserted: ascending, including 0 and its length."""
 
 
 class Filler(Protocol):
@@ -37,7 +37,7 @@ class RandomFiller:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowFiller:
-    """A random stretch of one long row of ids, such as a corpus; the row starts over where it ends."""
+    """A random window of one long sequence of ids, such as a corpus; it wraps around at the end."""
 
     ids: IntArray
 
@@ -48,8 +48,8 @@ class WindowFiller:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SentenceFiller:
-    """Sentences in their order from a random one on, starting over at the end. So that the number of tokens is exact,
-    the first loses its beginning."""
+    """Consecutive sentences from a random one on, wrapping around at the end. The first is truncated at its start, so
+    that the number of tokens is exact."""
 
     sentences: tuple[IntArray, ...]
 
@@ -73,9 +73,9 @@ class Insert:
 
 
 def lay(filling: Filling, inserts: Sequence[Insert]) -> IntArray:
-    """The filling with every insert at the place nearest to depth × its length.
+    """The filling with every insert at the offset nearest to depth × its length.
 
-    Inserts that meet in one place stand in the order given.
+    Inserts with the same offset keep the given order.
     """
     wanted = [insert.depth * len(filling.ids) for insert in inserts]
     places = [int(filling.places[np.abs(filling.places - want).argmin()]) for want in wanted]
@@ -88,7 +88,7 @@ def lay(filling: Filling, inserts: Sequence[Insert]) -> IntArray:
 
 
 def filler_tokens(size: int, num_fixed: int, what: str) -> int:
-    """Tokens left for filler in a sample of `size` of which `num_fixed` are spoken for."""
+    """Tokens left for filler in a sample of `size` tokens with `num_fixed` others."""
     if size < num_fixed:
         raise ConfigError(f"length {size}: {what} needs at least {num_fixed} tokens; give longer lengths")
     return size - num_fixed

@@ -1,10 +1,10 @@
-"""Loss on held-out documents: packs in, one record per domain out, modules of multi-token prediction included.
+"""Loss on held-out documents: packs in, one record per domain out, MTP modules included.
 
     nats per token = Σ −ln p(target) / number of targets
-    bits per byte  = Σ −ln p(target) / ln 2 / bytes of the targets       (special tokens stand for no bytes)
+    bits per byte  = Σ −ln p(target) / ln 2 / bytes of the targets       (special tokens count as 0 bytes)
 
-A module at depth i predicts the same targets as the main model from a main state that is i tokens old; it is measured
-where that state exists, so not on the first i tokens of a document, and so is its agreement with the main model.
+The MTP module at depth i predicts the same targets as the main model from a main hidden state that is i tokens old; its
+loss and its agreement with the main model are measured where that state exists, so not on a document's first i tokens.
 """
 
 import math
@@ -26,7 +26,7 @@ from m2forge.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class _Sum:
-    """Of one domain and one head; index 0 is the main model, i the module at depth i."""
+    """Sums of one domain and one head; head 0 is the main model, head i the MTP module at depth i."""
 
     nats: float = 0.0
     num_tokens: int = 0
@@ -48,8 +48,8 @@ def held_out_loss(
     bytes_of_id: IntArray | None = None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[DomainLoss]:
-    """All domains together first, then each that occurred. `domains`: what the tags of packs index into. `advance` gets
-    the tokens of each pack once it is done."""
+    """The loss over all domains first, then of each domain that occurred. `domains`: names that the packs' tags index
+    into. `advance` is called with the tokens of each finished pack."""
     sums = [[_Sum() for _ in range(1 + len(model.mtp))] for _ in domains]
     for pack in packs:
         _add_pack(model, pack, bytes_of_id, sums)
@@ -63,7 +63,7 @@ def held_out_loss(
 
 
 def byte_lengths(tokenizer: Tokenizer, vocab_size: int) -> IntArray:
-    """Bytes of text that each id of a network stands for; 0 for special tokens and ids the tokenizer does not have."""
+    """Bytes of text per id; 0 for special tokens and ids that the tokenizer does not have."""
     lengths, specials = np.zeros(vocab_size, np.int32), set(tokenizer.special_ids.values())
     for token in range(min(vocab_size, tokenizer.vocab_size)):
         if token not in specials:
@@ -94,9 +94,9 @@ def _add_pack(model: Transformer, pack: Pack, bytes_of_id: IntArray | None, sums
 def _nll_and_choice(
     model: Transformer, hidden_ND: Tensor, position: IntArray, target: IntArray
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], IntArray]:
-    """Loss and likeliest token at each position, a chunk of logits at a time."""
+    """Loss and argmax token at each position, computed over chunks of logits."""
     nll, choice = np.empty(len(position), np.float64), np.empty(len(position), np.int32)
-    # The logits are raised to float32 beside their own copy.
+    # The float32 copy of the logits exists beside the original.
     rows = max(1, chunk_rows(hidden_ND, model.head_weight, None) // 4)
     for start in range(0, len(position), rows):
         chunk = slice(start, start + rows)

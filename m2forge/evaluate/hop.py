@@ -2,8 +2,8 @@
 
     x1 = value … x2 = x1 … x3 = x2 …      which variables hold the value?
 
-The assignments of a chain stand in its order. Every chain has its own value; one of them is asked for, and the answer
-is the set of its variables, in the order of the chain where an order is needed.
+The assignments of a chain occur in order. Every chain has its own value; the question asks for one of them, and the
+answer is the set of its variables, in chain order if an order is needed.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class HopTask:
     """Assignments from one variable to the next; a chain has one variable more."""
 
     def sample(self, rng: np.random.Generator, size: int, depth: float | None = None) -> Sample:
-        """The chains lie anywhere: a `depth` is not used."""
+        """The chains are at random depths: `depth` is not used."""
         per_chain = self.num_hops + 1
         values = self.wording.draw(rng, "value", self.num_chains)
         variables = self.wording.draw(rng, "variable", self.num_chains * per_chain)

@@ -1,8 +1,8 @@
-"""Needle retrieval: facts hidden in a haystack, some of them asked for at the end.
+"""Needle retrieval: facts hidden in a haystack, some of them queried at the end.
 
-needle        one fact, asked for
-multi-key     several facts, one asked for: the others are distractors of the same form
-multi-query   several facts, several asked for; each answer counts on its own
+needle        one fact, queried
+multi-key     several facts, one queried: the others are distractors of the same form
+multi-query   several facts, several queried; each answer counts on its own
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class NeedleTask:
             raise ValueError(f"{self.num_queries} queries of {self.num_needles} needles: expected 1 to all of them")
 
     def sample(self, rng: np.random.Generator, size: int, depth: float | None = None) -> Sample:
-        """`depth` is that of the first fact asked for; all others lie anywhere."""
+        """`depth`: depth of the first queried fact; all others have random depths."""
         keys = self.wording.draw(rng, "key", self.num_needles)
         values = self.wording.draw(rng, "value", self.num_needles)
         depths: list[float] = rng.random(self.num_needles).tolist()

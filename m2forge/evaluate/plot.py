@@ -1,7 +1,7 @@
 """The plots of a report: which cells go into which chart.
 
-Every suite measured at several depths gets a heat map of depth by length; all suites measured by length share one line
-chart, and so do those measured by number of examples.
+Every suite with several depths gets a heat map of depth by length; all suites measured by length share one line chart,
+and so do those measured by number of shots.
 """
 
 from m2forge.evaluate.config import CHARTS
@@ -59,7 +59,7 @@ def _context_note(report: EvalReport, beyond: bool) -> str:
 
 
 def _points(report: EvalReport, suite: str, axis: str) -> list[Point]:
-    """Means over depths, with the interval that the pooled samples have."""
+    """Means over depths, with the confidence interval of the pooled samples."""
     points = []
     cells = [cell for cell in report.cells_of(suite) if getattr(cell, axis) is not None]
     for x in sorted({getattr(cell, axis) for cell in cells}):

@@ -1,7 +1,7 @@
-"""What evaluation asks of a network: the logits after chosen positions of some documents, in one forward pass.
+"""The model interface of evaluation: logits at chosen positions of some documents, in one forward pass.
 
-Everything else (which documents share a pass, what is done with the logits) is the caller's, so that a scripted
-predictor can take the network's place. `batches` bounds the tokens of a pass.
+The caller decides which documents share a pass and what to do with the logits, so a scripted predictor can replace the
+model. `batches` limits the tokens of a pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from m2forge.model.transformer import Transformer
 from m2forge.records import IntArray
 
 MAX_PADDING = 0.25
-"""Share of padding up to which rows of unequal length still run faster on a GPU than documents behind a mask."""
+"""Share of padding up to which padded rows still run faster on a GPU than packed documents with a mask."""
 
 
 class Predictor(Protocol):
@@ -25,19 +25,19 @@ class Predictor(Protocol):
     def max_context(self) -> int: ...
 
     def logits(self, documents: Sequence[IntArray], positions: Sequence[IntArray]) -> Tensor:
-        """(M, V): the logits of the token after each of `positions[d]` of each document d, in that order."""
+        """(M, V): logits of the token after each of `positions[d]` of each document d, in that order."""
         ...
 
     def continuation(self, documents: Sequence[IntArray]) -> Continuation:
-        """The documents, to be continued token by token."""
+        """The documents, to be decoded token by token."""
         ...
 
 
 class ModelPredictor:
-    """A network of ours, its documents in one pass: laid end to end, or as rows padded to the longest."""
+    """Runs a `Transformer` over all documents in one pass: packed, or as rows padded to the longest."""
 
     def __init__(self, model: Transformer, layout: Literal["auto", "documents", "rows"] = "auto") -> None:
-        """auto: rows on a GPU where they are nearly of one length, else documents. Both give the same logits, up to
+        """auto: rows on a GPU if their lengths are similar, else packed documents. Both give the same logits, up to
         rounding."""
         self._model, self._layout = model, layout
 
@@ -73,8 +73,8 @@ class ModelPredictor:
 
 
 def batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices into `lengths`, longest first, in groups of at most `max_tokens` tokens when padded to the group's
-    longest; one longer than that goes alone."""
+    """Indices into `lengths`, longest first, in batches of at most `max_tokens` tokens when padded to the batch's
+    longest; a longer one runs alone."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if batch and lengths[batch[0]] * (len(batch) + 1) > max_tokens:
@@ -86,5 +86,5 @@ def batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
 
 
 def _padded(documents: Sequence[IntArray], length: int) -> IntArray:
-    # Trailing padding follows every real token of its row, so none sees it.
+    # Padding is at the end of its row, so causal attention never reads it.
     return np.concatenate([np.pad(document, (0, length - len(document))) for document in documents])

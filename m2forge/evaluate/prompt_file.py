@@ -1,6 +1,6 @@
-"""Prompts from a file of JSON lines, and as the ids that a network is given.
+"""Prompts from a JSONL file, and their token ids.
 
-A line that cannot be used is reported with its number, and the rest goes on; a file without one that can is refused.
+An unusable line is reported with its number and skipped; a file without a usable line is refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,9 +19,9 @@ PromptT = TypeVar("PromptT")
 class PromptFile(Generic[PromptT]):
     path: Path
     prompts: tuple[tuple[int, PromptT], ...]
-    """With the number of the line of each, from 1."""
+    """(line number from 1, prompt)."""
     problems: tuple[str, ...]
-    """One for each line that was left out."""
+    """One message for each skipped line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class RenderedPrompts(Generic[PromptT]):
     prompts: tuple[PromptT, ...]
     ids: tuple[list[int], ...]
     problems: tuple[str, ...]
-    """Of the file, and of lines that the chat format cannot express."""
+    """Problems of the file, and of lines that the chat format cannot express."""
 
 
 def read_prompts(
     path: Path, parse: Callable[[Mapping[str, JsonValue]], PromptT], max_prompts: int | None = None
 ) -> PromptFile[PromptT]:
-    """`parse` refuses a line by a DataError or FormatError."""
+    """`parse` rejects a line by raising a DataError or FormatError."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -63,7 +63,7 @@ def read_prompts(
 
 
 def render_prompts(file: PromptFile[PromptT], render: Callable[[PromptT], list[int]]) -> RenderedPrompts[PromptT]:
-    """`render` refuses a prompt as `parse` does."""
+    """`render` rejects a prompt like `parse` does."""
     kept: list[tuple[int, PromptT, list[int]]] = []
     problems = list(file.problems)
     for line, prompt in file.prompts:
@@ -78,7 +78,7 @@ def render_prompts(file: PromptFile[PromptT], render: Callable[[PromptT], list[i
 
 
 def require_list(record: Mapping[str, JsonValue], name: str) -> list[Mapping[str, JsonValue]]:
-    """The objects under `name`."""
+    """The list of objects under `name`."""
     value = record.get(name)
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
         raise FormatError(f"{name}: expected a list of objects, received {str(value)[:60]!r}")

@@ -1,4 +1,4 @@
-"""Bytes of ids that a network chose, of which its tokenizer may not know all: vocabularies are padded."""
+"""Decodes ids that a model sampled, including ids unknown to the tokenizer: model vocabularies are padded."""
 
 from collections.abc import Sequence
 

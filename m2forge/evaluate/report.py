@@ -1,6 +1,6 @@
-"""What was measured: one record, written as `eval.json` and read back equal.
+"""The evaluation report, saved as `eval.json` and loaded back equal.
 
-A cell is the mean score of the samples of one suite at one size and depth, with its 95% interval.
+A cell is the mean score of the samples of one suite at one size and depth, with its 95% confidence interval.
 """
 
 import math
@@ -15,11 +15,11 @@ from m2forge.files import write_atomic
 
 JSON_FILE = "eval.json"
 Z_95 = 1.959964
-"""Standard deviations that hold 95% of a normal distribution on both sides."""
+"""Two-sided 95% quantile of the normal distribution."""
 
 
 class _Record(BaseModel):
-    # Written as JSON, which has no NaN: a network that diverged still gets its report.
+    # JSON has no NaN: as strings, a diverged model still gets its report.
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings", protected_namespaces=())
 
 
@@ -31,14 +31,14 @@ class Cell(_Record):
     num_shots: int | None = None
     num_samples: int
     score: float
-    """Mean share of right answers, 0 to 1."""
+    """Mean share of correct answers, 0 to 1."""
     exact: float
-    """Share of samples with every answer right."""
+    """Share of samples with every answer correct."""
     low: float
     high: float
     """95% Wilson interval of the score."""
     beyond_context: bool = False
-    """Its samples are longer than the network's max_context."""
+    """Whether its samples are longer than the model's max_context."""
 
     @property
     def half_width(self) -> float:
@@ -46,13 +46,13 @@ class Cell(_Record):
 
 
 class ModuleLoss(_Record):
-    """A multi-token prediction module, measured on the positions where the state it starts from exists."""
+    """Loss of an MTP module, measured at the positions where the hidden state it starts from exists."""
 
     depth: int
-    """From 1: how many tokens old that state is."""
+    """From 1: age of that hidden state in tokens."""
     nats_per_token: float
     agreement: float
-    """Share of positions where its likeliest token is the main model's: where a draft would be accepted."""
+    """Share of positions where its argmax token equals the main model's: where a draft would be accepted."""
 
 
 class DomainLoss(_Record):
@@ -60,16 +60,16 @@ class DomainLoss(_Record):
     num_tokens: int
     nats_per_token: float
     bits_per_byte: float | None
-    """None where the tokenizer is not known."""
+    """None if the tokenizer is unknown."""
     modules: tuple[ModuleLoss, ...] = ()
 
 
 class Failure(_Record):
-    """One completion that did not pass, for a person to read."""
+    """One failed completion, for inspection."""
 
     suite: str
     line: int
-    """Of the file with the prompts."""
+    """Line number in the prompt file."""
     completion: str
     reasons: tuple[str, ...]
 
@@ -81,11 +81,11 @@ class EvalReport(_Record):
     seed: int
     cells: tuple[Cell, ...] = ()
     losses: tuple[DomainLoss, ...] = ()
-    """One per domain, and all together first."""
+    """Loss over all domains first, then one per domain."""
     failures: tuple[Failure, ...] = ()
-    """The first few of each suite."""
+    """The first few failures of each suite."""
     notes: tuple[str, ...] = ()
-    """What a reader of the figures should know: skipped lines, random weights, lengths beyond the context."""
+    """Caveats: skipped lines, random weights, lengths beyond the context."""
 
     @property
     def suites(self) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class EvalReport(_Record):
         return tuple(cell for cell in self.cells if cell.suite == suite)
 
     def score(self, suite: str) -> float:
-        """The mean over the samples of all cells of a suite."""
+        """Mean over the samples of all cells of a suite."""
         cells = self.cells_of(suite)
         return sum(cell.score * cell.num_samples for cell in cells) / sum(cell.num_samples for cell in cells)
 
@@ -144,10 +144,10 @@ def make_cell(
 
 
 def wilson(mean: float, num_samples: int) -> tuple[float, float]:
-    """The 95% Wilson interval of a proportion. For means of scores between 0 and 1 it is conservative, because no such
-    score varies more than a coin of the same mean."""
+    """The 95% Wilson interval of a proportion. It is conservative for means of scores between 0 and 1, because such a
+    score has at most the variance of a Bernoulli variable with the same mean."""
     z2_n = Z_95**2 / num_samples
     centre = (mean + z2_n / 2) / (1 + z2_n)
     half = Z_95 * math.sqrt(mean * (1 - mean) / num_samples + z2_n / (4 * num_samples)) / (1 + z2_n)
-    # At 0 and 1 the bound is met exactly; rounding must not step past the mean.
+    # At 0 and 1 the bound equals the mean; rounding must not step past it.
     return max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half))

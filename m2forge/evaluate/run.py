@@ -1,7 +1,7 @@
 """One evaluation: a configuration in, a report out, with its table and plots in the output folder.
 
-Everything that can be wrong with the configuration (a missing tokenizer, a length too short for its task, a prompt file
-without prompts, a chat format that the tokenizer does not have) is refused before the network is asked anything.
+All configuration errors (a missing tokenizer, a length too short for its task, a prompt file without prompts, a chat
+format that the tokenizer does not have) are raised before the first forward pass.
 """
 
 from collections.abc import Iterator
@@ -53,9 +53,9 @@ def run_eval(
     tokenizer: Tokenizer | None = None,
     console: Console | None = None,
 ) -> EvalReport:
-    """Measure what `config` asks for and write the report to its output folder; the tables also go to `console`.
+    """Run the evaluation of `config` and write the report to its output folder; the tables also go to `console`.
 
-    A `model` or `tokenizer` at hand takes the place of the one that `config` names.
+    A given `model` or `tokenizer` replaces the one that `config` names.
     """
     tokenizer = tokenizer or _find_tokenizer(config)
     _refuse_without_tokenizer(config, tokenizer)
@@ -101,7 +101,7 @@ def run_eval(
 
 
 def write_report(report: EvalReport, config: EvalConfig) -> None:
-    """Each file appears whole or not at all; the report itself comes last."""
+    """Writes each file atomically, the report itself last."""
     write_resolved(config, config.output / CONFIG_FILE)
     for name, svg in plots(report).items():
         write_atomic(config.output / name, svg)
@@ -115,7 +115,7 @@ def write_report(report: EvalReport, config: EvalConfig) -> None:
 def _measure_loss(
     reader: CorpusReader, config: HeldOutConfig, model: Transformer, tokenizer: Tokenizer | None
 ) -> list[DomainLoss]:
-    """As many tokens as are asked for and no more than the held-out part has."""
+    """Loss over the requested number of tokens, at most those of the held-out split."""
     bytes_of_id = None if tokenizer is None else byte_lengths(tokenizer, model.config.vocab_size)
     num_tokens = min(reader.num_tokens, config.num_packs * config.pack_tokens)
     packs = reader.packs(config.num_packs, num_tokens)
@@ -145,7 +145,7 @@ def _measure_suites(
 @dataclass(frozen=True, slots=True)
 class _Prompts:
     chat: ChatFormat | None
-    """None where no prompt is a conversation."""
+    """None if no prompt is a conversation."""
     tool_calls: RenderedPrompts[ToolPrompt] | None
     answers: RenderedPrompts[AnswerPrompt] | None
 
@@ -160,7 +160,7 @@ def _measure_completions(
         yield measure_exact_match(predictor, tokenizer, prompts.chat, prompts.answers, config.exact_match, **limits)
 
 
-# -- what it is measured on, checked at the door ----------------------------------------------------------------------
+# -- inputs, validated first ------------------------------------------------------------------------------------------
 
 
 def _find_model(config: EvalConfig, notes: list[str]) -> Transformer:
@@ -193,7 +193,7 @@ def _refuse_without_tokenizer(config: EvalConfig, tokenizer: Tokenizer | None) -
 
 
 def _refuse_short_lengths(config: EvalConfig, tasks: list[Task]) -> None:
-    """Draw one sample of every suite and size: what does not fit fails here."""
+    """Draw one sample of every suite and size, so that lengths that are too short fail here."""
     for suite, task in zip(config.suites, tasks, strict=True):
         for size in suite.sizes:
             task.sample(sample_rng(config.seed, suite.task, size, None, 0), size, suite.places[0])

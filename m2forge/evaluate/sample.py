@@ -1,8 +1,8 @@
 """Samples: token ids in which some spans are answers, to be predicted from everything before them.
 
-A sample flows from a task (needle.py, hop.py, word_count.py, shot.py), which draws it from a random generator, to the
-scorers (score.py). The same sample is a training document: `targets` says which token each one should predict. A task
-draws keys, values and filler afresh for every sample, so nothing but the seed separates training from measuring.
+A task (needle.py, hop.py, word_count.py, shot.py) draws samples from a random generator; score.py scores them. The same
+sample is a training document: `targets` gives the token that each one should predict. A task draws new keys, values and
+filler for every sample, so only the seed separates training from evaluation.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ Span: TypeAlias = tuple[int, int]
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     ids: IntArray
-    """Prompt and answers; between two answers may stand tokens that are given, such as the next question."""
+    """Prompt and answers; between two answers there may be given tokens, such as the next question."""
     spans: tuple[Span, ...]
     """[start, stop) of each answer in `ids`, in order."""
     size: int
-    """What was asked of the task: tokens of the whole sample or, for many-shot tasks, examples."""
+    """Requested size: tokens of the whole sample or, for many-shot tasks, number of shots."""
     depth: float | None = None
-    """Share of the haystack before the queried needle, 0 to 1; None where there is no single one."""
+    """Relative position of the queried needle in the haystack, 0 to 1; None if there is no single one."""
     references: tuple[str, ...] = ()
-    """The answers as text, for samples made of text."""
+    """The answers as text, for text samples."""
 
     def __post_init__(self) -> None:
         stops = [0, *(stop for _, stop in self.spans)]
@@ -37,7 +37,7 @@ class Sample:
 
     @property
     def prompt_ids(self) -> IntArray:
-        """What a network is given before its first answer."""
+        """The tokens before the first answer."""
         return self.ids[: self.spans[0][0]]
 
     @property
@@ -46,16 +46,16 @@ class Sample:
 
     @property
     def answer_ids(self) -> tuple[int, ...]:
-        """All answers, one after the other."""
+        """All answers concatenated."""
         return tuple(token for answer in self.answers for token in answer)
 
     @property
     def predicting(self) -> IntArray:
-        """Positions whose next token is part of an answer."""
+        """Positions whose next token belongs to an answer."""
         return np.concatenate([np.arange(start - 1, stop - 1, dtype=np.int32) for start, stop in self.spans])
 
     def targets(self, loss: Literal["answers", "all"] = "answers") -> IntArray:
-        """For each token the one it should predict, or NO_TARGET, as `Pack.targets` takes it."""
+        """For each token the one it should predict, or NO_TARGET, like `Pack.targets`."""
         following = np.append(self.ids[1:], np.int32(NO_TARGET)).astype(np.int32)
         if loss == "all":
             return following
@@ -68,13 +68,13 @@ class Task(Protocol):
     """Draws samples of one kind. Equal generators give equal samples."""
 
     def sample(self, rng: np.random.Generator, size: int, depth: float | None = None) -> Sample:
-        """A sample of exactly `size` tokens, or at most `size` where the material comes in indivisible items; for
-        many-shot tasks, of `size` examples. A `depth` of None draws one."""
+        """A sample of exactly `size` tokens, or at most `size` if the material consists of indivisible items; for
+        many-shot tasks, of `size` shots. If `depth` is None, it is drawn."""
         ...
 
 
 def pack_samples(samples: Sequence[Sample], *, loss: Literal["answers", "all"] = "answers", tag: int = 0) -> Pack:
-    """Samples as training documents, laid end to end."""
+    """Concatenate samples as training documents."""
     return Pack(
         tokens=np.concatenate([sample.ids for sample in samples]),
         targets=np.concatenate([sample.targets(loss) for sample in samples]),

@@ -1,9 +1,9 @@
-"""The part of JSON Schema that tool parameters use: a value and a schema in, violations out.
+"""The subset of JSON Schema that tool parameters use: a value and a schema in, violations out.
 
-Known keywords: type (also a list of them), enum, const, properties, required, additionalProperties, items, anyOf,
-oneOf (read as anyOf), allOf, and $ref within the schema. Others are not checked. Unlike in JSON Schema,
-`argument_violations` refuses arguments that a tool with `properties` does not name, unless its schema says
-`additionalProperties`: a call with an invented argument is not a valid call.
+Supported keywords: type (also a list), enum, const, properties, required, additionalProperties, items, anyOf, oneOf
+(treated as anyOf), allOf, and $ref within the schema. Others are not checked. Unlike JSON Schema, `argument_violations`
+rejects arguments that are not among a tool's `properties`, unless its schema has `additionalProperties`: a call with an
+invented argument is not a valid call.
 """
 
 import json
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from m2forge.records import JsonValue
 
 MAX_REFERENCES = 32
-"""A chain of references longer than this is taken for a circle and checks nothing more."""
+"""A longer chain of references is treated as a cycle, and nothing more is checked."""
 
 
 def argument_violations(arguments: Mapping[str, JsonValue], parameters: Mapping[str, JsonValue]) -> list[str]:
-    """What is wrong with the arguments of a call, given the tool's `parameters`; empty if nothing is."""
+    """Violations in a call's arguments, given the tool's `parameters`."""
     if not parameters:
-        # Nothing is said about the arguments, so none is wrong.
+        # Without a schema any arguments are valid.
         return []
     violations = schema_violations(arguments, {"type": "object", **parameters})
     names = parameters.get("properties")
@@ -29,7 +29,7 @@ def argument_violations(arguments: Mapping[str, JsonValue], parameters: Mapping[
 
 
 def schema_violations(value: JsonValue, schema: JsonValue) -> list[str]:
-    """One text per violation, with the path of the value, such as `filters[0].name`."""
+    """One message per violation, with the path of the value, such as `filters[0].name`."""
     return _Checker(schema).violations(value, schema, "", MAX_REFERENCES)
 
 
@@ -37,7 +37,7 @@ def schema_violations(value: JsonValue, schema: JsonValue) -> list[str]:
 class _Checker:
     root: JsonValue
     followed: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    """Violations by reference and place, each followed once; empty while it is being followed, which ends circles."""
+    """Violations by reference and path, each resolved once; empty while being resolved, which ends cycles."""
 
     def violations(self, value: JsonValue, schema: JsonValue, where: str, budget: int) -> list[str]:
         if schema is False:
@@ -93,7 +93,7 @@ class _Checker:
         return found
 
     def _referred(self, reference: JsonValue) -> JsonValue:
-        """The part of the schema that a reference such as `#/$defs/Unit` points to; None where there is none."""
+        """The subschema that a reference such as `#/$defs/Unit` points to; None if there is none."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         place = self.root
@@ -128,7 +128,7 @@ def _is_type(value: JsonValue, name: JsonValue) -> bool:
         case "object":
             return isinstance(value, Mapping)
         case _:
-            # A type this check does not know is no ground to refuse.
+            # An unknown type is no reason to reject.
             return True
 
 

@@ -1,15 +1,15 @@
-"""How many of a sample's answers a network gets right, by one forced pass or by free completion.
+"""Scores a sample's answers, by teacher forcing or by free decoding.
 
-**Forced.** The network reads prompt and answers at once; an answer is right if the likeliest token after every token
-before it is its next one. For a single answer this is greedy decoding at the price of one pass: greedy decoding gives
+**Forced.** One forward pass over prompt and answers; an answer is correct if the argmax at every position before one of
+its tokens is that token. For a single answer this equals greedy decoding at the cost of one pass: greedy decoding gives
 a[0] exactly if argmax p(·|prompt) = a[0], then a[1] exactly if argmax p(·|prompt, a[0]) = a[1], and so on, and these
-are the very argmaxes that the forced pass computes, since attention is causal. Where a sample has several answers, each
-is judged after the right earlier ones. Equal up to the rounding of differently shaped passes.
+are the argmaxes that the forced pass computes, since attention is causal. If a sample has several answers, each is
+scored given the correct earlier ones. Equal up to the rounding of differently shaped passes.
 
-**Free.** The network continues the prompt by itself; an answer is right if the completion contains it, in any place:
-RULER's rule for answers that are sets. Text is compared as text, without regard to case, ids as ids.
+**Free.** The model decodes a completion of the prompt; an answer is correct if the completion contains it anywhere:
+RULER's rule for answers that are sets. Text is compared as text, ignoring case, ids as ids.
 
-The score of a sample is the share of its answers that are right (RULER's recall); `exact` is whether all are.
+The score of a sample is the share of its answers that are correct (RULER's recall); `exact` is whether all are.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ Decode = Callable[[list[int]], str]
 class Outcome:
     sample: Sample
     right: tuple[bool, ...]
-    """For each answer."""
+    """Whether each answer is correct."""
 
     @property
     def recall(self) -> float:
@@ -59,7 +59,7 @@ def score_free(
     max_new_tokens: int | None = None,
     max_pack_tokens: int = 1 << 16,
 ) -> list[Outcome]:
-    """`decode` is needed for samples of text. Without `max_new_tokens` a completion is as long as all that follows the
+    """`decode` is required for text samples. Without `max_new_tokens` a completion is as long as everything after the
     prompt in its sample."""
     bounds = [max_new_tokens or len(sample.ids) - len(sample.prompt_ids) for sample in samples]
     prompts = [sample.prompt_ids for sample in samples]

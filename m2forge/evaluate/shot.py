@@ -1,8 +1,8 @@
-"""Many-shot in-context learning: examples of a mapping made up for the sample, then one input to apply it to.
+"""Many-shot in-context learning: examples of a mapping invented for the sample, then one input to apply it to.
 
-Every input is an invented symbol that maps to a random label. The inputs come round in random order, so k examples
-show min(k, num_inputs) of them, and the input asked for is one that was shown: chance is 1 / num_labels, and an
-answer can always be known.
+Every input is an invented symbol that maps to a random label. Inputs cycle in random order, so k examples show
+min(k, num_inputs) of them, and the queried input is one that was shown: chance is 1 / num_labels, and the answer can
+always be known.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class ShotTask:
     num_labels: int = 4
 
     def sample(self, rng: np.random.Generator, size: int, depth: float | None = None) -> Sample:
-        """`size` is the number of examples. A `depth` is not used."""
+        """`size`: number of examples. `depth` is not used."""
         inputs = self.wording.draw(rng, "input", self.num_inputs)
         labels = self.wording.draw(rng, "label", self.num_labels)
         label_of = rng.integers(self.num_labels, size=self.num_inputs)

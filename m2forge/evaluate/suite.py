@@ -1,7 +1,7 @@
 """Synthetic suites: a configuration in, cells out.
 
-Each sample has a random generator of its own, seeded by the run's seed, task, size, depth and number: adding a length
-to a suite leaves the samples of the others as they were.
+Each sample has its own random generator, seeded by the run's seed, task, size, depth and index: adding a length to a
+suite does not change the samples of the others.
 """
 
 import zlib
@@ -39,7 +39,7 @@ from m2forge.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What tasks are made from, as far as the run knows it."""
+    """The inputs that tasks are built from."""
 
     vocab_size: int
     alphabet: AlphabetConfig
@@ -86,7 +86,7 @@ def measure_suite(
     tokenizer: Tokenizer | None = None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Cell]:
-    """One cell per size and depth. `advance` is told of samples as they are done."""
+    """One cell per size and depth. `advance` is called with the number of samples finished."""
     cells = []
     for size in suite.sizes:
         samples = [draw_samples(suite, task, size, depth, seed) for depth in suite.places]

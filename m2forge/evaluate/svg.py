@@ -1,7 +1,7 @@
-"""Two charts as self-contained SVG text: a heat map and lines. No dependency, no script, light and dark alike.
+"""Two charts as self-contained SVG text: a heat map and a line chart. No dependencies, no scripts, light and dark mode.
 
-Shares from 0 to 1 are shown as percentages. Text takes its colour from the reader's colour scheme; the colour scale
-runs from orange over near-white to blue, which stays readable for the colour-blind and in print.
+Shares from 0 to 1 are shown as percentages. The text colour follows the viewer's colour scheme; the colour scale runs
+from orange over near-white to blue, which stays readable for the colour-blind and in print.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,9 +16,9 @@ STYLE = """
 """
 SCALE = ((0.0, (179, 88, 6)), (0.5, (244, 240, 232)), (1.0, (33, 102, 172)))
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a", "#7a5195")
-"""Okabe and Ito's palette, with two more."""
+"""Okabe and Ito's palette, with two more colours."""
 TITLE_SIGN, TEXT_SIGN = 10, 8
-"""Room for one letter, in pixels."""
+"""Width reserved per character, in pixels."""
 MARKED = "*"
 
 Point = tuple[float, float, float, float]
@@ -35,7 +35,7 @@ def heat_map(
     y_label: str,
     note: str = "",
 ) -> str:
-    """`shares` by (row, column); a pair without one stays empty."""
+    """`shares`: by (row, column); a missing cell stays empty."""
     cell_w, cell_h, left, top = 78, 38, 92, 60
     width = left + max(cell_w * len(columns) + 100, TITLE_SIGN * len(title), TEXT_SIGN * len(note))
     height = top + cell_h * len(rows) + 84
@@ -72,7 +72,7 @@ def line_chart(
     marked: Collection[float] = (),
     note: str = "",
 ) -> str:
-    """One line per name over x, which is spaced by rank: lengths and counts double. `marked` are x with a star."""
+    """One line per name over x, spaced by rank because lengths and counts double. `marked`: x values with a star."""
     left, top, plot_w, plot_h = 64, 50, 460, 260
     xs = sorted({point[0] for points in lines.values() for point in points})
     step = plot_w / max(1, len(xs) - 1)
@@ -98,7 +98,7 @@ def line_chart(
 
 
 def number(value: float) -> str:
-    """Lengths as people write them: 512, 4K, 128K."""
+    """A length in short form: 512, 4K, 128K."""
     if value >= 1024 and value % 1024 == 0:
         return f"{value / 1024:.0f}K"
     return f"{value:g}" if value < 1_000_000 else f"{value / 1_000_000:g}M"

@@ -1,6 +1,6 @@
 """The tables of a report, for a terminal and for `table.txt`.
 
-A figure is a percentage with the half width of its 95% Wilson interval. A length beyond the network's context is marked
+A figure is a percentage with the half-width of its 95% Wilson interval. A length beyond the model's context is marked
 with a star.
 """
 

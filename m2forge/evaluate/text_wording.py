@@ -1,7 +1,7 @@
-"""Tasks in English through a tokenizer, in the manner of RULER; the sentences are ours.
+"""Tasks in English through a tokenizer, following RULER with our own sentences.
 
-Every piece is encoded on its own and begins with a space or a line break, where pre-tokenisers split anyway: ids can be
-counted and cut exactly, and an answer's tokens are those it has in running text.
+Every piece is encoded separately and starts with a space or a line break, where pre-tokenizers split anyway: ids can be
+counted and cut exactly, and an answer has the same tokens as in running text.
 """
 
 import re
@@ -24,7 +24,7 @@ NOISE = (
     "The road goes on between the fields.",
     "Nobody has closed the gate since spring.",
 )
-"""Sentences that say nothing, for a haystack without a text of its own."""
+"""Meaningless sentences, for a haystack without a text file."""
 
 ADJECTIVES = (
     *("amber", "ancient", "bitter", "bold", "brave", "bright", "calm", "clever", "cold", "crooked", "curious", "dark"),
@@ -43,7 +43,7 @@ NUM_DIGITS = 7
 VARIABLE_LETTERS = 5
 SYLLABLES = tuple(map("".join, product("bdfgklmnprstvz", "aeiou")))
 WORD_SYLLABLES = 3
-"""All invented words are equally long, so that none is part of another."""
+"""All invented words have equal length, so that none is part of another."""
 
 
 class Encoder(Protocol):
@@ -68,7 +68,7 @@ def text_filler(encoder: Encoder, text: str) -> SentenceFiller:
 class TextWording:
     encoder: Encoder
     begin_ids: tuple[int, ...] = ()
-    """What a document begins with for this network, such as its begin-of-text token."""
+    """Ids that start a document for this model, such as its BOS token."""
 
     def draw(self, rng: np.random.Generator, kind: TermKind, count: int) -> list[Term]:
         texts: dict[str, None] = {}

@@ -5,7 +5,7 @@
     words       LIST w w w w …                          ASK LIST w w
     shots       SHOT x IS y                    …        SHOT x IS y
 
-Several questions of one sample follow each other, each after the right answer to the one before.
+Several questions of one sample follow each other, each after the correct answer to the previous one.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Marker(IntEnum):
 @dataclass(frozen=True, slots=True, eq=False)
 class Alphabet:
     markers: tuple[int, ...]
-    """One id per `Marker`, never used for anything else."""
+    """One id per `Marker`, used for nothing else."""
     symbols: IntArray
     """Ids that keys, values, variables, inputs and labels are made of."""
     filler: IntArray
@@ -46,8 +46,8 @@ class Alphabet:
 def make_alphabet(
     vocab_size: int, *, first_id: int = 0, num_symbols: int = 256, marker_ids: Sequence[int] = ()
 ) -> Alphabet:
-    """Ids from `first_id` on. Markers are the last ids of the vocabulary unless `marker_ids` names others, such as
-    special tokens that no text contains; symbols are at most half of what is left."""
+    """Allocate ids from `first_id` on. Markers are the last ids of the vocabulary unless `marker_ids` gives others,
+    such as special tokens that no text contains; symbols are at most half of the rest."""
     markers = tuple(marker_ids) or tuple(range(vocab_size - len(Marker), vocab_size))
     if len(set(markers)) != len(Marker) or not all(0 <= marker < vocab_size for marker in markers):
         raise ConfigError(f"marker_ids {list(markers)}: expected {len(Marker)} different ids below {vocab_size}")
@@ -70,7 +70,7 @@ class TokenWording:
     def draw(self, rng: np.random.Generator, kind: TermKind, count: int) -> list[Term]:
         symbols = self.alphabet.symbols
         if kind == "word":
-            # Lists are long: their words may be any id but a marker.
+            # Lists are long: their words may be any id except a marker.
             symbols = np.concatenate((symbols, self.alphabet.filler))
         width = {"key": self.key_tokens, "value": self.value_tokens}.get(kind, 1)
         if count > len(symbols) ** width:
@@ -124,11 +124,11 @@ class TokenWording:
 
 
 def _distinct(rng: np.random.Generator, base: int, width: int, count: int) -> list[tuple[int, ...]]:
-    """`count` different rows of `width` digits below `base`."""
+    """`count` distinct rows of `width` digits below `base`."""
     if base**width <= 4 * count:
         numbers = rng.permutation(base**width)[:count]
         return [tuple(int(number) // base**place % base for place in range(width)) for number in numbers]
-    # There are far too many rows to list them, and few of them meet.
+    # There are too many rows to enumerate, and collisions are rare.
     rows: dict[tuple[int, ...], None] = {}
     while len(rows) < count:
         rows[tuple(rng.integers(base, size=width).tolist())] = None

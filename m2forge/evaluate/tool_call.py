@@ -1,8 +1,8 @@
-"""Tool-call validity: conversations cut before a call of the assistant; does the network make a well-formed one?
+"""Tool-call validity: conversations truncated before a call of the assistant; does the model make a well-formed call?
 
-A completion is *valid* if it ends, the chat format's parser finds no problem in it, it holds at least one call, and
-every call names a known tool, gives all required arguments, none that the tool does not have, and values of the
-schema's types. It is *equal* if its calls are those of the reference, name by name and argument by argument.
+A completion is *valid* if it ends, the chat format's parser finds no problem in it, it has at least one call, and every
+call names a known tool, gives all required arguments, no unknown ones, and values of the schema's types. It is *equal*
+if its calls match the reference in names and arguments.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,22 +16,22 @@ from m2forge.text.completion import Completion, ProblemKind
 from m2forge.text.message import Message, Tool, ToolCall, message_from_openai, tool_from_openai
 
 _TOLD_BY_PARSER = (ProblemKind.UNKNOWN_TOOL, ProblemKind.BAD_ARGUMENT)
-"""Where the parser has found a call wrong, its own words are enough. It looks at the arguments, not inside them."""
+"""Problems for which the parser's message is enough. It checks the arguments, but not values nested in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolPrompt:
     messages: tuple[Message, ...]
-    """Up to the call, which is left out."""
+    """The messages before the call."""
     tools: tuple[Tool, ...]
     reference: tuple[ToolCall, ...]
-    """The calls that were made there; empty where the record ends before one."""
+    """The calls of the reference turn; empty if the record ends before one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     reasons: tuple[str, ...]
-    """Why the completion is not valid; empty if it is."""
+    """Why the completion is invalid; empty if it is valid."""
     is_equal: bool
 
     @property
@@ -40,8 +40,8 @@ class Verdict:
 
 
 def parse_tool_prompt(record: Mapping[str, JsonValue]) -> ToolPrompt:
-    """A line of {"messages", "tools"}: cut before the last assistant turn that calls a tool, or, where the assistant
-    has not spoken yet, taken whole."""
+    """Parse a line of {"messages", "tools"}: truncated before the last assistant turn that calls a tool or, if there is
+    no assistant message, kept whole."""
     messages = tuple(message_from_openai(message) for message in require_list(record, "messages"))
     tools = tuple(tool_from_openai(tool) for tool in require_list(record, "tools"))
     if not messages or not tools:

@@ -2,9 +2,9 @@
 
     C common words, each `often` times, and as many others, each `seldom` times, as fill the length; shuffled
 
-RULER's counts are 30 and 3, or 6 and 1 below 4096 tokens. A vocabulary too small for so many different words
-repeats all of them more, in the same ratio. The answer is the set of the common words, in the order in which the list
-first shows them where an order is needed.
+RULER's counts are 30 and 3, or 6 and 1 below 4096 tokens. If the vocabulary is too small for that many different words,
+all are repeated more often, in the same ratio. The answer is the set of common words, in order of first occurrence in
+the list if an order is needed.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ class WordCountTask:
     wording: Wording
     num_common: int = 10
     max_words: int = 1 << 20
-    """Different words that the wording can draw."""
+    """Number of different words that the wording can draw."""
 
     def sample(self, rng: np.random.Generator, size: int, depth: float | None = None) -> Sample:
-        """At most `size` tokens: the list holds whole items. A `depth` is not used."""
+        """At most `size` tokens: the list holds whole items. `depth` is not used."""
         head = self.wording.words_head()
         # The tail's length depends on which words are common, not on their order.
         common = self.wording.draw(rng, "word", self.num_common)
@@ -44,7 +44,7 @@ class WordCountTask:
         return compose([*head, *items], self.wording.words_tail(by_appearance), size=size)
 
     def _num_items(self, budget: int, common: Sequence[Term]) -> int:
-        """About how many items fit, judged by the common words and by numbers spread over the list."""
+        """Approximate number of items that fit, estimated from the common words and evenly spaced item numbers."""
         num_items = max(1, budget)
         for _ in range(4):
             numbers = np.linspace(1, num_items, 16).astype(int).tolist()
@@ -53,7 +53,7 @@ class WordCountTask:
         return num_items
 
     def _fitted(self, rng: np.random.Generator, words: list[Term], common: set[Term], budget: int) -> list[int]:
-        """The list's ids, with uncommon words taken out of `words`, wherever they stand, while it is too long."""
+        """The ids of the list, after removing random uncommon words from `words` until it fits."""
         while True:
             items = [self.wording.word_item(number, word) for number, word in enumerate(words, start=1)]
             over = sum(map(len, items)) - budget

@@ -1,8 +1,8 @@
-"""How a task is put into tokens: the one part that differs between synthetic ids and natural language.
+"""How a task is expressed in tokens: the only part that differs between synthetic ids and natural language.
 
-Tasks speak of terms (a key, its value, a variable, a word, a label) and ask a wording to draw and to phrase them.
-token_wording.py needs no language, so that a network trained for minutes can be measured; text_wording.py writes
-English through a tokenizer.
+Tasks use terms (a key, its value, a variable, a word, a label) and call a wording to draw and phrase them.
+token_wording.py needs no language, so that a model trained for minutes can be evaluated; text_wording.py writes English
+through a tokenizer.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ TermKind = Literal["key", "value", "variable", "word", "input", "label"]
 @dataclass(frozen=True, slots=True)
 class Term:
     ids: tuple[int, ...]
-    """As it stands in an answer."""
+    """The ids of the term in an answer."""
     text: str = ""
-    """Empty where there is no language."""
+    """The term as text; empty for token wordings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Wording(Protocol):
     def needle(self, key: Term, value: Term) -> Sequence[int]: ...
 
     def needle_head(self) -> Sequence[int]:
-        """What stands before the haystack."""
+        """The ids before the haystack."""
         ...
 
     def needle_tail(self, keys: Sequence[Term], values: Sequence[Term]) -> list[Piece]:
@@ -52,23 +52,23 @@ class Wording(Protocol):
         ...
 
     def assignment(self, variable: Term, source: Term) -> Sequence[int]:
-        """`source` is a value or another variable."""
+        """`source`: a value or another variable."""
         ...
 
     def chain_head(self) -> Sequence[int]: ...
 
     def chain_tail(self, value: Term, variables: Sequence[Term]) -> list[Piece]:
-        """Which variables hold `value`?"""
+        """The question which variables hold `value`, and the answers."""
         ...
 
     def word_item(self, number: int, word: Term) -> Sequence[int]:
-        """The item of a list, counted from 1."""
+        """An item of a list, numbered from 1."""
         ...
 
     def words_head(self) -> Sequence[int]: ...
 
     def words_tail(self, words: Sequence[Term]) -> list[Piece]:
-        """Which words are the commonest?"""
+        """The question which words are most common, and the answers."""
         ...
 
     def shots_head(self) -> Sequence[int]: ...
@@ -79,7 +79,7 @@ class Wording(Protocol):
 
 
 def compose(prompt: Sequence[int], tail: Sequence[Piece], *, size: int, depth: float | None = None) -> Sample:
-    """The sample of a prompt and a tail that holds the answers."""
+    """Build the sample from a prompt and a tail with the answers."""
     ids, spans = list(prompt), []
     for piece in tail:
         if piece.answer is not None:

@@ -1,1 +1,1 @@
-"""The loop: agents act through the gateway, the pool orders, the trainer learns, weights go back."""
+"""The RL loop: agents act through the gateway, the pool orders rollouts, the trainer publishes, the sampler reloads."""

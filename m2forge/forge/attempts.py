@@ -1,23 +1,23 @@
-"""Episodes of the pool attempted by agents: leases in, recorded calls and judged groups out.
+"""Runs agents on the pool's episodes: leases in, recorded calls and rewarded groups out.
 
-    lease → key of the gateway → agent → answer → what was recorded, into the pool → verified → group whole: judged
+    lease → gateway API key → agent → answer → recorded calls into the pool → verify → group complete: reward
 
-What the policy's tokens caused counts: an attempt that ran out of time or budget, and one that the agent gave up with
-an error after a completion, have perf 0. Else the policy would be trained on a selection of its own attempts. What the
-infrastructure broke is retried under another key, and never becomes a reward:
+Failures that the policy's tokens caused count: an attempt that ran out of time or budget, or that the agent ended with
+an error after a completion, has perf 0. Otherwise the policy would train on a biased selection of its attempts.
+Failures of the infrastructure are retried under another key and never become a reward:
 
-    the agent's error says `kind`                                   as it says; `policy` needs a recorded completion
+    the agent's error has a `kind`                                  that kind; `policy` needs a recorded completion
     it does not, and a completion is recorded, no call failed       policy
     or was aborted, and no process was restarted meanwhile
-    the worker died                                                 retried; after `DEATHS_BEFORE_ALONE` deaths it has
-                                                                    a worker for itself, whose death counts:
+    the worker died                                                 retried; after `DEATHS_BEFORE_ALONE` deaths it gets
+                                                                    a worker to itself, whose death counts:
         over a limit of `agent.sandbox`                             policy, with the reason `limit`
         it exited or crashed                                        as an error without a kind
         it was killed from outside                                  infra, and the attempt counts as broken, so that
                                                                     its group is dropped after `pool.max_failures`
     everything else                                                 infra
 
-The gateway's copy of an attempt is deleted when the pool has it.
+The gateway's copy of an attempt is deleted once the pool has stored it.
 """
 
 import asyncio
@@ -51,14 +51,14 @@ from m2forge.text.message import Tool
 from m2forge.tree.token_tree import TokenTree
 
 ANSWER = "answer"
-"""Under this name the pool keeps what the agent said at last: a verdict can be given again after a restart."""
+"""Artifact under which the pool stores the agent's final answer, so that it can be verified after a restart."""
 TIMEOUT = "time ran out"
 LIMIT = "limit"
-"""The failure of an attempt that exceeded a limit of its worker begins with it."""
+"""Prefix of the failure of an attempt that exceeded a limit of its worker."""
 DEATHS_BEFORE_ALONE = 2
-"""An attempt whose workers died so often has the next worker for itself, which tells whether it kills them."""
+"""After this many worker deaths an attempt gets a worker to itself, which shows whether the attempt kills it."""
 JUDGED_AT_ONCE = 16
-"""Groups that are read from the pool together."""
+"""Complete groups read from the pool per query."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,21 +68,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the run decides for the calls of an attempt, whatever its agent asks for."""
+    """Settings of the run that override what the agent's requests ask for."""
 
     sampling: SamplingConfig | None = None
     """None: `agent.sampling`."""
     context: int | None = None
-    """Tokens of prompt and completion together; None: what the model allows."""
+    """Maximum tokens of prompt plus completion; None: the model's limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What an agent did."""
+    """A finished attempt."""
 
     answer: str
     tree: TokenTree
-    """What was recorded of it."""
+    """The calls that the gateway recorded."""
     failure: str | None = None
 
 
@@ -91,16 +91,16 @@ class AttemptCounts:
     num_ended: int = 0
     num_broken: int = 0
     num_interrupted: int = 0
-    """By the death of a process: they are attempted again, as often as it takes."""
+    """Attempts that the death of a process interrupted; they are retried, up to `pool.max_deaths` per episode."""
     num_timeouts: int = 0
     num_errors: int = 0
-    """Attempts that an error of the policy's doing ended; they count, with perf 0."""
+    """Attempts that ended with an error caused by the policy; they count, with perf 0."""
     num_groups: int = 0
-    """Judged."""
+    """Rewarded groups."""
     num_tokens: int = 0
-    """Sampled."""
+    """Sampled tokens."""
     perfs: dict[str, list[float]] = field(default_factory=dict)
-    """By domain, of the groups that were judged since somebody last took them."""
+    """Perfs of rewarded groups by domain; the view keeps the last 256 of each."""
 
     def note_group(self, task: Task, perfs: Sequence[float]) -> None:
         self.num_groups += 1
@@ -108,7 +108,7 @@ class AttemptCounts:
 
 
 class Interrupted(JobError):
-    """An attempt that broke because a process that it needs was started again meanwhile."""
+    """An attempt that failed because a process it depends on restarted meanwhile."""
 
 
 class WorkerLost(Interrupted):
@@ -126,19 +126,19 @@ class Agents:
         runner: TaskRunner,
         num_starts: Callable[[], int],
     ) -> None:
-        """`runner`: runs the families' code. `num_starts`: how often the processes behind the gateway's address, and
-        itself, have been started."""
+        """`runner`: runs the families' code. `num_starts`: how often the sampler and the gateway have been started in
+        total."""
         self.config, self.gateway, self.workers, self.runner = config, gateway, workers, runner
         self._num_starts = num_starts
         self._num_up = -1
-        """Of these starts, when all of them were last known to serve."""
+        """Value of `num_starts` when gateway and sampler last answered the health check; -1 before."""
 
     async def attempt(
         self, name: str, task: Task, group: str, num_deaths: int = 0, *, terms: Terms | None = None
     ) -> Tried:
-        """Raises `JobError` where the attempt broke through no doing of the policy. What was recorded is the caller's
-        to let go, when it is kept elsewhere. `num_deaths`: how many earlier attempts ended with `WorkerLost`.
-        `terms`: what the run decides for this attempt."""
+        """Raises `JobError` where the attempt failed for a reason other than the policy. The caller deletes the
+        gateway's copy once it has stored the calls. `num_deaths`: how many earlier attempts ended with `WorkerLost`.
+        `terms`: settings that override the agent's requests."""
         is_alone = num_deaths >= DEATHS_BEFORE_ALONE
         try:
             return await self._attempt(name, task, group, is_alone=is_alone, terms=terms or Terms())
@@ -150,7 +150,7 @@ class Agents:
         num_starts = self._num_starts()
         try:
             if num_starts != self._num_up:
-                # Else what is broken off while a process starts would look like the agent's doing.
+                # Otherwise requests that fail while a process starts would be blamed on the agent.
                 await self.gateway.wait_until_up()
                 self._num_up = num_starts
             endpoint = await self.gateway.open(
@@ -173,7 +173,7 @@ class Agents:
                 failure, is_stuck = TIMEOUT, isinstance(error, StuckError)
             tree = await self.gateway.close(name)
             if is_stuck and not tree.samples:
-                # It may have waited behind another job that the worker was stuck in.
+                # It may have waited for another job that blocked the worker.
                 raise JobError("time ran out before the agent asked the policy, in a worker that was stuck")
             return Tried(answer, tree, failure)
         except M2ForgeError as error:
@@ -189,10 +189,10 @@ class Agents:
             raise
 
     async def _blamed(self, name: str, kind: ErrorKind | None, num_starts: int) -> TokenTree | None:
-        """What was recorded of an attempt that ended with an error of the policy's doing; None if it was not."""
+        """The recorded calls of an attempt that failed because of the policy; None if it failed for another reason."""
         if kind is ErrorKind.INFRA or (kind is None and await self.gateway.num_failed(name)):
             return None
-        # A gateway that was restarted has counted no failure, so restarts are looked at after it was asked.
+        # A restarted gateway has lost its failure count, so check for restarts after querying it.
         if self._num_starts() != num_starts:
             return None
         tree = await self.gateway.close(name)
@@ -209,25 +209,25 @@ class Attempts:
         format: ChatFormat,
         on_judged: Callable[[Task, float], None],
     ) -> None:
-        """`on_judged`: told the pass rate of every group."""
+        """`on_judged`: called with the task and pass rate of every rewarded group."""
         self.agents, self._pool, self._writer = agents, pool, writer
         self._judge, self._format, self._on_judged = judge, format, on_judged
         self._judging, self._has_ended = asyncio.Lock(), asyncio.Event()
-        # One thread: several that compute would keep the event loop waiting for the interpreter's lock.
+        # One thread: several CPU-bound threads would make the event loop wait for the GIL.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="episodes")
         self._num_deaths: Counter[int] = Counter()
-        """Deaths of workers, by the episode that they attempted."""
+        """Worker deaths by the episode that they attempted."""
         self.counts = AttemptCounts()
 
     async def __aenter__(self) -> "Attempts":
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        # In another thread: work that has begun goes on to its end.
+        # In another thread, because it waits for work that has begun.
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     async def run(self, lease: Lease) -> None:
-        """One attempt, from its lease to its end in the pool. `judge_ended` judges the group."""
+        """Run one attempt from its lease to its end in the pool. `judge_ended` rewards the group."""
         try:
             tried = await self.agents.attempt(
                 *(lease.name, lease.task, lease.group, self._num_deaths[lease.episode]),
@@ -254,14 +254,14 @@ class Attempts:
             self._has_ended.set()
 
     async def judge_ended(self) -> None:
-        """Judge groups as they end, for ever. A task of its own, since judging outlives the lease of an attempt."""
+        """Reward groups as they complete, forever; a separate task, since it outlives the lease of an attempt."""
         while True:
             await self._has_ended.wait()
             self._has_ended.clear()
             await self.judge_whole()
 
     async def judge_whole(self) -> None:
-        """Judge the groups whose every attempt has ended, also those of a loop that died before it could."""
+        """Reward the groups whose attempts have all ended, including those left by a loop that died."""
         async with self._judging:
             while whole := await self._writer.run(self._pool.unjudged, JUDGED_AT_ONCE):
                 for unit, leases in whole:
@@ -276,7 +276,7 @@ class Attempts:
                 self._pool.reward_unit, [_rewarding(*pair) for pair in zip(leases, judged, strict=True)]
             )
         except StateError as error:
-            # Given up by the trainer meanwhile: it waited too long, or is too stale.
+            # The trainer dropped it meanwhile: it waited too long, or is too stale.
             _log.warning("%s: %s", unit.group, error)
             return
         perfs = [attempt.perf for attempt in attempts]
@@ -291,12 +291,12 @@ class Attempts:
         return Attempt(episode, steps, verdict.perf, verdict.evidence)
 
     async def _store(self, lease: Lease, tried: Tried) -> bool:
-        """Whether its group may be over with it."""
+        """Store the attempt; returns whether its group may now be complete."""
         calls = await self._aside(encode_calls, lease.writer(self._pool.vocab_size), tried.tree)
         return await self._writer.end(lease, calls, Outcome(failure=tried.failure, artifacts={ANSWER: tried.answer}))
 
     async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Work over a whole episode, which may take seconds: away from the event loop."""
+        """Run work over a whole episode, which may take seconds, off the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, lambda: work(*args, **kwargs))
 

@@ -1,8 +1,8 @@
-"""Held-out tasks, attempted by the policy of the moment: how often it succeeds. Nothing is learnt from them.
+"""Evaluates the current policy on held-out tasks: its success rate. Training never uses these attempts.
 
-The same tasks every time, of all domains of the last stage, at any difficulty that it allows; none is shared with
-training (`tasks/task_set.py`). One line of `checks.jsonl` for each check; of a few tasks, the same every time, what the
-policy did is kept (`forge/kept.py`).
+Every evaluation uses the same tasks, from all domains of the last stage, at any difficulty that it allows; training
+shares none of them (`tasks/task_set.py`). Each evaluation appends one line to `checks.jsonl` and stores the attempts at
+a few tasks, always the same (`forge/kept.py`).
 """
 
 import asyncio
@@ -32,44 +32,43 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NUM_KEPT = 8
-"""Tasks whose attempts are kept."""
+"""Tasks whose attempts are stored."""
 MAX_INTERRUPTIONS = 20
-"""Of one task: one at which its agent dies every time must not go on for ever."""
+"""Maximum interrupted attempts at one task: a task at which the agent always dies must not be retried forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     step: int
-    """Of the policy when it began."""
+    """Step of the policy when the evaluation began."""
     num_tasks: int
     success: float
     """Share of the tasks solved."""
     margin: float
-    """Half of the 95% interval."""
+    """Half the width of the 95% confidence interval."""
     by_family: dict[str, float]
     num_broken: int
-    """Attempts that broke; they count as not solved."""
+    """Attempts that failed for reasons other than the policy; they count as not solved."""
     seconds: float
     at_s: float = 0.0
-    """When it ended, in seconds since the epoch; 0 where that was not noted."""
+    """When it ended, in seconds since the epoch; 0 if not recorded."""
     versions: dict[str, float] = field(default_factory=dict)
-    """Steps of the policy that sampled its tokens, rising, and the share of the tokens that each sampled; empty where
-    that was not noted."""
+    """Share of the tokens that each policy step sampled, by ascending step; empty if not recorded."""
     branch: str = ""
-    """Of the policy when it began: with `step` its version. Empty where that was not noted."""
+    """Branch of the policy when the evaluation began, which with `step` is its version; empty if not recorded."""
     branches: dict[str, list[str]] = field(default_factory=dict)
-    """The branches that the sampler served each of these steps from meanwhile. Several where the trainer went back
-    and reached the step again: tokens name their step alone, so the share is that of all of them."""
+    """The branches from which the sampler served each of these steps. A step has several where the trainer resumed
+    from an earlier checkpoint and reached it again; tokens record only their step, so its share covers all of them."""
 
     @property
     def names(self) -> list[str]:
-        """The versions that it sampled from, for messages: step, and branch where it is known."""
+        """The versions that were sampled from, for messages: step, and branch where known."""
         pairs = [(step, branch) for step in self.versions for branch in self.branches.get(step) or [""]]
         return [f"{step}-{branch}" if branch else step for step, branch in pairs]
 
 
 async def held_out_tasks(config: ForgeConfig, runner: TaskRunner) -> list[Task]:
-    """Of every family of the last stage alike."""
+    """The evaluation's tasks, spread evenly over the families of the last stage."""
     wanted = [family for domain in config.curriculum.stages[-1].domains.values() for family in domain.families]
     tasks: list[Task] = []
     for index, family in enumerate(wanted):
@@ -85,11 +84,11 @@ async def check(
     slots: Slots,
     terms: Callable[[Task], Terms] = lambda task: Terms(),
 ) -> tuple[Check, list[Kept]]:
-    """How the policy, at `version` when it begins, fares, and what it did at `NUM_KEPT` of the tasks, spread over all
-    of them."""
+    """Evaluate the policy, which is at `version` at the start; returns the result and the attempts at `NUM_KEPT`
+    evenly spaced tasks."""
     started_s, step = time.monotonic(), version.step
     num_tokens = Counter[int]()
-    # Trees may be long. One thread: several that compute would keep the event loop waiting for the interpreter's lock.
+    # Trees may be long. One thread: several CPU-bound threads would make the event loop wait for the GIL.
     thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
     places = {index * len(tasks) // NUM_KEPT for index in range(NUM_KEPT)}
     kept: dict[int, Kept] = {}
@@ -120,17 +119,17 @@ async def _aside(thread: ThreadPoolExecutor, work: Callable[P, T], *args: P.args
 
 
 def _count_versions(tree: TokenTree) -> Counter[int]:
-    """Tokens that each step of the policy sampled."""
+    """Number of tokens that each policy step sampled."""
     return Counter(step for sample in tree.samples for step in sample.versions.tolist())
 
 
 def terms_of(config: ForgeConfig, task: Task) -> Terms:
-    """The context is that of the last stage, which the tasks are of."""
+    """The context limit is that of the last stage, from which the tasks come."""
     return Terms(config.check.sampling, config.curriculum.stages[-1].domains[task.domain].context)
 
 
 async def _try(agents: Agents, task: Task, name: str, terms: Terms) -> Tried | None:
-    """None where it broke. That a process died says nothing about the policy: the task is attempted anew."""
+    """None if the attempt failed. After the death of a process, which says nothing about the policy, it retries."""
     num_deaths = 0
     for attempt in range(MAX_INTERRUPTIONS):
         own = f"{name}-{attempt}"
@@ -169,7 +168,7 @@ def note_check(path: Path, found: Check) -> None:
 
 
 def read_checks(path: Path) -> list[Check]:
-    """A torn last line, of a loop that died while it wrote, is left out."""
+    """Skips a partial last line, left by a loop that died while writing."""
     if not path.exists():
         return []
     found = []

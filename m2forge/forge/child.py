@@ -1,11 +1,11 @@
-"""Processes of a run: started by the loop, started again when they die, and dead when the loop is.
+"""Child processes of a run: the loop starts them, restarts them when they die, and they die with the loop.
 
     python -m m2forge.forge.child PARENT MODULE ARGUMENTS…
 
-runs a module as `python -m` would, in a process that the kernel kills with its parent, however that ends.
+runs a module as `python -m` would, in a process that the kernel kills when its parent ends, for whatever reason.
 
-The socket that a server listens on is the loop's, so it outlives the server: who connects while none runs waits for the
-next one instead of being refused, and an agent whose library asks again after a connection broke goes on.
+The loop owns the socket that a server listens on, so it outlives the server: a client that connects during a restart
+waits instead of being refused, and an agent whose client library retries broken connections continues.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from m2forge.errors import EngineError, M2ForgeError
 
 PR_SET_PDEATHSIG = 1
 MAX_DEATHS = 5
-"""So many deaths in a row, each within `SHORT_S` of its start, end the run: another start would not help."""
+"""Consecutive deaths, each within `SHORT_S` of the start, that end the run: another restart would not help."""
 SHORT_S = 10.0
 STOP_S = 10.0
 FATAL_STATUS = 78
-"""Exit status of a process that another start would not help: the last line that it printed ends the run."""
+"""Exit status of a process that a restart would not help: the run ends with the last line that it printed."""
 
 _log = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ class Child:
         is_done: Callable[[], bool] = lambda: False,
         keys: Sequence[str] = (),
     ) -> None:
-        """`command`: module and arguments. `listener`: what it listens on. `is_done`: whether its work is complete
-        once it exits with 0; a server's never is. `keys`: the lines of its standard input, a pipe, because its
-        arguments and its environment are visible to agents."""
+        """`command`: module and arguments. `listener`: the socket it serves. `is_done`: whether its work is complete
+        once it exits with 0; never true for a server. `keys`: the lines of its standard input, a pipe, because agents
+        can read its arguments and environment."""
         self.name = name
         self.num_starts = 0
         self._command = tuple(command)
@@ -58,8 +58,8 @@ class Child:
         self._is_stopping, self._is_done = False, is_done
 
     async def keep(self) -> None:
-        """Run it, again and again, until it is stopped, or exits with 0 and its work is complete. Every other exit
-        counts as a death: a server that is sent SIGTERM exits with 0 as well."""
+        """Run it, restarting it until it is stopped or exits with 0 and its work is complete. Every other exit counts
+        as a death: a server that receives SIGTERM also exits with 0."""
         num_short = 0
         while not self._is_stopping:
             started_s = time.monotonic()
@@ -86,7 +86,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 pass_fds=self._kept,
-                # Ctrl-C is for the loop, which then ends the others.
+                # Ctrl-C goes to the loop, which then stops its children.
                 start_new_session=True,
             )
         if self._process.stdin is not None:
@@ -115,17 +115,17 @@ class Child:
 
 
 def end_with_error(error: M2ForgeError) -> NoReturn:
-    """End this process, and the run with it; the error is the last line of its log."""
+    """End this process and the run; the error becomes the last line of its log."""
     print(" ".join(str(error).split()), file=sys.stderr, flush=True)
     sys.exit(FATAL_STATUS)
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when the one that started it is gone."""
+    """Have the kernel kill this process when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit(1)  # it died before we asked
+        sys.exit(1)  # The parent died before prctl.
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Asyncio tasks that end together."""
+"""Asyncio tasks that are cancelled together."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable
@@ -8,8 +8,8 @@ T = TypeVar("T")
 
 
 async def gather(work: Iterable[Coroutine[object, object, T]]) -> list[T]:
-    """As `asyncio.gather`, but when one raises, or the caller is cancelled, the others are cancelled and have ended
-    before this returns: none goes on to use what the caller then closes."""
+    """Like `asyncio.gather`, but when one raises, or the caller is cancelled, it cancels the others and waits for them
+    to end, so that none uses a resource that the caller then closes."""
     tasks = [asyncio.create_task(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""A run of the loop: the model it starts from, the tasks, the agents, the trainer, and what lies between.
+"""Configuration of an RL run: the initial model, the tasks, agents, reward, trainer, engine, gateway and pool.
 
 name = "demo"
 model = "runs/sft/model"
@@ -34,26 +34,26 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class AgentConfig(Config):
-    """The program that attempts tasks. It lives across attempts: jobs come as lines on its standard input, answers go
-    as lines to its standard output (`forge/worker.py` states both). It runs in a folder of its own; words that are
-    paths of files are taken from the folder that the loop was started in."""
+    """The agent program. It stays alive across attempts: it reads jobs as lines on standard input and writes answers
+    as lines to standard output (`forge/worker.py` specifies both). Each worker runs in its own folder; words of the
+    command that are file paths are resolved against the folder in which the loop was started."""
 
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     num_workers: Count = 1
-    """Processes of it."""
+    """Number of agent processes."""
     jobs_per_worker: Count = 16
-    """Attempts that each of them works on at once; 1 for a program that does one thing after another."""
+    """Concurrent attempts per worker; 1 for a sequential program."""
     timeout_s: Seconds = 120.0
-    """Of one attempt. The window stalls behind an attempt that never ends."""
+    """Timeout of one attempt; the window would stall behind an attempt that never ends."""
     cancel_s: Seconds = 5.0
-    """How long a worker may take to confirm that it cancelled a job; then it is restarted."""
+    """How long a worker may take to confirm a cancel before it is restarted."""
     budget: Budget = Budget(max_calls=32)
-    """Of one attempt, beside its time."""
+    """Limits of one attempt in addition to its timeout."""
     sampling: SamplingConfig = SamplingConfig()
-    """Replaces what the agent's requests ask for; the record of a call tells both. A seed in a request has no effect:
-    all attempts of a group would be the same."""
+    """Overrides the sampling parameters of the agent's requests; a call's record holds both. A seed in a request has no
+    effect, because it would make all attempts of a group the same."""
     sandbox: SandboxConfig = SandboxConfig(timeout_s=7 * 86400.0)
-    """Of a worker: its time is that of its whole life."""
+    """Sandbox of a worker; its timeout covers the worker's whole life."""
 
     @property
     def num_jobs(self) -> int:
@@ -61,34 +61,34 @@ class AgentConfig(Config):
 
 
 class EngineConfig(Config):
-    """Of the process that samples."""
+    """Configuration of the sampler process."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "stored", "float32", "bfloat16", "float16"] = "auto"
-    """How the engine holds weights and KV cache. auto: as stored, but on a CPU that decodes faster in float32, which a
-    probe at start measures, in float32, in twice the memory."""
+    """Dtype of weights and KV cache. auto: as stored, except on a CPU where a probe at startup measures faster decode
+    in float32, which then takes twice the memory."""
     rollout: RolloutConfig = RolloutConfig()
     num_threads: Count | None = None
     """CPU threads; None leaves it to torch."""
 
 
 class CheckConfig(Config):
-    """Held-out tasks, attempted now and then by the policy of the moment; nothing is learnt from them."""
+    """Periodic evaluation of the current policy on held-out tasks, which are never trained on."""
 
     every_steps: Annotated[int, Field(ge=0)] = 0
-    """0: only before the first step and after the last."""
+    """Steps between evaluations; 0: only before the first step and after the last."""
     num_tasks: Annotated[int, Field(ge=0)] = 0
-    """0: never."""
+    """Held-out tasks per evaluation; 0: no evaluation."""
     seed: int = 1
     share: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """Share of the agents' slots that an evaluation takes while training uses the rest; at least one slot. Before
-    the first step and after the last it takes all."""
+    """Share of the agents' slots, at least one, that an evaluation takes beside training; before the first step and
+    after the last it takes all."""
     pin: bool = False
-    """Whether weight updates wait for the end of an evaluation, so that one policy version is evaluated. Training
-    rollouts sample from that version meanwhile, and lag behind the trainer by the steps that it makes. Otherwise the
+    """Whether weight updates wait for the end of an evaluation, so that it samples from one policy version. Training
+    rollouts meanwhile sample from that version too and lag behind the trainer by the steps it makes. If False, the
     evaluation reports the share of its tokens that each version sampled."""
     sampling: SamplingConfig | None = None
-    """None: `agent.sampling`. Temperature 0 is allowed here."""
+    """Sampling parameters of evaluations; None: `agent.sampling`. Temperature 0 is allowed here."""
 
 
 class ForgeConfig(Config):
@@ -97,19 +97,18 @@ class ForgeConfig(Config):
     """A model folder with its tokenizer."""
     num_steps: Count
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Attempts at each task; what one attempt is worth is told by the others."""
+    """Attempts per task; an attempt's advantage is relative to the rest of its group."""
     batch_tokens: Count | None = None
-    """None: a batch is `curriculum.batch_groups` groups. Else it is as many groups as fit into so many tokens, at least
-    one and at most `curriculum.batch_groups`, with every domain at its ratio. A token counts once for each attempt that
-    recorded it, so that a step computes no more than this, what several packs repeat aside. How much of a step the
-    network takes at a time is another matter: `policy.pack_tokens`."""
+    """Token limit of a batch; None: a batch is `curriculum.batch_groups` groups. With a limit, a batch is as many
+    groups as fit, at least one and at most `curriculum.batch_groups`, with every domain at its ratio. A token counts
+    once for each attempt that recorded it, so a step computes no more tokens than this, except for prefixes repeated
+    across packs. `policy.pack_tokens` sets the micro-batch size."""
     rate: Curve = Curve(start=1e-5)
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     keep_versions: Annotated[int, Field(ge=2)] = 2
-    """Published weights kept: somebody may be reading the one before."""
+    """Published policy versions to keep; at least 2, because the sampler may still be loading the previous one."""
     keep_ratios: Annotated[int, Field(ge=0)] = 8
-    """Steps of which the run page can show, token by token, how far the policy had moved since each was sampled: two
-    bytes a token. 0: none."""
+    """Number of last steps whose importance ratios are kept for the run page, at two bytes a token; 0: none."""
     curriculum: CurriculumConfig
     agent: AgentConfig
     verify: VerifyConfig = VerifyConfig()
@@ -120,11 +119,11 @@ class ForgeConfig(Config):
     engine: EngineConfig = EngineConfig()
     gateway: GatewayConfig = GatewayConfig(port=0)
     pool: PoolConfig = PoolConfig()
-    """A relative SQLite path lies in the run's directory."""
+    """The data pool; a relative SQLite path is resolved against the run's directory."""
 
     @property
     def gateway_port(self) -> int:
-        """0, which takes a free one, unless it is given: several runs may share a machine."""
+        """The configured port, otherwise 0, which picks a free one: several runs may share a machine."""
         return self.gateway.port if "port" in self.gateway.model_fields_set else 0
 
     @property
@@ -133,14 +132,14 @@ class ForgeConfig(Config):
 
     @property
     def batch_units(self) -> int:
-        """Units of a batch of `curriculum.batch_groups` groups."""
+        """Number of units in a batch of `curriculum.batch_groups` groups."""
         return self.curriculum.batch_groups * self.units_per_group
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         queue, num_batches = self.pool.window.queue, 1 if self.batch_tokens is None else 2
         if queue < num_batches * self.batch_units:
-            # A batch that tokens bound may leave part of a drawn one, beside which the next has to find room.
+            # A token-limited batch may leave part of a drawn batch in the queue, which must also hold the next one.
             raise ValueError(
                 f"pool.window.queue ({queue}) must hold {num_batches * self.batch_units} units: {num_batches} x "
                 f"curriculum.batch_groups ({self.curriculum.batch_groups}) groups"

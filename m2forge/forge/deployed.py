@@ -1,19 +1,19 @@
-"""Episodes of deployed agents, from the gateway into the pool.
+"""Moves episodes of deployed agents from the gateway into the pool.
 
     operator: POST /episodes → agent's calls → POST …/close, POST …/reward → loop: stored in the pool → DELETE
 
-An operator opens the episodes, with the admin key. Those of one task that name the same `group` are trained together:
-what one is worth is told by the others. As soon as `group_size` of them are closed and rewarded, the loop stores them
-in the pool in one transaction, waits for the disk, and then deletes the gateway's copies. Killed in between, it finds
-their names in the pool when it starts again, and deletes the copies alone. The name of an episode in the pool holds the
-time at which it was opened, so that an id may be used again.
+An operator opens the episodes with the admin key. Episodes of one task that name the same `group` form a group for the
+advantage. As soon as `group_size` of them are closed and rewarded, the loop stores them in the pool in one transaction,
+syncs it to disk, and then deletes the gateway's copies. If it is killed in between, it finds their names in the pool
+after the restart and only deletes the copies. An episode's name in the pool contains the time at which it was opened,
+so an id may be reused.
 
-    perf of an episode     the sum of its rewards for the whole
-    r_t of a call          the sum of the rewards for that call, and at the last one perf besides
+    perf of an episode     the sum of its whole-episode rewards
+    r_t of a call          the sum of the rewards for that call, plus perf for the last call
     total                  the sum of r_t
 
-Rules and speed do not count: the loop knows neither the tools that a deployed agent offered nor how long it waited for
-its user. An episode that is not stored `pool.deployed_s` after it was opened is deleted, with a warning.
+Rule and speed rewards do not apply: the loop knows neither the tools that a deployed agent offered nor how long it
+waited for its user. An episode that is not stored within `pool.deployed_s` of its opening is deleted with a warning.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ from m2forge.records import JsonValue, Reward, Task
 from m2forge.tree.token_tree import TokenTree
 
 OWN_NAME = re.compile(r"g\d+-\d+-\d+|check-.*")
-"""Ids of the loop's episodes at the gateway: the pool's attempts, and those of checks. Others belong to deployed
-agents."""
+"""Matches the ids of the loop's own episodes at the gateway: attempts of the pool and of evaluations. All other ids
+belong to deployed agents."""
 LOOK_S = 0.5
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A deployed agent's closed episode, as the gateway has it."""
+    """A deployed agent's closed episode, as the gateway reports it."""
 
     id: str
     created_s: float
@@ -58,11 +58,11 @@ class Closed:
     task: Task | None
     failure: str | None
     rewards: tuple[Mapping[str, Any], ...]
-    """As they were posted."""
+    """The rewards as the operator posted them."""
 
     @property
     def name(self) -> str:
-        """In the pool. No name of the loop's own episodes holds a dot."""
+        """Name of the episode in the pool. Names of the loop's own episodes contain no dot."""
         return f"deployed.{self.id}.{round(self.created_s * 1e6)}"
 
     @property
@@ -71,7 +71,7 @@ class Closed:
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> "Closed":
-        """From the answer of `GET /episodes/ID`."""
+        """Parse the response of `GET /episodes/ID`."""
         task = None if told["task"] is None else Task.read(told["task"])
         failure = told["closed"]["failure"] or None
         return cls(told["id"], told["created_s"], told["group"], task, failure, tuple(told["rewards"]))
@@ -87,14 +87,14 @@ class DeployedEpisodes:
         writer: PoolWriter,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`journal`: the gateway's folder of journals. `clock`: seconds since the epoch, as the gateway's."""
+        """`journal`: the gateway's journal folder. `clock`: returns seconds since the epoch, like the gateway's."""
         self._config, self._journal, self._gateway, self._pool, self._writer = config, journal, gateway, pool, writer
         self._clock = clock
         self._marks: dict[str, tuple[str, int, int]] = {}
-        """The mark of each journal when its episode was last looked at."""
+        """The mark of each journal when its episode was last read."""
         self._closed: dict[str, Closed] = {}
         self._refused: set[str] = set()
-        """Ids of episodes that cannot be trained; the reason was logged."""
+        """Ids of episodes that cannot be trained on; the reason was logged."""
 
     async def watch(self) -> None:
         while True:
@@ -102,7 +102,7 @@ class DeployedEpisodes:
             await asyncio.sleep(LOOK_S)
 
     async def look(self) -> int:
-        """Store the groups that are whole, and delete what is stored or too old; how many groups were stored."""
+        """Store complete groups, delete stored and too old episodes; returns how many groups were stored."""
         await self._read_changed()
         rewarded = [found for found in self._closed.values() if found.is_rewarded]
         names = {found.name: found.id for found in rewarded}
@@ -122,12 +122,12 @@ class DeployedEpisodes:
             if OWN_NAME.fullmatch(id) or self._marks.get(id) == mark:
                 continue
             told = await self._gateway.show(id)
-            # What runs may still be recorded.
+            # Calls still running may yet be recorded.
             if told is not None and told["closed"] is not None and not told["num_running"]:
                 self._marks[id], self._closed[id] = mark, Closed.read(told)
 
     def _whole_groups(self) -> list[list[Closed]]:
-        """`group_size` rewarded episodes each, those that were opened first."""
+        """Groups with at least `group_size` rewarded episodes, each cut to the `group_size` opened first."""
         groups: dict[str, list[Closed]] = {}
         for found in sorted(self._closed.values(), key=lambda found: (found.created_s, found.id)):
             if not found.is_rewarded or found.id in self._refused:
@@ -157,7 +157,7 @@ class DeployedEpisodes:
             vocab_size = self._pool.vocab_size
             episodes = [await asyncio.to_thread(make_episode, *pair, vocab_size) for pair in pairs]
         except RefusedError as error:
-            # Its operator has deleted one of them meanwhile.
+            # The operator deleted one of the episodes meanwhile.
             _log.warning("group %s of a deployed agent is not stored yet: %s", members[0].group, error)
             return False
         except RecordError as error:
@@ -171,7 +171,7 @@ class DeployedEpisodes:
         return True
 
     def _sampling_problem(self, trees: Sequence[TokenTree]) -> str | None:
-        """Why the trainer would refuse calls of these episodes."""
+        """Why the trainer would refuse calls of these episodes; None if it would not."""
         used = {call.sampling for tree in trees for call in tree.calls()}
         if not used:
             return "the group recorded no completion call"
@@ -195,7 +195,7 @@ class DeployedEpisodes:
 
     async def _forget_stored(self, ids: Collection[str]) -> None:
         if ids:
-            # A loss of power must not take the pool's copy after the gateway's is gone.
+            # A power loss must not lose the pool's copy once the gateway's is deleted.
             await self._writer.run(self._pool.flush)
         await self._forget(ids)
 
@@ -212,7 +212,7 @@ class DeployedEpisodes:
 
 
 def make_episode(found: Closed, tree: TokenTree, vocab_size: int) -> DeployedEpisode:
-    """A rewarded episode as the pool stores it."""
+    """Convert a rewarded episode to the form that the pool stores."""
     calls = encode_calls(CallWriter(vocab_size, 0), tree)
     perf = sum(float(reward["value"]) for reward in found.rewards if reward["call"] is None)
     steps = [0.0] * len(calls)
@@ -229,6 +229,6 @@ def make_episode(found: Closed, tree: TokenTree, vocab_size: int) -> DeployedEpi
 
 
 def write_door(path: Path, gateway: Server) -> None:
-    """Where operators find the gateway, and its admin key; only the owner may read it."""
+    """Write the gateway's URL and admin key for operators; only the file's owner may read it."""
     write_atomic(path, json.dumps({"url": gateway.url, "key": gateway.key}) + "\n", mode=0o600)
     _log.info("deployed agents' episodes: the gateway serves on %s, its admin key is in %s", gateway.url, path)

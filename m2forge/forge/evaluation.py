@@ -1,10 +1,10 @@
-"""When held-out tasks are attempted: before the first step, every `check.every_steps`, and after the last.
+"""Schedules evaluations on held-out tasks: before the first step, every `check.every_steps`, and after the last.
 
-Evaluations between the first and the last run beside training, on their share of the slots. By default the weights move
-on meanwhile, and the evaluation reports which share of its tokens each policy version sampled. With `check.pin` weight
-updates wait until it is over, so that one version serves throughout; training rollouts then sample from that version
-too, and lag behind the trainer by as many steps as it makes meanwhile. An evaluation that dies with its loop left
-nothing in `checks.jsonl`, so it is due again; so is one of weights that the trainer lost (`forge/lineage.py`).
+Evaluations between the first and the last run beside training, on their share of the slots. By default weight updates
+continue meanwhile, and the evaluation reports the share of its tokens that each policy version sampled. With
+`check.pin` weight updates wait until it ends, so that it samples from one version; training rollouts then sample from
+that version too and lag behind the trainer by the steps it makes meanwhile. An evaluation that dies with its loop wrote
+nothing to `checks.jsonl`, so it runs again; so does one of a version that the trainer lost (`forge/lineage.py`).
 """
 
 import asyncio
@@ -25,23 +25,23 @@ from m2forge.records import PolicyVersion
 
 POLL_S = 0.02
 MAX_REPEATS = 3
-"""How often a pinned evaluation that saw several versions is repeated."""
+"""Maximum runs of a pinned evaluation, which is repeated if it sampled from several versions."""
 
 _log = logging.getLogger(__name__)
 
 
 class Evaluations:
     def __init__(self, config: ForgeConfig, layout: Layout, slots: Slots, served: Sequence[PolicyVersion]) -> None:
-        """`served`: the versions that the sampler has served, in their order; the caller adds to them."""
+        """`served`: the versions that the sampler has served, in order; the caller appends to it."""
         self._config, self._layout, self._slots, self._served = config, layout, slots, served
         self.pin = asyncio.Lock()
-        """Held while the sampler's weights must not change, or change."""
+        """Held by a pinned evaluation and by each weight update, so that they exclude each other."""
         self._running = asyncio.Lock()
         self._is_over = False
         self._made = read_checks(layout.checks)
 
     async def first(self, agents: Agents) -> None:
-        """Before training, unless an earlier loop has made it."""
+        """Evaluate before training, unless an earlier loop already did."""
         if self._last_step() is None:
             await self._evaluate(agents)
 
@@ -56,19 +56,20 @@ class Evaluations:
             await asyncio.sleep(POLL_S)
 
     def _is_due(self, served: PolicyVersion) -> bool:
-        """A lost version, which the sampler still serves, is not worth an evaluation."""
+        """False for a version that the trainer has lost but the sampler still serves."""
         every, last = self._config.check.every_steps, self._last_step()
         if not every or not read_lineage(self._layout.lineage).holds(served.step, served.branch):
             return False
         return last is None or served.step // every > last // every
 
     def _last_step(self) -> int | None:
-        """Of the evaluations of versions that the weights at hand descend from."""
+        """Step of the last evaluated version that the current weights descend from."""
         lineage = read_lineage(self._layout.lineage)
         return max((found.step for found in self._made if lineage.holds(found.step, found.branch)), default=None)
 
     async def last(self, agents: Agents, is_newest: Callable[[], bool]) -> None:
-        """After training, once one that runs is over. `is_newest`: whether the sampler has the last weights."""
+        """Evaluate after training and after any running evaluation. `is_newest`: whether the sampler serves the last
+        weights."""
         self._is_over = True
         async with self._running:
             pass
@@ -107,14 +108,14 @@ class Evaluations:
                 found = replace(found, branches=_branches(found, self._served[first:]))
             if not config.pin or len(found.names) <= 1:
                 break
-            # A sampler that is started again begins with the newest weights.
+            # A restarted sampler loads the newest weights.
             again = "it is repeated" if repeat + 1 < MAX_REPEATS else "it is reported as it is"
             _log.warning("a pinned evaluation sampled from versions %s; %s", ", ".join(found.names), again)
         return found, kept
 
 
 def _branches(found: Check, served: Sequence[PolicyVersion]) -> dict[str, list[str]]:
-    """The branches, among the versions that were `served`, of each step that sampled; each once."""
+    """The distinct branches among the `served` versions of each step that sampled."""
     return {
         step: list(dict.fromkeys(version.branch for version in served if str(version.step) == step and version.branch))
         for step in found.versions

@@ -1,8 +1,7 @@
-"""The gateway's admin routes, for the loop: keys made for attempts, and what they recorded fetched and let go.
+"""The loop's client of the gateway's admin routes: creates API keys for attempts, fetches and deletes their records.
 
-The gateway may be killed and started again at any time; what was asked meanwhile is asked again, so every request here
-may be repeated. Attempts are many and the loop is one process, so an attempt costs two small requests and its part of a
-third one.
+The gateway may be killed and restarted at any time; requests sent meanwhile are retried. Attempts are many and the loop
+is one process, so an attempt costs two small requests and its share of a batched third one.
 """
 
 import asyncio
@@ -24,22 +23,22 @@ from m2forge.tree.codec import decode_tree
 from m2forge.tree.token_tree import TokenTree
 
 PATIENCE_S = 120.0
-"""How long a gateway may be away before the loop gives up."""
+"""How long requests are retried while the gateway does not respond."""
 ANSWER_S = 30.0
 RETRY_S = 0.1
 IDLE_S = 2.0
-"""How long a connection is kept for the next request; the gateway closes its own after 5 s."""
+"""How long an idle connection is kept for the next request; the gateway closes its end after 5 s."""
 MAX_AT_ONCE = 32
-"""Requests under way: more would wait in the gateway instead."""
+"""Maximum concurrent requests; more would queue in the gateway instead."""
 FORGET_S = 0.2
-"""What is to be forgotten is collected for so long."""
+"""How long deletions are collected before they are sent in one request."""
 OK, CREATED, NOT_FOUND, AWAY = 200, 201, 404, 503
 
 _log = logging.getLogger(__name__)
 
 
 class RefusedError(EngineError):
-    """The gateway serves, and refused a request."""
+    """The gateway is up and refused a request."""
 
 
 class GatewayAdmin:
@@ -61,13 +60,13 @@ class GatewayAdmin:
     ) -> None:
         if self._forgetting is not None:
             if kind is not None:
-                # Who is interrupted does not wait: what is left is forgotten when the next loop takes over.
+                # After an error it does not wait: the next loop deletes what is left when it takes over.
                 self._forgetting.cancel()
             await asyncio.gather(self._forgetting, return_exceptions=True)
         self._connections.close()
 
     async def wait_until_up(self) -> None:
-        """Until it serves, and the sampler behind it."""
+        """Wait until the gateway and the sampler behind it serve."""
         await self._ask("GET", "/health")
 
     async def open(
@@ -79,7 +78,7 @@ class GatewayAdmin:
         sampling: SamplingConfig | None = None,
         context: int | None = None,
     ) -> Endpoint:
-        """An episode's key, told once: one that exists already was opened by a loop that died, and is of no use."""
+        """Open an episode and return its endpoint. The gateway sends the key once and refuses an id that exists."""
         body: dict[str, JsonValue] = {"id": id, "task_id": task.id, "group": group, "context": context}
         body["task"] = asdict(task)
         body["budget"] = budget.model_dump(exclude_none=True)
@@ -89,26 +88,25 @@ class GatewayAdmin:
         return Endpoint(self.url, json.loads(told)["key"])
 
     async def show(self, id: str) -> dict[str, Any] | None:
-        """What `GET /episodes/ID` says; None where there is no such episode."""
+        """The response of `GET /episodes/ID`; None if there is no such episode."""
         told: dict[str, Any] = json.loads(await self._ask("GET", f"/episodes/{id}", None, (OK, NOT_FOUND)))
         return told if "id" in told else None
 
     async def num_failed(self, id: str) -> int:
-        """Calls of the episode that the engine or the gateway failed, or that were aborted."""
+        """Number of the episode's calls that failed in the engine or the gateway, or were aborted."""
         return int(json.loads(await self._ask("GET", f"/episodes/{id}"))["num_failed"])
 
     async def close(self, id: str) -> TokenTree:
-        """No more calls; what was recorded."""
-        # Long episodes take long to decode; the event loop serves other attempts meanwhile.
+        """Close the episode to further calls; returns the recorded calls."""
+        # Long episodes take long to decode, so this runs off the event loop.
         return await asyncio.to_thread(decode_tree, await self._ask("POST", f"/episodes/{id}/take", {}))
 
     async def forget(self, ids: Iterable[str]) -> None:
-        """What was recorded is stored elsewhere, or of no use; keys are refused from now on. Those that are not there
-        are forgotten already."""
+        """Delete episodes, whose keys the gateway then refuses; ids that do not exist are ignored."""
         await self._ask("DELETE", "/episodes", {"ids": list(ids)})
 
     def forget_soon(self, id: str) -> None:
-        """The same, together with others and without waiting for it; for what is closed."""
+        """Delete a closed episode in the background, batched with others."""
         self._forgotten.append(id)
         if self._forgetting is None:
             self._forgetting = asyncio.create_task(self._forget_all())

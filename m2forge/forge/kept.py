@@ -1,8 +1,8 @@
-"""Attempts at a few held-out tasks, kept of every check: always the same tasks, to be laid side by side.
+"""Stores each evaluation's attempts at a few held-out tasks, always the same, so that policies can be compared.
 
-runs/NAME/kept/step-00000015.json       of the policy at step 15
+runs/NAME/kept/step-00000015.json       attempts of the policy at step 15
 
-Each is a task, what came of it, and its calls as the pool stores them (`pool/delta.py`).
+Each record is a task, its result, and its calls as the pool stores them (`pool/delta.py`).
 """
 
 import base64
@@ -23,7 +23,7 @@ from m2forge.tree.token_tree import TokenTree
 @dataclass(frozen=True, slots=True)
 class Kept:
     step: int
-    """Of the policy when its check began."""
+    """Step of the policy when the evaluation began."""
     task: Task
     perf: float
     answer: str
@@ -42,14 +42,14 @@ def make_kept(step: int, task: Task, perf: float, answer: str, failure: str | No
 
 
 def write_kept(folder: Path, step: int, attempts: Sequence[Kept]) -> None:
-    """In place of what an earlier check of the same step has kept."""
+    """Write the file of a step, replacing that of an earlier evaluation of the same step."""
     folder.mkdir(parents=True, exist_ok=True)
     records = [asdict(kept) | {"calls": [base64.b64encode(call).decode() for call in kept.calls]} for kept in attempts]
     write_atomic(folder / f"step-{step:08d}.json", json.dumps(records))
 
 
 def read_kept(folder: Path) -> list[Kept]:
-    """All of them, by rising step."""
+    """All stored attempts, by ascending step."""
     found: list[Kept] = []
     for path in sorted(folder.glob("step-*.json")):
         try:

@@ -1,16 +1,16 @@
-"""What lies where in the directory of a run.
+"""Paths in the directory of a run.
 
 runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/      the trainer's
-            weights/            published versions
-            pool.db             the data pool, and where the curriculum stands
-            journal/            what the gateway writes down
-            checks.jsonl        success on held-out tasks
-            lineage.jsonl       trainer processes, and the steps that they went on from
-            kept/               attempts at a few of them, of every check
-            ratios/             of trained to sampled probability, token by token, of the last steps
-            log/                what the processes print
-            gateway.json        address and admin key of the gateway, while a run that admits deployed agents goes on
-            model/              when the run is complete
+            weights/            published policy versions
+            pool.db             the data pool and the curriculum's state
+            journal/            the gateway's journals
+            checks.jsonl        evaluations on held-out tasks
+            lineage.jsonl       trainer processes and the steps that they resumed from
+            kept/               each evaluation's attempts at a few held-out tasks
+            ratios/             importance ratio of each trained token, for the last steps
+            log/                output of the processes
+            gateway.json        URL and admin key of the gateway, while a run that admits deployed agents is running
+            model/              the finished model
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class Layout:
         return self.run_dir / "model"
 
     def pool(self, config: PoolConfig) -> PoolConfig:
-        """With a relative path of SQLite's taken from the run's directory."""
+        """The pool's configuration with a relative SQLite path resolved against the run's directory."""
         path = config.url.removeprefix(SQLITE)
         if path == config.url or path.startswith("/"):
             return config

@@ -1,4 +1,4 @@
-"""Units of the pool in, one optimizer step out: advantages on every call, the attempts of a group in one token tree."""
+"""Turns units of the pool into the token trees of a training step: one per group, with an advantage on every call."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from m2forge.tree.token_tree import TokenTree
 
 
 def make_trees(units: Sequence[StoredUnit], config: AdvantageConfig, vocab_size: int) -> list[TokenTree]:
-    """A tree for each group, with what each of its calls is worth. The units are the whole batch of a step."""
+    """One tree per group, with the advantage of each call. `units` is the whole batch of a step."""
     groups: dict[str, list[tuple[Judged, TokenTree]]] = {}
     for unit in units:
         groups.setdefault(unit.group, []).extend(_judged(episode) for episode in unit.episodes)
@@ -37,7 +37,7 @@ def make_trees(units: Sequence[StoredUnit], config: AdvantageConfig, vocab_size:
 
 
 def _judged(stored: StoredEpisode) -> tuple[Judged, TokenTree]:
-    """What the episode earned, and the tree of its calls."""
+    """The episode with its rewards, and the tree of its calls."""
     if stored.reward is None or stored.step_rewards is None:
         raise RecordError(f"episode {stored.name}: expected a reward for it and for each of its steps")
     tree = stored.tree()

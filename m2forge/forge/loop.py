@@ -1,12 +1,12 @@
-"""The loop: keeps the queue filled, the agents busy, the sampler on the newest weights, and the processes alive.
+"""The RL loop: keeps the queue filled, the agents busy, the sampler on the newest weights, and the processes alive.
 
     curriculum → pool → agents → gateway → sampler
                   ↓                           ↑ weights
                trainer ───────────────────────┘
 
-Everything that must outlive it is on disk: the pool, the journals, the weights, the checkpoints. Killed, it takes the
-other processes and the agents with it; started again, in-flight attempts restart with new API keys, and the old keys
-are refused. Pass rates that came after the last tasks are forgotten.
+Everything that must outlive it is on disk: the pool, the journals, the weights, the checkpoints. If it is killed, the
+other processes and the agents die with it; after a restart, in-flight attempts restart with new API keys, and the old
+keys are refused. Pass rates recorded since the last tasks were queued are lost.
 """
 
 import asyncio
@@ -53,12 +53,12 @@ from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.checkpoint import CheckpointStore, read_position
 
 WORKER = "loop"
-"""Under this name the loop holds leases; there is one loop to a run."""
+"""Name under which the loop holds leases; a run has one loop."""
 POLL_S = 0.02
 FAILED = 503
-"""Status of a sampler whose engine has failed."""
+"""HTTP status of a sampler whose engine has failed."""
 DRY_S = 0.2
-"""How long nobody asks a queue again of which all is under way."""
+"""How long to wait before asking again for leases from a queue that had fewer than there were free slots."""
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Loop:
 
     @property
     def served(self) -> PolicyVersion | None:
-        """The version that the sampler serves, as far as is known."""
+        """The last version that the sampler is known to serve."""
         return self._served[-1] if self._served else None
 
     def note_served(self, version: PolicyVersion) -> None:
@@ -101,8 +101,8 @@ class Loop:
             raise
 
     async def run(self) -> None:
-        """Until the trainer has made all its steps and the last check is done. Interrupted, it ends all that it has
-        started before it raises."""
+        """Run until the trainer has made all its steps and the last evaluation is done. If interrupted, it stops
+        everything that it started before it raises."""
         background: set[asyncio.Task[None]] = set()
         servers = make_servers(self.layout, self.config.gateway.host, self.config.gateway_port)
         try:
@@ -131,7 +131,7 @@ class Loop:
                         try:
                             await self._roll_out(background, training, servers.sampler, attempts, writer)
                         finally:
-                            # Before what they use is closed.
+                            # Before the resources that they use are closed.
                             await cancel_all(background | set(self._running))
         finally:
             await cancel_all(background)
@@ -178,7 +178,7 @@ class Loop:
     async def _while_alive(
         self, background: set[asyncio.Task[None]], work: Coroutine[Any, Any, None] | asyncio.Task[None]
     ) -> None:
-        """Wait for `work`; whatever fails in the background fails it too."""
+        """Wait for `work`; raises if a background task fails meanwhile."""
         task = work if isinstance(work, asyncio.Task) else asyncio.create_task(work)
         try:
             while not task.done():
@@ -190,10 +190,10 @@ class Loop:
         finally:
             await cancel_all({task})
 
-    # -- work that never ends ------------------------------------------------------------------------------------------
+    # -- background tasks ----------------------------------------------------------------------------------------------
 
     async def _feed(self, writer: PoolWriter, attempts: Attempts, draw: Draw) -> None:
-        """Fill the queue, and give every agent something to do."""
+        """Fill the queue and start attempts on every free slot."""
         look_at_s = 0.0
         supply = Supply(self.config, self.pool, writer, self.curriculum, draw, self._note)
         self.slots.is_training = True
@@ -210,7 +210,7 @@ class Loop:
                     task = asyncio.create_task(attempts.run(lease))
                     task.add_done_callback(lambda _: self.slots.give_back())
                     self._running[task] = lease
-                # Where nothing waits, something will when the queue is filled; or when an attempt broke, which is rare.
+                # An empty queue gets work when it is filled, or when an attempt fails, which is rare.
                 look_at_s = time.monotonic() + (DRY_S if num_leased < num_free else 0.0)
             for task in [task for task in self._running if task.done()]:
                 del self._running[task]
@@ -235,9 +235,9 @@ class Loop:
                 await asyncio.sleep(0)
 
     async def _push_weights(self, sampler: Server, writer: PoolWriter) -> None:
-        """Send every published version to the sampler. One that starts again begins with the newest, and is asked which
-        that is before it gets another. A sampler whose engine has failed is about to exit; its successor gets the
-        version."""
+        """Send the newest published version to the sampler whenever it changes. A restarted sampler loads the newest
+        itself, so it is asked for its version first. A sampler whose engine has failed is about to exit; the version
+        goes to its successor."""
         headers, process = {"Authorization": f"Bearer {sampler.key}"}, sampler.child
         num_starts = process.num_starts
         async with httpx2.AsyncClient(
@@ -247,9 +247,9 @@ class Loop:
                 starts = process.num_starts
                 is_asked = starts == num_starts or await self._ask_version(http)
                 if is_asked and (starts != num_starts or not self._serves_newest()):
-                    # A pinned evaluation holds this lock: the version to send is looked up when it is over.
+                    # A pinned evaluation holds this lock, so look up the version after acquiring it.
                     async with self.evaluations.pin:
-                        # Before the version: what was published under an earlier epoch may be lost.
+                        # Read before the version: versions published under an earlier epoch may be lost.
                         epoch = await writer.run(self.pool.epoch)
                         newest = self.weights.newest()
                         if newest is not None and await self._push(http, *newest):
@@ -259,7 +259,7 @@ class Loop:
                 await asyncio.sleep(POLL_S)
 
     async def _ask_version(self, http: httpx2.AsyncClient) -> bool:
-        """Note which version a sampler that was started again serves; whether it said so."""
+        """Ask a restarted sampler which version it serves; returns whether it responded."""
         try:
             response = await http.get("/health")
         except httpx2.TransportError:
@@ -269,13 +269,13 @@ class Loop:
         return response.is_success
 
     async def _push(self, http: httpx2.AsyncClient, version: PolicyVersion, folder: Path) -> bool:
-        """Whether the sampler has loaded it."""
+        """Send a version to the sampler; returns whether it loaded it."""
         body = {"folder": str(folder.absolute()), "version": version.to_dict()}
         try:
             response = await http.post("/weights", json=body)
         except httpx2.TransportError:
             return False
-        # A version that the trainer is removing lacks its configuration first; the newest one is sent next.
+        # When the trainer removes a version, it deletes its config first; the newest version is sent next.
         if not response.is_success and response.status_code != FAILED and (folder / WEIGHTS_CONFIG).exists():
             raise EngineError(
                 f"the sampler refused version {version.step} in {folder} with status {response.status_code}: "
@@ -284,15 +284,15 @@ class Loop:
             )
         return response.is_success
 
-    # -- now and then --------------------------------------------------------------------------------------------------
+    # -- on demand -----------------------------------------------------------------------------------------------------
 
     async def _wait_for_weights(self) -> None:
         while self.weights.newest() is None:
             await asyncio.sleep(POLL_S)
 
     async def _take_over(self, writer: PoolWriter, admin: GatewayAdmin) -> None:
-        """Attempts of a loop that died are made anew; their keys are good for nothing any more. What it had stored and
-        not yet let go goes too."""
+        """Release the leases of a loop that died, so that its attempts restart, and delete its episodes at the gateway,
+        including those already stored in the pool; their keys are then refused."""
         await writer.run(self.pool.release, WORKER)
         left = journal_ids(self.layout.journal)
         await admin.forget(name for name in left if OWN_NAME.fullmatch(name))
@@ -301,14 +301,14 @@ class Loop:
         self.curriculum.record(task, pass_rate)
 
     def _serves_newest(self) -> bool:
-        # By the whole version: the sampler may still serve a lost one of the last step's number.
+        # Compare the whole version: the sampler may still serve a lost version with the same step.
         newest = self.weights.newest()
         return newest is not None and newest[0] == self.served
 
 
 def is_trained(layout: Layout, config: ForgeConfig) -> bool:
-    """Whether the trainer has made the run's last step: its newest checkpoint is of that step, where the run keeps
-    checkpoints, and the finished model is written."""
+    """Whether the trainer has made the run's last step: the finished model is written, and the newest checkpoint is of
+    that step if the run keeps checkpoints."""
     if not layout.model.is_dir():
         return False
     newest = CheckpointStore(layout.checkpoints, config.train.checkpoint).newest()
@@ -319,7 +319,7 @@ def is_trained(layout: Layout, config: ForgeConfig) -> bool:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """What ends a program ends it in the same way as Ctrl-C, which a shell's background jobs do not hear."""
+    """Handle SIGTERM like Ctrl-C, because a shell's background jobs do not receive Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,11 +1,11 @@
-"""The processes beside the loop, each made from the run's directory alone:
+"""Entry points of the loop's child processes, each configured from the run's directory alone:
 
     python -m m2forge.forge.process trainer RUN_DIR
-    python -m m2forge.forge.process sampler RUN_DIR SOCKET              the newest published weights, by HTTP
+    python -m m2forge.forge.process sampler RUN_DIR SOCKET              serves the newest published weights by HTTP
     python -m m2forge.forge.process gateway RUN_DIR SOCKET SAMPLER_URL
 
-SOCKET is the number of one that listens, and stays open in the loop (forge/child.py). Keys are lines of standard input:
-the server's own, then for the gateway the sampler's.
+SOCKET is the file descriptor of a listening socket that stays open in the loop (forge/child.py). Standard input holds
+the API keys, one per line: the server's own, then for the gateway the sampler's.
 """
 
 import os
@@ -24,7 +24,7 @@ from m2forge.train.run_dir import CONFIG_FILE
 
 MODULE = "m2forge.forge.process"
 MAX_PERF = 1.0
-"""A reward that is posted for a deployed agent's episode counts as its perf."""
+"""Upper bound of a posted reward, because it counts as the perf of a deployed agent's episode."""
 
 
 def run_trainer(run_dir: Path) -> None:
@@ -89,7 +89,7 @@ def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
 
 
 def read_keys(num_keys: int) -> list[str]:
-    """The lines of standard input, which is empty after that."""
+    """Read the keys from standard input, up to its end."""
     keys = sys.stdin.read().split()
     if len(keys) != num_keys:
         raise ConfigError(f"standard input: expected {num_keys} keys, a line for each, received {len(keys)}")
@@ -103,12 +103,12 @@ def _announce(url: str) -> None:
 PROCESSES: dict[str, Callable[..., None]] = {"trainer": run_trainer, "sampler": run_sampler, "gateway": run_gateway}
 
 if __name__ == "__main__":
-    # As `m2forge` does before torch is loaded.
+    # As the `m2forge` command does, before torch is loaded.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
     set_up_logging()
     kind, directory, *arguments = sys.argv[1:]
     try:
         PROCESSES[kind](Path(directory), *arguments)
     except (ConfigError, TrainingError) as error:
-        # Another start would fail in the same way.
+        # A restart would fail in the same way.
         end_with_error(error)

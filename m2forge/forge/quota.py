@@ -1,16 +1,16 @@
-"""How many units of each domain the batch of a step holds. Labels are those of the pool: STAGE/DOMAIN.
+"""Quotas: how many units of each domain the batch of a step holds. Labels are those of the pool: STAGE/DOMAIN.
 
-Batches of one size have theirs by `tasks/mixture.py`: a function of the configuration and the step alone, the same that
-the curriculum draws by. So step t trains units that were drawn for batch t's stage, and a stage ends for both after
-`num_batches` of them. The size of a batch that a number of tokens bounds is not known before it is taken, so for every
-size m there are quotas:
+Quotas of fixed-size batches come from `tasks/mixture.py`: a function of the configuration and the step alone, the same
+that the curriculum draws by. So step t trains units that were drawn for batch t's stage, and a stage ends for both
+after `num_batches` batches. The size of a token-limited batch is unknown until it is claimed, so every size m has
+quotas:
 
     c_d(m) ∈ {⌊m·ratio_d⌋, ⌈m·ratio_d⌉},    Σ_d c_d(m) = m
 
-Who is rounded up is decided by what is due: first comes the domain that the batches so far have left furthest behind
-its ratio. No batch reaches beyond the end of its stage, and none takes more of a domain than the stage was drawn with,
-so the last batches of a stage may depart from the rounding above. The sizes of the batches so far determine all of
-this; a trainer that starts again reads them in the pool.
+The domains furthest behind their ratio over the batches so far are rounded up first. No batch crosses the end of its
+stage, and none takes more of a domain than the curriculum drew for the stage, so the last batches of a stage may depart
+from the rounding above. The sizes of the batches so far determine all of this; a restarted trainer reads them from the
+pool.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from m2forge.tasks.mixture import Mixture
 
 
 def batch_quotas(config: CurriculumConfig, units_per_group: int = 1) -> Iterator[dict[str, int]]:
-    """Quotas of the first step, the second, and so on, without end."""
+    """Yield the quotas of each step, without end."""
     for stage in config.stages:
         mixture = Mixture(stage.ratios(), config.batch_groups)
         while mixture.num_batches != stage.num_batches:
@@ -33,20 +33,21 @@ def batch_quotas(config: CurriculumConfig, units_per_group: int = 1) -> Iterator
 
 
 class SizedQuotas:
-    """Quotas of the next batch, whatever its size. A stage lasts as many units as its batches of `batch_groups`."""
+    """Quotas of the next batch at any size. A stage has as many units as its `num_batches` batches of `batch_groups`
+    groups."""
 
     def __init__(self, config: CurriculumConfig, sizes: Iterable[int] = (), units_per_group: int = 1) -> None:
-        """`sizes`: of the batches so far."""
+        """`sizes`: number of units of each batch so far."""
         self._config, self._units_per_group = config, units_per_group
         self._left: dict[str, int] | None = None
-        """Units of the stage that are not taken yet; None in the last one, which has no end."""
+        """Units of the stage not yet claimed, by label; None in the last stage, which has no end."""
         self._enter(0)
         for num_units in sizes:
             self.note(num_units)
 
     @property
     def max_units(self) -> int:
-        """The largest batch: `batch_groups` groups, or what is left of the stage."""
+        """Units of the largest batch: `batch_groups` groups, or the rest of the stage if smaller."""
         whole = self._config.batch_groups * self._units_per_group
         return whole if self._left is None else min(whole, sum(self._left.values()))
 
@@ -59,13 +60,13 @@ class SizedQuotas:
         for label in rounded[: num_units - sum(counts.values())]:
             counts[label] += 1
         while sum(counts.values()) < num_units:
-            # Near its end the stage has too little left of some domain.
+            # Near its end the stage has too few units left of some domain.
             some = [label for label in counts if counts[label] < limits[label]]
             counts[max(some, key=lambda label: exact[label] + self._due[label] - counts[label])] += 1
         return counts
 
     def note(self, num_units: int) -> None:
-        """A batch of so many units was taken."""
+        """Record that a batch of `num_units` units was claimed."""
         given = self.quotas(num_units)
         for label, ratio in self._ratios.items():
             self._due[label] += ratio * num_units - given[label]
@@ -79,7 +80,7 @@ class SizedQuotas:
         stage = self._config.stages[index]
         self._ratios = {make_label(stage.name, domain): ratio for domain, ratio in stage.ratios().items()}
         self._due: dict[str, Fraction] = dict.fromkeys(self._ratios, Fraction(0))
-        """What each domain has got too little in this stage; below 0, too much."""
+        """Units that each domain lacks to its ratio in this stage; negative if it had too many."""
         self._left = self._drawn(stage)
 
     def _drawn(self, stage: StageConfig) -> dict[str, int] | None:

@@ -1,10 +1,10 @@
-"""How far the policy had moved from the one that sampled each trained token: a small file for each of the last steps.
+"""Stores the importance ratio of each trained token, in a small file for each of the last steps.
 
-    r = π(token) / π_old(token),    π: the policy that the step began with, π_old: the one that sampled the token
+    r = π(token) / π_old(token),    π: the policy at the start of the step, π_old: the one that sampled the token
 
-A file holds the names of the step's samples, `ATTEMPT/CALL`, the number of tokens of each, and log r of all of them end
-to end in float16: at r = 2 that is right to 0.03%, near r = 1 closer than anybody can see. It is for who looks at
-trajectories; nothing is learnt from it, and a step without one is a step all the same.
+A file holds the names of the step's samples, `ATTEMPT/CALL`, the number of tokens of each, and their log r concatenated
+in float16, which is accurate to 0.03% at r = 2 and more accurate near r = 1. The run page shows it beside trajectories;
+training does not read it, so a missing file does no harm.
 """
 
 import io
@@ -20,11 +20,11 @@ from m2forge.files import write_atomic
 from m2forge.records import FloatArray
 
 LARGEST = 6e4
-"""Of log r; float16 ends a little above."""
+"""Bound of |log r|; float16 ends a little above."""
 
 
 def write_ratios(folder: Path, step: int, log_ratios: Mapping[str, FloatArray], keep: int) -> None:
-    """`keep`: steps of which a file stays."""
+    """Write the file of a step and delete all but the last `keep` steps."""
     if keep:
         columns = {
             "names": np.array(list(log_ratios)),
@@ -41,14 +41,14 @@ def write_ratios(folder: Path, step: int, log_ratios: Mapping[str, FloatArray], 
 
 
 def forget_ratios(folder: Path, step: int) -> None:
-    """The weights are those of `step` again: what came after it never was."""
+    """Delete the files of steps after `step`, from which the trainer resumes."""
     for path in folder.glob("step-*.npz"):
         if _step(path) > step:
             path.unlink(missing_ok=True)
 
 
 def read_ratios(folder: Path, step: int) -> dict[str, FloatArray] | None:
-    """log r of each sample's tokens; None where they are not kept."""
+    """log r of each sample's tokens by name; None if the file is missing or unreadable."""
     try:
         with zipfile.ZipFile(path_of(folder, step)) as archive:
             names, sizes, values = (_read_column(archive, name) for name in ("names", "sizes", "log_ratios"))
@@ -59,8 +59,8 @@ def read_ratios(folder: Path, step: int) -> dict[str, FloatArray] | None:
 
 
 def _read_column(archive: zipfile.ZipFile, name: str) -> npt.NDArray[np.generic]:
-    """An array of an archive as `np.savez` writes it. What is packed, or states another size than it has, is refused:
-    numpy would allocate what it states."""
+    """Read an array of an archive that `np.savez` wrote. Refuses compressed members and those whose header states
+    another size than the data has, because numpy would allocate the stated size."""
     member = archive.getinfo(f"{name}.npy")
     if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
         raise ValueError(f"{name} is packed")

@@ -1,4 +1,4 @@
-"""Sampler and gateway of a run: two servers, each behind a socket that outlives it (forge/child.py)."""
+"""Sampler and gateway of a run: two server processes, each on a listening socket that outlives it (forge/child.py)."""
 
 import socket
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Server:
     child: Child
     listener: socket.socket
     key: str
-    """The sampler asks for it on every route, the gateway on its admin routes."""
+    """API key that the sampler requires on every route and the gateway on its admin routes."""
 
     @property
     def url(self) -> str:
@@ -35,13 +35,13 @@ class Servers:
         return self.sampler.child.num_starts + self.gateway.child.num_starts
 
     def close(self) -> None:
-        """When both processes have ended."""
+        """Close the sockets; call it after both processes have ended."""
         self.sampler.listener.close()
         self.gateway.listener.close()
 
 
 def make_servers(layout: Layout, host: str = HOST, port: int = 0) -> Servers:
-    """Not started yet. `host` and `port`: of the gateway; port 0 takes a free one."""
+    """Create both servers without starting them. `host` and `port` are the gateway's; port 0 picks a free one."""
 
     def make(
         name: str, *arguments: str, place: tuple[str, int] = (HOST, 0), engine_keys: tuple[str, ...] = ()

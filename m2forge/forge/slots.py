@@ -1,8 +1,8 @@
-"""How many attempts run at once, shared by training and evaluation: never more than `agent.num_jobs` in all.
+"""Slots for concurrent attempts, shared by training and evaluation: never more than `agent.num_jobs` in all.
 
-While an evaluation runs, training leaves `check.share` of the slots to it and goes on with the rest; attempts that hold
-one of those slots end first. When training does not run, before its first step and after its last, an evaluation may
-take all of them.
+While an evaluation runs, training leaves `check.share` of the slots to it and uses the rest; training attempts that
+already hold one of those slots finish first. Before the first training step and after the last, an evaluation may take
+all slots.
 """
 
 import asyncio
@@ -12,17 +12,17 @@ from contextlib import asynccontextmanager, contextmanager
 
 class Slots:
     def __init__(self, total: int, share: float = 1.0) -> None:
-        """`share`: of evaluations beside training; at least one slot."""
+        """`share`: share of the slots for evaluations beside training; at least one slot."""
         self.total, self._reserved = total, max(1, min(total, round(share * total)))
         self.is_training = False
-        """Whether training takes slots."""
+        """Whether training is running and takes slots."""
         self._is_evaluating = False
         self.num_training = self.num_evaluating = 0
-        """Slots taken."""
+        """Slots that training and evaluation hold."""
         self._waiting: list[asyncio.Future[None]] = []
 
     def take(self, num: int) -> int:
-        """Take up to `num` slots for training; how many."""
+        """Take up to `num` slots for training; returns how many."""
         limit = self.total - self._reserved if self._is_evaluating else self.total
         num_free = min(limit - self.num_training, self.total - self.num_training - self.num_evaluating)
         num = max(0, min(num, num_free))
@@ -30,7 +30,7 @@ class Slots:
         return num
 
     def give_back(self, num: int = 1) -> None:
-        """Training needs so many no more."""
+        """Return `num` slots of training."""
         self.num_training -= num
         self._wake()
 
@@ -40,7 +40,7 @@ class Slots:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """While it lasts, training leaves a share of the slots."""
+        """Reserve the evaluation's share of the slots for the duration of the context."""
         self._is_evaluating = True
         try:
             yield
@@ -49,7 +49,7 @@ class Slots:
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncIterator[None]:
-        """One slot, for an attempt at a held-out task, as soon as one is free."""
+        """Wait for a free slot and hold it for one attempt at a held-out task."""
         while not self._has_room():
             freed = asyncio.get_running_loop().create_future()
             self._waiting.append(freed)

@@ -1,4 +1,4 @@
-"""The RL stage: a model folder and a configuration in, a better model out. This file wires a run to its directory."""
+"""The RL stage: a model folder and a configuration in, a trained model folder out; opens or resumes the run."""
 
 import asyncio
 from pathlib import Path
@@ -14,7 +14,7 @@ from m2forge.train.run_dir import hold_run, open_run
 
 
 def run_forge(config: ForgeConfig, runs: Path) -> tuple[Path, list[Check]]:
-    """Train, or go on with, the run `config` describes; the finished model's folder, and what was checked."""
+    """Start or resume the run that `config` describes; returns the finished model's folder and its evaluations."""
     if not Path(config.model).is_dir():
         raise NotFoundError(f"model {config.model!r} is no folder; give one that `m2forge sft` or `import` wrote")
     run_dir = runs / config.name
@@ -27,8 +27,8 @@ def run_forge(config: ForgeConfig, runs: Path) -> tuple[Path, list[Check]]:
 
 
 def is_complete(layout: Layout, config: ForgeConfig) -> bool:
-    """Whether the finished model is written, and was evaluated: an evaluation of a last step that is lost counts for
-    nothing."""
+    """Whether the finished model is written and evaluated; an evaluation of a lost version of the last step does not
+    count."""
     lineage, step = read_lineage(layout.lineage), config.num_steps
     is_checked = any(found.step == step and lineage.holds(step, found.branch) for found in read_checks(layout.checks))
     return layout.model.is_dir() and (is_checked or not config.check.num_tasks)

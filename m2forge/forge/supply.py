@@ -1,10 +1,9 @@
 """Keeps the queue filled: the curriculum's batches in, units of the pool out.
 
-A batch is drawn whenever the queue has room for one. A group that is dropped before it is trained (no signal, an agent
-that broke too often, too stale, too slow) is replaced by another task of the same stage and domain. So the number of
-units that were drawn for a stage is the number that training will take, and both change the stage after the same batch.
-Where the curriculum stands is stored with the tasks that it gave, in one transaction, so that none is left out and none
-comes twice.
+It draws a batch whenever the queue has room for one. A group that is dropped before training (no signal, too many
+failed attempts, too stale, too slow) is replaced by another task of the same stage and domain. So training takes
+exactly the number of units that were drawn for a stage, and both change the stage after the same batch. The
+curriculum's state is stored in one transaction with the tasks that it drew, so that none is skipped or drawn twice.
 """
 
 import logging
@@ -31,13 +30,13 @@ class Supply:
         draw: Draw,
         note: Callable[[], str],
     ) -> None:
-        """`draw`: draws a task, as `TaskRunner.next_task` does. `note`: what to store with the tasks, the
-        curriculum's state included."""
+        """`draw`: draws a task, like `TaskRunner.next_task`. `note`: returns the state to store with the tasks,
+        including the curriculum's."""
         self._config, self._pool, self._writer, self._note = config, pool, writer, note
         self.curriculum, self._draw = curriculum, draw
 
     async def fill(self) -> bool:
-        """Replace what was dropped and queue the batches that there is room for; whether anything was queued."""
+        """Replace dropped groups and queue the batches that fit; returns whether a batch or replacement was queued."""
         is_filled = await self._replace()
         while await self._writer.run(self._pool.room) >= self._config.batch_units:
             before = self.curriculum.state()
@@ -46,7 +45,7 @@ class Supply:
             try:
                 await self._writer.run(self._pool.put, tasks, self._note(), given[0].stage)
             except StateError:
-                # A trainer that went back has returned units meanwhile: the same batch is drawn again later.
+                # A trainer that resumed from a checkpoint returned units meanwhile: the batch is drawn again later.
                 self.curriculum.restore(before)
                 break
             is_filled = True
@@ -66,7 +65,7 @@ class Supply:
         try:
             await self._writer.run(self._pool.replace, [(debt, *item) for debt, item in pairs], self._note())
         except StateError as error:
-            # The trainer drops units of its own accord while tasks are drawn: the replacements are drawn again.
+            # The trainer may drop units while tasks are drawn; then the replacements are drawn again.
             _log.info("what is owed has changed, so its replacements are drawn again: %s", error)
             self.curriculum.restore(before)
             return False

@@ -1,4 +1,4 @@
-"""The tools of tasks for the gateway: families' code in worker processes, with the latency of each call."""
+"""Executes tasks' tools for the gateway: runs the families' code in worker processes and adds each call's latency."""
 
 import asyncio
 import contextlib
@@ -28,6 +28,6 @@ class FamilyToolHost:
 
 @contextlib.asynccontextmanager
 async def open_tool_host(config: ForgeConfig, folder: Path) -> AsyncGenerator[FamilyToolHost, None]:
-    """`folder`: where the workers run."""
+    """`folder`: working directory of the workers."""
     async with TaskRunner(config.verify, folder, config.curriculum.family_names) as runner:
         yield FamilyToolHost(runner)

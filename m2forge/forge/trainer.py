@@ -1,10 +1,10 @@
-"""The process that learns: batches of the pool in, versions of the policy out.
+"""The trainer process: batches of the pool in, policy versions out.
 
-    claim a batch in the window → advantages → a step over its token trees → commit → publish → now and then, checkpoint
+    claim a batch in the window → advantages → a step over its token trees → commit → publish → periodically, checkpoint
 
-It holds nothing that is not on disk elsewhere. Killed at any moment and started again, it goes on from its newest
-checkpoint: versions that were published since are forgotten, and the pool returns what those steps had learnt. So every
-episode is in the lineage of the weights once.
+All of its state is on disk. Killed at any moment and restarted, it resumes from its newest checkpoint: versions
+published since are discarded, and the pool returns the units that those steps had trained on. So the current weights
+have trained on every committed episode exactly once.
 """
 
 import itertools
@@ -86,7 +86,7 @@ class Trainer:
         return PolicyVersion(self.config.name, self.position.step)
 
     def run(self) -> None:
-        """Train what is left of the steps, and write the finished model."""
+        """Train the remaining steps and write the finished model."""
         config, device = self.config, self.engine.device
         with (
             machine_settings(config.train.machine, device),
@@ -107,8 +107,8 @@ class Trainer:
             save_model(self.engine.model, self.layout.model, companions=self._companions)
 
     def _go_back(self, pool: Pool) -> None:
-        """Whatever came after the checkpoint never was."""
-        # First: whoever sees fewer versions than before finds the reason here.
+        """Discard everything that came after the checkpoint."""
+        # First, so that a reader that sees fewer versions than before finds the reason in the lineage.
         begin_branch(self.layout.lineage, self.weights.branch, self.position.step)
         forget_ratios(self.layout.ratios, self.position.step)
         self.weights.go_back(self.position.step)
@@ -116,12 +116,12 @@ class Trainer:
         if restored.num_returned:
             _log.info("step %d has not learnt %d units, which return", self.position.step, restored.num_returned)
         newest = self.weights.newest()
-        # What is left of this step was published by the process that wrote the checkpoint, from the same weights.
+        # A remaining version of this step was published by the process that wrote the checkpoint, from these weights.
         if newest is None or newest[0].step != self.position.step:
             self.weights.publish(self.engine.model, self.position.step)
 
     def _batches(self, pool: Pool) -> Iterator[Claim]:
-        """One for each step that is left, as soon as the window has it."""
+        """Yield the batch of each remaining step as soon as the window holds it."""
         config, left = self.config.curriculum, range(self.position.step, self.config.num_steps)
         max_tokens, per_group = self.config.batch_tokens, self.config.units_per_group
         if max_tokens is None:
@@ -142,7 +142,7 @@ class Trainer:
         rate = rate_at(self._phase, self.position.step)
         with self._busy:
             report = self.engine.step(trees, rate=rate, version=self.position.step)
-            # Waits for the device.
+            # Host sync.
             read = report.read()
         self._busy.flush()
         for problem in report.problems:
@@ -172,13 +172,13 @@ class Trainer:
             )
             _log.warning(told, num_flat, len(units), self.position.step)
         figures["lag"] = max((unit.lag for unit in units if unit.lag is not None), default=0)
-        # Never below 0: the pool counts tokens of a lost version as sampled where its branch left the lineage.
+        # Never below 0: the pool dates tokens of a lost version to the step where its branch left the lineage.
         oldest = [unit.oldest_step for unit in units if unit.oldest_step is not None]
         figures["staleness"] = self.position.step - 1 - min(oldest, default=self.position.step - 1)
         return figures
 
     def _save(self, pool: Pool) -> None:
-        # In this order: after a loss of power the pool may know steps that the checkpoint lacks, never the reverse.
+        # In this order: after a power loss the pool may have steps that the checkpoint lacks, never the reverse.
         pool.flush()
         self.checkpoints.save(self.engine, self.position)
         if self.config.train.checkpoint.keep:
@@ -186,7 +186,7 @@ class Trainer:
 
 
 def describe_untrained(units: Sequence[StoredUnit], problems: Sequence[Problem], version: PolicyVersion) -> str:
-    """Why a batch holds nothing to train on: how many samples were refused, by reason, with an example of each."""
+    """Explain why a batch has nothing to train on: the number of refused samples by reason, with an example of each."""
     reasons = [problem.reason.removeprefix(f"Sample {problem.name}: ") for problem in problems]
     kinds = {reason.partition(", received")[0]: reason for reason in reversed(reasons)}
     counts = Counter(reason.partition(", received")[0] for reason in reasons)
@@ -209,7 +209,7 @@ def _wait_for(claim: Callable[[], Claim | None]) -> Claim:
 
 
 def _is_flat(unit: StoredUnit) -> bool:
-    """Whether all rewards of a group are equal: trained in spite of that, it teaches nothing."""
+    """Whether all rewards of a group are equal, so that its advantages are zero."""
     totals = {episode.reward.total for episode in unit.episodes if episode.reward is not None}
     return len(unit.episodes) > 1 and len(totals) == 1
 
@@ -227,7 +227,7 @@ def _by_domain(units: Sequence[StoredUnit]) -> dict[str, float]:
 
 
 def train(run_dir: Path) -> None:
-    """Train the run whose configuration lies in `run_dir`; one process at a time."""
+    """Train the run in `run_dir` from its configuration there; a lock allows one process at a time."""
     config = load(ForgeConfig, run_dir / CONFIG_FILE)
     with hold_run(run_dir / TRAINER_FOLDER):
         Trainer(run_dir, config).run()

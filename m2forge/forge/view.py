@@ -1,4 +1,4 @@
-"""What the terminal shows while a run goes on: steps, the queue and its window, tokens, rewards, where time goes."""
+"""The terminal's progress view of a run: steps, queue and window, tokens/s, rewards, staleness, trainer utilization."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from m2forge.pool.writer import PoolWriter
 
 EVERY_S = 1.0
 TAIL_BYTES = 1 << 18
-"""Many times what the metrics of one step take."""
+"""Bytes read from the end of the metrics file; many times the size of one step's metrics."""
 
 
 class View:
@@ -53,7 +53,7 @@ class View:
 
 
 def read_last_step(path: Path) -> StepMetrics | None:
-    """The end of the file is enough, however long the run has lasted. What is torn or not there yet comes later."""
+    """Read the last step from the end of the metrics file; None if missing or unreadable."""
     if not path.exists():
         return None
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Agent programs that live across attempts: jobs in, answers out.
+"""Workers, agent programs that stay alive across attempts: jobs in, answers out.
 
 A worker is any program that reads jobs, one JSON object a line, and writes answers:
 
@@ -8,10 +8,10 @@ A worker is any program that reads jobs, one JSON object a line, and writes answ
     {"id": "…", "answer": "…"}   or   {"id": "…", "error": "…", "kind": "…"}                from its standard output
     {"id": "…", "cancelled": true}                                                          confirms a cancel
 
-It may work on several jobs at once and answer them in any order. A job whose time ran out, or whose attempt was given
-up, is cancelled: its slot is free when the worker confirms, by `cancelled` or by any other line for that id. A worker
-that does not confirm within `agent.cancel_s` may be stuck, so it is restarted, and its other jobs end with
-`WorkerDiedError`. A worker that dies is restarted likewise. A program that does nothing but die ends the run.
+It may work on several jobs at once and answer them in any order. A job that times out, or whose attempt is cancelled,
+is cancelled in the worker: its slot is free once the worker confirms, by `cancelled` or by any other line for that id.
+A worker that does not confirm within `agent.cancel_s` may be stuck, so it is restarted, and its other jobs end with
+`WorkerDiedError`. A worker that dies is restarted too. A program that dies repeatedly without an answer ends the run.
 
 A program may print other lines; the loop ignores them. A line that looks like JSON but cannot be read, or is nested
 deeper than `MAX_DEPTH`, is dropped with a warning.
@@ -44,25 +44,25 @@ from m2forge.text.message import Tool, tool_to_openai
 
 RESTART_S = 0.5
 MAX_DEPTH = 32
-"""Nesting of a worker's line."""
+"""Maximum JSON nesting depth of a worker's line."""
 MAX_DEATHS = 10
-"""For each worker there is: so many deaths without an answer between, and the program is broken."""
+"""Deaths per configured worker, without an answer in between, after which the program counts as broken."""
 
 NO_MEMORY = ("MemoryError", "bad_alloc", "out of memory", "Cannot allocate memory")
-"""What programs say last when an allocation failed."""
+"""Phrases at the end of stderr that show a failed allocation."""
 
 TASK_VIEW = ("id", "domain", "instruction", "difficulty")
-"""What an agent may know of a task."""
+"""Fields of a task that the agent receives."""
 
 _log = logging.getLogger(__name__)
 
 
 class JobError(EngineError):
-    """An attempt that broke off: its worker died, or said that it cannot go on."""
+    """An attempt that failed: its worker died or reported an error."""
 
 
 class ErrorKind(StrEnum):
-    """What made an agent give up."""
+    """What caused an agent's error."""
 
     POLICY = "policy"
     """The policy's tokens: the attempt counts, with perf 0."""
@@ -71,12 +71,12 @@ class ErrorKind(StrEnum):
 
 
 class AgentError(JobError):
-    """An attempt that the agent gave up with an error."""
+    """An attempt that the agent ended with an error."""
 
     def __init__(self, message: str, kind: ErrorKind | None) -> None:
         super().__init__(message)
         self.kind = kind
-        """None where the agent does not say."""
+        """Cause of the error; None if the agent does not report one."""
 
 
 class DeathCause(StrEnum):
@@ -87,11 +87,11 @@ class DeathCause(StrEnum):
     LIMIT = "limit"
     """It exceeded a limit of `agent.sandbox`: memory, or the length of a line."""
     LOST = "lost"
-    """It was killed from outside, as the kernel does when the machine has no memory left, or it was restarted."""
+    """It was killed from outside, for instance by the kernel's OOM killer, or it was restarted."""
 
 
 class WorkerDiedError(JobError):
-    """An attempt whose worker died; it may not have been this attempt that killed it."""
+    """An attempt whose worker died, possibly because of another attempt."""
 
     def __init__(self, message: str, cause: DeathCause = DeathCause.LOST) -> None:
         super().__init__(message)
@@ -99,22 +99,22 @@ class WorkerDiedError(JobError):
 
 
 class StuckError(TimeoutError):
-    """An attempt whose time ran out in a worker that did not confirm the cancel and was restarted."""
+    """An attempt that timed out in a worker that did not confirm the cancel and was restarted."""
 
 
 @dataclass(eq=False, slots=True)
 class _Desk:
-    """One worker's place: the process of the moment, and the jobs it has."""
+    """One worker: its current process and its jobs."""
 
     name: str
     jobs: dict[str, asyncio.Future[str]] = field(default_factory=dict)
     cancelled: dict[str, asyncio.Future[bool]] = field(default_factory=dict)
-    """Jobs that the worker was asked to stop; each future tells whether it confirmed or is gone."""
+    """Jobs that the worker was asked to cancel; each future resolves to True if it confirmed, False if it died."""
     reserved: str | None = None
-    """The job that waits for, or has, the worker for itself alone."""
+    """The job that waits for, or has, exclusive use of the worker."""
     worker: Worker | None = None
     is_stuck: bool = False
-    """Whether the loop is ending the worker because it did not confirm a cancel."""
+    """Whether the loop is stopping the worker because it did not confirm a cancel."""
 
     @property
     def is_up(self) -> bool:
@@ -127,7 +127,7 @@ class _Desk:
 
 class Workers:
     def __init__(self, config: AgentConfig, folder: Path) -> None:
-        """`folder`: where they work, each in a folder of its own."""
+        """`folder`: parent of the workers' folders."""
         self._config, self._command = config, Command(from_here(config.command))
         self._desks = [_Desk(f"worker-{index}") for index in range(config.num_workers)]
         self._sandboxes = [ProcessSandbox(folder / desk.name, config.sandbox) for desk in self._desks]
@@ -136,11 +136,11 @@ class Workers:
         self._has_changed = asyncio.Event()
         """Set when a slot may have become free."""
         self._num_dropped = 0
-        """Lines that could not be read."""
+        """Number of lines that could not be parsed."""
         self._num_deaths = 0
-        """Since the last answer."""
+        """Worker deaths since the last answer."""
         self._last_words = ""
-        """Of the program, when it died; those of a row of deaths are told once."""
+        """End of stderr at the last logged death; consecutive deaths with the same text are logged once."""
         self._broken: JobError | None = None
 
     async def __aenter__(self) -> "Workers":
@@ -159,7 +159,7 @@ class Workers:
             await sandbox.close()
 
     async def watch(self) -> None:
-        """Raises when the program is found to be broken; until then it does not end."""
+        """Wait until the program counts as broken, then raise."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             task.result()
@@ -167,8 +167,9 @@ class Workers:
     async def attempt(
         self, id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool] = (), *, is_alone: bool = False
     ) -> str:
-        """The answer to a task; raises `JobError`, or `TimeoutError` after the attempt's time, which begins when a
-        worker has a free slot. `is_alone`: the worker has no other job meanwhile, so that its death is this one's."""
+        """Run a job and return its answer; raises `JobError`, or `TimeoutError` after the attempt's timeout, which
+        starts when a worker has a free slot. `is_alone`: give the worker no other job, so that this one is to blame
+        for its death."""
         job = _job(id, task, endpoint, tools)
         if is_alone:
             desk = await self._reserve_desk(id)
@@ -180,7 +181,7 @@ class Workers:
         return await self._attempt(await self._free_desk(), id, job)
 
     async def _attempt(self, desk: _Desk, id: str, job: bytes) -> str:
-        # No await stands between the choice of the desk and this entry.
+        # There is no await between choosing the desk and this entry.
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         desk.jobs[id] = future
         try:
@@ -190,15 +191,15 @@ class Workers:
                 return await future
         except TimeoutError:
             if future.done() and not future.cancelled():
-                return future.result()  # It came in the moment in which the time ran out.
+                return future.result()  # The answer arrived at the moment of the timeout.
             if desk.worker is None:
-                # The worker died before the time ran out; its job is over when nothing of it is left.
+                # The worker died before the timeout; wait until its process has ended.
                 await asyncio.shield(self._cancel(desk, id))
                 raise WorkerDiedError(f"{desk.name} died") from None
             has_others = any(other != id for other in (*desk.jobs, *desk.cancelled))
             if not await asyncio.shield(self._cancel(desk, id)):
                 problem = f"{desk.name} did not confirm that it cancelled the job"
-                # Any of its jobs may be the one that it is stuck in.
+                # Any of its jobs may be the one that blocks it.
                 raise WorkerDiedError(problem) if has_others else StuckError(problem) from None
             raise
         except asyncio.CancelledError:
@@ -210,7 +211,7 @@ class Workers:
             self._has_changed.set()
 
     def _cancel(self, desk: _Desk, id: str) -> asyncio.Task[bool]:
-        """Asks the worker to stop a job; the task tells whether it confirmed."""
+        """Ask the worker to cancel a job; the task returns whether it confirmed."""
         task = asyncio.create_task(self._confirm(desk, id))
         if desk.jobs.pop(id, None) is not None:
             desk.cancelled[id] = asyncio.get_running_loop().create_future()
@@ -221,9 +222,9 @@ class Workers:
     async def _confirm(self, desk: _Desk, id: str) -> bool:
         confirmed, worker = desk.cancelled.get(id), desk.worker
         if confirmed is None:
-            return True  # The worker is gone, and the job with it.
+            return True  # The worker has died, and the job with it.
         if worker is None:
-            return await asyncio.shield(confirmed)  # The worker is being ended.
+            return await asyncio.shield(confirmed)  # The worker is being stopped.
         line = json.dumps({"id": id, "cancel": True}).encode() + b"\n"
         try:
             async with asyncio.timeout(self._config.cancel_s):
@@ -238,7 +239,7 @@ class Workers:
             return False
 
     async def _free_desk(self) -> _Desk:
-        """The worker with the fewest jobs, as soon as one has a free slot."""
+        """Wait for a worker with a free slot; returns the one with the fewest jobs."""
         while True:
             if self._broken is not None:
                 raise self._broken
@@ -253,7 +254,7 @@ class Workers:
             await self._has_changed.wait()
 
     async def _reserve_desk(self, id: str) -> _Desk:
-        """A worker without jobs: one takes no more of them until it has none left."""
+        """Reserve the worker with the fewest jobs and wait until it has none left; it takes no other jobs."""
         while not (unreserved := [desk for desk in self._desks if desk.reserved is None]):
             if self._broken is not None:
                 raise self._broken
@@ -354,7 +355,8 @@ class Workers:
 
 
 def death_cause(outcome: Outcome) -> DeathCause:
-    """An allocation beyond the limit of memory fails in the program itself, whose last words say so."""
+    """Why a worker died. An allocation over the memory limit fails in the program itself, so the end of its stderr
+    shows it."""
     if outcome.status == -signal.SIGKILL or outcome.reason not in (OutcomeReason.EXITED, OutcomeReason.SIGNALLED):
         return DeathCause.LOST
     last_words = outcome.stderr.text()[-1000:]
@@ -362,7 +364,7 @@ def death_cause(outcome: Outcome) -> DeathCause:
 
 
 def _job(id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool]) -> bytes:
-    """Without the task's metadata, which holds answers, or what they follow from."""
+    """The job's line, without the task's metadata, which contains answers or what reveals them."""
     url = f"{endpoint.url.rstrip('/')}/v1"
     job: Mapping[str, JsonValue] = {
         "id": id,
@@ -377,6 +379,6 @@ def _job(id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool]) -> byte
 
 
 def from_here(command: Sequence[str]) -> tuple[str, ...]:
-    """A worker has a folder of its own: paths that name a file from this one are made whole."""
-    # A word may be a whole program, too long for a path, at which pathlib would raise.
+    """Make relative paths of existing files absolute, because a worker runs in another folder."""
+    # A word may be a whole program, too long for a path, for which pathlib would raise.
     return tuple(str(Path(word).absolute()) if "/" in word and os.path.isfile(word) else word for word in command)  # noqa: PTH113

@@ -1,1 +1,1 @@
-"""Completion calls of agents, in the dialects that their SDKs speak, asked of an engine and recorded as tokens."""
+"""Serves agents' completion requests in their SDKs' dialects, samples from an engine and records every token."""

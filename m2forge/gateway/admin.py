@@ -1,22 +1,22 @@
-"""The admin's routes: episodes made, looked at, rewarded and closed. Bodies in, bodies out.
+"""The admin's routes, which create, inspect, reward and close episodes. JSON bodies in, bodies out.
 
     POST /episodes               {"task_id", "group", "budget", "sampling", "context", "task", "id"} -> id, key
-    GET  /episodes/ID            what it has spent, how its calls branched, its rewards
-    GET  /episodes/ID/tree       what was recorded, as `tree/codec.py` writes it
-    POST /episodes/ID/reward     {"value", "call", "choice", "id", "evidence"}; the same one twice is taken once
-    POST /episodes/ID/close      {"failure"}: no more calls
-    POST /episodes/ID/take       {"failure"}: no more calls, and what was recorded, by one request
-    DELETE /episodes/ID          let go, journal and all, once what it recorded is kept elsewhere; its key is refused
-    DELETE /episodes             {"ids"}: the same of many; those that are not there are passed over
+    GET  /episodes/ID            budget spent, divergences of its calls, rewards
+    GET  /episodes/ID/tree       the token tree, as `tree/codec.py` encodes it
+    POST /episodes/ID/reward     {"value", "call", "choice", "id", "evidence"}; idempotent: a duplicate counts once
+    POST /episodes/ID/close      {"failure"}: refuse further calls
+    POST /episodes/ID/take       {"failure"}: close and return the token tree, in one request
+    DELETE /episodes/ID          delete episode and journal, once the tree is saved elsewhere; its key is refused
+    DELETE /episodes             {"ids"}: delete many; unknown ids are skipped
 
-All fields may be left out but `value`. `budget` is {"max_calls", "max_tokens", "max_s"}. `sampling` ({"temperature",
-"top_p", …}) replaces what the episode's requests ask for, seeds included; without it they are served as they ask.
-`task` (a whole `Task`, metadata included) is what the episode's tools work on; its client never sees it.
-`context` bounds prompt and completion together: a longer prompt gets the vendor's error for a context that is full.
+Every field but `value` is optional. `budget` is {"max_calls", "max_tokens", "max_s"}. `sampling` ({"temperature",
+"top_p", …}) overrides the sampling parameters of the episode's requests, seeds included; without it each request uses
+its own. The episode's tools work on `task` (a whole `Task`, metadata included); its client never sees it.
+`context` limits prompt plus completion: a longer prompt gets the vendor's error for a full context.
 
-A reward is for the whole episode, or for one call: its index, or the id of its answer, and where that answer has
-several choices (`n`), the index of the one. `id` tells rewards apart; without one there is a single reward of the whole
-and a single one of each call.
+A reward is for the whole episode or for one call. `call` is that call's index or its response id; for a response with
+several choices (`n`), `choice` is the index of the rewarded one. `id` identifies the reward; by default the episode
+and each call have one reward each.
 """
 
 from collections.abc import Mapping
@@ -131,7 +131,7 @@ def describe(episode: Episode) -> dict[str, JsonValue]:
 
 
 def _read(kind: type[ConfigT], fields: Fields, name: str) -> ConfigT | None:
-    """The object under that name; None where there is none."""
+    """Read the object in field `name`; None if the field is absent."""
     if not fields.has(name):
         return None
     given = Fields(fields.value(name), frozenset(kind.model_fields), name)
@@ -140,7 +140,7 @@ def _read(kind: type[ConfigT], fields: Fields, name: str) -> ConfigT | None:
 
 
 def _call(episode: Episode, fields: Fields) -> int | None:
-    """Index of the call that a reward is for."""
+    """Return the index of the rewarded call; None for the whole episode."""
     told = fields.value("call")
     if not isinstance(told, str):
         if fields.has("choice"):

@@ -1,19 +1,19 @@
-"""Everything that the model said in an episode, found again wherever a client puts it.
+"""Finds the model's earlier answers in an episode wherever a client puts them.
 
-An answer keeps its sampled tokens in any place, so it matters which one a message is, where several read the same. The
-ids of its calls say it. Else it is the one that was recorded so many messages after the answer before it; then the
-nearest to that place, below that answer; then one with the same thinking; then the latest.
+An answer keeps its sampled tokens at any position, so messages with equal text must be matched to the right answer.
+Matching tool call ids decide. Otherwise, in order: the answer recorded at the same distance in messages from the
+previous answer; the nearest to that position below that answer; one with the same thinking; the most recent.
 """
 
 from m2forge.gateway.turn import Echo, Key, Turn, best_echo, key_of
 from m2forge.text.message import Message
 
 _MAX_CANDIDATES = 64
-"""Of answers that read the same, the last ones that are looked at."""
+"""Maximum number of answers with equal text to compare: the most recent ones."""
 
 
 class Trail:
-    """The turns after one, along what was recorded last; asked for ever greater distances."""
+    """Walks the most recently recorded turns after `after`; `at` must be called with increasing distances."""
 
     __slots__ = ("_num_steps", "_turn", "after")
 
@@ -23,7 +23,7 @@ class Trail:
         self._num_steps = 0
 
     def at(self, distance: int) -> Turn | None:
-        """The turn so many messages after `after`, if so many were recorded."""
+        """Return the turn `distance` messages after `after`; None if fewer were recorded."""
         while self._turn is not None and self._num_steps < distance:
             self._turn = self._turn.answered
             self._num_steps += 1
@@ -35,10 +35,10 @@ class Answers:
         self._least = Echo.WITHOUT_THINKING if restores_thinking else Echo.SAME
         self._by_key: dict[Key, list[Turn]] = {}
         self._by_call: dict[str, Turn] = {}
-        """By the ids of their first calls."""
+        """Answers by the id of their first tool call."""
 
     def __len__(self) -> int:
-        """How many differ."""
+        """Number of distinct answers."""
         return len(self._by_key)
 
     def add(self, answer: Turn) -> None:
@@ -47,7 +47,7 @@ class Answers:
             self._by_call[answer.message.tool_calls[0].id] = answer
 
     def said(self, message: Message) -> Turn | None:
-        """An answer that `message` may be, thinking aside."""
+        """Return an answer that matches `message`, ignoring thinking."""
         named = self._named(message, Echo.WITHOUT_THINKING)
         if named is not None:
             return named
@@ -57,8 +57,8 @@ class Answers:
         return best_echo(turns[-_MAX_CANDIDATES:], message, Echo.WITHOUT_THINKING)
 
     def twin(self, message: Message, trail: Trail, distance: int) -> Turn | None:
-        """An answer whose tokens may stand for `message`, rather one that came so many messages after the trail's
-        beginning."""
+        """Return an answer whose tokens can be reused for `message`, preferably one recorded `distance` messages after
+        the start of the trail."""
         if message.role != "assistant":
             return None
         found = self._named(message, self._least) or self._following(message, trail.at(distance))
@@ -68,7 +68,7 @@ class Answers:
         return best_echo(turns[-_MAX_CANDIDATES:], message, self._least, trail.after, distance)
 
     def _named(self, message: Message, least: Echo) -> Turn | None:
-        """The answer whose calls have the ids of this one's."""
+        """Return the answer with the same tool call ids as `message`."""
         if not message.tool_calls:
             return None
         turn = self._by_call.get(message.tool_calls[0].id)
@@ -77,8 +77,8 @@ class Answers:
         return turn
 
     def _following(self, message: Message, turn: Turn | None) -> Turn | None:
-        """The answer at that place in what was recorded last, if it is this one: clients that edit one message send
-        the others as they were."""
+        """Return the answer at this position of the last recorded conversation if it matches `message`: clients that
+        edit one message send the others unchanged."""
         if turn is None or turn.parent is None or turn.response_ids is None:
             return None
         rivals = turn.parent.children.get(key_of(message), ())

@@ -1,8 +1,8 @@
 """Anthropic's Messages: `POST /v1/messages`, and `POST /v1/messages/count_tokens`.
 
-What a request may hold is decided in `anthropic_messages_read.py`. An answer's content is a thinking block, a text
-block and a tool_use block for each call, each only if there is something in it. Prompt tokens that were cached are
-counted apart from `input_tokens`, as the vendor counts them.
+`anthropic_messages_read.py` decides what a request may contain. A response's content is a thinking block, a text block
+and one tool_use block per call; empty blocks are left out. Cached prompt tokens are counted separately from
+`input_tokens`, as the vendor does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,11 @@ class AnthropicMessages:
         return read_ask(body)
 
     def read_count(self, body: Mapping[str, JsonValue]) -> Ask:
-        """What is to be counted. Raises `AskError`."""
+        """Read a request to count tokens. Raises `AskError`."""
         return read_count(body)
 
     def count(self, num_prompt: int) -> dict[str, JsonValue]:
-        """The answer to that: tokens of the prompt, the one that asks for a completion included."""
+        """Return the response body; `num_prompt` includes the generation prompt."""
         return {"input_tokens": num_prompt}
 
     def answer(
@@ -55,7 +55,7 @@ class AnthropicMessages:
     def error(
         self, status: int, message: str, field: str | None = None, code: str | None = None
     ) -> dict[str, JsonValue]:
-        """The vendor has no place for field and code; messages begin with the field."""
+        """The vendor's error body has no field and code; messages start with the field instead."""
         return error_body(status, message)
 
     def too_long(self, num_prompt: int, context: int) -> AskError:

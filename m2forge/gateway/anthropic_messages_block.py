@@ -1,15 +1,15 @@
-"""Anthropic Messages, the conversation: system and messages in, each block a part of a `Conversation`, or `AskError`.
+"""Anthropic Messages, the conversation: reads system and messages into a `Conversation`, or raises `AskError`.
 
     user        text, tool_result
-    assistant   text, thinking, tool_use; messages in a row are one turn, as the vendor has them
+    assistant   text, thinking, tool_use; consecutive messages are one turn, as at the vendor
     system      text
 
-A result that `is_error` is written as one, `Error: …`, because chat formats show the model no flag. A thinking block's
-signature is ignored, whoever made it: what matters is the thinking, and whether it was sampled here is found by
-comparing it with what was recorded. A block without thinking has it in the signature, if that is ours (`seal.py`).
+A result with `is_error` gets the prefix `Error: `, because chat templates show the model no flag. Signatures of
+thinking blocks are not verified: comparing the thinking with the recorded one shows whether it was sampled here. If a
+block's thinking is empty, it is read from the signature, provided it is one of ours (`seal.py`).
 
-`cache_control` is allowed anywhere, because it cannot change the answer. Images, documents, citations, the blocks of
-tools that run at the vendor's, and redacted thinking are refused: the model cannot read them.
+`cache_control` is allowed anywhere, because it cannot change the response. Images, documents, citations, blocks of the
+vendor's server-side tools, and redacted thinking are refused: the model cannot read them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ def check_cache_control(fields: Fields) -> None:
 
 
 def _read_user(conversation: Conversation, content: JsonValue, place: str) -> None:
-    """Text blocks that stand together are one message."""
+    """Consecutive text blocks become one message."""
     if isinstance(content, str):
         conversation.say("user", content)
         return
@@ -136,7 +136,7 @@ def _check_toolset(fields: Fields) -> None:
 
 
 def _text(value: JsonValue, place: str) -> str:
-    """Of a string, or a list of text blocks, which are joined."""
+    """Return a string as it is, or the joined texts of a list of text blocks."""
     if isinstance(value, str):
         return value
     texts = []

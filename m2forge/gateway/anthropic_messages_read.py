@@ -1,14 +1,14 @@
 """Anthropic Messages, the request: JSON in, `Ask` out, or `AskError` naming the field.
 
-`READ` is honoured. `ALLOWED` cannot change the answer, or is taken only with the value that asks for nothing. `REFUSED`
-cannot be honoured. The blocks of messages are read by `anthropic_messages_block.py`.
+Fields in `READ` are honoured. Fields in `ALLOWED` cannot change the response, or are accepted only with a no-op value.
+Fields in `REFUSED` cannot be honoured. `anthropic_messages_block.py` reads the messages' blocks.
 
-Thinking cannot be switched off nor metered: a policy is sampled as it is. `enabled` and `adaptive` say what is so
-anyway (`budget_tokens` is a target at the vendor's, and `max_tokens` is the bound); `disabled` and `between_tools` are
-refused. `display` is honoured; a summary is the thinking itself.
+Thinking cannot be disabled or limited: the policy is sampled as it is. `enabled` and `adaptive` are accepted as no-ops
+(the vendor treats `budget_tokens` as a target; `max_tokens` is the limit); `disabled` and `between_tools` are refused.
+`display` is honoured; the "summary" is the full thinking.
 
-Tools are the client's own; those that run at the vendor's are refused, and so are an answer that the client begins
-(prefill), a call that must be made, and a form that the answer must have.
+Only the client's own tools are accepted. The vendor's server-side tools, response prefill by the client, forced tool
+calls and structured output are refused.
 """
 
 from collections.abc import Mapping
@@ -39,16 +39,16 @@ NOT_COUNTED |= {"container", "diagnostics", "inference_geo", "metadata", "servic
 COUNT_FIELDS = FIELDS - NOT_COUNTED
 
 DISPLAY = "display"
-"""Key of `Ask.echo`: whether the client is shown the thinking, `summarized` or `omitted`."""
+"""Key of `Ask.echo`: whether the response shows the thinking, `summarized` or `omitted`."""
 MIN_BUDGET = 1024
 MAX_STOPS = 256
-"""Each is looked for in all that is sampled."""
+"""Limits the cost of searching the sampled text for every stop sequence."""
 TOOL_FIELDS = frozenset({"name", "description", "input_schema", "type", "cache_control", "allowed_callers", "strict"})
 TOOL_FIELDS |= {"defer_loading", "eager_input_streaming", "input_examples"}
 
 
 def read_ask(body: Mapping[str, JsonValue]) -> Ask:
-    """Of POST /v1/messages."""
+    """Read a POST /v1/messages request."""
     fields = Fields(body, FIELDS)
     max_tokens = fields.integer("max_tokens", 1, MAX_INT32)
     if max_tokens is None:
@@ -71,7 +71,7 @@ def read_ask(body: Mapping[str, JsonValue]) -> Ask:
 
 
 def read_count(body: Mapping[str, JsonValue]) -> Ask:
-    """Of POST /v1/messages/count_tokens: what would be sent, without how it would be sampled."""
+    """Read a POST /v1/messages/count_tokens request: the prompt without sampling parameters."""
     fields = Fields(body, COUNT_FIELDS)
     conversation = read_conversation(fields)
     _check_allowed(fields)
@@ -108,7 +108,7 @@ def _check_allowed(fields: Fields) -> None:
 
 
 def _check_context_management(fields: Fields) -> None:
-    """The gateway edits no context; an edit that keeps everything asks for none."""
+    """Accept only edits that keep everything: the gateway never edits the context."""
     management = fields.object("context_management", {"edits"})
     for index, value in enumerate(management.items("edits") if management is not None else ()):
         edit = read_object(value, f"context_management.edits[{index}]")

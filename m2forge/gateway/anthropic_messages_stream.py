@@ -1,14 +1,14 @@
-"""Anthropic Messages, the answer as server-sent events, and the parts that both forms of an answer share.
+"""Anthropic Messages, the response as server-sent events, and the parts that both response forms share.
 
     message_start
     content_block_start, content_block_delta…, content_block_stop        for each block, one after the other
         thinking    thinking_delta…, signature_delta                     omitted thinking: the signature alone
         text        text_delta…
-        tool_use    input_json_delta: the arguments, known only when they are whole
+        tool_use    input_json_delta: the arguments in one piece, once complete
     message_delta (stop_reason, usage), message_stop                     or error, at any time
 
-A call is told when it is complete, so one that the model never finished is not told at all. Words after a call are a
-text block of their own; a client that sends all blocks back sends the same message.
+A tool call is sent when it is complete, so a call that the model did not finish is never sent. Text after a call gets
+its own text block; a client that sends all blocks back sends the same message.
 """
 
 import json
@@ -25,7 +25,7 @@ _STOP_REASONS: Mapping[Ending, str] = {
     Ending.STOP_TEXT: "stop_sequence",
     Ending.LENGTH: "max_tokens",
     Ending.TOOL_CALLS: "tool_use",
-    # There is no word for it; this one says what a client needs to know, that the text was cut off.
+    # The vendor has no such stop reason; this one tells the client that the text was cut off.
     Ending.ABORT: "max_tokens",
 }
 _ERROR_TYPES: Mapping[int, str] = {
@@ -45,7 +45,7 @@ _ERROR_TYPES: Mapping[int, str] = {
 _MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 
 _quote = json.JSONEncoder(separators=(",", ":")).encode
-"""In ASCII: line separators beyond it would break lines of events for some clients."""
+"""Escapes to ASCII: Unicode line separators would break event lines for some clients."""
 
 
 class MessagesStream:
@@ -54,13 +54,13 @@ class MessagesStream:
     def __init__(self, model: str, id: str, *, is_omitted: bool) -> None:
         self._model, self._id, self._is_omitted = model, id, is_omitted
         self._index = -1
-        """Of the block begun last."""
+        """Index of the most recently started block."""
         self._open: type[ThinkingDelta | ContentDelta] | None = None
-        """What the open block takes more of; None while no block is open."""
+        """Event type that the open block accepts; None while no block is open."""
         self._prefix = b""
-        """Of the open block's deltas, up to the text."""
+        """Bytes of the open block's delta events before the text."""
         self._thinking: list[str] = []
-        """What was not shown of the open block."""
+        """Omitted thinking of the open block."""
         self._stop: dict[str, JsonValue] = {"stop_reason": None, "stop_sequence": None}
 
     def begin(self, num_prompt: int, num_cached: int) -> bytes:
@@ -137,7 +137,7 @@ class MessagesStream:
 
 
 def signature(thinking: str, id: str, is_omitted: bool) -> str:
-    """Of a thinking block. Where the thinking is not shown it holds it; else nothing depends on it."""
+    """Return a thinking block's signature: it contains the thinking if that is omitted; otherwise it is unused."""
     return seal(thinking) if is_omitted else sign(id)
 
 

@@ -1,4 +1,4 @@
-"""Anthropic's list of models, told on the same routes as OpenAI's (`openai_models.py`) to clients that speak it."""
+"""Anthropic's model list, served on the same routes as OpenAI's (`openai_models.py`) to Anthropic clients."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime

@@ -1,13 +1,13 @@
-"""The gateway as an ASGI application: who may ask for what, and the vendor's own words for what is refused.
+"""The gateway as an ASGI application: authenticates requests, routes them and answers errors in the vendor's format.
 
     POST /v1/chat/completions, /v1/responses, /v1/completions, /v1/messages, /v1/messages/count_tokens
     GET  /v1/models, /v1/models/NAME          with the key of an episode (`Authorization: Bearer KEY` or `x-api-key`)
     GET  /v1/tools, POST /v1/tools/call       with the same key; see `tools`
     /episodes…                                with the admin key; see `admin`
-    GET  /health, /metrics                    for everybody who reaches the gateway
+    GET  /health, /metrics                    without a key
 
-An episode's key opens that episode and nothing else. A vendor's routes are answered in that vendor's error bodies, all
-others in OpenAI's. Nothing of a request's text is logged unless the configuration says so.
+An episode's key gives access to that episode only. A vendor's routes use that vendor's error bodies, all others use
+OpenAI's. Request text is logged only if the configuration allows it.
 """
 
 import hmac
@@ -59,9 +59,9 @@ _ROUTES = (
     Route("messages", MESSAGES, "msg_", "toolu_"),
 )
 _TIDY_S = 0.5
-"""How long journals are compacted before the gateway checks whether to stop."""
+"""Maximum seconds of journal compaction per call of `tidy`, after which the gateway can check whether to stop."""
 _EPISODE_ACTIONS = ("reward", "close", "take")
-"""That an admin posts."""
+"""Actions on an episode that an admin may POST."""
 
 _log = logging.getLogger(__name__)
 
@@ -108,8 +108,8 @@ class GatewayApp:
         except M2ForgeError as error:
             body = _dialect_of(scope).error(status_of(error), str(error), field_of(error), code_of(error))
             await respond(send, status_of(error), body, error_headers(error))
-        except Exception as error:  # noqa: BLE001  (told apart from the server's own 500 by its body)
-            # Without the error's own words, which may hold those of a prompt.
+        except Exception as error:  # noqa: BLE001  (its body differs from the server's own 500)
+            # Leaves out the error message, which may contain prompt text.
             _log.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
             await respond(send, 500, _dialect_of(scope).error(500, "the gateway failed; its log says where"))
         finally:
@@ -147,7 +147,7 @@ class GatewayApp:
             raise Refusal(404, "there is no such route here")
 
     async def tidy(self) -> None:
-        """Every second: close what has expired, compact what is closed."""
+        """Runs every second: closes expired episodes and compacts journals of closed ones."""
         num_expired = self.episodes.expire(self._config.expire_s)
         if num_expired:
             _log.warning(
@@ -157,7 +157,7 @@ class GatewayApp:
         while time.monotonic() < stop_s and await self.episodes.compact_next():
             pass
 
-    # -- who asks ------------------------------------------------------------------------------------------------------
+    # -- authentication ------------------------------------------------------------------------------------------------
 
     def _episode(self, headers: Headers) -> Episode:
         key = read_key(headers)
@@ -167,7 +167,7 @@ class GatewayApp:
         return episode
 
     def _require_admin(self, headers: Headers) -> None:
-        # Compared in a time that does not depend on where the two differ, nor on how long they are.
+        # Compares hashes in constant time, so that timing reveals neither content nor length of the key.
         sent = hash_key(read_key(headers))
         if self._admin_hash is None:
             raise Refusal(403, "this gateway has no admin key, so it takes no admin requests; start it with one")
@@ -242,7 +242,7 @@ def _is_models(scope: Scope) -> bool:
 
 
 def _is_anthropic(scope: Scope) -> bool:
-    """Both vendors have the route; only one sends this."""
+    """Both vendors have the route; only Anthropic's clients send this header."""
     return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 

@@ -1,11 +1,11 @@
-"""Bodies of requests read without stopping the event loop: small ones at once, large ones in worker processes.
+"""Reads request bodies without blocking the event loop: small ones inline, large ones in worker processes.
 
-A body is large if it has many bytes, or if its JSON has many values: to parse, check and count it would take longer
-than others may wait. Workers are started when the first large body comes, one body at a time each; an episode has one
-body there at a time, so that one key cannot keep others' waiting. A body that takes a worker too long, or more memory
-than it may have, is refused; a worker that dies is replaced, and its request is told to ask again.
+A body is large if it has many bytes or many JSON values: parsing, validating and counting it would block other requests
+too long. Workers start at the first large body and read one body at a time; each episode may have one body in a worker
+at a time, so that one key cannot starve the others. A body that exceeds a worker's memory limit is refused. A worker
+that dies or exceeds its time limit is replaced, and its request gets a retryable error.
 
-What is read does not depend on where: both ways run `body_worker.read_body`.
+Both paths run `body_worker.read_body`, so the result is the same.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from m2forge.gateway.loop_share import LONG_BYTES, LoopShare
 
 SMALL_BYTES = 128 << 10
 SMALL_VALUES = 8192
-"""Signs that begin or part values of JSON; a message of a conversation has about ten."""
+"""Maximum number of JSON delimiters in a small body; a message of a conversation has about ten."""
 WORKER_S = 30.0
-"""A worker that has not read a body by then is ended."""
+"""Seconds after which a worker that is still reading a body is killed."""
 _PIECE = 256 << 10
 _BRACKET_BIT = ord("[") ^ ord("{")
 _KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV")
-"""Keys stand in the environment, and are none of a worker's business."""
+"""Environment variables that workers inherit; others are withheld because they may contain API keys."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,11 +42,11 @@ def is_large(body: bytes) -> bool:
     if len(body) > SMALL_BYTES:
         return True
     if len(body) <= SMALL_VALUES:
-        return False  # a value has a byte or more
-    # Runs for every body, so it compares many bytes at a time: bytes.count stops at each sign that it finds.
+        return False  # each value takes at least one byte
+    # Runs for every body, so it compares many bytes at once: bytes.count stops at each match.
     signs = np.frombuffer(body, np.uint8)
     num_parted = np.count_nonzero(signs == ord(",")) + np.count_nonzero(signs == ord(":"))
-    # The two brackets differ in one bit.
+    # The two opening brackets differ in one bit.
     return bool(num_parted + np.count_nonzero((signs | _BRACKET_BIT) == ord("{")) > SMALL_VALUES)
 
 
@@ -54,11 +54,11 @@ class Bodies:
     def __init__(self, setup: Setup, num_workers: int, share: LoopShare) -> None:
         self._setup, self._share = setup, share
         self._idle: list[_Worker | None] = [None] * num_workers
-        """None is one that is not started."""
+        """Idle workers; None is a worker that has not been started."""
         self._slots = asyncio.Semaphore(num_workers)
 
     async def read(self, path: str, body: bytes, turn: asyncio.Lock) -> Read:
-        """Raises `Refusal` and `AskError`. `turn` is held while a worker reads: one for each episode."""
+        """Raises `Refusal` and `AskError`. `turn` is the episode's lock, held while a worker reads."""
         if is_large(body):
             async with turn:
                 return await self._read_apart(path, body)
@@ -71,12 +71,12 @@ class Bodies:
         return read
 
     async def close(self) -> None:
-        """End the idle workers; one that reads a body ends when its channel is closed."""
+        """Kill the idle workers; a busy worker ends when its channel closes."""
         for worker in self._idle:
             if worker is not None:
                 worker.end()
         self._idle = [None] * len(self._idle)
-        # The loop closes their channels when it runs next.
+        # The loop closes their channels in its next iteration.
         await asyncio.sleep(0)
 
     async def _read_apart(self, path: str, body: bytes) -> Read:
@@ -85,7 +85,7 @@ class Bodies:
                 async with asyncio.timeout(WORKER_S):
                     data = await worker.ask(path, body)
             except TimeoutError:
-                # A busy machine may be the reason, so it is no fault of the request.
+                # The machine may be overloaded, so the request is not to blame.
                 raise EngineError(
                     f"reading the body took longer than {WORKER_S:g} s; ask again, or send less"
                 ) from None
@@ -102,7 +102,7 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def _worker(self) -> "AsyncIterator[_Worker]":
-        """A worker that nothing else uses. It is ended if anything is raised, since it may still be reading."""
+        """Yield a worker exclusively. If anything raises, the worker is killed, since it may still be reading."""
         async with self._slots:
             worker = self._idle.pop()
             try:
@@ -155,7 +155,7 @@ class _Worker:
         return worker
 
     async def ask(self, path: str, body: bytes) -> bytes:
-        """What it answers, pickled."""
+        """Return the worker's pickled response."""
         await self._send(pickle.dumps(Head(path, len(body))), is_frame=True)
         await self._send(body)
         (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
@@ -169,7 +169,7 @@ class _Worker:
             await self._writer.drain()
 
     def end(self) -> None:
-        self._writer.transport.abort()  # what it was not sent yet is dropped
+        self._writer.transport.abort()  # drops unsent data
         self._process.kill()
-        # The kernel may take a while to free its memory.
+        # Reaped in a thread: the kernel may take a while to free the memory.
         threading.Thread(target=self._process.wait, daemon=True).start()

@@ -1,8 +1,8 @@
-"""A process that reads large bodies for the gateway; its argument is the descriptor of a socket.
+"""A worker process that reads large bodies for the gateway; its argument is a socket's file descriptor.
 
-It first receives a `Setup`; then for each request a head (path and size) and the body, and sends back
-an `Ask` with the body's digest, or why the request is refused. Frames are a little-endian uint64 length and a pickle;
-both ends are this package. Memory is limited: what a body of JSON grows to is bounded here, not in the gateway.
+It receives a `Setup` once, then for each request a `Head` (path and size) and the body. It sends back an `Ask` with the
+body's digest, or the reason for refusing the request. Frames are a little-endian uint64 length and a pickle; both ends
+are this package. The worker limits its own memory, so that parsed JSON cannot exhaust the gateway's.
 """
 
 import os
@@ -21,10 +21,10 @@ from m2forge.gateway.limits import Refusal
 from m2forge.gateway.prompt_size import PromptSizes, PromptTooLongError
 
 NICENESS = 10
-"""The event loop goes first on a busy machine."""
+"""Lowers the worker's priority so that the event loop runs first on a busy machine."""
 LENGTH = struct.Struct("<Q")
 MEMORY_BYTES = 1 << 30
-"""Address space beyond what the process has when it begins."""
+"""Minimum address space limit, beyond what the process uses at start."""
 MEMORY_PER_BODY_BYTE = 16
 
 
@@ -37,7 +37,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Before each body."""
+    """Precedes each body."""
 
     path: str
     num_bytes: int
@@ -51,7 +51,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """`Refusal` and `AskError`, which take more than a message, as they travel."""
+    """Picklable form of `Refusal` and `AskError`, whose constructors take more than a message."""
 
     message: str
     status: int | None = None
@@ -66,14 +66,14 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A failure of ours, without its words, which may hold those of a prompt."""
+    """A failure of the gateway, without the error message, which may contain prompt text."""
 
     kind: str
     frames: str
 
 
 def read_body(setup: Setup, path: str, body: bytes) -> Read:
-    """Raises `Refusal` and `AskError`. Whether the text is too long is not looked at."""
+    """Raises `Refusal` and `AskError`. Does not check the length of the text."""
     ask = read_ask(path, body, setup.max_depth)
     try:
         setup.sizes.check_counts(ask)
@@ -83,7 +83,7 @@ def read_body(setup: Setup, path: str, body: bytes) -> Read:
 
 
 def check_text(setup: Setup, path: str, ask: Ask) -> None:
-    """Raises the vendor's error for text that is longer than the context."""
+    """Raises the vendor's error if the text is longer than the context."""
     try:
         setup.sizes.check_text(ask)
     except PromptTooLongError as error:
@@ -102,7 +102,7 @@ def _answer(setup: Setup, path: str, body: bytes) -> Read | Refused | Failed:
         return Refused(str(error), field=error.field, code=error.code)
     except MemoryError:
         return Refused("the body takes more memory than a request may; send less", status=413)
-    except Exception as error:  # noqa: BLE001  (the worker goes on; the gateway logs it)
+    except Exception as error:  # noqa: BLE001  (the worker continues; the gateway logs it)
         return Failed(type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
 
 
@@ -117,7 +117,7 @@ def main() -> None:
         def _exactly(size: int) -> bytes:
             data = stream.read(size)
             if len(data) < size:
-                raise SystemExit(0)  # the gateway has ended
+                raise SystemExit(0)  # the gateway has exited
             return data
 
         setup = receive()
@@ -135,7 +135,7 @@ def main() -> None:
                 stream.write(data)
                 stream.flush()
             except OSError:
-                raise SystemExit(0) from None  # the gateway has ended
+                raise SystemExit(0) from None  # the gateway has exited
 
 
 def _limit_memory(num_bytes: int) -> None:

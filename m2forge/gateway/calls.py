@@ -1,9 +1,9 @@
-"""Requests for completions, from a body to its answer: who asks, whether it is a retry, what is sampled, what is told.
+"""Completion requests, from body to response: admits or deduplicates retries, tokenizes, samples and sends.
 
-    body -> dialect -> Ask -> admitted by the episode, or a retry -> prompt as tokens -> Generation -> answer or events
+    body -> dialect -> Ask -> admitted by the episode, or a retry -> prompt ids -> Generation -> response or events
 
-A client that hangs up leaves its generation, which is aborted when nobody else waits for it. An answer that could not
-be delivered is kept for the retry. A request for which the budget has tokens, but promised them to others, waits.
+A client that disconnects leaves its generation, which is aborted when no other connection waits for it. An undelivered
+response is kept for the retry. A request waits while the token budget it needs is reserved by other requests.
 """
 
 import asyncio
@@ -39,20 +39,20 @@ from m2forge.text.tokenizer import UnencodedError, encoded_ahead
 T = TypeVar("T")
 
 _SEED_MASK = (1 << 63) - 1
-"""Seeds may be negative for OpenAI; engines draw with what is 0 or more."""
+"""Maps OpenAI's seeds, which may be negative, to the non-negative seeds that engines take."""
 MAX_CHARS = 16 << 10
-"""Characters that are made tokens on the event loop at a time."""
+"""Maximum number of characters tokenized on the event loop at a time."""
 NUM_ENCODERS = 2
-"""Threads that make tokens of longer texts."""
+"""Threads that tokenize longer texts."""
 _NOTICE_S = 0.002
-"""A loop that was busy has heard by then of a client that left meanwhile."""
+"""Seconds in which a busy event loop notices a client's disconnect."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A dialect, and how its ids begin."""
+    """A dialect and the prefixes of its response and tool call ids."""
 
     name: str
     dialect: Dialect
@@ -73,9 +73,9 @@ class Calls:
         self._raw_stop_ids = tuple(dict.fromkeys((*format.stop_ids, *(() if end is None else (end,)))))
         self._running: dict[Request, Generation] = {}
         self._opening: dict[Request, asyncio.Event] = {}
-        """Requests whose prompts are being made; set when that is over."""
+        """Requests whose prompts are being built; the event is set when building ends."""
         self.is_draining = False
-        """Whether new requests are refused."""
+        """Whether the gateway refuses new requests because it is shutting down."""
 
     @property
     def num_running(self) -> int:
@@ -86,17 +86,17 @@ class Calls:
         return tuple(self._running.values())
 
     def abort_all(self) -> None:
-        """What is in flight is broken off, and recorded as such."""
+        """Abort all generations in flight; streamed ones are recorded as aborted."""
         for generation in self.running:
             generation.abort(Abort.SHUTDOWN)
 
     async def close(self) -> None:
-        """Nothing may be asked after it."""
+        """Stop body workers and encoder threads; no request may follow."""
         await self._bodies.close()
         self._encoders.shutdown(wait=False)
 
     async def complete(self, route: Route, episode: Episode, headers: Headers, receive: Receive, send: Send) -> None:
-        """Answer one request. Raises the error that it is to be answered with, if nothing was sent yet."""
+        """Serve one request. Raises the error to respond with if nothing was sent yet."""
         num_failed = episode.num_failed
         try:
             outcome = await self._complete(route, episode, headers, receive, send)
@@ -150,12 +150,12 @@ class Calls:
                 return outcome
 
     async def count(self, path: str, body: bytes, episode: Episode) -> int:
-        """Tokens of the prompt that the request would have."""
+        """Return the number of prompt tokens that the request would have."""
         read = await self._bodies.read(path, body, episode.reading)
         ask = read.ask
         return await self._ahead(lambda: episode.count(ask.messages, offered(ask)), is_long=len(body) > LONG_BYTES)
 
-    # -- a request of its own ------------------------------------------------------------------------------------------
+    # -- new requests --------------------------------------------------------------------------------------------------
 
     async def _start(self, route: Route, ask: Ask, episode: Episode, request: Request, *, is_long: bool) -> Generation:
         opening: Opening | IntArray | None = None
@@ -213,8 +213,8 @@ class Calls:
         return raw_ids(ids)
 
     async def _ahead(self, make: Callable[[], T], *, is_long: bool) -> T:
-        """What `make` returns. Long texts that it encodes are encoded ahead of it by another thread, and what is long
-        takes turns. Nothing is waited for where all is short."""
+        """Return `make()`. Encoder threads tokenize long texts beforehand, and long requests take turns on the event
+        loop. Awaits nothing if everything is short."""
         known: dict[str, list[int]] = {}
 
         def run() -> T:
@@ -241,7 +241,7 @@ class Calls:
                 data = await generation.more()
                 if generation.is_begun and not watch.done():
                     await self._stream(generation, data, send)
-            # Nothing is awaited in between: the end of a response wakes the watch as well.
+            # Nothing is awaited in between: the end of a response also completes the watch.
             is_gone = watch.done()
         finally:
             watch.cancel()
@@ -271,10 +271,10 @@ class Calls:
         if self._config.logs_text and generation.reply is not None:
             _log.info("answer %s: %r", plan.id, [answer.completion for answer in generation.reply.answers])
 
-    # -- a retry -------------------------------------------------------------------------------------------------------
+    # -- retries -------------------------------------------------------------------------------------------------------
 
     async def _repeat(self, route: Route, ask: Ask, request: Request, receive: Receive, send: Send) -> Outcome | None:
-        """Tell the answer to an earlier request, waiting for it; None if nothing came of that one."""
+        """Resend the response to an earlier request, waiting until it is there; None if that request got none."""
         opening = self._opening.get(request)
         if opening is not None:
             await _unless_gone(asyncio.create_task(_gone(receive)), opening.wait())
@@ -305,8 +305,8 @@ class Calls:
 
 
 def decide_sampling(ask: Ask, decided: Sampling | None) -> tuple[Sampling, int | None, Asked | None]:
-    """How to sample, the seed, and what was asked for where that differs. An episode whose sampling is decided draws
-    without the request's seed: the attempts of a group would all be the same."""
+    """Return the sampling parameters, the seed, and what the request asked for if that differs. An episode with fixed
+    sampling ignores the request's seed, which would make all attempts of a group identical."""
     if decided is None:
         return ask.sampling, ask.seed, None
     is_same = ask.sampling == decided and ask.seed is None
@@ -314,13 +314,13 @@ def decide_sampling(ask: Ask, decided: Sampling | None) -> tuple[Sampling, int |
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has hung up."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def _watch(generation: Generation, receive: Receive) -> "asyncio.Task[None]":
-    """Done when the client hangs up. While it is not, the generation has a listener."""
+    """Return a task that ends when the client disconnects. Until then the connection counts as a listener."""
     generation.join()
     watch = asyncio.get_running_loop().create_task(_gone(receive))
     watch.add_done_callback(lambda task: generation.leave())
@@ -330,7 +330,7 @@ def _watch(generation: Generation, receive: Receive) -> "asyncio.Task[None]":
 async def _unless_gone(
     watch: "asyncio.Task[None]", coming: Coroutine[object, object, object], limit_s: float | None = None
 ) -> bool:
-    """Whether it came within the limit. Raises Gone if the client, whom `watch` watches, does not wait so long."""
+    """Return whether `coming` finished within the limit. Raises Gone if the client (`watch`) disconnects first."""
     awaited = asyncio.ensure_future(coming)
     try:
         await asyncio.wait((watch, awaited), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -343,7 +343,7 @@ async def _unless_gone(
 
 
 def _outcome(generation: Generation, is_gone: bool) -> Outcome:
-    """What became of a request whose answer was sent, or could not be."""
+    """Return the outcome of a request whose response was sent, or could not be."""
     if generation.reply is not None:
         generation.request.is_delivered |= not is_gone
         return Outcome.HUNG_UP if is_gone else Outcome.ANSWERED

@@ -1,16 +1,16 @@
-"""Journals of closed episodes: moved to a folder of their own, and compacted there.
+"""Journals of closed episodes: moved to their own folder and compacted there.
 
     FOLDER/ID.journal                     open
-    FOLDER/closed/ID~HASH.journal         closed; HASH is its key's, so that nothing need be read to know the key
+    FOLDER/closed/ID~HASH.journal         closed; HASH is the key's, so that the key is known without reading the file
     FOLDER/closed/ID~HASH.compact         closed and compacted
 
-A start reads the open ones and lists the others' names. Once an episode is closed and nothing of it runs, nothing can
-continue its conversations: the texts of prompts and the schemas of tools are left out. What remains is all that can
-still be asked for: the tokens of every prompt and completion with log-probabilities, versions and times, the answers
-as clients were told them (for retries), rewards, budget, and why it was closed. Late rewards are appended as before.
+At startup the gateway reads the open journals and only lists the others. Once an episode is closed and has no request
+in flight, its conversations cannot continue, so compaction drops prompt texts and tool schemas. It keeps everything
+that can still be requested: tokens of every prompt and completion with logprobs, policy versions and times, the
+responses as clients received them (for retries), rewards, budget and the reason for closing. Late rewards are appended.
 
-A compacted journal is written beside its place and renamed; then the other one is deleted. Killed in between, both are
-there, equal in what remains, and the compacted one counts.
+A compacted journal is written to a temporary file and renamed; then the original is deleted. If the process is killed
+in between, both exist with equal remaining content, and the compacted one is used.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ _MARK = "~"
 
 
 def closed_path(folder: Path, id: str, key_hash: str, suffix: str = SUFFIX) -> Path:
-    """`folder` is that of the open journals."""
+    """`folder` contains the open journals."""
     return folder / FOLDER / f"{id}{_MARK}{key_hash}{suffix}"
 
 
 def find_journal(folder: Path, id: str, key_hash: str) -> Path:
-    """Where the journal of an episode lies."""
+    """Return the path of an episode's journal."""
     for suffix in (COMPACT_SUFFIX, SUFFIX):
         path = closed_path(folder, id, key_hash, suffix)
         if path.exists():
@@ -46,8 +46,8 @@ def find_journal(folder: Path, id: str, key_hash: str) -> Path:
 
 
 def list_closed(folder: Path) -> Iterator[tuple[str, str, bool]]:
-    """Id, hash of the key and whether it is compacted, of each closed journal. What a killed process left behind is
-    deleted."""
+    """Yield id, key hash and whether it is compacted, for each closed journal. Deletes leftovers of a killed
+    process."""
     closed = folder / FOLDER
     paths = sorted(closed.iterdir()) if closed.is_dir() else []
     compacted = {path.stem for path in paths if path.suffix == COMPACT_SUFFIX}
@@ -60,7 +60,7 @@ def list_closed(folder: Path) -> Iterator[tuple[str, str, bool]]:
 
 
 def journal_ids(folder: Path) -> list[str]:
-    """Ids of all episodes whose journals are there, while a gateway may write them."""
+    """Return the ids of all episodes with a journal; safe while a gateway is writing."""
     closed = [path for suffix in (SUFFIX, COMPACT_SUFFIX) for path in folder.glob(f"{FOLDER}/*{_MARK}*{suffix}")]
     return sorted(
         {*(path.stem.partition(_MARK)[0] for path in closed), *(path.stem for path in folder.glob(f"*{SUFFIX}"))}
@@ -68,20 +68,20 @@ def journal_ids(folder: Path) -> list[str]:
 
 
 def closed_marks(folder: Path) -> dict[str, tuple[str, int, int]]:
-    """A mark for each closed episode that changes when something is appended to its journal, while a gateway may write
-    them."""
+    """Return a fingerprint of each closed episode's journal, which changes when something is appended; safe while a
+    gateway is writing."""
     marks: dict[str, tuple[str, int, int]] = {}
     for suffix in (SUFFIX, COMPACT_SUFFIX):
         for path in folder.glob(f"{FOLDER}/*{_MARK}*{suffix}"):
-            with contextlib.suppress(FileNotFoundError):  # compacted or deleted meanwhile
+            with contextlib.suppress(FileNotFoundError):  # compacted or deleted concurrently
                 found = path.stat()
                 marks[path.stem.partition(_MARK)[0]] = (path.name, found.st_mtime_ns, found.st_size)
     return marks
 
 
 def write_compacted(path: Path) -> Path:
-    """A compacted copy of a closed journal, beside it, under a name that no start takes for a journal. It is on disk
-    before it replaces the original, which may have been there for long."""
+    """Write a compacted copy beside a closed journal, under a name that startup does not take for a journal. It is
+    fsynced before it replaces the original, which is probably on disk already."""
     entries, _ = read_entries(path)
     partial = path.with_name(f".{path.stem}{_PARTIAL_SUFFIX}")
     partial.unlink(missing_ok=True)
@@ -99,13 +99,13 @@ def compacted(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _without_texts(path: PathRecord) -> PathRecord:
-    """Roles and positions of turns remain: they say which tokens prompts share."""
+    """Keeps roles and positions of turns: they determine which tokens prompts share."""
     turns = tuple(replace(turn, message=Message(turn.message.role)) for turn in path.turns)
     return replace(path, tools=_digested(path.tools), turns=turns)
 
 
 def _digested(tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """One name that differs where the tools do: conversations with other tools begin apart."""
+    """Replace the tools by one whose name is their hash: conversations with different tools share no prefix."""
     if not tools:
         return ()
     told = json.dumps([[tool.name, tool.description, tool.parameters] for tool in tools])

@@ -1,4 +1,4 @@
-"""How a gateway serves: where it listens, what it refuses, what an episode may spend, and what it writes down.
+"""Gateway configuration: address, limits, budgets, journals and logging.
 
 [gateway]
 port = 8500
@@ -21,25 +21,25 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Budget(Config):
-    """What one episode may spend; a field that is not set has no limit. Calls beyond it are refused."""
+    """Limits of one episode; an unset field means no limit. Calls beyond a limit are refused."""
 
     max_calls: Count | None = None
-    """Completions, each sample of a request counted."""
+    """Maximum number of completions; each sample of a request counts."""
     max_tokens: Count | None = None
-    """Sampled tokens, those of completions in flight counted as long as they may become."""
+    """Maximum number of sampled tokens; a completion in flight counts with the maximum it reserved."""
     max_s: Seconds | None = None
-    """Seconds since the episode was made."""
+    """Maximum seconds since the episode was created, gateway downtime excluded."""
 
 
 class SamplingConfig(Config):
-    """How tokens are drawn, whatever requests ask for. By default at temperature 1 from the whole vocabulary, which is
+    """Sampling parameters that override those of requests. The defaults, temperature 1 and the whole vocabulary, match
     the distribution that a trainer computes."""
 
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """0 is greedy sampling."""
     top_p: float = 1.0
     top_k: int = 0
-    """0: no limit."""
+    """0 means no limit."""
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -64,64 +64,64 @@ class SamplingConfig(Config):
 
 class GatewayConfig(Config):
     host: str = "127.0.0.1"
-    """Who can reach it: by default this machine alone. Keys go over the wire as they are, so anything else belongs
-    behind a proxy that encrypts."""
+    """Address to listen on; by default only this machine can connect. API keys are sent unencrypted, so put any other
+    address behind a TLS proxy."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8500
-    """0 takes a free one."""
+    """TCP port; 0 picks a free one."""
     format: FormatName = "auto"
-    """The chat format; auto takes the tokenizer's."""
+    """Chat format; auto uses the tokenizer's."""
     restore_thinking: bool = True
-    """Whether an answer that comes back without its thinking keeps the recorded one. If not, the call branches."""
+    """Whether an answer sent back without its thinking keeps the recorded thinking; if not, the call branches."""
     budget: Budget = Budget()
-    """Of episodes that are made without one."""
+    """Budget of episodes created without one."""
     journal: str = ""
-    """Folder of the journals, one file for each episode; empty keeps nothing on disk."""
+    """Folder of the journals, one file per episode; empty writes nothing to disk."""
     max_closed: Annotated[int, Field(ge=0)] = 256
-    """Closed episodes that stay in memory; of older ones the journal is read again when somebody asks for them."""
+    """Maximum number of closed episodes in memory; older ones are reloaded from their journals on demand."""
     expire_s: Seconds = 86_400.0
-    """An episode that is asked for nothing for so long is closed, as expired."""
+    """Seconds without a request after which an episode is closed as expired."""
     sync: Literal["system", "disk"] = "system"
-    """When a call counts as written. system: when the operating system has it, which outlives this process. disk: when
-    the disk has it, which outlives a loss of power and takes its milliseconds."""
+    """When a call counts as written. system: once the operating system has it, which survives a crash of this process.
+    disk: after fsync, which survives a power loss and takes milliseconds."""
     context: Count | None = None
-    """Tokens of prompt and completion together; None takes what the model was made for."""
+    """Maximum tokens of prompt plus completion; None uses the model's context length."""
     models: tuple[str, ...] = ("policy",)
-    """Names that the list of models tells. Requests may use any: there is one policy, whatever an agent calls it."""
+    """Model names that GET /v1/models lists; requests may use any name, since there is only one policy."""
     max_body_bytes: Count = 64 << 20
-    """A request's body."""
+    """Maximum size of a request's body."""
     max_header_bytes: Count = 64 << 10
-    """A request's headers together."""
+    """Maximum total size of a request's headers."""
     max_depth: Annotated[int, Field(gt=0, le=200)] = 100
-    """Nesting of a body's arrays and objects."""
+    """Maximum nesting depth of a body's arrays and objects."""
     max_items: Count | None = None
-    """Messages, tools and tool calls of one request together; None: as many as the context can hold, and 1024."""
+    """Maximum messages, tools and tool calls per request; None: as many as fit the context, but at least 1024."""
     num_body_workers: Annotated[int, Field(gt=0, le=64)] = 2
-    """Processes that read large bodies, started when the first one comes."""
+    """Number of worker processes that read large bodies, started at the first large body."""
     max_samples: Count = 128
-    """Completions of one request."""
+    """Maximum number of completions per request (`n`)."""
     max_connections_per_key: Count = 256
-    """Connections of one episode's key. Beyond them an idle one is closed, or else the request is refused."""
+    """Maximum connections per episode key; beyond it an idle one is closed, or else the request is refused."""
     max_connections: Count = 4096
-    """Connections of all episodes' keys together. Those with the admin key are not limited."""
+    """Maximum connections of all episode keys together; connections with the admin key are not limited."""
     max_keyless_connections: Count = 2048
-    """Connections without a key that opens anything; beyond them the oldest idle one is closed."""
+    """Maximum connections without a valid key; beyond it the oldest idle one, or else the oldest, is closed."""
     max_tool_calls: Count = 1024
-    """Calls of tools of one episode."""
+    """Maximum tool calls per episode."""
     max_tool_bytes: Count = 64 << 10
-    """The body of a call of a tool."""
+    """Maximum size of a tool call's body."""
     read_timeout_s: Seconds = 60.0
-    """A body must have come whole by then."""
+    """Seconds within which a request's head must arrive, and then its body."""
     linger_s: Seconds = 5.0
-    """What still comes of the body of an answered request is dropped for so long; then the connection is closed."""
+    """Seconds for which the rest of an answered request's body is discarded before the connection is closed."""
     write_timeout_s: Seconds = 60.0
-    """A client that leaves what it was sent unread for so long is hung up on."""
+    """Seconds after which a client that does not read its response is disconnected."""
     call_timeout_s: Seconds = 3600.0
-    """A completion that takes longer is aborted, and recorded as such."""
+    """Seconds after which a completion is aborted and recorded as aborted."""
     shutdown_s: Seconds = 30.0
-    """What is in flight may finish for so long when the gateway is told to stop; then it is aborted and recorded."""
+    """Seconds that requests in flight may finish at shutdown before they are aborted; streamed ones are recorded."""
     max_reward: Annotated[float, Field(gt=0, le=1e9)] = 1e9
-    """A reward that is posted lies between its negative and this."""
+    """Maximum absolute value of a posted reward."""
     records_experts: bool = False
-    """Whether engines are asked which experts each token went to, and calls record it. Our engine alone tells."""
+    """Whether calls record each token's routed experts; only our engine returns them."""
     logs_text: bool = False
     """Whether prompts and completions may appear in logs."""

@@ -1,16 +1,16 @@
-"""A connection of uvicorn's with bounds: how large the head of a request may become, how long it may take, how long a
-client may leave unread what it was sent, and how long it may go on sending a body that was refused.
+"""A uvicorn connection with limits on the size and duration of a request's head, on how long a client may leave its
+response unread, and on how long it may keep sending a refused body.
 
-The server below bounds neither the time until a request's headers are complete nor, with every parser, their size, so
-connections could be held open by sending a header now and then; and it waits for ever for a client that reads nothing.
-Here the clock runs from the connection's opening, or from the first byte after an answer, until a request's headers are
-there; and from the moment when the buffers are full until they are not. Bodies are bounded by the application. Where a
-request is answered before its body has come whole, what still comes of the body is dropped for `linger_s`, so that a
-client that sends first and reads then finds the response; then the connection is closed.
+uvicorn limits neither the time until the headers are complete nor, with every parser, their size, so a client could
+hold connections open by sending a header now and then; and it waits forever for a client that reads nothing. Here one
+timer runs from the opening of the connection, or from the first byte after a response, until the headers are complete;
+another runs while the write buffers are full. The application limits bodies. If a request is answered before its body
+is complete, the rest of the body is discarded for `linger_s`, so that a client that reads only after sending still gets
+the response; then the connection is closed.
 
-How many connections there may be is decided by `ConnectionLimits`.
+`ConnectionLimits` limits the number of connections.
 
-uvicorn's fast parser is taken where httptools is installed, else the one that is written in Python.
+Uses uvicorn's httptools parser if it is installed, else its pure Python parser.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _TOO_LARGE, _TOO_SLOW = b"431 Request Header Fields Too Large", b"408 Request Ti
 
 
 def make_connection(config: GatewayConfig, connections: ConnectionLimits) -> type[asyncio.Protocol]:
-    """The class of connections that keep to the configuration, counted by `connections`."""
+    """Create the connection class with the configured limits, counted by `connections`."""
     base = FastConnection if HAS_HTTPTOOLS else PlainConnection
     limits = {
         "limits": connections,
@@ -50,7 +50,7 @@ def make_connection(config: GatewayConfig, connections: ConnectionLimits) -> typ
 
 
 class _Response:
-    """The transport as uvicorn's response sees it: closing it waits until the client has stopped sending."""
+    """The transport that uvicorn's response uses: closing it waits until the client has stopped sending."""
 
     __slots__ = ("_connection", "is_closing", "write")
 
@@ -63,7 +63,7 @@ class _Response:
 
 
 class _Clocks:
-    """Timers of one connection; mixed into a protocol, which says when they run."""
+    """Timers of one connection; a mixin for a protocol, which starts and stops them."""
 
     limits: ConnectionLimits
     max_header_bytes: int
@@ -80,7 +80,7 @@ class _Clocks:
     _linger_timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
     _is_ended = False
-    """Whether the last response was sent: what comes is dropped."""
+    """Whether the last response was sent; incoming data is dropped."""
 
     @property
     def is_idle(self) -> bool:
@@ -89,10 +89,10 @@ class _Clocks:
 
     @property
     def is_in_body(self) -> bool:
-        """Whether the body of the last request has not come whole."""
+        """Whether the body of the last request is incomplete."""
         raise NotImplementedError
 
-    if TYPE_CHECKING:  # of the protocol that it is mixed into
+    if TYPE_CHECKING:  # methods of the protocol
 
         def timeout_keep_alive_handler(self) -> None: ...
 
@@ -103,7 +103,7 @@ class _Clocks:
         self.limits.open(self)
 
     def ask(self, scope: Any, cycle: Any) -> None:
-        """A request whose head is whole; nothing ran for it yet."""
+        """Called when a request's head is complete, before the application runs."""
         self._unset_keepalive_if_required()
         cycle.transport = _Response(self)
         refusal = self.limits.ask(self, scope["headers"])
@@ -111,7 +111,7 @@ class _Clocks:
             scope[REFUSAL] = refusal
 
     def end(self) -> None:
-        """The last response was written."""
+        """Called when the last response was written."""
         if self.is_in_body and not self.transport.is_closing() and self.transport.can_write_eof():
             self._is_ended = True
             self.transport.write_eof()
@@ -119,17 +119,17 @@ class _Clocks:
             self.transport.close()
 
     def linger(self) -> None:
-        """After a response: the rest of the request's body, if there is any, must come soon."""
+        """Called after a response: limits the time for the rest of the request's body, if any."""
         if self.is_in_body and not self.transport.is_closing() and self._linger_timer is None:
             self._linger_timer = self.loop.call_later(self.linger_s, self.transport.abort)
 
     def await_body(self) -> None:
-        """While a body still comes, the connection is not one that waits for its next request."""
+        """Stop the keep-alive timer while a body is still arriving."""
         if self._linger_timer is not None:
             self._unset_keepalive_if_required()
 
     def stop_lingering(self) -> None:
-        """The body has come whole: the connection waits for its next request, unless that has come with it."""
+        """Called when the body is complete: restart the keep-alive timer unless the next request already arrived."""
         if self._cancel_linger() and self.is_idle:
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -142,7 +142,7 @@ class _Clocks:
         return timer is not None
 
     def hang_up(self) -> None:
-        """Make room for another connection."""
+        """Disconnect to free a slot for another connection."""
         self.transport.abort()
 
     def lose(self) -> None:
@@ -166,7 +166,7 @@ class _Clocks:
         self._num_head_bytes += len(data)
 
     def check_head(self) -> None:
-        """After a part of a head that was not the last."""
+        """Called after data that leaves a head incomplete."""
         if self._num_head_bytes > self.max_header_bytes:
             self.refuse(_TOO_LARGE)
 
@@ -196,7 +196,7 @@ class PlainConnection(_Clocks, H11Protocol):
     def is_in_body(self) -> bool:
         return self.conn.their_state is h11.SEND_BODY
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as the parent has it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # same as in the parent
         super().connection_made(transport)
         self.open()
 
@@ -207,7 +207,7 @@ class PlainConnection(_Clocks, H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_ended:
             return
-        # Else it is the body of a request that is being answered, or was before its body had come: that is passed over.
+        # Otherwise the data is the body of a request that is being answered, or was answered early: it is not counted.
         is_head = self.conn.their_state is h11.IDLE
         if is_head:
             self.count_head(data)
@@ -225,11 +225,11 @@ class PlainConnection(_Clocks, H11Protocol):
             self.ask(self.cycle.scope, self.cycle)
 
     def send_400_response(self, msg: str) -> None:
-        """The parent's answer to what is no HTTP. If that is found in the middle of a body, the application is waiting
-        for the rest: for it the client has gone."""
+        """Respond to invalid HTTP as the parent does. If it occurs within a body, the application is waiting for the
+        rest, so it is notified of a disconnect."""
         try:
             super().send_400_response(msg)
-        except h11.LocalProtocolError:  # the application was quicker
+        except h11.LocalProtocolError:  # the application has already responded
             self.transport.close()
         _lose(self.cycle)
 
@@ -257,7 +257,7 @@ if HAS_HTTPTOOLS:
             super().__init__(*args, **kwargs)
             self._is_in_body, self._is_refused = False, False
             self._answered: RequestResponseCycle | None = None
-            """What is being answered; the parent's `cycle` is what was asked last, perhaps ahead of that."""
+            """Request being answered; the parent's `cycle` is the last one received, which may be pipelined."""
 
         @property
         def is_idle(self) -> bool:
@@ -285,12 +285,12 @@ if HAS_HTTPTOOLS:
             self.count_head(data)
             cycle = self.cycle
             self._feed(data)
-            # A head that is not whole runs against the clock, also one that follows a whole request.
+            # An incomplete head is timed, also one that follows a complete request.
             if self.cycle is cycle and not self._is_refused:
                 self.check_head()
 
         def _feed(self, data: bytes) -> None:
-            """As the parent does, but for offers of other protocols."""
+            """Feed the parser as the parent does, but ignore protocol upgrades."""
             self._unset_keepalive_if_required()
             rest = memoryview(data)
             try:
@@ -305,8 +305,8 @@ if HAS_HTTPTOOLS:
                 self.send_400_response("Invalid HTTP request received.")
 
         def _pass_over(self) -> None:
-            """Some clients offer HTTP/2 with their first request. The parser takes what follows for that; so it is
-            given the head once more, without the offer."""
+            """Some clients offer an HTTP/2 upgrade with their first request, and the parser then treats what follows as
+            the new protocol. Parse the head again without the offer."""
             kept = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"connection")]
             if self._method == b"CONNECT":
                 raise httptools.HttpParserInvalidMethodError("a tunnel is none of our routes")
@@ -334,7 +334,7 @@ if HAS_HTTPTOOLS:
             super().on_message_complete()
 
         def on_response_complete(self) -> None:
-            # A body that comes now may be that of a request sent ahead, which is not answered yet.
+            # The body arriving may belong to a pipelined request that is not answered yet.
             if self._is_ended or self.cycle.response_complete:
                 self.linger()
             if not self._is_ended:
@@ -344,8 +344,8 @@ if HAS_HTTPTOOLS:
                 self.flow.resume_reading()
 
         def send_400_response(self, msg: str) -> None:
-            """The parent's answer to what is no HTTP; but after the beginning of another answer there is no place for
-            one. For the application the client has gone."""
+            """Respond to invalid HTTP as the parent does, unless another response has already started. Notify the
+            application of a disconnect."""
             self._is_refused = True
             cycle = self._answered
             if cycle is None or cycle.response_complete or not cycle.response_started:
@@ -369,7 +369,7 @@ if HAS_HTTPTOOLS:
 
 
 def _lose(cycle: Any) -> None:
-    """For a request that is not answered yet the client has gone."""
+    """Notify an unanswered request's application of a disconnect."""
     if cycle is not None and not cycle.response_complete:
         cycle.disconnected = True
         cycle.message_event.set()

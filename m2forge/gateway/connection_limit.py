@@ -1,13 +1,13 @@
-"""How many connections a gateway holds, by the key that their last request brought.
+"""Limits the number of connections by the API key of their last request.
 
-    no key, or one that opens nothing    at most `max_keyless_connections` together
+    no key, or an invalid one            at most `max_keyless_connections` together
     the key of an episode                at most `max_connections_per_key`, and `max_connections` of all episodes
-    the admin key                        not limited: the loop must always get through
+    the admin key                        not limited: the RL loop must always get through
 
-A connection has no key until the head of its first request has come. One too many without a key closes the oldest that
-waits for a request, not the newest: a client that sends its head at once, as the loop does, keeps its connection
-however many others are held open. One too many with a key closes the oldest of that key that waits for a request; where
-all of them are busy the request is refused, 429 for the key's own limit and 503 for that of all.
+A connection has no key until the head of its first request has arrived. When there are too many without a key, the
+oldest idle one is closed, not the newest: a client that sends its head at once, as the RL loop does, keeps its
+connection however many others are held open. When there are too many with a key, the oldest idle one of that key,
+or of all keys, is closed; if all are busy, the request is refused: 429 for the key's limit, 503 for that of all keys.
 """
 
 import hmac
@@ -22,15 +22,15 @@ from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.limits import Refusal, read_key
 
 REFUSAL: Final = "m2forge.refusal"
-"""Key of an ASGI scope whose request is refused for its connection: holds the `Refusal`."""
+"""Key in an ASGI scope for the `Refusal` of a request that exceeds a connection limit."""
 RETRY_AFTER_S = 1
-"""Busy connections end with their responses, so a retry soon finds room."""
+"""Retry-After in seconds; busy connections become free when their responses end."""
 FILES_PER_REQUEST = 2
-"""The connection of an episode's client, and that to the engine while its request runs."""
+"""File descriptors per request: the client's connection, and the engine's while the request runs."""
 OTHER_FILES = 512
-"""Descriptors that stay free of both: journals, body workers and the admin's connections."""
+"""File descriptors reserved for journals, body workers and the admin's connections."""
 LEAST_OTHER_FILES, LEAST_CONNECTION_FILES = 192, 16
-"""What a gateway works with: the journals that stay open are 128."""
+"""Minimum file descriptors that a gateway works with; up to 128 journals stay open."""
 _NOBODY, _ADMIN = "", "admin"
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Who the hash of a key stands for."""
+    """Maps API keys to owners: the admin, an episode's key hash, or none."""
 
     hash_key: Callable[[str], str]
     admin_hash: str | None
@@ -68,12 +68,12 @@ class ConnectionLimits:
         self._max_keyless, self._max_per_key = config.max_keyless_connections, config.max_connections_per_key
         self._max_keyed = config.max_connections
         self._owner_of: dict[Connection, str] = {}
-        """In the order in which they were last used."""
+        """Owner of each connection, least recently used first."""
         self._of_owner: dict[str, dict[Connection, None]] = {}
-        """The same by their owners."""
+        """Connections of each owner, in the same order."""
 
     def num_of(self, key: str) -> int:
-        """Connections whose last request brought this key; with an empty one those that have none."""
+        """Return the number of connections whose last request had this key; an empty key counts those without one."""
         return len(self._of_owner.get(self._owners.find(key), ()))
 
     def open(self, connection: Connection) -> None:
@@ -84,7 +84,7 @@ class ConnectionLimits:
             self._evict(next((other for other in keyless if other.is_idle and other is not connection), oldest))
 
     def ask(self, connection: Connection, headers: Sequence[tuple[bytes, bytes]]) -> Refusal | None:
-        """A request came, with these headers. The reason why it is refused, or None."""
+        """Register a request with these headers. Returns the reason for refusing it, or None."""
         owner = self._owners.find(read_key(dict(headers)))
         self._move(connection, owner)
         if owner in (_NOBODY, _ADMIN):
@@ -137,13 +137,13 @@ class ConnectionLimits:
         return idle is not None
 
     def _evict(self, connection: Connection) -> None:
-        # Its slot is free at once; the protocol hears of the loss later.
+        # Free the slot at once; the protocol notices the disconnect later.
         self.close(connection)
         connection.hang_up()
 
 
 def fit_open_files(config: GatewayConfig) -> GatewayConfig:
-    """The configuration with as many connections as this process may hold open, after its soft limit was raised."""
+    """Raise the soft limit of open files and reduce the connection limits to what this process may hold open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = FILES_PER_REQUEST * config.max_connections + config.max_keyless_connections + OTHER_FILES
     if soft >= needed or soft == resource.RLIM_INFINITY:
@@ -162,8 +162,8 @@ def fit_open_files(config: GatewayConfig) -> GatewayConfig:
 
 
 def share_files(num_files: int, max_keyed: int, max_keyless: int) -> tuple[int, int]:
-    """How many connections with and without a key fit into so many open files. Raises ConfigError where no gateway
-    could work."""
+    """Return how many connections with and without a key fit into `num_files` open files. Raises ConfigError if there
+    are too few for any gateway."""
     least = LEAST_OTHER_FILES + LEAST_CONNECTION_FILES
     if num_files < least:
         raise ConfigError(

@@ -1,12 +1,12 @@
-"""A conversation put together from parts: blocks or items in, messages out.
+"""Assembles a conversation: blocks or items in, messages out.
 
-Chat Completions sends an assistant's turn as one message. Other dialects send its parts one by one (thinking, text,
-calls), perhaps with the results of calls between them, and messages that follow each other may be one turn. Here the
-parts that one completion was made of become one `Message` again, because only then is it the message that was sampled.
+Chat Completions sends an assistant's turn as one message. Other dialects send its parts separately (thinking, text,
+tool calls), possibly with tool results between them, and consecutive messages may be one turn. This module merges the
+parts of one completion back into one `Message`, because only that is the message that was sampled.
 
-A part belongs to the turn before it if nothing stands between, unless it is thinking that would come after words or
-calls: thinking begins a turn. Where the client tells which answer a part came from (its `source`), that decides: parts
-of one answer are one turn even with results of calls between them, parts of different answers never are.
+A part belongs to the previous turn if it directly follows it, unless it is thinking after text or tool calls: thinking
+begins a turn. If the client says which response a part came from (its `source`), that decides: parts of one response
+are one turn even with tool results between them, and parts of different responses never are.
 """
 
 import itertools
@@ -22,23 +22,23 @@ from m2forge.text.message import Message, ToolCall
 
 @dataclass(slots=True)
 class _Turn:
-    """An assistant's message while parts are added."""
+    """An assistant's message under construction."""
 
     source: str
     thinking: list[str] = field(default_factory=list)
     content: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     called: set[str] = field(default_factory=set)
-    """Ids of the calls."""
+    """Ids of the tool calls."""
     answered: set[str] = field(default_factory=set)
-    """Those among them whose calls have their results."""
+    """Ids of the tool calls that have results."""
 
     def message(self) -> Message:
         return Message("assistant", "".join(self.content), "".join(self.thinking), tuple(self.calls))
 
 
 def join_systems(messages: Iterable[Message]) -> list[Message]:
-    """The messages, those of the system that stand together as one: chat formats have a place for one."""
+    """Merge consecutive system messages: chat templates have room for one."""
     joined: list[Message] = []
     for is_system, run in itertools.groupby(messages, key=lambda message: message.role == "system"):
         together = list(run)
@@ -49,19 +49,19 @@ def join_systems(messages: Iterable[Message]) -> list[Message]:
 
 
 class Conversation:
-    """Takes the parts in the order in which they were sent."""
+    """Takes the parts in the order in which the client sent them."""
 
     def __init__(self) -> None:
         self._entries: list[Message | _Turn] = []
         self._turn: _Turn | None = None
-        """The assistant's last, while only results of its calls have followed."""
+        """The last assistant turn, as long as only results of its tool calls have followed."""
 
     def say(self, role: Literal["system", "user"], content: str) -> None:
         self._turn = None
         self._entries.append(Message(role, content))
 
     def answer_call(self, call_id: str, content: str, place: str) -> None:
-        """The result of a call of the last turn. `place` is told where there is no such call, or no longer."""
+        """Add the result of a last turn's call. Raises `AskError` at `place` if it is unknown or already answered."""
         if self._turn is None or call_id not in self._turn.called:
             raise AskError(
                 f"{place}: answers call {shown(call_id)}, which the assistant did not make just before", place
@@ -78,7 +78,7 @@ class Conversation:
         turn.thinking.append(thinking)
 
     def write(self, content: str, source: str = "", *, begins: bool = False) -> None:
-        """`begins`: words after words are another turn, as in dialects whose messages are turns of their own."""
+        """`begins`: text after text starts a new turn, for dialects whose messages are separate turns."""
         turn = self._open(source)
         if begins and turn.content and not turn.calls and not (source and turn.source == source):
             turn = self._begin(source)
@@ -90,15 +90,15 @@ class Conversation:
         turn.called.add(call.id)
 
     def begin_turn(self) -> None:
-        """An assistant's message, even if no part of it follows."""
+        """Start an assistant message, even if no part of it follows."""
         self._open("")
 
     def ends_with_turn(self) -> bool:
         return bool(self._entries) and isinstance(self._entries[-1], _Turn)
 
     def messages(self, place: str = "messages") -> tuple[Message, ...]:
-        """All of them, results in the order of their calls. `place` is told where a call has no result. System messages
-        that stand together are one."""
+        """Return all messages, with results in the order of their calls and consecutive system messages merged. Raises
+        `AskError` at `place` if a call has no result."""
         entries = [entry.message() if isinstance(entry, _Turn) else entry for entry in self._entries]
         return order_results(join_systems(entries), place)
 

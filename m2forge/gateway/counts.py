@@ -1,7 +1,7 @@
-"""What a gateway has done, counted, and the text that Prometheus reads.
+"""Gateway counters, and their Prometheus text.
 
-The text format is one line "name{label="value"} number" for each figure, behind the lines "# HELP" and "# TYPE" of its
-name (https://prometheus.io/docs/instrumenting/exposition_formats/). No figure names an episode, a key or a text.
+The text format is one line "name{label="value"} number" per metric, after the "# HELP" and "# TYPE" lines of its name
+(https://prometheus.io/docs/instrumenting/exposition_formats/). No metric contains an episode id, a key or text.
 """
 
 from collections import Counter
@@ -15,13 +15,13 @@ PREFIX = "m2forge_gateway_"
 
 
 class Outcome(StrEnum):
-    """What became of a request for a completion."""
+    """Outcome of a completion request."""
 
     ANSWERED = "answered"
     REPEATED = "repeated"
-    """A retry, told the answer that was recorded."""
+    """A retry that received the recorded response."""
     REFUSED = "refused"
-    """The client's mistake, or its budget is spent."""
+    """The client made a mistake, or its budget is spent."""
     HUNG_UP = "hung_up"
     FAILED = "failed"
 

@@ -1,4 +1,4 @@
-"""The dialects of the gateway by the paths of their requests, and the reading of a body: bytes in, an `Ask` out.
+"""The gateway's dialects by request path, and the reading of a body: bytes in, an `Ask` out.
 
 Reading is a pure function of path and body, so it may run in another process.
 """
@@ -19,19 +19,19 @@ _DIGEST_LENGTH = 32
 
 
 def read_ask(path: str, body: bytes, max_depth: int) -> Ask:
-    """Raises `Refusal` for what is no JSON object and `AskError` for what its dialect cannot honour."""
+    """Raises `Refusal` if the body is not a JSON object and `AskError` if its dialect cannot honour it."""
     return _reader(path)(parse_body(body, max_depth))
 
 
 def digest_of(path: str, body: bytes) -> str:
-    """Tells requests of an episode apart."""
+    """Return a hash that identifies a request within its episode."""
     hashed = hashlib.sha256(b"%b " % path.encode())
     hashed.update(body)
     return hashed.hexdigest()[:_DIGEST_LENGTH]
 
 
 def too_long(path: str, num_tokens: int, context: int) -> AskError:
-    """The vendor's own error for a prompt of at least `num_tokens`, by which its clients shorten their history."""
+    """Return the vendor's error for a prompt of at least `num_tokens`, on which its clients truncate their history."""
     if path == MESSAGES.count_path:
         return MESSAGES.too_long(num_tokens, context)
     dialects = (CHAT, RESPONSES, COMPLETIONS, MESSAGES)

@@ -1,19 +1,19 @@
-"""Why a call does not simply continue what was recorded: a class for each, found by comparing messages.
+"""Classifies why a call does not simply continue the recorded conversation, by comparing messages.
 
-Compared are the messages that were not found where the conversation was followed (`rest`), and what had been recorded
-from there on. Only what the model answered counts as recorded. The rules, first that fits:
+The inputs are the messages after the last one found in the recorded conversation (`rest`), and what was recorded from
+there on. Only what the model answered counts as recorded. The first rule that fits applies:
 
-1. Nothing is recorded, or nothing is left to compare: no divergence. The same prompt again is another sample of it.
-2. The rest holds answers of the model that were recorded elsewhere. Fewer messages stand before them than did:
-   TRUNCATED if none of those is unknown, SUMMARISED if one is. As many or more: the first of the rest is a recorded
-   answer without its thinking, DROPPED_THINKING; else EDITED_TEXT, which is also another system text or tool list.
-3. Nothing was answered after the point where the conversation was left: it is continued if the model has spoken in it,
-   else it is a NEW_CONVERSATION, as is one that leaves before the model first spoke and brings another message.
-4. Left at an answer: DROPPED_THINKING or EDITED_TEXT. Left for another user's message where the model had spoken twice
-   or more: SUMMARISED. Anything else: EDITED_TEXT.
+1. Nothing is recorded, or `rest` is empty: no divergence. Repeating a prompt draws another sample of it.
+2. `rest` contains model answers recorded elsewhere. If fewer messages precede them than before: TRUNCATED if all of
+   those are known, SUMMARISED if one is not. Otherwise: DROPPED_THINKING if `rest` starts with a recorded answer
+   without its thinking, else EDITED_TEXT, which also covers another system message or tool list.
+3. No answer was recorded after the point of departure: no divergence if the model has answered before it, else
+   NEW_CONVERSATION. A departure before the model's first answer with another client message is one, too.
+4. Departure at an answer: DROPPED_THINKING or EDITED_TEXT. Departure with another user message where two or more
+   answers had followed: SUMMARISED. Anything else: EDITED_TEXT.
 
-TEMPLATE is not found here: it is a call that continues, but which the chat format cannot write without changing tokens
-that were recorded.
+TEMPLATE is not found here: it is a continuing call that the chat format cannot render without changing recorded
+tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,24 +27,24 @@ _MANY_ANSWERS = 2
 
 class Divergence(StrEnum):
     EDITED_TEXT = "edited_text"
-    """A message, the system's included, or the tool list reads otherwise than it did; or messages changed places."""
+    """A message, a system message included, or the tool list has changed; or messages were reordered."""
     DROPPED_THINKING = "dropped_thinking"
     """An answer came back without its thinking, which is not restored."""
     TRUNCATED = "truncated"
-    """Messages before the last ones are gone."""
+    """Messages before the last ones are missing."""
     SUMMARISED = "summarised"
-    """Messages are gone and an unknown one stands for them."""
+    """An unknown message replaces missing ones."""
     NEW_CONVERSATION = "new_conversation"
     """Another conversation in the same episode, such as a sub-agent's."""
     TEMPLATE = "template"
-    """The chat format writes earlier messages otherwise because of later ones."""
+    """The chat format renders earlier messages differently because of later ones."""
 
 
 def classify(
     left_at: Turn, rest: Sequence[Message], known: Callable[[Message], Turn | None], *, is_first: bool
 ) -> Divergence | None:
-    """`left_at`: the last recorded turn of the call's conversation; `rest`: its messages after that one; `known`: an
-    answer of the model that the message may be, thinking aside; `is_first`: nothing was answered yet."""
+    """`left_at`: the call's last recorded turn; `rest`: its messages after that one; `known`: returns a model answer
+    that matches the message, ignoring thinking; `is_first`: whether the episode has no answer yet."""
     if is_first or not rest:
         return None
     found = [known(message) if message.role == "assistant" else None for message in rest]
@@ -91,7 +91,7 @@ def _keys_above(turn: Turn | None) -> set[object]:
 
 
 def _num_answers(turn: Turn) -> int:
-    """Answers recorded below a turn, along the line of the last one; no more than matter are counted."""
+    """Count the answers recorded below a turn along its latest branch, up to `_MANY_ANSWERS`."""
     count, below = 0, turn.answered
     while below is not None and count < _MANY_ANSWERS:
         count += below.response_ids is not None

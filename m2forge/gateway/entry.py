@@ -1,12 +1,12 @@
-"""What happens to an episode, as it is written down: records in, bytes out, and back equal.
+"""Journal entries of an episode: records in, bytes out, and back without loss.
 
     Created     the episode, with the hash of its key
-    Answered    one request: what its prompt added to the history, its samples, what the client was told
-    Rewarded    a reward, of the whole or of one call
+    Answered    one request: what its prompt adds to the history, its samples, and the response to the client
+    Rewarded    a reward for the whole episode or for one call
     Closed      no more calls
 
-An entry is a JSON head, the lengths of its arrays included, and the arrays: prompt ids that no earlier entry holds,
-then for each sample ids, log-probabilities and versions, four bytes each, and experts, two each, little-endian.
+An entry is a JSON head, with the lengths of its arrays, and the arrays: prompt ids that no earlier entry contains, then
+for each sample ids, logprobs and policy versions, four bytes each, and routed experts, two each, little-endian.
 """
 
 import json
@@ -44,11 +44,11 @@ class Created:
     created_s: float
     budget: Budget
     sampling: Sampling | None = None
-    """Takes the place of what requests ask for; None serves them as they ask."""
+    """Overrides the sampling parameters of requests; None lets each request use its own."""
     task: Task | None = None
-    """Whose tools the episode may call, with all that its tools and its verifier need."""
+    """Task whose tools the episode may call, with everything that its tools and verifier need."""
     context: int | None = None
-    """Tokens of prompt and completion together; None: what the model allows."""
+    """Maximum tokens of prompt plus completion; None: the model's limit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +63,7 @@ class SampleEntry:
     finished_s: float
     completion: Completion
     experts: ExpertArray | None = None
-    """Where the first tokens of prompt and completion went, as a tree takes it."""
+    """Routed experts of the first tokens of prompt plus completion, in the token tree's format."""
 
 
 def make_sample(call: Call, completion: Completion, experts: ExpertArray | None = None) -> SampleEntry:
@@ -74,7 +74,7 @@ def make_sample(call: Call, completion: Completion, experts: ExpertArray | None 
         finish_reason=call.finish_reason,
         started_s=call.started_s,
         finished_s=call.finished_s,
-        # What a stream held back until the end is in the text.
+        # Text that a stream held back until the end is already in the completion's text.
         completion=replace(completion, final_events=()) if completion.final_events else completion,
         experts=experts,
     )
@@ -83,29 +83,29 @@ def make_sample(call: Call, completion: Completion, experts: ExpertArray | None 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answered:
     id: str
-    """What the client knows the answer by."""
+    """Response id that the client knows."""
     digest: str
-    """Of the request's body."""
+    """Digest of the request's body."""
     retry_token: str
     path: PathRecord | None
-    """None for a raw prompt, which no history holds."""
+    """What the prompt adds to the history; None for a raw prompt, which no history contains."""
     prompt_ids: IntArray
-    """Those that no earlier entry holds; all of a raw prompt's."""
+    """Prompt ids that no earlier entry contains; all ids of a raw prompt."""
     divergence: Divergence | None
     sampling: Sampling
     samples: tuple[SampleEntry, ...]
     reply: Mapping[str, JsonValue] = field(default_factory=dict)
-    """What the server needs to tell the same answer again."""
+    """What the server needs to resend the same response."""
     is_charged: bool = True
-    """Whether its episode's budget pays for it."""
+    """Whether the request counts against the episode's budget."""
     elapsed_s: float | None = None
-    """Seconds of its episode's time that had passed when it was written, those in which no gateway ran left out; None
-    where that was not noted."""
+    """Seconds of the episode's time at the write, gateway downtime excluded; None in journals that did not record
+    it."""
     asked: Asked | None = None
-    """What the request asked for, if `sampling` took its place."""
+    """Sampling that the request asked for, if `sampling` overrode it."""
 
     def call(self, sample: SampleEntry, prompt_ids: IntArray) -> Call:
-        """One of its samples as a call; `prompt_ids`: all of the prompt."""
+        """Return one of its samples as a call; `prompt_ids` is the whole prompt."""
         return Call(
             prompt_ids=prompt_ids,
             response_ids=sample.response_ids,
@@ -122,10 +122,10 @@ class Answered:
 @dataclass(frozen=True, slots=True)
 class Rewarded:
     id: str
-    """Tells rewards apart: the same one may come twice."""
+    """Identifies the reward, which may be posted twice."""
     value: float
     call: int | None = None
-    """Index of the call it is for; None for the whole episode."""
+    """Index of the rewarded call; None for the whole episode."""
     evidence: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
@@ -239,7 +239,7 @@ def _sample_fields(sample: SampleEntry) -> _Fields:
 
 
 def _first_known(experts: ExpertArray) -> int:
-    """Most of a long prompt was computed by earlier requests: its rows are not written."""
+    """Return the first row to write: rows of the prompt prefix that earlier requests computed are unknown."""
     known = (experts != UNKNOWN_EXPERT).any((1, 2))
     return int(known.argmax()) if known.any() else experts.shape[0]
 
@@ -272,7 +272,7 @@ def _sample(head: dict[str, object], arrays: "_Arrays") -> SampleEntry:
     )
 
 
-# -- messages and paths, as lists, because they are most of a journal --------------------------------------------------
+# -- messages and paths, as lists, because they make up most of a journal ---------------------------------------------
 
 
 def _path_fields(path: PathRecord) -> _Fields:
@@ -314,7 +314,7 @@ def _message(fields: Sequence[object]) -> Message:
 
 
 class _Arrays:
-    """Takes arrays off the end of an entry, one after another."""
+    """Reads arrays from the end of an entry, one after another."""
 
     def __init__(self, data: bytes, at: int) -> None:
         self._data, self._at = data, at

@@ -1,14 +1,14 @@
 """One attempt at a task as the gateway sees it: its key, budget, history, token tree, requests and rewards.
 
-    request, is_retry = episode.admit(digest, …)     refused where the episode is closed or its budget spent
-    opening = episode.open(messages, tools)          the prompt, as tokens
-    limit = episode.reserve(request, max_tokens)     what it may sample
-    episode.commit(request, opening, …)              written down, then entered in history and tree
-    episode.abandon(request, opening)                or nothing came of it
+    request, is_retry = episode.admit(digest, …)     refused if the episode is closed or its budget spent
+    opening = episode.open(messages, tools)          tokenize the prompt
+    limit = episode.reserve(request, max_tokens)     reserve tokens to sample
+    episode.commit(request, opening, …)              write to the journal, then add to history and tree
+    episode.abandon(request, opening)                or give the request up
 
-Requests of one episode may run at once. What `commit` recorded is in the journal before it returns, so an answer may be
-told after it and not before; if the journal cannot be written, nothing is recorded and the request has failed. The tree
-is the one that the calls make in the order of their commits.
+Requests of one episode may run concurrently. `commit` writes to the journal before it returns, so a response may be
+completed after it and not before; if the journal cannot be written, nothing is recorded and the request fails. The
+token tree contains the calls in the order of their commits.
 """
 
 import asyncio
@@ -35,15 +35,15 @@ from m2forge.tree.token_tree import TokenTree
 
 
 class BudgetError(M2ForgeError, RuntimeError):
-    """A call beyond what its episode may spend."""
+    """The call exceeds the episode's budget."""
 
 
 class ReservedError(BudgetError):
-    """A call that the budget allows once others have ended: till then they are promised what it would need."""
+    """The call fits the budget, but calls in flight have reserved the tokens it needs; it can run once they end."""
 
 
 class ClosedError(M2ForgeError, RuntimeError):
-    """A call of an episode that is over."""
+    """The episode is closed and takes no more calls."""
 
 
 class Episode:
@@ -59,61 +59,61 @@ class Episode:
         monotonic: Callable[[], float] = time.monotonic,
         on_close: "Callable[[Episode], None]" = lambda episode: None,
     ) -> None:
-        """`vocab_size`: of the network, where it knows more ids than its tokenizer."""
+        """`vocab_size`: the network's, if it is larger than the tokenizer's."""
         self.id, self.task_id, self.group = created.id, created.task_id, created.group
         self.key_hash, self.budget, self.created_s = created.key_hash, created.budget, created.created_s
         self.sampling = created.sampling
-        """Takes the place of what requests ask for; None serves them as they ask."""
+        """Overrides the sampling parameters of requests; None lets each request use its own."""
         self.context = created.context
-        """Tokens of prompt and completion together; None: what the model allows."""
+        """Maximum tokens of prompt plus completion; None: the model's limit."""
         self.history = History(format, restores_thinking=restores_thinking)
         self._tree = TokenTree(vocab_size or format.tokenizer.vocab_size)
         self._untreed: deque[tuple[str, Sampled]] = deque()
-        """Calls that are not in the tree yet, by name. A tree looks at whole paths, so it is made when it is asked for:
-        the end of an answer does not wait for it, the less the longer a conversation is."""
+        """Names and samples of calls that are not in the tree yet. Insertion compares whole paths, so it happens when
+        the tree is read: no response waits for it, which matters most in long conversations."""
         self._experts_shape: tuple[int, ...] | None = None
-        """Layers and experts per layer of recorded routing; None while no call brought any."""
+        """Layers and experts per layer of recorded routing; None while no call has any."""
         self.requests = Requests()
         self.completions: list[Completion] = []
-        """What clients were told of each call."""
+        """Parsed completion of each recorded call."""
         self.rewards: dict[str, Rewarded] = {}
-        """By their ids, in the order in which they came."""
+        """Rewards by id, in order of arrival."""
         self.num_divergences: dict[Divergence, int] = dict.fromkeys(Divergence, 0)
-        """Of recorded calls."""
+        """Number of recorded calls per divergence."""
         self.num_sampled = 0
-        """Sampled tokens."""
+        """Number of sampled tokens."""
         self.task, self.num_tool_calls = created.task, 0
         self.num_failed = 0
-        """Requests that failed in the engine or the gateway, and completions that were aborted, since this process
-        started."""
+        """Number of requests that failed in the engine or the gateway, and of completions that were aborted, since this
+        process started."""
         self._num_paid_calls = self._num_paid_tokens = 0
-        """Of calls and sampled tokens, those that the budget paid for."""
+        """Number of calls and sampled tokens charged to the budget."""
         self.closed: Closed | None = None
         self.journal, self._clock, self._on_close = journal, clock, on_close
         self._monotonic, self._since_s, self._elapsed_s = monotonic, monotonic(), 0.0
-        """Seconds spent when this process took the episode up, and when that was by the monotonic clock: a wall
-        clock that is set spends no budget."""
+        """Monotonic time when this process loaded the episode, and seconds spent before: changes of the wall clock do
+        not affect the budget."""
         self._active_s = self._on_monotonic(created.created_s)
         self._running: set[Request] = set()
         self._waiting: list[asyncio.Future[None]] = []
-        """Those who wait for one of these to end."""
+        """Futures that wait for a request in flight to end."""
         self._counted: Opening | None = None
         self.reading = asyncio.Lock()
-        """Held while a large body of one of its requests is read."""
+        """Held while a worker reads a large body of one of the episode's requests."""
 
     def __del__(self) -> None:
-        # A busy gateway lets go of many episodes, and its search for what holds itself is rare.
+        # A busy gateway drops many episodes, and its cyclic garbage collection is rare.
         if hasattr(self, "history"):
             self.history.dissolve()
 
-    # -- a request's way -----------------------------------------------------------------------------------------------
+    # -- the path of a request -----------------------------------------------------------------------------------------
 
     def admit(
         self, digest: str, *, num_samples: int = 1, max_tokens: int = 1, attempt: int = 0, retry_token: str = ""
     ) -> tuple[Request, bool]:
-        """The request of a body with this digest, and whether it is an earlier one, running or answered, that this one
-        repeats. An earlier one costs nothing. `max_tokens`: what each sample may need. Raises ReservedError where that
-        is there but promised to others."""
+        """Return the request for a body with this digest, and whether it is an earlier one, running or answered, that
+        this one retries. A retry is not charged. `max_tokens`: what each sample may need. Raises ReservedError if
+        requests in flight have reserved what it needs."""
         self._active_s = self._monotonic()
         earlier = self.requests.find(digest, attempt=attempt, retry_token=retry_token)
         if earlier is not None:
@@ -129,21 +129,21 @@ class Episode:
         return self.history.open(messages, tools)
 
     def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
-        """Tokens of the prompt that these would be."""
+        """Return the number of prompt tokens for these messages."""
         self._require_open()
         opening = self.history.open(messages, tools)
-        # The last one stays, because what was counted is often asked next.
+        # Keeps the last opening, because the counted prompt is often the next request.
         if self._counted is not None:
             self.history.release(self._counted)
         self._counted = opening
         return opening.ids.size
 
     def context_within(self, context: int) -> int:
-        """Tokens that prompt and completion may have together, where the model allows `context`."""
+        """Return the maximum tokens of prompt plus completion, given the model's limit `context`."""
         return context if self.context is None else min(self.context, context)
 
     def reserve(self, request: Request, num_tokens: int) -> int:
-        """How many tokens each of the request's samples may have: `num_tokens`, or what the budget leaves."""
+        """Return and reserve the maximum tokens of each sample: `num_tokens`, or what the budget leaves."""
         left = self.tokens_left
         if left is not None:
             num_tokens = min(num_tokens, left // request.num_samples)
@@ -166,9 +166,9 @@ class Episode:
         is_told: bool = True,
         is_charged: bool = True,
     ) -> None:
-        """Record what the engine answered. `prompt` is the opening, or the ids of a raw prompt; `id` and `reply` are
-        what the client is told besides. What is broken off is not told to the end: a retry is a request of its own.
-        `is_charged`: whether the budget pays for it."""
+        """Record the engine's output. `prompt` is the opening, or the ids of a raw prompt; `id` and `reply` are needed
+        to resend the response. `is_told`: whether the client gets the whole response; if not, a retry is a new request.
+        `is_charged`: whether the request counts against the budget."""
         if request not in self._running:
             raise RecordError(f"request {id}: expected one that runs, received one that is {request.state}")
         entry = replace(
@@ -177,7 +177,7 @@ class Episode:
             elapsed_s=round(self.elapsed_s, 3),
         )
         if not is_told:
-            # No body has an empty digest, so nobody finds it, after a restart neither.
+            # No body has an empty digest, so no retry finds this entry, not even after a restart.
             entry = replace(entry, digest="", retry_token="")
         if self.journal is not None:
             self.journal.append(entry)
@@ -188,13 +188,13 @@ class Episode:
         self._end(request, prompt, RequestState.ANSWERED)
 
     def abandon(self, request: Request, prompt: Opening | IntArray | None = None) -> None:
-        """Nothing came of it: a retry is a request of its own. `prompt`: what was opened for it."""
+        """Drop a request without a result: a retry is a new request. `prompt`: what was opened for it."""
         if request in self._running:
             self.requests.remove(request)
             self._end(request, prompt, RequestState.FAILED)
 
     async def wait_for_end(self) -> None:
-        """Until one of the requests in flight has ended."""
+        """Wait until one of the requests in flight has ended."""
         ended = asyncio.get_running_loop().create_future()
         self._waiting.append(ended)
         await ended
@@ -214,7 +214,7 @@ class Episode:
             reason = "" if self.closed.failure is None else f" ({self.closed.failure})"
             raise ClosedError(f"episode {self.id} is closed{reason}; make another")
 
-    # -- what it may spend ---------------------------------------------------------------------------------------------
+    # -- budget --------------------------------------------------------------------------------------------------------
 
     @property
     def num_calls(self) -> int:
@@ -222,35 +222,35 @@ class Episode:
 
     @property
     def num_running(self) -> int:
-        """Requests in flight."""
+        """Number of requests in flight."""
         return len(self._running)
 
     @property
     def tokens_left(self) -> int | None:
-        """Tokens that may yet be promised to a request; None without a limit."""
+        """Number of tokens that are neither spent nor reserved; None without a limit."""
         if self.budget.max_tokens is None:
             return None
         return self.budget.max_tokens - self._num_paid_tokens - sum(request.num_reserved for request in self._running)
 
     @property
     def seconds_left(self) -> float:
-        """Infinite without a limit."""
+        """Seconds left of the time budget; infinite without a limit."""
         if self.budget.max_s is None:
             return math.inf
         return self.budget.max_s - self.elapsed_s
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since it was made in which a gateway ran; after a restart, from the last answer on."""
+        """Seconds since creation, gateway downtime excluded; after a restart it resumes from the last response."""
         return self._elapsed_s + self._monotonic() - self._since_s
 
     @property
     def idle_s(self) -> float:
-        """Seconds since it was last asked for something, or was answered."""
+        """Seconds since the last request or response."""
         return self._monotonic() - self._active_s
 
     def _on_monotonic(self, wall_s: float) -> float:
-        """A time that has passed, on the monotonic clock."""
+        """Convert a past wall clock time to the monotonic clock."""
         return self._monotonic() - max(0.0, self._clock() - wall_s)
 
     def _check_budget(self, num_samples: int, max_tokens: int) -> None:
@@ -277,10 +277,10 @@ class Episode:
                 "flight; ask again when they have ended"
             )
 
-    # -- what it is told -----------------------------------------------------------------------------------------------
+    # -- rewards and closing -------------------------------------------------------------------------------------------
 
     def reward(self, reward: Rewarded) -> bool:
-        """Take a reward; False if it was there already. One that differs under the same id is refused."""
+        """Add a reward; False if it is a duplicate. A different reward with the same id is refused."""
         if not reward.id or not math.isfinite(reward.value):
             raise RecordError(f"reward: expected an id and a finite number, received {reward.id!r}, {reward.value!r}")
         if reward.call is not None and not 0 <= reward.call < self.num_calls:
@@ -294,7 +294,7 @@ class Episode:
         return True
 
     def close(self, failure: str | None = None) -> None:
-        """No more calls; what runs may still be committed, and rewards may come. Closing twice changes nothing."""
+        """Refuse further calls; requests in flight may still commit, and rewards may arrive. Idempotent."""
         if self.closed is None:
             closed = Closed(self._clock(), failure)
             self._write(closed)
@@ -316,7 +316,7 @@ class Episode:
     # -- recording -----------------------------------------------------------------------------------------------------
 
     def apply(self, entry: Entry) -> None:
-        """Take an entry that the journal holds."""
+        """Apply an entry read from the journal."""
         match entry:
             case Created():
                 raise RecordError(f"episode {entry.id}: made twice in one journal")
@@ -363,7 +363,7 @@ class Episode:
         )
 
     def _check(self, samples: Sequence[Sampled], raw_prompts: Sequence[IntArray]) -> None:
-        """What the tree would refuse must not be written first. Prompts that the history made are in order."""
+        """Refuse before writing what the tree would refuse. Prompts from the history are always valid."""
         if not samples:
             raise RecordError("a request is answered by one completion or more, received none")
         for ids in (*raw_prompts, *(sample.call.response_ids for sample in samples)):
@@ -373,7 +373,7 @@ class Episode:
             sample.check_experts(self._experts_shape)
 
     def _enter(self, request: Request, entry: Answered, opening: Opening | None, samples: Sequence[Sampled]) -> None:
-        # The prompt is in the history and would keep its memory alive behind a view.
+        # Drops the prompt, which the history holds; a view would keep its memory alive.
         told = tuple(sample if sample.experts is None else replace(sample, experts=None) for sample in entry.samples)
         request.answer = replace(entry, path=None, prompt_ids=np.empty(0, np.int32), samples=told)
         request.first_call, request.num_reserved = self.num_calls, 0

@@ -1,13 +1,13 @@
-"""What a client asks and what it is told, whatever dialect it speaks; and what a dialect is.
+"""Requests and responses independent of the client's dialect, and the protocol of a dialect.
 
     body (JSON) -> Dialect.read -> Ask -> the gateway samples -> Answer, Usage -> Dialect.answer -> body (JSON)
                                                   events, token by token       -> Stream          -> server-sent events
 
-Dialects are pure: no HTTP, no clock, no engine. A request that they cannot honour to the letter raises `AskError`,
-which the gateway answers 400 with the vendor's error body; nothing is ignored in silence.
+Dialects are pure: no HTTP, no clock, no engine. A request that they cannot honour exactly raises `AskError`, which the
+gateway answers with status 400 and the vendor's error body; nothing is silently ignored.
 
-Calls have their ids before a dialect sees them: `CallFinished.call` in a stream and `Completion.tool_calls` in an
-`Answer` are equal, id and all. The text that ended a completion (`stop_text`) is no part of either.
+Tool calls have their ids before a dialect sees them: `CallFinished.call` in a stream and `Completion.tool_calls` in an
+`Answer` are equal, ids included. Neither contains the text that ended a completion (`stop_text`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,9 @@ class AskError(M2ForgeError, ValueError):
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message, field, code)
         self.field = field
-        """Path of the request's field, such as `messages[2].content`; None where it is the body as a whole."""
+        """Path of the request's field, such as `messages[2].content`; None if the error concerns the whole body."""
         self.code = code
-        """By which the vendor's clients tell the error; None where there is none."""
+        """Error code by which the vendor's clients recognise the error; None if it has none."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -43,53 +43,53 @@ class Ask:
     """The conversation; empty for a raw prompt."""
     tools: tuple[Tool, ...] = ()
     prompt: str | tuple[int, ...] | None = None
-    """Text or token ids to continue as they are, without a chat format; None for a conversation."""
+    """Text or token ids to continue without a chat format; None for a conversation."""
     max_tokens: int | None = None
-    """Sampled tokens of each completion, thinking included; None: what the context leaves."""
+    """Maximum sampled tokens of each completion, thinking included; None: what the context leaves."""
     sampling: Sampling = field(default_factory=Sampling)
     stop_texts: tuple[str, ...] = ()
     seed: int | None = None
     num_samples: int = 1
     is_streamed: bool = False
     tool_choice: Literal["auto", "none"] = "auto"
-    """Whether tools may be called. A sampled policy cannot be forced to call one, so there is nothing else."""
+    """Whether the model is offered the tools; a sampled policy cannot be forced to call one."""
     num_top_logprobs: int | None = None
-    """None: no log-probabilities; 0: those of the sampled tokens. Others' are not told by an engine."""
+    """None: no logprobs; 0: logprobs of the sampled tokens only, since engines return no others."""
     model: str = ""
     echo: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Fields of the request that shape the answer and nothing else, for the dialect that read them."""
+    """Request fields that only shape the response, for the dialect that read them."""
 
 
 def offered(ask: Ask) -> tuple[Tool, ...]:
-    """The tools that the model is shown: none if it may call none."""
+    """Return the tools that the model is shown: none if it may call none."""
     return ask.tools if ask.tool_choice == "auto" else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request; what was sampled is counted over all its completions."""
+    """Token counts of one request; sampled tokens are summed over its completions."""
 
     num_prompt: int
     num_cached: int
-    """Of the prompt's, those that were not computed again."""
+    """Number of prompt tokens served from the prefix cache."""
     num_sampled: int
     num_thinking: int
-    """Of the sampled, those that were thinking."""
+    """Number of sampled tokens that are thinking."""
 
 
 class Ending(StrEnum):
-    """Why a completion ended, as clients are told."""
+    """Why a completion ended, in the terms of the response."""
 
     STOP = "stop"
-    """The assistant's end marker."""
+    """The model sampled its end marker."""
     STOP_TEXT = "stop_text"
-    """One of the texts that the client gave."""
+    """The completion contains one of the client's stop texts."""
     LENGTH = "length"
-    """The token limit, or the end of the context."""
+    """The completion reached the token limit or the end of the context."""
     TOOL_CALLS = "tool_calls"
-    """The end marker, after at least one call."""
+    """The model sampled its end marker after at least one tool call."""
     ABORT = "abort"
-    """The engine gave it up, or its time was over."""
+    """The engine aborted the completion, or it timed out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,63 +97,63 @@ class TokenLogprob:
     """One sampled token."""
 
     text: bytes
-    """May be part of a character."""
+    """Bytes of the token, possibly only part of a character."""
     logprob: float
     id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One whole completion."""
+    """One complete completion."""
 
     completion: Completion
     ending: Ending
     stop_text: str | None = None
-    """Which text it was, for `Ending.STOP_TEXT`."""
+    """The stop text that was found, for `Ending.STOP_TEXT`."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Of every sampled token if the client asked for them, else none."""
+    """Logprobs of every sampled token if the client asked for them, else empty."""
 
 
 class Stream(Protocol):
-    """Encodes one request's answer as server-sent events, in the order that the vendor's SDK expects.
+    """Encodes one response as server-sent events, in the order that the vendor's SDK expects.
 
-    Called in this order: `begin`; `piece` as tokens come, samples interleaved; `end_sample` for each; `finish`. `fail`
-    may come at any time after `begin` and ends it. Each returns the bytes to send, perhaps none.
+    Called in this order: `begin`; `piece` as tokens arrive, samples interleaved; `end_sample` for each; `finish`.
+    `fail` may follow `begin` at any time and ends the stream. Each returns the bytes to send, possibly none.
     """
 
     def begin(self, num_prompt: int, num_cached: int) -> bytes: ...
 
     def piece(self, sample: int, events: Sequence[Event], logprobs: Sequence[TokenLogprob]) -> bytes:
-        """What more is certain of a sample. All events of its parser come through here, the final ones too."""
+        """Encode the next parser events of a sample. All events of its parser pass through here, the final ones too."""
         ...
 
     def end_sample(self, sample: int, answer: Answer) -> bytes:
-        """The sample is over. Its text was sent already: only the ending is told."""
+        """End a sample. Its text was already sent, so this sends only the ending."""
         ...
 
     def finish(self, usage: Usage) -> bytes:
-        """The last events. A client that reads them may rely on the call being recorded."""
+        """Encode the last events. A client that receives them may rely on the call being recorded."""
         ...
 
     def fail(self, status: int, message: str) -> bytes:
-        """An error, after the status line said 200."""
+        """Encode an error that occurs after status 200 was sent."""
         ...
 
 
 class Dialect(Protocol):
-    """How one vendor's SDK writes a request and reads an answer."""
+    """The request and response format of one vendor's SDK."""
 
     path: str
-    """Where requests are posted, from the root: `/v1/chat/completions`."""
+    """Path that requests are posted to, such as `/v1/chat/completions`."""
 
     def read(self, body: Mapping[str, JsonValue]) -> Ask:
-        """Raises `AskError` for what cannot be honoured, and nothing else."""
+        """Raises `AskError`, and nothing else, for what cannot be honoured."""
         ...
 
     def answer(
         self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
     ) -> dict[str, JsonValue]:
-        """The whole answer, one completion for each sample, in order."""
+        """Encode the complete response, one completion per sample, in order."""
         ...
 
     def stream(self, ask: Ask, id: str, created_s: int) -> Stream: ...
@@ -161,10 +161,10 @@ class Dialect(Protocol):
     def error(
         self, status: int, message: str, field: str | None = None, code: str | None = None
     ) -> dict[str, JsonValue]:
-        """The vendor's error body for an HTTP status."""
+        """Encode the vendor's error body for an HTTP status."""
         ...
 
     def too_long(self, num_prompt: int, context: int) -> AskError:
-        """The vendor's own error for a prompt that leaves nothing of the context to sample: agents recognise it, and
+        """Return the vendor's error for a prompt that leaves no room in the context to sample: agents recognise it and
         shorten their history."""
         ...

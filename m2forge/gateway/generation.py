@@ -1,13 +1,13 @@
-"""One request on its way through the engine: chunks in, events out as they come, the answer recorded before its end.
+"""One request in the engine: chunks in, stream events out as they arrive, recorded before the response ends.
 
-It runs as a task of its own, because a retry may wait for the same answer: connections join and leave it, and when the
-last one has left it is aborted. Chunks are collected, and read when somebody is ready to send: a busy gateway reads and
-sends fewer, larger pieces.
+It runs as its own task, because a retry may wait for the same response: connections join and leave it, and it is
+aborted when the last one leaves. Chunks are queued and parsed when a connection is ready to send, so a busy gateway
+parses and sends fewer, larger pieces.
 
-The endings of all samples and the last events go out after the commit and not before. What was sampled before a client
-hung up is recorded, and its episode pays for it. Where the engine failed, what was streamed before is recorded, since a
-client may go on from what it was shown, and nobody pays; of what nobody was shown nothing stays. Nobody who asks again
-is told half an answer.
+The endings of all samples and the last events are sent only after the commit. If the client disconnects, the tokens
+sampled so far are recorded and charged to the episode. If the engine fails, tokens of a streamed response are recorded,
+since the client may continue from what it received, but not charged; without a stream nothing is recorded. A retry
+never receives a partial response.
 """
 
 import asyncio
@@ -36,35 +36,35 @@ from m2forge.records import Asked, FinishReason, IntArray
 from m2forge.text.format import ChatFormat
 
 GRACE_S = 10.0
-"""An engine keeps the time limit itself. One that has not answered so long after it is given up."""
+"""Seconds past the time limit, which the engine enforces itself, after which the gateway aborts the request."""
 
 _log = logging.getLogger(__name__)
 
 
 class Abort(StrEnum):
-    """Why a generation was broken off."""
+    """Why a generation was aborted."""
 
     HUNG_UP = "hung_up"
-    """Nobody is there to hear the answer."""
+    """All clients waiting for the response have disconnected."""
     TIMED_OUT = "timed_out"
-    """The engine did not keep the time limit. The client is told what there is."""
+    """The engine exceeded the time limit; the client receives what was sampled."""
     SHUTDOWN = "shutdown"
-    """The gateway stops."""
+    """The gateway is shutting down."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What is to be sampled, and how it is told."""
+    """What to sample and how to respond."""
 
     id: str
     ask: Ask
     opening: Opening | IntArray
-    """What the history made of the messages; or the ids of a raw prompt."""
+    """The prompt that the history built from the messages, or the ids of a raw prompt."""
     prompt: Prompt
     asked: Asked | None
-    """What the request asked for, if the episode's sampling takes its place."""
+    """Sampling that the request asked for, if the episode's sampling overrides it."""
     call_prefix: str
-    """Of the ids of calls."""
+    """Prefix of tool call ids."""
     stream: Stream | None
     created_s: int
 
@@ -96,17 +96,17 @@ class Generation:
         self._outbox: list[bytes] = []
         self._wakers: list[asyncio.Future[None]] = []
         self.num_listeners = 0
-        """Connections that wait for it."""
+        """Number of connections that wait for the response."""
         self.is_begun = False
-        """Whether there is an answer, so that its status is known."""
+        """Whether the response has begun, so that its HTTP status is known."""
         self._is_pausing = False
         self.num_cached = 0
         self.first_chunk_s: float | None = None
-        """Seconds until the first chunk came."""
+        """Seconds until the first chunk arrived."""
         self.is_over = False
         self.abort_reason: Abort | None = None
         self.reply: Reply | None = None
-        """Once it is recorded, and may be told."""
+        """The response, set once it is recorded and may be sent."""
         self.failure: M2ForgeError | None = None
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._end_unrun)
@@ -114,13 +114,13 @@ class Generation:
         if plan.prompt.timeout_s is not None:
             self._timer = self._loop.call_later(plan.prompt.timeout_s + GRACE_S, self.abort, Abort.TIMED_OUT)
 
-    # -- those who listen ----------------------------------------------------------------------------------------------
+    # -- listeners -----------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
         self.num_listeners += 1
 
     def leave(self) -> None:
-        """The last one to leave ends it."""
+        """The last listener to leave aborts the generation."""
         self.num_listeners -= 1
         if not self.num_listeners:
             self.abort(Abort.HUNG_UP)
@@ -135,8 +135,8 @@ class Generation:
         return sum(reader.num_sampled for reader in self._readers)
 
     async def more(self, since_s: float = -math.inf) -> bytes:
-        """What is there to be sent, waiting for it. Pieces that come close together go together: while it goes on,
-        nothing comes sooner than the pace's gap after `since_s`, on the monotonic clock."""
+        """Wait for and return the next bytes to send. Pieces that arrive close together are joined: until the
+        generation ends, it returns no sooner than the pace's gap after `since_s`, on the monotonic clock."""
         has_waited = False
         while not self._outbox and not self._inbox and not self.is_over:
             await self._wait()
@@ -209,7 +209,7 @@ class Generation:
             self._crash(error)
 
     def _take(self, chunk: Chunk) -> None:
-        """Keep a chunk until somebody asks for more: those that came meanwhile are read together."""
+        """Queue a chunk until a connection calls `more`: queued chunks are parsed together."""
         if not self.is_begun:
             self._begin(chunk.num_cached)
         if chunk.finish_reason is not None:
@@ -219,7 +219,7 @@ class Generation:
             self._wake()
 
     def _read(self) -> None:
-        """Make events of the chunks that came."""
+        """Parse the queued chunks into events."""
         if not self._inbox:
             return
         inbox, self._inbox = self._inbox, []
@@ -243,10 +243,10 @@ class Generation:
         if self.plan.stream is not None:
             self._outbox.append(self.plan.stream.begin(self.plan.prompt.ids.size, num_cached))
 
-    # -- its end -------------------------------------------------------------------------------------------------------
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def _end(self, failure: M2ForgeError | None) -> None:
-        """The engine has ended, or failed."""
+        """Commit or fail after the engine has finished or failed."""
         if failure is None:
             self._read()
             if all(reader.answer is not None for reader in self._readers):
@@ -256,7 +256,7 @@ class Generation:
         self._break_off(failure)
 
     def _break_off(self, failure: M2ForgeError) -> None:
-        """Record what there is, and tell it if the time was over, else the failure."""
+        """Record what was sampled; send it if the request timed out, else send the failure."""
         is_told = self.abort_reason is Abort.TIMED_OUT
         self._read()
         stays = self.plan.stream is not None or self.abort_reason is Abort.HUNG_UP
@@ -274,7 +274,7 @@ class Generation:
         self._commit(None if is_told else failure)
 
     def _commit(self, failure: M2ForgeError | None = None) -> None:
-        """Record the answer; its end may be told after that, or the failure."""
+        """Record the response; its end, or the failure, may be sent after that."""
         plan, prompt = self.plan, self.plan.prompt
         answers = tuple(reader.answer for reader in self._readers if reader.answer is not None)
         num_thinking = sum(reader.num_thinking() for reader in self._readers)
@@ -313,8 +313,8 @@ class Generation:
         self._fail(failure)
 
     def _log(self, error: Exception) -> EngineError:
-        """What a client is told of an error that nobody expected."""
-        # Without the error's own words, which may hold those of a prompt.
+        """Log an unexpected error and return the error for the client."""
+        # Leaves out the error message, which may contain prompt text.
         frames = "".join(traceback.format_tb(error.__traceback__))
         _log.error("request %s: %s\n%s", self.plan.id, type(error).__name__, frames)
         return EngineError(f"the gateway failed ({type(error).__name__}); ask again")
@@ -336,13 +336,13 @@ class Generation:
         self._wake()
 
     def _end_unrun(self, task: "asyncio.Task[None]") -> None:
-        """A task that was cancelled before its first step has not run at all."""
+        """Fail a task that was cancelled before its first step, so that it never ran."""
         if not self.is_over:
             self._fail(EngineError("the request was broken off; ask again"))
 
 
 def time_limit(episode: Episode, call_timeout_s: float) -> float:
-    """Seconds that a call of the episode may take."""
+    """Return the maximum seconds of a call of the episode."""
     return max(0.0, min(call_timeout_s, episode.seconds_left, math.inf))
 
 

@@ -1,23 +1,23 @@
-"""Which tokens the messages of a call are: messages in, token ids out, what the model wrote as it wrote it.
+"""Maps the messages of a call to tokens: messages in, token ids out; model output keeps its sampled tokens.
 
-    opening = history.open(messages, tools)          before the engine is asked
-    history.record(opening, sampled ids, completion)    after it answered; once for each sample
-    history.release(opening)                            when it is answered or given up
+    opening = history.open(messages, tools)             before sampling
+    history.record(opening, sampled ids, completion)    after sampling; once per sample
+    history.release(opening)                            when the prompt is answered or given up
 
-Messages that are known are followed through the tree of turns, and their recorded tokens stand. The others are appended
-by the chat format, which is given the new ones alone to encode. Where a client changed something, the call branches
-there: what comes before is kept as recorded, the rest is rendered, except that an answer of the model in it, found
-again in another place, keeps its sampled tokens (and its thinking, if that is restored).
+Known messages are matched along the tree of turns and reuse their recorded tokens. The chat format encodes only the new
+ones and appends them. Where a client changed something, the call branches: everything before the change keeps its
+recorded tokens and the rest is rendered, except that a model answer in the rest that was recorded elsewhere keeps its
+sampled tokens (and its thinking, if that is restored).
 
-A completion that was cut off (by its length, an abort, or a client's stop text) stays as it was sampled; where the
-conversation goes on, the format's stop token is put behind it and nothing else. Unfinished thinking or half a call
-remain so, and the parser reads the same message from it that the client was sent.
+A completion that was cut off (by its length, an abort, or a client's stop text) stays as sampled; if the conversation
+continues, only the format's stop token is appended to it. Unfinished thinking or an incomplete tool call remain so, and
+the parser reads from them the same message that the client received.
 
-Where the format would have to change recorded tokens, the call branches at the last message from which it need not.
+If the format would have to change recorded tokens, the call branches at the last message that avoids this.
 
-Of a prompt that was never answered nothing stays.
+Prompts that were never answered leave nothing behind.
 
-Work per call: one comparison for each message, and the encoding of the new ones. Not thread-safe; one per episode.
+Work per call: one comparison per message, and encoding the new ones. Not thread-safe; one per episode.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,21 +42,21 @@ class Opening:
     """The prompt of one call, as tokens."""
 
     ids: IntArray
-    """What the engine is asked to continue."""
+    """Token ids that the engine continues."""
     num_recorded: int
-    """Taken from what was recorded: prompts sent and tokens sampled in this episode."""
+    """Number of tokens reused from this episode's recorded prompts and samples."""
     num_encoded: int
-    """Tokenised for this call: new messages, and the prompt that asks for an answer."""
+    """Number of tokens encoded for this call: new messages and the generation prompt."""
     divergence: Divergence | None
-    """Why it does not simply continue what was recorded; None where it does, or is the first."""
+    """Why the call does not simply continue the recorded conversation; None if it does, or is the first."""
     turn: Turn = field(repr=False)
-    """The message that is answered."""
+    """Last message of the prompt."""
     strand: Strand = field(repr=False)
 
 
 @dataclass(slots=True)
 class _Block:
-    """Messages that were encoded together, with the prompt for an answer unless it is the beginning alone."""
+    """Messages encoded together, followed by the generation prompt unless it is only the beginning."""
 
     num_messages: int
     ids: IntArray
@@ -70,14 +70,14 @@ class History:
         self._format, self._restores_thinking = format, restores_thinking
         self._stop_ids: IntArray = np.array(format.stop_ids[:1], np.int32)
         self._beginnings: dict[tuple[str, ...], list[tuple[tuple[Tool, ...], Turn]]] = {}
-        """By the names of their tools."""
+        """Roots of conversations by the names of their tools."""
         self._answers = Answers(restores_thinking=restores_thinking)
         self._numbered: list[Turn] = []
         self._tools_of: dict[Turn, tuple[Tool, ...]] = {}
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Opening:
-        """Raises FormatError for a conversation that the chat format cannot express. Nothing stays of one that raises,
-        whatever the reason."""
+        """Raises FormatError for a conversation that the chat format cannot express. If anything raises, nothing is
+        kept."""
         root = self._beginning(tools)
         try:
             opening = self._open(root, messages, tools)
@@ -109,7 +109,7 @@ class History:
         return Opening(strand.view(size), num_recorded, size - num_recorded, divergence, turn, strand)
 
     def record(self, opening: Opening, response_ids: IntArray, completion: Completion) -> None:
-        """What the model answered, and what the client was told of it."""
+        """Record the model's answer and the completion parsed from it."""
         for turn in chain((opening.turn,), opening.turn.above()):
             if turn.number is not None and turn is not opening.turn:
                 break
@@ -126,22 +126,22 @@ class History:
             turn = turn.parent
 
     def release(self, opening: Opening) -> None:
-        """The prompt is answered, or given up: then the turns that are there for it alone are let go."""
+        """End a prompt that is answered or given up, and drop turns that exist only for it."""
         opening.turn.num_held -= 1
         self._let_go(opening.turn)
 
     def dissolve(self) -> None:
-        """Take the turns apart, which hold one another, so that their memory is free at once. Nothing may follow."""
+        """Break the reference cycles between turns, so that their memory is freed at once. Nothing may follow."""
         ahead = [root for roots in self._beginnings.values() for _, root in roots]
         while ahead:
             turn = ahead.pop()
             ahead += [child for same in turn.children.values() for child in same]
             turn.dissolve()
 
-    # -- following what is known ---------------------------------------------------------------------------------------
+    # -- matching known messages ---------------------------------------------------------------------------------------
 
     def _beginning(self, tools: Sequence[Tool]) -> Turn:
-        """The empty conversation with these tools."""
+        """Return the root, an empty conversation, for these tools."""
         roots = self._beginnings.setdefault(tuple(tool.name for tool in tools), [])
         for known, root in roots:
             if same_tools(known, tools):
@@ -153,7 +153,7 @@ class History:
         return root
 
     def _let_go(self, turn: Turn) -> None:
-        """Of a turn and those above it, from the last on, what no answer and no prompt needs."""
+        """Drop a turn and its ancestors, from the last one up, as long as no answer and no prompt needs them."""
         while turn.number is None and not turn.num_held and not turn.children:
             if turn.parent is None:
                 names = tuple(tool.name for tool in self._tools_of.pop(turn))
@@ -165,11 +165,11 @@ class History:
             turn = turn.parent
 
     def _follow(self, turn: Turn, messages: Sequence[Message]) -> Turn:
-        """The last turn that the messages are, from `turn` on."""
+        """Return the last turn that matches the messages, starting from `turn`."""
         restores_thinking = self._restores_thinking
         for message in messages:
             child = turn.latest
-            # The turn that is met in almost all cases, looked at without a call.
+            # Fast path without a function call, for the turn that almost always matches.
             if not (
                 child is not None
                 and child.content == message.content
@@ -186,16 +186,16 @@ class History:
             turn = child
         return turn
 
-    # -- where to go on ------------------------------------------------------------------------------------------------
+    # -- where to continue ---------------------------------------------------------------------------------------------
 
     def _base(self, turn: Turn, messages: Sequence[Message], tools: Sequence[Tool]) -> Turn:
-        """The turn itself or the nearest before it of which it is known where its tokens end."""
+        """Return the turn or its nearest ancestor whose token end is known."""
         while turn.parent is not None and not self._close(turn, messages, tools):
             turn = turn.parent
         return turn
 
     def _close(self, turn: Turn, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
-        """Find where the tokens of a turn end; False for one inside a block, of which nobody knows."""
+        """Find where a turn's tokens end; False if it is inside a block, where the end is unknown."""
         if turn.closed is not None:
             return True
         if turn.start is not None:
@@ -211,7 +211,7 @@ class History:
         return turn.closed is not None
 
     def _close_answer(self, turn: Turn) -> None:
-        """Put what the model sampled behind its prompt, ended where it was cut off."""
+        """Append the sampled tokens to their prompt, with a stop token if the answer was cut off."""
         if turn.closed is not None or turn.response_ids is None or turn.strand is None or turn.start is None:
             return
         ids = turn.response_ids
@@ -221,7 +221,7 @@ class History:
         turn.closed = turn.start + ids.size
 
     def _past(self, turn: Turn, messages: Sequence[Message]) -> list[Message]:
-        """The messages up to `turn` as they were recorded, or as many of them as the format needs to see."""
+        """Return the messages up to `turn` as recorded, or only those that the format needs to see."""
         tail: list[Message] = []
         at = turn
         while at.parent is not None:
@@ -235,7 +235,7 @@ class History:
         return self._as_recorded(turn, messages[: turn.depth], turn)
 
     def _as_recorded(self, turn: Turn, messages: Sequence[Message], after: Turn) -> list[Message]:
-        """All messages, with the thinking that was recorded for them; see `_blocks` for `after`."""
+        """Return all messages with their recorded thinking; see `_blocks` for `after`."""
         whole = list(messages)
         trail, since = Trail(after), after.depth - 1
         for index in range(turn.depth, len(whole)):
@@ -248,10 +248,10 @@ class History:
             at = at.parent
         return whole
 
-    # -- encoding what is not known ------------------------------------------------------------------------------------
+    # -- encoding new messages -----------------------------------------------------------------------------------------
 
     def _blocks(self, base: Turn, messages: Sequence[Message], tools: Sequence[Tool], after: Turn) -> list[_Block]:
-        """`after`: the turn in what is recorded after which answers are looked for first."""
+        """`after`: the recorded turn after which answers are searched first."""
         past, pending = self._past(base, messages), messages[base.depth :]
         blocks: list[_Block] = []
         if not past and len(pending) > 1 and pending[0].role == "system":
@@ -273,7 +273,7 @@ class History:
         return [*blocks, _Block(len(pending) - at, ids, is_opened=True)]
 
     def _system_block(self, system: Message, tools: Sequence[Tool]) -> Iterator[_Block]:
-        """The system's message by itself, which many conversations begin with; none if the format has no such thing."""
+        """Encode the system message separately, since many conversations share it; nothing if the format cannot."""
         try:
             ids = append(self._format, (), [system], tools, generation=False)
         except FormatError:
@@ -281,7 +281,7 @@ class History:
         yield _Block(1, ids, is_opened=False)
 
     def _rewritten(self, base: Turn, whole: list[Message], tools: Sequence[Tool]) -> tuple[Turn, list[_Block]]:
-        """The nearest turn before `base` after which the format can write the rest, and that."""
+        """Return the nearest turn above `base` after which the format can render the rest, and that rest."""
         above = list(base.above()) or [base]
         num_refused, at, step = 0, 0, 1
         written = self._written_after(above[at], whole, tools)
@@ -313,7 +313,7 @@ class History:
     def _attach(
         self, turn: Turn, messages: Sequence[Message], blocks: Sequence[_Block]
     ) -> tuple[Turn, Strand, int, int]:
-        """Put blocks after a turn: the last turn, its strand and size, and how much of that was recorded before."""
+        """Append blocks to a turn. Returns the last turn, its strand and size, and the number of recorded tokens."""
         size = turn.closed or 0
         strand = Strand() if turn.strand is None else turn.strand
         num_recorded = size
@@ -322,7 +322,7 @@ class History:
             size += block.ids.size
             for message in messages[turn.depth : turn.depth + block.num_messages]:
                 turn = self._step(turn, message)
-            # An answer that the format wrote anew keeps the tokens that were sampled for it.
+            # An answer that the format renders again keeps its sampled tokens.
             if turn.opened is None and not (block.num_messages and turn.start is not None):
                 turn.strand = strand
                 turn.closed = size if not block.is_opened else None if block.num_messages else turn.closed
@@ -343,10 +343,10 @@ class History:
             turn.add(child)
         return child
 
-    # -- written down and read back ------------------------------------------------------------------------------------
+    # -- journal -------------------------------------------------------------------------------------------------------
 
     def path(self, opening: Opening) -> tuple[PathRecord, IntArray]:
-        """What must be written down, with the ids that are not yet, to restore this prompt; before it is recorded."""
+        """Return what the journal needs to restore this prompt, with the ids not yet in it; call before `record`."""
         turns: list[Turn] = []
         turn = opening.turn
         while turn.number is None and turn.parent is not None:
@@ -367,7 +367,7 @@ class History:
         return record, opening.ids[start:]
 
     def restore(self, record: PathRecord, ids: IntArray) -> Opening:
-        """The prompt that `path` described, in a history to which all before it were restored, in their order."""
+        """Restore a prompt described by `path`; all earlier prompts must have been restored in order."""
         try:
             parent = self._beginning(record.tools) if record.parent < 0 else self._numbered[record.parent]
             prefix = None if record.prefix < 0 else self._numbered[record.prefix]
@@ -388,7 +388,7 @@ class History:
         return Opening(strand.view(size), record.start, ids.size, None, parent, strand)
 
     def _number(self, turn: Turn) -> None:
-        """Number a turn and those before it that have no number yet, from the first on."""
+        """Number a turn and its ancestors that have no number yet, from the first one down."""
         above: list[Turn] = []
         at: Turn | None = turn
         while at is not None and at.number is None:

@@ -1,12 +1,12 @@
-"""The journal of an episode: entries appended to one file, there for good when `append` returns.
+"""The journal of an episode: entries appended to one file, durable when `append` returns.
 
     magic                           8 bytes
     length, crc32, entry            for each entry: two little-endian uint32, then the bytes
 
-An entry is handed to the operating system in one write before `append` returns, so it outlives the process; with
-`sync="disk"` it is on the disk as well. A write that fails is taken back: the file is cut to what it was, and the error
-says what to do. A process that was killed while it wrote leaves a torn tail, which `open` cuts off. Damage anywhere
-else is no torn tail: it is refused with its place in the file.
+`append` writes an entry to the operating system before it returns, so the entry survives a crash of the process; with
+`sync="disk"` it is fsynced too. A failed write is undone: the file is truncated to its former size, and the error says
+what to do. A process killed while writing leaves a torn tail, which `open` truncates. Damage anywhere else is refused
+with its position in the file.
 """
 
 import os
@@ -24,28 +24,28 @@ MAGIC = b"M2GWJ\x00\x01\n"
 SUFFIX = ".journal"
 _FRAME = struct.Struct("<II")
 MAX_OPEN = 128
-"""Files that stay open at once, of all journals together."""
+"""Maximum number of open files of all journals together."""
 _MODE = 0o600
-"""Prompts and completions are nobody else's business."""
+"""File mode: only the owner may read prompts and completions."""
 
 
 class JournalError(M2ForgeError, OSError):
-    """A journal that cannot be written."""
+    """A journal cannot be written or read."""
 
 
 class Journal:
-    """Files stay open while they are among those that were written last: there may be more episodes than a process may
-    hold files open."""
+    """Only the most recently written files stay open: there may be more episodes than a process may have open
+    files."""
 
     def __init__(self, path: Path, size: int, sync: Literal["system", "disk"]) -> None:
         self.path = path
         self._size, self._sync = size, sync
         self._is_torn = False
-        """Whether a write failed that could not be taken back."""
+        """Whether a failed write could not be undone."""
 
     @classmethod
     def create(cls, path: Path, *, sync: Literal["system", "disk"] = "system") -> Self:
-        """An empty journal at `path`, where nothing may be yet."""
+        """Create an empty journal at `path`, which must not exist."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -70,7 +70,7 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, *, sync: Literal["system", "disk"] = "system") -> tuple[Self, list[Entry]]:
-        """The journal at `path`, ready to go on, and what it holds. A torn tail is cut off."""
+        """Open the journal at `path` for appending and return its entries. Truncates a torn tail."""
         entries, size = read_entries(path)
         try:
             if size < path.stat().st_size or size == 0:
@@ -80,7 +80,7 @@ class Journal:
         return cls(path, size, sync), entries
 
     def append(self, entry: Entry) -> None:
-        """Returns when the entry is written; if it raises, the journal is as before."""
+        """Return when the entry is written; if it raises, the journal is unchanged."""
         frame = _framed(entry)
         descriptor = self._open()
         try:
@@ -91,7 +91,7 @@ class Journal:
             raise
 
     def move(self, path: Path) -> None:
-        """Rename the file; nothing may be there yet."""
+        """Rename the file to `path`, which must not exist."""
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.rename(path)
@@ -100,7 +100,7 @@ class Journal:
         self.path = path
 
     def switch(self, path: Path) -> None:
-        """Go on in another file, which holds what this one does."""
+        """Continue in another file with the same content."""
         self.release()
         self.path, self._size = path, path.stat().st_size
 
@@ -129,7 +129,7 @@ class Journal:
         return descriptor
 
     def _check_end(self, descriptor: int) -> None:
-        """The file must end where this journal left it."""
+        """Check that the file ends where this journal left it."""
         try:
             if self._is_torn:
                 os.ftruncate(descriptor, self._size)
@@ -160,11 +160,11 @@ class Journal:
 
 
 _OPEN: OrderedDict[Journal, int] = OrderedDict()
-"""Descriptors of open files, those that were written last at the end."""
+"""Descriptors of open files, most recently written last."""
 
 
 def write_entries(path: Path, entries: Iterable[Entry], sync: Literal["system", "disk"]) -> None:
-    """A journal of these entries, where nothing may be yet."""
+    """Write a journal of these entries to `path`, which must not exist."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
     with os.fdopen(descriptor, "wb") as file:
         file.write(MAGIC)
@@ -180,7 +180,7 @@ def _framed(entry: Entry) -> bytes:
 
 
 def read_entries(path: Path) -> tuple[list[Entry], int]:
-    """The entries of a journal and the size of what they take, without a torn tail; the file is not changed."""
+    """Return the entries and their total size without a torn tail; does not change the file."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What a client may send: its key, headers and body, each within bounds, or a `Refusal` with its status.
+"""Reads a request's key, headers and body within limits, or raises a `Refusal` with its HTTP status.
 
-431   headers that are too large        408   a body that takes too long
-413   a body that is too large          400   a body that is no JSON, or nested too deeply
-415   a body that is compressed
+431   headers too large        408   body too slow
+413   body too large           400   body is not JSON, or nested too deeply
+415   body is compressed
 """
 
 import asyncio
@@ -21,13 +21,13 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers: TypeAlias = Mapping[bytes, bytes]
 
 PASSED_OVER = 4
-"""A body so many times larger than it may be is read to its end, and passed over."""
+"""An oversized body of up to this many times the limit is drained, so that the connection can stay open."""
 _BEARER = "bearer "
 _MAX_ATTEMPT = 1_000_000
 
 
 class Refusal(M2ForgeError):
-    """A request that is answered with an error of HTTP."""
+    """A request that is answered with an HTTP error."""
 
     def __init__(
         self,
@@ -41,19 +41,19 @@ class Refusal(M2ForgeError):
         super().__init__(message)
         self.status = status
         self.allowed = allowed
-        """The method that the route takes, where another was used."""
+        """The methods that the route accepts, if another was used."""
         self.is_final = is_final
-        """Whether the connection ends with it, because what follows on it cannot be told apart from the body."""
+        """Whether to close the connection, because later bytes on it could still belong to the body."""
         self.retry_after_s = retry_after_s
-        """When a retry may succeed; None where it would not."""
+        """Seconds after which a retry may succeed; None if it would not."""
 
 
 class Gone(Exception):
-    """The client hung up before it had said what it wants."""
+    """The client disconnected before its request was complete or answered."""
 
 
 def read_headers(scope: Scope, max_bytes: int) -> Headers:
-    """By their names in lower case, the last one of each."""
+    """Return headers by lower-case name, the last of each."""
     pairs: list[tuple[bytes, bytes]] = scope["headers"]
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(name) + len(value) for name, value in pairs)
     if size > max_bytes:
@@ -62,7 +62,7 @@ def read_headers(scope: Scope, max_bytes: int) -> Headers:
 
 
 def read_key(headers: Headers) -> str:
-    """The key that a client sent, in OpenAI's way or in Anthropic's; empty if it sent none."""
+    """Return the API key sent the OpenAI or Anthropic way; empty if there is none."""
     sent = headers.get(b"authorization", b"").decode("latin-1")
     if sent[: len(_BEARER)].lower() == _BEARER:
         return sent[len(_BEARER) :].strip()
@@ -70,7 +70,7 @@ def read_key(headers: Headers) -> str:
 
 
 def read_retry(headers: Headers) -> tuple[int, str]:
-    """Which attempt a client says this is, 0 for the first, and the token that it gives all attempts."""
+    """Return the attempt number that the client reports, 0 for the first, and its idempotency key."""
     told = headers.get(b"x-stainless-retry-count", b"")
     attempt = min(int(told), _MAX_ATTEMPT) if told.isdigit() and len(told) < 10 else 0
     return attempt, headers.get(b"idempotency-key", b"").decode("latin-1")
@@ -81,7 +81,7 @@ async def read_body(headers: Headers, receive: Receive, config: GatewayConfig) -
         raise Refusal(415, "the body is compressed; send it as it is", is_final=True)
     told = headers.get(b"content-length", b"")
     if told.isdigit() and (len(told) > 18 or int(told) > config.max_body_bytes):
-        # A client that sends first and reads then would not see the answer on a connection that was closed meanwhile.
+        # A client that reads only after sending would miss the response if the connection were closed early.
         is_final = len(told) > 18 or int(told) > PASSED_OVER * config.max_body_bytes
         raise _too_large(config, is_final=is_final)
     message = await _receive_within(receive, config) if told or b"transfer-encoding" in headers else {}
@@ -98,7 +98,7 @@ async def read_body(headers: Headers, receive: Receive, config: GatewayConfig) -
 
 
 def parse_body(body: bytes, max_depth: int) -> Mapping[str, JsonValue]:
-    """The object that the body is."""
+    """Parse the body, which must be a JSON object."""
     try:
         value = parse_json(body.decode("utf-8"), max_depth)
     except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
-"""What OpenAI's dialects for completions share: fields of a request, and parts of an answer.
+"""Request fields and response parts that OpenAI's completion dialects share.
 
-Beside OpenAI's own fields `top_k`, `min_p` and `repetition_penalty` are read, by the names that open servers gave them:
-they say how tokens are drawn, and can be honoured.
+Besides OpenAI's own fields it reads `top_k`, `min_p` and `repetition_penalty`, under the names that open source servers
+use: they are sampling parameters and can be honoured.
 """
 
 import json
@@ -19,7 +19,7 @@ SAMPLING_FIELDS = frozenset(
 )
 MAX_STOPS, MAX_SEED = 4, 2**63 - 1
 LOWEST_LOGPROB = -9999.0
-"""What stands for a log-probability that JSON cannot write."""
+"""Replaces a logprob that JSON cannot represent."""
 DONE = b"data: [DONE]\n\n"
 
 FINISH_REASONS: Mapping[Ending, str] = {
@@ -27,22 +27,22 @@ FINISH_REASONS: Mapping[Ending, str] = {
     Ending.STOP_TEXT: "stop",
     Ending.LENGTH: "length",
     Ending.TOOL_CALLS: "tool_calls",
-    # There is no word for it; clients take "length" for what it is, a text that was cut off.
+    # OpenAI has no such finish reason; clients take "length" for a text that was cut off.
     Ending.ABORT: "length",
 }
 
 TOO_LONG = "context_length_exceeded"
-"""Code of the error for a prompt that does not fit."""
+"""Error code for a prompt that does not fit the context."""
 _ERRORS: Mapping[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),
     413: ("invalid_request_error", "request_too_large"),
     429: ("insufficient_quota", "insufficient_quota"),
     503: ("server_error", "service_unavailable"),
 }
-"""Type and code of an error by its status; 429 is a budget that is spent, not a pace to slow down."""
+"""Type and code of an error by HTTP status; 429 means a spent budget, not a rate limit."""
 
 quote = json.JSONEncoder().encode
-"""A value as JSON in ASCII: line separators beyond ASCII's would break lines of events for some clients."""
+"""Encodes JSON in ASCII: Unicode line separators would break event lines for some clients."""
 
 
 def read_sampling(fields: Fields) -> Sampling:
@@ -58,7 +58,7 @@ def read_sampling(fields: Fields) -> Sampling:
     for name in ("top_p", "repetition_penalty"):
         if given.get(name) == 0:
             fields.refuse(name, "expected a number above 0, received 0; set temperature to 0 for the likeliest tokens")
-    # Open servers write -1 where no token is left out, which is 0 here.
+    # Open source servers use -1 for no limit, which is 0 here.
     top_k = max(fields.integer("top_k", -1, MAX_INT32) or 0, 0)
     return Sampling(**given, top_k=top_k)
 
@@ -79,12 +79,12 @@ def read_seed(fields: Fields) -> int | None:
 
 
 def read_num_samples(fields: Fields) -> int:
-    """How many are too many is the gateway's to say."""
+    """The gateway checks the upper limit."""
     return fields.integer("n", 1, MAX_INT32) or 1
 
 
 def read_stream(fields: Fields) -> tuple[bool, dict[str, JsonValue]]:
-    """Whether the answer is streamed, and what of that shapes its chunks."""
+    """Return whether the response is streamed, and the options that shape its chunks."""
     is_streamed = bool(fields.boolean("stream"))
     options = fields.object("stream_options", frozenset({"include_usage", "include_obfuscation"}))
     if options is None:
@@ -106,7 +106,7 @@ def read_tool_choice(fields: Fields) -> Literal["auto", "none"]:
 
 
 def refuse_bias(fields: Fields) -> None:
-    """An empty one biases nothing."""
+    """Refuse logit biases; an empty object is allowed."""
     if fields.value("logit_bias") not in (None, {}):
         fields.refuse("logit_bias", "tokens cannot be biased: they would not be samples of the policy; leave it out")
 
@@ -144,7 +144,7 @@ def token_bodies(logprobs: Iterable[TokenLogprob]) -> list[JsonValue]:
 
 
 def logprobs_body(logprobs: Iterable[TokenLogprob]) -> dict[str, JsonValue]:
-    """Of a chat's choice."""
+    """Encode the logprobs of a chat completion's choice."""
     return {"content": token_bodies(logprobs), "refusal": None}
 
 

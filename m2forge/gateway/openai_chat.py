@@ -1,12 +1,12 @@
 """OpenAI's Chat Completions: `POST /v1/chat/completions`.
 
-Every field that the SDK can send is decided. `READ` is honoured or repeated in the answer. `ALLOWED` cannot change the
-answer, or is taken only with the value that asks for nothing. `REFUSED` cannot be honoured and is answered 400. So is a
-tool that must be called, an answer in JSON, and log-probabilities of tokens that were not sampled: a policy is sampled
-as it is, and nothing is promised that sampling does not give.
+Every field that the SDK can send is handled. Fields in `READ` are honoured or repeated in the response. Fields in
+`ALLOWED` cannot change the response, or are accepted only with a no-op value. Fields in `REFUSED` cannot be honoured
+and get status 400. So do forced tool calls, JSON mode, and logprobs of tokens that were not sampled: the policy is
+sampled as it is, and nothing is promised beyond that.
 
-Thinking is `reasoning_content`, in messages and deltas, in and out. Log-probabilities are those of all sampled tokens
-in their order: thinking, content, calls and the end marker.
+Thinking is `reasoning_content`, in messages and deltas, in both directions. Logprobs cover all sampled tokens in order:
+thinking, content, tool calls and the end marker.
 """
 
 from collections.abc import Mapping, Sequence
@@ -144,7 +144,7 @@ class OpenAIChat:
 
 
 def message_body(completion: Completion) -> dict[str, JsonValue]:
-    """An assistant's message. Beside calls an empty content is null, as SDKs expect it."""
+    """Encode an assistant message. With tool calls, empty content is null, as SDKs expect."""
     body: dict[str, JsonValue] = {"role": "assistant", "content": completion.content, "refusal": None}
     if completion.thinking:
         body["reasoning_content"] = completion.thinking
@@ -158,7 +158,7 @@ def message_body(completion: Completion) -> dict[str, JsonValue]:
 
 
 def _max_tokens(fields: Fields) -> int | None:
-    """Two names of one limit, the older without thinking in mind."""
+    """Read both names of the limit; the older one predates thinking."""
     older, newer = (fields.integer(name, 1, MAX_INT32) for name in ("max_tokens", "max_completion_tokens"))
     if older is not None and newer is not None and older != newer:
         fields.refuse(
@@ -181,7 +181,7 @@ def _num_top_logprobs(fields: Fields) -> int | None:
 
 
 def _check_allowed(fields: Fields, *, has_tools: bool) -> None:
-    """The fields of `ALLOWED`: they may be there, and then ask for nothing that is not done."""
+    """Check that the fields in `ALLOWED`, if present, ask for nothing that the gateway does not do."""
     for name in ("user", "safety_identifier", "prompt_cache_key"):
         fields.text(name)
     fields.choice("prompt_cache_retention", ("in_memory", "24h"))

@@ -1,13 +1,13 @@
 """A chat completion as server-sent events: `chat.completion.chunk` objects, then `[DONE]`.
 
-For each choice: a chunk with the role, in the order of the choices, because SDKs append choices as they meet them; then
-deltas of `reasoning_content`, `content` and `tool_calls`, the choices interleaved; then one with the finish reason.
-Last the usage, if the client asked for it, in a chunk without choices.
+For each choice: a chunk with the role, in the order of the choices, because SDKs append choices as they see them; then
+deltas of `reasoning_content`, `content` and `tool_calls`, choices interleaved; then one with the finish reason. The
+usage comes last, if the client asked for it, in a chunk without choices.
 
-A call is told when it is complete: one that was started may turn out malformed, and a delta cannot be taken back. Its
-id and name come first and its arguments in a second delta, whole.
+A tool call is sent when it is complete: one that has started may turn out malformed, and a delta cannot be retracted.
+Its id and name come first, then all its arguments in a second delta.
 
-What is the same in all chunks of a request is written once; a delta costs one small string in JSON.
+The constant part of a request's chunks is encoded once; each delta encodes one small JSON string.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from m2forge.text.message import ToolCall
 
 
 class ChatStream:
-    """One request's."""
+    """Stream of one request; see `exchange.Stream`."""
 
     def __init__(self, ask: Ask, id: str, created_s: int) -> None:
         same: dict[str, JsonValue] = {
@@ -42,12 +42,12 @@ class ChatStream:
         self._has_usage = bool(ask.echo.get("include_usage"))
         self._has_logprobs = ask.num_top_logprobs is not None
         self._head = f"data: {quote(same)[:-1]}, "
-        """Of every chunk; its fields follow."""
+        """Start of every chunk, before its remaining fields."""
         self._deltas = [f'{self._head}"choices": [{{"index": {n}, "delta": {{' for n in range(ask.num_samples)]
-        """Of a chunk of each choice; the delta's fields follow."""
+        """Start of each choice's chunks, before the delta's fields."""
         self._tail = ', "usage": null}\n\n' if self._has_usage else "}\n\n"
         self._plain_end = f'}}, "logprobs": null, "finish_reason": null}}]{self._tail}'
-        """From the delta's end on."""
+        """End of a chunk after the delta's fields, without logprobs and finish reason."""
         self._num_calls = [0] * ask.num_samples
         self._has_said = [False] * ask.num_samples
 
@@ -57,7 +57,7 @@ class ChatStream:
 
     def piece(self, sample: int, events: Sequence[Event], logprobs: Sequence[TokenLogprob]) -> bytes:
         start, chunks = self._deltas[sample], []
-        # Log-probabilities of the piece go with the first of its chunks.
+        # The piece's logprobs go into its first chunk.
         end = self._end(logprobs_body(logprobs), None) if self._has_logprobs and logprobs else self._plain_end
         for event in events:
             match event:
@@ -79,7 +79,7 @@ class ChatStream:
         return "".join(chunks).encode()
 
     def end_sample(self, sample: int, answer: Answer) -> bytes:
-        # Who adds deltas up ends with null where there were none; an empty answer is an empty text.
+        # Clients that concatenate deltas get null if there were none; an empty completion is an empty string.
         delta = "" if self._has_said[sample] or self._num_calls[sample] else '"content": ""'
         return f"{self._deltas[sample]}{delta}{self._end(None, FINISH_REASONS[answer.ending])}".encode()
 
@@ -95,7 +95,7 @@ class ChatStream:
         return f'}}, "logprobs": {quote(logprobs)}, "finish_reason": {quote(finish_reason)}}}]{self._tail}'
 
     def _call(self, sample: int, call: ToolCall) -> tuple[str, str]:
-        """The fields of two deltas: id and name, and the arguments."""
+        """Return the fields of two deltas: id and name, then the arguments."""
         index = self._num_calls[sample]
         self._num_calls[sample] += 1
         opened = {"index": index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}

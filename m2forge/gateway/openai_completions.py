@@ -1,11 +1,11 @@
 """OpenAI's Completions: `POST /v1/completions`, a raw prompt continued without a chat format.
 
-The prompt is one text or one list of token ids, which may stand in a list of one; several prompts are several requests.
-As with OpenAI, 16 tokens are sampled where `max_tokens` is not said. Every field that the SDK can send is decided, as
-for Chat Completions.
+The prompt is one text or one list of token ids, optionally wrapped in a list of one; several prompts need several
+requests. As with OpenAI, `max_tokens` defaults to 16. Every field that the SDK can send is handled, as for Chat
+Completions.
 
-What was sampled is the answer's `content`, whatever markers it holds. Log-probabilities are those of all sampled
-tokens, also of one that ended the completion and is no part of its text.
+The sampled text is the completion's `content`, whatever markers it contains. Logprobs cover all sampled tokens,
+including a stop token that is not part of the text.
 """
 
 import codecs
@@ -98,7 +98,7 @@ class OpenAICompletions:
 
 
 class CompletionStream:
-    """Chunks are answers with a piece of the text; the last of each choice has its finish reason."""
+    """Chunks are responses with a piece of the text; the last one of each choice has its finish reason."""
 
     def __init__(self, ask: Ask, id: str, created_s: int) -> None:
         same = {"id": id, "object": "text_completion", "created": created_s, "model": ask.model}
@@ -135,7 +135,7 @@ class CompletionStream:
 
 
 class _Offsets:
-    """Where in the text of a completion each of its tokens begins, in characters."""
+    """Computes the character offset of each token in the completion's text."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -155,7 +155,7 @@ class _Offsets:
 
 
 def _finish_reason(ending: Ending) -> str:
-    """There are no tools here, so none ends a completion."""
+    """Return the finish reason; there are no tools here, so tool calls cannot end a completion."""
     return "stop" if ending is Ending.TOOL_CALLS else FINISH_REASONS[ending]
 
 
@@ -193,7 +193,7 @@ def _num_top_logprobs(fields: Fields) -> int | None:
 
 
 def _check_allowed(fields: Fields, num_samples: int) -> None:
-    """The fields of `ALLOWED`: they may be there, and then ask for nothing that is not done."""
+    """Check that the fields in `ALLOWED`, if present, ask for nothing that the gateway does not do."""
     fields.text("user")
     best_of = fields.integer("best_of", 1, MAX_INT32)
     if best_of is not None and best_of != num_samples:

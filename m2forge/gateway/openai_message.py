@@ -1,17 +1,17 @@
-"""Messages and tools as OpenAI's Chat Completions writes them, read strictly.
+"""Strict reader of messages and tools in OpenAI's Chat Completions format.
 
-    system, developer   content; those that stand together are one message
+    system, developer   content; consecutive ones are merged
     user                content
-    assistant           content, reasoning_content (thinking; `reasoning` is another name of it), tool_calls
-    tool                content, tool_call_id; `name` says what the call says already
+    assistant           content, reasoning_content (thinking; `reasoning` is an alias), tool_calls
+    tool                content, tool_call_id; `name` is redundant
 
 Content is text or a list of text parts, which are joined. Images, audio, files, refusals, custom tools and the calls of
 `functions` are refused: no chat format shows them to the model. A participant's `name` is refused for the same reason.
 
-Allowed because they cannot change the answer: hints for caches (`prompt_cache_breakpoint`, `cache_control`), and what
-SDKs keep beside an assistant's message and send back (`annotations`, `provider_specific_fields`, a call's `index`,
-`parsed_arguments`). A function's `strict` is allowed too, though a policy is sampled without a grammar: arguments that
-do not fit the schema are handed to the client as they are.
+Allowed because they cannot change the response: cache hints (`prompt_cache_breakpoint`, `cache_control`), and what SDKs
+attach to an assistant message and send back (`annotations`, `provider_specific_fields`, a call's `index`,
+`parsed_arguments`). A function's `strict` is allowed too, though sampling is not constrained by a grammar: arguments
+that violate the schema reach the client unchanged.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ TOOL_FIELDS = frozenset({"type", "function"})
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 
 _PLAIN_ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles of messages that may be their content and nothing else."""
+"""Roles whose messages may have no field besides content."""
 _NAME = "the model is shown no names of participants; write it into the content"
 _ASSISTANT_REFUSED = {
     "name": _NAME,
@@ -56,7 +56,7 @@ def read_messages(fields: Fields) -> tuple[Message, ...]:
         raise AskError(f"{place}: expected at least one message, received none", place)
     messages, num_systems = [], 0
     for index, value in enumerate(values):
-        # Most messages of a long history, without the questions that have no answer in them.
+        # Fast path for most messages of a long history.
         if type(value) is dict and len(value) == 2 and type(content := value.get("content")) is str:
             role = value.get("role")
             if type(role) is str and (plain := _PLAIN_ROLES.get(role)) is not None:
@@ -168,7 +168,7 @@ def read_tool(value: JsonValue, place: str) -> Tool:
 
 
 def _of_kind(kind: str, value: JsonValue, known: frozenset[str], place: str) -> Fields:
-    """Another kind has other fields, so it is told before they are."""
+    """Check the type before the fields, since other types have other fields."""
     received = read_object(value, place).get("type")
     if received != kind:
         refuse_value(f"{place}.type", f"{kind!r}, the only kind that is supported", received)

@@ -1,6 +1,6 @@
 """OpenAI's list of models: `GET /v1/models` and `GET /v1/models/NAME`.
 
-A gateway serves one policy; it may go by several names, because agents insist on the names they know.
+A gateway serves one policy under any number of names, because agents insist on the names they know.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """OpenAI's Responses: `POST /v1/responses`.
 
-What a request may hold is decided in `openai_responses_read.py`, the items of a conversation in
-`openai_responses_item.py`; the items of an answer are made in `openai_responses_output.py` and told one by one in
-`openai_responses_stream.py`.
+`openai_responses_read.py` decides what a request may contain, `openai_responses_item.py` reads the conversation's
+items, `openai_responses_output.py` builds the response's items, and `openai_responses_stream.py` streams them.
 """
 
 from collections.abc import Mapping, Sequence

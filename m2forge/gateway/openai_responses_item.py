@@ -1,14 +1,14 @@
 """OpenAI Responses, the items of `input`: each adds its part to a conversation, or raises `AskError`.
 
-    message                 of the user, the system (or developer), or the assistant: text, or parts of text
-    reasoning               the assistant's thinking: its content, else what `encrypted_content` holds, else the summary
-    function_call           a call of the assistant
+    message                 from user, system (or developer) or assistant: text, or text parts
+    reasoning               the assistant's thinking: its content, else its `encrypted_content`, else the summary
+    function_call           a tool call of the assistant
     function_call_output    its result
 
-An item that the gateway made tells by its id which answer it is of, so the parts of one answer are one turn again even
-where results stand between its calls. Clients may leave ids out. References to items are refused, because responses are
-not kept; so are the items of tools that run at the vendor's, images, files and refusals, which no chat format shows to
-the model. Annotations and log-probabilities come back with the text and cannot change the answer.
+The id of an item that the gateway created names its response, so the parts of one response become one turn again even
+with results between its calls. Clients may omit ids. Item references are refused, because responses are not stored; so
+are items of the vendor's server-side tools, images, files and refusals, which no chat format shows to the model.
+Annotations and logprobs are sent back with the text and cannot change the response.
 """
 
 import re
@@ -26,7 +26,7 @@ MESSAGE_FIELDS = frozenset({"type", "role", "content", "id", "status", "phase"})
 REASONING_FIELDS = frozenset({"type", "id", "summary", "content", "encrypted_content", "status"})
 CALL_FIELDS = frozenset({"type", "id", "call_id", "name", "arguments", "status", "caller", "namespace", "async"})
 CALL_FIELDS |= {"async_"}
-"""The last as it goes through Python: some clients send it back so."""
+"""Some clients send `async` back under its Python name, `async_`."""
 RESULT_FIELDS = frozenset({"type", "id", "call_id", "output", "status", "caller", "namespace", "name"})
 PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
 _STATUSES = ("in_progress", "completed", "incomplete")
@@ -34,7 +34,7 @@ _OUR_ID = re.compile(r"(?:rs|msg|fc)_(.+)_[0-9]+")
 
 
 def item_id(kind: str, response_id: str, index: int) -> str:
-    """Of the item at `index` of a response; `kind` is rs, msg or fc."""
+    """Return the id of the item at `index` of a response; `kind` is rs, msg or fc."""
     return f"{kind}_{response_id}_{index}"
 
 
@@ -117,7 +117,7 @@ _READERS: Mapping[str, Callable[[Conversation, Mapping[str, JsonValue], str], No
 
 
 def _source(fields: Fields) -> str:
-    """The answer that an item is of, empty if its id does not say."""
+    """Return the id of the response that an item belongs to; empty if the item's id does not name it."""
     found = _OUR_ID.fullmatch(fields.text("id") or "")
     return found.group(1) if found else ""
 
@@ -131,7 +131,7 @@ def _check_direct(fields: Fields) -> None:
 
 
 def _content(value: JsonValue, place: str) -> str:
-    """Of a string, or a list of parts, which are joined."""
+    """Return a string as it is, or the joined texts of a list of parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, Sequence):

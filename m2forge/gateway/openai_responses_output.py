@@ -1,11 +1,10 @@
-"""OpenAI Responses, the parts of an answer: its items, the response around them, and the tokens behind its words.
+"""OpenAI Responses, the parts of a response: its items, the response object, and the logprobs of its text.
 
-    reasoning       the thinking, as its text or as its summary; with a word that holds it if the client asked for one
-    message         the words
-    function_call   for each call
+    reasoning       the thinking, as text or as summary; with `encrypted_content` if the client asked for it
+    message         the text
+    function_call   one per tool call
 
-An answer in which there is nothing at all is a message without words, so that a client that sends items back sends an
-assistant's turn.
+An empty completion becomes a message with empty text, so that a client that sends items back sends an assistant turn.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,11 +18,11 @@ from m2forge.records import JsonValue
 from m2forge.text.message import ToolCall
 
 CUT_OFF = frozenset({Ending.LENGTH, Ending.ABORT})
-"""Endings of an incomplete response. For one that the engine gave up the vendor has no word."""
+"""Endings of an incomplete response; the vendor has no status for one that the engine aborted."""
 
 
 def response_body(ask: Ask, id: str, created_s: int) -> dict[str, JsonValue]:
-    """What is known of a response from the beginning."""
+    """Encode the fields that are known from the start."""
     body: dict[str, JsonValue] = {"id": id, "object": "response", "created_at": created_s}
     return body | {name: value for name, value in ask.echo.items() if name not in HIDDEN}
 
@@ -36,7 +35,7 @@ def state_body(
     incomplete: JsonValue = None,
     error: JsonValue = None,
 ) -> dict[str, JsonValue]:
-    """What is known of it later."""
+    """Encode the fields that change while the response is generated."""
     told = None if usage is None else usage_body(usage)
     return {"status": status, "error": error, "incomplete_details": incomplete, "output": output, "usage": told}
 
@@ -58,7 +57,7 @@ def usage_body(usage: Usage) -> dict[str, JsonValue]:
 
 
 def items_body(ask: Ask, id: str, answer: Answer) -> list[dict[str, JsonValue]]:
-    """The items of a whole answer. What was cut off is the last, unless that is a call, which is whole."""
+    """Encode all items. If the completion was cut off, the last item is incomplete unless it is a tool call."""
     completion = answer.completion
     tokens = SpokenTokens()
     tokens.add(answer.logprobs)
@@ -79,7 +78,7 @@ def items_body(ask: Ask, id: str, answer: Answer) -> list[dict[str, JsonValue]]:
 
 
 def reasoning_body(ask: Ask, id: str, thinking: str | None, status: str) -> dict[str, JsonValue]:
-    """`thinking` is None while there is none yet."""
+    """`thinking` is None before any was sampled."""
     body: dict[str, JsonValue] = {"id": id, "type": "reasoning", "summary": [], "status": status}
     if thinking is None:
         return body
@@ -93,7 +92,7 @@ def reasoning_body(ask: Ask, id: str, thinking: str | None, status: str) -> dict
 
 
 def message_body(id: str, text: str | None, logprobs: Sequence[JsonValue], status: str) -> dict[str, JsonValue]:
-    """`text` is None while there is none yet."""
+    """`text` is None before any was sampled."""
     content: list[JsonValue] = [] if text is None else [text_body(text, logprobs)]
     return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
 
@@ -114,22 +113,22 @@ def call_body(id: str, call: ToolCall, arguments: str, status: str) -> dict[str,
 
 
 class SpokenTokens:
-    """Finds the sampled tokens that a stretch of text was made of: a response tells those of its words alone.
+    """Finds the sampled tokens of a piece of text, since a response contains logprobs of its text only.
 
-    Tokens of tags, of thinking and of calls lie between; they are passed over, and so is text whose tokens are not
-    found, because bytes that were no characters became others.
+    Skips tokens of tags, thinking and tool calls in between. Returns no tokens for text that is not found, which
+    happens when invalid UTF-8 was replaced.
     """
 
     def __init__(self) -> None:
         self._tokens: list[TokenLogprob] = []
         self._num_passed = 0
-        """Bytes of the first that were found already, and it with them."""
+        """Number of bytes of the first token that were already matched; that token is not returned again."""
 
     def add(self, tokens: Iterable[TokenLogprob]) -> None:
         self._tokens.extend(tokens)
 
     def take(self, text: str) -> list[TokenLogprob]:
-        """The tokens of the next text; each token once."""
+        """Return the tokens of the next text; each token once."""
         data = text.encode(errors="replace")
         start = b"".join(token.text for token in self._tokens).find(data, self._num_passed)
         if start < 0 or not data:

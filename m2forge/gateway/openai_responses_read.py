@@ -1,15 +1,15 @@
 """OpenAI Responses, the request: JSON in, `Ask` out, or `AskError` naming the field.
 
-`READ` is honoured or repeated in the answer. `ALLOWED` cannot change the answer, or is taken only with the value that
-asks for nothing. `REFUSED` cannot be honoured. The items of `input` are read by `openai_responses_item.py`.
+Fields in `READ` are honoured or repeated in the response. Fields in `ALLOWED` cannot change the response, or are
+accepted only with a no-op value. Fields in `REFUSED` cannot be honoured. `openai_responses_item.py` reads `input`.
 
-Responses are not kept for clients: `store` may be left out or false, and `previous_response_id` is refused, so the
-whole conversation is sent each time, as the agents SDK does by itself. A function's `strict` is allowed, because that
-is the vendor's default and SDKs send it unasked; the answer's `tools` say false, for nothing is enforced.
+Responses are not stored for clients: `store` may be absent or false, and `previous_response_id` is refused, so clients
+send the whole conversation each time, as the agents SDK does by default. A function's `strict` is allowed, because it
+is the vendor's default and SDKs send it unasked; the response's `tools` say false, since nothing is enforced.
 
-Thinking is shown as the text of reasoning items, or as their summary if the client asks for one (`auto`, `detailed`: a
-summary that leaves nothing out). How long the model thinks cannot be set. `reasoning.encrypted_content` is a word that
-holds the thinking (`seal.py`), for clients that keep nothing else.
+Thinking is returned as the text of reasoning items, or as their summary if the client asks for one (`auto`,
+`detailed`); the summary is the full thinking. Reasoning effort cannot be set. `reasoning.encrypted_content` is an
+opaque string that contains the thinking (`seal.py`), for clients that store nothing else.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ REFUSED: Mapping[str, str] = {
 FIELDS = READ | ALLOWED | REFUSED.keys()
 
 HIDDEN = frozenset({"is_summarised", "is_sealed"})
-"""Keys of `Ask.echo` that shape reasoning items; all others are fields of the answer."""
+"""Keys of `Ask.echo` that shape reasoning items; all others are fields of the response."""
 TOOL_FIELDS = frozenset({"type", "name", "description", "parameters", "strict", "allowed_callers", "async"})
 TOOL_FIELDS |= {"defer_loading", "output_schema"}
 _SEALED, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
@@ -80,7 +80,7 @@ def read_ask(body: Mapping[str, JsonValue]) -> Ask:
 
 
 def _repeated(fields: Fields, ask: Ask, summary: str | None) -> dict[str, JsonValue]:
-    """What the answer says of the request."""
+    """Return the request's fields that the response repeats."""
     return {
         "background": False,
         "instructions": fields.value("instructions"),
@@ -154,7 +154,7 @@ def _check_text(fields: Fields) -> None:
 
 
 def _include(fields: Fields) -> frozenset[str]:
-    """What belongs to tools that are not here can never be in an answer, so only these two can be asked for."""
+    """Only these two are accepted: the others concern tools that the gateway does not have."""
     known = set()
     for index, value in enumerate(fields.items("include")):
         if not isinstance(value, str) or value not in (_SEALED, _LOGPROBS):

@@ -1,15 +1,15 @@
-"""OpenAI Responses, the answer as server-sent events.
+"""OpenAI Responses, the response as server-sent events.
 
     response.created, response.in_progress
     response.output_item.added … response.output_item.done               for each item, one after the other
         reasoning       response.content_part.added, response.reasoning_text.delta…, .done, response.content_part.done
                         or response.reasoning_summary_part.added, …, as a summary
         message         response.content_part.added, response.output_text.delta…, .done, response.content_part.done
-        function_call   response.function_call_arguments.delta, .done: the arguments, known only when they are whole
+        function_call   response.function_call_arguments.delta, .done: the arguments in one piece, once complete
     response.completed, response.incomplete                              or error and response.failed, at any time
 
-`sequence_number` counts the events from 0. A call is told when it is complete, so one that the model never finished is
-not told at all. Words after a call are a message of their own, whose id says that it is of the same answer.
+`sequence_number` counts the events from 0. A tool call is sent when it is complete, so a call that the model did not
+finish is never sent. Text after a call becomes its own message, whose id names the same response.
 """
 
 from collections.abc import Sequence
@@ -36,10 +36,10 @@ from m2forge.text.message import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How the text of an item is told."""
+    """Event and part names for an item's text."""
 
     part: str
-    """Type of the part that holds it."""
+    """Type of the content part."""
     part_event: str
     text_event: str
     index: str
@@ -52,12 +52,12 @@ _SUMMARY = _Form("summary_text", "response.reasoning_summary_part", "response.re
 
 @dataclass(slots=True)
 class _Item:
-    """An item while more of its text comes."""
+    """An item whose text is still arriving."""
 
     form: _Form
     id: str
     place: str
-    """JSON that says where its text is: item and index."""
+    """JSON fields that locate its text: item id, output index and part index."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[JsonValue] = field(default_factory=list)
 
@@ -68,12 +68,12 @@ class ResponsesStream:
     def __init__(self, ask: Ask, id: str, created_s: int) -> None:
         self._ask, self._id = ask, id
         self._response = quote(response_body(ask, id, created_s))[:-1]
-        """JSON of what never changes, its last brace left off: written once, told three times."""
+        """JSON of the constant fields without the closing brace, encoded once and sent three times."""
         self._thinking = _SUMMARY if ask.echo.get("is_summarised") else _THINKING
         self._tokens = SpokenTokens() if ask.num_top_logprobs is not None else None
         self._num_events = 0
         self._output: list[JsonValue] = []
-        """Items that are done."""
+        """Completed items."""
         self._item: _Item | None = None
         self._ending = Ending.STOP
 
@@ -180,7 +180,7 @@ class ResponsesStream:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def _told(self, state: dict[str, JsonValue]) -> str:
-        """The response as JSON, in its present state."""
+        """Encode the response in its current state as JSON."""
         return f'"response":{self._response},{quote(state)[1:]}'
 
     def _event(self, name: str, rest: str) -> bytes:

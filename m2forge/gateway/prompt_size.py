@@ -1,9 +1,9 @@
-"""Prompts that cannot fit are refused before they are made tokens: counts are bounded by the context.
+"""Refuses prompts that cannot fit the context before they are tokenized.
 
-A message costs at least the markers and the text around its content, whatever that is: `measure_overhead` finds how
-many tokens these are in each role. So more messages than the context can hold are refused by their number alone. The
-text of the others, names of tools and calls included, is tokenised piece by piece where its bytes could exceed the
-context, until it is known to be too long; what passes is then encoded as any prompt is.
+A message costs at least the markers and the template text around its content: `measure_overhead` finds the number of
+these tokens for each role. So more messages than the context can hold are refused by count alone. If the text, names
+of tools and calls included, has so many bytes that it probably exceeds the context, it is tokenized piece by piece
+until it is known to be too long; what passes is then encoded like any prompt.
 """
 
 import json
@@ -19,18 +19,18 @@ from m2forge.text.message import Message, Role, ToolCall
 from m2forge.text.tokenizer import Tokenizer
 
 LEAST_MAX_ITEMS = 1024
-"""Messages, tools and calls that a request may have whatever the context is."""
+"""Number of messages, tools and tool calls that a request may have whatever the context is."""
 _PLAIN_BYTES = 8
-"""A token of most texts has fewer."""
+"""Bytes per token that most texts stay below."""
 _PIECE = 1 << 16
-"""Characters that are counted at a time."""
+"""Number of characters tokenized at a time."""
 _calls_of = attrgetter("tool_calls")
 _SEAM = 16
-"""Tokens by which the count of a piece may exceed its share of the whole text's, since it is cut anywhere."""
+"""Tokens by which a piece may exceed its share of the whole text's count, since it is cut anywhere."""
 
 
 class PromptTooLongError(AskError):
-    """A prompt longer than the context; each dialect words it as its vendor does (`dialects.too_long`)."""
+    """The prompt is longer than the context; `dialects.too_long` converts it to the vendor's error."""
 
     def __init__(self, num_tokens: int, context: int, field: str) -> None:
         super().__init__(f"the text is more than {num_tokens} tokens long and the context {context}; send less", field)
@@ -39,28 +39,28 @@ class PromptTooLongError(AskError):
 
 @dataclass(frozen=True, slots=True)
 class PromptSizes:
-    """What is needed to bound a prompt's size from below; may be sent to another process."""
+    """Computes lower bounds of a prompt's size; picklable."""
 
     tokenizer: Tokenizer
     context: int
     max_items: int
-    """Messages, tools and calls of one request together."""
+    """Maximum messages, tools and tool calls of one request together."""
     has_thinking: bool
     overhead: Mapping[Role, int]
-    """Tokens that a message of the role has at least."""
+    """Minimum number of tokens of a message, by role."""
 
     @classmethod
     def of(cls, format: ChatFormat, context: int, max_items: int | None) -> "PromptSizes":
-        """`max_items`: None derives it from the context and what the cheapest message costs."""
+        """`max_items`: None derives it from the context and the cheapest message."""
         overhead = measure_overhead(format)
         if max_items is None:
             max_items = max(LEAST_MAX_ITEMS, context // min((cost for cost in overhead.values() if cost), default=1))
         return cls(format.tokenizer, context, max_items, keeps_thinking(format), overhead)
 
     def check_counts(self, ask: Ask) -> None:
-        """Raises AskError for more messages than the context holds, and for more items than one request may have."""
+        """Raises AskError for more messages than the context holds, or more items than one request may have."""
         num_tokens = 0
-        # Most conversations would fit if each of their messages cost as much as any: those need no look at the roles.
+        # Most conversations fit even if every message cost the maximum: for those, roles need not be checked.
         if len(ask.messages) * max(self.overhead.values()) > self.context:
             num_tokens = sum(self.overhead[message.role] for message in ask.messages)
         if isinstance(ask.prompt, tuple):
@@ -77,17 +77,17 @@ class PromptSizes:
             )
 
     def needs_count(self, ask: Ask, num_body_bytes: int) -> bool:
-        """Whether the text has so many bytes that it may be longer than the context."""
+        """Return whether the text has so many bytes that it probably exceeds the context."""
         most_bytes = _PLAIN_BYTES * self.context
         return num_body_bytes > most_bytes and sum(len(text.encode()) for text in self._texts(ask)) > most_bytes
 
     def check_text(self, ask: Ask) -> None:
-        """Raises AskError for text that is longer than the context."""
+        """Raises AskError if the text is longer than the context."""
         num_tokens = 0
         for text in self._texts(ask):
             for start in range(0, len(text), _PIECE):
                 piece = text[start : start + _PIECE]
-                # Each token has a byte or more, so a short text has no more tokens than the seam.
+                # Each token has at least one byte, so a short text has no more tokens than the seam.
                 if len(piece) * 4 > _SEAM:
                     num_tokens += max(0, len(self.tokenizer.encode(piece)) - _SEAM)
                 if num_tokens > self.context:
@@ -110,7 +110,7 @@ class PromptSizes:
 
 
 def measure_overhead(format: ChatFormat) -> dict[Role, int]:
-    """Tokens that one more message of each role adds at least; 0 where the format cannot be asked."""
+    """Return the minimum tokens that a message of each role adds; 0 if the format cannot render it."""
     user, answer = Message("user"), Message("assistant")
     calling, result = Message("assistant", tool_calls=(ToolCall("f", {}),)), Message("tool")
     both = _marginal(format, [user, answer], [user, answer])
@@ -122,7 +122,7 @@ def measure_overhead(format: ChatFormat) -> dict[Role, int]:
 
 
 def _marginal(format: ChatFormat, before: Sequence[Message], new: Sequence[Message]) -> int:
-    """Tokens that `new` adds at least, whatever its content: texts between markers are one each."""
+    """Return the minimum tokens that `new` adds, whatever its content: each text between markers counts as one."""
     try:
         counts = [_num_runs(format, messages) for messages in (before, [*before, *new])]
     except FormatError:
@@ -131,7 +131,7 @@ def _marginal(format: ChatFormat, before: Sequence[Message], new: Sequence[Messa
 
 
 def _num_runs(format: ChatFormat, messages: Sequence[Message]) -> int:
-    """Special tokens, and the stretches of text between them: each of those has a token or more."""
+    """Count special tokens and the runs of text between them: each run has at least one token."""
     special = set(format.tokenizer.special_ids.values())
     count, was_text = 0, False
     for id in format.extend((), messages).ids:

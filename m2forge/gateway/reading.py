@@ -1,7 +1,7 @@
 """Strict reading of JSON objects: a value that is not what its field takes raises `AskError` naming the field.
 
-null is as good as absent, as the vendors' servers have it: SDKs write out fields that nobody set. A key that nobody
-knows is refused with the near name, because a misspelt setting that does nothing is worse than an error.
+null is the same as absent, as on the vendors' servers: SDKs serialize unset fields. An unknown key is refused with a
+suggestion, because a misspelt setting that does nothing is worse than an error.
 
 Bodies come from `parse_json`, so their text can be written as UTF-8, their numbers are finite and their depth bounded.
 """
@@ -16,11 +16,11 @@ from m2forge.records import JsonValue
 
 MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512
 _NUM_SHOWN = 80
-"""Characters of a refused value that are told."""
+"""Maximum number of characters of a refused value in an error message."""
 
 
 class Fields:
-    """One JSON object while it is read. Each method gives None where the field is absent or null."""
+    """A JSON object being read. Each method returns None if the field is absent or null."""
 
     __slots__ = ("data", "place")
 
@@ -42,7 +42,7 @@ class Fields:
         return self.data.get(name)
 
     def refuse(self, name: str, reason: str) -> NoReturn:
-        """Why the field, or its value, cannot be honoured."""
+        """Raise `AskError`: the field, or its value, cannot be honoured for this reason."""
         path = self.path(name)
         raise AskError(f"{path}: {reason}", path)
 
@@ -53,7 +53,7 @@ class Fields:
         return value
 
     def required_text(self, name: str) -> str:
-        """Never empty."""
+        """Refuses an empty text."""
         value = self.data.get(name)
         if not isinstance(value, str) or not value:
             refuse_value(self.path(name), "text", value)
@@ -99,7 +99,7 @@ class Fields:
         return None if value is None else Fields(value, known, self.path(name))
 
     def metadata(self, name: str = "metadata") -> Mapping[str, JsonValue] | None:
-        """Up to 16 short texts by name, for the answer to repeat."""
+        """Return up to 16 short texts by name, which the response repeats."""
         value = self.data.get(name)
         if value is None:
             return None
@@ -115,7 +115,7 @@ class Fields:
 
 
 def read_object(value: JsonValue, place: str) -> Mapping[str, JsonValue]:
-    # Parsed bodies hold dict and list, which are told far faster than what else may stand for them.
+    # Parsed bodies contain dict and list, for which isinstance is much faster than for the abstract types.
     if not isinstance(value, dict) and not isinstance(value, Mapping):
         refuse_value(place, "an object", value)
     return value
@@ -139,7 +139,7 @@ def refuse_value(place: str, expected: str, value: JsonValue) -> NoReturn:
 
 
 def shown(value: JsonValue) -> str:
-    """As Python writes it, cut short; long values are not written out first."""
+    """Return a shortened repr; long values are not formatted first."""
     if isinstance(value, str):
         text = repr(value[:_NUM_SHOWN])
         return text if len(value) <= _NUM_SHOWN else f"{text}…"

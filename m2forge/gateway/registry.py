@@ -1,12 +1,12 @@
-"""All episodes of a gateway, by id and by key; written down in a folder of journals, and found again after a restart.
+"""All episodes of a gateway by id and by key, written to a folder of journals and restored after a restart.
 
-A key is told once, when its episode is made, and kept as a hash.
+A key is returned once, when its episode is created, and stored as a hash.
 
-Where there are journals, memory holds the episodes that are open and the last ones that were closed. Of the others it
-holds id and hash, and whoever asks for one has it read again: for a late reward, or a retry. As long as anybody holds
-an episode, it is that one and no second. A start reads the journals of open episodes alone (`closed_journal`).
+With journals, memory holds the open episodes and the most recently closed ones. Others keep only id and key hash there
+and are reloaded on demand, for a late reward or a retry. While an `Episode` object is referenced, no second one is
+created for its id. Startup reads only the journals of open episodes (`closed_journal`).
 
-Episodes that are asked for nothing expire: they are closed, and their keys are refused.
+Idle episodes expire: they are closed, and further calls with their keys are refused.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from m2forge.text.format import ChatFormat
 KEY_PREFIX = "m2f-"
 MAX_CLOSED = 256
 DAMAGED_SUFFIX = ".damaged"
-"""Behind the name of a journal that could not be read."""
+"""Suffix added to the name of a journal that could not be read."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -56,26 +56,26 @@ class Episodes:
         monotonic: Callable[[], float] = time.monotonic,
         max_closed: int = MAX_CLOSED,
     ) -> None:
-        """`budget`: of episodes that are made without one. `folder`: of the journals; without it nothing is kept, and
-        nothing leaves memory. `vocab_size`: of the network, where it knows more ids than its tokenizer. `clock`: by it
-        records are dated; `monotonic`: by it budgets of time are spent. `max_closed`: closed episodes that stay in
-        memory though they could be read again."""
+        """`budget`: default of new episodes. `folder`: of the journals; without it nothing is written, and nothing
+        leaves memory. `vocab_size`: the network's, if it is larger than the tokenizer's. `clock`: dates records;
+        `monotonic`: measures time budgets. `max_closed`: number of closed episodes kept in memory though they could be
+        reloaded."""
         self._format, self._restores_thinking, self._clock = format, restores_thinking, clock
         self._vocab_size, self._monotonic = vocab_size, monotonic
         self._budget, self._folder = budget or Budget(), folder
         self._sync: Literal["system", "disk"] = sync
         self._by_id: dict[str, Episode] = {}
-        """In memory."""
+        """Episodes in memory."""
         self._closed: OrderedDict[str, None] = OrderedDict()
-        """Of these, the closed ones, the last that were asked for at the end."""
+        """Closed episodes in memory, most recently used last."""
         self._max_closed = max_closed
         self._held: WeakValueDictionary[str, Episode] = WeakValueDictionary()
-        """Those that somebody holds."""
+        """Episodes that are still referenced anywhere."""
         self._id_of_key: dict[str, str] = {}
-        """By the hashes of keys: episodes in memory, and those that can be read again."""
+        """Ids by key hash, of episodes in memory and of those that can be reloaded."""
         self._key_of_id: dict[str, str] = {}
         self._uncompacted: dict[str, None] = {}
-        """Closed episodes whose journals still hold texts that no request can return."""
+        """Closed episodes whose journals still contain texts that no request can return."""
         if folder is not None:
             _require_writable(folder)
             for id, key_hash, is_compact in list_closed(folder):
@@ -96,9 +96,9 @@ class Episodes:
         context: int | None = None,
         id: str = "",
     ) -> tuple[Episode, str]:
-        """An episode and its key, which is told this once and kept as a hash. `sampling`: takes the place of what its
-        requests ask for. `task`: whose tools it may call. `context`: tokens of prompt and completion together, where
-        the model allows as many."""
+        """Create an episode and return it with its key; only the key's hash is stored. `sampling`: overrides its
+        requests' sampling parameters. `task`: whose tools it may call. `context`: maximum tokens of prompt plus
+        completion, if the model allows as many."""
         id = id or f"ep_{secrets.token_hex(8)}"
         if not _ID.fullmatch(id):
             raise RecordError(f"episode: id: expected up to 64 letters, digits, '_' and '-', received {id[:80]!r}")
@@ -118,22 +118,22 @@ class Episodes:
         return self._add(created, journal), key
 
     def find(self, key: str) -> Episode | None:
-        """The episode of a key. How long it takes tells nothing about keys: their hashes are compared, and whole."""
+        """Return the episode of a key. Timing reveals nothing about keys, since whole hashes are compared."""
         hashed = hash_key(key)
         id = self._id_of_key.get(hashed)
         episode = None if id is None else self.get(id)
         return episode if episode is not None and hmac.compare_digest(episode.key_hash, hashed) else None
 
     def is_key(self, hashed: str) -> bool:
-        """Whether it is the hash of an episode's key."""
+        """Return whether this is the hash of an episode's key."""
         return hashed in self._id_of_key
 
     def knows(self, id: str) -> bool:
-        """Whether there is such an episode, in memory or in a journal."""
+        """Return whether the episode exists, in memory or in a journal."""
         return id in self._key_of_id
 
     def get(self, id: str) -> Episode | None:
-        """The episode of that id; one that has left memory is read again."""
+        """Return the episode with this id, reloading it if it has left memory."""
         episode = self._by_id.get(id)
         if episode is None and id in self._key_of_id:
             episode = self._held.get(id) or self._read(id)
@@ -145,7 +145,7 @@ class Episodes:
         return episode
 
     def forget(self, id: str) -> None:
-        """Let an episode go from memory, key and all; its journal stays."""
+        """Drop an episode and its key from memory; its journal stays."""
         self._uncompacted.pop(id, None)
         key_hash = self._key_of_id.pop(id, None)
         if key_hash is not None:
@@ -153,7 +153,7 @@ class Episodes:
         self._let_go(id)
 
     def delete(self, id: str) -> None:
-        """Let an episode go for good: its journal too. What of it is in flight cannot be committed any more."""
+        """Delete an episode and its journal, without which its requests in flight can no longer commit."""
         key_hash, episode = self._key_of_id.get(id), self._by_id.get(id) or self._held.get(id)
         self.forget(id)
         if episode is not None:
@@ -164,7 +164,7 @@ class Episodes:
             find_journal(self._folder, id, key_hash).unlink(missing_ok=True)
 
     def expire(self, after_s: float) -> int:
-        """Close the episodes that were asked for nothing for so long; how many."""
+        """Close the episodes without a request for `after_s` seconds; return their number."""
         idle = [
             episode
             for episode in self._by_id.values()
@@ -176,12 +176,12 @@ class Episodes:
                 episode.close(f"expired after {after_s:g} s without a request")
                 num_expired += 1
             except JournalError as error:
-                # A full disk ends no gateway; the next round tries again.
+                # A full disk must not stop the gateway; the next round tries again.
                 _log.warning("%s: not expired (%s)", episode.id, error)
         return num_expired
 
     async def compact_next(self) -> bool:
-        """Compact the journal of one closed episode, in another thread; False if there is none to compact."""
+        """Compact the journal of one closed episode in another thread; False if there is none to compact."""
         id = next((id for id in self._uncompacted if not self._is_running(id)), None)
         if id is None or self._folder is None:
             return False
@@ -192,9 +192,9 @@ class Episodes:
             if id in self._uncompacted and path.stat().st_size == size:
                 self._swap(id, path, partial)
             else:
-                partial.unlink()  # a late reward came, or the episode was deleted
+                partial.unlink()  # a late reward arrived, or the episode was deleted
         except (OSError, M2ForgeError) as error:
-            if id in self._uncompacted:  # else the episode was deleted meanwhile
+            if id in self._uncompacted:  # else the episode was deleted concurrently
                 _log.warning("%s: the journal is not compacted (%s)", path.name, error)
                 del self._uncompacted[id]
         return True
@@ -215,11 +215,11 @@ class Episodes:
         return episode is not None and bool(episode.num_running)
 
     def __iter__(self) -> Iterator[Episode]:
-        """Those in memory."""
+        """Iterate over the episodes in memory."""
         return iter(self._by_id.values())
 
     def __len__(self) -> int:
-        """How many are in memory."""
+        """Return the number of episodes in memory."""
         return len(self._by_id)
 
     def _on_close(self, episode: Episode) -> None:
@@ -227,7 +227,7 @@ class Episodes:
         self._keep_closed(episode)
 
     def _file_closed(self, episode: Episode) -> None:
-        """Put the journal where a start does not read it. Where that fails the next start does it."""
+        """Move the journal to where startup does not read it. If that fails, the next startup does it."""
         if self._folder is None or episode.journal is None or episode.id not in self._key_of_id:
             return
         try:
@@ -238,7 +238,7 @@ class Episodes:
         self._uncompacted[episode.id] = None
 
     def _keep_closed(self, episode: Episode) -> None:
-        """It stays in memory while it is one of the last."""
+        """Keep a closed episode in memory while it is among the most recently used."""
         if self._folder is None or episode.id not in self._by_id:
             return
         self._closed[episode.id] = None
@@ -259,7 +259,7 @@ class Episodes:
             self._set_aside(path, path.name.removesuffix(SUFFIX), error)
 
     def _set_aside(self, path: Path, id: str, error: RecordError | JournalError) -> None:
-        """One journal that cannot be read costs its own episode and no other: agents that hold its key are refused."""
+        """Set aside an unreadable journal: only its own episode is lost, and requests with its key are refused."""
         aside = path.with_name(f"{path.name}{DAMAGED_SUFFIX}")
         self.forget(id)
         try:
@@ -272,11 +272,11 @@ class Episodes:
     def _restore_whole(self, path: Path) -> None:
         journal, entries = Journal.open(path, sync=self._sync)
         if not entries:
-            # Made by a process that ended before it had told anybody the key.
+            # Created by a process that ended before it returned the key.
             path.unlink()
             return
         if any(isinstance(entry, Closed) for entry in entries):
-            # Its process ended before it had moved the journal, or could not.
+            # The process ended before it moved the journal, or could not move it.
             created = _created(path, entries)
             self._know(created.id, created.key_hash)
             assert self._folder is not None
@@ -324,7 +324,7 @@ class Episodes:
 
 
 def _require_writable(folder: Path) -> None:
-    """Raises ConfigError where journals cannot be written at all: every call would fail later."""
+    """Raises ConfigError if journals cannot be written at all, since every call would fail later."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -345,5 +345,5 @@ def _created(path: Path, entries: list[Entry]) -> Created:
 
 
 def hash_key(key: str) -> str:
-    """Keys are 256 random bits, so a plain hash cannot be searched."""
+    """Keys are 256 random bits, so a plain hash cannot be brute-forced."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,12 +1,11 @@
-"""Messages appended to a conversation, as token ids, without reading the whole of it again.
+"""Encodes messages appended to a conversation without rendering all of it again.
 
-`ChatFormat.extend` takes all messages before the new ones, and a template may look at each. How it writes the next ones
-depends on few: the beginning, and the last assistant's message with what follows. Where a format is found to be so,
-only those are given to it, so the work does not grow with the conversation. That is found out once for each format, on
-made-up conversations of every shape; a template that fails there (one that counts turns, or drops old thinking) is
-given everything.
+`ChatFormat.extend` takes all messages before the new ones, and a template may look at each. Yet new messages usually
+depend only on the beginning and on the last assistant message with what follows. For such a format only those are
+passed, so the work does not grow with the conversation. This is tested once per format, on synthetic conversations of
+every shape; a template that fails (one that counts turns, or drops old thinking) gets all messages.
 
-Templates may also pass over what has no place in them. A system's message after the first that a format would not show
+Templates may also silently skip messages that they do not support. A later system message that a format would not show
 to the model is refused.
 """
 
@@ -23,7 +22,7 @@ from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Tool, ToolCall
 
 _FOUND: WeakKeyDictionary[ChatFormat, dict[str, bool]] = WeakKeyDictionary()
-"""What was found out about formats: all episodes of a gateway share one."""
+"""Test results per format, shared by all episodes of a gateway."""
 
 
 def append(
@@ -34,7 +33,7 @@ def append(
     *,
     generation: bool,
 ) -> IntArray:
-    """The ids that follow those of `history`; raises FormatError where the format cannot say it so."""
+    """Return the ids that follow those of `history`; raises FormatError if the format cannot append `new`."""
     if any(message.role == "system" for message in (new if history else new[1:])) and not shows_systems(format):
         raise FormatError(
             "the model's chat template shows a system's message at the beginning alone; put the later ones into that, "
@@ -43,8 +42,8 @@ def append(
     try:
         rendered = format.extend(history, new, tools, generation=generation)
     except FormatError:
-        # A format may refuse a history for words that it could not read back, though they are not to be written: a
-        # model wrote them.
+        # A format may refuse a history for text that it could not parse back, though the model wrote that text and it
+        # is not rendered here.
         tamed = [_tamed(message) for message in history]
         if tamed == list(history) or not is_local(format):
             raise
@@ -53,17 +52,17 @@ def append(
 
 
 def is_local(format: ChatFormat) -> bool:
-    """Whether messages are written after `near(history)` as after `history`, whatever the assistant said."""
+    """Return whether messages render the same after `near(history)` as after `history`, whatever the model wrote."""
     return _find_out(format, "is_local", _passes_trials)
 
 
 def shows_systems(format: ChatFormat) -> bool:
-    """Whether a system's message after the first is written, wherever the format takes one."""
+    """Return whether a later system message is rendered wherever the format accepts one."""
     return _find_out(format, "shows_systems", lambda format: all(_differ(format, *pair) for pair in _later_systems()))
 
 
 def keeps_thinking(format: ChatFormat) -> bool:
-    """Whether thinking is written, also that of answers before the last user's message."""
+    """Return whether thinking is rendered, also in answers before the last user message."""
     user = Message("user", "u")
     one, other = ([user, Message("assistant", "a", thinking), user] for thinking in ("s", "t"))
     return _find_out(format, "keeps_thinking", lambda format: _differ(format, one, other, []))
@@ -77,13 +76,13 @@ def _find_out(format: ChatFormat, what: str, find_out: Callable[[ChatFormat], bo
 
 
 def _differ(format: ChatFormat, one: Sequence[Message], other: Sequence[Message], tools: Sequence[Tool]) -> bool:
-    """Whether two conversations are written otherwise; one that is refused is not passed over."""
+    """Return whether two conversations render differently; a refused one counts as different."""
     first = _attempt(format, (), one, tools)
     return first is None or first != _attempt(format, (), other, tools)
 
 
 def _later_systems() -> Iterator[tuple[list[Message], list[Message], list[Tool]]]:
-    """Conversations that differ in a system's message after the first: in the middle, after an answer, and last."""
+    """Yield conversations that differ in a later system message: in the middle, after an answer, and last."""
     user, answer = Message("user", "u"), Message("assistant", "a")
     before = ([user], [user, answer], [Message("system", "s"), user], [Message("system", "s"), user, answer])
     for head, tail, tools in itertools.product(before, ([], [user]), ([], [Tool("f")])):
@@ -102,7 +101,7 @@ def _passes_trials(format: ChatFormat) -> bool:
 
 
 def near(history: Sequence[Message]) -> list[Message]:
-    """The messages before the first assistant's, and the last assistant's with what follows it."""
+    """Return the messages before the first assistant message, and the last assistant message with what follows."""
     assistants = [index for index, message in enumerate(history) if message.role == "assistant"]
     return [*history[: assistants[0]], *history[assistants[-1] :]] if assistants else list(history)
 
@@ -123,7 +122,7 @@ def _attempt(
 
 
 def _trials() -> Iterator[tuple[list[Message], list[Message], list[Tool]]]:
-    """Histories of three answers: with and without a system, tools, thinking in the last, a user between."""
+    """Yield histories of three answers, with and without system, tools, thinking in the last, a user in between."""
     call, tool = ToolCall("f", {"k": "v"}), Tool("f", "d", {"type": "object", "properties": {}})
     user = Message("user", "u")
     for has_system, has_tools, thinks_last, has_user in itertools.product((False, True), repeat=4):

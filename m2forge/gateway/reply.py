@@ -1,8 +1,7 @@
-"""An answer that was recorded, told once more: what is written beside a record for that, and the telling.
+"""Resends a recorded response: what the journal stores for it, and the encoding.
 
-A reply holds what tokens and completion do not say: the time, the counts of its usage, how each sample ended. An answer
-told again has the id, text, calls and log-probabilities of the first time; streamed, it comes in one piece for each
-part.
+A reply stores what tokens and completion do not contain: the creation time, the usage counts, and how each sample
+ended. A resent response has the id, text, tool calls and logprobs of the original; streamed, each part is one piece.
 """
 
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from m2forge.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """All that a dialect needs to tell an answer."""
+    """Everything that a dialect needs to encode a response."""
 
     id: str
     created_s: int
@@ -28,7 +27,7 @@ class Reply:
 
 
 class _Told(TypedDict):
-    """As it is written."""
+    """A reply in the journal."""
 
     created_s: int
     usage: tuple[int, int, int, int]
@@ -57,7 +56,7 @@ def read_reply(recorded: Answered, ask: Ask, tokenizer: Tokenizer) -> Reply:
 
 
 def play(stream: Stream, reply: Reply) -> bytes:
-    """The whole stream of an answer."""
+    """Encode the whole stream of a response."""
     told = [stream.begin(reply.usage.num_prompt, reply.usage.num_cached)]
     for sample, answer in enumerate(reply.answers):
         told.append(stream.piece(sample, list(_events(answer.completion)), answer.logprobs))

@@ -1,4 +1,4 @@
-"""Answers by HTTP: which status an error has, and the events of ASGI that carry a body."""
+"""HTTP responses: the status of an error, and the ASGI events that send a body."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ _STATUSES: tuple[tuple[type[M2ForgeError], int], ...] = (
 )
 _JSON = (b"content-type", b"application/json")
 _NO_RETRY = (b"x-should-retry", b"false")
-"""The vendors' SDKs send a request again on some statuses unless they are told that it is of no use."""
+"""Tells the vendors' SDKs not to retry, which they otherwise do on some statuses."""
 _CLOSE = (b"connection", b"close")
 _RETRIED_STATUSES = (409, 429)
 STREAM_HEADERS: Pairs = (
@@ -33,13 +33,13 @@ STREAM_HEADERS: Pairs = (
 
 
 def id_headers(id: str) -> Pairs:
-    """What OpenAI's SDKs tell as the request's id, and what Anthropic's do."""
+    """Return the headers in which OpenAI's and Anthropic's SDKs expect the request id."""
     sent = id.encode()
     return (b"x-request-id", sent), (b"request-id", sent)
 
 
 def status_of(error: M2ForgeError) -> int:
-    """Anything that is not listed is the client's mistake."""
+    """Return the HTTP status of an error; errors that are not listed are the client's mistake."""
     if isinstance(error, Refusal):
         return error.status
     return next((status for kind, status in _STATUSES if isinstance(error, kind)), 400)

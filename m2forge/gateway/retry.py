@@ -1,14 +1,13 @@
-"""Requests of an episode, so that a retry finds the one it repeats: it gets that answer, never a second sample.
+"""Requests of an episode, by which a retry finds the original: it gets that response, never a second sample.
 
-Bodies are told apart by their digest. The same body again is a retry if the client says so (an attempt after the first,
-or the token that it gave the first time), or if there is an answer to it that reached nobody. Otherwise it is another
-sample of the same prompt. After a restart nobody knows what was delivered, so each answer that was restored may be
-claimed once.
+The digest identifies a body. The same body again is a retry if the client says so (an attempt number above 0, or the
+idempotency key of the first attempt), or if a response to it was not delivered. Otherwise it is another sample of the
+same prompt. After a restart it is unknown what was delivered, so each restored response can be claimed once.
 
-Requests with the same body may run at once, and an attempt does not say of which it is the next. It is given an answer
-that reached nobody. Else, if one of them ended without an answer, it is taken for that one's. Else it is given one that
-is not delivered yet, then the one that fewest attempts were given: so that no sample is used twice while another is
-used by nobody.
+Requests with the same body may run concurrently, and a retry does not say which of them it repeats. It gets an
+undelivered response. Otherwise, if one of them ended without a response, it counts as a retry of that one. Otherwise it
+gets one not delivered yet, then the one with the fewest retries, so that no sample is used twice while another is
+unused.
 """
 
 from collections import deque
@@ -22,47 +21,47 @@ _MAX_GONE = 256
 class RequestState(StrEnum):
     RUNNING = "running"
     ANSWERED = "answered"
-    """Recorded; its answer may be told."""
+    """The response is recorded and may be sent."""
     FAILED = "failed"
     """Nothing was recorded."""
 
 
 class Request:
-    """One request of a client, from its admission on."""
+    """One client request, from its admission on."""
 
     def __init__(self, digest: str, retry_token: str = "", num_samples: int = 1) -> None:
         self.digest, self.retry_token, self.num_samples = digest, retry_token, num_samples
         self.state = RequestState.RUNNING
         self.answer: Answered | None = None
-        """What was recorded, less the prompt."""
+        """The recorded response without the prompt."""
         self.first_call = 0
-        """Index of its first sample among the episode's calls, once it is answered."""
+        """Index of its first sample among the episode's calls, once answered."""
         self.num_waiting = 0
-        """Connections that wait for its answer, or are being told it."""
+        """Number of connections that wait for its response or are receiving it."""
         self.is_delivered = False
-        """Whether one of them was told it to the end."""
+        """Whether a connection received the complete response."""
         self.num_attempts = 0
-        """Later ones that were given it."""
+        """Number of retries matched to this request."""
         self.num_reserved = 0
-        """Tokens that it may yet sample."""
+        """Number of tokens that it may still sample."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether there is an answer that reached nobody."""
+        """Whether there is a response that no client received."""
         return self.state is RequestState.ANSWERED and not self.is_delivered and not self.num_waiting
 
 
 class Requests:
-    """Those that run or were answered."""
+    """Requests that are running or answered."""
 
     def __init__(self) -> None:
         self._by_digest: dict[str, list[Request]] = {}
         self._by_id: dict[str, Request] = {}
         self._gone: deque[str] = deque(maxlen=_MAX_GONE)
-        """Digests of those that ended without an answer, until the same is asked again."""
+        """Digests of requests that ended without a response, until the same body arrives again."""
 
     def find(self, digest: str, *, attempt: int = 0, retry_token: str = "") -> Request | None:
-        """The request that this one repeats. Its connections are counted by whoever serves them (`num_waiting`)."""
+        """Return the request that this one retries. The caller counts its connections (`num_waiting`)."""
         same = self._by_digest.get(digest, ())
         if retry_token:
             found = [request for request in same if request.retry_token == retry_token]
@@ -82,7 +81,7 @@ class Requests:
         self._by_digest.setdefault(request.digest, []).append(request)
 
     def remove(self, request: Request) -> None:
-        """It ended without an answer that may be told: the next attempt is a request of its own."""
+        """Remove a request that ended without a response to send: a retry is a new request."""
         same = self._by_digest[request.digest]
         same.remove(request)
         if not same:
@@ -90,7 +89,7 @@ class Requests:
         self._gone.append(request.digest)
 
     def name(self, request: Request, id: str) -> None:
-        """Give an answered request the id that its client knows."""
+        """Register an answered request under the response id that its client knows."""
         self._by_id[id] = request
 
     def named(self, id: str) -> Request | None:

@@ -1,8 +1,8 @@
-"""One completion while it comes: chunks of an engine in; events, log-probabilities and at last an `Answer` out.
+"""One completion being sampled: engine chunks in; events, logprobs and finally an `Answer` out.
 
-All that was sampled is kept. A client is told less: not the text that ended the completion, and for a raw prompt not
-the token that did. The end of the text that may yet become a stop text is held back. Calls are given their ids here,
-the same in the events and in the answer.
+All sampled tokens are kept. The client receives less: not the stop text that ended the completion, and for a raw prompt
+not the stop token. A suffix of the text that may become a stop text is held back. Tool calls get their ids here, the
+same in the events and in the answer.
 """
 
 import codecs
@@ -35,7 +35,7 @@ class Parser(Protocol):
 
 
 class RawParser:
-    """What was sampled is content."""
+    """Treats everything sampled as content."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -56,7 +56,7 @@ class RawParser:
 
 
 class StopCutter:
-    """Cuts a text at the first of some stop texts, whichever is complete first."""
+    """Cuts a text at the stop text that is complete first."""
 
     def __init__(self, stop_texts: Sequence[str]) -> None:
         self._stops = [(text.encode(), text) for text in stop_texts]
@@ -64,7 +64,7 @@ class StopCutter:
         self.found: str | None = None
 
     def cut(self, data: bytes) -> bytes:
-        """What is certain of the text so far and was not told yet."""
+        """Return the text that is final and was not returned yet."""
         if self.found is not None:
             return b""
         data = self._held + data
@@ -78,7 +78,7 @@ class StopCutter:
         return data[: len(data) - keep]
 
     def rest(self) -> bytes:
-        """What was held back, when nothing follows."""
+        """Return the text held back, when nothing follows."""
         held, self._held = self._held, b""
         return held
 
@@ -100,10 +100,10 @@ class SampleReader:
         self.finished_s = 0.0
         self.num_sampled = 0
         self.answer: Answer | None = None
-        """Once it is finished."""
+        """The answer, set by `finish`."""
 
     def take(self, chunks: Sequence[Chunk]) -> tuple[list[Event], list[TokenLogprob]]:
-        """What more the client may be told, after the next chunks."""
+        """Add the next chunks and return the events and logprobs that can be sent."""
         ids: list[int] = []
         for chunk in chunks:
             self._ids.append(chunk.ids)
@@ -126,7 +126,7 @@ class SampleReader:
         return self._named(self._parser.feed(data)) if data else [], logprobs
 
     def finish(self, finish_reason: FinishReason) -> list[Event]:
-        """The last events; `answer` is there after it."""
+        """Return the last events and set `answer`."""
         events = self._named(self._parser.feed(self._cutter.rest())) if self._cutter is not None else []
         completion = self._parser.finish()
         events += self._named(list(completion.final_events))
@@ -139,7 +139,7 @@ class SampleReader:
         return events
 
     def call(self, prompt_ids: IntArray, sampling: Sampling, asked: Asked | None, started_s: float) -> Call:
-        """What is recorded."""
+        """Return the call to record."""
         assert self.finish_reason is not None
         return Call(
             prompt_ids=prompt_ids,
@@ -154,13 +154,13 @@ class SampleReader:
         )
 
     def experts(self, num_tokens: int) -> ExpertArray | None:
-        """Where the tokens of prompt and completion went, `num_tokens` at most: an engine may have run tokens past a
-        stop. None where it was not asked, or the network has no experts."""
+        """Return the routed experts of the first `num_tokens` tokens of prompt plus completion: an engine may have run
+        tokens past a stop. None if they were not requested, or the network has no experts."""
         return np.concatenate(self._experts)[:num_tokens] if self._experts else None
 
     def num_thinking(self) -> int:
-        """Sampled tokens before the tag that ends the thinking, be it a token of its own or spelt in several; all of
-        them where it never came."""
+        """Count the sampled tokens before the end-of-thinking tag, which may be one token or several; all tokens if the
+        tag is missing."""
         if self.answer is None or not self.answer.completion.thinking:
             return 0
         ids = [id for chunk in self._ids for id in chunk.tolist()]
@@ -186,7 +186,7 @@ class SampleReader:
 
 
 def text_of(tokenizer: Tokenizer, *ids: int) -> bytes:
-    """Networks know a few more ids than their tokenizers; these have no text."""
+    """Decode ids to bytes. Networks have a few more ids than their tokenizers; these have no text."""
     try:
         return tokenizer.decode_bytes(ids)
     except NotFoundError:
@@ -194,7 +194,7 @@ def text_of(tokenizer: Tokenizer, *ids: int) -> bytes:
 
 
 def _overlap(data: bytes, stop: bytes) -> int:
-    """How much of the end of `data` is the beginning of `stop`."""
+    """Return the length of the longest suffix of `data` that is a proper prefix of `stop`."""
     for size in range(min(len(stop) - 1, len(data)), 0, -1):
         if data.endswith(stop[:size]):
             return size

@@ -1,4 +1,4 @@
-"""One completion while it is recorded."""
+"""A completion to be recorded."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,15 @@ from m2forge.tree.sample import ExpertArray, checked_experts
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """One completion, as the engine drew it and as the client is told."""
+    """One completion, as the engine sampled it and as parsed for the client."""
 
     call: Call
     completion: Completion
     experts: ExpertArray | None = None
-    """Where the first tokens of prompt and completion went, as a tree takes it."""
+    """Routed experts of the first tokens of prompt plus completion, in the token tree's format."""
 
     def check_experts(self, shape: tuple[int, ...] | None) -> None:
-        """`shape`: layers and experts per layer of those before; None where this is the first."""
+        """`shape`: layers and experts per layer of earlier samples; None if this is the first."""
         if self.experts is None:
             return
         checked_experts(self.experts)

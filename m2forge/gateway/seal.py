@@ -1,10 +1,9 @@
-"""Thinking as one opaque word, for clients that carry it back without reading it.
+"""Thinking as an opaque string, for clients that send it back without reading it.
 
-A client may ask not to be shown the thinking (Anthropic's `display: omitted`) or to be given a word that stands for it
-(OpenAI's `reasoning.encrypted_content`). The word holds the thinking itself, so that a gateway that has forgotten the
-conversation still reads it. It keeps no secret: whoever holds it may open it, and it says nothing that the same client
-would not be told on asking. A word made by someone else, or damaged on its way, is no thinking of ours and opens to
-nothing.
+A client may ask to omit the thinking (Anthropic's `display: omitted`) or for an opaque copy of it (OpenAI's
+`reasoning.encrypted_content`). The string contains the thinking itself, so that a gateway that no longer has the
+conversation can still read it. It is not encrypted: any holder can decode it, and it contains nothing that the same
+client could not request. A string of another origin, or a damaged one, is rejected.
 """
 
 import base64
@@ -13,7 +12,7 @@ _PREFIX, _EMPTY = "m2f1.", "m2f0."
 
 
 def sign(id: str) -> str:
-    """A word that holds nothing, for thinking that is shown beside it; `id` makes it differ from others."""
+    """Return a string without content, for thinking that is shown beside it; `id` makes it unique."""
     return _EMPTY + id
 
 
@@ -22,7 +21,7 @@ def seal(thinking: str) -> str:
 
 
 def unseal(word: str) -> str | None:
-    """The thinking, or None if the word is not one of ours."""
+    """Return the thinking, or None if the string is not one of ours."""
     if word.startswith(_EMPTY):
         return ""
     if not word.startswith(_PREFIX):
@@ -31,5 +30,5 @@ def unseal(word: str) -> str | None:
         thinking = base64.urlsafe_b64decode(word[len(_PREFIX) :].encode()).decode()
     except ValueError:
         return None
-    # The decoder passes over signs that are none of its alphabet.
+    # The decoder skips characters outside its alphabet.
     return thinking if seal(thinking) == word else None

@@ -1,5 +1,5 @@
-"""A gateway as a process of its own: the tokenizer and chat format of a model folder, over any engine, until told to
-stop."""
+"""A gateway as its own process: the tokenizer and chat format of a model folder, over any engine, until it is
+stopped."""
 
 import asyncio
 import contextlib
@@ -33,17 +33,17 @@ def serve_gateway(
     listener: socket.socket | None = None,
     open_tool_host: Callable[[], AbstractAsyncContextManager[ToolHost | None]] = contextlib.nullcontext,
 ) -> None:
-    """`announce` is told the address once requests are taken there. `admin_key` opens the admin routes. `context` and
-    `vocab_size` are the model's, if they are known. `listener`: a socket that listens, instead of where the
-    configuration says. `open_tool_host`: of the tools of episodes that have a task. Raises the `EngineError` of an
-    engine of this process that failed, once every request in flight has ended."""
+    """`announce` is called with the address once it listens. `admin_key` gives access to the admin routes. `context`
+    and `vocab_size` are the model's, if known. `listener`: a listening socket, instead of the configured address.
+    `open_tool_host`: opens the host of the tools of episodes with a task. Raises the `EngineError` of a failed
+    in-process engine once every request in flight has ended."""
     context = config.context or context
     if context is None:
         raise ConfigError(f"{folder} does not say how long its context is; give it with --set context=N")
-    # Messages are tokenised one at a time: to hand them to other threads would only take longer.
+    # Messages are tokenized one at a time: passing them to other threads would only take longer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     format = make_format(config.format, load_tokenizer(folder))
-    # Before weights are read: an address that is taken should be told at once.
+    # Before weights are loaded: an address that is in use should be reported at once.
     with bind(config, admin_key) if listener is None else listener as listener:
 
         async def run(num_context: int) -> None:
@@ -89,15 +89,15 @@ def serve_gateway(
 
 
 def spare_collector() -> None:
-    """Let the search for cyclic garbage be rare. Streams leave little of it, episodes are many objects that live long,
-    and everybody waits while they are looked through."""
+    """Make cyclic garbage collection rare. Streams leave little garbage, episodes are many long-lived objects, and all
+    requests wait while the collector scans them."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECTOR_THRESHOLDS)
 
 
 async def collect_when_idle(num_running: Callable[[], int], num_prompt: Callable[[], int]) -> None:
-    """Look through everything while nobody waits for it: when nothing runs, and nothing was asked for a while."""
+    """Run a full collection while no request waits: when none is in flight and none arrived for a while."""
     before = 0
     while True:
         await asyncio.sleep(_IDLE_CHECK_S)
@@ -107,7 +107,7 @@ async def collect_when_idle(num_running: Callable[[], int], num_prompt: Callable
 
 
 def _find_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's where it is installed: half of a busy gateway's time is the loop's."""
+    """Return uvloop's factory if it is installed: the loop takes half of a busy gateway's time."""
     try:
         import uvloop
     except ImportError:

@@ -1,11 +1,11 @@
-"""A gateway that listens: in this process for a loop that trains, or as a process of its own (`serve`).
+"""A listening gateway: inside the process of a training loop, or as its own process (`serve`).
 
     async with GatewayServer(engine, format, config, context=32768) as gateway:
         episode, key = gateway.episodes.create("task-1")
         ...                                   # an agent with base URL f"{gateway.url}/v1" and that key
 
-It listens on this machine alone unless it is told otherwise, and elsewhere only with an admin key. When it stops, what
-is in flight may finish for `shutdown_s`; then it is aborted and recorded. The engine is not closed with it.
+By default it listens on this machine only; other addresses require an admin key. At shutdown, requests in flight may
+finish for `shutdown_s`; then they are aborted, and streamed ones recorded. It does not close the engine.
 """
 
 import asyncio
@@ -31,11 +31,11 @@ from m2forge.protocols import Engine, ToolHost
 from m2forge.text.format import ChatFormat
 
 GRACE_S = 5
-"""What was aborted may take so long to be recorded and told."""
+"""Seconds in which aborted requests are recorded and answered."""
 KEEP_ALIVE_S = 60
-"""How long a connection waits for its next request."""
+"""Seconds that an idle connection waits for its next request."""
 HEAD_ROOM = 64 << 10
-"""The parser below refuses heads as well; it must not be the first to do so."""
+"""Bytes by which the HTTP parser's own limit exceeds ours, so that it never refuses a head first."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,10 +54,9 @@ class GatewayServer:
         captures_signals: bool = False,
         tool_host: ToolHost | None = None,
     ) -> None:
-        """`context`: tokens of prompt and completion together, unless the configuration says it. `vocab_size`: of the
-        network, where it knows more ids than its tokenizer. `listener`: what `bind` made. `captures_signals`: whether
-        SIGTERM and SIGINT end it, for a process that does nothing else. `tool_host`: serves the tools of episodes that
-        have a task."""
+        """`context`: maximum tokens of prompt plus completion, unless configured. `vocab_size`: the network's, if it is
+        larger than the tokenizer's. `listener`: a socket from `bind`. `captures_signals`: whether SIGTERM and SIGINT
+        stop it, for a process that does nothing else. `tool_host`: serves the tools of episodes with a task."""
         self._listener = bind(config, admin_key) if listener is None else listener
         try:
             config = fit_open_files(config)
@@ -95,11 +94,11 @@ class GatewayServer:
             await self._task
 
     def stop(self) -> None:
-        """Take no more requests; `serve` returns when those in flight have ended."""
+        """Refuse new requests; `serve` returns when those in flight have ended."""
         self._server.stop()
 
     async def serve(self) -> None:
-        """Until it is told to stop."""
+        """Serve until stopped."""
         with self._listener:
             await self._server.serve(sockets=[self._listener])
 
@@ -130,7 +129,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Not as the parent does, which sends a signal on when all is over: the caller has an engine to close."""
+        """Unlike the parent, do not re-raise the signal at the end: the caller has an engine to close."""
         loop = asyncio.get_running_loop()
         signals = (signal.SIGTERM, signal.SIGINT) if self._captures_signals else ()
         for number in signals:
@@ -161,7 +160,7 @@ class _Server(uvicorn.Server):
 
 
 def make_episodes(format: ChatFormat, config: GatewayConfig, vocab_size: int | None = None) -> Episodes:
-    """Those that the journals hold go on."""
+    """Create the registry; episodes in the journals continue."""
     return Episodes(
         format,
         restores_thinking=config.restore_thinking,
@@ -174,7 +173,7 @@ def make_episodes(format: ChatFormat, config: GatewayConfig, vocab_size: int | N
 
 
 def bind(config: GatewayConfig, admin_key: str | None) -> socket.socket:
-    """A socket that listens where the configuration says."""
+    """Return a socket that listens on the configured address."""
     if admin_key is None and config.host not in LOOPBACK:
         raise ConfigError(
             f"host {config.host}: other machines could reach the gateway; give it an admin key, or listen on 127.0.0.1"

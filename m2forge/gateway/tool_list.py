@@ -1,4 +1,4 @@
-"""The tools that a request offers, whatever dialect describes them: names differ, schemas are JSON."""
+"""Reads the tools that a request offers, in any dialect: field names differ, schemas are JSON."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,7 +10,7 @@ from m2forge.text.message import Tool
 
 
 def read_tools(fields: Fields, read_tool: Callable[[JsonValue, str], Tool]) -> tuple[Tool, ...]:
-    """`read_tool`: of one description and its place."""
+    """`read_tool` reads one tool description, given its path."""
     tools: dict[str, Tool] = {}
     place = fields.path("tools")
     for index, value in enumerate(fields.items("tools")):
@@ -22,7 +22,7 @@ def read_tools(fields: Fields, read_tool: Callable[[JsonValue, str], Tool]) -> t
 
 
 def make_tool(fields: Fields, schema: Mapping[str, JsonValue], place: str) -> Tool:
-    """Of fields that hold its name and description; `place` is told where it is no tool."""
+    """Create a tool from its name, description and schema; raises `AskError` at `place` if it is invalid."""
     try:
         return Tool(fields.required_text("name"), fields.text("description") or "", schema)
     except FormatError as error:

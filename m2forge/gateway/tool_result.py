@@ -1,8 +1,8 @@
-"""Results of tools, put in the order of the calls that they answer.
+"""Sorts tool results into the order of their calls.
 
-Clients that run tools at once send results as they come, each with its call's id. Chat formats show a model no ids but
-the order, so the order must be the calls'; and all of them must be there, as the vendors demand too: where one is
-missing, the next would be taken for it.
+Clients that run tools concurrently send results as they finish, each with its call's id. Chat formats show the model no
+ids, only the order, so it must match the calls. Every call needs a result, as the vendors require too: if one were
+missing, the model would take the next for it.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from m2forge.text.message import Message, ToolCall
 
 
 def order_results(messages: Sequence[Message], place: str = "messages") -> tuple[Message, ...]:
-    """The same messages, the results after each assistant's turn in the order of its calls.
+    """Return the messages, with the results after each assistant turn in the order of its calls.
 
-    Refused is a result that answers no call of that turn, or one that was answered before, and a call without a result.
+    Refuses a result for a call that is not in that turn or already has one, and a call without a result.
     """
     ordered = list(messages)
     index, end = 0, len(ordered)
@@ -34,7 +34,7 @@ def order_results(messages: Sequence[Message], place: str = "messages") -> tuple
 
 
 def _order(calls: Sequence[ToolCall], messages: list[Message], start: int, end: int, place: str) -> None:
-    """Of the results of these calls, which stand from `start` to `end`."""
+    """Sort the results of these calls, `messages[start:end]`."""
     if len(calls) == 1 and end == start + 1 and messages[start].tool_call_id == calls[0].id:
         return
     rank_of_id = {call.id: rank for rank, call in enumerate(calls)}

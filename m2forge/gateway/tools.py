@@ -1,11 +1,11 @@
-"""The tools of an episode's task, over the gateway's address and under the episode's key.
+"""Serves the tools of an episode's task at the gateway's address, with the episode's key.
 
     GET  /v1/tools                                     {"tools": [{"type": "function", "function": {…}}, …]}
     POST /v1/tools/call  {"name": "…", "arguments": …}  {"content": "…"}
 
-A `ToolHost` runs them, on the whole task that the episode was made with; an agent sees neither. A call waits for the
-tool's latency here, so calls of one turn wait together. A call is no completion: it spends no call of the budget. Calls
-of an episode are counted, though, and refused beyond `max_tool_calls`, after its time, and when it is closed.
+A `ToolHost` runs them on the whole task that the episode was created with; an agent sees neither. Each request waits
+out its tool's latency here, so the calls of one turn wait concurrently. Tool calls do not count as `max_calls` of the
+budget, but are refused beyond `max_tool_calls` per episode, after its time budget, and once it is closed.
 """
 
 from collections.abc import Mapping

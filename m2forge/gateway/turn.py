@@ -1,15 +1,15 @@
-"""One message of a conversation as it was recorded, in a tree of all that an episode saw, with its token ids.
+"""One recorded message of a conversation, in a tree of all messages of an episode, with its token ids.
 
-A `Turn` hangs under the message before it, so conversations share what they begin with. It knows where its tokens end:
+A `Turn` is a child of the previous message, so conversations share common prefixes. It knows where its tokens end:
 
     closed     after the message
-    opened     after the prompt that asks for an answer to it
+    opened     after the generation prompt that follows it
 
-Both are places on a `Strand`, a row of ids that grows at its end alone. A turn's ids are a view of its strand from the
-first token on; no history is copied while a conversation goes on.
+Both are positions on a `Strand`, an append-only array of ids. A turn's ids are a view of its strand from the first
+token on; no history is copied while a conversation continues.
 
-What a client sends back is the message that was recorded if role, content and calls agree: arguments as JSON values (in
-any order, 1 and 1.0 alike, true and 1 not), ids of calls where both sides have any. Thinking may be missing.
+A client's message matches a recorded one if role, content and tool calls agree: arguments as JSON values (in any order,
+1 equals 1.0, true does not equal 1). Equal call ids only decide between several matches. Thinking may be missing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,11 +24,11 @@ from m2forge.text.message import Message, Tool, ToolCall
 
 _LEAST_ROOM = 256
 _MAX_CLIMBS = 16
-"""How many turns are asked where they hang, the likeliest first."""
+"""Maximum number of turns checked for being below another, most likely first."""
 _PLAIN = (str, int, float, bool, type(None))
 
 Key: TypeAlias = tuple[object, ...]
-"""Equal for messages that may be the same; differs for most that are not."""
+"""Equal for messages that may match; differs for most that do not."""
 
 
 class Echo(Enum):
@@ -36,7 +36,7 @@ class Echo(Enum):
 
     SAME = 2
     WITHOUT_THINKING = 1
-    """The recorded one had thinking, this one has none."""
+    """The recorded message has thinking, this one has none."""
     OTHER = 0
 
 
@@ -48,13 +48,13 @@ class Strand:
         self._size = 0
 
     def view(self, size: int) -> IntArray:
-        """The first `size` ids, read-only."""
+        """Return the first `size` ids, read-only."""
         ids = self._buffer[:size]
         ids.flags.writeable = False
         return ids
 
     def grow(self, size: int, ids: IntArray) -> "Strand":
-        """A strand of the first `size` ids of this one and then `ids`: this one itself if it ends there."""
+        """Return a strand of the first `size` ids followed by `ids`: this one if it ends there, else a copy."""
         assert size <= self._size
         strand = self if size == self._size else Strand()
         needed = size + ids.size
@@ -70,13 +70,13 @@ class Strand:
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """A turn as it is written down; places count tokens of the prompt it came with."""
+    """A turn in the journal; positions count tokens of the prompt it came with."""
 
     message: Message
     closed: int | None
     opened: int | None
     start: int | None
-    """Where the tokens begin that the model sampled; None for a client's message."""
+    """Position of the first sampled token; None for a client's message."""
     num_response: int
 
 
@@ -85,10 +85,10 @@ class PathRecord:
     """What a prompt adds to a history."""
 
     parent: int
-    """Number of the turn that the others hang under; −1 for a beginning, which brings its tools."""
+    """Number of the turn that `turns` continue; −1 for a new root, which has its own tools."""
     tools: tuple[Tool, ...]
     prefix: int
-    """Number of the turn whose first `start` ids the prompt begins with; −1 where it shares none."""
+    """Number of the turn whose first `start` ids the prompt begins with; −1 if it shares none."""
     start: int
     turns: tuple[TurnRecord, ...]
 
@@ -121,38 +121,38 @@ class Turn:
 
     def __init__(self, parent: "Turn | None", message: Message, response_ids: IntArray | None = None) -> None:
         self.parent, self.message = parent, message
-        # Read for each message of each call, so they stand here and not one step away.
+        # Copied here because they are read for each message of each call.
         self.role, self.content = message.role, message.content
         self._thinking = message.thinking
         self._calls = [(call.name, call.arguments, call.id, _kinds(call.arguments)) for call in message.tool_calls]
         self.response_ids = response_ids
-        """What the model sampled; None for a message that came from the client."""
+        """Sampled token ids; None for a client's message."""
         self.depth: int = 0 if parent is None else parent.depth + 1
-        """Messages of the conversation up to here."""
+        """Number of messages of the conversation up to here."""
         self._jump: Turn | None = _far_above(parent)
-        """A turn above, most often far above: with it the way up to any depth takes few steps."""
+        """Skip pointer to an ancestor, usually a distant one: with it any depth above is reached in few steps."""
         self.num_sampled: int = (0 if parent is None else parent.num_sampled) + (response_ids is not None)
-        """Of those, the model's."""
+        """Number of the model's messages up to here."""
         self.strand: Strand | None = None
         self.start: int | None = None
-        """Where on its strand the tokens begin that the model sampled; None for a message that came from the client."""
+        """Position of the first sampled token on the strand; None for a client's message."""
         self.closed: int | None = None
         self.opened: int | None = None
         self.number: int | None = None
-        """Its place among the turns that were recorded; None while no answer that goes through it was."""
+        """Index among the recorded turns; None until an answer at or below it is recorded."""
         self.written: int | None = None
-        """How many of its ids are written down with it; None for an answer, of which all are."""
+        """Number of its ids in the journal; None for an answer, all of whose ids are there."""
         self.num_held = 0
-        """Prompts that end here and are neither answered nor given up."""
+        """Number of prompts that end here and are neither answered nor given up."""
         self.children: dict[Key, list[Turn]] = {}
         self.has_rivals = False
-        """Whether another child of its parent may be meant by the same message."""
+        """Whether the same message may match another child of its parent."""
         self.is_words = not message.tool_calls
-        """Whether it has no calls and no rivals: then content alone identifies it, where thinking is restored."""
+        """Whether it has no tool calls and no rivals: then content alone identifies it, if thinking is restored."""
         self.latest: Turn | None = None
-        """The child that was met last."""
+        """The most recently matched or added child."""
         self.answered: Turn | None = None
-        """The child through which the last answer was recorded."""
+        """The child on the path of the most recently recorded answer."""
 
     def add(self, child: "Turn") -> None:
         same = self.children.setdefault(key_of(child.message), [])
@@ -171,12 +171,12 @@ class Turn:
             self.latest = None
 
     def dissolve(self) -> None:
-        """Let go of the turns around it."""
+        """Drop the references to other turns."""
         self.children, self.parent, self.latest, self.answered = {}, None, None, None
         self._jump = None
 
     def find(self, message: Message, *, restores_thinking: bool) -> "Turn | None":
-        """The child that `message` is, the best of those that it may be."""
+        """Return the child that matches `message` best."""
         if self.latest is not None and self.latest.is_plainly(message, restores_thinking):
             return self.latest
         same = self.children.get(key_of(message)) if self.children else None
@@ -189,7 +189,7 @@ class Turn:
         return child
 
     def is_plainly(self, message: Message, restores_thinking: bool) -> bool:
-        """Whether nothing speaks against `message` being this turn; may be False where a closer look says otherwise."""
+        """Fast check whether `message` matches this turn; may be False where a full comparison matches."""
         return (
             self.content == message.content
             and self.role == message.role
@@ -197,7 +197,7 @@ class Turn:
         )
 
     def is_plainly_answer(self, message: Message, restores_thinking: bool) -> bool:
-        """The same for an assistant's message whose content is this one's."""
+        """Do the same for an assistant message with equal content."""
         thinking, ours, theirs = message.thinking, self._calls, message.tool_calls
         if self.has_rivals or ((thinking or not restores_thinking) and thinking != self._thinking):
             return False
@@ -209,7 +209,7 @@ class Turn:
             others = other.arguments
             if arguments != others or name != other.name or (id != other.id and other.id):
                 return False
-            # Python takes true for 1; among equals of the same types, with nothing inside them, there is no such doubt.
+            # In Python true equals 1; among equal values of the same types, with nothing nested, this cannot happen.
             if kinds and list(map(type, others.values())) != kinds and not same_json(arguments, others):
                 return False
         return True
@@ -224,11 +224,11 @@ class Turn:
         return Echo.OTHER if message.thinking else Echo.WITHOUT_THINKING
 
     def complete(self, message: Message) -> Message:
-        """`message` with the thinking that was recorded."""
+        """Return `message` with the recorded thinking."""
         return message if message.thinking == self._thinking else replace(message, thinking=self._thinking)
 
     def above(self) -> "Iterator[Turn]":
-        """The turns before this one, the nearest first, and the beginning."""
+        """Yield the turns before this one, nearest first, up to the root."""
         turn = self.parent
         while turn is not None:
             yield turn
@@ -241,14 +241,14 @@ class Turn:
         return turn is other and turn is not self
 
     def has_ids_of(self, message: Message) -> bool:
-        """Whether the calls, which are the same, have the same ids."""
+        """Return whether the tool calls, otherwise equal, have the same ids."""
         return all(one.id == other.id for one, other in zip(self.message.tool_calls, message.tool_calls, strict=False))
 
-    # -- written down: with a prompt, `ids` on `strand`, that goes through this turn -----------------------------------
+    # -- journal: `ids` on `strand` are a prompt that contains this turn -----------------------------------------------
 
     @classmethod
     def restored(cls, parent: "Turn", record: TurnRecord, strand: Strand) -> "Turn":
-        """The turn that `record` made the record of, as a child of its parent."""
+        """Create the turn that `record` describes, as a child of `parent`."""
         response_ids = None
         if record.start is not None:
             response_ids = strand.view(record.start + record.num_response)[record.start :]
@@ -266,12 +266,12 @@ class Turn:
         return TurnRecord(self.message, self.closed, self.opened, self.start, num_response)
 
     def num_known(self, ids: IntArray, strand: Strand) -> int:
-        """How many ids of this turn are known, if the prompt begins with them; 0 where the format wrote it anew."""
+        """Return the number of known ids of this turn if the prompt begins with them; 0 if rendered differently."""
         size = max(self.opened or 0, self.closed or 0)
         return size if self._begins(size, ids, strand) else 0
 
     def num_written(self, ids: IntArray, strand: Strand) -> int:
-        """How many ids of this turn are written down, if the prompt begins with them; else 0."""
+        """Return the number of this turn's ids in the journal if the prompt begins with them; else 0."""
         size = (self.closed or 0) if self.written is None else self.written
         return size if self._begins(size, ids, strand) else 0
 
@@ -282,8 +282,8 @@ class Turn:
 
 
 def _far_above(parent: Turn | None) -> Turn | None:
-    """Where the child of `parent` jumps to: past two jumps of equal length, else to its parent. So there is a way from
-    each turn to each above it whose steps grow with the logarithm of the distance."""
+    """Return the skip pointer of a child of `parent`: past two jumps of equal length, else its parent. So the number of
+    steps between a turn and an ancestor grows with the logarithm of their distance."""
     if parent is None:
         return None
     near = parent._jump
@@ -295,8 +295,8 @@ def _far_above(parent: Turn | None) -> Turn | None:
 def best_echo(
     turns: Sequence[Turn], message: Message, least: Echo, after: Turn | None = None, distance: int = 0
 ) -> Turn | None:
-    """The turn that `message` repeats best: with the ids of its calls, then below `after` and as near as can be to
-    `distance` messages below, then with its thinking, then the latest."""
+    """Return the best match for `message`: by call ids, then below `after` and nearest to `distance` messages below it,
+    then by thinking, then the most recent."""
     found = [turn for turn in turns if turn.echo(message).value >= least.value]
     if len(found) > 1:
         found = [turn for turn in found if turn.has_ids_of(message)] or found
@@ -308,8 +308,8 @@ def best_echo(
 
 
 def _nearest(turns: Sequence[Turn], after: Turn, distance: int) -> list[Turn]:
-    """Those below `after` that are nearest to `distance` messages below, in the order that they have. Of two that are
-    as near, the one above: a client puts a message in more often than it takes one out."""
+    """Return the turns below `after` nearest to `distance` messages below it, in their given order. Ties go to the one
+    above: clients insert a message more often than they remove one."""
 
     def gap(turn: Turn) -> tuple[int, int]:
         return abs(turn.depth - after.depth - distance), turn.depth
@@ -352,7 +352,7 @@ def same_tools(ours: Sequence[Tool], theirs: Sequence[Tool]) -> bool:
 
 
 def same_json(one: JsonValue, other: JsonValue) -> bool:
-    """Equality of JSON values, which Python's is not: there true equals 1."""
+    """JSON equality, which differs from Python's, where true equals 1."""
     if one != other:
         return False
     kind, other_kind = type(one), type(other)
@@ -368,7 +368,7 @@ def same_json(one: JsonValue, other: JsonValue) -> bool:
 
 
 def _kinds(arguments: Mapping[str, JsonValue]) -> list[type]:
-    """Types of the arguments; none where all are text, and no type at all where one holds others."""
+    """Return the arguments' types; empty if all are text, and `[type]`, which matches nothing, if one is nested."""
     kinds = [type(value) for value in arguments.values()]
     if all(kind is str for kind in kinds):
         return []

@@ -1,11 +1,11 @@
-"""One AdamW step on one or many tensors, with float32 masters of weights kept in lower precision.
+"""One AdamW step on one or many tensors, with float32 master weights for weights in lower precision.
 
     g  = scale · gradient
     m ← β1 m + (1 − β1) g              v ← β2 v + (1 − β2) g²
     w ← (1 − rate·decay) w − rate · ( m / (1 − β1^t) ) / ( √( v / (1 − β2^t) ) + ε )
     weight ← w, rounded to its own precision
 
-A scale that is not finite leaves everything as it was: a step whose gradients overflowed is skipped.
+`rate` is the learning rate. A scale that is not finite changes nothing: a step whose gradients overflowed is skipped.
 """
 
 import math
@@ -27,11 +27,11 @@ class AdamWRule:
 
 @dataclass(frozen=True)
 class AdamWState:
-    """Of one weight."""
+    """Optimizer state of one weight."""
 
     weight: Tensor
     master: Tensor | None
-    """The weight in float32, where it is kept in less."""
+    """The float32 master of a weight in lower precision; None if the weight needs none."""
     mean: Tensor
     """m"""
     square: Tensor
@@ -64,7 +64,7 @@ def adamw_(
         [state.mean for state in states],
         [state.square for state in states],
         [],
-        # The function counts up before it uses them.
+        # The function increments the step count before using it.
         [torch.tensor(float(time - 1)) for time in times],
         fused=True,
         amsgrad=False,
@@ -81,7 +81,7 @@ def adamw_(
 
 
 def adamw_plain_(state: AdamWState, grad: Tensor, time: int, scale: float, rule: AdamWRule) -> None:
-    """The formula, line by line: the twin that the fast paths must equal."""
+    """The formula, line by line: the reference that the fast paths must equal."""
     (beta1, beta2), g = rule.betas, grad.to(state.exact.dtype) * scale
     state.mean.mul_(beta1).add_(g, alpha=1 - beta1)
     state.square.mul_(beta2).add_(g * g, alpha=1 - beta2)

@@ -1,6 +1,6 @@
-"""The AdamW step on CUDA: every element of gradient, moments and master is read once and written once.
+"""The AdamW step on CUDA: reads and writes every element of gradient, moments and master weights once.
 
-The twin is `adamw.adamw_plain_`.
+The reference is `adamw.adamw_plain_`.
 """
 
 import triton
@@ -37,7 +37,8 @@ def _adamw_kernel(
         index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = index < num_elements
         g = tl.load(grad + index, mask=mask, other=0.0).to(tl.float32) * factor
-        # Left to the compiler, what is fused differs with the number of elements: a chunk would not be a part's bits.
+        # Explicit, because the compiler's choice of fused multiply-adds varies with the number of elements: a chunk's
+        # result would differ in bits from the whole tensor's.
         m = tl.fma(beta1, tl.load(mean + index, mask=mask, other=0.0), (1 - beta1) * g)
         v = tl.fma(beta2, tl.load(square + index, mask=mask, other=0.0), (1 - beta2) * g * g)
         w = tl.load(master + index, mask=mask, other=0.0)

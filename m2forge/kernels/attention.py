@@ -1,8 +1,8 @@
-"""Causal attention over documents laid end to end, on a CPU.
+"""Causal attention over packed documents on a CPU.
 
     out[n] = Σ_{m ≤ n, same document} softmax_m( q[n]·k[m] / √K ) v[m]
 
-Float32 without a window goes to c/attention.c, to which documents are trees of one node; everything else to the plain
+Float32 without a window uses c/attention.c, which treats documents as trees of one node; everything else uses the plain
 form, document by document.
 
 Shapes: N tokens, H query heads, G key/value heads, K head dimension.
@@ -21,7 +21,7 @@ from m2forge.kernels.tree_attention import documents_layout, tree_attention_nati
 def document_attention(
     q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, lengths: Sequence[int], masks: Sequence[Tensor | None]
 ) -> Tensor:
-    """`masks[t]`: which keys each query of document t sees, None for all up to itself."""
+    """`masks[t]`: the keys that each query of document t sees, None for all up to itself."""
     if sum(lengths) != q_NHK.shape[0]:
         raise ValueError(f"documents of {sum(lengths)} tokens cannot explain {q_NHK.shape[0]} queries")
     if any(mask is not None for mask in masks) or not native.serves(q_NHK, k_NGK, v_NGK):

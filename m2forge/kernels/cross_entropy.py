@@ -1,4 +1,4 @@
-"""Cross-entropy straight from hidden states, a chunk of logits at a time (`linear_loss`).
+"""Cross-entropy from hidden states, one chunk of logits at a time (`linear_loss`).
 
     loss = Σ_m  weight[m] · ( logsumexp_v z[m,v] − z[m, target[m]] ),    z[m] = head · hidden[position[m]]
 
@@ -49,7 +49,7 @@ def linear_cross_entropy(
 
 
 def linear_cross_entropy_plain(hidden_ND: Tensor, head_VD: Tensor, target_N: Tensor) -> Tensor:
-    """The mean over every token with all logits at once: the twin that the chunked form must equal."""
+    """The mean over all tokens with all logits at once: the reference that the chunked form must equal."""
     return F.cross_entropy(raised(hidden_ND @ head_VD.t()), target_N)
 
 

@@ -1,6 +1,6 @@
 """Softmax, loss and gradient of a chunk of logits on CUDA, in place: two reads and one write of each row.
 
-The twin is the torch branch of `cross_entropy._nll_and_grad`.
+The reference is the torch branch of `cross_entropy._nll_and_grad`.
 """
 
 import torch

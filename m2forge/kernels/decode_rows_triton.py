@@ -1,18 +1,18 @@
-"""The rows of a decoding step on CUDA: where each stands, what its network begins with, and what is left of the step.
+"""The rows of a decode step on CUDA: their positions and network inputs, and the update after verification.
 
-What rollout/decode.py computes between its networks and products, in four kernels. `begin` and `begin_module` make, of
-every row, its place, its slot in the cache, its angles and the normed input of the first product. `settle` counts the
-drafts that stand, writes what the step gives, and the integers that the next one takes. Drafts come behind it
+Four kernels replace what rollout/decode.py computes between its networks and products. `begin` and `begin_module`
+compute every row's position, cache slot, rotary angles and normed input of the first product. `settle` counts the
+accepted drafts and writes the step's output and the integer inputs of the next step. Drafting follows
 (verdict_triton.py).
 
-    known      of each sequence: the token drawn before, those of all rows, the new drafts
-    course     of each sequence: its place, its room, how many tokens of the step count, how many modules have run over
-               its last token; then what is known
+    known      per sequence: the previous token, those of all rows, the new drafts
+    course     per sequence: its position, the tokens that fit in its blocks, how many tokens of the step count, how
+               many modules have run over its last token; then `known`
 
-Layouts of integers, reals and out are those of rollout/decode.py, which is the twin.
+The layouts of integers, reals and out are those of rollout/decode.py, which is the reference.
 
-Shapes: B sequences, K drafts that are verified, J = K + 1 rows, D hidden size, S blocks, W rows of a module, N = B·J or
-B·W, R = rotating dimensions / 2, T tokens of a block.
+Shapes: B sequences, K drafts to verify, J = K + 1 rows, D hidden size, S blocks, W rows of a module, N = B·J or B·W, R
+= rotating dimensions / 2, T tokens per block.
 """
 
 from typing import NamedTuple
@@ -25,11 +25,11 @@ from torch import Tensor
 from m2forge.kernels.norm import Norm
 
 NUM_COURSE = 4
-"""Fields of `course` before what is known."""
+"""Fields of `course` before `known`."""
 
 
 class Rows(NamedTuple):
-    """Of one pass of a network."""
+    """The rows of one forward pass."""
 
     position_N: Tensor
     slot_N: Tensor
@@ -52,7 +52,7 @@ def _store_place(
     row, place, table, nowhere, frequency, position, slot, cos, sin,
     T: tl.constexpr, R: tl.constexpr, R_LANES: tl.constexpr,
 ):  # fmt: skip
-    """Place, slot and angles of one row."""
+    """Stores position, slot and rotary angles of one row."""
     seen = tl.maximum(place, 0)
     block = tl.load(table + seen // T)
     tl.store(position + row, place)
@@ -63,7 +63,7 @@ def _store_place(
     tl.store(sin + row * R + lane, tl.sin(angle), mask=lane < R)
 
 
-# Values of these come and go with the load: none is worth another compilation.
+# These values change with the load: do not recompile for them.
 @triton.jit(do_not_specialize=["width", "nowhere", "J"])
 def _begin_kernel(
     integers, embedding, weight, frequency, position, slot, cos, sin, x, out, width, nowhere, J,
@@ -100,7 +100,7 @@ def _begin_module_kernel(
     last = num + module
     w = row % (J + 1 + module) + tl.where(module < num_run, tl.minimum(num, module + 1), 0)
     place = tl.where((w <= last) & (w < room), start + w, -1)
-    # Behind the last token that counts come the new drafts.
+    # The new drafts follow the last token that counts.
     token = tl.load(course + COURSE + tl.minimum(tl.where(w <= num, w, w - num + J), J + module))
     table = integers + batch * width + FIELDS + J - 1
     _store_place(row, place, table, nowhere, frequency, position, slot, cos, sin, T, R, R_LANES)
@@ -128,7 +128,7 @@ def _settle_kernel(
     before, start = tl.load(integers), tl.load(integers + 1)
     num_drafts, room = tl.load(integers + 2), tl.load(integers + 3)
     token_J = tl.load(token + batch * J + lane, mask=inside, other=0)
-    # The first draft that does not stand ends the row; where all do, the place behind them.
+    # The first rejected draft ends the row; if all are accepted, the index behind them.
     stood = (tl.load(stands + batch * J + lane, mask=inside, other=0) != 0) & (lane < J - 1) & (lane < num_drafts)
     num = 1 + tl.min(tl.where(stood, LANES, lane), 0).to(tl.int64)
     course += batch * (COURSE + 1 + J + depth)
@@ -169,7 +169,8 @@ def begin(
     norm: Norm,
     frequency_R: Tensor,
 ) -> tuple[Rows, Tensor, Tensor]:
-    """The rows of the main model, their embeddings, and these normed. `nowhere`: the slot of rows that are none."""
+    """Returns the main model's rows, their embeddings, and the normed embeddings. `nowhere`: the scratch slot of
+    padding rows."""
     num, dim = integers.shape[0] * num_rows, embedding_VD.shape[1]
     rows = _rows(num, frequency_R)
     x_ND, out_ND = embedding_VD.new_empty(num, dim), embedding_VD.new_empty(num, dim)
@@ -195,9 +196,9 @@ def begin_module(
     norms: tuple[Norm, Norm],
     frequency_R: Tensor,
 ) -> tuple[Rows, Tensor, Tensor]:
-    """The rows of a module, of each the sequence whose last it is or −1, and what its projection takes. `num_rows`:
-    of the main model. `state_PTD`: what the module takes from the network before it, in the cache. `norms`: of states,
-    and of embeddings."""
+    """Returns a module's rows; for each, the sequence whose last row it is, or −1; and the input of the module's
+    projection. `num_rows`: rows per sequence in the main model. `state_PTD`: the cached input states of the module.
+    `norms`: of states, and of embeddings."""
     num, (_, block_tokens, dim) = integers.shape[0] * (num_rows + 1 + module), state_PTD.shape
     rows = _rows(num, frequency_R)
     target_N = torch.empty_like(rows.slot_N)
@@ -216,7 +217,7 @@ def begin_module(
 def settle(
     integers: Tensor, token_BJ: Tensor, stands_BJ: Tensor, logprob_BJ: Tensor, raw_logprob_BJ: Tensor, depth: int
 ) -> tuple[Tensor, Tensor]:
-    """(course, out), both without the drafts that are still to be made; `integers` are those of the next step."""
+    """Returns (course, out), both without the new drafts; `integers` then holds the next step's inputs."""
     num_sequences, num_rows = token_BJ.shape
     course = integers.new_empty(num_sequences, NUM_COURSE + 1 + num_rows + depth)
     out = integers.new_empty((num_sequences, 3 * num_rows + 2 + depth), dtype=torch.float64)

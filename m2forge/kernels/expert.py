@@ -1,10 +1,10 @@
-"""The experts of a mixture layer as one differentiable function.
+"""The experts of an MoE layer as one differentiable function.
 
     out[n] = Σ_k  weight[n,k] · W2[e] ( silu(W1[e] x[n]) * W3[e] x[n] ),   e = expert[n,k]
 
-Tokens are sorted by expert once, so that each weight matrix meets all its tokens in one product. The weight multiplies
-the activation rather than the product's output: the same sum, and the output need not be kept for the backward pass,
-which stores only the two pre-activations and recomputes the rest. Every reduction has a fixed order.
+Tokens are sorted by expert once, so that each weight matrix multiplies all its tokens in one product. The router weight
+multiplies the activation rather than the product's output: the sum is the same, and the backward pass, which stores
+only the two pre-activations and recomputes the rest, does not need the output. Every reduction has a fixed order.
 
 Shapes: N tokens, K experts per token, S = N·K rows, E experts, D hidden size, F expert width.
 """
@@ -21,12 +21,12 @@ from m2forge.kernels.grouped import grouped_rows, grouped_weights
 from m2forge.kernels.precision import raised
 
 FEW_PAIRS = 2048
-"""Of a token and an expert: up to here, on CUDA and without gradients, kernels that sort nothing are faster."""
+"""Number of (token, expert) pairs up to which, on CUDA and without gradients, kernels without sorting are faster."""
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Where each (token, expert) pair goes in the rows sorted by expert."""
+    """The permutation of (token, expert) pairs into rows sorted by expert."""
 
     order_S: Tensor
     """Row → flat pair index n·K + k."""
@@ -41,15 +41,15 @@ class Dispatch:
         return torch.diff(self.ends_E, prepend=self.ends_E.new_zeros(1))
 
     def counted_load(self, count_N: Tensor) -> Tensor:
-        """The same, each row as often as its token counts."""
-        # Running sums over the sorted rows: on CUDA, adding up by index took longer than the products of the layer.
+        """Rows per expert, each row weighted by its token's count."""
+        # Cumulative sums over the sorted rows: on CUDA, scatter-adding took longer than the layer's products.
         count_S = count_N.index_select(0, self.order_S // self.slot_NK.shape[1])
         until_E = F.pad(count_S.cumsum(0), (1, 0)).index_select(0, self.ends_E)
         return torch.diff(until_E, prepend=until_E.new_zeros(1))
 
 
 def dispatch(expert_NK: Tensor, num_experts: int) -> Dispatch:
-    # Sixteen-bit keys take a quarter of the radix passes of 64-bit ones.
+    # 16-bit keys take a quarter of the radix passes of 64-bit ones.
     keys_S = expert_NK.flatten().to(torch.int16) if expert_NK.is_cuda else expert_NK.flatten()
     sorted_S, order_S = torch.sort(keys_S, stable=True)
     rows_S = torch.arange(order_S.shape[0], device=order_S.device)
@@ -67,8 +67,8 @@ def expert_ffn(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor,
 
 
 def expert_ffn_unsorted(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
-    """`expert_ffn` where nothing needs a gradient, nor the pairs sorted: on CUDA, few of them are not."""
-    # The sorted path makes the host wait for all types but bfloat16.
+    """`expert_ffn` without gradients; on CUDA, few pairs are not sorted."""
+    # The sorted path syncs with the host for all dtypes but bfloat16.
     if x_ND.is_cuda and (expert_NK.numel() <= FEW_PAIRS or x_ND.dtype != torch.bfloat16):
         from m2forge.kernels.expert_decode_triton import expert_ffn_decode, serves
 
@@ -78,7 +78,7 @@ def expert_ffn_unsorted(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK
 
 
 def expert_ffn_plain(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
-    """The formula above, read off expert by expert: the twin that `expert_ffn` must equal."""
+    """The formula above, expert by expert: the reference that `expert_ffn` must equal."""
     out_ND = torch.zeros_like(x_ND)
     for expert in range(w2_EDF.shape[0]):
         token, k = torch.where(expert_NK == expert)
@@ -121,7 +121,7 @@ def _activate(h_SG: Tensor, weight_S: Tensor) -> Tensor:
 
 
 def _activate_backward(grad_SF: Tensor, h_SG: Tensor, weight_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of h, gradient of the weights, the activation again)."""
+    """(gradient of h, gradient of the weights, the recomputed activation)."""
     if h_SG.is_cuda:
         from m2forge.kernels.expert_triton import activate_backward
 

@@ -1,20 +1,20 @@
-"""The experts of a mixture layer on CUDA, for few tokens and without gradients: time is that of reading the matrices.
+"""The experts of an MoE layer on CUDA for few tokens, without gradients; bound by reading the weights.
 
     a[n, k] = weight[n, k] · silu(W1[e] x[n]) * (W3[e] x[n]),   e = expert[n, k]
     out[n] = Σ_k W2[e] a[n, k]
 
-One token: each pair (n, k) is a product of its own. A program of the first kernel owns columns of one pair's `a`, one
-of the second owns columns of the output, and adds up the pairs in their order. Two launches.
+One token: each pair (n, k) is a separate product. A program of the first kernel computes columns of one pair's `a`, one
+of the second computes columns of the output and adds up the pairs in order. Two launches.
 
-Few tokens: those of one expert share its matrices. A token chooses none twice, so that rows are tokens, and a program
-finds its own by itself, without a sort: it owns columns of one expert's rows. What experts add to a token is left for
-the norm behind them to add up (norm_triton.py). Two launches.
+Few tokens: tokens of one expert share its matrices. A token never chooses an expert twice, so rows are tokens, and a
+program finds its rows without a sort: it computes columns of one expert's rows. The norm that follows sums the experts'
+outputs of a token (norm_triton.py). Two launches.
 
 More tokens: `group` lists pairs by expert, without a sort; a program reads an expert's matrices once for every tile of
 its rows. Three launches.
 
-A pair whose expert is E or more is none: no matrix is read for it, and nothing is written. Every sum has a fixed order,
-and the grids follow from shapes alone. The twin is `expert.expert_ffn_plain`.
+Pairs whose expert is E or more are padding: no weights are read and no output is written for them. Every sum has a
+fixed order, and grids depend on shapes alone. The reference is `expert.expert_ffn_plain`.
 
 Shapes: N tokens, K experts per token, S = N·K pairs, E experts, D hidden size, F expert width. Within a kernel: M rows.
 """
@@ -30,7 +30,7 @@ from m2forge.kernels.slow_path import EXPERT_MULTIPLE
 
 
 class Tiling(NamedTuple):
-    """Of a matrix of an expert: rows of it that one program owns, and how it walks along them."""
+    """Rows of an expert's matrix that one program computes, and its steps along them."""
 
     columns: int
     step: int
@@ -39,23 +39,23 @@ class Tiling(NamedTuple):
 
 
 FEW_TOKENS = 32
-"""Up to here a program finds its rows by itself."""
+"""Number of tokens up to which a program finds its rows itself."""
 FEW_UP = Tiling(64, 64, 4, 4)
 FEW_UP_SHORT = Tiling(32, 128, 4, 4)
-"""For two tokens: there are too few programs."""
+"""For two tokens, where there would be too few programs."""
 FEW_DOWN = Tiling(128, 64, 4, 4)
 ROWS = 16
-"""The least of a tile that tensor cores take; more of them are slower, and hardly ever needed by few tokens."""
+"""The smallest tile that tensor cores take; larger ones are slower and rarely needed by few tokens."""
 SINGLE_UP = Tiling(32, 128, 4, 4)
 SINGLE_UP_SHORT = Tiling(32, 256, 4, 3)
-"""Where there are too few programs to fill the processors."""
+"""Used where there are too few programs to fill the SMs."""
 SINGLE_DOWN = Tiling(8, 512, 2, 4)
 GROUPED_UP = {16: Tiling(32, 128, 4, 4), 32: Tiling(64, 64, 4, 4), 64: Tiling(64, 64, 4, 4)}
 GROUPED_DOWN = {16: Tiling(32, 128, 4, 4), 32: Tiling(64, 64, 4, 4), 64: Tiling(64, 64, 4, 4)}
 """By the rows of a tile."""
 LEAST_PROGRAMS = 256
 SCAN = 256
-"""Pairs that are looked at together when they are grouped."""
+"""Pairs that the grouping kernel scans at once."""
 
 
 def serves(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor) -> bool:
@@ -70,7 +70,7 @@ def serves(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor) -> bool:
 
 @triton.jit(do_not_specialize=["S"])
 def _group_kernel(expert, order, ends, S, SCAN: tl.constexpr):
-    """A program per expert: pairs of smaller experts come before its own, which keep their order."""
+    """A program per expert: places its pairs after those of lower experts, in their original order."""
     own = tl.program_id(0)
     before = tl.zeros((SCAN,), tl.int32)
     for first in range(0, S, SCAN):
@@ -92,7 +92,7 @@ def _up_tile(
     x, w13, weight, a, own, pair, live, column,
     D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Columns of `a` for pairs of one expert."""
+    """Computes columns of `a` for pairs of one expert."""
     step = tl.arange(0, STEP)
     w13 += own * (2 * F * D) + tl.minimum(column, F - 1)[:, None] * D + step[None, :]
     x += (pair // K)[:, None] * D + step[None, :]
@@ -126,7 +126,7 @@ def _down_tile(
 
 @triton.jit
 def _rows_of(ends):
-    """(expert, its first row, the row behind its last) of this program; rows are places in `order`."""
+    """(expert, its first row, the row after its last) of this program; rows are indices into `order`."""
     own = tl.program_id(0)
     return own.to(tl.int64), tl.load(ends + own - 1, mask=own > 0, other=0), tl.load(ends + own)
 
@@ -161,13 +161,14 @@ def _down_kernel(
 def _meeting(
     expert, N, E: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, CHOICES: tl.constexpr, BY_PAIR: tl.constexpr
 ):
-    """(expert, the pair of each token with it, how many chose it before that token or −1, how many do). A program is of
-    one expert, or of one pair: then the first pair of an expert serves all, and to others nobody comes."""
+    """(expert, each token's pair with it, number of earlier tokens that chose it or −1, number of tokens that chose
+    it). A program handles one expert or, with BY_PAIR, one pair: then an expert's first pair serves all its tokens and
+    its other pairs do nothing."""
     index, token, choice = tl.program_id(0), tl.arange(0, TOKENS), tl.arange(0, CHOICES)
     own = tl.load(expert + index).to(tl.int32) if BY_PAIR else index
     there = (token < N)[:, None] & (choice < K)[None, :]
     chosen = tl.load(expert + token[:, None] * K + choice[None, :], mask=there, other=-1).to(tl.int32)
-    # Of numbers that are none a router may choose an expert twice: any of its places lies inside.
+    # With NaN logits a router may choose an expert twice: any of its indices is in range.
     place = tl.max(tl.where(chosen == own, choice[None, :], -1), 1)
     live = (place >= 0).to(tl.int32)
     pair = token * K + tl.maximum(place, 0)
@@ -179,8 +180,8 @@ def _meeting(
 
 @triton.jit
 def _rows_from(pair, rank, first, M: tl.constexpr):
-    """(pairs, which are any) of the rows of a tile, the first of which is the token of rank `first`: where tokens are
-    more than rows. Where they are not, each has its own row."""
+    """(pairs, which rows are used) of a tile that starts at the token of rank `first`, where there are more tokens than
+    rows. Otherwise each token has its own row."""
     is_row = rank[None, :] == first + tl.arange(0, M)[:, None]
     return tl.sum(tl.where(is_row, pair[None, :], 0), 1), tl.sum(is_row.to(tl.int32), 1) > 0
 
@@ -237,7 +238,7 @@ def _down_single_kernel(
     E: tl.constexpr, D: tl.constexpr, F: tl.constexpr, K: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr,
     STEP: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rows are tokens. One loop over all pairs and the width, so that loads run ahead from one expert to the next."""
+    """Rows are tokens. One loop over all pairs and the width, so that loads are prefetched across experts."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     step, token, lane = tl.arange(0, STEP), tl.arange(0, M), tl.arange(0, PAIRS)
     chosen = tl.minimum(tl.load(expert + lane, mask=lane < S, other=0).to(tl.int64), E - 1)
@@ -245,7 +246,7 @@ def _down_single_kernel(
     total = tl.zeros((M, COLUMNS), tl.float32)
     for index in range(S * (F // STEP)):
         pair, start = index // (F // STEP), index % (F // STEP) * STEP
-        # Not read from memory here: a load that waits for another runs ahead half as far.
+        # Not loaded from memory here: dependent loads are prefetched half as far.
         own = tl.sum(tl.where(lane == pair, chosen, 0), 0)
         mine = (token == pair // K)[:, None]
         a_tile = tl.load(a + pair * F + start + tl.zeros((M, 1), tl.int32) + step[None, :], mask=mine, other=0.0)
@@ -258,7 +259,7 @@ def _down_single_kernel(
 
 
 def group(expert_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """(pairs sorted by expert and in their order within it, cumulative pairs per expert), int32."""
+    """(pairs grouped by expert, in their original order within it; cumulative pairs per expert), int32."""
     order_S = torch.empty(expert_NK.numel(), dtype=torch.int32, device=expert_NK.device)
     ends_E = torch.empty(num_experts, dtype=torch.int32, device=expert_NK.device)
     _group_kernel[(num_experts,)](expert_NK.contiguous(), order_S, ends_E, expert_NK.numel(), SCAN, num_warps=4)
@@ -266,7 +267,7 @@ def group(expert_NK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def expert_ffn_decode(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
-    """(N, D), of operands that this module `serves`."""
+    """(N, D); the operands must satisfy `serves`."""
     if x_ND.shape[0] == 0:
         return torch.empty_like(x_ND)
     if x_ND.shape[0] == 1:
@@ -275,7 +276,7 @@ def expert_ffn_decode(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: 
 
 
 def expert_pairs(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, expert_NK: Tensor) -> Tensor:
-    """What each expert adds to each token (N, K, D), before the sum."""
+    """Each expert's output for each token (N, K, D), before the sum."""
     run = _few if x_ND.shape[0] <= FEW_TOKENS else _grouped
     return run(x_ND, w13_EGD, w2_EDF, weight_NK.contiguous(), expert_NK.contiguous())
 
@@ -347,12 +348,12 @@ def _grouped(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, e
 
 
 def _rows_per_tile(num_pairs: int, num_experts: int, x_ND: Tensor) -> int:
-    """Room for twice an expert's mean share: beyond it the matrices are read again."""
+    """Rows for twice an expert's mean load: with more, the weights are read again."""
     most = 16 if x_ND.dtype == torch.float32 else 64
     twice: int = triton.next_power_of_2(2 * num_pairs // num_experts)
     return max(16, min(most, twice))
 
 
 def _step(length: int, most: int) -> int:
-    """The longest power of two that divides the length, up to `most`."""
+    """The largest power of two that divides the length, up to `most`."""
     return min(most, length & -length)

@@ -1,7 +1,7 @@
-"""Row movement and activation of the experts on CUDA: each kernel reads and writes every row once.
+"""Row permutation and activation of the experts on CUDA: each kernel reads and writes every row once.
 
-Token-centred: one program serves one token, so a token's row is read once however many experts it goes to. The twins
-are the torch branches in `expert.py`.
+One program handles one token, so a token's row is read once however many experts it goes to. The references are the
+torch branches in `expert.py`.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""FlexAttention over documents laid end to end and over token trees, its block mask never built from N×N tokens.
+"""FlexAttention over packed documents and token trees, with a block mask that is never built from N×N tokens.
 
-A query block and a key block of 128 tokens meet *fully* (no token test needed), *partly* (the token test decides) or
-not at all. Documents are contiguous, so the first and last token of each block settle which. Of a tree, the least and
-the greatest exit and depth in each block do: token k is seen by q where k ≤ q < exit[k].
+A query block attends to a key block of 128 tokens *fully* (no per-token mask), *partly* (the per-token mask decides) or
+not at all. Documents are contiguous, so the first and last token of each block decide which. For a tree, the minimum
+and maximum exit and depth in each block decide: q sees token k if k ≤ q < exit[k].
 """
 
 import functools
@@ -17,7 +17,7 @@ BLOCK = 128
 
 
 def document_mask(start_N: Tensor, size: int | None, num_sinks: int) -> BlockMask:
-    """`start_N`: first token of each token's document. `size`: tokens visible back, None for all."""
+    """`start_N`: first token of each token's document. `size`: the window in tokens, None for no limit."""
     num_tokens, device = start_N.shape[0], start_N.device
     first_B = torch.arange(0, num_tokens, BLOCK, device=device)
     last_B = (first_B + BLOCK - 1).clamp(max=num_tokens - 1)
@@ -33,8 +33,8 @@ def document_mask(start_N: Tensor, size: int | None, num_sinks: int) -> BlockMas
 
 
 def tree_mask(exit_N: Tensor, position_N: Tensor, size: int | None, num_sinks: int) -> BlockMask:
-    """`exit_N`: index behind each token's last descendant. `position_N`: its depth. `size`: tokens visible back, None
-    for all; the first `num_sinks` are visible from everywhere below."""
+    """`exit_N`: index after each token's last descendant. `position_N`: its depth. `size`: the window in tokens, None
+    for no limit; all descendants see the first `num_sinks`."""
     first_B = torch.arange(0, exit_N.shape[0], BLOCK, device=exit_N.device)
     q_first, k_first = first_B[:, None], first_B[None, :]
     last_B = (first_B + BLOCK - 1).clamp(max=exit_N.shape[0] - 1)
@@ -48,8 +48,8 @@ def tree_mask(exit_N: Tensor, position_N: Tensor, size: int | None, num_sinks: i
 
 
 def _range(x_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Least and greatest value of each block."""
-    filled = torch.cat((x_N, x_N[-1:].expand(-x_N.shape[0] % BLOCK)))  # a value of the last block changes neither
+    """Minimum and maximum of each block."""
+    filled = torch.cat((x_N, x_N[-1:].expand(-x_N.shape[0] % BLOCK)))  # repeating the last value changes neither
     low_B, high_B = torch.aminmax(filled.view(-1, BLOCK), dim=1)
     return low_B, high_B
 
@@ -68,7 +68,7 @@ def _mask(some_BB: Tensor, full_BB: Tensor, test: TokenTest, num_tokens: int) ->
 
 
 def _blocks(meets_BB: Tensor) -> tuple[Tensor, Tensor]:
-    """(how many key blocks each query block meets, their indices first)."""
+    """(number of key blocks that each query block attends to, key block indices with those first)."""
     indices = torch.argsort(meets_BB.to(torch.int8), dim=-1, descending=True, stable=True)
     return meets_BB.sum(-1, dtype=torch.int32)[None, None], indices.to(torch.int32)[None, None]
 
@@ -110,6 +110,6 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    """(1, heads, N, head dimension) each; compiled on its own unless the caller is being compiled already."""
+    """(1, heads, N, head dimension) each; compiles the kernel unless the caller is already being compiled."""
     attention = cast(Callable[..., Tensor], flex_attention) if torch.compiler.is_compiling() else _compiled()
     return attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

@@ -1,8 +1,8 @@
-"""The likeliest token of each row of logits, the first of several, and its log-probability, in one pass on a CPU.
+"""The argmax token of each row of logits (the first of equals) and its logprob, in one pass on a CPU.
 
     token = argmax_v z[v]        logprob = z[token] − logsumexp_v z[v]
 
-A row that holds NaN gives the place of its first one, and NaN. Without gradients.
+A row with NaN gives the index of its first NaN, and NaN. Without gradients.
 
 Shapes: B rows, V vocabulary.
 """

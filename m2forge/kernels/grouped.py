@@ -1,11 +1,11 @@
-"""Grouped matrix products: rows sorted by group, one matrix per group.
+"""Grouped matrix products (grouped GEMM): rows sorted by group, one matrix per group.
 
     rows:     out[s] = a[s] @ b[g]            for every row s of group g     (S, I) x (G, I, O) -> (S, O)
     weights:  out[g] = Σ_{s in g} a[s]ᵀ b[s]                                 (S, I), (S, O) -> (G, I, O)
 
-`ends` (G, int32) holds the cumulative row counts; groups may be empty. `torch.nn.functional.grouped_mm` serves where it
-can; elsewhere (float64, float16, odd strides, float32 on CUDA) a loop over the groups that have rows gives the same
-result, and warns once where float64 does not already mean a comparison.
+`ends` (G, int32) holds the cumulative row counts; groups may be empty. Uses `torch.nn.functional.grouped_mm` where it
+supports the operands; otherwise (float64, float16, odd strides, float32 on CUDA) a loop over non-empty groups gives the
+same result, and warns once unless the dtype is float64, which serves comparisons.
 """
 
 import logging
@@ -18,7 +18,7 @@ from m2forge.kernels.slow_path import name
 from m2forge.observe.log import warn_once
 
 ALIGNMENT_BYTES = 16
-"""`grouped_mm` refuses operands whose rows do not start at multiples of this."""
+"""`grouped_mm` rejects operands whose rows do not start at multiples of this."""
 
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _spans(ends: Tensor) -> list[tuple[int, int, int]]:
-    """(group, first row, end row) of every group that has rows."""
+    """(group, first row, end row) of every non-empty group."""
     spans, start = [], 0
     for group, end in enumerate(ends.tolist()):
         if end > start:

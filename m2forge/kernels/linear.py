@@ -1,13 +1,14 @@
-"""Linear maps, y = x Wᵀ: `linear` with an output of its operands' type, `linear_float32` with one in at least float32.
+"""Linear maps, y = x Wᵀ: `linear` returns its operands' dtype, `linear_float32` at least float32.
 
-Products of bfloat16 numbers are exact in float32, so multiplying bfloat16 operands with float32 sums equals raising
-them first; on CUDA that is one tensor-core product with a float32 output. The router and the float32 head use it.
+Products of bfloat16 numbers are exact in float32, so multiplying bfloat16 operands with float32 accumulation equals
+upcasting them first; on CUDA that is one tensor-core product with a float32 output. The router and the float32 LM head
+use it.
 
-On a CPU, products of bfloat16 without a gradient run in the fastest of the kernels in c/linear.c (NEON) and
-c/linear_x86.c (AVX2, AVX-512, AVX-512-bf16, AMX) and torch's own, which a probe of some milliseconds finds. One kernel
-serves products of all sizes, so that an output does not depend on how many rows are computed beside it. Where the
-machine has float16 arithmetic, NEON's sums up to 96 terms in it, pairwise, and these in float32: the error is smaller
-than that of rounding the output to bfloat16. `linear_float32`, whose output is not rounded, never goes there.
+On a CPU, bfloat16 products without a gradient run in the fastest of the kernels in c/linear.c (NEON) and c/linear_x86.c
+(AVX2, AVX-512, AVX-512-bf16, AMX) and torch's own, chosen by a probe of some milliseconds. One kernel serves products
+of all sizes, so that an output does not depend on the number of rows in the batch. Where the machine has float16
+arithmetic, the NEON kernel sums up to 96 terms in it, pairwise, and these sums in float32: the error is smaller than
+that of rounding the output to bfloat16. `linear_float32`, whose output is not rounded, never uses it.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from m2forge.kernels.norm import Norm
 from m2forge.kernels.precision import raised
 
 KERNELS = ("the plain kernel", "AVX-512-bf16", "AMX")
-"""By their numbers in c/linear_x86.c; c/linear.c has the first alone."""
+"""Indexed by kernel number in c/linear_x86.c; c/linear.c has only the first."""
 PROBE_OUT, PROBE_WIDTH = 1536, 576
 FEW_ROWS, MANY_ROWS = 8, 256
 PROBE_REPEATS = 4
@@ -51,7 +52,7 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def _multiplies_bfloat16() -> bool:
-    """Whether torch's own products of bfloat16 are fast on this CPU."""
+    """Whether torch's bfloat16 products are fast on this CPU."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -61,8 +62,8 @@ def _kernel() -> int | None:
 
 
 def _probe() -> int | None:
-    """Number of the native kernel that is fastest here, by the time for as many rows in steps of decode as in one of
-    prefill; None where torch's product is."""
+    """Number of the fastest native kernel, by the time of a prefill step plus decode steps with as many rows in total;
+    None if torch's product is fastest."""
     generator = torch.Generator().manual_seed(0)
     weight_OD, few_MD, many_MD = (
         torch.randn(rows, PROBE_WIDTH, generator=generator).bfloat16() for rows in (PROBE_OUT, FEW_ROWS, MANY_ROWS)
@@ -94,19 +95,19 @@ def _best_s(run: Callable[[Tensor], Tensor], x_MD: Tensor) -> float:
 class _Packed(NamedTuple):
     weight: weakref.ref[Tensor]
     version: int
-    """Of the weight when it was packed: torch counts its changes in place."""
+    """Torch's in-place version counter of the weight when it was packed."""
     elements: Tensor
     factor_O: Tensor
 
 
 _packed: dict[int, _Packed] = {}
-"""By the identity of the weight."""
+"""By the `id` of the weight."""
 
 
 def pack(weights: Iterable[Tensor]) -> None:
-    """Keep a copy of each matrix in the layout that the native product reads, as long as the matrix itself lives, where
-    that product would serve: two bytes more for every weight, and a step of few rows need not make the layout again.
-    Call it anew whenever the weights have changed; changes that torch does not count (through `.data`) go unseen."""
+    """Keep a copy of each matrix in the native kernel's layout while the matrix lives, if that kernel would serve: two
+    more bytes per weight, and decode steps need not repack it. Call it again whenever the weights have changed; changes
+    that torch does not count (through `.data`) go unnoticed."""
     packable = [weight for weight in weights if serves(weight.detach()) and weight.is_contiguous()]
     for weight_OD, (elements, factor_O) in zip(packable, _lay_out(packable), strict=True):
         reference = weakref.ref(weight_OD, functools.partial(_forget, _packed, id(weight_OD)))
@@ -114,13 +115,13 @@ def pack(weights: Iterable[Tensor]) -> None:
 
 
 def _lay_out(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The elements and the factors of each matrix. All lie in one mapping of huge pages where the system has them: a
-    step of decode reads every one of them, and the hardware's prefetching ends with each page."""
+    """The packed elements and factors of each matrix, all in one mapping of huge pages where available: a decode step
+    reads all of them, and hardware prefetching stops at page boundaries."""
     sizes = [native.ask("packed_bytes", *weight_OD.shape) for weight_OD in weights]
     starts = list(itertools.accumulate((-(-size // LINE_BYTES) * LINE_BYTES for size in sizes), initial=0))
     if not weights:
         return []
-    # Private: shared mappings have huge pages only where the system was told so.
+    # Private: shared mappings get huge pages only where the system is configured for it.
     memory = mmap.mmap(-1, starts[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
@@ -135,7 +136,7 @@ def _lay_out(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _forget(packed: dict[int, _Packed], identity: int, _: weakref.ref[Tensor]) -> None:
-    """`packed` outlives this module's names when the interpreter ends."""
+    """`packed` is an argument because this module's globals may be gone at interpreter exit."""
     packed.pop(identity, None)
 
 
@@ -151,8 +152,8 @@ def native_linear(
     onto: Tensor | None = None,
     is_gated: bool = False,
 ) -> Tensor:
-    """Where `serves`: onto + norm(x) Wᵀ, what is not given left out; if it is gated, silu(a) · b with a and b the
-    halves of norm(x) Wᵀ. `dtype` float32 shows what is rounded to bfloat16."""
+    """Requires `serves`. Computes onto + norm(x) Wᵀ, omitting absent terms; if gated, silu(a) · b with a and b the
+    halves of norm(x) Wᵀ. `dtype` float32 returns the values before rounding to bfloat16."""
     known, packed = _packed.get(id(weight_OD)), None
     if known is not None and known.weight() is weight_OD and known.version == weight_OD._version:
         packed = known.elements, known.factor_O
@@ -184,7 +185,7 @@ def _multiply(
 
 
 class _LinearFloat32(torch.autograd.Function):
-    """Gradients are rounded to the operands' type before their products, as any low-precision layer does."""
+    """Gradients are rounded to the operands' dtype before their products, as in any low-precision layer."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_ED: Tensor) -> Tensor:

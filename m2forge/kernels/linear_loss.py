@@ -1,10 +1,10 @@
-"""Losses straight from hidden states through the head, a chunk of logits at a time.
+"""Losses from hidden states through the LM head, one chunk of logits at a time.
 
     loss = Σ over chunks of score(z),    z[m] = head · hidden[position[m]]
 
-Only the positions that carry a loss are multiplied with the head, and about `CHUNK_BYTES` of logits exist at once.
-Who scores a chunk also gives the gradient of its loss with respect to the logits, so the gradients of hidden states and
-head are made in the forward pass, while a chunk's logits are at hand, and nothing is computed twice.
+Only positions that carry a loss are multiplied with the head, and about `CHUNK_BYTES` of logits exist at once. `score`
+also returns the gradient of its loss with respect to the logits, so the forward pass computes the gradients of hidden
+states and head while a chunk's logits exist, and nothing is recomputed.
 
 Shapes: N tokens, M loss positions, C positions of a chunk, D hidden size, V vocabulary.
 """
@@ -22,8 +22,8 @@ from m2forge.kernels.precision import at_least_float32, raised
 CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 25}
 
 Score: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-"""(logits_CV, which of the M positions they are of) → (loss summed over them, its gradient with respect to the logits).
-The logits' memory may be reused for the gradient."""
+"""(logits_CV, slice of the M positions) → (loss summed over them, its gradient with respect to the logits). `score` may
+reuse the logits' memory for the gradient."""
 
 
 def linear_loss(
@@ -45,7 +45,8 @@ def linear_loss(
 
 
 def chunk_rows(hidden_ND: Tensor, head_VD: Tensor, chunk_bytes: int | None) -> int:
-    """Of the network's precision; logits that are raised to float32 take twice the bytes of bfloat16 ones."""
+    """Rows per chunk, counted in the network's dtype; logits raised to float32 take twice the bytes of bfloat16
+    ones."""
     budget = chunk_bytes or CHUNK_BYTES.get(hidden_ND.device.type, CHUNK_BYTES["cpu"])
     return max(1, budget // (head_VD.shape[0] * hidden_ND.element_size()))
 
@@ -76,7 +77,7 @@ class _LinearLoss(torch.autograd.Function):
     ) -> Tensor:
         needs_hidden, needs_head, *_ = ctx.needs_input_grad
         loss = hidden_ND.new_zeros((), dtype=at_least_float32(hidden_ND.dtype))
-        # In at least float32: positions repeat where trees branch, and CUDA would round after every sum.
+        # In at least float32: positions repeat where trees branch, and CUDA would round after every addition.
         grad_hidden = torch.zeros_like(hidden_ND, dtype=at_least_float32(hidden_ND.dtype)) if needs_hidden else None
         grad_head = torch.zeros_like(head_VD, dtype=at_least_float32(head_VD.dtype)) if needs_head else None
         for start in range(0, position_M.shape[0], rows):
@@ -103,7 +104,7 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """The product rounded once: a factor rounded to bfloat16 first would bias every gradient alike."""
+    """Rounds the product once: rounding the factor to bfloat16 first would bias all gradients in the same direction."""
     out = torch.empty_like(gradient)
     for part, to in zip(gradient.split(1 << 14), out.split(1 << 14), strict=True):
         to.copy_(raised(part) * factor)

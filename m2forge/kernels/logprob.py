@@ -1,16 +1,16 @@
-"""Log-probabilities straight from hidden states, and any loss that is a function of them, a chunk of logits at a time.
+"""Logprobs from hidden states, and any loss that is a function of them, one chunk of logits at a time.
 
     z[m] = head · hidden[position[m]] / temperature[m]
     logp[m] = z[m, target[m]] − logsumexp_v z[m,v]
     loss = Σ_m value(logp[m]),    ∂loss/∂z[m,v] = slope(logp[m]) · ( [v = target[m]] − p[m,v] )
 
-Who calls gives value and slope of a chunk's log-probabilities, the rest is `linear_loss`. Beside the loss come, without
-gradient, logp, the entropy of p and, where asked for, the likeliest tokens.
+The caller supplies value and slope for a chunk's logprobs; `linear_loss` does the rest. Returned beside the loss,
+without gradient: logp, the entropy of p and, on request, the top tokens.
 
-`row_statistics` and `softmax_grad_` are the two passes over a chunk of logits, each one kernel; on CUDA no copy of the
-logits in a higher precision is made.
+`row_statistics` and `softmax_grad_` are the two passes over a chunk of logits, each one kernel; on CUDA they make no
+copy of the logits in higher precision.
 
-Shapes: N tokens, M loss positions, C positions of a chunk, D hidden size, V vocabulary, K likeliest tokens.
+Shapes: N tokens, M loss positions, C positions of a chunk, D hidden size, V vocabulary, K top tokens.
 """
 
 from collections.abc import Callable
@@ -26,18 +26,18 @@ from m2forge.kernels.linear_loss import check_targets, linear_loss
 from m2forge.kernels.precision import at_least_float32, raised
 
 Term: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-"""(logp_C, which of the M positions it is of) → (value_C, slope_C), slope the derivative of value by logp."""
+"""(logp_C, slice of the M positions) → (value_C, slope_C), where slope is the derivative of value by logp."""
 
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The likeliest tokens at each position, and all others as one."""
+    """The most likely tokens at each position, and the total of all others."""
 
     id_MK: Tensor
     """int32."""
     logp_MK: Tensor
     rest_M: Tensor
-    """Logarithm of the probability of all other tokens together; −∞ where there is none."""
+    """Log of the total probability of all other tokens; −∞ where there are none."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def linear_logprob(
     float32_head: bool = False,
     chunk_bytes: int | None = None,
 ) -> LogProbs:
-    """Without `inverse_temperature_M` every temperature is 1. `top_k`: how many of the likeliest tokens to return."""
+    """Without `inverse_temperature_M` every temperature is 1. `top_k`: number of top tokens to return."""
     columns = [x for x in (position_M, target_M, inverse_temperature_M) if x is not None]
     if any(x.shape != target_M.shape for x in columns):
         shapes = [tuple(x.shape) for x in columns]
@@ -89,13 +89,13 @@ def linear_logprob(
 
 
 def linear_logprob_plain(hidden_ND: Tensor, head_VD: Tensor, target_N: Tensor, temperature_N: Tensor) -> Tensor:
-    """logp of every token with all logits at once: the twin that the chunked form must equal."""
+    """logp of every token with all logits at once: the reference that the chunked form must equal."""
     logits_NV = raised(hidden_ND @ head_VD.t()) / temperature_N[:, None]
     return F.log_softmax(logits_NV, -1).gather(1, target_N[:, None])[:, 0]
 
 
 def computable(logits_CV: Tensor) -> Tensor:
-    """What the functions below take: the CPU's compute in at least float32, CUDA's raise every number they read."""
+    """The dtype that the functions below need: at least float32 on a CPU; CUDA kernels upcast as they read."""
     return logits_CV if logits_CV.is_cuda else raised(logits_CV)
 
 
@@ -116,7 +116,7 @@ def row_statistics(logits_CV: Tensor, scale_C: Tensor | None) -> tuple[Tensor, T
 
 
 def log_sum_exp(logits_CV: Tensor, scale_C: Tensor | None) -> Tensor:
-    """A logit of −∞ takes no part; one at least is finite."""
+    """Logits of −∞ are ignored; at least one must be finite."""
     if logits_CV.is_cuda or _is_native(logits_CV, scale_C):
         return row_statistics(logits_CV, scale_C)[0]
     return (logits_CV if scale_C is None else logits_CV * scale_C[:, None]).logsumexp(-1)
@@ -125,7 +125,7 @@ def log_sum_exp(logits_CV: Tensor, scale_C: Tensor | None) -> Tensor:
 def softmax_grad_(
     logits_CV: Tensor, scale_C: Tensor | None, lse_C: Tensor, factor_C: Tensor, target_C: Tensor | None = None
 ) -> Tensor:
-    """factor · ( exp(scale · logits − lse) − [v = target] ) in the memory of the logits."""
+    """factor · ( exp(scale · logits − lse) − [v = target] ), in place of the logits."""
     if logits_CV.is_cuda:
         from m2forge.kernels.logprob_triton import softmax_grad_ as grad_
 
@@ -144,7 +144,7 @@ def softmax_grad_(
 
 
 def rest_log_sum_exp_(logits_CV: Tensor, scale_C: Tensor | None, id_CK: Tensor) -> Tensor:
-    """logsumexp over all tokens but `id_CK`, whose logits become −∞; −∞ where no other is left."""
+    """logsumexp over all tokens except `id_CK`, whose logits become −∞; −∞ where no other token is left."""
     logits_CV.scatter_(1, id_CK, -torch.inf)
     if id_CK.shape[1] == logits_CV.shape[1]:
         return logits_CV.new_full((logits_CV.shape[0],), -torch.inf, dtype=at_least_float32(logits_CV.dtype))
@@ -167,10 +167,10 @@ def _empty_top(logp_M: Tensor, top_k: int) -> TopTokens:
 
 
 def _find_top(logits_CV: Tensor, scale_C: Tensor | None, lse_C: Tensor, top: TopTokens, chunk: slice) -> None:
-    """The logits are as before when it returns."""
+    """Leaves the logits unchanged."""
     found_CK, id_CK = logits_CV.topk(top.id_MK.shape[1], dim=-1, sorted=False)
     top.id_MK[chunk] = id_CK.int()
     top.logp_MK[chunk] = scaled_at(logits_CV, scale_C, id_CK) - lse_C[:, None]
-    # Summed over the other tokens themselves: 1 − Σ p would be all rounding where the rest is near 0.
+    # Summed over the other tokens: 1 − Σ p would be mostly rounding error where the rest is near 0.
     top.rest_M[chunk] = rest_log_sum_exp_(logits_CV, scale_C, id_CK) - lse_C
     logits_CV.scatter_(1, id_CK, found_CK)

@@ -1,6 +1,6 @@
-"""Statistics of the rows of a chunk of logits on CUDA, and their softmax gradient in place: two reads and one write.
+"""Row statistics of a chunk of logits on CUDA, and the softmax gradient in place: two reads and one write.
 
-Between the two the caller decides, per row, what the gradient is multiplied with. The twins are the torch branches of
+Between the two kernels the caller chooses each row's gradient factor. The references are the torch branches of
 `logprob.row_statistics` and `logprob.softmax_grad_`.
 """
 

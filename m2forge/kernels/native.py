@@ -1,9 +1,8 @@
-"""The CPU kernels of the folder c/, compiled on first use by the machine's C compiler and kept in the user's cache.
+"""The CPU kernels in c/, compiled on first use by the machine's C compiler and stored in the user's cache folder.
 
-Without a compiler, or with M2FORGE_NATIVE=0, `library()` is None and the torch twins serve. M2FORGE_NATIVE_ARCH names
-another instruction set than the machine's own to build for, as `-march` does: x86-64-v3 is AVX2, x86-64-v4 AVX-512
-without bfloat16. The file is built under a temporary name and renamed, so that processes starting together never load
-a half-written one.
+Without a compiler, or with M2FORGE_NATIVE=0, `library()` is None and the torch references serve. M2FORGE_NATIVE_ARCH
+sets another `-march` than the machine's own: x86-64-v3 is AVX2, x86-64-v4 AVX-512 without bfloat16. The file is built
+under a temporary name and renamed, so that processes starting together never load a partial one.
 """
 
 import ctypes
@@ -81,7 +80,7 @@ def _cache() -> Path:
 
 
 def _cpu() -> str:
-    """What `-march=native` depends on, so that a cache shared between machines serves each its own file."""
+    """The CPU features that `-march=native` depends on, so that machines sharing a cache each get their own file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -91,8 +90,8 @@ def _cpu() -> str:
 
 
 def serves(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether the native kernels take these tensors: of this type on a CPU, outside compiled regions, with a compiler.
-    Those of bfloat16 know no gradient."""
+    """Whether the native kernels support these tensors: this dtype, on a CPU, outside compiled regions, with a
+    compiler. The bfloat16 kernels have no gradient."""
     if torch.compiler.is_compiling():
         return False
     for x in tensors:
@@ -106,14 +105,14 @@ def needs_gradient(*tensors: Tensor) -> bool:
 
 
 def head_contiguous(x_NHK: Tensor) -> Tensor:
-    """Each token's heads side by side, tokens at any distance: a slice of a joint projection needs no copy."""
+    """Each token's heads contiguous, with any token stride: a slice of a fused projection needs no copy."""
     is_so = x_NHK.stride(2) == 1 and x_NHK.stride(1) == x_NHK.shape[2]
     return x_NHK if is_so else x_NHK.contiguous()
 
 
 def call(function: str, *arguments: Tensor | int | float | None) -> None:
-    """Call `function` of the library on torch's threads: tensors as pointers, ints as int64, floats as float32. Each
-    argument of a function is of one kind in all its calls."""
+    """Call `function` of the library on torch's threads: tensors as pointers, ints as int64, floats as float32. An
+    argument has the same kind in every call."""
     loaded = library()
     assert loaded is not None
     called = getattr(loaded, function)
@@ -125,7 +124,7 @@ def call(function: str, *arguments: Tensor | int | float | None) -> None:
 
 
 def ask(function: str, *arguments: int) -> int:
-    """What `function` of the library says of sizes."""
+    """Call `function` of the library with sizes and return its int64 result."""
     loaded = library()
     assert loaded is not None
     asked = getattr(loaded, function)

@@ -14,7 +14,7 @@ _PARTIAL_ROWS = 252
 
 
 class Norm(NamedTuple):
-    """What `rms_norm` takes besides x."""
+    """The parameters of `rms_norm`."""
 
     weight: Tensor
     eps: float
@@ -59,5 +59,5 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(rows, D) with D contiguous and any distance between rows: a slice of a joint projection needs no copy."""
+    """(rows, D) with contiguous D and any row stride: a slice of a fused projection needs no copy."""
     return x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, x.shape[-1])

@@ -1,12 +1,12 @@
-"""RMSNorm on CUDA without gradients, after the addition that a residual stream begins with.
+"""RMSNorm on CUDA without gradients, fused with the residual addition before it.
 
     s = x + y,   out = s / sqrt(mean(s²) + eps) · weight
 
-What is added may be a sum over a token's experts that nobody has formed yet. The sum may also be kept in a cache, and
-the norm of some rows only be written. Rounded where the separate operations round: what is added, the sum, the scaled
-row, and its product with the weight. The twin is `norm.rms_norm_plain`.
+y may be a token's expert outputs, which the kernel sums. It can also store s in a cache, and write the norm of selected
+rows only. Results are rounded where the separate operations round: y, the sum, the scaled row, and its product with the
+weight. The reference is `norm.rms_norm_plain`.
 
-Shapes: N rows, D columns, K experts of a token, P places of a cache.
+Shapes: N rows, D columns, K experts of a token, P slots of a cache.
 """
 
 import triton
@@ -49,7 +49,7 @@ def _add_norm_kernel(
 
 
 def rms_norm_cuda(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Rows of a slice may lie at any distance."""
+    """Supports any row stride."""
     return _run(x_ND, None, Norm(weight_D, eps))[1]
 
 
@@ -59,7 +59,8 @@ def add_rms_norm(x_ND: Tensor, y: Tensor | Pairs, weight_D: Tensor, eps: float) 
 
 
 def end_rms_norm(x_ND: Tensor, y: Tensor | Pairs, weight_D: Tensor, eps: float, ending: Ending) -> Tensor:
-    """The norm of x + y, of all rows or those that have a target; the sum is kept where it shall be."""
+    """The norm of x + y, for all rows or those with a target; stores the sum in the cache of `ending`, if it has
+    one."""
     return _run(x_ND, y, Norm(weight_D, eps), ending)[1]
 
 
@@ -68,7 +69,7 @@ def _run(x_ND: Tensor, y: Tensor | Pairs | None, norm: Norm, ending: Ending | No
     num_rows, dim = x_ND.shape
     is_chosen = ending is not None and ending.target_N is not None
     out_ND = x_ND.new_empty(ending.num_targets if ending is not None and is_chosen else num_rows, dim)
-    # What is not given stands for itself: it is not looked at.
+    # Placeholder pointers for absent arguments, which the kernel does not read.
     total_ND, added, expert, num_chosen, num_experts = out_ND, out_ND, out_ND, 0, 0
     if y is not None:
         total_ND = x_ND.new_empty(num_rows, dim)

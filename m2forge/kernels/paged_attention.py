@@ -1,16 +1,16 @@
-"""Attention over a paged cache: keys and values lie in blocks, and each sequence has a table of its own.
+"""Paged attention: keys and values are stored in blocks, and each sequence has a block table.
 
     out[b, q] = Σ_{l seen by q} softmax_l( query[b, q] · key[b, l] / √K ) value[b, l]
     key[b, l] = k[table[b, l // T], l mod T]
 
-Sequences that run equally many tokens in a step are computed together: one token each while they are
-completed, several where tokens are verified, many where a prompt is read.
+Sequences with the same number of new tokens in a step are computed together: one token each in decode, several in
+verification, many in prefill.
 
-CUDA (paged_attention_triton.py), and float32 and bfloat16 on a CPU (c/paged_attention.c), read the blocks where they
-lie; everything else gathers them first. Without gradients.
+CUDA (paged_attention_triton.py), and float32 and bfloat16 on a CPU (c/paged_attention.c), read the blocks in place;
+everything else gathers them first. Without gradients.
 
-Shapes: P blocks, T tokens of one, B sequences computed together, Q new tokens of each, S blocks of the longest,
-L = S·T, H query heads, G key/value heads, R = H / G, K head dimension.
+Shapes: P blocks, T tokens per block, B sequences computed together, Q new tokens of each, S blocks of the longest, L =
+S·T, H query heads, G key/value heads, R = H / G, K head dimension.
 """
 
 import torch
@@ -28,8 +28,8 @@ def paged_attention(
     position_BQ: Tensor,
     window: tuple[int, int] | None = None,
 ) -> Tensor:
-    """(B, Q, H, K). Each query sees its sequence up to its own position, as `visible_in_cache` says; where a table
-    goes on past its sequence's end, it may name any block."""
+    """(B, Q, H, K). Each query sees its sequence up to its own position, as in `visible_in_cache`; table entries past
+    the end of a sequence may name any block."""
     if q_BQHK.is_cuda and not native.needs_gradient(q_BQHK, k_PTGK, v_PTGK):
         from m2forge.kernels import paged_attention_triton as triton_form
 
@@ -81,11 +81,11 @@ def paged_attention_plain(
     position_BQ: Tensor,
     window: tuple[int, int] | None = None,
 ) -> Tensor:
-    """The blocks gathered, what is not seen masked."""
+    """Gathers the blocks and masks the keys that a query does not see."""
     seen_BQL = visible_in_cache(position_BQ, table_BS.shape[1] * k_PTGK.shape[1], window)
     num_kv_heads = k_PTGK.shape[2]
     k_BGLK, v_BGLK = (x[table_BS].flatten(1, 2).transpose(1, 2) for x in (k_PTGK, v_PTGK))
-    # The query heads of one key head stand below one another, as if they were so many more queries.
+    # Treat the query heads of one key head as additional queries.
     q_BGRQK = q_BQHK.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
     num_repeats = q_BGRQK.shape[2]
     mask_B1RQL = seen_BQL[:, None].repeat(1, 1, num_repeats, 1)
@@ -95,8 +95,8 @@ def paged_attention_plain(
 
 
 def visible_in_cache(position_BQ: Tensor, length: int, window: tuple[int, int] | None = None) -> Tensor:
-    """(B, Q, length): which tokens of its sequence a token at this position sees. `window`: how many tokens back,
-    itself included, and how many first ones besides."""
+    """(B, Q, length): the tokens of its sequence that a token at each position sees. `window`: number of tokens back,
+    itself included, and number of sink tokens."""
     token_L = torch.arange(length, device=position_BQ.device)
     back_BQL = position_BQ[..., None] - token_L
     seen_BQL = back_BQL >= 0

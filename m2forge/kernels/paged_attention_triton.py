@@ -1,18 +1,18 @@
-"""Attention over a paged cache on CUDA: one token of each sequence, a few, or a long span of a prompt.
+"""Paged attention on CUDA, for decode, verification and prefill.
 
     out[b, q] = Σ_{l seen by q} softmax_l( query[b, q] · key[b, l] / √K ) value[b, l]
     key[b, l] = k[table[b, l // T], l mod T]
 
-The query heads of one key head, of all the queries of a sequence, stand below one another as the rows of a tile: even
-one new token fills a tensor-core product with its heads. A program walks the tiles of keys that its rows see, each
-gathered from several blocks, with the softmax in float32. Where there are few programs, each walks one of several
-parts of the sequence, and a second kernel merges the parts:
+The rows of a tile are the query heads of one key head, for all queries of a sequence: even one new token fills a
+tensor-core product with its heads. A program iterates over the key tiles that its rows see, each gathered from several
+blocks, with the softmax in float32. With few programs, each handles one of several splits of the sequence, and a second
+kernel merges the splits (flash decoding):
 
     out = Σ_s 2^lse[s] part[s] / Σ_s 2^lse[s],   lse[s] = log2 of the part's sum of weights
 
-The number of parts follows from shapes alone. Positions and tables are read on the device, so a CUDA graph may be
-replayed with others in the same place. A query at position −1 sees nothing, and its output is 0. The twin is
-`paged_attention.paged_attention`.
+The number of splits depends on shapes alone. Positions and block tables are read on the device, so a CUDA graph can be
+replayed with other values in the same buffers. A padding query (position −1) attends to nothing, and its output is 0.
+The reference is `paged_attention_plain`.
 
 Shapes: as there. Within a kernel: M rows, N keys of a tile.
 """
@@ -28,11 +28,11 @@ from m2forge.kernels.slow_path import paged_kernel_problem
 
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1.0e30)
-"""Stands for minus infinity where differences of it are taken."""
+"""Replaces minus infinity where differences of it are taken."""
 PROGRAMS_PER_PROCESSOR = 4
-"""Fewer than these leave memory idle, and the sequence is cut into parts."""
+"""With fewer programs per SM, memory bandwidth is idle and the sequence is split."""
 LEAST_PART_TOKENS = 128
-"""A shorter part costs more to merge than it saves."""
+"""A shorter split costs more to merge than it saves."""
 MOST_PARTS = 64
 
 
@@ -49,11 +49,11 @@ def _attend(
     sum_MK, total_M, top_M, q_MK, place_M, last, k, v, table, start, block_stride, token_stride, scale, size, num_sinks,
     T: tl.constexpr, K: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: the running sum of values, of weights, and the highest score so far, in powers of two."""
+    """One key tile: updates the running sum of values, sum of weights, and highest score, in powers of two."""
     token = start + tl.arange(0, N)
     column = tl.arange(0, K)[None, :]
     if MASKED:
-        # Behind the last token lies another sequence's, or what was never written.
+        # Behind the last token is another sequence's data, or uninitialised memory.
         inside = token <= last
         block = tl.load(table + token // T, mask=inside, other=0).to(tl.int64)
         at = (block * block_stride + token % T * token_stride)[:, None] + column
@@ -71,7 +71,7 @@ def _attend(
             keep_MN = keep_MN & ((back_MN < size) | (token < num_sinks)[None, :])
         score_MN = tl.where(keep_MN, score_MN, LOWEST)
         higher_M = tl.maximum(top_M, tl.max(score_MN, 1))
-        # A row that has seen nothing yet has its top at LOWEST, where exp2 of the difference is 1.
+        # A row without a visible key so far has its top at LOWEST, where exp2 of the difference is 1.
         weight_MN = tl.where(keep_MN, tl.math.exp2(score_MN - higher_M[:, None]), 0.0)
     else:
         higher_M = tl.maximum(top_M, tl.max(score_MN, 1))
@@ -81,7 +81,7 @@ def _attend(
     return sum_MK, total_M * shrink_M + tl.sum(weight_MN, 1), higher_M
 
 
-# Values of these come and go with the load: none is worth another compilation.
+# These values change with the load: do not recompile for them.
 @triton.jit(do_not_specialize=["num_queries", "num_splits", "table_stride", "size", "num_sinks"])
 def _paged_kernel(
     q, k, v, table, position, out, part, lse, num_queries, num_splits, batch_stride, query_stride, block_stride,
@@ -90,7 +90,7 @@ def _paged_kernel(
     LONG: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     split, group, batch = tl.program_id(0) % num_splits, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    # The last queries see most: their programs begin first.
+    # The last queries attend to the most keys: their programs start first.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_splits
     row = tile * M + tl.arange(0, M)
     query, head = row // R, group * R + row % R
@@ -100,7 +100,7 @@ def _paged_kernel(
     first = tl.min(tl.where(live, place_M, last), 0)
     num_tiles = (last + N) // N
     if WINDOW:
-        # Tiles of the first tokens, then those from where the first query's window begins.
+        # Sink tiles, then those from where the first query's window begins.
         num_front = tl.minimum((num_sinks + N - 1) // N, num_tiles)
         nearest = tl.min(tl.where(place_M >= 0, place_M, last), 0)
         jump = tl.maximum(tl.maximum(nearest - size + 1, 0) // N - num_front, 0)
@@ -125,7 +125,7 @@ def _paged_kernel(
     total_M, top_M = tl.zeros((M,), tl.float32), tl.full((M,), LOWEST, tl.float32)
     masked_begin = begin
     if LONG:
-        # All rows see these tiles whole.
+        # All rows attend to all keys of these tiles.
         masked_begin = tl.maximum(tl.minimum((first + 1) // N, end), begin)
         for index in range(begin, masked_begin):
             sum_MK, total_M, top_M = _attend(
@@ -175,7 +175,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(num_rows: int, head_dim: int, is_wide: bool) -> Tiling:
-    """`is_wide`: elements of four bytes."""
+    """`is_wide`: four-byte elements."""
     rows = max(16, min(128, triton.next_power_of_2(num_rows)))
     if is_wide:
         return Tiling(min(rows, 32), 32, 4, 2)
@@ -184,7 +184,7 @@ def tiling(num_rows: int, head_dim: int, is_wide: bool) -> Tiling:
 
 
 def num_parts(num_programs: int, most_tokens: int, num_processors: int) -> int:
-    """Parts that a sequence is cut into, one program each."""
+    """Number of splits of a sequence, one program each."""
     wanted = num_processors * PROGRAMS_PER_PROCESSOR // num_programs
     return max(1, min(wanted, most_tokens // LEAST_PART_TOKENS, MOST_PARTS))
 
@@ -198,7 +198,7 @@ def paged_attention_cuda(
     window: tuple[int, int] | None = None,
     parts: int | None = None,
 ) -> Tensor:
-    """(B, Q, H, K). `parts`: how many, instead of what the shapes suggest."""
+    """(B, Q, H, K). `parts`: number of splits, instead of the default for these shapes."""
     num_batch, num_queries, num_heads, head_dim = q_BQHK.shape
     _, block_tokens, num_kv_heads, _ = k_PTGK.shape
     repeats = num_heads // num_kv_heads

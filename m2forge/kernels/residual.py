@@ -1,6 +1,6 @@
-"""What a residual stream takes and leaves, where norm_triton.py joins that to a norm.
+"""Inputs and outputs of the residual stream in the fused norms of norm_triton.py.
 
-Shapes: N rows, D columns, K experts of a token, P places of a cache.
+Shapes: N rows, D columns, K experts of a token, P slots of a cache.
 """
 
 from typing import NamedTuple
@@ -9,20 +9,20 @@ from torch import Tensor
 
 
 class Pairs(NamedTuple):
-    """What each expert adds to each token, before the sum."""
+    """Each expert's output for each token, before the sum."""
 
     y_NKD: Tensor
     expert_NK: Tensor
-    """`num_experts` where there is none: then nothing was written."""
+    """`num_experts` for padding, for which no output was written."""
     num_experts: int
 
 
 class Ending(NamedTuple):
-    """Where what a network ends with goes."""
+    """Where the network's final states and norms are written."""
 
     keep_PD: Tensor | None
-    """A cache for the states, at `slot_N`."""
+    """Cache that receives the states, at `slot_N`."""
     slot_N: Tensor
     target_N: Tensor | None = None
-    """The row of the output where a norm goes; −1: nowhere. None: all rows, as they are."""
+    """Output row of each norm; −1: not written. None: all rows, in order."""
     num_targets: int = 0

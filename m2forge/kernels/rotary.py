@@ -1,4 +1,4 @@
-"""Rotation of the leading dimensions of each head by the token's angles, in the half-rotation layout.
+"""Rotary embedding of the leading dimensions of each head, in the half-rotation layout.
 
     (a, b) → (a·cos − b·sin, b·cos + a·sin)     with a, b the two halves of the rotating dimensions
 
@@ -16,7 +16,7 @@ from m2forge.kernels.norm import Norm
 
 
 def rotate(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
-    """The angles are in at least float32 and so is the rotation; the result has the type of `x_NHK`."""
+    """Angles and arithmetic are in at least float32; the result has the dtype of `x_NHK`."""
     if native.serves(x_NHK, cos_NR, sin_NR):
         turned: Tensor = _Rotate.apply(x_NHK, cos_NR, sin_NR)  # type: ignore[no-untyped-call]
         return turned
@@ -37,9 +37,9 @@ def rotate_into_cache(
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
 ) -> Tensor:
-    """From a joint projection to what attention over a paged cache reads, in bfloat16 on a CPU and without gradients: q
-    and k are normed, over each head or all of them as the weights are long, and rotated; k and v are put at their
-    places in the cache. Returns q (N, H, K). The CUDA form is in rotary_triton.py."""
+    """QK norm, rotary embedding and KV cache write after the QKV projection, in bfloat16 on a CPU, without gradients.
+    The norms span each head or all heads, according to the length of their weights. Returns q (N, H, K). The CUDA form
+    is in rotary_triton.py."""
     (num_tokens, width), (_, _, num_kv_heads, head_dim) = qkv_NW.shape, k_PTGK.shape
     num_heads = width // head_dim - 2 * num_kv_heads
     q_NHK = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv_NW.dtype)
@@ -59,7 +59,7 @@ def rotate_plain(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient turns back by the same angles."""
+    """The gradient is rotated back by the same angles."""
 
     @staticmethod
     def forward(ctx: Any, x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""From a joint projection to what attention over a paged cache reads, in one launch on CUDA and without gradients.
+"""QK norm, rotary embedding and KV cache write after the QKV projection, in one CUDA launch, without gradients.
 
     q, k normed over each head or over all of them, or not at all
     q, k rotated:  (a, b) → (a·cos − b·sin, b·cos + a·sin)   with a, b the two halves of the rotating dimensions
     k, v written to the cache:  cache[slot[n]] = k[n], v[n]
 
-A program serves q, k or v of one token. A token at slot −1 is written nowhere. Rounded where the separate operations
-round. The twins are `norm.rms_norm_plain` and `rotary.rotate_plain`.
+A program handles q, k or v of one token. A token at slot −1 is not written. Results are rounded where the separate
+operations round. The references are `norm.rms_norm_plain` and `rotary.rotate_plain`.
 
-Shapes: N tokens, W = (H + 2·G)·K width of the projection, H query heads, G key/value heads, K head dimension,
-R = rotating dimensions / 2, P blocks of the cache, T tokens of one.
+Shapes: N tokens, W = (H + 2·G)·K width of the projection, H query heads, G key/value heads, K head dimension, R =
+rotating dimensions / 2, P blocks of the cache, T tokens per block.
 """
 
 from typing import Literal
@@ -35,7 +35,7 @@ def _turn(
     head, d = tl.arange(0, LANES)[:, None], tl.arange(0, K)[None, :]
     inside = (head < HEADS) & (d < K)
     at = head * K + d
-    # The other half of the pair; dimensions that do not rotate are their own.
+    # The other half of the pair; dimensions that do not rotate pair with themselves.
     other = head * K + tl.where(d < R, d + R, tl.where(d < 2 * R, d - R, d))
     kind: tl.constexpr = x.dtype.element_ty
     a_HK = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -95,7 +95,7 @@ def rotate_into_cache(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """q (N, H, K); k and v are in the caches, whose layout is packed. Head dimensions are powers of two."""
+    """Returns q (N, H, K); k and v go to the caches, whose layout is contiguous. Head dimensions are powers of two."""
     (num_tokens, width), (_, _, num_kv_heads, head_dim) = qkv_NW.shape, k_PTGK.shape
     num_heads = width // head_dim - 2 * num_kv_heads
     q_NHK = qkv_NW.new_empty(num_tokens, num_heads, head_dim)

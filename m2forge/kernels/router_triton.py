@@ -1,14 +1,14 @@
-"""What follows a router's product, in one launch on CUDA and without gradients.
+"""Expert selection after the router's product, in one CUDA kernel launch, without gradients.
 
     s = sigmoid(logits) or softmax(logits)
-    chosen = top-k of s + b, falling; of equals the lower index
+    chosen = top-k of s + b, descending; the lower index of equals
     weight = s[chosen] / Σ s[chosen] (when normalised)
 
-A row that is none chooses no expert: then nobody reads a matrix for it.
+Padding rows choose no expert, so that no expert's weights are read for them.
 
-The twin is the body of `model.router.Router.forward`.
+The reference is the body of `model.router.Router.forward`.
 
-Shapes: N tokens, E experts, K of them chosen.
+Shapes: N tokens, E experts, K chosen per token.
 """
 
 from typing import Literal
@@ -39,7 +39,7 @@ def _select_kernel(
     standing = tl.where(inside, standing, -float("inf"))
     chosen, value = tl.zeros((CHOICES,), tl.int64), tl.zeros((CHOICES,), tl.float32)
     for k in tl.static_range(K):
-        # Numbers that are none compare with nothing; an index they give is wrong but lies inside.
+        # NaN compares false with everything; the resulting index is wrong but in range.
         best = tl.minimum(tl.argmax(standing, 0, tie_break_left=True), E - 1)
         chosen = tl.where(choice == k, best.to(tl.int64), chosen)
         value = tl.where(choice == k, tl.sum(tl.where(lane == best, score, 0.0), 0), value)
@@ -60,8 +60,8 @@ def select_experts(
     normalize: bool,
     position_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(experts in int64, weights in float32), each (N, K). `position_N`: below 0 where a row is none, whose experts are
-    then E, one behind the last."""
+    """(experts in int64, weights in float32), each (N, K). Rows with `position_N` below 0 are padding; their experts
+    are E, one past the last."""
     num_tokens, num_experts = logits_NE.shape
     expert_NK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits_NE.device)
     weight_NK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits_NE.device)

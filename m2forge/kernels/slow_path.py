@@ -1,15 +1,15 @@
-"""Which types and sizes the CUDA kernels take, and for others a sentence that names the reason and the remedy.
+"""Which dtypes and sizes the CUDA kernels support, and for others a message with the reason and the remedy.
 
-No kernel is imported here, so that a machine without CUDA can ask. float64 takes the slow paths too, but is there for
-comparisons: callers warn of other types alone.
+Imports no kernel, so that it works on a machine without CUDA. float64 also takes the slow paths, but serves exact
+comparisons: callers warn only about other dtypes.
 """
 
 import torch
 
 HEAD_DIMS = (16, 32, 64, 128)
-"""That the kernels of attention over trees and over a paged cache take."""
+"""Head dimensions that the tree attention and paged attention kernels support."""
 EXPERT_MULTIPLE = 64
-"""Hidden size and expert width are multiples of this in the kernels of experts for few tokens."""
+"""The few-token expert kernels need hidden size and expert width in multiples of this."""
 
 
 def tree_kernel_serves(dtype: torch.dtype, head_dim: int) -> bool:
@@ -17,7 +17,7 @@ def tree_kernel_serves(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def tree_kernel_problem(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why attention over trees runs node by node on CUDA."""
+    """Why tree attention runs node by node on CUDA; None if the kernel serves."""
     slow = "attention over trees runs node by node, which is slow"
     if head_dim not in HEAD_DIMS:
         return (
@@ -29,7 +29,7 @@ def tree_kernel_problem(dtype: torch.dtype, head_dim: int) -> str | None:
 
 
 def paged_kernel_problem(dtype: torch.dtype, head_dim: int, block_tokens: int) -> str | None:
-    """Why attention over a paged cache gathers the cache first on CUDA."""
+    """Why paged attention on CUDA gathers the cache first; None if the kernel serves."""
     if head_dim not in HEAD_DIMS:
         return f"paged attention takes head_dim {_either(HEAD_DIMS)}, the network has {head_dim}; change head_dim"
     if block_tokens & (block_tokens - 1):
@@ -40,7 +40,7 @@ def paged_kernel_problem(dtype: torch.dtype, head_dim: int, block_tokens: int) -
 
 
 def expert_kernel_problem(dtype: torch.dtype, hidden_size: int, width: int) -> str | None:
-    """Why the experts of few tokens are sorted first on CUDA, which makes the host wait unless they are bfloat16."""
+    """Why experts of few tokens are sorted first on CUDA, with a host sync; None for bfloat16 or supported sizes."""
     if dtype == torch.bfloat16 or not (hidden_size % EXPERT_MULTIPLE or width % EXPERT_MULTIPLE):
         return None
     return (

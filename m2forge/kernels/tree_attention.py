@@ -2,11 +2,11 @@
 
     out[n] = Σ_{m ≤ n < exit[m]} softmax_m( q[n]·k[m] / √K ) v[m]
 
-Tokens stand depth-first, so the descendants of token m are those after m and before `exit[m]`, and the ancestors that
-the tokens of one node share are a path. A document alone is a tree of one node; documents laid end to end are a forest.
+Tokens are in depth-first order, so the descendants of token m are those after m and before `exit[m]`, and the ancestors
+shared by a node's tokens form a path. A single document is a tree of one node; packed documents are a forest.
 
-Float32 on a CPU goes to c/attention.c, half precision on CUDA to a kernel there, everything else to the plain form,
-node by node. Who calls often on CUDA makes the kernel's schedule once (tree_schedule.py).
+Float32 on a CPU uses c/attention.c, half precision on CUDA a kernel there, everything else the plain form, node by
+node. Frequent callers on CUDA build the kernel's schedule once (tree_schedule.py).
 
 Shapes: N tokens, V nodes, H query heads, G key/value heads, K head dimension.
 """
@@ -26,17 +26,17 @@ from m2forge.kernels import native
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """The nodes of a forest, depth-first; int64 on the CPU. Nodes follow one another and are never empty."""
+    """The nodes of a forest in depth-first order; int64 on the CPU. Nodes are contiguous and never empty."""
 
     start_V: Tensor
     end_V: Tensor
     parent_V: Tensor
-    """Index of the node above, −1 for a root."""
+    """Index of the parent node, −1 for a root."""
     exit_V: Tensor
-    """Index behind the last descendant of each node's tokens."""
+    """Index after the last descendant of each node's tokens."""
 
     def __post_init__(self) -> None:
-        # The kernels take the table at its word.
+        # The kernels do not validate the table.
         columns = (self.start_V, self.end_V, self.parent_V, self.exit_V)
         if not self.start_V.numel():
             raise ValueError("a tree layout needs at least one node")
@@ -52,7 +52,7 @@ class TreeLayout:
         self._check_exits()
 
     def _check_exits(self) -> None:
-        """Nodes depth-first end what they are below of: the exit of each is that of the last node below it."""
+        """Checks that each node's exit is the end of the last node in its subtree."""
         ends, parents = self.end_V.tolist(), self.parent_V.tolist()
         path: list[int] = []
         exits = list(ends)
@@ -73,12 +73,12 @@ class TreeLayout:
 
     @property
     def bounds(self) -> Tensor:
-        """Where each node starts, then where the last one ends."""
+        """The start of each node, then the end of the last one."""
         return torch.cat((self.start_V, self.end_V[-1:]))
 
 
 def documents_layout(lengths: Sequence[int]) -> TreeLayout:
-    """Documents laid end to end: nothing but roots."""
+    """Packed documents: every node is a root."""
     end_V = torch.tensor(list(accumulate(lengths)), dtype=torch.int64, device="cpu")
     start_V = end_V - torch.tensor(list(lengths), dtype=torch.int64, device="cpu")
     return TreeLayout(start_V, end_V, torch.full_like(start_V, -1), end_V)
@@ -95,7 +95,7 @@ def tree_attention(q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, layout: TreeLayo
 def tree_attention_plain(
     q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, layout: TreeLayout, masks: Sequence[Tensor | None] | None = None
 ) -> Tensor:
-    """`masks[v]`: which tokens of its path, from the root down to its own last, each token of node v sees; None for all
+    """`masks[v]`: the tokens of its path, from the root to its own last, that each token of node v sees; None for all
     up to itself."""
     outs = []
     for node, path_P in enumerate(paths(layout)):
@@ -111,9 +111,9 @@ def tree_attention_plain(
 
 
 def paths(layout: TreeLayout) -> Iterator[Tensor]:
-    """For each node the tokens from its root down to its own last."""
+    """For each node, the tokens from its root to its own last."""
     above: list[Tensor] = []
-    """Nodes from the root down to the one before, as the tokens of each."""
+    """The tokens of each node on the path from the root to the previous node."""
     depth: list[int] = []
     for start, end, parent in zip(*(x.tolist() for x in (layout.start_V, layout.end_V, layout.parent_V)), strict=True):
         depth.append(0 if parent < 0 else depth[parent] + 1)
@@ -123,7 +123,7 @@ def paths(layout: TreeLayout) -> Iterator[Tensor]:
 
 
 def tree_attention_native(q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, layout: TreeLayout) -> Tensor:
-    """What `native.serves` asks for holds."""
+    """Requires `native.serves`."""
     num_tokens, num_heads, head_dim = q_NHK.shape
     fits = k_NGK.shape == v_NGK.shape == (num_tokens, k_NGK.shape[1], head_dim) and num_heads % k_NGK.shape[1] == 0
     if not fits:

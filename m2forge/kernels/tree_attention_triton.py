@@ -2,14 +2,14 @@
 
     out[n] = Σ_{m ≤ n < exit[m]} softmax_m( q[n]·k[m] / √K ) v[m]
 
-A schedule (tree_schedule.py) says which tiles of queries meet which tiles of keys, and where the token test is needed.
+A schedule (tree_schedule.py) lists which query tiles attend to which key tiles, and where the per-token mask is needed.
 
-    forward    a program per tile of queries and head walks the tiles of keys it sees, in the manner of FlashAttention
-    backward   dq the same way; dk and dv a program per item of the schedule and head, their parts added up in float32
+    forward    a program per query tile and head iterates over the key tiles it sees, as in FlashAttention
+    backward   dq the same way; dk and dv a program per schedule item and head, accumulated in float32
 
-The twin is `tree_attention_plain`.
+The reference is `tree_attention_plain`.
 
-Shapes: N tokens, P of them with the last tile filled up, H query heads, G key/value heads, K head dimension. Within a
+Shapes: N tokens, P tokens with the last tile padded, H query heads, G key/value heads, K head dimension. Within a
 kernel: M queries and N keys of a tile.
 """
 
@@ -26,7 +26,7 @@ from m2forge.kernels.tree_schedule import TILE, Schedule
 
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1.0e30)
-"""Stands for minus infinity where differences of it are taken."""
+"""Replaces minus infinity where differences of it are taken."""
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
@@ -34,12 +34,12 @@ LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def _attend(sum_MK, total_M, top_M, q_MK, k_NK, v_NK, scale, keep_MN, MASKED: tl.constexpr):
-    """One tile of keys: the running sum of values, of weights, and the highest score so far, in powers of two."""
+    """One key tile: updates the running sum of values, sum of weights, and highest score, in powers of two."""
     score_MN = tl.dot(q_MK, tl.trans(k_NK))
     if MASKED:
         score_MN = tl.where(keep_MN, score_MN * scale, LOWEST)
         higher_M = tl.maximum(top_M, tl.max(score_MN, 1))
-        # A row that has seen nothing yet has its top at LOWEST, where exp2 of the difference is 1.
+        # A row without a visible key so far has its top at LOWEST, where exp2 of the difference is 1.
         weight_MN = tl.where(keep_MN, tl.math.exp2(score_MN - higher_M[:, None]), 0.0)
     else:
         higher_M = tl.maximum(top_M, tl.max(score_MN, 1) * scale)
@@ -72,7 +72,7 @@ def _forward_kernel(
         seen_until = tl.load(exit_N + key, mask=key < N, other=0)
         keep_MN = (key[None, :] <= row[:, None]) & (row[:, None] < seen_until[None, :])
         sum_MK, total_M, top_M = _attend(sum_MK, total_M, top_M, q_MK, k_NK, v_NK, scale, keep_MN, True)
-    # Rows behind the last token see nothing.
+    # Padding rows behind the last token attend to nothing.
     total_M = tl.where(total_M == 0.0, 1.0, total_M)
     out.store([tile * TILE, head * K], (sum_MK / total_M[:, None]).to(out.dtype))
     tl.store(lse + head * P + row, top_M + tl.math.log2(total_M))
@@ -82,7 +82,7 @@ def _forward_kernel(
 def _delta_kernel(
     out, grad, delta, N, P, out_stride, grad_stride, H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """delta = Σ_K out · grad, what the softmax takes off every gradient of a row."""
+    """delta = Σ_K out · grad, which the softmax's backward subtracts from every gradient of a row."""
     row, head = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1)
     column = head * K + tl.arange(0, K)[None, :]
     inside, at = (row < N)[:, None], row[:, None].to(tl.int64)
@@ -196,7 +196,7 @@ def _tree_attention(
     part_tile: Tensor,
     item_I5: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(out, log2 of the sum of weights, for whole tiles of tokens)."""
+    """(out, log2 of the sum of weights, padded to whole tiles of tokens)."""
     q, k, v = (_head_contiguous(x) for x in (q_NHK, k_NGK, v_NGK))
     num_tokens, num_heads, head_dim = q.shape
     num_tiles = order_T.shape[0]
@@ -302,7 +302,7 @@ _tree_attention.register_autograd(_backward, setup_context=_save)
 
 
 def _head_contiguous(x_NHK: Tensor) -> Tensor:
-    """Each token's heads side by side, tokens at any distance that a descriptor can express."""
+    """Each token's heads contiguous, with any token stride that a tensor descriptor supports."""
     num_heads, head_dim = x_NHK.shape[1:]
     is_so = x_NHK.stride(2) == 1 and x_NHK.stride(1) == head_dim and x_NHK.stride(0) >= num_heads * head_dim
     is_aligned = x_NHK.data_ptr() % 16 == 0 and x_NHK.stride(0) * x_NHK.element_size() % 16 == 0
@@ -310,6 +310,6 @@ def _head_contiguous(x_NHK: Tensor) -> Tensor:
 
 
 def _rows(x_NHK: Tensor) -> TensorDescriptor:
-    """Tiles of one head, read and written as blocks; what lies behind the last token reads as 0 and is not written."""
+    """Descriptor of one head's tiles; rows after the last token read as 0 and are not written."""
     num_tokens, num_heads, head_dim = x_NHK.shape
     return TensorDescriptor(x_NHK, [num_tokens, num_heads * head_dim], [x_NHK.stride(0), 1], [TILE, head_dim])

@@ -1,13 +1,13 @@
-"""Which tiles of queries meet which tiles of keys, when tokens of trees attend to their ancestors.
+"""Tile schedule of tree attention: which query tiles attend to which key tiles.
 
-Tokens lie depth-first, so key m is seen by the queries m … exit[m]−1 and by no others. For a tile of 64 keys the
-queries that see any of it are therefore one run of tiles, and so are those that see all of it: a few integers per tile
-say everything, and only the tiles at the ends of a run need the token test. Documents are trees of one node each.
+Tokens are in depth-first order, so exactly the queries m … exit[m]−1 see key m. For a tile of 64 keys the query tiles
+that see any of it are therefore contiguous, and so are those that see all of it: a few integers per tile describe both
+runs, and only the tiles at the ends of a run need the per-token mask. Documents are trees of one node each.
 
-The lists of the forward pass name every pair of tiles: 196,608 tokens in one document make 4.7 million of them.
+The forward lists hold every pair of tiles: 196,608 tokens in one document make 4.7 million pairs.
 
-The keys of a long shared prompt are seen by the whole tree, and one program for all of that would outlast the rest: the
-backward pass gets runs cut into chunks. Lists begin with what takes longest.
+The whole tree attends to the keys of a long shared prompt, and a single program for them would outlast the rest: the
+backward pass splits runs into chunks. Lists begin with the longest work.
 
 Shapes: N tokens, T tiles, I items.
 """
@@ -23,29 +23,29 @@ from m2forge.kernels.tree_attention import TreeLayout
 
 TILE = 64
 CHUNK = 128
-"""Tiles of queries that one item takes, at most."""
+"""Largest number of query tiles of one item."""
 PADDING = 128
-"""Lists are as long as a multiple of this, so that no length means something special to the compiler."""
+"""Lists are padded to a multiple of this, so that Triton does not specialise kernels on their length."""
 
 Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Tiles of queries and the tiles of keys they see; int32."""
+    """Query tiles and the key tiles they see; int32."""
 
     exit_N: Tensor
     order_T: Tensor
-    """Tiles of queries, those with most to do first."""
+    """Query tiles, those with the most work first."""
     full_start: Tensor
-    """Where the list of each tile of queries starts in `full_tile`, and behind the last one."""
+    """Start of each query tile's list in `full_tile`, and the end of the last."""
     full_tile: Tensor
-    """Tiles of keys of which every query sees every key."""
+    """Key tiles in which every query of the tile sees every key."""
     part_start: Tensor
     part_tile: Tensor
-    """Tiles of keys that need the token test."""
+    """Key tiles that need the per-token mask."""
     item_I5: Tensor
-    """Backward: a tile of keys, and the tiles of queries [begin, full_begin, full_end, end) of one program."""
+    """Backward: a key tile, and the query tiles [begin, full_begin, full_end, end) of one program."""
 
 
 def make_schedule(layout: TreeLayout, device: torch.device) -> Schedule:
@@ -69,32 +69,33 @@ def make_schedule(layout: TreeLayout, device: torch.device) -> Schedule:
 
 
 def _runs(exit_N: Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """For each tile of keys the tiles of queries that see any of it, and within them those that see all of it."""
+    """For each key tile, the query tiles that see any of it, and within them those that see all of it."""
     num_tiles = -(-exit_N.size // TILE)
     exit_TK = np.zeros((num_tiles, TILE), np.int64)
     exit_TK.ravel()[: exit_N.size] = exit_N
     begin = np.arange(num_tiles)
     end = -(-exit_TK.max(1) // TILE)
-    # The tile itself lies on the diagonal. A last tile that is not full counts as exit 0, so it is seen in part.
+    # The tile itself is on the diagonal. In a partial last tile missing tokens have exit 0, so it counts as partly
+    # seen.
     full_end = np.clip(exit_TK.min(1) // TILE, begin + 1, end)
     return begin, begin + 1, full_end, end
 
 
 def _pairs(begin: Indices, end: Indices) -> tuple[Indices, Indices]:
-    """(tile of queries, tile of keys) for each tile of queries in the run of each tile of keys."""
+    """(query tile, key tile) for each query tile in the run of each key tile."""
     size = end - begin
     before = size.cumsum() - size
     return np.arange(size.sum()) + np.repeat(begin - before, size), np.repeat(np.arange(size.size), size)
 
 
 def _by_query(query: Indices, key: Indices, num_tiles: int) -> tuple[Indices, Indices]:
-    # Sixteen-bit keys are sorted by radix.
+    # NumPy sorts 16-bit keys by radix.
     order = np.argsort(query.astype(np.uint16) if num_tiles < 1 << 16 else query, kind="stable")
     return np.concatenate(([0], np.bincount(query, minlength=num_tiles).cumsum())), key[order]
 
 
 def _items(begin: Indices, full_begin: Indices, full_end: Indices, end: Indices) -> Indices:
-    """Runs cut into chunks, the longest chunks first."""
+    """Runs split into chunks, the longest first."""
     num_chunks = -(-(end - begin) // CHUNK)
     tile = np.repeat(np.arange(begin.size), num_chunks)
     index = np.arange(tile.size) - np.repeat(num_chunks.cumsum() - num_chunks, num_chunks)
@@ -110,7 +111,7 @@ def _padded(array: Indices) -> Indices:
 
 
 def _to_device(columns: tuple[Indices, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """One copy for all of them."""
+    """Moves all arrays in one copy."""
     joined = torch.from_numpy(np.concatenate(columns).astype(np.int32))
     if device.type == "cuda":
         joined = joined.pin_memory().to(device, non_blocking=True)

@@ -1,13 +1,13 @@
-"""What rows of logits decide in a decoding step on CUDA: tokens, whether drafts stand, and new drafts.
+"""Sampling, draft verification and drafting from rows of logits in a decode step on CUDA.
 
-A program owns a row, and walks its vocabulary in tiles a few times; logits are read as they are, and no other pass over
-a vocabulary is made. Rounded sums of probabilities are in float64. Drawing by the inverse of a distribution first finds
-the tile in which the cumulated weight exceeds the number, then the token in it; a token without weight is never drawn.
+A program handles a row and iterates over its vocabulary in tiles a few times; it reads the logits as stored, and there
+is no other pass over a vocabulary. Probabilities are summed in float64. Inverse CDF sampling first finds the tile in
+which the cumulative weight exceeds the random number, then the token in it; a token without weight is never sampled.
 
-    greedy     the likeliest token, of equals the lowest; a draft stands if it is that token
-    sampled    p = softmax(x / temperature); rollout/speculation.py says what stands, and what replaces a draft
+    greedy     the argmax token, the lowest id of equals; a draft is accepted if it is that token
+    sampled    p = softmax(x / temperature); rollout/speculation.py defines acceptance and the replacement of drafts
 
-The twins are `judged_greedy`, `judged` and `drafted` there. Layouts of integers and reals are those of
+The references are `judged_greedy`, `judged` and `drafted` there. The layouts of integers and reals are those of
 rollout/decode.py, that of course of decode_rows_triton.py.
 
 Shapes: B sequences, J rows of each, V vocabulary, S slots, K drafts of a slot.
@@ -25,13 +25,13 @@ from m2forge.kernels.decode_rows_triton import NUM_COURSE
 TILE = 8192
 MAX_WARPS = 16
 LEAST = tl.constexpr(1.1754943508222875e-38)
-"""The smallest temperature: that of float32 whose inverse is a number."""
+"""The lowest temperature: the smallest normal float32, whose inverse is finite."""
 
 
 class Judged(NamedTuple):
     token_BJ: Tensor
     stands_BJ: Tensor
-    """Not 0 where the draft behind the row does."""
+    """Non-zero where the draft after the row is accepted."""
     logprob_BJ: Tensor
     raw_logprob_BJ: Tensor
 
@@ -41,7 +41,7 @@ class Judged(NamedTuple):
 
 @triton.jit
 def _top(x, V: tl.constexpr, BLOCK: tl.constexpr):
-    """(largest, the first place of it); an index inside even where logits are no numbers."""
+    """(maximum, its first index); the index is in range even for NaN logits."""
     lane = tl.arange(0, BLOCK)
     top_V, at_V = tl.full((BLOCK,), -float("inf"), tl.float32), lane
     for first in range(0, V, BLOCK):
@@ -56,7 +56,7 @@ def _top(x, V: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _log_totals(x, top, temperature, V: tl.constexpr, BLOCK: tl.constexpr):
-    """log Σ exp(x − top), and the same with all differences by the temperature."""
+    """log Σ exp(x − top), and the same with differences divided by the temperature."""
     lane = tl.arange(0, BLOCK)
     raw_V, warm_V = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for first in range(0, V, BLOCK):
@@ -68,13 +68,13 @@ def _log_totals(x, top, temperature, V: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weights(x, logq, first, top, temperature, total, is_left, V: tl.constexpr, BLOCK: tl.constexpr):
-    """(p, what of it q leaves) of a tile, in float64; the second is p itself where there is no q."""
+    """(p, max(p − q, 0)) of a tile, in float64; without q the second is p."""
     token = first + tl.arange(0, BLOCK)
     value_V = tl.load(x + token, mask=token < V, other=-float("inf")).to(tl.float32) - top
     p_V = tl.exp(value_V / temperature - total)
     q_V = tl.exp(tl.load(logq + token, mask=(token < V) & is_left, other=-float("inf")).to(tl.float32))
     left_V = p_V - q_V
-    # Of numbers that are none, nothing is left.
+    # NaN gives 0.
     return p_V.to(tl.float64), tl.where(left_V > 0.0, left_V, 0.0).to(tl.float64)
 
 
@@ -83,7 +83,8 @@ def _pick(
     x, logq, number, top, temperature, total, is_left,
     V: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, LEFT: tl.constexpr,
 ):  # fmt: skip
-    """The token that a number draws: of what q leaves of p, or of p where `is_left` is false or nothing is left."""
+    """The token that the random number selects from max(p − q, 0), or from p where `is_left` is false or that is 0
+    everywhere."""
     tile, lane = tl.arange(0, TILES), tl.arange(0, BLOCK)
     p_T, left_T = tl.zeros((TILES,), tl.float64), tl.zeros((TILES,), tl.float64)
     for index in range((V + BLOCK - 1) // BLOCK):
@@ -105,7 +106,7 @@ def _pick(
     has_weight = p_V > 0.0
     exceeds = (tl.cumsum(p_V, 0) > threshold) & has_weight
     token = tl.min(tl.where(exceeds, lane, BLOCK), 0)
-    # Sums of the same numbers in another order may differ in the last digit.
+    # Sums in another order may differ in the last digit.
     token = tl.where(token < BLOCK, token, tl.max(tl.where(has_weight, lane, 0), 0))
     return tl.minimum(index * BLOCK + token, V - 1)
 
@@ -113,7 +114,7 @@ def _pick(
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
-# Values of these come and go with the load: none is worth another compilation.
+# These values change with the load: do not recompile for them.
 @triton.jit(do_not_specialize=["width", "J"])
 def _judge_greedy_kernel(
     logits, integers, token, stands, logprob, raw_logprob, width, J,
@@ -222,7 +223,7 @@ def judge(
     num_fields: int,
     num_places: int,
 ) -> Judged:
-    """`num_places`: numbers of a sequence that draw tokens, and as many that decide on drafts."""
+    """`num_places`: random numbers per sequence for tokens, and as many for verdicts."""
     judged, (block, tiles, num_warps) = _blank(logits_NV, num_rows), _tiling(logits_NV.shape[1])
     _judge_kernel[(logits_NV.shape[0],)](
         *(logits_NV, integers, reals, logq_SKV, *judged, integers.shape[1], reals.shape[1], num_places),
@@ -246,8 +247,8 @@ def draft(
     depth: int,
     is_greedy: bool,
 ) -> None:
-    """Draw the draft of a module, and write it wherever it is looked for: in course, integers and out; what it was
-    drawn from, unless that is the likeliest token, in `logq_SKV`."""
+    """Sample the draft of a module and write it to `course`, `integers` and `out`; unless greedy, write the
+    log-probabilities it was sampled from to `logq_SKV`."""
     block, tiles, num_warps = _tiling(logits_BV.shape[1])
     _draft_kernel[(logits_BV.shape[0],)](
         *(logits_BV, integers, reals, course, logq_SKV, out, integers.shape[1], reals.shape[1], num_places),
@@ -264,7 +265,7 @@ def _blank(logits_NV: Tensor, num_rows: int) -> Judged:
 
 
 def _tiling(vocab_size: int) -> tuple[int, int, int]:
-    """(tokens of a tile, tiles up to a power of two, warps)."""
+    """(tokens per tile, number of tiles rounded up to a power of two, warps)."""
     block = min(TILE, triton.next_power_of_2(vocab_size))
     tiles = max(2, triton.next_power_of_2(triton.cdiv(vocab_size, block)))
     return block, tiles, max(1, min(MAX_WARPS, block // 512))

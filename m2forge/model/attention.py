@@ -1,4 +1,4 @@
-"""Grouped-query attention: project, norm, rotate, then let the plan decide who sees whom."""
+"""Grouped-query attention: projection, QK norm and rotary embedding; the plan supplies the mask."""
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from m2forge.model.rope import Rotation
 
 
 class Attention(nn.Module):
-    """q, k and v are one matrix, stacked in this order: one product forward, one backward."""
+    """q, k and v are stacked in one matrix in this order: one product forward, one backward."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

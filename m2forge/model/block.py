@@ -26,7 +26,7 @@ class Block(nn.Module):
         count_N: Tensor | None = None,
         recorded_NK: Tensor | None = None,
     ) -> tuple[Tensor, Balance | None]:
-        """`count_N` and `recorded_NK` are the router's."""
+        """`count_N` and `recorded_NK` are passed to the router."""
         x_ND = x_ND + self.attention(self.attention_norm(x_ND), rotation, attend)
         out_ND, balance = self.ffn(self.ffn_norm(x_ND), count_N, recorded_NK)
         return x_ND + out_ND, balance

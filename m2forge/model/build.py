@@ -1,4 +1,4 @@
-"""Networks without weights, and networks with fresh ones."""
+"""Builds networks without weights, and networks with initial ones."""
 
 import torch
 
@@ -8,7 +8,7 @@ from m2forge.model.transformer import Transformer
 
 
 def skeleton(config: ModelConfig) -> Transformer:
-    """On the meta device: shapes and names, no memory."""
+    """The network on the meta device: shapes and names, no memory."""
     try:
         with torch.device("meta"):
             return Transformer(config)
@@ -17,14 +17,14 @@ def skeleton(config: ModelConfig) -> Transformer:
 
 
 def empty(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Transformer:
-    """Memory for every weight, its contents undefined."""
+    """The network with uninitialised weights."""
     return skeleton(config).to(dtype).to_empty(device=device)
 
 
 def build(
     config: ModelConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Transformer:
-    """Freshly initialised."""
+    """The network with initialised weights."""
     model = empty(config, device, dtype)
     model.init_weights(seed)
     return model

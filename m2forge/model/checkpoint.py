@@ -1,12 +1,13 @@
-"""Networks from model folders and back.
+"""Loads networks from model folders and saves them.
 
-The one format on disk is the Hugging Face folder: config.json and safetensors under the family's public names. Loading
-compares all names and shapes before it takes memory, then copies tensor by tensor from the memory map, so that a load
-needs little more than the model itself. Saving builds the folder aside and renames it: it is whole or not there.
+The only format on disk is the Hugging Face folder: config.json and safetensors under the family's public names. Loading
+checks all names and shapes before it allocates memory, then copies tensor by tensor from the memory map, so that it
+needs little more memory than the model. Saving writes a temporary folder and renames it: the result is complete or
+absent.
 
-What only we know (multi-token prediction, how the router learns) travels in config.json under the key `m2forge`, which
-other programs ignore. A network its family cannot express is saved under `model_type` "m2forge", so that no other
-program takes it for something else.
+Settings that only we use (multi-token prediction, how the router's bias is updated) are in config.json under the key
+`m2forge`, which other programs ignore. A network that its family cannot express is saved with `model_type` "m2forge",
+so that no other program misreads it.
 """
 
 import json
@@ -36,8 +37,8 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
-    """The network in `folder`, on `device`, in `dtype` or else the one most of its weights are stored in (8-bit
-    weights count as bfloat16). Selection biases stay in at least float32."""
+    """The network in `folder`, on `device`, in `dtype`, by default the dtype of most stored weights (FP8 counts as
+    bfloat16). Selection biases stay in at least float32."""
     source = FolderSource(folder)
     refuse_misfits(source)
     model = empty(source.config, device, dtype or usual_dtype(source))
@@ -55,8 +56,8 @@ def save_model(
     public_only: bool = False,
     companions: tuple[Path, ...] = (),
 ) -> Written:
-    """Write `model` to `folder`, which must not exist or be empty, with copies of `companions` beside the weights.
-    `public_only` leaves out all that is ours alone and refuses a network that the public family cannot express."""
+    """Write `model` to `folder`, which must be absent or empty, with copies of `companions` beside the weights.
+    `public_only` omits everything specific to us and rejects a network that the public family cannot express."""
     return write_model(
         ModelSource(model),
         folder,
@@ -69,7 +70,7 @@ def save_model(
 
 @torch.no_grad()
 def fill(model: Transformer, source: Source) -> None:
-    """Copy every tensor of `source`, which must fit, into the weights of `model`."""
+    """Copy every tensor of `source`, which must match, into the weights of `model`."""
     state = model.state_dict()
     for name, part in public_parts(model.config):
         weight = part.of(state[part.name])
@@ -85,7 +86,7 @@ def write_model(
     public_only: bool = False,
     companions: tuple[Path, ...] = (),
 ) -> Written:
-    """Stream a `source` that fits its configuration into `folder`, with copies of `companions` beside it."""
+    """Stream a `source` that matches its config into `folder`, with copies of `companions` beside it."""
     config = source.config.model_copy(update={"num_mtp": 0}) if public_only else source.config
     headers = {
         name: TensorHeader(source.headers[name].shape, _written_dtype(name, dtype or source.headers[name].dtype))
@@ -113,7 +114,7 @@ def _config_json(source: Source, config: ModelConfig, dtype: torch.dtype, public
         if public_only:
             raise
         public = {"model_type": OWN_KEY}
-    # Written even when unknown: a reader's defaults are the ids of another model's vocabulary.
+    # Written even if unknown: otherwise a reader would use the ids of another model's vocabulary.
     ids: dict[str, Any] = {key: source.token_ids.get(key) for key in TOKEN_ID_KEYS}
     ours = {} if public_only else {OWN_KEY: config.model_dump_json()}
     return json.dumps(public | {"dtype": str(dtype).removeprefix("torch.")} | ids | ours, indent=2) + "\n"

@@ -1,6 +1,6 @@
-"""What a network is: one configuration that expresses the `minimax_m2`, `llama`, `qwen3` and `qwen3_moe` families.
+"""Model config of the `minimax_m2`, `llama`, `qwen3` and `qwen3_moe` families.
 
-A family fixes the public tensor names (family.py); everything that shapes the arithmetic is a field here.
+A family fixes the public tensor names (family.py); everything that changes the computation is a field here.
 """
 
 from typing import Annotated, Literal, Self
@@ -11,9 +11,9 @@ from m2forge.config import Config
 
 MAX_SIZE, MAX_LAYERS = 1 << 24, 1 << 12
 Size = Annotated[int, Field(gt=0, le=MAX_SIZE)]
-"""A width or a count; what lies above the bound would overflow, not run."""
+"""A width or a count, bounded against overflow."""
 Layers = Annotated[int, Field(gt=0, le=MAX_LAYERS)]
-"""Each layer is built before its weights are looked at, so there is a bound that no network comes near."""
+"""Number of layers, bounded far above any real network, because layers are built before their weights are checked."""
 Experts = Annotated[int, Field(gt=0, le=1 << 14)]
 Context = Annotated[int, Field(gt=0, le=1 << 40)]
 """A length in tokens."""
@@ -22,25 +22,25 @@ FamilyName = Literal["minimax_m2", "llama", "qwen3", "qwen3_moe"]
 
 
 class RopeScaling(Config):
-    """How rotary frequencies are stretched beyond the context they were trained on."""
+    """How rotary frequencies are scaled beyond the trained context."""
 
     kind: Literal["linear", "llama3"]
     factor: float = Field(gt=0)
     low_frequency_factor: float = 1.0
     """llama3: wavelengths longer than original_context / this are divided by `factor`."""
     high_frequency_factor: float = 4.0
-    """llama3: wavelengths shorter than original_context / this are left alone."""
+    """llama3: wavelengths shorter than original_context / this stay unchanged."""
     original_context: Context = 8192
 
 
 class WindowConfig(Config):
-    """Hybrid sliding-window attention: the layers named here see `size` tokens back, the others everything."""
+    """Hybrid sliding-window attention: these layers see `size` tokens back, the others the whole context."""
 
     size: Size
-    """Tokens visible, the current one included."""
+    """Window size in tokens, including the current one."""
     layers: tuple[int, ...]
     num_sinks: int = Field(default=0, ge=0)
-    """First tokens of a document that stay visible to every later one."""
+    """Attention sinks: first tokens of a document that every later token sees."""
 
 
 class AttentionConfig(Config):
@@ -48,7 +48,7 @@ class AttentionConfig(Config):
     num_kv_heads: Size
     head_dim: Size
     rotary_dim: Size
-    """Leading dimensions of a head that rotate; the rest carry no position."""
+    """Leading dimensions of a head that rotate; the rest have no positional encoding."""
     rope_theta: float = Field(default=10_000.0, gt=0)
     rope_scaling: RopeScaling | None = None
     qk_norm: Literal["none", "flat", "head"] = "none"
@@ -80,15 +80,15 @@ class MoEConfig(Config):
     normalize: bool = True
     """Divide the chosen experts' scores by their sum."""
     selection_bias: bool = True
-    """A per-expert bias added to the scores for the choice alone, never for the weights."""
+    """Whether a per-expert bias is added to the scores for selection, but not for the weights."""
     bias_update: Literal["sign", "gradient", "none"] = "sign"
-    """How the selection bias learns: the centred sign rule, the auxiliary loss's gradient, or not at all."""
+    """How the selection bias is updated: by the centred sign rule, by the auxiliary loss's gradient, or not at all."""
     bias_rate: float = Field(default=1e-3, ge=0)
-    """Step of the sign rule. Ours: the report does not disclose it."""
+    """Step size of the sign rule. Our choice: the report does not disclose it."""
     aux_loss_weight: float = Field(default=0.0, ge=0)
-    """Weight of the auxiliary balance loss. Ours: off unless asked for."""
+    """Weight of the auxiliary load-balancing loss. Our choice: off by default."""
     dense_layers: tuple[int, ...] = ()
-    """Layers that keep a dense feed-forward network of ModelConfig.intermediate_size."""
+    """Layers with a dense feed-forward network of ModelConfig.intermediate_size."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -107,15 +107,15 @@ class ModelConfig(Config):
     attention: AttentionConfig
     moe: MoEConfig | None = None
     intermediate_size: Size | None = None
-    """Width of dense feed-forward layers; needed when any layer is dense."""
+    """Width of dense feed-forward layers; required if any layer is dense."""
     norm_eps: float = Field(default=1e-6, gt=0)
     tied_head: bool = False
-    """The head is the embedding."""
+    """Whether the LM head shares the embedding's weights."""
     float32_head: bool = False
-    """Logits are computed and kept in at least float32."""
+    """Whether logits are computed and stored in at least float32."""
     max_context: Context = 4096
     num_mtp: int = Field(default=0, ge=0, le=64)
-    """Multi-token prediction modules, chained."""
+    """Number of chained multi-token prediction (MTP) modules."""
     init_std: float = Field(default=0.02, gt=0)
 
     @model_validator(mode="after")

@@ -1,10 +1,10 @@
-"""How large a network is and what it costs: parameters by component, memory, FLOPs per token.
+"""Model size and cost: parameters by component, memory, FLOPs per token.
 
-Counted on a skeleton without memory, so the real M2 takes seconds. With c the context length, per token:
+Counted on the meta device without memory, so the full M2 takes seconds. With c the context length, per token:
 
-    active    = all parameters of the layers, of the experts only top_k
+    active    = all parameters of the layers, but only top_k experts
     forward   = 2 · (active + head) + Σ over layers 4 · q_width · (keys a query sees, on average c/2)
-    training  = 3 · forward, the multi-token prediction modules included
+    training  = 3 · forward, MTP modules included
     cache     = 2 · kv_width · 2 bytes in every layer that sees the whole context
 """
 
@@ -18,13 +18,13 @@ from m2forge.model.preset import PRESETS
 
 CONTEXTS = (4096, 32_768, 196_608)
 BYTES_PER_WEIGHT = 2
-"""bfloat16."""
+"""Size of a bfloat16 weight."""
 COMPONENTS = ("embedding", "attention", "router", "experts", "dense ffn", "norms", "head", "mtp")
 LAYERS = ("attention", "router", "experts", "dense ffn", "norms")
 
 PUBLISHED_TOTAL = 229.9e9
 PUBLISHED_ACTIVE = 9.8e9
-"""What the technical report of M2 states."""
+"""Parameter counts in M2's technical report."""
 
 
 @dataclass(frozen=True)
@@ -32,28 +32,28 @@ class Component:
     name: str
     total: int
     active: int
-    """Read for one token at inference."""
+    """Parameters used for one token at inference."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """At one context length."""
+    """Cost at one context length."""
 
     context: int
     forward_flops: int
     training_flops: int
     cache_bytes: int
-    """Keys and values of a whole sequence."""
+    """KV cache of a whole sequence."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """The report's figures, and the sum that gives its total."""
+    """The technical report's figures, and the sum that gives its total."""
 
     total: int
     active: int
     embedding_and_head_twice: int
-    """Our total with embedding and head counted once more."""
+    """Our total, counting embedding and LM head once more."""
 
 
 @dataclass(frozen=True)
@@ -62,25 +62,25 @@ class Report:
     num_layers: int
     components: tuple[Component, ...]
     total: int
-    """Without multi-token prediction."""
+    """Total without MTP modules."""
     total_with_mtp: int
     active_in_layers: int
     active: int
-    """With embedding and head."""
+    """Active parameters including embedding and LM head."""
     weight_bytes: int
-    """Of everything, in bfloat16."""
+    """Size of all weights in bfloat16."""
     cache_bytes_per_token: int
-    """Growth with each further token, in bfloat16; sliding-window layers stop growing and are not in it."""
+    """KV cache growth per token in bfloat16; excludes sliding-window layers, which stop growing."""
     costs: tuple[Cost, ...]
     published: Published | None
-    """For the released M2 alone."""
+    """Set only for the released M2."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def count(config: ModelConfig, contexts: tuple[int, ...] = CONTEXTS) -> Report:
-    """The report on `config`; costs are given for those of `contexts` that the network was made for."""
+    """The report on `config`; includes costs for those of `contexts` that the network supports."""
     components = _components(config)
     by_name = {component.name: component for component in components}
     total_with_mtp = sum(component.total for component in components)
@@ -137,7 +137,7 @@ def _is_m2(config: ModelConfig) -> bool:
 
 
 def _cost(config: ModelConfig, components: Mapping[str, Component], context: int) -> Cost:
-    # A lookup multiplies nothing, so the embedding is free; a tied head multiplies by the embedding.
+    # An embedding lookup costs no FLOPs; a tied head multiplies by the embedding.
     head = config.vocab_size * config.hidden_size
     attention = [_attention_flops(config, layer, context) for layer in range(config.num_layers)]
     forward = 2 * (sum(components[name].active for name in LAYERS) + head) + sum(attention)
@@ -149,7 +149,8 @@ def _cost(config: ModelConfig, components: Mapping[str, Component], context: int
 
 
 def _active_mtp(config: ModelConfig, total: int) -> int:
-    """A module has the last layer's block, so of its experts too only top_k run."""
+    """Active parameters of the MTP modules; a module's block is shaped as the last layer, so only top_k of its experts
+    run."""
     if config.moe is None or not config.is_sparse(config.num_layers - 1):
         return total
     per_expert = 3 * config.hidden_size * config.moe.intermediate_size
@@ -171,7 +172,7 @@ def _keys_kept(config: ModelConfig, layer: int, context: int) -> int:
 
 
 def _cache_bytes(config: ModelConfig) -> int:
-    """Of one token in one layer."""
+    """KV cache bytes of one token in one layer."""
     return 2 * config.attention.kv_width * BYTES_PER_WEIGHT
 
 
@@ -179,7 +180,7 @@ def _cache_bytes(config: ModelConfig) -> int:
 
 
 def render(report: Report) -> str:
-    """The report as a table to read."""
+    """The report as a text table."""
     rows = [(part.name, _short(part.total), _short(part.active)) for part in report.components if part.total]
     in_layers = sum(part.total for part in report.components if part.name in LAYERS)
     lines = [

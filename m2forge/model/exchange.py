@@ -1,9 +1,9 @@
-"""Published models in, public folders out.
+"""Imports published models, and exports ours as public folders.
 
-`import_model` brings a Hugging Face folder (8-bit weights included) or a GGUF file into a model folder of ours;
-`export_model` writes a model folder as any reader of the family expects it, free of what is ours alone. Both check
-every tensor first, then stream: neither holds more than one shard. Tokenizer and generation files are copied along; the
-tokenizer inside a GGUF file is written out.
+`import_model` converts a Hugging Face folder (FP8 weights included) or a GGUF file to one of our model folders;
+`export_model` writes a model folder as any reader of the family expects it, without our own keys and modules. Both
+check every tensor first, then stream, holding at most one shard. They copy tokenizer and generation files, and write
+out the tokenizer inside a GGUF file.
 """
 
 import logging
@@ -35,7 +35,7 @@ COMPANIONS = (
     "vocab.txt",
     "merges.txt",
 )
-"""Files beside the weights that belong to the model."""
+"""Files beside the weights that are part of the model."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Exchanged:
     companions: tuple[str, ...]
 
     def describe(self) -> str:
-        """One sentence for the person who asked for it."""
+        """One sentence for the user."""
         w = self.weights
         files = f"{w.num_files} file{'s' if w.num_files > 1 else ''}"
         beside = f", with {', '.join(self.companions)}" if self.companions else ", no tokenizer"
@@ -76,7 +76,7 @@ def import_model(source: Path, dest: Path, *, dtype: str | None = None) -> Excha
 def export_model(
     folder: Path, dest: Path, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> Exchanged:
-    """Write the model in `folder` to `dest` for other programs: no multi-token prediction, nothing under our name."""
+    """Write the model in `folder` to `dest` for other programs: without MTP modules and without our own config key."""
     source = FolderSource(folder)
     companions = find_companions(folder)
     return _stream(source, dest, dtype, max_shard_bytes, public_only=True, companions=companions)
@@ -89,7 +89,7 @@ def find_companions(folder: Path) -> tuple[Path, ...]:
 
 
 def _tokenizer_files(source: Path, folder: Path) -> tuple[Path, ...]:
-    """The tokenizer inside a GGUF file as files in `folder`; none where it is of a kind we do not read."""
+    """Writes the tokenizer inside a GGUF file to `folder`; returns no files if we cannot read its type."""
     try:
         load_tokenizer(source).save(folder)
     except M2ForgeError as error:

@@ -1,8 +1,8 @@
-"""The public side of a network: tensor names and `config.json` of the four families.
+"""Tensor names and `config.json` of the four public families.
 
-`public_parts` lists every public tensor with the place it holds in ours: a parameter, an expert in it, a range of rows.
-`from_public` and `to_public` translate configurations; what a family cannot express is refused by name.
-Multi-token prediction modules were never released, so their names are ours: `model.mtp_layers.N.*`.
+`public_parts` maps every public tensor to its location in our state: a parameter, an expert in it, a range of rows.
+`from_public` and `to_public` translate configs; they reject by name what a family cannot express. MTP modules were
+never released, so their names are ours: `model.mtp_layers.N.*`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ ARCHITECTURES: dict[FamilyName, str] = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 OWN_KEY = "m2forge"
-"""Where config.json carries our whole configuration, as JSON text."""
+"""Key of config.json that holds our whole config, as JSON text."""
 QK_NORM: dict[str, Literal["none", "flat", "head"]] = {
     "minimax_m2": "flat",
     "llama": "none",
@@ -41,7 +41,7 @@ QK_NORM: dict[str, Literal["none", "flat", "head"]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """Where a public tensor lies in our state: parameter `name`, one `expert` of it, rows `start` to `stop`."""
+    """Location of a public tensor in our state: parameter `name`, one `expert` of it, rows `start` to `stop`."""
 
     name: str
     expert: int | None = None
@@ -54,7 +54,7 @@ class Part:
 
 
 def public_parts(config: ModelConfig) -> Iterator[tuple[str, Part]]:
-    """(public name, part) of every tensor, each element of the state exactly once."""
+    """(public name, part) of every tensor; covers each element of the state exactly once."""
     yield "model.embed_tokens.weight", Part("embedding.weight")
     for layer in range(config.num_layers):
         yield from _block_parts(config, layer, f"model.layers.{layer}.", f"blocks.{layer}.")
@@ -112,7 +112,7 @@ def _swiglu_parts(
 
 
 def from_public(public: Mapping[str, Any]) -> ModelConfig:
-    """Our configuration from the contents of a public `config.json`."""
+    """Our config from the contents of a public `config.json`."""
     if OWN_KEY in public:
         return _from_own(public)
     family = public.get("model_type")
@@ -143,7 +143,7 @@ def from_public(public: Mapping[str, Any]) -> ModelConfig:
 _LARGEST = dict.fromkeys(("num_hidden_layers", "max_window_layers", "decoder_sparse_step"), MAX_LAYERS) | dict.fromkeys(
     ("hidden_size", "num_attention_heads", "head_dim"), MAX_SIZE
 )
-"""The largest values of keys that are computed with before `ModelConfig` checks them."""
+"""Upper bounds of keys that are used in arithmetic before `ModelConfig` validates them."""
 
 
 def _check_sizes(public: Mapping[str, Any]) -> None:
@@ -154,7 +154,7 @@ def _check_sizes(public: Mapping[str, Any]) -> None:
 
 
 def _from_own(public: Mapping[str, Any]) -> ModelConfig:
-    """Our own configuration, unless another program has changed the public keys around it."""
+    """Our own config; rejected if another program has changed the public keys beside it."""
     config = ModelConfig.model_validate_json(public[OWN_KEY])
     try:
         stated = from_public(to_public(config))
@@ -176,7 +176,7 @@ def _attention_from_public(family: str, public: Mapping[str, Any]) -> AttentionC
     rope = dict(public.get("rope_parameters") or {}) or {**(public.get("rope_scaling") or {})}
     theta = rope.get("rope_theta", public.get("rope_theta", 5e6 if family == "minimax_m2" else 1e4))
     rotary_dim = head_dim
-    if family == "minimax_m2":  # the others rotate whole heads, whatever their config.json says
+    if family == "minimax_m2":  # the others rotate whole heads and ignore this key
         factor = rope.get("partial_rotary_factor", public.get("partial_rotary_factor"))
         rotary_dim = int(head_dim * float(factor)) if factor is not None else public.get("rotary_dim") or head_dim
     return AttentionConfig(
@@ -213,7 +213,7 @@ def _window_from_public(family: str, public: Mapping[str, Any]) -> WindowConfig 
     if not windowed or not public.get("sliding_window"):
         return None
     num_layers = public["num_hidden_layers"]
-    if family == "qwen3_moe":  # its published code has no layer types: all layers or none
+    if family == "qwen3_moe":  # its published code windows all layers or none
         return WindowConfig(size=public["sliding_window"], layers=tuple(range(num_layers)))
     first = min(public.get("max_window_layers", num_layers), num_layers)
     types = public.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
@@ -247,7 +247,7 @@ def _qwen_moe(public: Mapping[str, Any]) -> MoEConfig:
 
 
 def to_public(config: ModelConfig) -> dict[str, Any]:
-    """The public `config.json`; refuses a network that the family cannot express."""
+    """The public `config.json`; rejects a network that the family cannot express."""
     attention, moe = config.attention, config.moe
     if moe is None and config.family in ("minimax_m2", "qwen3_moe"):
         raise CheckpointError(f"the public {config.family} format cannot express a network without experts")
@@ -315,11 +315,11 @@ def _scaling_to_public(scaling: RopeScaling) -> dict[str, Any]:
 
 
 _OURS_ALONE = ("num_mtp", "float32_head")
-"""Fields that train or draft but do not change what the public network computes."""
+"""Fields for training or drafting that do not change what the public network computes."""
 
 
 def _refuse_inexpressible(config: ModelConfig, public: Mapping[str, Any]) -> None:
-    """The public form read back must be the same network."""
+    """Checks that the public form, read back, is the same network."""
     back = from_public(public).model_dump()
     mine = config.model_dump()
     for name in _OURS_ALONE:

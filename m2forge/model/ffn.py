@@ -1,4 +1,4 @@
-"""Feed-forward layers: a dense SwiGLU network, or a mixture of them behind a router."""
+"""Feed-forward layers: a dense SwiGLU network, or a mixture of experts (MoE) behind a router."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,8 @@ from m2forge.model.router import Router, Routing
 
 
 class Balance(NamedTuple):
-    """What one mixture layer saw: tokens per expert, the sum that P of the auxiliary loss is made of, its choices."""
+    """Routing statistics of one MoE layer: tokens per expert, the sum for P of the auxiliary loss, and the chosen
+    experts."""
 
     load_E: Tensor
     affinity_E: Tensor

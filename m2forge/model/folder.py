@@ -1,7 +1,7 @@
-"""Reading a Hugging Face model folder: config.json and safetensors, in one file or in shards behind an index.
+"""Reads a Hugging Face model folder: config.json and safetensors, one file or shards with an index.
 
-`FolderSource` reads headers only. Tensors are then memory-mapped one at a time, FP8 weights dequantised on the way.
-What cannot be read is a CheckpointError that names the file.
+`FolderSource` reads headers only. Tensors are then memory-mapped one at a time, and FP8 weights dequantised. Unreadable
+files raise a CheckpointError that names the file.
 """
 
 import json
@@ -24,7 +24,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_JSON_BYTES = 256 << 20
-"""The index of a model with 100,000 tensors has about ten million."""
+"""Size limit of a JSON file; the index of a model with 100,000 tensors has about ten million bytes."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -36,7 +36,7 @@ _DTYPES = {
 
 
 class FolderSource:
-    """See `Source`. Its files stay open, and mapped, as long as it lives."""
+    """See `Source`. Its files stay open and memory-mapped while it lives."""
 
     def __init__(self, folder: Path) -> None:
         public = _read_public(folder)
@@ -70,7 +70,7 @@ class FolderSource:
         self._stored[name] = TensorHeader(tuple(view.get_shape()), dtype or torch.float32)
 
     def _without_scales(self) -> dict[str, TensorHeader]:
-        """An 8-bit weight and its scales are one tensor, for which bfloat16 is enough."""
+        """Merges each FP8 weight and its scales into one tensor, for which bfloat16 is precise enough."""
         given = dict(self._stored)
         for name, header in self._stored.items():
             if header.dtype != torch.float8_e4m3fn:
@@ -92,7 +92,7 @@ class FolderSource:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The configuration of the network in `folder`; the weights are not looked at."""
+    """The config of the network in `folder`; does not read the weights."""
     return _translate(folder / CONFIG_FILE, _read_public(folder))
 
 
@@ -131,7 +131,7 @@ def _translate(path: Path, public: Mapping[str, Any]) -> ModelConfig:
     except ValidationError as error:
         raise CheckpointError(f"{path}: a value cannot be used: {list_problems(error)}") from error
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        # The file is the user's: whatever its values break on the way is their error, not ours.
+        # The file is the user's: any error that its values cause is an error of the file.
         raise CheckpointError(f"{path}: a value cannot be used: {error}") from error
 
 
@@ -151,7 +151,7 @@ def _refuse_other_quantization(path: Path, quantization: object) -> None:
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
-    """The safetensors files of the model by name, each known to exist."""
+    """The safetensors files of the model by name; all exist."""
     if not (folder / INDEX_FILE).exists():
         if not (folder / WEIGHTS_FILE).exists():
             raise CheckpointError(
@@ -183,7 +183,7 @@ def _open(path: Path) -> Any:
 
 
 def _locate(folder: Path, files: Mapping[str, Any]) -> dict[str, str]:
-    """Which file holds each tensor. The files decide; the index does only where two of them hold the same name."""
+    """The file of each tensor. The files decide; the index only where two of them hold the same name."""
     indexed = _weight_map(folder) if (folder / INDEX_FILE).exists() else {}
     file_of: dict[str, str] = {}
     for file_name, file in files.items():

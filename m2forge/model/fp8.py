@@ -1,9 +1,10 @@
-"""Weights stored as 8-bit floats with one scale per block of 128 × 128, as the released M2 checkpoints hold them.
+"""FP8 weights with one scale per block of 128 × 128, as in the released M2 checkpoints.
 
     weight[r, c] = stored[r, c] · scale[r // 128, c // 128]
 
-`stored` is float8_e4m3fn of shape (R, C); `scale` lies beside it as `<name>_scale_inv`, of shape (⌈R/128⌉, ⌈C/128⌉):
-blocks at the lower and right edge may be ragged. Products are taken in float32 and rounded once to the dtype asked for.
+`stored` is float8_e4m3fn of shape (R, C); `scale` is stored beside it as `<name>_scale_inv`, of shape (⌈R/128⌉,
+⌈C/128⌉): blocks at the lower and right edge may be partial. Products are computed in float32 and rounded once to the
+requested dtype.
 """
 
 import torch
@@ -14,12 +15,12 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scales that belong to a weight of this shape."""
+    """The shape of the scales of a weight of this shape."""
     return tuple(-(-size // BLOCK) for size in shape)
 
 
 def dequantize(stored_RC: Tensor, scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The weight in `dtype`. Besides it, no more than one band of 128 rows is held."""
+    """The weight in `dtype`. Uses temporary memory for at most one band of 128 rows."""
     if stored_RC.dim() != 2 or tuple(scale.shape) != scale_shape(tuple(stored_RC.shape)):
         raise ValueError(
             f"a weight of shape {list(stored_RC.shape)} with scales of shape {list(scale.shape)}; "

@@ -1,6 +1,6 @@
-"""Text by the plainest loop: the whole sequence through the network for every token, no cache.
+"""Generates text by the simplest loop: the whole sequence through the network for every token, without a KV cache.
 
-Slow and obvious on purpose: faster engines are held to what this gives.
+Slow on purpose: the reference for faster engines.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,10 +21,10 @@ def generate(
     seed: int = 0,
     stop_ids: Collection[int] = (),
 ) -> list[int]:
-    """The tokens that follow the prompt: at most `max_new_tokens`, ending with the first that is in `stop_ids`.
+    """The tokens that follow the prompt: at most `max_new_tokens`, ending with the first in `stop_ids`.
 
-    Temperature 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature). The draws
-    depend on the seed and the logits, not on the device.
+    Temperature 0 takes the argmax token; otherwise tokens are sampled from softmax(logits / temperature). Sampling
+    depends on the seed and the logits, not on the device.
     """
     if temperature < 0:
         raise ValueError(f"temperature {temperature}: expected 0 (greedy) or above")

@@ -1,9 +1,9 @@
-"""Reading a GGUF file of the llama architecture, the format of llama.cpp.
+"""Reads a GGUF file (llama.cpp's format) of the llama architecture.
 
-A `Source`: the configuration from the file's metadata, tensors under Hugging Face names, quantised ones dequantised one
-at a time (in float32) by the `gguf` library. Tensors that do not lie within the file, or have more bytes together than
-it, are refused before any is read. llama.cpp rotates neighbouring dimensions where we rotate halves, so its
-files hold the rows of q and k reordered; reading puts them back:
+A `Source`: the config comes from the file's metadata, tensors have Hugging Face names, and the `gguf` library
+dequantises quantised ones one at a time (in float32). Tensors that do not fit within the file, or have more bytes in
+total than it, are rejected before any is read. llama.cpp rotates adjacent dimensions where we rotate halves, so its
+files hold the rows of q and k permuted; reading restores our order:
 
     ours[head, half · K/2 + i] = stored[head, 2i + half],      half in {0, 1}, K the head dimension
 """
@@ -53,11 +53,11 @@ class _Tensor(NamedTuple):
     kind: Any
     """A GGMLQuantizationType."""
     data: np.ndarray
-    """Its bytes in the mapped file, by rows."""
+    """The tensor's bytes in the memory-mapped file, by rows."""
 
 
 class GGUFSource:
-    """See `Source`. The file stays mapped as long as this lives."""
+    """See `Source`. The file stays memory-mapped while this object lives."""
 
     def __init__(self, path: Path) -> None:
         self.origin = str(path)
@@ -91,11 +91,11 @@ class GGUFSource:
             values = _put_back(values, attention.num_heads)
         elif name.endswith("k_proj.weight"):
             values = _put_back(values, attention.num_kv_heads)
-        # A mapped file is read-only and a tensor must not be, so values that are still the file's are copied.
+        # The memory map is read-only and a tensor must not be, so values that still point into it are copied.
         return torch.from_numpy(values if values.flags.writeable else values.copy()).to(dtype)
 
     def _locate(self, header: GGUFHeader) -> dict[str, _Tensor]:
-        """Every tensor's bytes; a ValueError where the file cannot hold them."""
+        """Every tensor's bytes; raises ValueError if the file cannot hold them."""
         tensors = {
             _public_name(name): self._slice(name, stored, header.data) for name, stored in header.tensors.items()
         }
@@ -221,7 +221,7 @@ class GGUFSource:
         return RopeScaling(kind="linear", factor=factor)
 
     def _with_rope_factors(self, config: ModelConfig) -> ModelConfig:
-        """llama.cpp stores the llama3 scaling as one factor per frequency; this finds the settings that give them."""
+        """llama.cpp stores llama3 scaling as one factor per frequency; this finds the parameters that give them."""
         tensor = self._tensors.get(_ROPE_FACTORS)
         if tensor is None:
             return config
@@ -245,7 +245,7 @@ def _library() -> Any:
 
 
 def _public_name(name: str) -> str:
-    """The Hugging Face name; an unknown one stays as it is, to be reported."""
+    """The Hugging Face name; an unknown name stays unchanged and is reported later."""
     parts = name.split(".", 2)
     if len(parts) == 3 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
         return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}"

@@ -14,5 +14,5 @@ class Linear(nn.Linear):
 
 
 def pack_weights(network: nn.Module, *others: Tensor) -> None:
-    """Ready the linear layers of a network that serves, and what else it multiplies by; again after every change."""
+    """Pack the weights of a serving network's linear layers, and `others`; call it again after every weight update."""
     pack((*(part.weight for part in network.modules() if isinstance(part, Linear)), *others))

@@ -1,13 +1,13 @@
-"""Multi-token prediction: K chained modules, each looking one token further than the last.
+"""Multi-token prediction (MTP): K chained modules, each predicting one token further ahead than the last.
 
-Module i, at token n, joins the state that module i−1 (or the main model, for i = 1) left at n's parent with n's own
+At token n, module i joins the state of module i−1 (or of the main model, for i = 1) at n's parent with n's own
 embedding, and predicts the token after n:
 
     h_i[n] = Block( P · [ RMSNorm(h_{i−1}[parent n]) ; RMSNorm(embedding[token n]) ] )
 
 So every depth predicts the same next tokens as the main model, from a main state that is i tokens old. Indexing by the
-child keeps this exact where a token has several children (a tree): a child has one parent. The state before a
-first token is zero. Embedding and head are the main model's.
+child keeps this exact where a token has several children (a tree): a child has one parent. The state before a first
+token is zero. Embedding and LM head are the main model's.
 """
 
 import copy
@@ -25,7 +25,7 @@ from m2forge.model.rope import Rotation
 
 MTPSource = Literal["main", "mtp1", "random"]
 MTPGradient = Literal["all", "modules"]
-"""What the loss of the modules trains: everything it is computed from, or the modules alone."""
+"""Parameters that the MTP loss trains: all that it depends on, or the modules only."""
 
 
 class MTPModule(nn.Module):
@@ -35,7 +35,7 @@ class MTPModule(nn.Module):
         self.state_norm = RMSNorm(size, eps)
         self.embedding_norm = RMSNorm(size, eps)
         self.projection = nn.Linear(2 * size, size, bias=False)
-        # Shaped as the last layer, whose weights it may start from.
+        # Has the last layer's shape, so that it can be initialised from its weights.
         self.block = Block(config, config.num_layers - 1)
         self.norm = RMSNorm(size, eps)
 
@@ -53,8 +53,8 @@ class MTPModule(nn.Module):
 
 
 def copied_module(first: MTPModule, last_block: Block, final_norm: RMSNorm, source: MTPSource) -> MTPModule:
-    """A module to extend the chain with: projection and input norms from module 1; block and final norm from the
-    main model (`source="main"`) or from module 1 too (`source="mtp1"`). It learns even where its sources do not."""
+    """A new module for the chain: projection and input norms copied from module 1; block and final norm from the main
+    model (`source="main"`) or from module 1 too (`source="mtp1"`). It is trainable even if its sources are frozen."""
     module = copy.deepcopy(first)
     if source == "main":
         module.block = copy.deepcopy(last_block)

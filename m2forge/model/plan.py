@@ -1,11 +1,11 @@
-"""Attention plans: which tokens see which, decided outside the network.
+"""Attention plans define which tokens attend to which, outside the network.
 
-The network runs over N flat tokens. A plan says where each token stands (`position_N`), how queries meet keys (`bind`)
-and which token precedes each one (`to_parent`). The same blocks serve every plan.
+The network runs over N flat tokens. A plan gives each token's position (`position_N`), the masked attention (`bind`)
+and each token's predecessor (`to_parent`). The same blocks serve every plan.
 
     CausalRows   B rows of equal length, each causal; trailing padding needs no mask
-    Documents    one flat sequence of documents laid end to end, each causal and blind to the others
-    Trees        token trees, each token below its ancestors (tree_plan.py)
+    Documents    packed documents in one flat sequence, each causal and isolated from the others
+    Trees        token trees, each token attends to its ancestors (tree_plan.py)
 
 Shapes: N tokens, H query heads, G key/value heads, K head dimension.
 """
@@ -25,7 +25,7 @@ from m2forge.model.config import WindowConfig
 
 
 class Attend(Protocol):
-    """Attention with its mask already decided."""
+    """Attention with a fixed mask."""
 
     def __call__(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor: ...
 
@@ -33,12 +33,12 @@ class Attend(Protocol):
 class AttentionPlan(Protocol):
     @property
     def position_N(self) -> Tensor:
-        """Depth of each token in its document, from 0."""
+        """Position of each token in its document, from 0."""
         ...
 
     @property
     def count_N(self) -> Tensor | None:
-        """How often each token counts in expert loads and in the auxiliary loss, int64; None: once each."""
+        """Weight of each token in expert loads and the auxiliary loss, int64; None: 1 each."""
         ...
 
     def bind(self, window: WindowConfig | None) -> Attend:
@@ -46,7 +46,7 @@ class AttentionPlan(Protocol):
         ...
 
     def to_parent(self, x_ND: Tensor) -> Tensor:
-        """Row n holds x of the token before n in its document, zero for a first token."""
+        """Row n is x at the token before n in its document; zero for a first token."""
         ...
 
 
@@ -90,7 +90,7 @@ class Documents:
 
 def visible(length: int, window: WindowConfig | None, first: int = 0) -> Tensor | None:
     """(length − first, length) mask of the keys that each query of a document sees, from the `first` query on; None
-    where plain causality says it all."""
+    where the plain causal mask suffices."""
     if window is None or window.size >= length:
         return None
     token = torch.arange(length)

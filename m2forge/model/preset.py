@@ -1,4 +1,4 @@
-"""Named configurations: the released model and three small relatives of the same shape."""
+"""Named configs: the released model and three small ones of the same architecture."""
 
 from m2forge.errors import NotFoundError, suggest
 from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
@@ -35,7 +35,8 @@ PRESETS: dict[str, ModelConfig] = {
         max_context=4096,
         num_mtp=1,
     ),
-    # A minute is few steps: a shallow network takes more of them, from larger weights, and balances its experts faster.
+    # A minute is few steps: a shallow network gets more of them, with larger initial weights and faster expert
+    # balancing.
     "m2-nano": ModelConfig(
         vocab_size=512,
         hidden_size=128,

@@ -1,4 +1,4 @@
-"""The configuration a user means by a word: a preset's name, a TOML file or a model folder."""
+"""Resolves a preset's name, a TOML file or a model folder to a config."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from m2forge.model.preset import PRESETS
 
 
 def resolve_config(model: str, *, layers: int | None = None, overrides: Sequence[str] = ()) -> ModelConfig:
-    """The configuration that `model` names, with `overrides` such as `"moe.top_k=4"`, cut to its first `layers`."""
+    """The config that `model` names, with `overrides` such as `"moe.top_k=4"`, truncated to its first `layers`."""
     config = _named(model, overrides)
     if layers is None:
         return config

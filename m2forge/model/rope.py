@@ -1,8 +1,8 @@
-"""Angles of the rotary position embedding over the leading `rotary_dim` dimensions of each head.
+"""Rotary position embedding (RoPE) angles for the leading `rotary_dim` dimensions of each head.
 
     angle[n,i] = position[n] · frequency[i],      frequency[i] = theta^(−2i / rotary_dim), i < rotary_dim / 2
 
-Computed in at least float32. The rotation itself is kernels/rotary.py.
+Computed in at least float32. kernels/rotary.py applies the rotation.
 """
 
 import math

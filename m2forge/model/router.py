@@ -1,20 +1,20 @@
-"""The router: which experts a token goes to, and with what weight.
+"""The router chooses each token's experts and their weights.
 
     s = sigmoid(x W) or softmax(x W), in at least float32
-    chosen = top-k of s + b          (b: the selection bias, blind to the language-model loss)
+    chosen = top-k of s + b          (b: the selection bias, which gets no gradient of the language-model loss)
     weight = s[chosen] / Σ s[chosen] (when normalised)
 
-A choice recorded when the token was sampled may take the place of the top-k; the weights stay those of s.
+Routing replay: experts recorded at sampling time can replace the top-k; the weights still come from s.
 
-Balance (N tokens, E experts, c = tokens per expert, each token as often as the plan counts it):
+Load balancing (N tokens, E experts, c = tokens per expert, each token weighted by the plan's count):
 
     sign rule:      b += rate · (d − mean d),   d = sign(mean c − c)
     auxiliary loss: E · Σ_e f_e P_e,            f = c / Σc detached, P = mean over tokens of a / Σa
                     with a = s, or a = s + b where b learns by gradient
     MaxVio:         max c / mean c − 1
 
-With f of all packs of a step, and P one pack's sum over the step's number of tokens, the auxiliary losses of the packs
-add up to that of the step.
+If f covers all micro-batches of a step, and P is one micro-batch's sum divided by the step's number of tokens, the
+micro-batches' auxiliary losses add up to that of the step.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Routing(NamedTuple):
     expert_NK: Tensor
     weight_NK: Tensor
     affinity_E: Tensor
-    """Σ over tokens of a / Σa, each as often as it counts: P of the auxiliary loss before it is divided."""
+    """Σ over tokens of a / Σa, weighted by count: P of the auxiliary loss before the division."""
 
 
 class Router(nn.Module):
@@ -49,8 +49,8 @@ class Router(nn.Module):
                 self.register_buffer("bias", bias)
 
     def forward(self, x_ND: Tensor, count_N: Tensor | None = None, recorded_NK: Tensor | None = None) -> Routing:
-        """`count_N`: how often each token counts, once each by default. `recorded_NK`: experts to take instead of the
-        router's own choice, −1 in all places of a token that has none."""
+        """`count_N`: weight of each token in the balance, 1 by default. `recorded_NK`: experts that replace the
+        router's choice; −1 in all K entries of a token without a record."""
         logits_NE = linear_float32(x_ND, self.weight)
         scores_NE = logits_NE.sigmoid() if self.config.scoring == "sigmoid" else logits_NE.softmax(-1)
         selection_NE = scores_NE if self.bias is None else scores_NE + self.bias
@@ -70,7 +70,8 @@ class Router(nn.Module):
         return (share_NE if count_N is None else share_NE * count_N[:, None]).sum(0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """Moves and casts as any module does, but the bias never falls below float32: its steps would vanish."""
+        """Moves and casts like any module, but keeps the bias in at least float32: its small updates would vanish
+        below."""
         # The data, not the tensor: a cast replaces a parameter's data in place.
         exact = None if self.bias is None else self.bias.data
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -80,7 +81,7 @@ class Router(nn.Module):
 
 
 def max_violation(load_LE: Tensor) -> Tensor:
-    """MaxVio of each layer: how far the fullest expert lies above the mean; 0 is perfect balance."""
+    """MaxVio of each layer: the highest expert load relative to the mean, minus 1; 0 is perfect balance."""
     load_LE = load_LE.double()
     return load_LE.amax(-1) / load_LE.mean(-1).clamp(min=1e-12) - 1
 
@@ -94,9 +95,9 @@ def update_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> None:
 
 
 def aux_loss(load_LE: Tensor, affinity_LE: Tensor, num_tokens: int | Tensor) -> Tensor:
-    """The auxiliary balance loss, averaged over layers; 1 at perfect balance.
+    """The auxiliary load-balancing loss, averaged over layers; 1 at perfect balance.
 
-    `load_LE` and `num_tokens` are of the whole step, tokens as often as they count; `affinity_LE` may be one pack's.
+    `load_LE` and `num_tokens` are those of the whole step, weighted by count; `affinity_LE` may be one micro-batch's.
     """
     fraction_LE = load_LE.to(affinity_LE.dtype) / load_LE.sum(-1, keepdim=True).clamp(min=1)
     return affinity_LE.shape[-1] * (fraction_LE.detach() * affinity_LE).sum(-1).mean() / num_tokens

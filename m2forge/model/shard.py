@@ -1,7 +1,7 @@
-"""Writing tensors as safetensors: one file, or shards of a bounded size and the index that lists them.
+"""Writes tensors as safetensors: one file, or shards of bounded size and an index.
 
-Shapes and dtypes are known beforehand, so the files are planned first and filled one after another: memory holds one
-shard at most.
+Shapes and dtypes are known beforehand, so the shards are planned first and written one after another: memory holds at
+most one shard.
 """
 
 import json
@@ -20,7 +20,7 @@ from m2forge.model.source import TensorHeader
 
 @dataclass(frozen=True)
 class Written:
-    """What a write left on disk."""
+    """Summary of a write."""
 
     num_tensors: int
     num_bytes: int
@@ -30,15 +30,15 @@ class Written:
 def write_shards(
     folder: Path, headers: Mapping[str, TensorHeader], read: Callable[[str, torch.dtype], Tensor], max_shard_bytes: int
 ) -> Written:
-    """Write each tensor of `headers`, cast to its dtype, into `folder`, in their order. A tensor larger than
-    `max_shard_bytes` has a file of its own."""
+    """Write the tensors of `headers` into `folder` in order, each cast to its dtype. A tensor larger than
+    `max_shard_bytes` gets its own file."""
     shards = plan_shards(headers, max_shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file_name = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: _taken(read, name, headers[name].dtype) for name in names}
         save_file(tensors, folder / file_name, metadata={"format": "pt"})
-        # The library makes files for their owner alone; these are to be read by whoever may read the folder.
+        # safetensors creates files readable only by their owner; give them the folder's permissions.
         (folder / file_name).chmod(folder.stat().st_mode & 0o666)
         weight_map |= dict.fromkeys(names, file_name)
         del tensors
@@ -50,7 +50,7 @@ def write_shards(
 
 
 def plan_shards(headers: Mapping[str, TensorHeader], max_shard_bytes: int) -> list[list[str]]:
-    """The names of each file's tensors."""
+    """The tensor names of each file."""
     shards: list[list[str]] = []
     room = 0
     for name, header in headers.items():

@@ -1,8 +1,8 @@
-"""Where weights come from: anything that has a configuration and can give tensors by their public names.
+"""Weight sources: anything with a config that can return tensors by their public names.
 
-A `Source` knows every tensor's shape and dtype before any is read. `refuse_misfits` compares them with what the
-configuration asks for and raises one error that names every offender, so that no memory is taken for a model that will
-not load. A configuration that asks for many more tensors than there are is refused before its network is built.
+A `Source` knows every tensor's shape and dtype before any is read. `refuse_misfits` compares them with the config and
+raises one error that names every mismatch, before memory is allocated for a model that cannot load. A config that
+requires many more tensors than there are is rejected before its network is built.
 """
 
 import itertools
@@ -25,19 +25,19 @@ TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _NUM_SHOWN = 20
 _MAX_MISSING = 1000
-"""Besides as many as there are; a model that lacks more tensors than that has the configuration of another."""
+"""Missing tensors tolerated, beyond as many as there are, before the config is taken for another model's."""
 
 
 class TensorHeader(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """As stored; of a dequantised tensor, the one that holds it well enough."""
+    """The stored dtype; for a quantised tensor, one that holds its values well enough."""
 
 
 class Source(Protocol):
     @property
     def origin(self) -> str:
-        """Names the source in errors."""
+        """Name of the source in error messages."""
         ...
 
     @property
@@ -45,21 +45,22 @@ class Source(Protocol):
 
     @property
     def headers(self) -> Mapping[str, TensorHeader]:
-        """Every tensor that can be read, by its public name."""
+        """Headers of every readable tensor, by public name."""
         ...
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong with single tensors besides their presence and shape, one line each."""
+        """Problems of single tensors other than presence and shape, one line each."""
         ...
 
     @property
     def token_ids(self) -> TokenIds:
-        """The ids of special tokens that are known, under the keys of TOKEN_ID_KEYS."""
+        """Ids of the known special tokens, under the keys of TOKEN_ID_KEYS."""
         ...
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """One tensor for use in `dtype`: a dequantised one is rounded once, to it; others come as they are stored."""
+        """One tensor for use in `dtype`: a quantised one is dequantised and rounded once to `dtype`; others keep their
+        stored dtype."""
         ...
 
 
@@ -86,12 +87,12 @@ class ModelSource:
 
 
 def list_problems(error: ValidationError) -> str:
-    """The fields that cannot be used, in one line."""
+    """The invalid fields, in one line."""
     return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the network'}: {e['msg']}" for e in error.errors())
 
 
 def usual_dtype(source: Source) -> torch.dtype:
-    """The dtype that most of the weights have."""
+    """The dtype of most weights."""
     num_elements: Counter[torch.dtype] = Counter()
     for header in source.headers.values():
         num_elements[header.dtype] += torch.Size(header.shape).numel()
@@ -137,7 +138,7 @@ def refuse_misfits(source: Source) -> None:
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Older exporters wrote these though the configuration says all there is to them."""
+    """Whether the tensor is redundant: older exporters wrote it although the config determines it."""
     return (config.tied_head and name == "lm_head.weight") or name.endswith(".rotary_emb.inv_freq")
 
 

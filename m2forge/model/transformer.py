@@ -1,7 +1,7 @@
-"""The network: embedding, blocks, final norm, head, and the chain of multi-token prediction modules.
+"""The network: embedding, blocks, final norm, LM head, and the chain of multi-token prediction (MTP) modules.
 
-Token ids in; hidden states out, with what the routers saw. Logits are a separate step, because training needs them only
-where there is a loss (kernels/cross_entropy.py). Masks come from an attention plan; parallelism stays outside.
+Token ids in; hidden states and routing statistics out. Logits are a separate step, because training needs them only at
+loss positions (kernels/cross_entropy.py). Masks come from an attention plan; parallelism stays outside.
 
 Shapes: B rows, L their length, N flat tokens, D hidden size, V vocabulary, E experts.
 """
@@ -30,19 +30,18 @@ from m2forge.model.router import Router, update_bias
 @dataclass(frozen=True)
 class Output:
     hidden_ND: Tensor
-    """After the final norm: what the head takes."""
+    """Hidden states after the final norm: the LM head's input."""
     mtp_hidden_ND: tuple[Tensor, ...]
-    """The same from each multi-token prediction module."""
+    """The same for each MTP module."""
     load_LE: Tensor | None
-    """Tokens per expert of every mixture layer, modules included, each as often as the plan counts it, int64; None for
-    a dense network."""
+    """Tokens per expert of every MoE layer, modules included, weighted by the plan's counts, int64; None for a dense
+    network."""
     affinity_LE: Tensor | None
-    """What the auxiliary loss takes besides (`router.aux_loss`), with gradient; None where its weight is 0."""
+    """The `affinity_LE` of `router.aux_loss`, with gradient; None if that loss has weight 0."""
     experts_NLK: Tensor | None = None
-    """The experts that the routers of the main model took, in the order of their layers, where they were asked for and
-    there are any."""
+    """Experts chosen by the main model, in layer order, if requested and there are any."""
     state_ND: Tensor | None = None
-    """Before the final norm: what the first module takes."""
+    """Hidden states before the final norm: the first MTP module's input."""
 
 
 class Transformer(nn.Module):
@@ -55,9 +54,10 @@ class Transformer(nn.Module):
         self.mtp = nn.ModuleList(MTPModule(config) for _ in range(config.num_mtp))
         self.head = None if config.tied_head else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.recompute: Literal["none", "block"] = "none"
-        """block: keep only each block's input and run the block again in the backward pass."""
+        """Activation checkpointing. block: store only each block's input and recompute the block in the backward
+        pass."""
         self.token_ids: Mapping[str, int | list[int] | None] = {}
-        """Ids of special tokens, such as `eos_token_id`, that are written beside the weights."""
+        """Ids of special tokens, such as `eos_token_id`, saved with the weights."""
 
     @property
     def head_weight(self) -> Tensor:
@@ -73,11 +73,11 @@ class Transformer(nn.Module):
         experts_NLK: Tensor | None = None,
         returns_experts: bool = False,
     ) -> Output:
-        """`tokens`: (B, L) rows, or (N,) flat with the plan that explains them. Without the prediction modules,
-        which who only asks for logits does not need, the output holds nothing of them. `mtp_gradient`: whether what the
-        modules learn reaches the main model. `experts_NLK`: recorded choices that the routers of the main model repeat,
-        in the order of their layers; −1 in all K places where there is none. The modules choose for themselves.
-        `returns_experts`: whether the choices of the main model are part of the output."""
+        """`tokens`: (B, L) rows, or (N,) flat with their plan. Without the MTP modules, which logits do not need, the
+        output has nothing of them. `mtp_gradient`: whether the MTP loss also trains the main model. `experts_NLK`:
+        recorded experts that the main model's routers replay, in layer order; −1 in all K entries where there is no
+        record. The modules choose for themselves. `returns_experts`: whether the output includes the main model's
+        experts."""
         if plan is None:
             plan = CausalRows(*_rows(tokens), tokens.device)
         tokens_N = tokens.flatten()
@@ -109,8 +109,8 @@ class Transformer(nn.Module):
         return Output(self.norm(x_ND), tuple(mtp_hidden), *self._balance(balances), chosen_NLK, x_ND)
 
     def run_module(self, index: int, parent_ND: Tensor, tokens_N: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
-        """One prediction module on its own: its states, which the next module takes, and what the head takes. Row n of
-        `parent_ND` is the state that the module before it, or the main model, left at n's parent."""
+        """Runs one MTP module; returns its states, which the next module takes, and the LM head's input. Row n of
+        `parent_ND` is the state of the previous module, or of the main model, at n's parent."""
         module = self.mtp[index]
         assert isinstance(module, MTPModule)
         turn = rotation(plan.position_N, frequencies(self.config.attention, tokens_N.device), parent_ND.dtype)
@@ -121,7 +121,7 @@ class Transformer(nn.Module):
         return state_ND, module.norm(state_ND)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """All logits of the given hidden states, in at least float32 where the configuration asks for it."""
+        """Logits of the given hidden states, in at least float32 if the config asks for it."""
         if self.config.float32_head:
             flat: Tensor = linear_float32(hidden.flatten(0, -2), self.head_weight)
             return flat.view(*hidden.shape[:-1], -1)
@@ -142,7 +142,7 @@ class Transformer(nn.Module):
         return load_LE, torch.stack([balance.affinity_E for balance in seen])
 
     def _recorded(self, experts_NLK: Tensor | None, num_tokens: int) -> dict[int, Tensor]:
-        """Recorded choices by layer of the main model."""
+        """Recorded experts, by layer of the main model."""
         if experts_NLK is None:
             return {}
         sparse = [layer for layer in range(self.config.num_layers) if self.config.is_sparse(layer)]
@@ -150,7 +150,7 @@ class Transformer(nn.Module):
         expected = (num_tokens, len(sparse), moe.top_k if moe else 0)
         if moe is None or tuple(experts_NLK.shape) != expected:
             raise ValueError(f"recorded experts of shape {tuple(experts_NLK.shape)}: this network takes {expected}")
-        # An expert that is not there would be read from memory that is not ours. CUDA is not waited for.
+        # An out-of-range expert would read foreign memory. On CUDA the check does not sync with the host.
         is_none_NL = (experts_NLK < 0).any(-1)
         is_known = (is_none_NL == (experts_NLK == -1).all(-1)).all() & (experts_NLK < moe.num_experts).all()
         if is_known.is_cuda:
@@ -159,10 +159,11 @@ class Transformer(nn.Module):
             raise ValueError(f"recorded experts must lie in 0..{moe.num_experts - 1}, or be -1 where unknown")
         return dict(zip(sparse, experts_NLK.unbind(1), strict=True))
 
-    # -- care of the network ------------------------------------------------------------------------------------------
+    # -- initialisation and training ----------------------------------------------------------------------------------
 
     def init_weights(self, seed: int = 0) -> None:
-        """Matrices normal with `init_std`, norms 1, biases 0; drawn on the device the weights are on."""
+        """Initialises matrices from a normal distribution with `init_std`, norms to 1 and biases to 0, on the weights'
+        device."""
         self._draw(self, seed)
 
     def _draw(self, module: nn.Module, seed: int) -> None:
@@ -177,19 +178,19 @@ class Transformer(nn.Module):
                 part.bias.data.zero_()
 
     def compile_blocks(self) -> None:
-        """Compile each block on its own: one graph serves all layers of a shape."""
+        """Compile each block separately: one graph serves all layers of a shape."""
         for block in (*self.blocks, *self.mtp):
             block.compile()
 
     def routers(self) -> Iterator[Router]:
-        """In the order of `Output.load_LE`."""
+        """Routers in the order of `Output.load_LE`."""
         for block in (*self.blocks, *(module.block for module in self.mtp)):
             if isinstance(block.ffn, MixtureFFN):
                 yield block.ffn.router
 
     def update_router_biases(self, load_LE: Tensor) -> None:
-        """One step of the sign rule from the loads of a whole optimizer step; frozen routers stay as they are, and so
-        do those of the modules where `load_LE` ends before them."""
+        """One step of the sign rule from the loads of a whole optimizer step; frozen routers do not change, nor do
+        those of the modules if `load_LE` does not include them."""
         routers = list(self.routers())
         num_main = sum(isinstance(block.ffn, MixtureFFN) for block in self.blocks)
         if load_LE.shape[0] not in (num_main, len(routers)):
@@ -202,14 +203,14 @@ class Transformer(nn.Module):
                 update_bias(router.bias, load_E, router.config.bias_rate)
 
     def freeze_learnt_biases(self, frozen: bool) -> None:
-        """Selection biases that learn by gradient: freeze them, or let them learn where their router does."""
+        """Freeze the selection biases that learn by gradient, or let them learn where their router does."""
         for router in self.routers():
             if isinstance(router.bias, nn.Parameter):
                 router.bias.requires_grad_(not frozen and router.weight.requires_grad)
 
     def expand_mtp(self, num_modules: int, source: MTPSource = "main", seed: int = 0) -> None:
-        """Lengthen the chain to `num_modules` by copies, or by fresh weights drawn with `seed`; the modules there are
-        stay as they are."""
+        """Extend the chain to `num_modules` with copies, or with random weights from `seed`; existing modules do not
+        change."""
         if not self.mtp:
             raise ValueError("there is no first module to copy projection and norms from; start with num_mtp = 1")
         if num_modules < len(self.mtp):
@@ -225,7 +226,7 @@ class Transformer(nn.Module):
         self.config = self.config.model_copy(update={"num_mtp": num_modules})
 
     def freeze_main(self, frozen: bool = True) -> None:
-        """Only the multi-token prediction modules learn while the main model is frozen."""
+        """Freeze the main model, so that only the MTP modules learn, or unfreeze it."""
         for name, parameter in self.named_parameters():
             if not name.startswith("mtp."):
                 parameter.requires_grad_(not frozen)
@@ -243,8 +244,8 @@ def _chosen(balances: list[Balance | None]) -> Tensor | None:
 
 
 def fastest_attention(device: torch.device) -> AbstractContextManager[None]:
-    """The backends of `scaled_dot_product_attention`, in the order this network prefers them: cuDNN first, half as fast
-    again as the default on Hopper."""
+    """Orders the backends of `scaled_dot_product_attention`: cuDNN first, which is 1.5 times as fast as the default on
+    Hopper."""
     if device.type != "cuda":
         return nullcontext()
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

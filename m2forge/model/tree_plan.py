@@ -1,10 +1,10 @@
-"""The attention plan of token trees: a flat tree in, each token under its ancestors and nobody else.
+"""The attention plan of token trees: each token of a flat tree attends to its ancestors only.
 
-A token stands at its depth, sees itself and its ancestors, and counts in expert loads as often as samples contain it.
-So the network computes once for each token what it would in every row that contains it.
+A token's position is its depth; it attends to itself and its ancestors, and counts in expert loads as often as samples
+contain it. So the network computes each token once, with the result it would have in every row that contains it.
 
-Padding: up to `length` tokens, those behind the trees form one more tree, a chain that counts zero times. It changes
-nothing for the others, and lets trees of many sizes share a few lengths.
+Padding up to `length` forms one more tree after the others, a chain with count zero. It does not change the other
+trees, and lets trees of many sizes share a few lengths.
 
 Shapes as in `plan`; V nodes.
 """
@@ -42,9 +42,9 @@ class Trees:
         self.position_N = self._tokens(flat.position_N, padding)
         self.count_N = self._tokens(flat.multiplicity_N, np.zeros_like(padding))
         self.parent_N = self._tokens(flat.parent_N, np.where(padding > 0, flat.num_tokens + padding - 1, -1))
-        """Index of the token before, −1 for a first one."""
+        """Index of the parent token, −1 for a first one."""
         self.exit_N = self._tokens(flat.exit_N, np.full_like(padding, length))
-        """Index behind the last descendant."""
+        """Index after the last descendant."""
         self.start_V = self.layout.start_V.to(self.device)
 
     def bind(self, window: WindowConfig | None) -> Attend:
@@ -60,7 +60,7 @@ class Trees:
         return MaskedTreeAttend(self.layout, masks)
 
     def to_parent(self, x_ND: Tensor) -> Tensor:
-        # Most tokens follow their parent: all are shifted, and the few that begin a node are set.
+        # Most tokens follow their parent: shift all, then set the first token of each node.
         parent_V = self.parent_N.index_select(0, self.start_V)
         begin_VD = x_ND.index_select(0, parent_V.clamp(min=0)).masked_fill((parent_V < 0)[:, None], 0)
         return x_ND.roll(1, 0).index_copy(0, self.start_V, begin_VD)
@@ -112,7 +112,7 @@ class ScheduledTreeAttend:
         out_NHK: Tensor = self._plain(q_NHK, k_NGK, v_NGK)
         return out_NHK
 
-    # Unrolled into a compiled block, its nodes would be compiled again for every tree.
+    # Inlined into a compiled block, its nodes would be recompiled for every tree.
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not type it
     def _plain(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
         problem = tree_kernel_problem(q_NHK.dtype, q_NHK.shape[2])

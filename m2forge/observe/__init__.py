@@ -1,1 +1,1 @@
-"""What a run shows of itself: log lines, metrics on disk, progress in the terminal."""
+"""Observability of a run: log lines, metrics on disk, progress in the terminal."""

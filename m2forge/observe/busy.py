@@ -1,11 +1,11 @@
-"""When the processes of a run had work for the device: intervals, in a small file of each process.
+"""Records when the processes of a run had work for the device: intervals, in a small file per process.
 
-    M2FORGE_BUSY=runs/NAME/busy      the folder; without it nothing is noted
+    M2FORGE_BUSY=runs/NAME/busy      the folder; without it nothing is recorded
 
 A line of `busy/NAME-PID.txt` is the start and the end of one interval, in seconds of the machine's monotonic clock,
-which all processes share. Nothing waits for the device: an interval is whatever the caller puts a `with` around, so it
-ends with the work only if the caller has read the result by then. Intervals less than `JOIN_S` apart are written as
-one, and one that goes on is written in pieces, so that a killed process loses at most `PIECE_S` of it.
+which all processes share. There is no host sync: an interval is whatever the caller wraps in a `with`, so it ends with
+the work only if the caller has read the result by then. Intervals less than `JOIN_S` apart are written as one, and a
+long one is written in pieces, so that a killed process loses at most `PIECE_S` of it.
 """
 
 import os
@@ -25,14 +25,14 @@ Interval: TypeAlias = tuple[float, float]
 
 
 class BusyLog:
-    """Around every piece of work: `with log:`. For one thread."""
+    """Wrap every piece of work in `with log:`. Not thread-safe."""
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`path`: None notes nothing."""
+        """`path`: None records nothing."""
         self._path, self._clock = path, clock
         self._began_s = 0.0
         self._open: Interval | None = None
-        """What is not written yet."""
+        """The interval that is not written yet."""
 
     def __enter__(self) -> None:
         if self._path is not None:
@@ -49,7 +49,7 @@ class BusyLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write what has been noted."""
+        """Write the pending interval."""
         if self._open is None or self._path is None:
             return
         append_line(self._path, f"{self._open[0]:.6f} {self._open[1]:.6f}")
@@ -57,7 +57,7 @@ class BusyLog:
 
 
 def open_busy_log(name: str) -> BusyLog:
-    """Of this process, where the environment asks for one. `name`: what the process does."""
+    """The busy log of this process, if the environment enables it. `name`: the role of the process."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
         return BusyLog(None)
@@ -66,7 +66,7 @@ def open_busy_log(name: str) -> BusyLog:
 
 
 def read_busy(folder: Path, name: str) -> list[Interval]:
-    """Of all processes of that name, in the order of time and apart from each other. A torn last line is left out."""
+    """Disjoint intervals of all processes of that name, in time order. An incomplete last line is skipped."""
     found: list[Interval] = []
     for path in sorted(folder.glob(f"{name}-*.txt")):
         for number, line in enumerate(whole_lines(path.read_bytes()), start=1):
@@ -79,7 +79,7 @@ def read_busy(folder: Path, name: str) -> list[Interval]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments, as intervals that do not touch."""
+    """The union, as sorted disjoint intervals."""
     joined: list[Interval] = []
     for start_s, end_s in sorted(intervals):
         if joined and start_s <= joined[-1][1]:
@@ -90,5 +90,5 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def busy_s(intervals: Iterable[Interval], from_s: float, to_s: float) -> float:
-    """Seconds between the two moments that lie in any of the intervals."""
+    """Seconds between the two times that are covered by the intervals."""
     return sum(max(0.0, min(end_s, to_s) - max(start_s, from_s)) for start_s, end_s in union(intervals))

@@ -1,4 +1,4 @@
-"""The one console on standard error. Log lines and progress bars share it, so that neither overwrites the other."""
+"""The shared console on standard error: log lines and progress bars use it, so that neither overwrites the other."""
 
 from functools import cache
 

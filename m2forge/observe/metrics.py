@@ -1,12 +1,12 @@
-"""Numbers of a run, step by step: `metrics.jsonl` to compute with and TensorBoard events to look at.
+"""Metrics of a run by step: `metrics.jsonl` for programs and TensorBoard events for viewing.
 
 A line of `metrics.jsonl` is one JSON object `{"step": 7, "time_s": 1790000000.0, "loss": 2.5, ...}`, `time_s` in
 seconds since the epoch. NaN and the infinities, which JSON lacks, are the strings "NaN", "Infinity" and "-Infinity",
 so that `float(value)` reads every value and a diverged run shows where it diverged.
 
-The file is only ever appended to, one write per line, so a killed process leaves at most one torn last line; opening
-it again cuts that line off. A resumed run repeats the steps after its checkpoint: `read_metrics` lets a step that goes
-back replace all that came after it, and merges the lines of one step.
+The file is append-only, one write per line, so a killed process leaves at most one incomplete last line; reopening
+removes that line. A resumed run repeats the steps after its checkpoint: in `read_metrics` a step that goes back
+replaces all later ones, and the lines of one step are merged.
 """
 
 import json
@@ -30,7 +30,7 @@ _FLUSH_S = 10
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """The metrics of one step, as `read_metrics` gives them."""
+    """The metrics of one step, as returned by `read_metrics`."""
 
     step: int
     time_s: float
@@ -38,17 +38,17 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Appends the metrics of a run to its directory. Safe to open again after any kind of death."""
+    """Appends the metrics of a run to its directory. Safe to reopen after any crash."""
 
     def __init__(self, run_dir: Path) -> None:
-        # tensorboardX takes seconds to import where torch is installed.
+        # tensorboardX takes seconds to import if torch is installed.
         from tensorboardX import SummaryWriter
 
         self._descriptor = open_lines(run_dir / FILE_NAME)
         self._events = SummaryWriter(logdir=str(run_dir / TENSORBOARD_FOLDER), flush_secs=_FLUSH_S)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record `values` under `step`. The line survives the death of this process as soon as this returns."""
+        """Record `values` under `step`. The line survives a crash of this process once this returns."""
         reserved = [name for name in RESERVED if name in values]
         if reserved:
             raise RecordError(f"metrics of step {step}: {reserved[0]!r} is the writer's own field; rename the metric")
@@ -73,7 +73,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The metrics of a run, by rising step, from its `metrics.jsonl`. A torn last line is left out."""
+    """The metrics of a run, by ascending step, from its `metrics.jsonl`. An incomplete last line is skipped."""
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:

@@ -19,10 +19,10 @@ PLAIN_INTERVAL_S = 10.0
 
 
 class Progress(Protocol):
-    """A job under way."""
+    """A running job."""
 
     def advance(self, count: int = 1, fields: Mapping[str, float | str] | None = None) -> None:
-        """Count `count` more units done. `fields` are shown beside, and stay until replaced."""
+        """Add `count` finished units. `fields` are shown beside the count, until replaced."""
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""The run page: what a run has written, in the browser, while it runs and afterwards."""
+"""The run page: shows a run's output in the browser, during the run and afterwards."""

@@ -1,14 +1,14 @@
-"""The page as an ASGI application: static files of this package, and what a run has written as JSON.
+"""The page as an ASGI application: the package's static files, and a run's output as JSON.
 
     GET /  /static/NAME                              the page
-    GET /api/run                                     stage, state, checks
-    GET /api/curves?revision=&step=                  metrics, those that are new to the browser
-    GET /api/queue, /api/past                        the window as it stands, and as it moved
+    GET /api/run                                     stage, state, evaluations
+    GET /api/curves?revision=&step=                  metrics that are new to the browser
+    GET /api/queue, /api/past                        the window: current state, and history
     GET /api/episodes?domain=&state=&task=&text=&least=&most=&order=&upto=&offset=&limit=
     GET /api/episodes/ID, …/outline, …/calls?start=&end=, …/tokens?call=&start=&end=, …/search?text=
 
-Answers are JSON, never markup; the browser puts them on the page as text. Handlers read files and a database, so they
-run in threads.
+Responses are JSON, never markup; the browser inserts them as text. Handlers read files and a database, so they run in
+threads.
 """
 
 import json
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 def make_app(run: Run, key: str | None = None) -> ASGIApp:
-    """`key`: asked of everybody where other machines can reach the page."""
+    """`key`: required of every request if other machines can reach the page."""
     service = _Service(run)
     paths: list[tuple[str, Callable[[Request], Response]]] = [
         ("/", _index),
@@ -73,7 +73,7 @@ class _Service:
         self._episodes: Episodes | None = None
 
     def _pool(self) -> PoolReader:
-        """Opened when it is first asked for: the run may not have begun."""
+        """Opens the pool on first use: the run may not have begun."""
         config = self._run.pool_config()
         if config is None:
             raise PoolMissing("this run has no data pool; only runs of m2forge rl have one")
@@ -140,7 +140,7 @@ class _Service:
         return answer(self._calls().search(_id(request), text))
 
 
-# -- what may be asked -------------------------------------------------------------------------------------------------
+# -- request parameters ------------------------------------------------------------------------------------------------
 
 
 def _id(request: Request) -> int:
@@ -189,12 +189,12 @@ def _text(request: Request, name: str) -> str:
     return text
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
+# -- responses ---------------------------------------------------------------------------------------------------------
 
 
 def answer(body: JsonValue, status: int = 200) -> Response:
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # What agents wrote may hold half a character.
+    # Text written by agents may contain lone surrogates.
     return Response(text.encode(errors="replace"), status, media_type="application/json")
 
 
@@ -207,7 +207,7 @@ def _static(request: Request) -> Response:
 
 
 def _file(name: str) -> Response:
-    # By the list of what there is: a name that is asked for never becomes a path.
+    # Looked up in the directory listing: a requested name never becomes a path.
     path = next((path for path in STATIC.iterdir() if path.name == name and path.suffix in MEDIA_TYPES), None)
     if path is None:
         raise HTTPException(404, "there is no such file")

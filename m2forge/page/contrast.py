@@ -1,9 +1,9 @@
-"""A failed attempt from the beginning of a run beside a solved one from its end, at alike tasks.
+"""Selects a failed attempt from the beginning of a run and a solved one from its end, at similar tasks.
 
-Best are two attempts at the same held-out task, of those that checks keep (`forge/kept.py`). Else both are attempts
-that were trained on, or waited to be: at the same task where there is such a pair, else at tasks of the same family and
-difficulty. Of several pairs the one that lies furthest apart in versions is taken, and of those one whose solution took
-several calls, since it shows more.
+Preferred are two attempts at the same held-out task, from those that evaluations keep (`forge/kept.py`). Otherwise both
+are attempts that were trained on, or queued for it: at the same task if there is such a pair, else at tasks of the same
+family and difficulty. Of several pairs the one with the largest difference in policy versions is taken, and of those
+one whose solution took several calls, since it shows more.
 """
 
 import json
@@ -23,7 +23,7 @@ MAX_LOOKED_AT = 50_000
 class Contrast:
     before: int
     after: int
-    """Ids of episodes."""
+    """Episode ids of the failed and the solved attempt."""
     is_same_task: bool
 
 
@@ -36,7 +36,7 @@ class _Tried:
 
 
 def find_held_out(attempts: Sequence[Kept]) -> tuple[Kept, Kept] | None:
-    """Before and after, of what the checks have kept."""
+    """(before, after) of the attempts that evaluations have kept."""
     by_task: dict[Hashable, list[_Tried]] = {}
     for id, kept in enumerate(attempts):
         by_task.setdefault(kept.task.id, []).append(_Tried(id, kept.step, len(kept.calls), kept.perf >= 1))
@@ -74,7 +74,7 @@ def _best(alike: Mapping[Hashable, list[_Tried]]) -> tuple[_Tried, _Tried] | Non
 
 
 def _furthest(tries: list[_Tried]) -> tuple[_Tried, _Tried] | None:
-    """The first that failed and the last that succeeded, by a later version."""
+    """The first failure and the last success, if by a later policy version."""
     failed = [tried for tried in tries if not tried.is_solved]
     solved = [tried for tried in tries if tried.is_solved]
     if not failed or not solved:

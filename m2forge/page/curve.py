@@ -1,8 +1,8 @@
-"""`metrics.jsonl` in, columns of numbers out, a little more each time it is asked.
+"""`metrics.jsonl` in, columns of numbers out, incrementally.
 
-Reads only what was appended since, and only whole lines, so a file that is being written is read at any moment. A step
-that goes back, as after a resume, replaces all that came after it; then the revision changes, and whoever holds
-columns of an earlier one starts over. Lines that are no metrics are counted and left out.
+Each call reads only what was appended since the last, and only complete lines, so the file may be read while it is
+being written. A step that goes back, as after a resume, replaces all later ones; then the revision changes, and a
+client with columns of an older revision starts over. Lines that are not metrics are counted and skipped.
 """
 
 import json
@@ -15,7 +15,7 @@ from m2forge.files import whole_lines
 from m2forge.records import JsonValue
 
 MAX_POINTS = 1500
-"""More steps than this are thinned out evenly; the first and the last stay."""
+"""More steps than this are downsampled evenly; the first and the last stay."""
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class _Row:
 
 
 class Curves:
-    """Safe to ask from several threads."""
+    """Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,8 +45,7 @@ class Curves:
             return self._rows[-1].step if self._rows else 0
 
     def since(self, revision: int, step: int) -> dict[str, JsonValue]:
-        """Columns from `step` on, which is given again since its line may have grown; all of them where the revision is
-        another."""
+        """Columns from `step` on, inclusive, since its line may have grown; all columns if the revision differs."""
         with self._lock:
             self._read()
             is_whole = revision != self.revision
@@ -106,5 +105,5 @@ def _thin(rows: list[_Row]) -> list[_Row]:
 
 
 def _number(value: float | None) -> float | None:
-    """Seven digits are more than a curve shows. JSON has no NaN and no infinity; a gap says as much."""
+    """Seven digits are more than a curve shows. JSON has no NaN or infinity; they become gaps."""
     return float(f"{value:.7g}") if value is not None and math.isfinite(value) else None

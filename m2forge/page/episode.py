@@ -1,7 +1,7 @@
 """One episode of the pool, its calls page by page: stored bytes in, JSON out.
 
-The first calls of an episode are read without the others; the whole of it is read once and kept, since who looks at one
-call looks at the next.
+The first calls of an episode are read without the others; a whole episode is read once and cached, since users browse
+from call to call.
 """
 
 import json
@@ -36,19 +36,19 @@ from m2forge.text.message import Tool
 from m2forge.tree.sample import Sample
 
 FIRST_CALLS = 48
-"""So many calls are read without the rest of their episode."""
+"""Number of calls that are read without the rest of their episode."""
 MAX_KEPT = 4
-"""Whole episodes that stay read."""
+"""Half the number of trajectories to cache, whole episodes and prefixes of them."""
 PART_TOKENS = 1200
-"""Tokens of one part that come with its call; the rest is asked for."""
+"""Tokens of one part that are sent with its call; the rest is requested separately."""
 PAGE_TOKENS = 24_000
-"""A page of calls is cut off behind so many tokens; there is always one call."""
+"""Tokens after which a page of calls ends; it has at least one call."""
 MAX_FOUND = 5000
-"""Calls that a search names."""
+"""Maximum number of calls in a search result."""
 MAX_TOKENS = 20_000
-"""Tokens that are handed out at once."""
+"""Maximum tokens per response."""
 MAX_LOG_RATIO = 20.0
-"""Beyond it nobody tells one ratio from another."""
+"""Log ratios are clipped here; larger ones look alike."""
 
 Json: TypeAlias = dict[str, JsonValue]
 
@@ -58,7 +58,7 @@ class _Key:
     episode: int
     attempt: int
     num_calls: int
-    """Read: those of a prefix, or all."""
+    """Number of calls read: a prefix, or all."""
 
 
 class Episodes:
@@ -69,10 +69,10 @@ class Episodes:
         self._lock = threading.Lock()
         self._reading: dict[_Key, threading.Lock] = {}
 
-    # -- what the page asks for ----------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def head(self, episode: int) -> Json:
-        """All but the calls."""
+        """Everything except the calls."""
         config = self._advantage_config()
         with self._reader.read() as connection:
             more = [episode_table.c[name] for name in ("reward", "step_rewards", "artifacts")]
@@ -95,7 +95,7 @@ class Episodes:
         }
 
     def outline(self, episode: int) -> Json:
-        """What the tree is like: for each call where it parts from which other, and how long it is."""
+        """The shape of the token tree: for each call its parent, where it branches off, and its length."""
         trajectory = self._trajectory(episode)
         legs, samples = trajectory.legs, trajectory.samples
         return {
@@ -116,14 +116,14 @@ class Episodes:
         }
 
     def calls(self, episode: int, start: int, end: int) -> Json:
-        """Calls from `start` on, cut into parts; fewer than asked for where they are long."""
+        """Calls from `start` on, split into parts; fewer than requested if they are long."""
         trajectory = self._trajectory(episode, end)
         tools, log_ratios = self._tools(episode), self._log_ratios(episode)
         shown = show_calls(trajectory, start, end, TokenText(self._run.format()), tools, log_ratios)
         return {"first": start, "calls": shown}
 
     def tokens(self, episode: int, call: int, start: int, end: int) -> Json:
-        """Texts, log-probabilities and ratios of some tokens of a call's path."""
+        """Texts, logprobs and ratios of some tokens of a call's path."""
         trajectory = self._trajectory(episode, call + 1)
         if call >= len(trajectory.legs):
             raise NotFoundError(f"episode {episode} has {len(trajectory.legs)} calls, no call {call}")
@@ -132,7 +132,7 @@ class Episodes:
         return _show_tokens(trajectory, call, start, end, TokenText(self._run.format()), log_ratios)
 
     def search(self, episode: int, text: str) -> Json:
-        """Calls whose own tokens, not those that they share with earlier ones, hold `text`; case does not count."""
+        """Calls whose own tokens, not those shared with earlier ones, contain `text`, ignoring case."""
         trajectory = self._trajectory(episode)
         writer, wanted = TokenText(self._run.format()), text.casefold()
         calls: list[JsonValue] = []
@@ -149,7 +149,7 @@ class Episodes:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def _trajectory(self, episode: int, num_calls: int | None = None) -> Trajectory:
-        """The first `num_calls` at least, or all."""
+        """At least the first `num_calls` calls, or all."""
         with self._reader.read() as connection:
             attempt, num_all = self._extent(connection, episode)
         whole = _Key(episode, attempt, num_all)
@@ -162,7 +162,7 @@ class Episodes:
         )
         with self._lock:
             lock = self._reading.setdefault(key, threading.Lock())
-        # One reads, and those who want the same wait for it.
+        # One thread reads; others that need the same key wait for it.
         with lock:
             with self._lock:
                 if key in self._kept:
@@ -191,7 +191,7 @@ class Episodes:
         return Trajectory(read_tree(stored, vocab_size, f"episode {key.episode}"))
 
     def _tools(self, episode: int) -> tuple[Tool, ...] | None:
-        """Those that the task's family offers; None where the family is not known here."""
+        """The tools that the task's family offers; None if the family is unknown here."""
         with self._reader.read() as connection:
             query = select(unit_table.c.task).select_from(JOINED).where(episode_table.c.id == episode)
             text = connection.execute(query).scalar_one()
@@ -216,14 +216,14 @@ class Episodes:
 
 
 def _group(connection: Connection, name: str) -> list[JsonValue]:
-    """The other attempts at the same task, and this one."""
+    """All attempts at the same task, including this one."""
     columns = (episode_table.c.id, episode_table.c.state, episode_table.c.reward_total)
     query = select(*columns).select_from(JOINED).where(unit_table.c.group_name == name).order_by(episode_table.c.id)
     return [{"id": row.id, "state": row.state, "reward": row.reward_total} for row in connection.execute(query)]
 
 
 def tools_of(task: Task) -> tuple[Tool, ...] | None:
-    """Those that the task's family offers; None where the family is not known here."""
+    """The tools that the task's family offers; None if the family is unknown here."""
     try:
         return tuple(family_of(task).tools(task))
     except (M2ForgeError, ValueError, TypeError, KeyError):
@@ -238,8 +238,8 @@ def show_calls(
     tools: tuple[Tool, ...] | None,
     log_ratios: Mapping[int, FloatArray] = MappingProxyType({}),
 ) -> list[JsonValue]:
-    """Calls from `start` on, cut into parts; fewer than asked for where they are long. `log_ratios`: of those calls
-    whose are known."""
+    """Calls from `start` on, split into parts; fewer than requested if they are long. `log_ratios`: by call, where
+    known."""
     found: list[JsonValue] = []
     num_tokens = 0
     for call in range(start, min(end, len(trajectory.legs))):
@@ -254,7 +254,7 @@ def show_calls(
 def _show_call(
     trajectory: Trajectory, call: int, text: TokenText, tools: tuple[Tool, ...] | None, log_ratios: FloatArray | None
 ) -> tuple[Json, int]:
-    """A call, and the number of tokens that were written out for it."""
+    """A call, and the number of tokens written out for it."""
     leg, sample = trajectory.legs[call], trajectory.samples[call]
     start = min(leg.start, leg.num_prompt)
     before = trajectory.tokens(call, max(0, start - LOOK_BACK), start).tolist()
@@ -300,17 +300,17 @@ def _show_tokens(
 
 
 def _numbers(sample: Sample, log_ratios: FloatArray | None, start: int, end: int) -> Json:
-    """Of some of the tokens that a call sampled."""
+    """Logprobs and ratios of some of the tokens that a call sampled."""
     shown: Json = {"logprobs": [round(value, 3) for value in sample.logprobs[start:end].tolist()]}
     if log_ratios is not None and log_ratios.size == sample.logprobs.size:
         ratios = np.exp(log_ratios[start:end].clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)).tolist()
-        # A step whose numbers were none has none here.
+        # A step with non-finite numbers has NaN here.
         shown["ratios"] = [None if math.isnan(ratio) else float(f"{ratio:.4g}") for ratio in ratios]
     return shown
 
 
 def _problems(completion: Completion | None, tools: tuple[Tool, ...] | None) -> list[JsonValue]:
-    """Without the tools that were offered nobody can tell which were not."""
+    """The parser's problems; unknown tools are omitted if the offered tools are not known."""
     if completion is None:
         return []
     return [

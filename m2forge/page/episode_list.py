@@ -1,4 +1,4 @@
-"""Episodes of the pool that fit a filter, a page of them at a time: rows in, JSON out."""
+"""Episodes of the pool that match a filter, paginated: rows in, JSON out."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from m2forge.pool.stored import attempt_name
 from m2forge.records import JsonValue
 
 MAX_TOLD = 300
-"""Characters of an instruction that a list shows."""
+"""Maximum characters of an instruction in a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +18,15 @@ class Filter:
     domain: str = ""
     state: str = ""
     task: str = ""
-    """Part of the task as JSON: its id, its family, its words."""
+    """Substring of the task's JSON: its id, family or instruction."""
     text: str = ""
-    """Part of what is stored as text: name, task, answer, evidence, failure."""
+    """Substring of any stored text: name, task, answer, evidence, failure."""
     least: float | None = None
     most: float | None = None
-    """Of the reward."""
+    """Bounds on the reward."""
     order: str = "newest"
     upto: int | None = None
-    """Episodes that came later are left out, so that the pages of a list stay where they are."""
+    """Episodes with a higher id are excluded, so that the pages of a list stay stable."""
 
 
 ORDERS = {
@@ -82,12 +82,12 @@ def _conditions(wanted: Filter) -> list[ColumnElement[bool]]:
 
 
 def _as_json(text: str) -> str:
-    """As the text stands inside a column of JSON."""
+    """The text as it is escaped inside a JSON column."""
     return json.dumps(text)[1:-1]
 
 
 def summary(row: Row[tuple[object, ...]]) -> dict[str, JsonValue]:
-    """Of a row of `SHOWN`."""
+    """Summarize a row of `SHOWN`."""
     task = json.loads(row.task)
     duration_s = row.finished_s - row.started_s if row.finished_s and row.started_s else None
     return {

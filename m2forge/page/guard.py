@@ -1,9 +1,9 @@
-"""Who may read a page, and what a browser may do with it: an ASGI layer around the application.
+"""Access control and browser security headers: ASGI middleware around the application.
 
-On this machine alone a request must name this machine: a foreign site that points its own name here (DNS rebinding) is
-refused. Elsewhere a key is asked for, once in the address, `/?key=KEY`, then in a cookie that only this page is sent.
-Nothing can be written. No script, style or image comes from anywhere else, and text can never become markup: scripts
-may not even try (`require-trusted-types-for`).
+On loopback a request must name this machine: a foreign site that points its own name here (DNS rebinding) is refused.
+Elsewhere a key is required, first in the URL, `/?key=KEY`, then in a cookie that is sent only to this page. The page is
+read-only. Scripts, styles and images load only from this origin, and text can never become markup: the policy forbids
+it to scripts (`require-trusted-types-for`).
 """
 
 import hmac
@@ -33,7 +33,7 @@ HEADERS = (
 
 class Guard:
     def __init__(self, app: ASGIApp, key: str | None = None) -> None:
-        """`key`: None where only this machine can reach the page."""
+        """`key`: None if only this machine can reach the page."""
         self._app, self._key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

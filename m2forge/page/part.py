@@ -1,11 +1,11 @@
-"""The tokens of a call, cut into what a reader tells apart: token ids in, parts with their texts out.
+"""Splits the tokens of a call into parts for display: token ids in, parts with their texts out.
 
-    prompt      system, user, observation (what tools answered), assistant (history that was not sampled here), marker
+    prompt      system, user, observation (tool results), assistant (history that was not sampled here), marker
     completion  thinking, content, call, marker
 
-A prompt is cut at the format's own special tokens. A completion is read by the format's parser; where its thinking and
-its content lie among the tokens follows from the text of the parser's events, and what lies between them is markup: of
-a call, or of nothing. Every token is in exactly one part. Without a tokenizer there are only ids.
+A prompt is split at the chat format's special tokens. A completion is parsed by the format's parser; the text of the
+parser's events locates thinking and content among the tokens, and everything between is markup: of a tool call, or a
+marker. Every token is in exactly one part. Without a tokenizer there are only ids.
 """
 
 import codecs
@@ -23,7 +23,7 @@ from m2forge.text.parser import THINK_CLOSE
 Kind = Literal["system", "user", "observation", "assistant", "thinking", "content", "call", "marker", "context"]
 
 LOOK_BACK = 2048
-"""Tokens before a leg among which the role is looked for that it begins in."""
+"""Tokens before a leg that are searched for the role in which it begins."""
 _ROLES: dict[str, Kind] = {
     "system": "system",
     "developer": "system",
@@ -34,19 +34,19 @@ _ROLES: dict[str, Kind] = {
     "assistant": "assistant",
 }
 _TOOL_RESPONSE = "<tool_response>"
-"""Formats without a role for tools put their answers so into a user's message."""
+"""Formats without a tool role wrap tool results in this tag inside a user message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     kind: Kind
     start: int
-    """Of the tokens that were given."""
+    """Index of the part's first token; `end` is exclusive."""
     end: int
 
 
 class TokenText:
-    """The text of each token: characters belong to the token that completes them."""
+    """The text of each token: a character belongs to the token that completes it."""
 
     def __init__(self, format: ChatFormat | None) -> None:
         self.format = format
@@ -61,7 +61,7 @@ class TokenText:
         return texts
 
     def data(self, id: int) -> bytes:
-        """Networks know a few more ids than their tokenizers; those are shown as numbers."""
+        """The token's bytes. Models have a few more ids than their tokenizers; those are shown as numbers."""
         assert self.format is not None
         try:
             return self.format.tokenizer.decode_bytes((id,))
@@ -80,7 +80,7 @@ class TokenText:
 def cut_prompt(
     ids: Sequence[int], texts: Sequence[str], before: Sequence[int], format: ChatFormat | None
 ) -> list[Part]:
-    """`before`: tokens that come before those of the leg."""
+    """Split a leg's prompt tokens. `before`: tokens that precede the leg."""
     marks = _marks(format)
     if format is None or marks is None:
         return [Part("context", 0, len(ids))] if ids else []
@@ -101,7 +101,7 @@ def cut_prompt(
             kind = _ROLES.get(name, "context")
         parts.append(Part("marker", begun, at))
         begun = at
-    # Where the prompt ends in an assistant's turn, its last tokens only ask for the completion.
+    # If the prompt ends in an assistant turn, its last tokens are the generation prompt.
     _close(parts, "marker" if kind == "assistant" else kind, begun, len(ids), texts)
     return _joined(parts)
 
@@ -119,7 +119,7 @@ _TURN_MARKS = ((minimax_m2.OPEN, minimax_m2.END), (chatml.OPEN, chatml.END))
 
 
 def _kind_before(before: Sequence[int], format: ChatFormat, open_id: int, end_id: int) -> Kind:
-    """In what the tokens after `before` stand; before the first turn there is only its beginning."""
+    """The kind of the turn that the tokens after `before` belong to; marker before the first turn."""
     if not before:
         return "marker"
     for at in range(len(before) - 1, max(-1, len(before) - 1 - LOOK_BACK), -1):
@@ -132,7 +132,7 @@ def _kind_before(before: Sequence[int], format: ChatFormat, open_id: int, end_id
 
 
 def _read_role(texts: Sequence[str], at: int) -> tuple[str, int]:
-    """The name of a role, which ends with its line, and where what follows begins."""
+    """The name of a role, which ends at a newline, and the index of the token after it."""
     name = ""
     for end in range(at, min(len(texts), at + 8)):
         name += texts[end]
@@ -150,7 +150,7 @@ def _close(parts: list[Part], kind: Kind, start: int, end: int, texts: Sequence[
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:
-    """Neighbours of one kind as one."""
+    """Merge adjacent parts of one kind."""
     joined: list[Part] = []
     for part in parts:
         if joined and joined[-1].kind == part.kind:
@@ -163,7 +163,7 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
 def cut_completion(
     texts: Sequence[str], format: ChatFormat | None, tools: Sequence[Tool]
 ) -> tuple[list[Part], Completion | None]:
-    """The parts of a completion, and what its parser makes of it."""
+    """The parts of a completion, and the parser's result."""
     if format is None:
         return ([Part("content", 0, len(texts))] if texts else []), None
     text = "".join(texts)
@@ -191,7 +191,7 @@ def cut_completion(
 
 
 def _mark_call(text: str, kinds: list[Kind], start: int, end: int, format: ChatFormat) -> None:
-    """What lies between is a call's, less the tag that ends thinking before it and the token that ends the turn."""
+    """Mark the span as a call, except a leading tag that ends thinking and a trailing stop token."""
     markup = text[start:end]
     thought = markup.find(THINK_CLOSE)
     begun = start + (thought + len(THINK_CLOSE) if thought >= 0 else 0)
@@ -202,7 +202,7 @@ def _mark_call(text: str, kinds: list[Kind], start: int, end: int, format: ChatF
 
 
 def _by_token(texts: Sequence[str], kinds: Sequence[Kind]) -> list[Part]:
-    """Each token is of the kind of its first character; one that completes none goes with the token before."""
+    """Each token has the kind of its first character; one that completes no character joins the token before."""
     parts: list[Part] = []
     at = 0
     for index, text in enumerate(texts):

@@ -1,8 +1,8 @@
-"""A run's data pool, opened to be read alone: no table is made, no lock of a writer's is ever taken.
+"""A run's data pool, opened read-only: creates no tables and never takes a writer's lock.
 
-SQLite is opened with `mode=ro` and told to refuse writes; PostgreSQL's transactions are read-only and end after
-`STATEMENT_S`. A transaction lasts as long as its rows are fetched, so that the writer's log is not kept from being
-emptied. A pool that is not there yet, or has no tables, is a `PoolMissing`, which the page tells and tries again.
+SQLite is opened with `mode=ro` and `query_only`; PostgreSQL's transactions are read-only, their statements time out
+after `STATEMENT_S`. A transaction lasts only while its rows are fetched, so that it does not block the writer's WAL
+checkpoints. A pool that does not exist yet, or has no tables, raises `PoolMissing`; the page reports it and retries.
 """
 
 import os
@@ -25,7 +25,7 @@ STATEMENT_S = 20
 
 
 class PoolMissing(M2ForgeError, LookupError):
-    """There is no pool to be read, as before the first task is queued."""
+    """There is no pool to read, as before the first task is queued."""
 
 
 class PoolReader:
@@ -37,12 +37,12 @@ class PoolReader:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A snapshot: everything read inside belongs together."""
+        """A transaction with one consistent snapshot."""
         try:
             with self._open().begin() as connection:
                 yield connection
         except DBAPIError as error:
-            # The driver's own words: SQLAlchemy adds the statement and its parameters, which hold what agents wrote.
+            # Only the driver's message: SQLAlchemy adds the statement and its parameters, which hold agents' text.
             reason = str(error.orig).splitlines()
             raise PoolMissing(f"the pool cannot be read now ({reason[0] if reason else 'no reason given'})") from error
 
@@ -77,10 +77,10 @@ class PoolReader:
 
     def _connect_sqlite(self) -> sqlite3.Connection:
         assert self._path is not None
-        # SQLite puts an index of its log beside the file, also to read it. Where it may not, nobody writes either.
+        # Even a reader needs to create the WAL index beside the file. If the folder is read-only, there is no writer.
         is_fixed = not os.access(self._path.parent, os.W_OK) and not Path(f"{self._path}-wal").exists()
         place = f"file:{quote(str(self._path))}?mode=ro{'&immutable=1' if is_fixed else ''}"
-        # A connection is used by one thread at a time, but not always by the one that made it.
+        # A connection is used by one thread at a time, but not always by the one that created it.
         connection = sqlite3.connect(place, uri=True, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
         connection.execute("PRAGMA query_only = ON")
         return connection
@@ -91,7 +91,7 @@ def _begin(connection: Connection) -> None:
 
 
 def _repeatable(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
-    """One snapshot for all statements of a transaction, as SQLite has it."""
+    """One snapshot for all statements of a transaction, as in SQLite."""
     cursor = connection.cursor()
     cursor.execute("SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL REPEATABLE READ")
     cursor.close()

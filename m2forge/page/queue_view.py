@@ -1,9 +1,9 @@
-"""The queue and its window, as they stand and as they moved: rows of the pool in, JSON out.
+"""The queue and its window, current state and history: rows of the pool in, JSON out.
 
     head(s) = the first place that was not consumed when the batch of step s was taken
 
-A unit trained by step s is consumed by that batch; one that was dropped after step s, before the batch of s + 1. So the
-past of the window follows from the units that retention has kept. Within a batch the window moves on as its head is
+A unit trained by step s is consumed by that batch; one dropped after step s is consumed before the batch of s + 1. So
+the window's history follows from the units that retention has kept. Within a batch the window moves as its head is
 taken: places from head(s) to head(s + 1) + W − 1 can have been reached.
 """
 
@@ -22,11 +22,11 @@ from m2forge.pool.tally import read_tally
 from m2forge.records import JsonValue
 
 MAX_UNITS = 512
-"""Queued units that are shown one by one."""
+"""Maximum number of queued units to list individually."""
 MAX_TAKEN = 4000
-"""Trained units that are shown one by one, the latest."""
+"""Maximum number of trained units to list individually, the latest."""
 MAX_PLACES = 8000
-"""So far back the past is looked at, since it is asked for again and again."""
+"""How many places back the history goes, since it is polled."""
 
 
 def queue_now(connection: Connection, config: PoolConfig) -> dict[str, JsonValue]:
@@ -71,7 +71,7 @@ def queue_now(connection: Connection, config: PoolConfig) -> dict[str, JsonValue
 
 
 def queue_past(connection: Connection, config: PoolConfig) -> dict[str, JsonValue]:
-    """Which places each step has trained, where the window stood, and what the domains earned."""
+    """The places that each step trained, the window's position, and the rewards of the domains."""
     unit = unit_table.c
     first = read_queue(connection).next_place - MAX_PLACES
     columns = (unit.place, unit.state, unit.step, unit.domain, unit.lag, unit.reason)
@@ -97,7 +97,7 @@ def _consumed_at(state: str, step: int | None) -> float:
 
 
 def _heads(consumed: list[tuple[int, float]], steps: list[int]) -> list[int]:
-    """For each step the first place that is consumed at it or later; behind the last place where all are consumed."""
+    """For each step the first place consumed at it or later; the place after the last if all are consumed."""
     latest = list(accumulate((at for _, at in consumed), max))
     places = [place for place, _ in consumed]
     found = [bisect.bisect_left(latest, step) for step in steps]

@@ -1,4 +1,4 @@
-"""Ratios of trained to sampled probability of an episode's tokens, where its run keeps those of the step it trained."""
+"""Importance ratios of an episode's tokens, if the run keeps those of the step that trained it."""
 
 import threading
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ from m2forge.records import FloatArray
 @dataclass(frozen=True, slots=True)
 class EpisodeRatios:
     by_call: Mapping[int, FloatArray] = field(default_factory=dict)
-    """log r of what each call sampled."""
+    """log r of the tokens that each call sampled."""
     absence: str | None = None
-    """Why there are none."""
+    """Why there are no ratios."""
 
 
 class Ratios:
-    """The file read last stays, since who looks at one episode of a step looks at the others."""
+    """Caches the last file read, since users browse the episodes of a step."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -49,7 +49,7 @@ class Ratios:
     def _of_step(self, step: int) -> Mapping[str, FloatArray] | None:
         with self._lock:
             try:
-                # A step that was made anew has another file.
+                # A step that was run again has a different file.
                 key = (step, path_of(self._folder, step).stat().st_mtime_ns)
             except OSError:
                 return None

@@ -1,7 +1,7 @@
 """A run in one file: `report.html`, which needs no server, no network and no other file.
 
-The page's own modules are put one after another into one script, the data beside it as JSON. Data cannot end its
-element or become markup, and a policy in the file lets the browser run that one script and nothing else.
+The page's modules are concatenated into one script, with the data beside it as JSON. Data cannot close its element or
+become markup, and a content security policy in the file allows only that one script.
 """
 
 import base64
@@ -26,9 +26,9 @@ from m2forge.page.trajectory import Trajectory
 from m2forge.records import JsonValue
 
 MODULES = ("dom", "format", "chart", "curves", "window", "turn", "stats", "theme", "report")
-"""Each after those that it imports."""
+"""In dependency order."""
 MAX_CALLS = 40
-"""Of each of the two trajectories."""
+"""Maximum number of calls of each of the two trajectories."""
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) )", re.MULTILINE)
 _PAGE = """<!doctype html>
@@ -58,7 +58,7 @@ _PAGE = """<!doctype html>
 
 
 def write_report(run_dir: Path, out: Path) -> None:
-    """Write what the run in `run_dir` has reached, to be opened by any browser."""
+    """Write a report of the run in `run_dir`, which any browser can open."""
     data = collect(Run(run_dir))
     style, script = (STATIC / "style.css").read_text(encoding="utf-8"), bundle()
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'"
@@ -80,7 +80,7 @@ def write_report(run_dir: Path, out: Path) -> None:
 
 
 def collect(run: Run) -> dict[str, JsonValue]:
-    """All that the report shows. What the pool cannot tell is left out, and why is said."""
+    """The data of the report. What the pool cannot provide is left out, with the reason in `why`."""
     data: dict[str, JsonValue] = {"run": run.describe(), "curves": run.curves.since(-1, 0)}
     data |= {"past": None, "sides": None, "why": "this run has no data pool"}
     config = run.pool_config()
@@ -139,7 +139,7 @@ def _held_out_side(run: Run, kept: Kept) -> dict[str, JsonValue]:
 
 
 def bundle() -> str:
-    """The modules as one script: their imports are met by what stands above, so they are left out."""
+    """The modules as one script, without imports: each module's imports are defined above it."""
     parts = []
     for index, name in enumerate(MODULES):
         text = (STATIC / f"{name}.js").read_text(encoding="utf-8")
@@ -150,7 +150,7 @@ def bundle() -> str:
 
 
 def json_for_script(value: JsonValue) -> str:
-    """JSON that can stand inside a script element: nothing in it can end the element."""
+    """JSON for a script element: nothing in it can close the element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

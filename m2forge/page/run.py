@@ -1,8 +1,8 @@
-"""The directory of a run as the page sees it: which stage wrote it, how far it is, what was checked.
+"""The directory of a run as the page sees it: the stage, the progress, the evaluations.
 
-Everything is read as it is found: a configuration of another version, files that are not there yet, a last line that is
-half written. What cannot be read is told in `problems` and changes nothing else. The names are those of `forge/layout`,
-repeated here because that module brings torch with it, which a page has no use for.
+Everything is read as found: a configuration of another version, missing files, a partially written last line. What
+cannot be read is reported in `problems` and has no other effect. The names are those of `forge/layout`, repeated here
+because that module imports torch, which the page does not need.
 """
 
 import json
@@ -28,7 +28,7 @@ CHECKS_FILE, MODEL_FOLDER, RATIOS_FOLDER, WEIGHTS_FOLDER = "checks.jsonl", "mode
 POOL_FILES = ("pool.db", "pool.db-wal")
 SQLITE = "sqlite:///"
 QUIET_S = 30.0
-"""A run that has written nothing for so long, and that nobody holds, has stopped."""
+"""A run that has written nothing for this long, and whose lock no process holds, has stopped."""
 _LOCKS = Path("/proc/locks")
 
 Table = Mapping[str, TomlValue]
@@ -47,7 +47,7 @@ class Run:
     # -- configuration -------------------------------------------------------------------------------------------------
 
     def config(self) -> Table:
-        """As it stands in the run's directory; empty where it is not there or broken."""
+        """The configuration in the run's directory; empty if missing or broken."""
         try:
             return tomllib.loads((self.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -60,7 +60,7 @@ class Run:
         return "pretrain" if "corpus" in config else "sft" if "data" in config else "run"
 
     def pool_config(self) -> PoolConfig | None:
-        """Of a run that has a pool. Keys that this version does not know are left out."""
+        """The pool configuration of a run that has a pool. Unknown keys are ignored."""
         given = self.config().get("pool")
         if not isinstance(given, dict):
             return None
@@ -76,7 +76,7 @@ class Run:
     # -- the tokenizer -------------------------------------------------------------------------------------------------
 
     def format(self) -> ChatFormat | None:
-        """The chat format of the run's own model, or of the one it began with; None while there is none to be read."""
+        """The chat format of the run's own model, or of its initial model; None while neither can be read."""
         with self._format_lock:
             if self._format is None:
                 self._format = self._find_format()
@@ -96,7 +96,7 @@ class Run:
                 continue
         return None
 
-    # -- how it stands -------------------------------------------------------------------------------------------------
+    # -- progress ------------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, JsonValue]:
         config = self.config()
@@ -120,7 +120,7 @@ class Run:
         }
 
     def num_steps(self) -> int | None:
-        """That the run is to make, where its configuration says so."""
+        """Total number of steps, if the configuration gives it."""
         config = self.config()
         phases = config.get("phases")
         if isinstance(phases, list):
@@ -148,14 +148,14 @@ class Run:
         return not isinstance(last, dict) or last.get("step") != self.num_steps()
 
     def age_s(self) -> float | None:
-        """Since it wrote last."""
+        """Seconds since the last write."""
         names = (FILE_NAME, CHECKS_FILE, *POOL_FILES)
         times_s = [found for name in names if (found := _changed_s(self.run_dir / name)) is not None]
         return max(0.0, time.time() - max(times_s)) if times_s else None
 
     def _is_held(self) -> bool:
-        """Whether a process trains into it. The kernel is asked who holds the lock: to try it, even for a moment, could
-        keep a run from starting."""
+        """Whether a process is training in it. Reads the lock's holder from the kernel: trying the lock, even briefly,
+        could keep a run from starting."""
         try:
             inode = (self.run_dir / LOCK_FILE).stat().st_ino
             return any(line.split()[5].endswith(f":{inode}") for line in _LOCKS.read_text().splitlines())
@@ -163,7 +163,7 @@ class Run:
             return False
 
     def checks(self) -> tuple[list[JsonValue], int]:
-        """Success on held-out tasks, and the number of lines that cannot be read; a last line without its end is still
+        """Evaluations on held-out tasks, and the number of unreadable lines; a last line without a newline is still
         being written."""
         try:
             data = (self.run_dir / CHECKS_FILE).read_bytes()
@@ -180,7 +180,7 @@ class Run:
 
 
 def _read_check(record: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """The numbers that every check has; what else it may hold is left to who wrote it."""
+    """The numbers that every evaluation has; other keys are ignored."""
     by_family = record.get("by_family") or {}
     numbers = {name: _finite(record.get(name, 0.0)) for name in ("success", "margin", "seconds", "num_broken")}
     step, num_tasks = int(_finite(record["step"])), int(_finite(record.get("num_tasks", 0)))
@@ -202,7 +202,7 @@ def _finite(value: JsonValue) -> float:
 
 
 def known_keys(config: type[Config], given: Table) -> dict[str, TomlValue]:
-    """What a table says, less the keys that the class does not have, tables inside included."""
+    """The table without keys that the class does not have, recursively."""
     known: dict[str, TomlValue] = {}
     for name, value in given.items():
         field = config.model_fields.get(name)

@@ -1,4 +1,4 @@
-"""The page as a process: a run's directory, served until told to stop."""
+"""Serves the page of a run's directory until interrupted."""
 
 import asyncio
 import os
@@ -15,13 +15,13 @@ from m2forge.page.app import make_app
 from m2forge.page.run import Run
 
 KEY_VARIABLE = "M2FORGE_PAGE_KEY"
-"""Environment variable with the key that browsers on other machines need; a command line can be read by everybody."""
+"""Environment variable with the key that browsers on other machines need; command lines are visible to all users."""
 MAX_PORT = 65535
 GRACE_S = 2
 
 
 def serve_page(run_dir: Path, host: str, port: int, announce: Callable[[str], None]) -> None:
-    """`announce` is told the address once requests are taken there."""
+    """`announce` is called with the URL once the socket listens."""
     run, key = Run(run_dir), find_key(host)
     with bind(host, port) as listener:
         announce(address(listener))
@@ -47,7 +47,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:
-    """To be run by `serve(sockets=[listener])`."""
+    """A server to run with `serve(sockets=[listener])`."""
     return uvicorn.Server(
         uvicorn.Config(
             app,

@@ -1,11 +1,11 @@
-"""The token tree of an episode as a reader walks it: for each call what it added, and to which call.
+"""The token tree of an episode by call: for each call what it added, and to which call.
 
-    leg      the tokens of a call's path that no earlier call holds, from `start` on; the completion is its end
-    parent   the call that first held the token before the leg
-    chain    calls of which each continues its parent where that ended
-    lane     where a chain is drawn; chains that overlap in time have different ones
+    leg      the tokens of a call's path that no earlier call has, from `start` on; the completion is its end
+    parent   the call that first had the token before the leg
+    chain    calls that each continue where their parent ended
+    lane     the column in which a chain is drawn; chains that overlap in time have different ones
 
-A leg depends on earlier calls alone, so the first calls of a long episode can be shown before the rest is read.
+A leg depends only on earlier calls, so the first calls of a long episode can be shown before the rest is read.
 """
 
 import bisect
@@ -25,11 +25,11 @@ NO_CALL = -1
 @dataclass(frozen=True, slots=True)
 class Leg:
     parent: int
-    """NO_CALL at a root."""
+    """Index of the parent call; NO_CALL at a root."""
     start: int
     num_prompt: int
     num_tokens: int
-    """Of the whole path, prompt and completion."""
+    """Tokens of the whole path, prompt and completion."""
 
 
 class Trajectory:
@@ -42,7 +42,7 @@ class Trajectory:
         self.lanes = _find_lanes(self.chains)
 
     def tokens(self, call: int, start: int, end: int) -> IntArray:
-        """Of a call's path, from `start` to `end`; what lies before is not gathered."""
+        """Tokens `start` to `end` of a call's path; nothing before `start` is gathered."""
         parts: list[IntArray] = []
         node: Node | None = self._ends[call]
         while node is not None and node.end > start:
@@ -53,7 +53,7 @@ class Trajectory:
 
 def _find_legs(samples: tuple[Sample, ...], ends: list[Node]) -> list[Leg]:
     held: dict[Node, tuple[list[int], list[int]]] = {}
-    """For each node how deep it is held, and by which call, in rising order."""
+    """For each node the depths up to which calls have its tokens, ascending, and the first call of each."""
     legs = []
     for call, (sample, end) in enumerate(zip(samples, ends, strict=True)):
         fresh: list[Node] = []

@@ -1,7 +1,7 @@
-"""What the calls of an episode are worth, by the rewards of its group: the advantages that its trainer gave them.
+"""The advantages of an episode's calls, as its trainer computed them from the rewards of its group.
 
-The trainer compares what a batch holds of a group (`forge/learner.py`); so does this, by the same function. An episode
-that no batch has taken yet is compared with all of its group that is rewarded.
+The trainer compares the episodes of a group within a batch (`forge/learner.py`); so does this, with the same function.
+An episode that is not in a batch yet is compared with its whole group.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""The data pool: episodes in groups, queued, recorded call by call, ordered by a window, trained once."""
+"""The data pool: queues groups of episodes, records their calls, orders them by a window, trains on each once."""

@@ -1,20 +1,19 @@
-"""Ready units in the order of the window in, batches out; committed with the version that they trained.
+"""Batches of ready units in window order, committed with the policy version that they trained.
 
     claim      units of the window → training, in one transaction; two processes never get the same unit
     commit     → trained, with the policy version, in one transaction; a batch is committed once, a step has one batch
-    restore    the weights are those of a checkpoint again: what they have not learnt returns to ready, in its old place
+    restore    the trainer resumed from a checkpoint: units it has not trained on return to ready, at their old position
 
-A unit is trained once in the lineage of the weights: it is trained exactly if the version it was committed with is one
-that the weights at hand descend from. The epoch, which counts restores, is the pool's branch: what was claimed under an
-earlier one is refused.
+The current weights train on a unit once: it is trained exactly if the current weights descend from the version that it
+was committed with. The epoch counts restores; a batch claimed under an earlier epoch is refused.
 
-Staleness is a distance in steps along the lineage of the weights at hand. A token names the step that sampled it, and
-after a restore that step may be a lost one, whose number comes again with other weights. Such a token counts as sampled
-at the step where its version left the lineage, the newest that both descend from; one of another lineage counts as
-sampled at step 0. The loop calls `rejoin` once the sampler serves the lineage again. Until then every token behind
-that step counts so, and so do those of attempts that were running then. At worst a token counts as older than it is.
+Staleness is a distance in steps along the lineage of the current weights. A token records the step that sampled it;
+after a restore that version may be lost, and its step number is reused for other weights. Such a token counts as
+sampled at the step where its version left the lineage, the newest that both descend from; one of another lineage counts
+as sampled at step 0. The loop calls `rejoin` once the sampler serves the lineage again. Until then every token after
+that step counts so, and so do those of attempts that are running then. At worst a token counts as older than it is.
 
-These functions run inside the transaction that is handed to them.
+The caller passes the transaction in which these functions run.
 """
 
 from collections import Counter
@@ -57,31 +56,31 @@ _WINDOW_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Units that are this process's to train."""
+    """A batch of units that this process trains."""
 
     id: int
     epoch: int
     units: tuple[int, ...]
-    """Ids, by their places."""
+    """Unit ids in queue order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
     num_returned: int
-    """Units that are ready again."""
+    """Number of units that returned to ready."""
     num_gone: int
-    """Units that the weights have not learnt any more, but that retention has deleted."""
+    """Number of units that the restored weights have not trained on, but that retention has deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a batch is to hold."""
+    """Requirements of a batch."""
 
     num_units: int
     quotas: Callable[[int], Mapping[str, int]] | None = None
-    """Units of each domain, of a batch of so many."""
+    """Maps a batch size in units to the number of units per label."""
     max_tokens: int | None = None
-    """With it there are at most `num_units`, as many as fit; at least one."""
+    """Token limit; with it a batch has as many units as fit, at least one and at most `num_units`."""
 
     def take(self, window: Window) -> list[Unit]:
         if self.max_tokens is not None:
@@ -97,8 +96,8 @@ def claim(
     now_s: Callable[[], float],
     watch: Watch[int],
 ) -> Claim | None:
-    """A batch for weights that are at `version`; None where the window holds too few finished units yet. `watch`: of
-    unfinished units by their places, where those that are stuck are given up."""
+    """Claim a batch for weights at `version`; None while the window holds too few finished units. `watch`: how long
+    each unfinished unit, by place, has been observed; used to give up stragglers."""
     queue = lock_queue(connection)
     _check_lineage(queue, version)
     rows = _window_rows(connection, config.window.size, wanted)
@@ -112,7 +111,7 @@ def claim(
     if config.window.straggler != "wait":
         open_s = watch.unchanged_s({unit.place: None for unit in window if not unit.is_finished})
     while not taken and config.window.straggler != "wait":
-        # A batch that waits for another unit than the head is not the head's fault.
+        # Only an unfinished head can be a straggler; the batch may be waiting for another unit.
         head = window.head
         if head is None or head.is_finished or open_s[head.place] <= config.window.straggler_s:
             break
@@ -132,7 +131,7 @@ def _mark_taken(connection: Connection, queue: QueueRow, rows: Sequence[UnitRow]
     batch: int = connection.execute(insert(batch_table).values(values).returning(batch_table.c.id)).scalar_one()
     ids = [row.id for row in rows]
     unit = unit_table.c
-    # As `Window.lag` has it: all that was taken before a unit, or with it.
+    # As in `Window.lag`: all units taken before this one or with it.
     lag = queue.num_taken + len(rows) - 1 - unit.taken_before
     moved = move_units(connection, UnitState.TRAINING, unit.id.in_(ids), batch=batch, is_queued=False, lag=lag)
     size = sum(row.size for row in rows)
@@ -143,8 +142,8 @@ def _mark_taken(connection: Connection, queue: QueueRow, rows: Sequence[UnitRow]
 
 
 def _window_rows(connection: Connection, size: int, wanted: Wanted) -> Sequence[UnitRow]:
-    """The units that a batch may be chosen from: of n units none stands behind the first W + n queued ones, save those
-    of labels that are rare there, which are read by their label."""
+    """The units that a batch may be chosen from: the first W + n queued units for a batch of n, plus later units of
+    labels that are rare among those, queried by label."""
     unit, episode = unit_table.c, episode_table.c
     own = select(func.coalesce(func.sum(episode.num_tokens), 0)).where(episode.unit == unit.id).scalar_subquery()
     num_tokens = (literal(0) if wanted.max_tokens is None else own).label("num_tokens")
@@ -186,7 +185,7 @@ def _give_up(
 ) -> None:
     origins = {row.group_name: row.origin for row in rows}
     for group, origin in origins.items():
-        # Nobody here can make a deployed agent try again.
+        # The loop cannot make a deployed agent retry.
         if policy == "requeue" and origin == Origin.LOOP:
             requeue_group(connection, config, group)
         else:
@@ -194,7 +193,7 @@ def _give_up(
 
 
 def commit(connection: Connection, config: PoolConfig, claimed: Claim, version: PolicyVersion) -> None:
-    """The batch has made the weights `version`."""
+    """Mark a batch as trained: its step produced `version`."""
     queue = lock_queue(connection)
     _check_lineage(queue, version)
     if claimed.epoch != queue.epoch:
@@ -223,7 +222,7 @@ def commit(connection: Connection, config: PoolConfig, claimed: Claim, version: 
 
 
 def restore(connection: Connection, config: PoolConfig, version: PolicyVersion) -> Restored:
-    """The weights are those of `version`: return what they have not learnt, and refuse batches that are under way."""
+    """Restore the pool to weights at `version`: return units that they have not trained on, invalidate open batches."""
     queue = lock_queue(connection)
     refuse_behind(queue, version)
     batch, unit = batch_table.c, unit_table.c
@@ -248,7 +247,7 @@ def restore(connection: Connection, config: PoolConfig, version: PolicyVersion) 
 
 
 def _fork(connection: Connection, step: int) -> None:
-    """Versions behind `step` are lost, and the sampler may serve one of them still."""
+    """Record that versions after `step` are lost while the sampler may still serve one of them."""
     before = connection.execute(select(fork_table.c.step)).scalar_one_or_none()
     connection.execute(delete(fork_table))
     connection.execute(insert(fork_table).values(id=QUEUE_ID, step=step if before is None else min(before, step)))
@@ -259,8 +258,8 @@ def _fork(connection: Connection, step: int) -> None:
 
 
 def rejoin(connection: Connection, epoch: int) -> None:
-    """The sampler serves a version that was published under `epoch`: nothing changes where that is over. Attempts that
-    run may hold tokens of lost versions, which are stored when they end."""
+    """Record that the sampler serves a version published under `epoch`; does nothing if the epoch has changed. Running
+    attempts may hold tokens of lost versions, which are stored when they end."""
     queue, episode = lock_queue(connection), episode_table.c
     step = connection.execute(select(fork_table.c.step)).scalar_one_or_none()
     if queue.epoch != epoch or step is None:
@@ -273,7 +272,7 @@ def rejoin(connection: Connection, epoch: int) -> None:
 
 
 def _return(connection: Connection, where: ColumnElement[bool]) -> int:
-    """To their old places. Who was submitted since then has been overtaken by nobody."""
+    """Return units to their old positions; units submitted since then no longer count them as taken."""
     unit = unit_table.c
     connection.execute(select(unit.id).where(where).order_by(unit.place).with_for_update()).all()
     move_episodes(connection, EpisodeState.FINISHED, episode_table.c.unit.in_(select(unit.id).where(where)))
@@ -287,21 +286,21 @@ def _return(connection: Connection, where: ColumnElement[bool]) -> int:
 
 
 def batch_sizes(connection: Connection, lineage: str) -> list[int]:
-    """Units of each batch that the weights have learnt, in their order; also of those that are deleted since."""
+    """Number of units of each committed batch in step order, including batches whose units were deleted since."""
     batch = batch_table.c
     query = select(batch.num_units).where(batch.lineage == lineage).order_by(batch.step)
     return list(connection.execute(query).scalars())
 
 
 def mark_durable(connection: Connection, version: PolicyVersion) -> None:
-    """A checkpoint of `version` is on disk: what it has learnt will not return."""
+    """Record that a checkpoint of `version` is on disk, so that the units it trained on will not return."""
     queue = lock_queue(connection)
     _check_lineage(queue, version)
     connection.execute(update(queue_table).values(durable_step=max(queue.durable_step, version.step)))
 
 
 def refuse_behind(queue: QueueRow, version: PolicyVersion) -> None:
-    """Units that the weights have learnt would be trained again by a pool that does not know so."""
+    """Raise if the pool lacks commits of the checkpoint's steps, because it would train their units again."""
     if queue.lineage in (None, version.lineage) and queue.step < version.step:
         raise StateError(
             f"the pool has lost commits: its last one is step {queue.step}, and the checkpoint is of step "

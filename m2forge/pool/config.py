@@ -1,4 +1,4 @@
-"""Where episodes are kept, how far training may depart from the order of submission, and what is kept how long.
+"""Configuration of the pool: the database, the window (how far training may leave submission order), and retention.
 
 [pool]
 url = "sqlite:///runs/forge/pool.db"
@@ -24,33 +24,36 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class WindowConfig(Config):
-    """The order in which units are trained; `pool/window.py` states it."""
+    """The order in which units are trained; `pool/window.py` specifies it."""
 
     unit: Literal["group", "episode"] = "group"
-    """What is queued and taken as one."""
+    """What is queued and taken as one unit: a group or a single episode."""
     queue: Count = 256
-    """N: units that are queued at once; more are refused until some are taken."""
+    """N: maximum number of queued units; more are refused until some are taken."""
     window: Count | Share = 0.3
-    """W: units, as an integer, or a share of N. 1 is strict FIFO; the share 1.0, or N, takes whatever is finished."""
+    """W: a number of units, as an integer, or a share of N. 1 is strict FIFO; the share 1.0, or N, takes any finished
+    unit."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Versions that may lie between a unit's oldest token and the weights it trains; a staler one is given up. None
-    leaves the bound to N and W. A token of a lost version counts as sampled where that left the lineage."""
-    stale: Literal["drop", "requeue"] = "drop"
-    """What becomes of a unit that is too stale."""
-    straggler: Literal["wait", "requeue", "drop"] = "wait"
-    """What becomes of a head that keeps a batch waiting for longer than `straggler_s`. Requeued, its whole group starts
-    again at the end of the queue; dropped, its whole group goes."""
-    straggler_s: Seconds = 600.0
-    """Seconds since the first episode of the head began, and that the trainer has seen it unfinished."""
-    no_signal: Literal["skip", "train"] = "skip"
-    """What becomes of a group whose rewards are all equal, which teaches nothing: skipped, it is replaced by another
-    task of its stage and domain."""
-    max_skips: Count = 32
-    """Groups that are skipped in a row for one slot of a batch; the next one is trained even if its rewards are equal.
-    A domain in which every group passes, or none, would otherwise stop training, since batches wait for their quotas.
+    """Maximum number of versions between a unit's oldest token and the weights it trains; a staler unit is given up.
+    None leaves the bound to N and W. A token of a lost version counts as sampled where that version left the lineage.
     """
+    stale: Literal["drop", "requeue"] = "drop"
+    """What to do with a unit that is too stale."""
+    straggler: Literal["wait", "requeue", "drop"] = "wait"
+    """What to do with a head that keeps a batch waiting longer than `straggler_s`. requeue: its whole group restarts at
+    the end of the queue. drop: its whole group is dropped."""
+    straggler_s: Seconds = 600.0
+    """A head is a straggler once its first episode started this long ago and the trainer has seen it unfinished this
+    long."""
+    no_signal: Literal["skip", "train"] = "skip"
+    """What to do with a group whose rewards are all equal, so that its advantages are zero. skip: another task of its
+    stage and domain replaces it."""
+    max_skips: Count = 32
+    """Maximum consecutive skipped groups for one slot of a batch; the next group is trained even if its rewards are
+    equal. Otherwise a domain in which every group passes, or none, would stop training, since batches wait for their
+    quotas."""
     signal_spread: Annotated[float, Field(ge=0)] = 0.0
-    """Rewards that differ by no more than this are equal."""
+    """Rewards that differ by no more than this count as equal."""
 
     @property
     def size(self) -> int:
@@ -59,37 +62,38 @@ class WindowConfig(Config):
 
 
 class RetentionConfig(Config):
-    """How much of what was trained or dropped stays to be looked at. What a restored checkpoint may need stays."""
+    """How many trained and dropped units to keep for inspection. Units that a restored checkpoint may need are always
+    kept."""
 
     versions: Count | None = 64
-    """Policy versions back; None keeps all."""
+    """Number of last policy versions whose units are kept; None keeps all."""
     num_bytes: Count | None = None
-    """Of recorded calls; None sets no limit."""
+    """Limit on the bytes of recorded calls; None sets no limit."""
     sweep_episodes: Count = 64
-    """Episodes that one sweep deletes at most, so that nobody waits for it."""
+    """Maximum episodes deleted per sweep, so that no other transaction waits for it."""
 
 
 class PoolConfig(Config):
     url: str = "sqlite:///pool.db"
-    """`sqlite:///PATH`, or `postgresql://USER@HOST/DATABASE`. A password comes from PGPASSWORD or the password file."""
+    """`sqlite:///PATH` or `postgresql://USER@HOST/DATABASE`; a password comes from PGPASSWORD or the password file."""
     sync: Literal["system", "disk"] = "system"
-    """When SQLite counts a transaction as written. system: when the operating system has it, which outlives this
-    process. disk: when the disk has it, which outlives a loss of power. PostgreSQL decides this itself."""
+    """When SQLite counts a transaction as written. system: once the operating system has it, which survives the death
+    of this process. disk: once it is on disk, which survives a power loss. PostgreSQL decides this itself."""
     wal_bytes: Count = 64 << 20
-    """SQLite's log may grow to about this before the writer waits for readers and empties it."""
+    """Approximate size of SQLite's write-ahead log at which the writer waits for readers and truncates it."""
     busy_timeout_s: Seconds = 60.0
     """Seconds to wait for another process's transaction."""
     lease_s: Seconds = 60.0
-    """A worker whose lease another process has seen unrenewed for so long is taken for dead."""
+    """A worker counts as dead once another process has seen its lease unrenewed for this long."""
     max_failures: Count = 3
-    """Attempts of an episode that may break; then its group is dropped."""
+    """Number of failed attempts of an episode at which its group is dropped."""
     max_deaths: Count = 100
-    """Attempts of an episode whose workers may die. A worker's death says little about the episode, but one that kills
-    every worker must not go on for ever."""
+    """Number of worker deaths in an episode's attempts at which its group is dropped. A death says little about the
+    episode, but an episode that kills every worker must not be retried forever."""
     admit_deployed: bool = False
     """Whether groups of deployed agents' episodes, which the loop did not start, are trained once they are rewarded."""
     deployed_s: Seconds = 604800.0
-    """A deployed agent's episode is given up where its whole group is not rewarded so long after it was opened."""
+    """A deployed agent's episode is deleted if its whole group is not rewarded within this time of its opening."""
     difficulty_bin: Annotated[float, Field(gt=0)] = 1.0
     """Width of the bins by which submitted, trained and dropped units are counted."""
     window: WindowConfig = WindowConfig()

@@ -1,16 +1,16 @@
-"""Completion calls as they are appended to a pool: each as what it adds to the calls before it; trees out.
+"""Delta encoding of completion calls: the pool stores what each call adds to the calls before it; trees come out.
 
     head      parent, tokens shared with it, sizes, finish reason, times, sampling
-    asked     sampling and seed of the request, if it was not served as asked
-    tokens    of prompt and completion, from the first that is not shared on; as many bytes each as the vocabulary needs
-    logprobs  float32 of each sampled token
-    versions  runs: step of the policy, number of tokens
-    experts   int16 of the tokens from the first on whose routing is not the parent's; −1 where it is unknown
-    crc32     of all before it
+    asked     sampling parameters and seed of the request, if the gateway overrode them
+    tokens    prompt and completion ids from the first unshared token on, each as wide as the vocabulary needs
+    logprobs  float32, one per sampled token
+    versions  run-length encoded: policy step, number of tokens
+    experts   int16, from the first token on whose routing differs from the parent's; −1 if unknown
+    crc32     checksum of everything before it
 
-The parent is the call, among the ends of the latest branches, with which the path has most tokens in common; writer and
-reader follow the same branches, so that neither keeps every path of a long episode. A writer that starts again knows
-none of them and repeats a prompt once. What is read back, call by call, makes the tree that the recorder made.
+The parent is the call with the longest common prefix among the ends of the latest branches; writer and reader track the
+same branches, so that neither keeps every path of a long episode. A restarted writer has no branches and repeats a
+prompt once. Reading the calls back in order rebuilds the recorder's tree.
 """
 
 import struct
@@ -29,26 +29,26 @@ from m2forge.tree.sample import UNKNOWN_EXPERT, ExpertArray, checked_experts
 from m2forge.tree.token_tree import TokenTree
 
 MAX_BRANCHES = 16
-"""Part of the format: a reader must still have the branch that a writer meant."""
+"""Number of branches that writer and reader track; part of the format, so that the reader still has the parent."""
 _FINISH_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
-"""Written as their places here, so this order is part of the format."""
+"""Stored as indices into this tuple, so this order is part of the format."""
 _NO_PARENT = -1
 _HEAD = struct.Struct("<i6I2HB?2d")
 _SAMPLING = struct.Struct("<2di4d")
-"""The fields of `Sampling`, in their order."""
+"""The fields of `Sampling` in declaration order."""
 _sampling_fields = attrgetter(*(item.name for item in fields(Sampling)))
 _SEED = struct.Struct("<?q")
-"""Whether there is one, and which."""
+"""Whether a seed is set, and its value."""
 _CHECKSUM = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredCall:
     ordinal: int
-    """Among the calls of its attempt."""
+    """Index among the calls of its attempt."""
     data: bytes
     num_tokens: int
-    """That no call before it holds."""
+    """Number of tokens not shared with the parent call."""
     oldest_step: int | None
     """Step of the policy that sampled its oldest token; None for an empty completion."""
 
@@ -61,13 +61,13 @@ class _Branch:
 
 
 class _Branches:
-    """Ends of the branches of an attempt's calls, those used last; a call that continues one takes its place."""
+    """The most recently used branch ends of an attempt's calls; a call that continues a branch replaces its end."""
 
     def __init__(self) -> None:
         self._by_ordinal: dict[int, _Branch] = {}
 
     def nearest(self, path: IntArray) -> tuple[_Branch | None, int]:
-        """The branch that shares most tokens, the latest of several, and how many."""
+        """The branch with the longest shared prefix, the latest on a tie, and the prefix length."""
         best, most = None, 0
         for branch in reversed(self._by_ordinal.values()):
             num_shared = _num_shared(path, branch.path)
@@ -92,16 +92,16 @@ class _Branches:
 
 
 class CallWriter:
-    """Encodes the calls of one attempt, in their order."""
+    """Encodes the calls of one attempt in order."""
 
     def __init__(self, vocab_size: int, num_calls: int = 0) -> None:
-        """`num_calls`: those stored already, by another writer."""
+        """`num_calls`: number of calls that another writer has already stored."""
         self._id_width, self._vocab_size = _id_width(vocab_size), vocab_size
         self._num_calls = num_calls
         self._branches = _Branches()
 
     def write(self, call: Call, experts: npt.NDArray[np.integer] | None = None) -> StoredCall:
-        """`experts`: routing of the first tokens of prompt and completion, as a tree takes it."""
+        """`experts`: routing of the first tokens of prompt and completion, as for `TokenTree.add`."""
         path: IntArray = np.concatenate((call.prompt_ids, call.response_ids))
         if int(path.max()) >= self._vocab_size:
             raise RecordError(f"a call: expected ids below {self._vocab_size}, received {int(path.max())}")
@@ -146,7 +146,7 @@ class CallWriter:
 
 
 def read_tree(calls: Iterable[bytes], vocab_size: int, name: str) -> TokenTree:
-    """The tree of an attempt's calls; its samples are called `name/0`, `name/1`, … and belong to the episode `name`."""
+    """Rebuild the tree of an attempt's calls; its samples are named `name/0`, `name/1`, … in the episode `name`."""
     tree = TokenTree(vocab_size)
     branches = _Branches()
     for ordinal, data in enumerate(calls):
@@ -204,7 +204,7 @@ def _read(ordinal: int, data: bytes, branches: _Branches, id_width: int) -> tupl
 
 
 class _Arrays:
-    """Takes arrays off a body, one after another."""
+    """Reads consecutive arrays from a body."""
 
     def __init__(self, body: memoryview) -> None:
         self._body, self._at = body, 0
@@ -255,14 +255,14 @@ def _asked_bytes(asked: Asked) -> bytes:
 
 
 def _read_asked(data: bytes, start: int) -> tuple[Asked, int]:
-    """What stands from `start` on, and where it ends."""
+    """Parse the request's sampling from `start` on; returns it and its end."""
     sampling = _read_sampling(data[start : start + _SAMPLING.size])
     has_seed, seed = _SEED.unpack_from(data, start + _SAMPLING.size)
     return Asked(sampling, seed if has_seed else None), start + _SAMPLING.size + _SEED.size
 
 
 def _runs(versions: IntArray) -> npt.NDArray[np.int32]:
-    """(run, 2): version and length."""
+    """Run-length encode versions as (run, 2): version and length."""
     if not versions.size:
         return np.empty((0, 2), np.int32)
     changes = np.flatnonzero(versions[1:] != versions[:-1])
@@ -274,8 +274,8 @@ def _runs(versions: IntArray) -> npt.NDArray[np.int32]:
 
 
 def _continued(parent: ExpertArray, routed: ExpertArray) -> tuple[ExpertArray, int]:
-    """A call's routing, with the parent's where that is known, as a tree keeps the first that is recorded; and how many
-    of its first tokens have the parent's."""
+    """A call's routing with the parent's where known, because a tree keeps the first recorded routing; and how many of
+    its first tokens share the parent's."""
     length = min(parent.shape[0], routed.shape[0])
     is_known = parent[:length, :1, :1] != UNKNOWN_EXPERT
     routed = np.concatenate((np.where(is_known, parent[:length], routed[:length]), routed[length:]))

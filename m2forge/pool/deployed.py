@@ -1,6 +1,5 @@
-"""Groups of a deployed agent's episodes, which the loop did not start: stored whole, with their rewards, in one
-transaction. A stored group waits for a slot of its domain (`pool/submission.py`). These functions run inside the
-transaction that is handed to them.
+"""Stores groups of a deployed agent's episodes, which the loop did not start, with their rewards in one transaction.
+A stored group waits for a slot of its domain (`pool/submission.py`). The caller passes the transaction.
 """
 
 from collections.abc import Collection, Sequence
@@ -26,12 +25,12 @@ class DeployedEpisode:
     calls: tuple[StoredCall, ...]
     reward: Reward
     step_rewards: tuple[float, ...]
-    """One per call."""
+    """Step rewards, one per call."""
     failure: str | None = None
 
 
 def known(connection: Connection, names: Collection[str]) -> set[str]:
-    """The names, among these, of episodes that the pool holds."""
+    """The subset of `names` that are episodes of the pool."""
     query = select(episode_table.c.name).where(episode_table.c.name.in_(list(names)))
     return set(connection.execute(query).scalars())
 
@@ -44,7 +43,7 @@ def add_deployed(
     episodes: Sequence[DeployedEpisode],
     now_s: float,
 ) -> None:
-    """Store attempts at one task as a group. A name that is stored already is refused, and the group with it."""
+    """Store attempts at one task as a group; refuses the whole group if any name is already stored."""
     if not episodes:
         raise RecordError(f"{group}: expected one episode or more")
     stored = known(connection, [episode.name for episode in episodes])

@@ -1,8 +1,8 @@
-"""Where SQLite and PostgreSQL differ: how they are opened, how a transaction begins, what is said in SQL of their own.
+"""Differences between SQLite and PostgreSQL: opening, beginning a transaction, dialect-specific SQL.
 
-SQLite is opened with a write-ahead log. A transaction that will write says so when it begins, since one that finds out
-later may find the database changed and fail. The log is emptied by whoever writes, once it is longer than allowed:
-readers that overlap would otherwise keep it growing for as long as they come.
+SQLite is opened with a write-ahead log. A transaction that will write begins as a write transaction, since one that
+upgrades later may find the database changed and fail. The writer truncates the log once it exceeds its limit;
+otherwise overlapping readers would keep it growing.
 """
 
 import logging
@@ -27,13 +27,13 @@ from m2forge.pool.schema import call_table, queue_table
 _log = logging.getLogger(__name__)
 
 PAGE_BYTES = 16384
-"""Of SQLite: large enough that a few calls fit on one."""
+"""Page size of SQLite, large enough for a few calls."""
 _SCHEMA_LOCK = 0x6D32706F
-"""PostgreSQL's advisory lock while tables are made."""
+"""Id of PostgreSQL's advisory lock held while tables are created."""
 _CHECK_EVERY = 64
-"""Transactions between two looks at the length of the log."""
+"""Write transactions between two checks of the log's size."""
 _RETRY_S = 0.01
-"""Between two tries to set up a file that others set up at the same time."""
+"""Delay between retries to set up a file that other processes set up at the same time."""
 
 
 # Days since noon of 24 November 4714 BC; 2440587.5 is the epoch.
@@ -42,7 +42,7 @@ _POSTGRES_NOW = text("SELECT CAST(extract(epoch FROM clock_timestamp()) AS doubl
 
 
 class PoolError(M2ForgeError, OSError):
-    """A database that cannot be reached, or does not answer."""
+    """The database cannot be reached or does not respond."""
 
 
 class Database:
@@ -76,7 +76,7 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """One transaction, there for others when the block ends, or not at all."""
+        """One write transaction, committed when the block ends and rolled back if it raises."""
         with self._named(), self._writing.begin() as connection:
             yield connection
         self._num_writes += 1
@@ -93,18 +93,18 @@ class Database:
         try:
             yield
         except DBAPIError as error:
-            # The driver's own words: SQLAlchemy adds the statement and its parameters, which hold what agents wrote.
+            # The driver's message only: SQLAlchemy adds the statement and its parameters, which contain agents' text.
             raise PoolError(f"{self.place}: the database does not serve: {error.orig}") from error
 
     def log_bytes(self) -> int:
-        """Length of SQLite's write-ahead log; 0 elsewhere."""
+        """Size of SQLite's write-ahead log; 0 for PostgreSQL."""
         if self._path is None:
             return 0
         log = self._path.with_name(f"{self._path.name}-wal")
         return log.stat().st_size if log.exists() else 0
 
     def bound_log(self) -> None:
-        """Empty SQLite's log if it is longer than allowed, waiting for readers."""
+        """Truncate SQLite's log if it exceeds its limit, waiting for readers."""
         if self.log_bytes() <= self._wal_bytes:
             return
         with self._named(), self.engine.connect() as connection:
@@ -115,13 +115,13 @@ class Database:
             _log.warning("%s: a reader keeps the log from being emptied; %d bytes", self.place, self.log_bytes())
 
     def now_s(self, connection: Connection) -> float:
-        """Seconds since the epoch by the database's clock, which all processes that share it read."""
+        """Seconds since the epoch by the database's clock, which all its processes share."""
         query = _SQLITE_NOW if self.is_sqlite else _POSTGRES_NOW
         return float(connection.execute(query).scalar_one())
 
     def flush(self) -> None:
-        """Wait until every transaction that was committed before is on disk, also where `sync` leaves that to the
-        operating system. SQLite's own checkpoints sync what they move out of the log, so the log is what is left."""
+        """Wait until every committed transaction is on disk, even where `sync` leaves that to the operating system.
+        SQLite's own checkpoints sync what they move out of the log, so only the log needs a sync."""
         if self._path is not None:
             log = self._path.with_name(f"{self._path.name}-wal")
             if log.exists():
@@ -133,7 +133,7 @@ class Database:
             connection.execute(update(queue_table).values(id=queue_table.c.id))
 
     def reclaim(self, num_pages: int = 1024) -> None:
-        """Give pages of deleted rows back to the file system, some at a time; PostgreSQL does so itself."""
+        """Return up to `num_pages` pages of deleted rows to the file system; PostgreSQL does so itself."""
         if self.is_sqlite:
             with self._named(), self.engine.connect() as connection:
                 raw = connection.connection.driver_connection
@@ -141,12 +141,12 @@ class Database:
                 raw.execute(f"PRAGMA incremental_vacuum({num_pages})").fetchall()
 
     def lock_schema(self, connection: Connection) -> None:
-        """Of several processes that make the tables one does, the others find them."""
+        """Lock table creation, so that one of several processes creates the tables and the others find them."""
         if not self.is_sqlite:
             connection.execute(text(f"SELECT pg_advisory_xact_lock({_SCHEMA_LOCK})"))
 
     def tune(self, connection: Connection) -> None:
-        """Calls are dense already and of a size to stay in their row."""
+        """Store calls uncompressed and inline in their row, because they are already dense and small enough."""
         if not self.is_sqlite:
             connection.execute(text(f"ALTER TABLE {call_table.name} ALTER COLUMN data SET STORAGE EXTERNAL"))
             connection.execute(text(f"ALTER TABLE {call_table.name} SET (toast_tuple_target = 8160)"))
@@ -156,7 +156,7 @@ class Database:
 
 
 def add_up(connection: Connection, table: Table, rows: Sequence[Mapping[str, object]], column: str) -> None:
-    """Insert rows; where one with the same key is there already, add its `column`."""
+    """Insert rows; where the key exists, add to its `column`."""
     if not rows:
         return
     keys = [key.name for key in table.primary_key]
@@ -173,7 +173,7 @@ def add_up(connection: Connection, table: Table, rows: Sequence[Mapping[str, obj
 
 
 def _binary_cursor() -> type[object]:
-    """Results as bytes: as text, calls would be twice as long and have to be read digit by digit."""
+    """A cursor with binary results: as hex text, calls would be twice as long and slow to parse."""
     import psycopg
 
     class BinaryCursor(psycopg.Cursor[tuple[object, ...]]):
@@ -185,7 +185,7 @@ def _binary_cursor() -> type[object]:
 
 
 class _SetUp:
-    """Of each connection to SQLite."""
+    """Sets up each connection to SQLite."""
 
     def __init__(self, config: PoolConfig) -> None:
         synchronous = "FULL" if config.sync == "disk" else "NORMAL"
@@ -194,7 +194,7 @@ class _SetUp:
         self._wait_s = config.busy_timeout_s
 
     def __call__(self, connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
-        # The driver would begin transactions by itself, and too late.
+        # Otherwise the driver would begin transactions itself, and too late.
         connection.isolation_level = None
         cursor = connection.cursor()
         self._set_up_file(cursor)
@@ -203,8 +203,8 @@ class _SetUp:
         cursor.close()
 
     def _set_up_file(self, cursor: DBAPICursor) -> None:
-        """Once, or whoever opens the file would wait for whoever writes. Of several who find it new at the same time
-        SQLite refuses all but one at once, whatever the timeout."""
+        """Set the pragmas of a new file only, because they would make opening it wait for writers. If several processes
+        do so at the same time, SQLite immediately refuses all but one, whatever the timeout, so they retry."""
         until_s = time.monotonic() + self._wait_s
         while _journal(cursor) != "wal":
             try:

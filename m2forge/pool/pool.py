@@ -10,8 +10,8 @@
         units = pool.fetch(batch)                  trees, rewards, tasks
         pool.commit(batch, next_version)
 
-Every method is one transaction: done for everybody when it returns, and not at all if it raises. Processes that share a
-pool open it each for itself. Methods block; `pool/writer.py` is the way in from asyncio.
+Every method is one transaction: visible to all processes when it returns, rolled back if it raises. Each process that
+shares a pool opens it itself. Methods block; asyncio code uses `pool/writer.py`.
 """
 
 import logging
@@ -54,8 +54,8 @@ class Pool:
         clock: Callable[[], float] | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Opens the database, and makes its tables where there are none. `clock`: seconds since the epoch in place of
-        the database's own, the same for all processes that share the pool. `monotonic`: of this process."""
+        """Open the database and create missing tables. `clock`: returns seconds since the epoch, instead of the
+        database's clock; the same for all processes that share the pool. `monotonic`: this process's clock."""
         self.config, self.vocab_size = config, vocab_size
         self._clock = clock
         self._leases, self._stuck = Watch[tuple[int, int]](monotonic), Watch[int](monotonic)
@@ -67,9 +67,9 @@ class Pool:
             raise
 
     def _set_up(self) -> None:
-        # Most find the tables, and then do not wait for whoever writes.
+        # Most processes find the tables, and then do not wait for the writer.
         with self.database.read() as connection:
-            # A pool of before holds all tables but the last.
+            # A pool created by an earlier version lacks only the last table.
             is_made = all(connection.dialect.has_table(connection, table.name) for table in (queue_table, fork_table))
         if not is_made:
             self._make_tables()
@@ -108,54 +108,54 @@ class Pool:
     # -- tasks and workers -------------------------------------------------------------------------------------------
 
     def room(self) -> int:
-        """Units that may be put now."""
+        """Number of units that fit into the queue."""
         with self.database.read() as connection:
             return max(0, self.config.window.queue - queues.num_queued(connection))
 
     def put(
         self, tasks: Sequence[tuple[Task, int] | Queued], note: str | None = None, stage: str | None = None
     ) -> list[str]:
-        """Queue groups, each a task, its number of episodes and perhaps its context; their names. Refused where there
-        is no room. `note`: what the caller needs to know to go on behind these tasks; it is there exactly if they are.
-        `stage`: of the curriculum; its units are labelled STAGE/DOMAIN for quotas, and replaced when they are dropped.
-        Where deployed agents' episodes are trained, those that are rewarded take the slots of tasks of their domain."""
+        """Queue groups, each a task, its number of episodes and optionally its context limit; returns their names.
+        Raises if there is no room. `note`: the caller's state for resuming after these tasks, stored with them
+        atomically. `stage`: the curriculum stage; its units are labelled STAGE/DOMAIN for quotas and replaced when
+        dropped. If deployed agents are admitted, their rewarded groups take the slots of tasks of their domain."""
         with self.database.write() as connection:
             return submission.put(connection, self.config, tasks, note, stage)
 
     def owed(self) -> list[Owed]:
-        """Groups of a stage that were dropped and not replaced yet."""
+        """Groups of a stage that were dropped and not yet replaced."""
         with self.database.read() as connection:
             return submission.owed(connection)
 
     def replace(self, given: Sequence[tuple[Owed, Task, int]], note: str | None = None) -> list[str]:
-        """Queue a task, and its number of episodes, for each group that is owed. `note`: as for `put`."""
+        """Queue a task with its number of episodes to replace each owed group. `note`: as for `put`."""
         with self.database.write() as connection:
             return submission.replace(connection, self.config, given, note)
 
     def note(self) -> str | None:
-        """The last one that was put."""
+        """The last stored note."""
         with self.database.read() as connection:
             return submission.read_note(connection)
 
     def lease(self, worker: str, num_episodes: int) -> list[Lease]:
-        """Episodes to run, oldest first; fewer where fewer wait. To be renewed within `lease_s`."""
+        """Lease up to `num_episodes` queued episodes, oldest first. The worker must renew them within `lease_s`."""
         with self.database.write() as connection:
             return queues.lease(connection, self.config, worker, num_episodes, self._now_s(connection))
 
     def leases_of(self, worker: str) -> list[Lease]:
-        """Attempts of a worker that are under way."""
+        """Leases of a worker's running attempts."""
         with self.database.read() as connection:
             return queues.leases_of(connection, worker)
 
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
-        """Prolong leases, and return those that are lost: their agents are to be stopped."""
+        """Renew leases; returns the lost ones, whose attempts the caller must cancel."""
         with self.database.write() as connection:
             return queues.renew(connection, self.config, leases, self._now_s(connection))
 
     def requeue_expired(self) -> list[Lease]:
-        """Give up attempts whose workers have died; their leases. To be called again and again by one process: a lease
-        is lost once this process has seen it unrenewed for `lease_s` by its own monotonic clock, so that a clock that
-        is set forwards or back loses none."""
+        """Requeue episodes whose workers have died; returns their leases. One process calls this periodically: a lease
+        expires once this process has seen it unrenewed for `lease_s` by its own monotonic clock, so that setting a
+        clock expires none."""
         with self.database.read() as connection:
             until_s = queues.running(connection)
             watched = self._leases.unchanged_s(until_s)
@@ -170,14 +170,14 @@ class Pool:
         ]
 
     def release(self, worker: str) -> list[Lease]:
-        """Give up all attempts of a worker that is known to be dead, without waiting for its leases to expire."""
+        """Requeue all attempts of a worker that is known to be dead, without waiting for its leases to expire."""
         return [lease for lease in self.leases_of(worker) if self._give_up(lease, "its worker died")]
 
     def _now_s(self, connection: Connection) -> float:
         return self.database.now_s(connection) if self._clock is None else self._clock()
 
     def _give_up(self, lease: Lease, failure: str, until_s: float | None = None) -> bool:
-        """Each in a transaction of its own, since workers renew and finish meanwhile."""
+        """One transaction per lease, since workers renew and finish meanwhile."""
         try:
             with self.database.write() as connection:
                 state = queues.break_off(connection, self.config, lease, failure, is_death=True, until_s=until_s)
@@ -190,60 +190,60 @@ class Pool:
     # -- deployed agents ---------------------------------------------------------------------------------------------
 
     def known(self, names: Collection[str]) -> set[str]:
-        """The names, among these, of episodes that the pool holds."""
+        """The subset of `names` that are episodes of the pool."""
         with self.database.read() as connection:
             return deployed.known(connection, names)
 
     def add_deployed(self, group: str, task: Task, episodes: Sequence[DeployedEpisode]) -> None:
-        """Store rewarded attempts of an agent that the loop did not start. The group takes the slot of a task of its
-        domain in a batch that is put later, if the configuration admits it."""
+        """Store rewarded attempts of an agent that the loop did not start. If the configuration admits it, the group
+        takes the slot of a task of its domain in a later batch."""
         with self.database.write() as connection:
             deployed.add_deployed(connection, self.config, group, task, episodes, self._now_s(connection))
 
-    # -- what happens to an attempt ------------------------------------------------------------------------------------
+    # -- attempts ------------------------------------------------------------------------------------------------------
 
     def append(self, appends: Sequence[Append]) -> list[M2ForgeError | None]:
-        """Store calls, of several attempts at once; for each None, or why it was refused."""
+        """Store calls of several attempts; returns for each None or the error that refused it."""
         with self.database.write() as connection:
             return record.append(connection, appends)
 
     def finish(self, lease: Lease, outcome: Outcome) -> None:
-        """The attempt has ended, also by a limit; it counts."""
+        """End an attempt that counts, including one that hit a limit."""
         with self.database.write() as connection:
             record.finish(connection, self.config, lease, outcome, self._now_s(connection))
 
     def end(self, endings: Sequence[Ending]) -> list[bool | M2ForgeError]:
-        """Calls and ends of several attempts at once; for each whether its unit may be over now and wait to be judged,
-        or why it was refused."""
+        """Store the calls and outcomes of several attempts; returns for each whether its unit may now be complete and
+        wait for a reward, or the error that refused it."""
         with self.database.write() as connection:
             return record.end(connection, self.config, endings, self._now_s(connection))
 
     def reward_unit(self, given: Sequence[Rewarding]) -> None:
-        """What the finished attempts of one unit earned, all at once."""
+        """Reward the finished attempts of one unit in one transaction."""
         with self.database.write() as connection:
             record.reward_unit(connection, self.config, given)
 
     def reward(self, lease: Lease, reward: Reward, step_rewards: Sequence[float] | None = None) -> None:
-        """What a finished attempt earned. `step_rewards`: one per call."""
+        """Reward a finished attempt. `step_rewards`: one per call."""
         with self.database.write() as connection:
             record.reward(connection, self.config, lease, reward, step_rewards)
 
     def fail(self, lease: Lease, failure: str) -> EpisodeState:
-        """The attempt broke through no doing of the policy: another one follows, or, after `max_failures`, its whole
-        group is dropped."""
+        """End an attempt that failed for a reason other than the policy: the episode is retried, or after
+        `max_failures` its whole group is dropped."""
         with self.database.write() as connection:
             return queues.break_off(connection, self.config, lease, failure)
 
     def interrupt(self, lease: Lease, reason: str) -> bool:
-        """Something that the attempt needs has died, which says nothing about the episode: another attempt follows.
-        False where the lease is lost."""
+        """End an attempt because a process it depends on died: the episode is retried, up to `max_deaths`. Returns
+        False if the lease is lost."""
         return self._give_up(lease, reason)
 
     # -- the trainer ---------------------------------------------------------------------------------------------------
 
     def claim(self, num_units: int, version: PolicyVersion, quotas: Mapping[str, int] | None = None) -> Claim | None:
-        """A batch for weights at `version`, or None while the window holds too few finished units. `quotas`: how many
-        units of each label (STAGE/DOMAIN, or DOMAIN for units without a stage); they add up to `num_units`."""
+        """Claim a batch for weights at `version`; None while the window holds too few finished units. `quotas`: units
+        per label (STAGE/DOMAIN, or DOMAIN for units without a stage), which add up to `num_units`."""
         with self.database.write() as connection:
             wanted = Wanted(num_units, None if quotas is None else lambda _: quotas)
             now_s = partial(self._now_s, connection)
@@ -256,42 +256,42 @@ class Pool:
         version: PolicyVersion,
         quotas: Callable[[int], Mapping[str, int]] | None = None,
     ) -> Claim | None:
-        """A batch of as many units as fit into `max_tokens`, at least one and at most `max_units`, or None while the
-        window holds too few finished units to tell. A token counts once for each attempt that recorded it. `quotas`:
-        units of each label, of a batch of so many."""
+        """Claim as many units as fit into `max_tokens`, at least one and at most `max_units`; None while the window
+        holds too few finished units to decide. A token counts once for each attempt that recorded it. `quotas`: maps
+        a batch size to the units per label."""
         with self.database.write() as connection:
             wanted = Wanted(max_units, quotas, max_tokens)
             now_s = partial(self._now_s, connection)
             return batches.claim(connection, self.config, wanted, version, now_s, self._stuck)
 
     def batch_sizes(self, lineage: str) -> list[int]:
-        """Units of each batch that the weights have learnt, in their order."""
+        """Number of units of each committed batch, in step order."""
         with self.database.read() as connection:
             return batches.batch_sizes(connection, lineage)
 
     def fetch(self, claimed: Claim) -> list[StoredUnit]:
-        """What a batch holds, in the order of submission."""
+        """The units of a batch in submission order."""
         with self.database.read() as connection:
             return read_units(connection, claimed.units, self.vocab_size)
 
     def commit(self, claimed: Claim, version: PolicyVersion) -> None:
-        """The batch has made the weights `version`."""
+        """Mark a batch as trained: its step produced `version`."""
         with self.database.write() as connection:
             batches.commit(connection, self.config, claimed, version)
 
     def flush(self) -> None:
-        """Wait until all that was committed is on disk. A checkpoint is written after this: one that outlived the
-        commits of its steps in a loss of power would train their units a second time."""
+        """Wait until every committed transaction is on disk. Call it before writing a checkpoint: if the commits of its
+        steps were lost in a power loss, the trainer would train on their units twice."""
         self.database.flush()
 
     def mark_durable(self, version: PolicyVersion) -> None:
-        """A checkpoint of `version` is on disk."""
+        """Record that a checkpoint of `version` is on disk."""
         with self.database.write() as connection:
             batches.mark_durable(connection, version)
 
     def restore(self, version: PolicyVersion) -> Restored:
-        """The weights are those of a checkpoint: units that they have not learnt return to the queue, and batches that
-        were claimed before are refused when they are committed. A pool that is behind the checkpoint is refused."""
+        """Restore the pool to the weights of a checkpoint: units that they have not trained on return to the queue, and
+        commits of batches claimed before are refused. Raises if the pool is behind the checkpoint."""
         with self.database.write() as connection:
             restored = batches.restore(connection, self.config, version)
         if restored.num_gone:
@@ -299,25 +299,25 @@ class Pool:
         return restored
 
     def epoch(self) -> int:
-        """How often the pool was restored."""
+        """Number of restores so far."""
         with self.database.read() as connection:
             return int(queues.read_queue(connection).epoch)
 
     def rejoin(self, epoch: int) -> None:
-        """The sampler serves a version that was looked up under `epoch`: unless the pool was restored since, what it
-        samples from now on is of the lineage that the pool follows."""
+        """Record that the sampler serves a version that was looked up under `epoch`: unless the pool was restored
+        since, its samples are from now on of the lineage that the pool follows."""
         with self.database.write() as connection:
             batches.rejoin(connection, epoch)
 
     def refuse_behind(self, version: PolicyVersion) -> None:
-        """Raise where the newest checkpoint is of `version` and the pool lacks commits of its steps."""
+        """Raise if the newest checkpoint is of `version` and the pool lacks commits of its steps."""
         with self.database.read() as connection:
             batches.refuse_behind(queues.read_queue(connection), version)
 
-    # -- what there is -------------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------------
 
     def unjudged(self, num_units: int) -> list[tuple[StoredUnit, list[Lease]]]:
-        """Units whose episodes have ended and still lack a reward: what a loop that starts again has to judge."""
+        """Units whose episodes have all ended but lack rewards, including those that a dead loop left."""
         unit = unit_table.c
         is_over = (unit.state == UnitState.OPEN, unit.num_unfinished == 0)
         with self.database.read() as connection:
@@ -329,14 +329,14 @@ class Pool:
             ]
 
     def counts(self) -> dict[str, int]:
-        """Episodes in each state."""
+        """Number of episodes in each state."""
         query = select(episode_table.c.state, func.count()).group_by(episode_table.c.state)
         with self.database.read() as connection:
             found = {row.state: row[1] for row in connection.execute(query)}
         return {state: found.get(state, 0) for state in EpisodeState}
 
     def places(self, num_units: int) -> list[tuple[int, str]]:
-        """Place and state of the first queued units, the head first: the window as it stands."""
+        """Position and state of the first queued units, the head first."""
         unit = unit_table.c
         query = select(unit.place, unit.state).where(unit.is_queued).order_by(unit.place).limit(num_units)
         with self.database.read() as connection:
@@ -348,7 +348,7 @@ class Pool:
             return read_tally(connection)
 
     def sweep(self) -> int:
-        """Delete some of what the retention does not keep; the number of episodes, 0 when there is no more."""
+        """Delete some of the episodes that retention does not keep; returns how many, 0 when none are left."""
         with self.database.write() as connection:
             num_episodes = retention.sweep(connection, self.config.retention)
         if num_episodes:

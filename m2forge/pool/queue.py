@@ -1,7 +1,7 @@
-"""Leases on queued episodes; what becomes of an attempt that breaks, and of a group that is given up.
+"""Leases on queued episodes; retries of failed attempts; dropping and requeueing groups.
 
-A lease is for one attempt; when its worker dies the episode goes back to wait for another attempt, and what the old one
-still sends is refused. These functions run inside the transaction that is handed to them.
+A lease covers one attempt; when its worker dies, the episode is queued for another attempt, and writes of the old one
+are refused. The caller passes the transaction in which these functions run.
 """
 
 import json
@@ -41,11 +41,12 @@ FRESH: dict[str, object] = {
     "step_rewards": None,
     "artifacts": json.dumps({}),
 }
-"""An episode of which nothing is recorded but how often it was tried."""
+"""Column values of an episode without recorded data; its attempt counters are kept."""
 
 
 def lock_queue(connection: Connection) -> QueueRow:
-    """The pool's counters; nobody else changes them, or takes a batch, until this transaction ends."""
+    """Lock and return the pool's counters: no other process changes them or claims a batch until this transaction
+    ends."""
     return connection.execute(select(queue_table).where(queue_table.c.id == QUEUE_ID).with_for_update()).one()
 
 
@@ -61,7 +62,7 @@ def lock_unit(connection: Connection, unit: int) -> UnitRow:
 
 
 def _lock_group_of(connection: Connection, unit: int) -> UnitRow:
-    """All units of its group, since those may be given up with it; the unit itself."""
+    """Lock all units of its group, since they may be dropped with it; returns the unit itself."""
     group = select(unit_table.c.group_name).where(unit_table.c.id == unit).scalar_subquery()
     query = select(unit_table).where(unit_table.c.group_name == group)
     rows = connection.execute(query.order_by(unit_table.c.place, unit_table.c.id).with_for_update()).all()
@@ -76,7 +77,7 @@ def num_queued(connection: Connection) -> int:
 
 
 def lease(connection: Connection, config: PoolConfig, worker: str, num_episodes: int, now_s: float) -> list[Lease]:
-    """The episodes that have waited longest, for this worker alone."""
+    """Lease the oldest queued episodes to this worker."""
     episode = episode_table.c
     ids = connection.execute(
         select(episode.id)
@@ -97,20 +98,20 @@ def lease(connection: Connection, config: PoolConfig, worker: str, num_episodes:
 
 
 def leases_of(connection: Connection, worker: str) -> list[Lease]:
-    """Attempts that are under way, for a worker that starts again and finds its agents alive."""
+    """Leases of a worker's running attempts, for a worker that restarts."""
     episode = episode_table.c
     running = select(episode.id).where(episode.state == EpisodeState.RUNNING, episode.worker == worker)
     return _leases(connection, list(connection.execute(running).scalars()))
 
 
 def leases_in(connection: Connection, unit: int) -> list[Lease]:
-    """Of all episodes of a unit, in whatever state."""
+    """Leases of all episodes of a unit, in any state."""
     query = select(episode_table.c.id).where(episode_table.c.unit == unit)
     return _leases(connection, list(connection.execute(query).scalars()))
 
 
 def renew(connection: Connection, config: PoolConfig, leases: Sequence[Lease], now_s: float) -> list[Lease]:
-    """Prolong leases, and return those that are lost: their agents are to be stopped."""
+    """Renew leases; returns the lost ones, whose attempts the caller must cancel."""
     if not leases:
         return []
     episode = episode_table.c
@@ -133,7 +134,7 @@ def _leases(connection: Connection, episode_ids: Sequence[int]) -> list[Lease]:
     return [read_lease(row) for row in connection.execute(query.order_by(episode_table.c.id))]
 
 
-# -- attempts that broke, groups that are given up --------------------------------------------------------------------
+# -- failed attempts, dropped and requeued groups ---------------------------------------------------------------------
 
 
 def break_off(
@@ -145,9 +146,9 @@ def break_off(
     is_death: bool = False,
     until_s: float | None = None,
 ) -> EpisodeState:
-    """End an attempt without an outcome: the episode waits for another one, or fails, and its group with it.
-    `is_death`: its worker died, which is counted apart. `until_s`: the attempt ends only if its lease still ends then,
-    since it may have been renewed."""
+    """End an attempt without an outcome: the episode is queued for a retry, or fails and its group is dropped.
+    `is_death`: its worker died, which has its own counter. `until_s`: end the attempt only if its lease still expires
+    then, since it may have been renewed."""
     unit = _lock_group_of(connection, lease.unit)
     episode = episode_table.c
     here = [episode.id == lease.episode, episode.attempt == lease.attempt, episode.state == EpisodeState.RUNNING]
@@ -169,7 +170,7 @@ def break_off(
 
 
 def running(connection: Connection) -> dict[tuple[int, int], float]:
-    """When the leases of running attempts end, by episode and attempt."""
+    """Expiry of the leases of running attempts, by episode and attempt."""
     episode = episode_table.c
     query = select(episode.id, episode.attempt, episode.lease_until_s)
     rows = connection.execute(query.where(episode.state == EpisodeState.RUNNING))
@@ -177,13 +178,13 @@ def running(connection: Connection) -> dict[tuple[int, int], float]:
 
 
 def leases_on(connection: Connection, episode_ids: Sequence[int]) -> list[Lease]:
-    """By unit, which is the order of locks."""
+    """Leases of these episodes, sorted by unit, which is the lock order."""
     return sorted(_leases(connection, episode_ids), key=lambda lease: lease.unit)
 
 
 def drop_group(connection: Connection, config: PoolConfig, group: str, reason: DropReason) -> int:
-    """Give up all units of a group that are not trained yet; the number of them. Units of a stage are owed from now on:
-    other tasks replace them (`pool/submission.py`)."""
+    """Drop all untrained units of a group; returns how many. Units of a stage become owed: other tasks replace them
+    (`pool/submission.py`)."""
     rows = _group_units(connection, group)
     ids = [row.id for row in rows]
     unit, episode = unit_table.c, episode_table.c
@@ -198,8 +199,8 @@ def drop_group(connection: Connection, config: PoolConfig, group: str, reason: D
 
 
 def requeue_group(connection: Connection, config: PoolConfig, group: str) -> int:
-    """Put all of a group that is not trained yet at the end of the queue, to be attempted anew as a whole: to keep the
-    attempts that ended would favour the quick ones. The queue is locked already."""
+    """Move all untrained units of a group to the end of the queue and restart all of their attempts: keeping finished
+    ones would bias towards fast attempts. The caller has locked the queue."""
     rows = _group_units(connection, group)
     queue = read_queue(connection)
     episode = episode_table.c

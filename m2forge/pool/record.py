@@ -1,8 +1,8 @@
-"""What happens to an attempt: calls appended, its end, its reward. Each is refused where the attempt is not the
-episode's any more. These functions run inside the transaction that is handed to them.
+"""Records an attempt: its calls, its end, its reward. Each is refused if the episode has moved on to another attempt.
+The caller passes the transaction in which these functions run.
 
-An episode that is there as a whole when it ends is stored by `end`, with others in one go, and a unit is rewarded by
-`reward_unit`: a statement costs about as much for all of them as for one.
+`end` stores whole attempts, several at a time, and `reward_unit` rewards a whole unit: a statement costs about as much
+for all of them as for one.
 """
 
 import json
@@ -47,7 +47,8 @@ from m2forge.records import Reward
 
 
 def _extending() -> Update:
-    """Count calls of an attempt that is under way, if they are its next ones. A step that is NULL changes nothing."""
+    """Add calls to the counters of a running attempt if they are its next ones. A NULL step leaves `oldest_step`
+    unchanged."""
     episode = episode_table.c
     step, fork = bindparam("added_step", type_=Integer), select(fork_table.c.step).scalar_subquery()
     counted = case((fork < step, fork), else_=step)
@@ -102,7 +103,7 @@ def _counting_down() -> Update:
     return update(unit_table).where(unit.id == bindparam("of_unit")).values(num_unfinished=left)
 
 
-# Made once, because making them costs several times what the database takes to run them.
+# Built once, because building them costs several times what the database takes to run them.
 _EXTEND = _extending()
 _STORE = insert(call_table)
 _END = _ending()
@@ -118,7 +119,7 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """An attempt that has ended, with the calls of it that are not stored yet."""
+    """An attempt that has ended, with those of its calls that are not yet stored."""
 
     lease: Lease
     calls: tuple[StoredCall, ...]
@@ -130,13 +131,13 @@ class Rewarding:
     lease: Lease
     reward: Reward
     step_rewards: tuple[float, ...] | None = None
-    """One per call."""
+    """Step rewards, one per call."""
 
 
 def append(connection: Connection, appends: Sequence[Append]) -> list[M2ForgeError | None]:
-    """Store calls; for each None, or why it was refused, which keeps none of the others.
+    """Store calls; returns for each None or the error that refused it, which does not affect other attempts.
 
-    One that is stored already is not stored again: who does not know whether a transaction went through may repeat it.
+    A call that is already stored is skipped, so a caller that does not know whether a transaction committed may retry.
     """
     order = sorted(range(len(appends)), key=lambda n: (appends[n].lease.episode, appends[n].call.ordinal))
     runs = [list(run) for _, run in groupby(order, lambda n: (appends[n].lease.episode, appends[n].lease.attempt))]
@@ -150,10 +151,10 @@ def append(connection: Connection, appends: Sequence[Append]) -> list[M2ForgeErr
 
 
 def _extend_all(connection: Connection, runs: Sequence[Sequence[Append]]) -> bool:
-    """Store the calls of several attempts at once, if every one of them is in order; else nothing."""
+    """Store the calls of several attempts at once if all are valid, otherwise none; returns whether it did."""
     if not all(_is_consecutive(run) for run in runs):
         return False
-    # An attempt alone is counted or not; of several some may be, which is taken back.
+    # The update of several attempts may succeed for only some, which is then rolled back.
     savepoint = connection.begin_nested() if len(runs) > 1 else None
     is_whole = connection.execute(_EXTEND, [_numbers(run) for run in runs]).rowcount == len(runs)
     if is_whole:
@@ -164,7 +165,7 @@ def _extend_all(connection: Connection, runs: Sequence[Sequence[Append]]) -> boo
 
 
 def _extend_one(connection: Connection, run: Sequence[Append]) -> M2ForgeError | None:
-    """Store those calls of an attempt that are not stored yet, or say why none of them can be."""
+    """Store those calls of an attempt that are not yet stored, or return the error that refuses all of them."""
     episode, lease = episode_table.c, run[0].lease
     here = (episode.id == lease.episode, episode.attempt == lease.attempt, episode.state == EpisodeState.RUNNING)
     num_calls = connection.execute(select(episode.num_calls).where(*here).with_for_update()).scalar_one_or_none()
@@ -205,9 +206,9 @@ def _row(item: Append) -> dict[str, object]:
 def end(
     connection: Connection, config: PoolConfig, endings: Sequence[Ending], now_s: float
 ) -> list[bool | M2ForgeError]:
-    """Store calls and ends of attempts; for each whether all of its unit may have ended with it, or why it was refused,
-    which keeps none of the others. An attempt is stored whole or not at all, and one that is stored already is not
-    stored again."""
+    """Store calls and outcomes of attempts; returns for each whether its unit may now be complete, or the error that
+    refused it, which does not affect the others. An attempt is stored whole or not at all, and skipped if it is already
+    stored."""
     order = sorted(range(len(endings)), key=lambda n: endings[n].lease.episode)
     over = _end_all(connection, [endings[n] for n in order], now_s)
     if over is not None:
@@ -226,7 +227,8 @@ def end(
 
 
 def _end_all(connection: Connection, endings: Sequence[Ending], now_s: float) -> set[int] | None:
-    """Store all of them, if every one is in order; the units that are over with it. Else nothing, and None."""
+    """Store all attempts if all are valid and return the units that are now complete; otherwise store none and return
+    None."""
     runs = [[Append(ending.lease, call) for call in ending.calls] for ending in endings if ending.calls]
     if any(ending.outcome.reward is not None for ending in endings) or not all(_is_consecutive(run) for run in runs):
         return None
@@ -252,7 +254,7 @@ def _end_all(connection: Connection, endings: Sequence[Ending], now_s: float) ->
 
 
 def _end_one(connection: Connection, config: PoolConfig, ending: Ending, now_s: float) -> None:
-    # The unit first, as everybody locks them.
+    # Lock the unit first, as the lock order requires.
     lock_unit(connection, ending.lease.unit)
     appends = [Append(ending.lease, call) for call in ending.calls]
     reason = None if _is_over(connection, ending.lease) else next(filter(None, append(connection, appends)), None)
@@ -278,7 +280,7 @@ def _end_row(ending: Ending, now_s: float) -> dict[str, object]:
 
 
 def finish(connection: Connection, config: PoolConfig, lease: Lease, outcome: Outcome, now_s: float) -> None:
-    """End an attempt. Ending it again changes nothing."""
+    """End an attempt; idempotent."""
     unit = lock_unit(connection, lease.unit)
     episode = episode_table.c
     here = (episode.id == lease.episode, episode.attempt == lease.attempt)
@@ -305,7 +307,7 @@ def finish(connection: Connection, config: PoolConfig, lease: Lease, outcome: Ou
 def reward(
     connection: Connection, config: PoolConfig, lease: Lease, given: Reward, step_rewards: Sequence[float] | None
 ) -> None:
-    """Reward a finished attempt. The same reward may come again; another one is refused."""
+    """Reward a finished attempt. Idempotent for the same reward; a different one is refused."""
     unit = lock_unit(connection, lease.unit)
     episode = episode_table.c
     here = (episode.id == lease.episode, episode.attempt == lease.attempt)
@@ -326,7 +328,7 @@ def reward(
 
 
 def reward_unit(connection: Connection, config: PoolConfig, given: Sequence[Rewarding]) -> None:
-    """Reward finished attempts of one unit, all of them or, where one is refused, none."""
+    """Reward finished attempts of one unit; raises if one is refused, so that none is rewarded."""
     unit = lock_unit(connection, given[0].lease.unit)
     episode = episode_table.c
     query = select(episode.id, episode.attempt, episode.num_calls).where(
@@ -348,7 +350,7 @@ def reward_unit(connection: Connection, config: PoolConfig, given: Sequence[Rewa
 
 
 def _give(connection: Connection, config: PoolConfig, unit: UnitRow, given: Sequence[Rewarding]) -> None:
-    """Rewards that nothing speaks against."""
+    """Store rewards that have been validated."""
     rows = [
         {
             "of_episode": item.lease.episode,
@@ -368,7 +370,7 @@ def _give(connection: Connection, config: PoolConfig, unit: UnitRow, given: Sequ
 
 
 def _settle(connection: Connection, config: PoolConfig, unit_id: int) -> None:
-    """All of a unit is rewarded: it is ready, or of no use."""
+    """Make a fully rewarded unit ready, or drop it."""
     unit, episode = unit_table.c, episode_table.c
     row = connection.execute(select(unit_table).where(unit.id == unit_id)).one()
     totals = (func.min(episode.reward_total), func.max(episode.reward_total))

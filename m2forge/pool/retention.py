@@ -1,7 +1,7 @@
-"""What was trained or dropped is deleted once it is old enough, a few episodes at a time.
+"""Deletes trained and dropped units once they are old enough, a few episodes at a time.
 
-What a restored checkpoint would need again stays: units of steps that no checkpoint holds yet. So do dropped units that
-wait for a replacement.
+It keeps units that a restored checkpoint would need again, those of steps after the newest checkpoint, and dropped
+units that wait for a replacement.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from m2forge.pool.state import UnitState
 
 
 def sweep(connection: Connection, config: RetentionConfig) -> int:
-    """Delete what is over the limits, oldest first; the number of episodes deleted, 0 when nothing is left to do."""
+    """Delete units over the limits, oldest first; returns the number of deleted episodes, 0 when none are left."""
     queue = read_queue(connection)
     by_versions = 0 if config.versions is None else queue.step - config.versions + 1
     oldest_kept = max(by_versions, _oldest_kept(connection, config))
@@ -37,7 +37,7 @@ def sweep(connection: Connection, config: RetentionConfig) -> int:
 
 
 def _oldest_kept(connection: Connection, config: RetentionConfig) -> int:
-    """The first step, counted from the latest down, up to which everything fits into the limit of bytes."""
+    """The oldest step such that all units from it on fit into the byte limit."""
     if config.num_bytes is None:
         return 0
     unit = unit_table.c

@@ -1,16 +1,15 @@
 """The tables of a pool, the same on SQLite and PostgreSQL.
 
-    queue     one row: the pool's counters, and the version of the weights that it follows
-    unit      what is ordered and trained as one: a group, or an episode alone
-    episode   one attempt at a task and its outcome; the attempts that broke before it leave only their number
+    queue     one row: the pool's counters and the policy version that it follows
+    unit      what is ordered and trained as one: a group or a single episode
+    episode   one attempt at a task and its outcome; of earlier failed attempts only the number is kept
     call      what each completion call adds to those before it (pool/delta.py)
     batch     units taken for one optimizer step
-    tally     how many units of which difficulty were submitted, trained, dropped and why
-    fork      one row while the sampler may serve a version that the trainer has lost: where that left the lineage
-    note      one row: what whoever fills the queue needs to know to go on; apart from the counters, since it is long
+    tally     number of units by difficulty that were submitted, trained, requeued, or dropped for each reason
+    fork      one row while the sampler may serve a version that the trainer lost: the step where it left the lineage
+    note      one row: the state from which filling the queue resumes; apart from the counters, since it is long
 
-Whoever locks several rows does so in this order: queue, units by place, episodes by id, tally. Then nobody waits in a
-circle.
+Transactions lock rows in this order to avoid deadlocks: queue, units by place, episodes by id, tally.
 """
 
 from sqlalchemy import (
@@ -34,7 +33,7 @@ QUEUE_ID = 1
 
 metadata = MetaData()
 
-# SQLite numbers rows by itself only where the type is exactly INTEGER.
+# SQLite assigns ids only where the type is exactly INTEGER.
 _Id = BigInteger().with_variant(Integer, "sqlite")
 
 queue_table = Table(
@@ -81,7 +80,7 @@ unit_table = Table(
     Column("num_bytes", BigInteger, nullable=False),
     Index("unit_by_step", "state", "step", "num_bytes"),
 )
-# Of these alone: an index that also holds what was trained looks as good to a database that counts rows, and is not.
+# A partial index: to the query planner an index that includes trained units looks as good, but it is slower.
 Index(
     "queued_by_place",
     unit_table.c.place,
@@ -124,7 +123,7 @@ call_table = Table(
     Column("attempt", Integer, primary_key=True, autoincrement=False),
     Column("ordinal", Integer, primary_key=True, autoincrement=False),
     Column("data", LargeBinary, nullable=False),
-    # Calls of one episode lie side by side, wherever in time they came.
+    # Stores the calls of one episode contiguously, whenever they were inserted.
     sqlite_with_rowid=False,
 )
 

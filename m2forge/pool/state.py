@@ -1,13 +1,13 @@
-"""States of episodes and of units, and the only ways from one to another.
+"""States of episodes and units, and their allowed transitions.
 
-A change of state is one UPDATE that names the states it may come from, so that of two processes that want the same row
-one gets it and the other is told so.
+A transition is one UPDATE that names its allowed source states, so that if two processes want the same row, one gets it
+and the other sees a row count of 0.
 
     episode   queued → running → finished → training → trained
-              running → queued                 its worker died or it broke: another attempt
-              running → failed                 it broke too often
+              running → queued                 its worker died or the attempt failed: retry
+              running → failed                 it failed too often
               finished → queued                its group is requeued
-              training, trained → finished     the weights that it trained are gone
+              training, trained → finished     the weights that it trained are lost
               queued, running, finished → dropped
     unit      open → ready → training → trained, and dropped from open and ready; ready: all finished and rewarded
 """
@@ -33,7 +33,7 @@ class EpisodeState(StrEnum):
 
 class UnitState(StrEnum):
     OPEN = "open"
-    """Some episode is not finished, or has no reward yet."""
+    """At least one episode is not finished or has no reward yet."""
     READY = "ready"
     TRAINING = "training"
     TRAINED = "trained"
@@ -43,7 +43,7 @@ class UnitState(StrEnum):
 class Origin(StrEnum):
     LOOP = "loop"
     DEPLOYED = "deployed"
-    """By an agent that somebody else runs."""
+    """Recorded from a deployed agent, which the loop does not run."""
 
 
 class DropReason(StrEnum):
@@ -52,17 +52,17 @@ class DropReason(StrEnum):
     STALE = "stale"
     STRAGGLER = "straggler"
     FAILED = "failed"
-    """An episode broke as often as it may."""
+    """An episode reached its limit of failed attempts or worker deaths."""
     NOT_ADMITTED = "not_admitted"
-    """A deployed agent's episode where those are not trained."""
+    """The group is a deployed agent's and the configuration does not admit those."""
 
 
 class StateError(M2ForgeError, RuntimeError):
-    """A change that the present state does not allow."""
+    """A transition that the current state does not allow."""
 
 
 class LeaseLostError(StateError):
-    """A worker's attempt that is no longer the episode's: another one took its place, or the episode was given up."""
+    """A worker's attempt is no longer the episode's current one: another replaced it, or the episode was dropped."""
 
 
 EPISODE_SOURCES = {
@@ -84,7 +84,7 @@ UNIT_SOURCES = {
 
 
 def move_episodes(connection: Connection, to: EpisodeState, *where: ColumnElement[bool], **values: object) -> int:
-    """Move the episodes that may be moved, and say how many there were."""
+    """Move the episodes whose state allows it; returns how many."""
     allowed = _among(episode_table.c.state, EPISODE_SOURCES[to])
     return connection.execute(update(episode_table).where(*where, allowed).values(state=to, **values)).rowcount
 
@@ -95,6 +95,6 @@ def move_units(connection: Connection, to: UnitState, *where: ColumnElement[bool
 
 
 def _among(state: Column[str], sources: Sequence[str]) -> ColumnElement[bool]:
-    """Asked of a value and not of the column, so that rows are found by what else they are asked for, and not by
-    walking through all that are in the state."""
+    """Test an expression instead of the column, so that the database finds rows by the other conditions and does not
+    scan the index of states."""
     return func.coalesce(state, "").in_(sources)

@@ -1,4 +1,4 @@
-"""What the pool hands out: leases on episodes that wait, and units with their calls, outcomes and rewards."""
+"""What the pool returns: leases on queued episodes, and units with their calls, outcomes and rewards."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from m2forge.tree.token_tree import TokenTree
 
 
 class Queued(NamedTuple):
-    """A group that is to be queued."""
+    """A group to queue."""
 
     task: Task
     num_episodes: int
     context: int | None = None
-    """Tokens of a call, prompt and completion together; None: what the model allows."""
+    """Maximum tokens of prompt plus completion; None: the model's limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class Lease:
     unit: int
     attempt: int
     name: str
-    """Of the attempt; another attempt has another, and so another key where it is a gateway's episode."""
+    """Name of the attempt, unique to it, so that each attempt is a separate gateway episode with its own API key."""
     group: str
     task: Task
     worker: str
     num_calls: int = 0
-    """Recorded when the lease was read."""
+    """Number of recorded calls when the lease was read."""
     context: int | None = None
-    """Tokens of a call, prompt and completion together; None: what the model allows."""
+    """Maximum tokens of prompt plus completion; None: the model's limit."""
 
     def writer(self, vocab_size: int) -> CallWriter:
         return CallWriter(vocab_size, self.num_calls)
@@ -51,13 +51,13 @@ class Outcome:
     """How an attempt ended."""
 
     failure: str | None = None
-    """What broke, if the attempt itself did, as by its time limit; it counts with its reward like the others."""
+    """Why the attempt failed, for example a timeout; such an attempt counts, with its reward, like the others."""
     artifacts: Mapping[str, str] = field(default_factory=dict)
-    """What it left: names, and where they lie."""
+    """Artifacts of the attempt by name, such as the answer."""
     reward: Reward | None = None
-    """None where it comes later."""
+    """Reward of the attempt; None if it is given later."""
     step_rewards: tuple[float, ...] | None = None
-    """One per call."""
+    """Step rewards, one per call."""
 
     def __post_init__(self) -> None:
         if self.reward is None and self.step_rewards is not None:
@@ -67,7 +67,7 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class StoredEpisode:
     name: str
-    """Of the attempt that counts."""
+    """Name of the attempt that counts."""
     state: str
     task: Task
     calls: tuple[bytes, ...]
@@ -79,11 +79,11 @@ class StoredEpisode:
     num_attempts: int
 
     def tree(self) -> TokenTree:
-        """The tree that its recorder made."""
+        """Rebuild the recorder's tree."""
         return read_tree(self.calls, self.vocab_size, self.name)
 
     def episode(self, tree: TokenTree | None = None) -> Episode:
-        """The record; `tree` where it is at hand already."""
+        """The episode's record. `tree`: its tree, if already built."""
         tree = tree or self.tree()
         return Episode(self.name, self.task, tuple(tree.calls()), self.reward, self.failure)
 
@@ -95,17 +95,17 @@ class StoredUnit:
     task: Task
     episodes: tuple[StoredEpisode, ...]
     lag: int | None = None
-    """Units taken between its submission and its own taking."""
+    """Number of units taken between its submission and its own claim."""
     oldest_step: int | None = None
 
 
 def attempt_name(name: str, attempt: int, origin: str) -> str:
-    """A deployed agent's episode has one attempt, under the name that it came with."""
+    """Name of an attempt; a deployed agent's episode has one attempt, which keeps the episode's name."""
     return name if origin == Origin.DEPLOYED else f"{name}-{attempt}"
 
 
 def make_label(stage: str | None, domain: str) -> str:
-    """What quotas count: a domain of a stage, or a domain alone."""
+    """The label that quotas count: a domain of a stage, or a domain alone."""
     return domain if stage is None else f"{stage}/{domain}"
 
 
@@ -128,7 +128,7 @@ def reward_text(reward: Reward) -> str:
 
 
 def read_lease(row: Row[tuple[object, ...]]) -> Lease:
-    """From a row of `LEASE_COLUMNS`."""
+    """Build a lease from a row of `LEASE_COLUMNS`."""
     return Lease(
         episode=row.id,
         unit=row.unit,
@@ -156,7 +156,7 @@ _STORED_COLUMNS = (
 
 
 def read_units(connection: Connection, unit_ids: Sequence[int], vocab_size: int) -> list[StoredUnit]:
-    """Units with all that is recorded of them, in the order of their places."""
+    """Read units with all of their recorded data, in queue order."""
     unit, episode = unit_table.c, episode_table.c
     query = select(*_STORED_COLUMNS).join_from(unit_table, episode_table, unit.id == episode.unit)
     query = query.where(unit.id.in_(unit_ids)).order_by(unit.place, unit.id, episode.id)
@@ -172,7 +172,7 @@ def read_units(connection: Connection, unit_ids: Sequence[int], vocab_size: int)
 
 
 def _read_calls(connection: Connection, episode_ids: Sequence[int]) -> dict[int, list[bytes]]:
-    """In their order. There are those of the attempt that counts alone."""
+    """Calls by episode, in order. The table holds only those of the attempt that counts."""
     call = call_table.c
     query = select(call.episode, call.data).where(call.episode.in_(episode_ids))
     calls: dict[int, list[bytes]] = {}

@@ -1,12 +1,12 @@
-"""Tasks in, queued units out: batches of a stage, and replacements for units that were dropped.
+"""Tasks in, queued units out: batches of a stage, and replacements for dropped units.
 
     trained(stage, domain) + queued(stage, domain) + owed(stage, domain) = submitted in batches(stage, domain)
 
-Places are given in the order of submission, without gaps. A unit that belongs to a stage and is dropped, for whatever
-reason, is owed: `replace` queues another task of the same stage and domain at the end of the queue. So the counts above
-hold at any moment, and training finds exactly the units that the batches of a stage were drawn with. Where deployed
-agents' groups are trained, each takes the slot of a drawn task of its domain. These functions run inside the
-transaction that is handed to them.
+Units get consecutive queue positions in the order of submission. A dropped unit of a stage is owed, whatever the
+reason: `replace` queues another task of the same stage and domain at the end of the queue. So the equation above always
+holds, and training finds exactly the units that the batches of a stage were drawn with. If deployed agents' groups are
+admitted, each takes the slot of a drawn task of its domain. The caller passes the transaction in which these functions
+run.
 """
 
 from collections import Counter
@@ -30,21 +30,21 @@ _ADD_EPISODES = insert(episode_table)
 
 @dataclass(frozen=True, slots=True)
 class Owed:
-    """Units of a group that was dropped and not replaced yet."""
+    """Units of a group that was dropped and not yet replaced."""
 
     group: str
     stage: str
     domain: Domain
     num_units: int
     num_skips: int
-    """Groups in a row that gave no signal in this slot, the group itself included."""
+    """Number of consecutive groups without signal in this slot, including this group."""
     context: int | None = None
-    """As for `Queued`."""
+    """Maximum tokens of prompt plus completion, as in `Queued`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a new unit stands in the curriculum."""
+    """A new unit's slot in the curriculum."""
 
     stage: str | None
     num_skips: int = 0
@@ -52,11 +52,11 @@ class Slot:
 
 
 class _Added:
-    """Groups that one transaction queues."""
+    """The groups that one transaction queues."""
 
     def __init__(self, place: int) -> None:
         self.place = place
-        """The first one that is free."""
+        """The first free queue position."""
         self.names: list[str] = []
         self._episodes: list[dict[str, object]] = []
         self._difficulties: list[float] = []
@@ -64,7 +64,7 @@ class _Added:
     def add_group(
         self, connection: Connection, queue: QueueRow, task: Task, num_episodes: int, size: int, slot: Slot
     ) -> None:
-        """`size`: episodes of each of its units."""
+        """`size`: number of episodes per unit."""
         group = f"g{self.place}"
         for first in range(0, num_episodes, size):
             unit = add_unit(connection, queue, Origin.LOOP, group, task, size, self.place, slot)
@@ -73,7 +73,7 @@ class _Added:
         self.names.append(group)
 
     def note(self, difficulty: float) -> None:
-        """A unit took the next place."""
+        """Record that a unit took the next queue position."""
         self.place += 1
         self._difficulties.append(difficulty)
 
@@ -94,13 +94,13 @@ def put(
     note: str | None = None,
     stage: str | None = None,
 ) -> list[str]:
-    """Queue groups, each a task and its number of episodes, and return their names. `note` replaces the last one."""
+    """Queue groups, each a task and its number of episodes, and return their names. `note` replaces the stored note."""
     queue, groups = lock_queue(connection), [Queued(*given) for given in tasks]
     if any(given.num_episodes < 1 for given in groups):
         raise RecordError("a group: expected one episode or more")
     sizes = [unit_size(config, given.num_episodes) for given in groups]
     num_units = sum(given.num_episodes // size for given, size in zip(groups, sizes, strict=True))
-    # Units that a restore returned may have filled the queue beyond its size.
+    # Units that a restore returned may have overfilled the queue.
     room = max(0, config.window.queue - num_queued(connection))
     if num_units > room:
         raise StateError(f"the queue has room for {room} of {config.window.queue} units, not for {num_units}")
@@ -138,8 +138,8 @@ def _owed(row: Row[Any], num_units: int) -> Owed:
 def replace(
     connection: Connection, config: PoolConfig, given: Sequence[tuple[Owed, Task, int]], note: str | None = None
 ) -> list[str]:
-    """Queue a task and its number of episodes for each group that is owed. They are queued even where a restore has
-    overfilled the queue: training may wait for just these."""
+    """Queue a task with its number of episodes to replace each owed group, even if a restore has overfilled the queue,
+    because training may be waiting for exactly these."""
     queue = lock_queue(connection)
     unit = unit_table.c
     added = _Added(queue.next_place)
@@ -177,7 +177,7 @@ def _cut(waiting: list[tuple[int, float]], num: int) -> tuple[list[tuple[int, fl
 
 
 def unit_size(config: PoolConfig, num_episodes: int) -> int:
-    """Episodes of each unit of a group of so many."""
+    """Number of episodes per unit of a group of `num_episodes`."""
     return 1 if config.window.unit == "episode" else num_episodes
 
 

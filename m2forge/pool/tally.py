@@ -1,6 +1,6 @@
-"""How many units of which difficulty were submitted, trained, requeued and dropped, and for which reason.
+"""Counts units by difficulty: submitted, trained, requeued, and dropped for each reason.
 
-Counts are kept apart from the units, so that they outlive them.
+Counts are stored separately from the units, so that they outlive them.
 """
 
 import math
@@ -24,13 +24,13 @@ def dropped(reason: DropReason) -> str:
 @dataclass(frozen=True, slots=True)
 class Tally:
     counts: dict[str, dict[float, int]]
-    """By kind and by the middle of the bin of difficulty."""
+    """Number of units by kind and by the midpoint of the difficulty bin."""
 
     def total(self, kind: str) -> int:
         return sum(self.counts.get(kind, {}).values())
 
     def mean_difficulty(self, kind: str) -> float | None:
-        """Beside that of the submitted units it tells whether easy or hard tasks were lost."""
+        """Mean difficulty of a kind; compared with the submitted units it shows if easy or hard tasks were lost."""
         bins = self.counts.get(kind, {})
         total = sum(bins.values())
         return sum(middle * count for middle, count in bins.items()) / total if total else None

@@ -1,7 +1,7 @@
-"""How long something has stayed as it is, by the monotonic clock of the process that looks.
+"""Measures how long values have stayed unchanged, by the monotonic clock of the observing process.
 
-The clocks of machines and databases are set now and then, by an hour too. So a lease counts as unrenewed, and a unit as
-stuck, only after one process has seen it unchanged for that long; a process that starts begins to count anew.
+The clocks of machines and databases are adjusted at times, even by an hour. So a lease counts as unrenewed, and a unit
+as stuck, only after one process has seen it unchanged for that long; a restarted process starts counting from zero.
 """
 
 import time
@@ -17,8 +17,7 @@ class Watch(Generic[Key]):
         self._since: dict[Key, tuple[object, float]] = {}
 
     def unchanged_s(self, found: Mapping[Key, object]) -> dict[Key, float]:
-        """Seconds since each key was first seen with the value that it has; keys that are not in `found` are
-        forgotten."""
+        """Seconds since each key was first seen with its current value; keys that are not in `found` are forgotten."""
         now_s = self._clock()
         self._since = {
             key: known if (known := self._since.get(key)) is not None and known[0] == value else (value, now_s)

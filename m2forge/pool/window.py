@@ -1,19 +1,19 @@
-"""Windowed FIFO: units queued in the order of submission in, those that may be trained next out.
+"""Windowed FIFO: units queued in submission order in, the units to train next out.
 
-    T0 … T(N−1) queued, head i = the first that is not consumed
-    takeable    = finished units at places i … i+W−1; nothing beyond, even if finished
+    T0 … T(N−1) queued, head i = the first unit not yet consumed
+    takeable    = finished units at positions i … i+W−1; nothing beyond, even if finished
     the window moves only as its head is consumed: taken, dropped or requeued
 
 A unit is a group of episodes, or one episode. The oldest takeable unit is taken first, so W = 1 is strict FIFO and
-W ≥ N takes the oldest finished unit wherever it stands. The lag of a unit is the number of units taken between its
-submission and its own taking: at most N−1 that were ahead of it and W−1 that overtook it, N+W−2 in all. N = 8, W = 4:
+W ≥ N takes the oldest finished unit at any position. The lag of a unit is the number of units taken between its
+submission and its own claim: at most N−1 that were ahead of it and W−1 that overtook it, N+W−2 in all. N = 8, W = 4:
 three may overtake, the largest lag is 10.
 
-A batch is taken whole or not at all. It is a number of units, or as many as fit into a number of tokens. Quotas are met
-exactly: where the window holds no unit of a wanted label, it reaches on to the oldest queued unit of that label, and
-where none is queued the batch waits until one is submitted. So a label whose units were dropped delays a batch and
-never changes its ratios. A group is given up whole or not at all: where its parts are units of their own, none of those
-that are still queued stays. No clock and no store: the pool and the simulation decide by this alone.
+A batch is taken whole or not at all. It is a number of units, or as many as fit into a token limit. Quotas are met
+exactly: if the window holds no unit of a wanted label, it reaches on to the oldest queued unit of that label, and if
+none is queued, the batch waits until one is submitted. So a label whose units were dropped delays a batch and never
+changes its ratios. A group is given up whole: where its episodes are separate units, all that are still queued are
+removed. This file has no clock and no storage; the pool and the simulation both use it.
 """
 
 import itertools
@@ -26,36 +26,36 @@ from m2forge.errors import RecordError
 @dataclass(slots=True)
 class Unit:
     place: int
-    """In the order of submission; consecutive."""
+    """Queue position, consecutive in submission order."""
     group: str
-    """Units of one group are given up together."""
+    """Name of the group; its units are given up together."""
     label: str = ""
-    """What quotas count, such as the domain."""
+    """The label that quotas count, such as the domain."""
     is_finished: bool = False
-    """Whether all of it has ended and its reward is known."""
+    """Whether all of its episodes have ended and are rewarded."""
     oldest_step: int | None = None
     """Step of the policy that sampled its oldest token; None while nothing was sampled."""
     num_taken_before: int = 0
-    """Units that had been taken when it was submitted."""
+    """Number of units taken before it was submitted."""
     num_tokens: int = 0
-    """Of a finished unit, where batches are measured in them."""
+    """Number of tokens of a finished unit; set only for token-limited batches."""
 
 
 class Window:
     def __init__(self, size: int, units: Iterable[Unit] = (), num_taken: int = 0) -> None:
-        """`units`: those queued, by their places; a queue that is cut short at its end only shows less."""
+        """`units`: the queued units in order; the end of the queue may be left out, which only hides those units."""
         if size < 1:
             raise RecordError(f"Window: size: expected 1 or more, received {size}")
         self.size = size
         self.num_taken = num_taken
         self._units: dict[int, Unit] = {}
-        """By place, in order: places are given upwards alone."""
+        """Units by position, in order, because positions only increase."""
         for unit in units:
             self._insert(unit)
 
     @property
     def head(self) -> Unit | None:
-        """The first unit that is not consumed."""
+        """The first unit not yet consumed."""
         return next(iter(self._units.values()), None)
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class Window:
         self._insert(unit)
 
     def finish(self, place: int) -> None:
-        """Nothing happens where the unit was given up meanwhile."""
+        """Mark a unit as finished; ignored if it was given up meanwhile."""
         if place in self._units:
             self._units[place].is_finished = True
 
@@ -79,16 +79,16 @@ class Window:
         return self._reached(())
 
     def choose(self, num_units: int, quotas: Mapping[str, int] | None = None) -> list[Unit]:
-        """The units that `take` would take; empty where there are too few."""
+        """The units that `take` would take; empty if there are too few."""
         if num_units < 1 or (quotas is not None and sum(quotas.values()) != num_units):
             raise RecordError(f"a batch: expected 1 unit or more and quotas that add up to it, received {num_units}")
         return self._oldest(num_units) if quotas is None else self._by_quota(quotas)
 
     def take(self, num_units: int, quotas: Mapping[str, int] | None = None) -> list[Unit]:
-        """Consume a batch of finished units, oldest first, or nothing where there are too few.
+        """Consume a batch of finished units, oldest first, or nothing if there are too few.
 
-        `quotas`: how many units of each label, met exactly. A label with no unit inside the window is served by its
-        oldest queued unit beyond it.
+        `quotas`: units per label, met exactly. A label with no unit inside the window takes its oldest queued unit
+        beyond it.
         """
         return self._consume(self.choose(num_units, quotas))
 
@@ -96,20 +96,20 @@ class Window:
         self, max_tokens: int, max_units: int, quotas: Callable[[int], Mapping[str, int]] | None = None
     ) -> list[Unit]:
         """Consume as many units as fit into `max_tokens`, at least one, whatever its size, and at most `max_units`; or
-        nothing, while it is not known whether one more would fit.
+        nothing while it is unknown whether one more would fit.
 
-        `quotas`: of a batch of so many units. For every size it is the batch that `take` would take; one unit more than
-        were taken are too many tokens.
+        `quotas`: maps a batch size to the units per label. The batch of each size is the one that `take` would take;
+        the batch with one unit more than the result exceeds `max_tokens`.
         """
         return self._consume(self._choose_within(max_tokens, max_units, quotas))
 
     def lag(self, unit: Unit) -> int:
-        """Units taken since its submission, itself not counted, if it were the last of those taken."""
+        """Number of units taken since its submission, excluding itself, if it was the last one taken."""
         return self.num_taken - 1 - unit.num_taken_before
 
     def give_up(self, place: int) -> list[Unit]:
-        """Consume, untrained, the unit and whatever else of its group is queued. The caller drops them for good, or
-        submits the group again."""
+        """Consume the unit and all other queued units of its group without training. The caller drops them or submits
+        the group again."""
         unit = self._units.get(place)
         if unit is None:
             raise RecordError(f"place {place}: expected a queued unit")
@@ -136,8 +136,8 @@ class Window:
     def _choose_within(
         self, max_tokens: int, max_units: int, quotas: Callable[[int], Mapping[str, int]] | None
     ) -> list[Unit]:
-        """By halving: what fits is known of `fitting`, and of a batch of `too_many` units that it does not or that it
-        is not there yet. A batch with more units may have fewer tokens, so another size could fit too."""
+        """Binary search between `fitting`, a batch that fits, and `too_many`, a batch size that does not fit or is not
+        available yet. A batch with more units may have fewer tokens, so another size could fit too."""
 
         def choose(num_units: int) -> list[Unit]:
             return self.choose(num_units, None if quotas is None else quotas(num_units))
@@ -163,8 +163,8 @@ class Window:
         self._units[unit.place] = unit
 
     def _oldest(self, num_units: int) -> list[Unit]:
-        """All that stands before the first unfinished unit is taken first, so that one is the head from which the
-        window counts."""
+        """The oldest finished units. All units before the first unfinished one are taken first, so the window starts
+        at that unit."""
         chosen: list[Unit] = []
         end: int | None = None
         for unit in self._units.values():
@@ -204,7 +204,7 @@ class Window:
                 yield unit
 
     def _reached(self, chosen: Container[int]) -> list[Unit]:
-        """Units inside the window as it stands once those chosen are consumed."""
+        """Units inside the window after the chosen ones are consumed."""
         rest = (unit for unit in self._units.values() if unit.place not in chosen)
         head = next(rest, None)
         if head is None:

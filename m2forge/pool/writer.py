@@ -1,13 +1,13 @@
-"""A pool from asyncio: calls of many agents in, few transactions out.
+"""Asyncio access to a pool: calls of many agents in, few transactions out.
 
     async with PoolWriter(pool) as writer:
         await writer.append(lease, call)               returns when it is stored
-        await writer.end(lease, calls, outcome)        an attempt that is at hand as a whole; the same
+        await writer.end(lease, calls, outcome)        stores a whole attempt; returns when it is stored
         leases = await writer.run(pool.lease, "worker", 8)
 
-SQLite has one writer at a time and a transaction costs the same for one call as for many. So one thread does all that
-writes: it takes whatever waits, stores it in one transaction, and tells each of those who wait how it went. The
-event loop never blocks, and the more agents there are the more calls share a transaction, with a disk's sync also.
+SQLite has one writer at a time, and a transaction costs the same for one call as for many. So one thread does all
+writes: it stores everything that is pending in one transaction and resolves each caller's future. The event loop never
+blocks, and the more agents there are, the more calls share a transaction and its disk sync.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from m2forge.pool.record import Append, Ending
 from m2forge.pool.stored import Lease, Outcome
 
 MAX_AT_ONCE = 512
-"""Calls, or ends, of one transaction, so that others get their turn."""
+"""Maximum calls, or attempts, per transaction, so that other transactions get their turn."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,7 +31,7 @@ Item = TypeVar("Item")
 
 
 class _Gathering(Generic[Item, T]):
-    """What waits to be stored, and who waits for it."""
+    """Batches pending items into one store operation and resolves their futures."""
 
     def __init__(self, store: Callable[[list[Item]], Awaitable[Sequence[T | M2ForgeError]]]) -> None:
         self._store = store
@@ -62,7 +62,7 @@ class _Gathering(Generic[Item, T]):
         try:
             told = await self._store([item for item, _ in batch])
         except M2ForgeError as error:
-            # The database does not serve: nothing of the batch is stored.
+            # The database failed: nothing of the batch is stored.
             told = [error] * len(batch)
         except BaseException:
             for _, future in batch:
@@ -84,22 +84,22 @@ class PoolWriter:
         self._endings: _Gathering[Ending, bool] = _Gathering(lambda items: self.run(pool.end, items))
 
     async def append(self, lease: Lease, call: StoredCall) -> None:
-        """Raises `LeaseLostError` where the attempt is not the episode's any more. Calls of one attempt are stored in
-        the order in which they are appended."""
+        """Store a call; raises `LeaseLostError` if the attempt is no longer the episode's current one. Calls of one
+        attempt are stored in the order in which they are appended."""
         await self._appends.add(Append(lease, call))
 
     async def end(self, lease: Lease, calls: Sequence[StoredCall], outcome: Outcome) -> bool:
-        """An attempt has ended; `calls` are those that were not appended before. Whether its unit may wait to be judged
-        now. Raises as `append` does, and then nothing of it is stored."""
+        """End an attempt; `calls` are those not appended before. Returns whether its unit may now be complete and wait
+        for a reward. Raises as `append` does, and then stores none of it."""
         return await self._endings.add(Ending(lease, tuple(calls), outcome))
 
     async def run(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a method of the pool, after what was asked before."""
+        """Run a method of the pool in the writer's thread, in the order of the calls."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, lambda: method(*args, **kwargs))
 
     async def close(self) -> None:
-        """What waits is stored first."""
+        """Store all pending items, then stop the thread."""
         await self._appends.finish()
         await self._endings.finish()
         self._thread.shutdown()

@@ -1,4 +1,4 @@
-"""A pre-training run: the corpus, the network, and the phases it goes through."""
+"""Configuration of a pre-training run: the corpus, the model and its phases."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -11,7 +11,7 @@ from m2forge.train.config import PhaseConfig, RouterBias, TrainConfig
 
 class PretrainPhase(PhaseConfig):
     mixture: Mapping[str, float] | None = None
-    """Share of each domain; None takes the corpus's own."""
+    """Share of each domain; None: the corpus's own mixture."""
     long_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of tokens drawn from the corpus's long samples."""
 
@@ -24,14 +24,14 @@ class PretrainTrainConfig(TrainConfig):
 
 class PretrainConfig(Config):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
-    """The run lives in RUNS/NAME; started again, it goes on."""
+    """The run's directory is RUNS/NAME; starting it again resumes it."""
     corpus: str
     """Folder of a built corpus."""
     model: str
-    """A preset, a TOML file or a model folder. A folder's weights are where training starts; otherwise they are drawn.
-    The vocabulary is the corpus's."""
+    """A preset, a TOML file or a model folder. Training starts from a folder's weights, else from random ones. The
+    vocabulary is that of the corpus."""
     model_set: tuple[str, ...] = ()
-    """Changes to the network's configuration, such as "num_layers=4"."""
+    """Overrides of the model configuration, such as "num_layers=4"."""
     seed: int = Field(default=0, ge=0)
     train: PretrainTrainConfig = PretrainTrainConfig()
     phases: tuple[PretrainPhase, ...] = Field(min_length=1)

@@ -1,8 +1,8 @@
 """The pre-training stage: a built corpus and a configuration in, a base model out.
 
-Phases follow one another on the same network: a constant rate, then its decay while the context grows, then more
-prediction modules, frozen first and trained jointly at the end. Each phase reads the documents that the phases before
-it have left, whatever their contexts and mixtures were. This file wires corpus, network and train loop.
+Phases run one after another on the same model: a constant learning rate, then its decay while the context grows, then
+more MTP modules, trained first with the main model frozen and jointly at the end. Each phase reads the documents that
+earlier phases left unread, whatever their contexts and mixtures. This file wires corpus, model and train loop.
 """
 
 import logging
@@ -31,16 +31,16 @@ from m2forge.train.run_dir import open_run
 _log = logging.getLogger(__name__)
 
 VOCAB_MULTIPLE = 64
-"""Vocabularies are rounded up to this: matrix products like it."""
+"""Vocabulary sizes are rounded up to a multiple of this, for faster matrix products."""
 TOKENIZER_FILE = "tokenizer.json"
 _PHASE = "phase"
-"""In a source's state, the index of the phase that read last."""
+"""Key in a source's state: index of the phase that read last."""
 _PROBE = "def area(width):\n    return width * 1234567890  # Äpfel, 東京 🙂\n\nIt isn't  late; nobody slept."
-"""A text with something of everything: tokenizers that differ encode it differently."""
+"""A text that mixes scripts, code and numbers: different tokenizers encode it differently."""
 
 
 def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
-    """Train, or go on with, the run `config` describes; returns the finished model's folder."""
+    """Start or resume the run of `config`; returns the finished model's folder."""
     corpus = Path(config.corpus)
     network = network_config(config)
     end_id = read_manifest(corpus).end_of_text_id
@@ -75,7 +75,7 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
 
 
 def network_config(config: PretrainConfig) -> ModelConfig:
-    """The network of a run, with the vocabulary of its corpus."""
+    """The model configuration of a run, with the vocabulary of its corpus."""
     vocab_size = read_manifest(Path(config.corpus)).vocab_size
     if _start_folder(config) is not None:
         network = resolve_config(config.model)
@@ -92,7 +92,7 @@ class CorpusSource:
     """The packs of one phase."""
 
     def __init__(self, config: PretrainConfig, index: int, state: Mapping[str, JsonValue] | None) -> None:
-        """`state`: of this phase's source, or of the source of an earlier phase."""
+        """`state`: state of this phase's source, or of an earlier phase's source."""
         phase = config.phases[index]
         self._index = index
         is_same_phase, reader_state = False, None
@@ -119,13 +119,13 @@ class CorpusSource:
 
 
 def _start_folder(config: PretrainConfig) -> Path | None:
-    """The folder whose weights training starts from. A preset's name means the preset, whatever folders there are."""
+    """The folder whose weights training starts from. A preset's name means the preset, even if such a folder exists."""
     folder = Path(config.model)
     return folder if config.model not in PRESETS and folder.is_dir() else None
 
 
 def _refuse_other_tokenizer(start: Path, corpus: Path) -> None:
-    """The same ids would mean other tokens, and training would quietly begin again."""
+    """Raise if the tokenizers differ: the same ids would mean other tokens, and training would silently start over."""
     folders = (start, corpus / TOKENIZER_NAME)
     if not all((folder / TOKENIZER_FILE).is_file() for folder in folders):
         return
@@ -138,6 +138,6 @@ def _refuse_other_tokenizer(start: Path, corpus: Path) -> None:
 
 
 def _check_domains(config: PretrainConfig) -> None:
-    """Open every phase's reader once, so that a mixture that cannot be drawn is refused before the first step."""
+    """Open every phase's reader once, so that an invalid mixture is refused before the first step."""
     for index in range(len(config.phases)):
         CorpusSource(config, index, None)

@@ -1,1 +1,1 @@
-"""What an episode earned and what each of its completions is worth: process, speed, perf, advantage, weight."""
+"""Rewards of episodes (process, speed, perf), and the advantage and loss weight of each completion call."""

@@ -1,4 +1,4 @@
-"""Step rewards in, an advantage and a weight for every completion call out: what a trainer puts on its samples.
+"""Step rewards in, an advantage and a loss weight for every completion call out.
 
     G_it = Σ_{p≥t} γ^(p−t) r_ip                 reward to go of call t of episode i; R_i = G_i1 is the episode's return
     A_it = (G_it − B_i) / s
@@ -9,12 +9,12 @@
 
     s = 1, or max(min_std, the sample standard deviation of R_j over the group, or over the batch)
 
-leave_one_out is unbiased, since B_i does not depend on what i did; it is G / (G − 1) times what group_mean gives to a
-group of G. trajectory_mean needs no group and tells only which calls of an episode were the better ones: a reward paid
-at the end alone teaches nothing by it. An episode alone in its group has, by default, advantage 0.
+leave_one_out is unbiased, since B_i does not depend on episode i; for a group of G its advantages are G / (G − 1) times
+those of group_mean. trajectory_mean needs no group and only ranks the calls within an episode: with γ = 1, a reward
+paid only at the end gives advantage 0. An episode alone in its group has, by default, advantage 0.
 
-An episode without calls has no sample, and says nothing about the policy: it is left out of every mean. Weights are
-those of `reward/weight.py`, over the batch.
+An episode without calls has no sample and says nothing about the policy: every mean leaves it out. Weights are those of
+`reward/weight.py`, over the batch.
 
 Three attempts of one call with rewards 1, 0 and 0.5, leave_one_out: B = (0.25, 0.75, 0.5), A = (0.75, −0.75, 0).
 One attempt with r = (0.1, 0, 1), γ = 0.5: G = (0.35, 0.5, 1); trajectory_mean: B = 0.6167.
@@ -37,16 +37,16 @@ ReturnArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Advantage:
-    """What one sample, a call of an episode, is worth to the trainer."""
+    """Advantage and loss weight of one sample, a call of an episode."""
 
     episode: int
-    """Index of the episode in the batch, its groups laid end to end."""
+    """Index of the episode in the batch, with its groups concatenated."""
     call: int
     """Index among the episode's calls."""
     value: float
-    """Â: the factor of each of its sampled tokens."""
+    """Â: the advantage of each of its sampled tokens."""
     weight: float
-    """What each of its token terms is multiplied by in the loss; over the sampled tokens of the batch it sums to 1."""
+    """Factor of each of its token terms in the loss; over the sampled tokens of the batch it sums to 1."""
 
     def __post_init__(self) -> None:
         for name in ("value", "weight"):
@@ -58,12 +58,12 @@ class Advantage:
 
 
 def assign_advantages(groups: Sequence[Sequence[Judged]], config: AdvantageConfig) -> list[Advantage]:
-    """One advantage per call, episode by episode. The groups are the whole batch of an optimizer step."""
+    """One advantage per call, in episode order. `groups` is the whole batch of an optimizer step."""
     for group in groups:
         tasks = sorted({judged.episode.task.id for judged in group})
         if len(tasks) > 1:
             raise RecordError(f"advantages: expected groups of attempts at one task, received one with {tasks}")
-    # A sum that overflows makes an advantage that is refused below, by name.
+    # A sum that overflows yields an advantage that `Advantage` refuses by name below.
     with np.errstate(over="ignore", invalid="ignore"):
         values = episode_advantages([[judged.step_rewards for judged in group] for group in groups], config)
     episodes = [judged.episode for group in groups for judged in group]
@@ -77,7 +77,7 @@ def assign_advantages(groups: Sequence[Sequence[Judged]], config: AdvantageConfi
 
 
 def episode_advantages(groups: Sequence[Sequence[Sequence[float]]], config: AdvantageConfig) -> list[ReturnArray]:
-    """A_it of every episode, groups laid end to end, from the step rewards of each episode of each group."""
+    """A_it of every episode, with groups concatenated, from the step rewards of each episode of each group."""
     to_go = [[reward_to_go(rewards, config.gamma) for rewards in group] for group in groups]
     batch = [g for group in to_go for g in group]
     batch_scale = _std(batch, config) if config.normalisation == "batch_std" else 1.0
@@ -108,7 +108,7 @@ def reward_to_go(rewards: Sequence[float], gamma: float) -> ReturnArray:
 
 
 def episode_baselines(to_go: Sequence[ReturnArray], kind: Baseline) -> list[float | None]:
-    """B_i of every episode of a group; None where there is nothing to compare it with."""
+    """B_i of every episode of a group; None if there is nothing to compare it with."""
     if kind == "trajectory_mean":
         return [float(g.mean()) if g.size else None for g in to_go]
     returns = _returns(to_go)
@@ -125,6 +125,6 @@ def _returns(to_go: Sequence[ReturnArray]) -> ReturnArray:
 
 
 def _std(to_go: Sequence[ReturnArray], config: AdvantageConfig) -> float:
-    """The spread of the returns; 1 where there are too few to have any."""
+    """Standard deviation of the returns, at least `min_std`; 1 if there are fewer than two."""
     returns = _returns(to_go)
     return max(config.min_std, float(returns.std(ddof=1))) if returns.size > 1 else 1.0

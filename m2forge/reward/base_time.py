@@ -1,9 +1,9 @@
 """T_base of each task: the moving median of the times of its latest passing attempts.
 
-In: the times of attempts that were completed and passed. Out: a time per task that follows the policy: as attempts
-become faster, so does what they are measured against. It depends on the order of the times and nothing else, and its
-state is JSON: made again from it, it goes on exactly. The tasks whose times came last are kept, `max_tasks` of them: a
-run that meets new tasks for ever needs no more memory. Safe to use from several threads.
+In: the times of attempts that completed and passed. Out: a baseline time per task that follows the policy: as attempts
+become faster, so does the baseline. It depends only on the sequence of times, and its state is JSON: an object created
+from it continues exactly. Only the `max_tasks` most recently updated tasks are kept, so that memory stays bounded with
+endless new tasks. Thread-safe.
 """
 
 import math
@@ -26,23 +26,23 @@ class BaseTimes:
         *,
         max_tasks: int = MAX_TASKS,
     ) -> None:
-        """`state`: what `state()` gave. If the window has shrunk since, the latest times stay."""
+        """`state`: from an earlier `state()`. If the window is smaller now, the latest times are kept."""
         self._config, self._max_tasks = config, max_tasks
         self._lock = threading.Lock()
         self._times_s: dict[str, deque[float]] = {}
-        """By task, those whose times came last at the end."""
+        """Times by task, the most recently updated task last."""
         for task_id, times_s in (state or {}).items():
             self.add(task_id, times_s)
 
     def base_s(self, task_id: str, group_times_s: Sequence[float] = ()) -> float | None:
-        """The baseline time of a task; of one that nobody has solved before, that of `group_times_s`, the passing
-        attempts which are to be judged; None if there are none of those either."""
+        """The baseline time of a task; for one without passing attempts so far, the median of `group_times_s`, the
+        passing attempts of the current group; None if there are none of those either."""
         with self._lock:
             times_s = list(self._times_s.get(task_id, ())) or group_times_s
         return max(statistics.median(times_s), self._config.min_base_s) if times_s else None
 
     def add(self, task_id: str, times_s: Iterable[float]) -> None:
-        """Take the times of passing attempts, in the order they are to be forgotten."""
+        """Add the times of passing attempts; the first are evicted first."""
         times_s = list(times_s)
         for time_s in times_s:
             if not (math.isfinite(time_s) and time_s >= 0):

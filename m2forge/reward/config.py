@@ -1,4 +1,4 @@
-"""What is rewarded, and how rewards become advantages and weights.
+"""Configuration of rewards, and of how they become advantages and loss weights.
 
     [reward]
     alpha = 0.1
@@ -7,7 +7,7 @@
     [reward.rules]
     malformed_call = -1.0
 
-The weights, thresholds and shapes that are defaults here are ours: none has been published.
+The default weights, thresholds and shapes are ours: none has been published.
 """
 
 from typing import Annotated, Literal, Self
@@ -28,22 +28,23 @@ Weighting = Literal["token_mean", "episode_mean"]
 
 
 class MixingConfig(Config):
-    """When writing in several scripts counts as mixing languages. Letters are counted as `reward/script.py` says."""
+    """When writing in several scripts counts as mixing languages. `reward/script.py` specifies how letters count."""
 
     home: Literal["conversation", "completion"] = "conversation"
-    """Whose script is the right one: the user's, or whichever each text is mostly written in. The second lets a model
-    answer in another language than it was asked in, as translators do."""
+    """The expected script: that of the user (conversation), or the dominant one of each text (completion). The second
+    lets a model answer in another language than that of the prompt, as for translations."""
     home_letters: Count = 24
-    """A script in which the user wrote so many letters belongs to the conversation, beside the dominant one."""
+    """A script in which the user wrote at least this many letters belongs to the conversation, beside the dominant one.
+    """
     min_letters: Count = 12
-    """Fewer foreign letters than this are a name or a term, and no mixing."""
+    """Fewer foreign letters than this count as a name or a term, not as mixing."""
     min_latin_words: Count = 4
-    """In a conversation of another script, Latin counts only where so many words of it follow one another: terms and
-    names are written in Latin letters the world over."""
+    """In a conversation of another script, Latin counts only in runs of at least this many words, because terms and
+    names are written in Latin letters everywhere."""
     allowed_share: Share = 0.02
-    """Foreign letters up to this share of all are no mixing."""
+    """Foreign letters up to this share of all letters do not count as mixing."""
     full_share: Share = 0.2
-    """From this share on the whole penalty is due; between the two it grows linearly."""
+    """From this share on the full penalty applies; between the two it grows linearly."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -53,7 +54,7 @@ class MixingConfig(Config):
 
 
 class RulesConfig(Config):
-    """The weight of each process rule; 0 leaves it out. `reward/rule.py` says what each looks at."""
+    """The weight of each process rule; 0 disables it. `reward/rule.py` specifies what each measures."""
 
     malformed_call: Penalty = -1.0
     bad_argument: Penalty = -0.5
@@ -65,13 +66,13 @@ class RulesConfig(Config):
 
 class SpeedConfig(Config):
     shape: SpeedShape = "reciprocal"
-    """Of h; `reward/speed.py` states the formulas."""
+    """Shape of the speed reward h; `reward/speed.py` states the formulas."""
     half_ratio: float = Field(default=1.0, gt=0)
-    """The time, in baseline times, for which half is paid; with shape "step", up to which everything is."""
+    """Time, in baseline times, at which the speed reward is 1/2; with shape "step", up to which it is 1."""
     window: Count = 16
-    """The baseline time of a task is the median of so many of its latest passing attempts."""
+    """Number of latest passing attempts whose median time is the baseline time of a task."""
     min_base_s: float = Field(default=0.1, gt=0)
-    """No baseline time is shorter: the clock says nothing about shorter ones."""
+    """Minimum baseline time, because shorter times are below what the clock can compare."""
 
 
 class AdvantageConfig(Config):
@@ -79,11 +80,12 @@ class AdvantageConfig(Config):
     """Discount per step."""
     baseline: Baseline = "leave_one_out"
     normalisation: Normalisation = "none"
-    """group_std divides by the spread of the returns within the group, batch_std by that over all of the batch."""
+    """Divisor of the advantages: group_std is the standard deviation of the returns within the group, batch_std that
+    over the batch."""
     min_std: float = Field(default=0.1, gt=0)
-    """Nothing is divided by less: where all returns are nearly alike, dividing would make noise as loud as success."""
+    """Minimum divisor: where all returns are nearly equal, dividing by less would amplify noise."""
     single: Literal["zero_advantage", "zero_baseline"] = "zero_advantage"
-    """What an episode without others to compare with teaches: nothing, or its reward as it is."""
+    """How to treat an episode without others to compare with: advantage 0, or baseline 0."""
     weighting: Weighting = "token_mean"
 
 
@@ -93,13 +95,13 @@ class RewardConfig(Config):
     alpha: float = Field(default=0.1, ge=0)
     beta: float = Field(default=0.1, ge=0)
     pass_perf: float = 1.0
-    """The task is solved where the verifier's value reaches this; only then speed is paid."""
+    """Minimum perf at which a task counts as solved; only then is speed rewarded."""
     credit: Literal["shared", "full"] = "shared"
-    """What a rule with a positive weight pays: the weight divided by the number of steps, or at every step the whole of
-    it, which also rewards taking more steps. A penalty is never divided."""
+    """What a rule with a positive weight pays per step: the weight divided by the number of steps (shared), or the full
+    weight, which also rewards taking more steps. A penalty is never divided."""
     shuffled: bool = False
-    """For control runs: the rewards of a group's attempts are dealt to them at random, so that a policy that still gets
-    better does so for another reason. The evidence stays with its attempt."""
+    """For control runs: rewards are permuted at random within each group, so that a policy that still improves does so
+    for another reason. The evidence stays with its attempt."""
     rules: RulesConfig = RulesConfig()
     speed: SpeedConfig = SpeedConfig()
     advantage: AdvantageConfig = AdvantageConfig()

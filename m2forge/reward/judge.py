@@ -1,12 +1,12 @@
-"""Attempts at one task in, judged episodes out: each with its reward, and the reward of each of its steps.
+"""Attempts at one task in, rewarded episodes out: each with its reward and its step rewards.
 
-All attempts of a group are measured against the same baseline time, which is known before the first of them is judged,
-so their order changes no reward. A task that nobody has solved yet has none: then it is the median of the passing
-attempts at hand. Passing are those that were completed, with a perf of at least `pass_perf`; they become part of the
-baseline afterwards.
+All attempts of a group are compared with the same baseline time, which is fixed before the first of them is rewarded,
+so their order does not matter. For a task that no attempt has solved yet, it is the median of the group's passing
+attempts. Attempts pass if they completed with a perf of at least `pass_perf`; they are added to the baseline
+afterwards.
 
-A perf or a measure that is no finite number, or evidence that is no JSON, is refused with a `RecordError` that names
-the episode, and the baseline times stay as they were.
+A perf or measure that is not finite, or evidence that is not JSON, is refused with a `RecordError` that names the
+episode, and the baseline times stay unchanged.
 """
 
 import json
@@ -27,15 +27,15 @@ from m2forge.reward.step import Step, episode_time_s
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An episode with what is needed to judge it."""
+    """An episode with the data needed to reward it."""
 
     episode: Episode
     steps: tuple[Step, ...]
-    """One per call."""
+    """Parsed steps, one per call."""
     perf: float
-    """The verifier's value."""
+    """The verifier's score."""
     evidence: Mapping[str, JsonValue] = field(default_factory=dict)
-    """What the verifier saw. JSON values only."""
+    """The verifier's evidence, as JSON values."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
@@ -49,7 +49,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """An episode with its reward, and r_t of its calls."""
+    """An episode with its reward, and r_t of each call."""
 
     episode: Episode
     step_rewards: tuple[float, ...]
@@ -70,7 +70,7 @@ class Judge:
         rules: Sequence[Rule] | None = None,
         base_times: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        """`rules`: in place of the configured ones. `base_times`: the state of an earlier judge, to go on from."""
+        """`rules`: replace the configured ones. `base_times`: state of an earlier judge to resume from."""
         self._config = config
         self._rules = make_rules(config.rules) if rules is None else tuple(rules)
         names = [rule.name for rule in self._rules]
@@ -79,7 +79,7 @@ class Judge:
         self._base_times = BaseTimes(config.speed, base_times)
 
     def judge(self, attempts: Sequence[Attempt]) -> list[Judged]:
-        """Judge attempts at one task together, and let the passing ones move its baseline time."""
+        """Reward the attempts at one task together, then update its baseline time with the passing ones."""
         if not attempts:
             return []
         tasks = sorted({attempt.episode.task.id for attempt in attempts})
@@ -92,11 +92,11 @@ class Judge:
         return _dealt_anew(judged) if self._config.shuffled else judged
 
     def base_times(self) -> dict[str, list[float]]:
-        """JSON for a checkpoint: a judge made with it goes on exactly."""
+        """State for a checkpoint, as JSON values: a judge created with it continues exactly."""
         return self._base_times.state()
 
     def _passed(self, attempt: Attempt) -> bool:
-        """Completed, by at least one step, and solved."""
+        """Whether the attempt has at least one step, completed, and solved the task."""
         episode = attempt.episode
         return bool(episode.calls) and episode.failure is None and attempt.perf >= self._config.pass_perf
 
@@ -133,9 +133,9 @@ class Judge:
 
 
 def _dealt_anew(group: Sequence[Judged]) -> list[Judged]:
-    """With one another's rewards, paid at the last step: at random, but the same whenever this group is judged.
+    """Permute the rewards within the group at random, deterministically per group, and pay them at the last step.
 
-    Whole rewards change hands, those of the rules too: what stayed with its attempt would still teach.
+    Whole rewards are permuted, including those of the rules: any part left with its attempt would still be a signal.
     """
     rewards = [judged.episode.reward for judged in group]
     random.Random("/".join(judged.episode.id for judged in group)).shuffle(rewards)
@@ -143,7 +143,7 @@ def _dealt_anew(group: Sequence[Judged]) -> list[Judged]:
 
 
 def _paid(judged: Judged, reward: Reward | None) -> Judged:
-    """With this reward instead of its own. The evidence stays."""
+    """Replace the episode's reward; keeps its evidence."""
     episode = judged.episode
     assert reward is not None
     assert episode.reward is not None
@@ -152,7 +152,7 @@ def _paid(judged: Judged, reward: Reward | None) -> Judged:
 
 
 def _steps_of_rules(measures: Sequence[Mapping[str, float]]) -> dict[str, list[JsonValue]]:
-    """For every rule that applied anywhere: index of the step and measure."""
+    """Step index and measure wherever a rule applied, by rule."""
     found: dict[str, list[JsonValue]] = {}
     for index, step in enumerate(measures):
         for name, value in step.items():

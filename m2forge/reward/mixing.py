@@ -1,9 +1,9 @@
-"""How far a completion mixes languages: a number from 0 to 1, by the scripts it is written in.
+"""Measures how much a completion mixes languages, from 0 to 1, by the scripts it is written in.
 
-Judged are thinking and content, less code, formulas and quotations; arguments of calls are not. With home =
-"conversation" the right scripts are those the user writes in (without a user, the system message's; without any letter
+It measures thinking and content without code, formulas and quotations, and ignores tool-call arguments. With home =
+"conversation" the expected scripts are those of the user (without a user, of the system message; without any letter
 there, each text's own): the dominant one, and any other of at least `home_letters` letters. The share of foreign
-letters becomes
+letters maps to
 
     0 up to allowed_share, 1 from full_share on, linear in between.
 
@@ -29,9 +29,9 @@ def mixing(completion: Completion, context: Sequence[Message], config: MixingCon
 
 
 def foreign_share(completion: Completion, context: Sequence[Message], config: MixingConfig) -> float:
-    """Foreign letters over all, 0 where they are fewer than `min_letters`."""
+    """Foreign letters over all letters; 0 if there are fewer than `min_letters` foreign ones."""
     conversation = _home(context, config) if config.home == "conversation" else frozenset()
-    # The assistant's own words are left out: a slip must not excuse the next one.
+    # Without the assistant's own messages: earlier mixing must not excuse later mixing.
     quotable = normalize("NFC", "\n".join(message.content for message in context if message.role != "assistant"))
     num_foreign, num_letters = 0, 0
     for text in map(prose, (completion.thinking, completion.content)):
@@ -48,7 +48,7 @@ def _home(context: Sequence[Message], config: MixingConfig) -> frozenset[str]:
     for role in ("user", "system"):
         text = prose("\n".join(message.content for message in context if message.role == role))
         letters = count_letters(text)
-        # Terms in Latin letters may outnumber the others; where nothing but terms was written, they decide.
+        # Terms in Latin letters may outnumber the rest; they decide only if the text has nothing else.
         written = count_written(text, letters, "", config.min_latin_words)
         main = dominant(written or letters)
         if main is not None:

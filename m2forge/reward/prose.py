@@ -1,15 +1,15 @@
-"""The prose of a text: what is left when everything that is no language of its writer's is taken out.
+"""Extracts the prose of a text: removes everything that is not the writer's natural language.
 
-Taken out are fenced and inline code, formulas between dollars or LaTeX brackets, quotations (in quotation marks, within
-a line, or as lines that begin with `>`), and words that look like code: addresses, paths, identifiers, anything of
-ASCII signs with a digit, an inner capital or an inner sign. Work is linear in the text.
+It removes fenced and inline code, formulas between dollars or LaTeX brackets, quotations (in quotation marks, within a
+line, or as lines that begin with `>`), and words that look like code: URLs, paths, identifiers, any ASCII word with a
+digit, an inner capital or inner punctuation. Time is linear in the text.
 """
 
 import re
 import unicodedata
 
 _NO_PROSE = re.compile(
-    # A bracket left open ends the attempt at the next one, so that no text makes this quadratic.
+    # An unclosed bracket stops matching at the next one, so that no text makes this quadratic.
     r"```.*?(?:```|\Z)"
     r"|~~~.*?(?:~~~|\Z)"
     r"|`[^`\n]*`"
@@ -21,9 +21,9 @@ _NO_PROSE = re.compile(
 )
 _ASCII_WORD = re.compile(r"[!-~]+")
 _EDGE = ".,;:!?()[]{}<>\"'*-|"
-"""Signs that may stand at the edge of a plain word."""
+"""Punctuation allowed at the edges of a plain word."""
 _GAP = " | "
-"""Stands for what was taken out: no word, and no phrase goes on across it."""
+"""Replaces removed text: it is not a word, and no phrase continues across it."""
 
 
 def prose(text: str) -> str:

@@ -1,15 +1,16 @@
-"""Process rules: what is good or bad about a step, whatever becomes of the task.
+"""Process rules: rewards and penalties for a step, independent of the task's result.
 
-A rule measures a step, from 0 to 1, and has a weight: the process reward of a step is Σ weight · measure. A rule with a
-negative weight is a penalty, one with a positive weight a credit.
+A rule measures a step from 0 to 1 and has a weight: the process reward of a step is Σ weight · measure, where positive
+weights are by default divided by the number of steps (`reward/composition.py`). A negative weight is a penalty, a
+positive one a credit.
 
-    malformed_call   1 if a call could not be read: without name or arguments, not closed, or with words in it
-    bad_argument     1 if an argument is missing, unknown, given twice or of another type than the tool's schema asks
-    unknown_tool     1 if a tool was called that was not offered
-    language_mixing  how far foreign scripts are mixed in (`reward/mixing.py`)
-    structured_step  1 if the step thought, then acted or answered, ended by itself, and nothing was wrong with it
+    malformed_call   1 if a tool call could not be parsed: no name or arguments, not closed, or with text inside
+    bad_argument     1 if an argument is missing, unknown, duplicate or of another type than the tool's schema
+    unknown_tool     1 if a call names a tool that was not offered
+    language_mixing  how much foreign scripts are mixed in (`reward/mixing.py`)
+    structured_step  1 if the step has thinking, then a call or content, finished with "stop", and has no problem
 
-A step that was aborted is measured by no rule: it was not the policy that ended it.
+No rule measures an aborted step, because the policy did not end it.
 """
 
 from collections.abc import Sequence
@@ -31,13 +32,13 @@ class Rule(Protocol):
     def weight(self) -> float: ...
 
     def measure(self, step: Step) -> float:
-        """From 0, it does not apply, to 1."""
+        """Measure from 0, the rule does not apply, to 1."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ProblemRule:
-    """Has the parser found one of these problems?"""
+    """Measures 1 if the parser found one of these problems."""
 
     name: str
     weight: float
@@ -88,7 +89,7 @@ def make_rules(config: RulesConfig) -> tuple[Rule, ...]:
 
 
 def measure(rules: Sequence[Rule], step: Step) -> dict[str, float]:
-    """The rules that apply to the step, with their measures."""
+    """Nonzero measures of the step, by rule."""
     if step.finish_reason is FinishReason.ABORT:
         return {}
     measures = {rule.name: rule.measure(step) for rule in rules}

@@ -1,17 +1,16 @@
-"""Which scripts a text is written in, and how much of it in each: a cheap way to tell languages apart.
+"""Counts the letters of a text per script: a cheap way to distinguish languages.
 
-In: prose (`reward/prose.py`). Out: its letters per script, all of them or those that tell of a language. A script is
-the first word of a letter's Unicode name; digits, signs, emoji, mathematical alphabets and letters of scripts not
-listed here have none. Han, kana and bopomofo are one script here, since Japanese is written in all of them. An
-ideograph says more than a letter of an alphabet, so letters are counted by what they take the place of: a Han or kana
-character as 3, a Hangul syllable as 2, any other letter as 1.
+In: prose (`reward/prose.py`). Out: its letters per script, all of them or only those that indicate a language. A script
+is the first word of a letter's Unicode name; digits, signs, emoji, mathematical alphabets and letters of scripts not
+listed here have none. Han, kana and bopomofo are one script here, since Japanese uses all of them. An ideograph carries
+more than a letter of an alphabet, so a Han or kana character counts 3, a Hangul syllable 2, any other letter 1.
 
-These tell of no language:
-- a word, of Latin a phrase, that the context contains: a name or a quotation;
-- a single letter of an alphabet, of Greek up to three, which are symbols, alone or multiplied;
-- Latin words where fewer than `min_latin_words` follow one another: terms and names.
+These indicate no language:
+- a word, in Latin a phrase, that the context contains: a name or a quotation;
+- a single letter of an alphabet, up to three in Greek: symbols, alone or multiplied;
+- runs of fewer than `min_latin_words` Latin words: terms and names.
 
-What it cannot see: two languages of one script (English and French, Chinese and Japanese).
+It cannot distinguish two languages of one script (English and French, Chinese and Japanese).
 """
 
 import re
@@ -34,11 +33,11 @@ _FURTHER = ("THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN", "MONGOLIAN", "CHEROKEE
 _ALPHABETS = frozenset((*_EUROPEAN, *_SEMITIC, *_NORTH_INDIC, *_SOUTH_INDIC, *_FURTHER))
 _SCRIPT_OF_NAME = {name: name for name in (*_ALPHABETS, HANGUL)} | dict.fromkeys(_EAST_ASIAN_NAMES, EAST_ASIAN)
 _LETTERS = {EAST_ASIAN: 3, HANGUL: 2}
-"""Letters that one character stands for; 1 unless named."""
+"""Number of letters that one character counts for; 1 if not listed."""
 _GREEK_SYMBOLS = 3
-"""Letters of Greek that are taken for a product of symbols."""
+"""Maximum Greek letters that count as a product of symbols."""
 _LATIN_GAP = r"[ ,;:'’()\-]+"
-"""What stands between the words of one Latin phrase."""
+"""Separator between the words of one Latin phrase."""
 
 
 @cache
@@ -49,7 +48,7 @@ def script_of(character: str) -> str | None:
 
 
 def count_letters(text: str) -> Counter[str]:
-    """Letters of each script."""
+    """Number of letters of each script."""
     letters: Counter[str] = Counter()
     for character, count in Counter(text).items():
         script = script_of(character)
@@ -59,12 +58,12 @@ def count_letters(text: str) -> Counter[str]:
 
 
 def dominant(letters: Counter[str]) -> str | None:
-    """The script of most letters; of equals, the first by name."""
+    """The script with most letters; on a tie, the first by name."""
     return min(letters, key=lambda script: (-letters[script], script), default=None)
 
 
 def count_written(text: str, scripts: Collection[str], context: str, min_latin_words: int) -> Counter[str]:
-    """Letters of each of `scripts`, less those that tell of no language: names, quotations, symbols and terms."""
+    """Letters of each of `scripts`, without those that indicate no language: names, quotations, symbols and terms."""
     characters: dict[str, set[str]] = {}
     for character in set(text):
         script = script_of(character)

@@ -1,12 +1,12 @@
-"""h(x), what being fast pays: x = T / T_base, the wall-clock time of an attempt in baseline times of its task.
+"""The speed reward h(x): x = T / T_base is the wall-clock time of an attempt over the baseline time of its task.
 
     linear       h(x) = max(0, 1 − x / 2c)
     exponential  h(x) = 2^(−x / c)
     reciprocal   h(x) = 1 / (1 + x / c)
     step         h(x) = 1 if x ≤ c else 0
 
-c is `half_ratio`. Every h falls, or stays, as x grows, from h(0) = 1 towards 0 and never below: however slowly a
-task is solved, being timed costs nothing. At x = c the first three give 1/2, and
+c is `half_ratio`. Every h is non-increasing in x, from h(0) = 1 towards 0 and never below, so a slow solution is never
+penalized. At x = c the first three give 1/2, and
 
     c = 1         h(1/2)     h(1)       h(2)       h(4)
     linear        0.75       0.5        0          0

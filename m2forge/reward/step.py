@@ -1,4 +1,4 @@
-"""One step of an episode as the rules see it: the parsed completion, why it ended, and what it answered."""
+"""One step of an episode as rules receive it: the parsed completion, its finish reason, and its context messages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ class Step:
     completion: Completion
     finish_reason: FinishReason
     context: tuple[Message, ...] = ()
-    """The messages that the completion answers: what it may quote, and whose language it should keep."""
+    """The prompt's messages, which the completion may quote and whose language it should keep."""
 
 
 def read_step(call: Call, format: ChatFormat, tools: Sequence[Tool] = (), context: Sequence[Message] = ()) -> Step:
-    """The step of a recorded call; `tools` are those that were offered in it."""
+    """Parse the step of a recorded call; `tools` are those offered in its request."""
     ids = call.response_ids
-    # Networks know a few more ids than their tokenizers; these have no text, as the gateway has it too.
+    # A model's vocabulary may exceed its tokenizer's; these ids have no text, as in the gateway.
     known = ids[ids < format.tokenizer.vocab_size]
     parser = format.parser(tools)
     parser.feed(format.tokenizer.decode_bytes(known.tolist()))
@@ -28,7 +28,7 @@ def read_step(call: Call, format: ChatFormat, tools: Sequence[Tool] = (), contex
 
 
 def episode_time_s(episode: Episode) -> float:
-    """Wall clock from the first request to the last answer: what ran in parallel counts once. 0 without calls."""
+    """Wall-clock time from the first request to the last response, so parallel calls count once; 0 without calls."""
     if not episode.calls:
         return 0.0
     return max(call.finished_s for call in episode.calls) - min(call.started_s for call in episode.calls)

@@ -1,14 +1,14 @@
-"""How much a sample counts: the number that each of its token terms is multiplied by before all are added up.
+"""Loss weights of samples: the factor of each of a sample's token terms in the loss.
 
-    token_mean     w_i = 1 / Σ_j |o_j|                  every token of the batch counts alike: CISPO as it is defined
-    episode_mean   w_i = 1 / (E · Σ_{j in e(i)} |o_j|)   every episode counts alike, however many samples it splits into
+    token_mean     w_i = 1 / Σ_j |o_j|                  every token of the batch counts equally: CISPO as defined
+    episode_mean   w_i = 1 / (E · Σ_{j in e(i)} |o_j|)   every episode counts equally, whatever its number of samples
 
 |o_i| is the number of sampled tokens of sample i, e(i) its episode, E the number of episodes with any token. Either way
-Σ_i w_i·|o_i| = 1, so the loss of a batch is the plain sum of weighted terms, whichever packs or processes they are
-computed in. The batch is that of the whole optimizer step.
+Σ_i w_i·|o_i| = 1, so the loss of a batch is the plain sum of weighted terms, however they are split into packs or
+ranks. The batch is that of the whole optimizer step.
 
 Two episodes, of 10 + 30 and of 60 tokens: token_mean gives all three samples 1/100; episode_mean gives 1/80, 1/80 and
-1/120, so that either episode has 1/2 in all.
+1/120, so that each episode has 1/2 in total.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ def episode_mean(num_tokens: Sequence[int], episodes: Sequence[int]) -> WeightAr
     counts, owners = _checked(num_tokens, episodes)
     totals = np.bincount(owners, counts)
     num_episodes = max(1, np.count_nonzero(totals))
-    # An episode whose every action is empty has no term to weigh: any finite weight does.
+    # An episode with only empty completions has no token term, so any finite weight works.
     weights: WeightArray = 1.0 / (num_episodes * np.maximum(totals[owners], 1.0))
     return weights
 

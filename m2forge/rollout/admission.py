@@ -1,4 +1,4 @@
-"""Which prompts can never be served, and why: told at once, so that what waits can always run one day."""
+"""Rejects prompts that can never be served, so that every waiting request can run eventually."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""How many decoding steps run before the host looks, and how much room each sequence has in them."""
+"""Number of decode steps between host syncs, and the block space each sequence gets for them."""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from m2forge.rollout.scheduler import Scheduler, num_blocks_for
 
 
 def num_steps_ahead(scheduler: Scheduler, requests: Sequence[Request], depth: int, tokens_per_step: float) -> int:
-    """None that nobody will want, as far as is known how many tokens a step draws; none behind somebody's last while
-    others wait; and one where blocks are few."""
+    """No more steps than the longest remaining completion needs at the expected tokens per step; no more than the
+    shortest needs while requests wait; and one where blocks are scarce."""
     last = min if scheduler.waiting else max
     num_wanted = last(request.num_wanted for request in requests)
     num_steps = min(scheduler.config.ahead_steps, math.ceil(num_wanted / tokens_per_step))
@@ -23,7 +23,8 @@ def num_steps_ahead(scheduler: Scheduler, requests: Sequence[Request], depth: in
 def lend_room(
     scheduler: Scheduler, requests: Sequence[Request], granted: Sequence[int], depth: int, num_steps: int
 ) -> list[int]:
-    """Tokens that the blocks of each hold from its last one on: as many as were granted at least."""
+    """Takes blocks for the steps; returns how many tokens fit from each sequence's last one on, at least as many as
+    `granted`."""
     if not depth and num_steps == 1:
         return list(granted)
     return [
@@ -33,5 +34,5 @@ def lend_room(
 
 
 def _num_useful(request: Request, depth: int, num_steps: int) -> int:
-    """Tokens that the steps may compute, and somebody wants."""
+    """Tokens that the steps can compute and the request still wants."""
     return min(num_steps * (1 + depth) + depth, request.num_wanted)

@@ -1,4 +1,4 @@
-"""From requests to what the runner takes of them."""
+"""Builds the runner's inputs from requests."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -12,8 +12,8 @@ from m2forge.rollout.sampler import Row
 
 
 def complete_alike(requests: Collection[Request]) -> bool:
-    """Whether all are being completed, and draw in the same simple way: then a step is one function, where modules are
-    not behind."""
+    """Whether all requests decode, all greedily or none, with temperature as the only parameter: then a step can run as
+    one function, unless MTP modules are behind."""
     is_greedy = next(iter(requests)).prompt.sampling.temperature == 0
     return all(
         request.num_left == 1 and (request.prompt.sampling.temperature == 0) == is_greedy and request.is_bare
@@ -22,12 +22,12 @@ def complete_alike(requests: Collection[Request]) -> bool:
 
 
 def is_reading(batch: Mapping[Request, int]) -> bool:
-    """Whether of some request more is computed than its last token and drafts behind it."""
+    """Whether any request is in prefill: computes more than its last token and drafts."""
     return any(min(num_tokens, request.num_left) > 1 for request, num_tokens in batch.items())
 
 
 def has_kept_up(requests: Iterable[Request], depth: int) -> bool:
-    """Whether the modules that draft have run over what the main model has."""
+    """Whether the MTP modules that draft have run over all tokens the main model has computed."""
     return not depth or all(request.num_foreseen[depth - 1] == request.num_computed for request in requests)
 
 
@@ -64,7 +64,7 @@ def completing(
 
 
 def rows_of(request: Request, num_tokens: int) -> list[Row]:
-    """How the next tokens are drawn, if the drafts become the tokens before them."""
+    """Sampling rows of the next tokens, assuming that the drafts before each are accepted."""
     sampling, is_seeded = request.prompt.sampling, request.prompt.seed is not None
     prompt, sampled = list[int](), list[int]()
     if sampling.is_penalised:

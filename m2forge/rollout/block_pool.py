@@ -1,15 +1,14 @@
-"""The blocks of a paged cache: who holds which, which may be shared, which go first.
+"""The blocks of the paged KV cache: reference counts, prefix sharing and eviction.
 
-A block is a place for the keys and values of `block_tokens` tokens. It is free, held by requests, or unused: held by
-none, but kept because its contents may serve again. What a block contains is told by its place in a tree: the tokens
-in it, the version of the weights that computed it, and the block before it. Requests that begin alike hold the same
-blocks.
+A block stores the keys and values of `block_tokens` tokens. It is free, held by requests, or unused: no request holds
+it, but its contents stay cached for later hits. A prefix tree identifies a block's contents: its tokens, the policy
+version that computed them, and the block before it. Requests with a common prefix hold the same blocks.
 
     root ── [a b c d] v3 ── [e f g h] v3 ── [i j] v3       the last one is a tail: a block not full
                          └─ [e f x y] v3
 
-A request holds its blocks from the root on without a gap, so who holds a block holds all before it. They are given up
-from the last to the first, so that the oldest unused block never has one behind it: what is evicted is always a leaf.
+A request that holds a block holds all blocks before it. It releases them from last to first, so the least recently used
+block has no child: eviction (LRU) always removes a leaf.
 
 No tensors here: a block is an index.
 """
@@ -33,19 +32,19 @@ class Block:
         self.num_modules = 0
         """How many prediction modules have run over all of its tokens."""
         self.content: Content | None = None
-        """None while it is in no tree: nobody else can find it."""
+        """None while the block is not in the tree, where other requests cannot find it."""
         self.parent: Block | None = None
         self.children: dict[Content, Block] = {}
         self.sorted: dict[PolicyVersion, list[tuple[int, ...]]] = {}
-        """The tokens of the children, by version: those that begin most alike lie side by side."""
+        """The tokens of the children, by version, sorted, so that the longest common prefixes are adjacent."""
 
 
 class Match(NamedTuple):
-    """What of some tokens is there already."""
+    """The cached prefix of a token sequence."""
 
     blocks: list[Block]
     tail: Block | None
-    """A block of which the first `num_tail` tokens follow: to be copied, because its other tokens do not."""
+    """A block that matches only in its first `num_tail` tokens, so it must be copied rather than shared."""
     num_tail: int
 
 
@@ -55,12 +54,12 @@ class BlockPool:
         self._blocks = [Block(index) for index in range(num_blocks)]
         self._free = self._blocks[::-1]
         self._unused: OrderedDict[Block, None] = OrderedDict()
-        """The least recently held first."""
+        """In LRU order, the least recently held first."""
         self._root = Block(-1)
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give."""
+        """Blocks that `take` can return: free and unused ones."""
         return len(self._free) + len(self._unused)
 
     @property
@@ -72,7 +71,7 @@ class BlockPool:
         return self.num_blocks - self.num_available
 
     def take(self) -> Block:
-        """A block to write into, held once: a free one, or else the one unused for longest."""
+        """Returns a block to write into, with one holder: a free one, or else the evicted LRU block."""
         if self._free:
             block = self._free.pop()
         else:
@@ -87,7 +86,7 @@ class BlockPool:
         block.num_holders += 1
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """Give up the last blocks of a request, or all, which are in their order."""
+        """Release the last blocks of a request, or all of them, given in sequence order."""
         for block in reversed(blocks):
             block.num_holders -= 1
             if block.num_holders:
@@ -98,7 +97,7 @@ class BlockPool:
                 self._unused[block] = None
 
     def match(self, tokens: Sequence[int], version: PolicyVersion, most: int) -> Match:
-        """The blocks that hold the first tokens, at most `most` of them. Nothing is held by asking."""
+        """Finds the cached blocks of at most the first `most` tokens; does not hold them."""
         size, node = self.block_tokens, self._root
         blocks: list[Block] = []
         while (len(blocks) + 1) * size <= most:
@@ -112,8 +111,8 @@ class BlockPool:
         return Match(blocks, *_longest(node, version, tokens[start : min(start + size, most)]))
 
     def publish(self, block: Block, parent: Block | None, version: PolicyVersion, tokens: Sequence[int]) -> Block:
-        """Let others find a held block behind `parent`. If there is an equal one already the caller gets that one,
-        held, in exchange."""
+        """Add a held block to the tree behind `parent`. If the tree has an equal block, hold and return that one and
+        release the given one."""
         node, content = parent or self._root, (version, tuple(tokens))
         known = node.children.get(content)
         if known is not None:
@@ -126,7 +125,7 @@ class BlockPool:
         return block
 
     def clear(self) -> None:
-        """Forget what the unused blocks contain. No block may be held."""
+        """Empty the prefix cache. No block may be held."""
         assert not self.num_held, "blocks are held whose contents would be forgotten"
         while self._unused:
             block, _ = self._unused.popitem(last=False)
@@ -146,7 +145,7 @@ class BlockPool:
         block.content = block.parent = None
 
     def audit(self, holders: Iterable[Sequence[Block]]) -> None:
-        """Check every count and link against the blocks that requests say they hold."""
+        """Check every count and link against the blocks that the requests hold."""
         held: Counter[Block] = Counter()
         for blocks in holders:
             held.update(blocks)
@@ -180,7 +179,7 @@ class BlockPool:
 
 
 def _longest(node: Block, version: PolicyVersion, tokens: Sequence[int]) -> tuple[Block | None, int]:
-    """A block behind `node` that shares most first tokens, and how many."""
+    """The child of `node` with the longest common prefix, and that prefix's length."""
     siblings, wanted = node.sorted.get(version, []), tuple(tokens)
     place = bisect_left(siblings, wanted)
     near = siblings[max(place - 1, 0) : place + 1]
@@ -189,6 +188,6 @@ def _longest(node: Block, version: PolicyVersion, tokens: Sequence[int]) -> tupl
 
 
 def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
-    """First tokens that are the same."""
+    """Length of the common prefix."""
     different = (place for place, (a, b) in enumerate(zip(some, others, strict=False)) if a != b)
     return next(different, min(len(some), len(others)))

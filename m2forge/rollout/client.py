@@ -1,8 +1,8 @@
-"""Requests to the HTTP server of an engine, with their failures told as errors of this package.
+"""HTTP client of an engine's server; failures become errors of this package.
 
-What the server refuses is told by `read_error`; a server that cannot be reached, breaks off or sends what is no JSON is
-an `EngineError` that names it. Completions are read line by line (see `streaming`), what is asked now and then by a
-general client.
+`read_error` converts error responses. A server that cannot be reached, drops the connection or sends invalid JSON
+raises an `EngineError` that names it. Completions are streamed line by line (see `streaming`); other requests use a
+general-purpose client.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from m2forge.rollout.streaming import Answer, BrokenOffError, Connections
 
 CONNECT_S = 10.0
 ANSWER_S = 30.0
-"""For what a server answers at once. Elsewhere waiting has no limit: a request may queue for long, and a prompt carries
-its own."""
+"""Timeout of requests that a server answers at once. Other requests have none: they may queue for long, and a prompt
+has its own deadline."""
 IDLE_S = 2.0
-"""How long a connection is kept for the next request. These servers close theirs after 5 s; one that they close just
-when it is used again would break that request off."""
+"""Keep-alive time of an idle connection. These servers close theirs after 5 s; a request sent on a connection just
+being closed would fail."""
 _END = b"[DONE]"
 
 
@@ -36,7 +36,8 @@ class Client:
         key: str | None = None,
         read_error: Callable[[object, int], M2ForgeError],
     ) -> None:
-        """`key` is sent as a bearer token. `read_error` takes the JSON, or else the text, and status of a refusal."""
+        """`key` is sent as a bearer token. `read_error` takes an error response's JSON, or else its text, and its
+        status."""
         self.url, self._read_error, self._is_closed = url.rstrip("/"), read_error, False
         parts = httpx2.URL(self.url)
         headers = {"Host": parts.netloc.decode("ascii"), "Accept": "*/*", "Content-Type": "application/json"}
@@ -50,14 +51,14 @@ class Client:
         is_secure = parts.scheme == "https"
         port = parts.port or (443 if is_secure else 80)
         self._connections = Connections(parts.host, port, is_secure=is_secure, idle_s=IDLE_S)
-        # As many connections as there are completions under way: a limit here would be a queue that nobody sees.
+        # One connection per completion in flight: a limit here would be an invisible queue.
         self._http = httpx2.AsyncClient(
             base_url=self.url,
             headers={} if key is None else {"Authorization": f"Bearer {key}"},
             timeout=httpx2.Timeout(None, connect=CONNECT_S),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_S),
             trust_env=False,
-            verify=self.url.startswith("https"),  # reading the certificates takes a tenth of a second
+            verify=self.url.startswith("https"),  # loading the certificates takes 0.1 s
         )
 
     async def get(self, path: str, parameters: Mapping[str, str] | None = None) -> str:
@@ -75,8 +76,8 @@ class Client:
     async def batches(
         self, path: str, body: JsonValue | bytes, deadline_s: float | None = None
     ) -> AsyncGenerator[list[bytes], None]:
-        """Post `body`, or the JSON that it is already: the lines of the answer as they come, blank ones left out, those
-        together that came together. Closing the iterator hangs up. Raises TimeoutError when the loop's clock reaches
+        """Posts `body`, a value or encoded JSON; yields the response's non-blank lines, those received together in one
+        list. Closing the iterator closes the connection. Raises TimeoutError when the loop's clock reaches
         `deadline_s`."""
         if self._is_closed:
             raise EngineError(f"the engine at {self.url} is closed; make another")
@@ -94,7 +95,7 @@ class Client:
                 end, *begun = piece.split(b"\n")
                 rest.append(end)
                 if begun:
-                    # Not by characters: text in JSON may hold line separators that end no line here.
+                    # Split bytes, not text: strings in JSON may hold Unicode line separators, which end no line here.
                     lines = [line for line in (b"".join(rest), *begun[:-1]) if line.strip()]
                     rest = [begun[-1]]
                     if lines:
@@ -109,14 +110,14 @@ class Client:
             self._connections.give_back(answer)
 
     async def lines(self, path: str, body: JsonValue, deadline_s: float | None = None) -> AsyncGenerator[bytes, None]:
-        """The same one by one."""
+        """Yields the lines of `batches` one by one."""
         async with aclosing(self.batches(path, body, deadline_s)) as batches:
             async for batch in batches:
                 for line in batch:
                     yield line
 
     async def events(self, path: str, body: JsonValue, deadline_s: float | None = None) -> AsyncGenerator[Any, None]:
-        """The JSON of server-sent events, up to the one that says it is the last."""
+        """Yields the JSON of server-sent events, without the final `[DONE]`."""
         async with aclosing(self.batches(path, body, deadline_s)) as batches:
             async for batch in batches:
                 for line in batch:

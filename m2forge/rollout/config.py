@@ -1,4 +1,4 @@
-"""How an engine serves: its cache, what a step may hold, and what weights that arrive mean for what is in flight.
+"""The engine's config: KV cache size, step limits, speculation, and how weight updates treat requests in flight.
 
 [rollout]
 num_blocks = 4096
@@ -19,34 +19,34 @@ OldCache = Literal["drop", "keep"]
 
 class RolloutConfig(Config):
     block_tokens: Count = 16
-    """Tokens of a block, the unit that keys and values are stored and shared in."""
+    """Tokens per block, the unit of KV cache storage and sharing."""
     num_blocks: Count = 2048
-    """Blocks of the cache: what all requests in flight may hold together."""
+    """Blocks of the KV cache, shared by all running requests."""
     step_tokens: Count = 512
-    """Tokens of a step, at most. Larger steps read long prompts sooner, and make those that are being completed wait
-    longer for their next token. Drafts are verified in what prompts leave of it."""
+    """Token budget of a step. Larger steps prefill long prompts sooner but delay the next token of decoding requests.
+    Drafts are verified in the budget that prefill leaves."""
     max_running: Count = 64
-    """Completions in flight at once."""
+    """Largest number of completions that run at once."""
     max_context: Count | None = None
-    """Tokens of prompt and completion together, at most; by default what the network was made for."""
+    """Largest number of tokens of prompt and completion together; by default the model's context length."""
     on_load: OnLoad = "continue"
-    """What becomes of completions in flight when weights arrive. finish: they end on the old weights, which stay until
-    then; others wait. continue: they go on with the new ones, every token under the version that drew it. restart: they
-    begin again. A token once handed out cannot be taken back, so an engine that restarts hands a completion out whole,
-    at its end, and all tokens of one are of one version."""
+    """How a weight update treats completions in flight. finish: they end on the old weights, which stay until then; new
+    prompts wait. continue: they go on with the new weights, and every token records the policy version that sampled it.
+    restart: they start over. Tokens already sent cannot be taken back, so with restart the engine sends a completion
+    whole, at its end, and all its tokens have one version."""
     old_cache: OldCache = "drop"
-    """What becomes of keys and values that older weights computed. drop: all are computed again when they are needed.
-    keep: completions that continue keep theirs, and mix them with those of the new weights; one that is preempted is
-    read again by the new ones alone. In neither case does a prompt meet the cache of another version than the one it
-    starts on."""
+    """How a weight update treats KV cache entries of older weights. drop: all are recomputed when needed. keep:
+    completions that continue keep theirs, mixed with entries of the new weights; after a preemption the new weights
+    alone prefill. In neither case does a prompt hit the prefix cache of another version than the one it starts on."""
     speculation: Annotated[int, Field(ge=0, le=3)] = 0
-    """Tokens that the prediction modules draft for each completion in a step, at most; how many, the engine finds out
-    as it runs. What is sampled does not change. 0: the modules are not run, and take no room."""
+    """Largest number of draft tokens per completion and step that the MTP modules make; the engine tunes the number as
+    it runs. The output distribution does not change. 0: the modules do not run and take no cache memory."""
     ahead_steps: Annotated[int, Field(ge=1, le=64)] = 8
-    """Steps that a GPU runs before the host looks, when all that is done is to complete: what arrives, ends or is
-    aborted meanwhile waits for so many. The host's work, which grows with the batch, is done once for all of them."""
+    """Decode steps that a GPU runs between host syncs: arrivals, ends and aborts take effect after this many steps. The
+    host's work, which grows with the batch, is done once for all of them."""
     seed: int | None = None
-    """Where prompts without a seed of their own get one from; by default from the system, so that engines differ."""
+    """Seeds the generator that gives seeds to prompts without one; by default from the system, so that engines
+    differ."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

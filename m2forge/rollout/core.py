@@ -1,11 +1,11 @@
-"""The engine itself, one step at a time: prompts in, chunks of their completions out. Synchronous, for one thread.
+"""The synchronous engine core, for one thread: takes prompts, runs one step at a time, returns chunks of completions.
 
-A step computes the tokens that the scheduler chose, all sequences in one batch, and draws the next token of each
-sequence whose tokens are all computed, or several where drafts of the prediction modules stand. However prompts arrive,
-are read in parts, share, are preempted and read again, with drafts or without, a completion is the one that the plain
-loop (model/generate.py) gives, up to rounding; with a seed its draws are too.
+A step computes the tokens that the scheduler chose, all sequences in one batch, and samples the next token of each
+sequence whose tokens are all computed, or several where drafts of the MTP modules are accepted. Chunked prefill, prefix
+sharing, preemption and speculative decoding do not change a completion: it equals that of the plain loop
+(model/generate.py) up to rounding, and with a seed its sampled tokens do too.
 
-Every sample of a prompt that was added ends in exactly one chunk with a finish reason, unless `add` refused the prompt.
+Every sample of an accepted prompt ends in exactly one chunk with a finish reason.
 """
 
 import math
@@ -40,9 +40,10 @@ SEED_BITS = 64
 Experts = npt.NDArray[np.int16]
 """(tokens, layers, chosen)."""
 CATCH_UP_STEPS = 4
-"""Tokens that a module runs in a step, in steps of the main model, which has many more layers."""
+"""Limit on the tokens an MTP module catches up on in one step, as a multiple of `step_tokens`; the main model has many
+more layers."""
 READING = 4
-"""Of tokens that modules run, by those that decoding gives at most: from here on they read."""
+"""The modules' time counts as prefill when they run more than this many times the tokens that decoding can give."""
 
 
 class Core:
@@ -56,10 +57,10 @@ class Core:
         depth: DepthChooser | None = None,
         decodes_whole: bool | None = None,
     ) -> None:
-        """`decode`: token ids to bytes, which stop texts are looked for in. `clock`: seconds, for time limits and to
-        find what speculation pays. `depth`: what decides how far to speculate; by default what was measured.
-        `decodes_whole`: whether steps that only complete run as one function (decode.py); by default where a CUDA graph
-        holds it."""
+        """`decode` maps token ids to bytes, which the core searches for stop texts. `clock` returns seconds, for
+        deadlines and to measure what speculation gains. `depth` chooses the number of drafts; by default from measured
+        step times. `decodes_whole`: whether decode-only steps run as one function (decode.py); by default only where a
+        CUDA graph holds it."""
         if config.speculation > len(model.mtp):
             raise ConfigError(
                 f"speculation: {config.speculation} drafts need as many prediction modules; this model has "
@@ -73,11 +74,11 @@ class Core:
         self._depth = depth or MeasuredDepth(config.speculation)
         self._scheduler = Scheduler(config, self.max_context)
         self._requests: dict[str, list[Request]] = {}
-        """Those not finished, by the id of their prompt."""
+        """Unfinished requests, by the id of their prompt."""
         self._outbox: list[tuple[str, Chunk]] = []
         self._pending: WeightUpdate | None = None
         self._next_deadline_s = math.inf
-        """No request has an earlier one."""
+        """The earliest deadline of any request, or a lower bound on it."""
         self._decode, self._clock = decode, clock
         self._seeds = random.Random(config.seed)
         self._totals = dict.fromkeys(
@@ -89,7 +90,7 @@ class Core:
     # -- prompts ------------------------------------------------------------------------------------------------------
 
     def add(self, id: str, prompt: Prompt) -> None:
-        """Raises RequestError, and keeps nothing, if the prompt can never be served."""
+        """Raises RequestError and stores nothing if the engine can never serve the prompt."""
         if id in self._requests:
             raise RequestError(f"prompt {id!r}: this id is being served; give every prompt an id of its own")
         refuse_unservable(id, prompt, self.config, self.model.config.vocab_size, self.max_context)
@@ -109,7 +110,8 @@ class Core:
         self._totals["prompts"] += 1
 
     def abort(self, id: str) -> None:
-        """End what is not finished of a prompt; the next step tells so. An id that is not known has ended already."""
+        """Abort the unfinished samples of a prompt; the next step returns their final chunks. Ignores unknown ids,
+        whose prompts have already ended."""
         for request in self._requests.get(id, []).copy():
             self._end(request, FinishReason.ABORT)
         self._load_if_due()
@@ -118,7 +120,7 @@ class Core:
 
     @torch.no_grad()
     def step(self) -> list[tuple[str, Chunk]]:
-        """Run one batch, and hand out what there is; nothing where there is nothing to do."""
+        """Run one batch and return the chunks that are ready; returns an empty list when idle."""
         self._expire()
         batch = self._scheduler.schedule(self.version, admits=self._pending is None)
         if batch:
@@ -152,15 +154,16 @@ class Core:
         self._totals["steps"] += num_steps
         if could_be_whole and not is_whole:
             self._depth.note_catch_up(len(batch), self._clock() - start_s)
-        # Only steps that verify about as many drafts as they make, read no prompts and capture no graph tell what a
-        # depth costs.
+        # A depth's cost is measured only on steps that verify about as many drafts as they make, prefill no prompts and
+        # capture no CUDA graph.
         is_even = 3 * depth * len(batch) <= 4 * num_drafts <= 4 * depth * len(batch)
         if is_even and not reads and self._runner.num_captured == num_captured:
             self._depth.note_steps(depth, len(batch), num_steps, self._clock() - start_s)
 
     def _decode_whole(self, batch: Mapping[Request, int], depth: int) -> int:
-        """Verify, draw and draft without the host, for as many steps as are returned."""
-        # More than are made would be verified once, by a graph of their own: they are not worth its capture.
+        """Verify, sample and draft without host syncs; returns the number of steps run."""
+        # A batch with more drafts than `depth` would need its own CUDA graph for one step, which is not worth the
+        # capture.
         requests, drafts = list(batch), [request.drafts[: min(num - 1, depth)] for request, num in batch.items()]
         num_steps = num_steps_ahead(self._scheduler, requests, depth, self._depth.tokens_per_step(depth))
         granted = [1 + len(tokens) for tokens in drafts]
@@ -176,7 +179,7 @@ class Core:
         is_broken, num_taken = False, []
         for place, (request, room) in enumerate(zip(requests, rooms, strict=True)):
             start, num_before = request.num_computed, request.num_sampled
-            # What has no room was not computed.
+            # Tokens beyond the request's blocks were not computed.
             drawn = decoded.drawn[place].first(room)
             part = None if experts is None else experts[place][decoded.is_token_BNJ[place]]
             is_broken |= not self._advance(request, start, 1, drawn, part, depth)
@@ -191,8 +194,8 @@ class Core:
         return num_steps
 
     def _run_parts(self, batch: Mapping[Request, int], depth: int) -> int:
-        """The main model over the batch; then a token of each sequence whose tokens are all computed, or several where
-        drafts stand; then drafts for the next step."""
+        """Run the main model over the batch, sample the next token (or accepted drafts and one more) of each sequence
+        whose tokens are all computed, then draft for the next step."""
         requests, reads = list(batch), is_reading(batch)
         spans = [Span(request.num_computed, batch[request], self._scheduler.table(request)) for request in requests]
         order = arranged(spans)
@@ -221,7 +224,7 @@ class Core:
     def _draw(
         self, requests: Sequence[Request], spans: Sequence[Span], num_drafts: Sequence[int], hidden_ND: Tensor
     ) -> dict[Request, Drawn]:
-        """The next tokens of all who are ready for them."""
+        """Samples the next tokens of every request whose tokens are all computed."""
         ready, candidates, end = [], [], 0
         for request, span, num in zip(requests, spans, num_drafts, strict=True):
             end += span.num_tokens
@@ -247,22 +250,23 @@ class Core:
         experts: Experts | None,
         depth: int = 0,
     ) -> bool:
-        """Take what the step gave a request, which ran `num_tokens` from `start` on, as did the first `depth` modules;
-        false if that is no number."""
+        """Apply a step's result to a request that ran `num_tokens` tokens from `start`, as did the first `depth` MTP
+        modules. Returns False if a logprob is NaN or infinite."""
         num_computed, is_whole = num_tokens, True
         request.num_read += min(num_tokens, request.num_left) - (drawn is not None)
         if drawn is not None:
             num_computed, request.drafts = request.num_left, []
             if not math.isfinite(sum(drawn.logprobs) + sum(drawn.raw_logprobs)):
-                # Weights that are broken give no numbers: nothing can be drawn, now or later.
+                # Broken weights give NaN logprobs: no token can be sampled from them, in this step or later.
                 is_whole, drawn = False, drawn.first(drawn.num_sound)
             num_taken = request.extend(drawn, self.version.step, self._decode)
-            num_computed += max(num_taken - 1, 0)  # these were drafts, and ran with the others
+            num_computed += max(num_taken - 1, 0)  # accepted drafts, which this step has computed
             self._totals["sampled_tokens"] += num_taken
         if experts is not None and request.prompt.returns_experts:
             request.note_experts(start, experts[:num_computed])
         if depth:
-            # Before its blocks are published: for one it gives up it may get one over which fewer modules have run.
+            # Before its blocks are published: publishing may exchange a block for an equal one over which fewer modules
+            # have run.
             self._scheduler.note_foreseen(request, depth, start + num_computed)
         self._scheduler.advance(request, num_computed, self.version)
         self._scheduler.trim(request)
@@ -275,8 +279,8 @@ class Core:
         return is_whole
 
     def _look_ahead(self, requests: Sequence[Request], depth: int, reads: bool) -> None:
-        """Let the modules run over what the main model has computed and draft what may come. Where they are far behind,
-        because there was no speculation for a while, they catch up first, a part in each step."""
+        """Run the MTP modules over the tokens that the main model has computed, and draft. Modules that are far behind,
+        because speculation was off, catch up first, some tokens in each step."""
         start_s, budget, sequences = self._clock(), CATCH_UP_STEPS * self.config.step_tokens, []
         for request in requests:
             num_behind = request.num_computed - request.num_foreseen[depth - 1]
@@ -298,13 +302,13 @@ class Core:
             self._scheduler.note_foreseen(request, depth, sequence.end)
             self._scheduler.trim(request)
         num_read = CATCH_UP_STEPS * self.config.step_tokens - budget
-        # Who drafts has drawn a token, which the host has waited for: since then modules alone took time.
+        # A request that drafts has sampled a token, for which the host synced: since then only the modules took time.
         if reads and num_read > READING * (1 + depth) * len(requests) and any(drafts):
             num_sequences = max(len(requests), self._scheduler.num_coming)
             self._depth.note_reading(depth, num_sequences, num_read, self._clock() - start_s)
 
     def _note_drafts(self, num_drafts_R: npt.NDArray[np.int64], num_accepted_R: npt.NDArray[np.int64]) -> None:
-        """Of rows of drafts: how many each had, and how many of them stood."""
+        """Counts drafts by index: `num_drafts_R` verified and `num_accepted_R` accepted in each row."""
         place_K1 = np.arange(self.config.speculation)[:, None]
         drafted, accepted = ((place_K1 < num_R).sum(1).tolist() for num_R in (num_drafts_R, num_accepted_R))
         self._depth.note_drafts(drafted, accepted)
@@ -313,8 +317,8 @@ class Core:
             self._totals[f"accepted_{place}"] += num_stood
 
     def _drop_cache(self) -> None:
-        """Whoever runs reads all of its tokens again. Zeros, because what is no number would outlast its block: the
-        attention multiplies by 0 what is unseen."""
+        """Drop the KV cache; running requests are prefilled again. Zero the memory, because attention multiplies masked
+        values by 0, which does not silence NaN."""
         self._scheduler.preempt_all()
         self._scheduler.pool.clear()
         self._runner.cache.zero()
@@ -334,9 +338,9 @@ class Core:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def load(self, source: Path | Mapping[str, Tensor], version: PolicyVersion) -> None:
-        """Take over weights: those of a model folder, or tensors under the names of the network's state. They are
-        checked at once (CheckpointError) and take effect between two steps, as `on_load` says. A version names one
-        state of the weights. Of several loads that wait the last one counts."""
+        """Load weights from a model folder, or from tensors named as in the network's state dict. They are validated at
+        once (CheckpointError) and take effect between two steps, as `on_load` says. A version names one state of the
+        weights. If several loads are pending, only the last takes effect."""
         if isinstance(source, Path):
             self._pending = from_folder(self.model, source, version)
         else:
@@ -345,7 +349,7 @@ class Core:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether weights that arrive must wait."""
+        """Whether a weight update must wait."""
         return self.config.on_load == "finish" and any(self._scheduler.has_started(id) for id in self._requests)
 
     def _load_if_due(self) -> None:
@@ -365,7 +369,7 @@ class Core:
         self.version = update.version
         self._totals["loads"] += 1
 
-    # -- what is going on ---------------------------------------------------------------------------------------------
+    # -- state and metrics --------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
@@ -381,7 +385,7 @@ class Core:
         return len(self._scheduler.waiting)
 
     def metrics(self) -> dict[str, float]:
-        """Totals since the start, and the state of the moment."""
+        """Totals since the start, and current gauges."""
         return {
             **{f"total_{name}": float(total) for name, total in self._totals.items()},
             **self._scheduler.metrics(),
@@ -389,7 +393,7 @@ class Core:
         }
 
     def audit(self) -> None:
-        """Check all accounting, at a cost: for tests."""
+        """Check all accounting; slow, for tests."""
         self._scheduler.audit()
         alive = [request for requests in self._requests.values() for request in requests]
         assert {*alive} == {*self._scheduler.running, *self._scheduler.waiting}, "a request is lost"

@@ -1,7 +1,7 @@
-"""What a server has done, counted, and the text that Prometheus reads.
+"""The server's counters, and their text for Prometheus.
 
-The text format is one line "name{label="value"} number" for each figure, behind the lines "# HELP" and "# TYPE" of its
-name (https://prometheus.io/docs/instrumenting/exposition_formats/).
+The text format has one line "name{label="value"} number" per figure, after the lines "# HELP" and "# TYPE" of its name
+(https://prometheus.io/docs/instrumenting/exposition_formats/).
 """
 
 import re
@@ -16,7 +16,7 @@ PREFIX = "m2forge_rollout_"
 
 
 class Outcome(StrEnum):
-    """What became of a request."""
+    """How a request ended."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
@@ -52,7 +52,7 @@ class ServerCounts:
             *_figure("policy_step", "gauge", "Step of the policy that samples.", {"": state.version.step}),
         ]
         for name, value in sorted(engine_metrics.items()):
-            # What an engine has counted since its start is "total_…" there, and "…_total" to Prometheus.
+            # An engine's counters are "total_…" in its metrics and "…_total" in Prometheus.
             counted = name.removeprefix("total_")
             kind, shown = ("gauge", name) if counted == name else ("counter", f"{counted}_total")
             lines += _figure(f"engine_{shown}", kind, "A figure of the engine's own.", {"": value})
@@ -60,7 +60,7 @@ class ServerCounts:
 
 
 def _figure(name: str, kind: str, description: str, values: Mapping[str, float]) -> list[str]:
-    """The lines of one name; `values` from what stands behind the name."""
+    """The lines of one metric; `values` by the suffix or labels after its name."""
     full_name = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
     head = [f"# HELP {full_name} {description}", f"# TYPE {full_name} {kind}"]
     return head + [f"{full_name}{suffix} {_number(value)}" for suffix, value in values.items()]

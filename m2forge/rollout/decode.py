@@ -1,22 +1,22 @@
-"""Steps of sequences that are all being completed, from their tokens to the next drafts, as one function of tensors.
+"""Decode steps as one function of tensors, from the last tokens to the next drafts.
 
-The main model verifies the drafts there are and draws, the modules run over what was drawn and draft anew: what core.py
-and runner.py do in parts, here without a word from the host between. A step leaves its inputs as the next one takes
-them, so that several run before the host looks. On CUDA a graph holds a step (graphs.py).
+The main model verifies the drafts and samples, then the MTP modules run over the sampled tokens and draft again: what
+core.py and runner.py do in parts, here without a host sync. A step updates its inputs in place for the next one, so
+that several run between host syncs. On CUDA a graph holds a step (graphs.py).
 
-    integers   of each sequence: the token drawn last, its place, how many drafts follow it, how many tokens its blocks
-               have room for from there on, its slot, whether it is seeded, its place at first, how many modules have
-               run over it and over the drafts before their own; its drafts; its blocks
-    reals      its temperature, and the numbers that decide, by place from the first on: tokens, verdicts, drafts
-    out        the tokens of each row, how many of them count, the drafts there were, the new drafts; both
+    integers   per sequence: the last sampled token, its position, the number of drafts after it, the tokens that fit
+               in its blocks from there on, its slot, whether it is seeded, its position in the first step, how many
+               modules have run over it and over the drafts before their own; its drafts; its block table
+    reals      its temperature, and random numbers by position from the first step on: tokens, verdicts, drafts
+    out        the tokens of each row, how many of them count, how many drafts were verified, the new drafts; both
                log-probabilities of the tokens
 
-A row that is none, of a sequence with fewer drafts than others, without room, or of no sequence at all, stands at place
-−1: it sees nothing, and is written where nobody reads. What a module ran in the step before, the last token and the
-drafts that stand, has no row.
+Padding rows have position −1: they attend to nothing and write to a scratch block. They belong to sequences with fewer
+drafts than others or without free blocks, or to padding sequences. Tokens that a module ran in the step before, the
+last token and the accepted drafts, have no row.
 
-Shapes: B sequences, K drafts that are verified, J = K + 1 rows, D drafts that are made, S blocks, V vocabulary, W rows
-of a module, X places.
+Shapes: B sequences, K drafts to verify, J = K + 1 rows, D drafts to make, S blocks, V vocabulary, W rows of a module, X
+positions.
 """
 
 from typing import NamedTuple, Protocol
@@ -34,10 +34,10 @@ NUM_FIELDS = 8
 
 
 class Network(Protocol):
-    """The main model and its modules over a paged cache."""
+    """The main model and its MTP modules over a paged cache."""
 
     def main(self, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
-        """States, what the head takes, and the experts that were chosen, if there are any."""
+        """Returns hidden states, the LM head's input, and the chosen experts, if there are any."""
         ...
 
     def module(self, index: int, parent_ND: Tensor, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor]:
@@ -48,14 +48,14 @@ class Network(Protocol):
 class Shape(NamedTuple):
     num_sequences: int
     num_drafts: int
-    """That a sequence may have."""
+    """Largest number of drafts that a sequence verifies."""
     depth: int
-    """Drafts to make."""
+    """Number of drafts to make."""
     num_blocks: int
     is_greedy: bool
-    """Whether all take the likeliest token, or none does."""
+    """Whether all sequences sample greedily; otherwise none does."""
     num_steps: int
-    """That the numbers suffice for."""
+    """Largest number of steps that the random numbers suffice for."""
 
     @property
     def num_rows(self) -> int:
@@ -67,12 +67,12 @@ class Shape(NamedTuple):
 
     @property
     def num_places(self) -> int:
-        """That tokens are drawn at, by numbers."""
+        """Number of positions with random numbers."""
         return 0 if self.is_greedy else self.num_steps * self.num_rows
 
     @property
     def widths_of_reals(self) -> tuple[int, int, int, int]:
-        """Temperature, then the numbers of tokens, of verdicts and of drafts."""
+        """Widths of the temperature and of the random numbers for tokens, verdicts and drafts."""
         return 1, self.num_places, self.num_places, 0 if self.is_greedy else self.num_places + self.depth
 
     @property
@@ -81,13 +81,14 @@ class Shape(NamedTuple):
 
 
 class Step(Protocol):
-    """`Decoder`, or fused_decode.py, whose twin it is."""
+    """A decode step: `Decoder`, or its CUDA counterpart in fused_decode.py."""
 
     def step(self, shape: Shape, integers: Tensor, reals: Tensor) -> tuple[Tensor, Tensor | None]: ...
 
 
 class Decoder:
-    """`logq_SKV`: what drafts were drawn from, by slot; read for those there are, written for the new ones."""
+    """`logq_SKV`: log-probabilities that drafts were sampled from, by slot; a step reads those of its drafts and writes
+    those of the new ones."""
 
     def __init__(self, model: Transformer, network: Network, cache: PagedCache, logq_SKV: Tensor) -> None:
         self._model, self._network, self._cache, self._logq_SKV = model, network, cache, logq_SKV
@@ -96,14 +97,14 @@ class Decoder:
     def __call__(
         self, shape: Shape, integers: Tensor, reals: Tensor, num_steps: int = 1
     ) -> tuple[Tensor, Tensor | None]:
-        """`out` of every step, in float64, and the experts of all its rows, if there are any."""
+        """Returns `out` of every step, in float64, and the experts of all its rows, if there are any."""
         steps = [self.step(shape, integers, reals) for _ in range(num_steps)]
         experts = [chosen for _, chosen in steps if chosen is not None]
         return torch.stack([out for out, _ in steps]), torch.stack(experts) if experts else None
 
     @torch.no_grad()
     def step(self, shape: Shape, integers: Tensor, reals: Tensor) -> tuple[Tensor, Tensor | None]:
-        """One; `integers` are then those of the next."""
+        """Runs one step; `integers` then holds the next step's inputs."""
         fields = integers[:, :NUM_FIELDS].clone().unbind(1)
         token_B, start_B, num_drafts_B, room_B, slot_B, seeded_B, first_B, num_run_B = fields
         draft_BK, table_BS = integers[:, NUM_FIELDS:].split((shape.num_drafts, shape.num_blocks), 1)
@@ -128,7 +129,8 @@ class Decoder:
         known = torch.cat((token_B[:, None], drawn.token_BJ), 1)
         for module in range(shape.depth):
             last_B = drawn.num_B + module
-            # It has run over the last token and the drafts before its own, of which so many stand.
+            # The module has already run over the last token and the drafts before its own; count the accepted ones
+            # among them.
             num_done_B = torch.where(module < num_run_B, drawn.num_B.clamp(max=module + 1), 0)
             hidden_BD = self._run_module(module, known, drawn, start_B, room_B, table_BS, num_done_B, last_B)
             logits_BV = self._model.logits(hidden_BD)
@@ -163,15 +165,15 @@ class Decoder:
         num_done_B: Tensor,
         last_B: Tensor,
     ) -> Tensor:
-        """What the head takes at the last row of each sequence. `known`: the token drawn before, those of all rows, and
-        the new drafts. `num_done_B`: of these, how many ran before."""
+        """Returns the LM head's input at the last row of each sequence. `known`: the previous token, those of all rows,
+        and the new drafts. `num_done_B`: how many of these the module has already run over."""
         cache, num_rows = self._cache, drawn.token_BJ.shape[1]
         num_known, num_B1 = num_rows + 1 + module, drawn.num_B[:, None]
         which_BW = num_done_B[:, None] + torch.arange(num_known, device=known.device)
         is_there_BW = (which_BW <= last_B[:, None]) & (which_BW < room_B[:, None])
         position_BW = torch.where(is_there_BW, start_B[:, None] + which_BW, -1)
         plan = PagedPlan(cache, [Bundle(0, table_BS, position_BW)], self._model.config.num_layers + module)
-        # Behind the last token that counts come the new drafts.
+        # The new drafts follow the last token that counts.
         at_BW = torch.where(which_BW <= num_B1, which_BW, which_BW - num_B1 + num_rows)
         token_BW = known.gather(1, at_BW.clamp(max=num_known - 1))
         parent_ND = cache.parent_states(module, plan)
@@ -184,5 +186,5 @@ class Decoder:
 
 
 def _numbers(number_BX: Tensor, ahead_B: Tensor, row: Tensor) -> Tensor:
-    """Of the rows of each sequence, which is `ahead_B` places behind its first."""
+    """Random numbers of each sequence's rows; the sequence is `ahead_B` positions past its first step's."""
     return number_BX.gather(1, (ahead_B[:, None] + row).clamp(max=number_BX.shape[1] - 1))

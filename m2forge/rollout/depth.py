@@ -1,4 +1,4 @@
-"""What decides how many drafts a step makes, and what it hears for that; the plain one, which always makes as many."""
+"""The interface that chooses a step's speculation depth, the measurements it receives, and a fixed depth."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,64 +6,66 @@ from math import inf
 from typing import Protocol
 
 MEMORY_DRAFTS = 500
-"""Verified drafts over which is averaged how often they stand."""
+"""Window, in verified drafts, of the averaged acceptance rate."""
 OLD_DRAFTS = 16
-"""As how many those from before a trial count, so that a few trials notice text that has changed."""
+"""Weight, in drafts, of the history before a trial, so that a few trials notice text that has changed."""
 HOPED_DRAFTS, HOPED_SHARE = 6, 0.9
-"""What is believed before there are any."""
+"""Prior: number of drafts and their acceptance rate."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Of steps that begin, what a depth is chosen by."""
+    """The state of the batch by which the next steps' depth is chosen."""
 
     num_sequences: int
     num_coming: int = 0
-    """Prompts are being read, and when those that wait are read too, so many sequences will run."""
+    """During prefill, the number of sequences that will run once all waiting prompts are prefilled; else 0."""
     is_apart: bool = True
-    """Modules that catch up need a step that else would be one of many."""
+    """Whether catching up takes a separate step instead of one of several decode steps run together."""
     num_behind: Sequence[int] = ()
-    """By module: tokens that it has not run, and the main model has; none where nothing is said."""
+    """By MTP module: tokens that the main model has run and the module has not; empty if unknown."""
     num_wanted: float = inf
-    """Tokens that a sequence will still sample, on average, if nothing stops it."""
+    """Average number of tokens a sequence still samples unless it stops early."""
     most_behind: float = inf
-    """Tokens on which modules catch up in one step."""
+    """Largest number of tokens that modules catch up on in one step."""
 
 
 class DepthChooser(Protocol):
     def choose(self, moment: Moment) -> int: ...
 
     def note_steps(self, depth: int, num_sequences: int, num_steps: int, duration_s: float) -> None:
-        """Steps verified and made `depth` drafts of each sequence, and did nothing else; all of them took so long."""
+        """Record that `num_steps` steps took `duration_s` in total; they verified and made `depth` drafts per sequence
+        and did nothing else."""
         ...
 
     def note_catch_up(self, num_sequences: int, duration_s: float) -> None:
-        """A step in which modules caught up took so long, which else would have been one of many."""
+        """Record the duration of a separate step in which modules caught up."""
         ...
 
     def note_reading(self, depth: int, num_sequences: int, num_tokens: int, duration_s: float) -> None:
-        """In a step that reads, the first modules ran over so many tokens, which took so long besides the rest."""
+        """Record that, in a prefill step, the first `depth` modules ran `num_tokens` tokens in `duration_s` of extra
+        time."""
         ...
 
     def note_end(self, num_read: int, num_sampled: int) -> None:
-        """A request has ended: so many tokens were read for it, not counting those that it sampled."""
+        """Record the prefilled and the sampled tokens of a request that ended."""
         ...
 
     def note_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """By place: how many drafts were verified, and how many of them stood with all before them."""
+        """Record, by draft index, how many drafts were verified and how many were accepted with all before them."""
         ...
 
     def tokens_per_step(self, depth: int) -> float:
-        """Of one sequence, as far as is known."""
+        """Expected tokens that one sequence samples in a step."""
         ...
 
 
 class Shares:
-    """How often the first drafts are all accepted, by their number."""
+    """Acceptance rates by draft index, given that all earlier drafts are accepted."""
 
     def __init__(self) -> None:
         self._num: list[float] = []
-        """By place: drafts before which all stood."""
+        """By draft index: verified drafts whose predecessors were all accepted."""
         self._num_stood: list[float] = []
 
     def note(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:

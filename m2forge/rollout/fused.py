@@ -1,8 +1,9 @@
-"""The network over the paged cache on CUDA, in ten to thirteen launches a layer.
+"""The network over the paged cache on CUDA, in ten to thirteen kernel launches a layer.
 
-What `Transformer.forward` and `Transformer.run_module` compute, with each sum joined to the norm behind it, both norms
-and rotations of attention to the writes into the cache, and all that follows a router's product in one kernel. Nothing
-waits for the device, and grids follow from shapes alone, so a CUDA graph can hold it. They are its twins.
+Computes the same as `Transformer.forward` and `Transformer.run_module`, which are its references. It fuses each
+residual sum with the norm after it, the QK norms and rotary embeddings with the cache writes, and everything after the
+router's product into one kernel. It never syncs with the host, and grids depend on shapes alone, so a CUDA graph can
+hold it.
 """
 
 import torch
@@ -23,7 +24,7 @@ from m2forge.model.transformer import Transformer
 from m2forge.rollout.paged_plan import PagedCache, PagedPlan
 
 Delta = Tensor | Pairs
-"""What is still to be added to a state."""
+"""A residual that is not yet added to the state."""
 
 
 def serves(cache: PagedCache) -> bool:
@@ -35,7 +36,7 @@ def serves(cache: PagedCache) -> bool:
 
 
 def is_capturable(model: Transformer) -> bool:
-    """Whether the experts never make the host wait, which a CUDA graph cannot hold."""
+    """Whether the experts' kernels never sync with the host, which a CUDA graph cannot hold."""
     from m2forge.kernels.expert_decode_triton import serves as serves_experts
 
     mixtures = [part for part in model.modules() if isinstance(part, MixtureFFN)]
@@ -64,7 +65,7 @@ class FusedNetwork:
         self.frequency_R = frequencies(model.config.attention, cache.device)
 
     def main(self, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
-        """States, what the head takes, and the experts that were chosen (N, layers, K), if there are any."""
+        """Returns hidden states, the LM head's input, and the chosen experts (N, layers, K), if there are any."""
         norm, x_ND = self._model.norm, self._model.embedding(token_N)
         turn = rotation(plan.position_N, self.frequency_R, x_ND.dtype)
         x_ND, delta, experts = self._blocks(x_ND, _norm(x_ND, _first_norm(self._model)), turn, plan, None)
@@ -83,13 +84,13 @@ class FusedNetwork:
     def begun_main(
         self, x_ND: Tensor, normed_ND: Tensor, turn: Rotation, plan: PagedPlan, ending: Ending
     ) -> tuple[Tensor, Tensor | None]:
-        """`main` of rows that are embedded and normed for the first product: what the head takes, and the experts. Rows
-        at place −1 choose none."""
+        """`main` for rows that are already embedded and normed; returns the LM head's input and the experts. Padding
+        rows (position −1) choose no experts."""
         x_ND, delta, experts = self._blocks(x_ND, normed_ND, turn, plan, plan.position_N)
         return _end_norm(x_ND, delta, self._model.norm, ending), experts
 
     def begun_module(self, index: int, joined: Tensor, turn: Rotation, plan: PagedPlan, ending: Ending) -> Tensor:
-        """`module` of rows that are joined and normed: what the head takes."""
+        """`module` for rows that are already joined and normed; returns the LM head's input."""
         module = self._model.mtp[index]
         assert isinstance(module, MTPModule)
         x_ND, delta = self._module(index, joined, turn, plan, plan.position_N)
@@ -132,8 +133,8 @@ class FusedNetwork:
         plan: PagedPlan,
         place_N: Tensor | None,
     ) -> tuple[Tensor, Delta, Tensor | None]:
-        """The state before the last sum, what is still to be added to it, and the experts chosen. `layer` says what
-        the block sees, `depth` where in the cache it lies, `place_N` below 0 which rows are none."""
+        """Returns the state before the last residual sum, the residual, and the chosen experts. `layer` selects the
+        attention window, `depth` the layer of the cache; rows with `place_N` below 0 are padding."""
         window = self._model.config.attention.window if self._model.config.is_windowed(layer) else None
         sight = None if window is None else (window.size, window.num_sinks)
         x_ND, normed_ND = _add_norm(

@@ -1,8 +1,9 @@
-"""A decoding step on CUDA with as few launches as there are things that wait for one another.
+"""A decode step on CUDA with as few kernel launches as its data dependencies allow.
 
-What `decode.Decoder`, its twin, computes: between the products and the blocks of the network a kernel each begins the
-rows, judges them and settles the sequences, and for each module one begins its rows and one draws its drafts. States go
-to the cache with the last norm, and of a module only the last row of each sequence goes on to the head.
+Computes the same as `decode.Decoder`. Around the matrix products and blocks of the network, one kernel each prepares
+the rows, verifies them and updates the sequences; for each MTP module one kernel prepares its rows and one samples its
+drafts. The last norm writes the states to the cache, and for a module only the last row of each sequence goes to the
+LM head.
 """
 
 import torch
@@ -21,14 +22,15 @@ from m2forge.rollout.paged_plan import Bundle, PagedCache, PagedPlan
 
 
 class FusedDecoder:
-    """`logq_SKV`: what drafts were drawn from, by slot; read for those there are, written for the new ones."""
+    """`logq_SKV`: log-probabilities that drafts were sampled from, by slot; a step reads those of its drafts and writes
+    those of the new ones."""
 
     def __init__(self, model: Transformer, network: FusedNetwork, cache: PagedCache, logq_SKV: Tensor) -> None:
         self._model, self._network, self._cache, self._logq_SKV = model, network, cache, logq_SKV
 
     @torch.no_grad()
     def step(self, shape: Shape, integers: Tensor, reals: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`out`, and the experts of all rows, if there are any; `integers` are then those of the next step."""
+        """Returns `out` and the experts of all rows, if there are any; `integers` then holds the next step's inputs."""
         from m2forge.kernels.decode_rows_triton import settle
         from m2forge.kernels.verdict_triton import judge, judge_greedy
 

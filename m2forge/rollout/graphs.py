@@ -1,9 +1,9 @@
-"""CUDA graphs of the decoding step, one for each shape, captured when it first comes.
+"""CUDA graphs of the decode step, one per shape, captured on first use.
 
-However many kernels a step holds, it is one launch; several follow one another without the host, each on what the last
-one left. Batches are padded to the next of a few sizes. A capture takes as long as hundreds of steps: a batch that
-shrinks, because completions end, runs in the graph of a larger one, where rows that are none cost little, until it has
-come often enough.
+A step is one graph launch however many kernels it holds; several steps run without a host sync, each on the output of
+the last. Batches are padded to the next of a few sizes. A capture takes as long as hundreds of steps: a batch that
+shrinks because completions end runs in a larger batch's graph, where padding rows cost little, until its size has
+occurred often enough.
 """
 
 from collections import Counter
@@ -16,9 +16,9 @@ from torch import Tensor
 from m2forge.rollout.decode import Shape, Step
 
 NUM_WARM_UP = 2
-"""Runs before a capture: what is compiled, or allocated once, must be there."""
+"""Warm-up runs before a capture, which compile kernels and allocate persistent buffers."""
 PATIENCE = 24
-"""Calls that a larger graph serves before a shape gets one of its own."""
+"""Calls that a larger graph serves before a shape gets its own."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class _Captured:
     integers: Tensor
     reals: Tensor
     turn: Tensor
-    """Which step it is."""
+    """Index of the step within a call."""
     outs: Tensor
     experts: Tensor | None
 
 
 class DecodeGraphs:
     def __init__(self, decoder: Step, nowhere_slot: int, device: torch.device) -> None:
-        """`nowhere_slot`: of sequences that only fill up a batch."""
+        """`nowhere_slot`: the slot of padding sequences."""
         self._decoder, self._nowhere_slot, self._device = decoder, nowhere_slot, device
         self._captured: dict[Shape, _Captured] = {}
         self._num_missed = Counter[Shape]()
@@ -42,13 +42,14 @@ class DecodeGraphs:
 
     @property
     def num_captured(self) -> int:
-        """Graphs there are. A call after which there are more took the time of a capture."""
+        """Number of graphs; it grows in a call that spent time on a capture."""
         return len(self._captured)
 
     def __call__(
         self, shape: Shape, integers: Tensor, reals: Tensor, num_steps: int = 1
     ) -> tuple[Tensor, Tensor | None]:
-        """As `Decoder`, of host memory; what is returned lies on the device, and holds until the next call."""
+        """As `Decoder`, with inputs in host memory; the returned tensors are on the device and valid until the next
+        call."""
         num_sequences = shape.num_sequences
         padded = shape._replace(num_sequences=batch_size(num_sequences))
         if padded not in self._captured:
@@ -70,9 +71,9 @@ class DecodeGraphs:
         return captured.outs[:num_steps, :num_sequences], experts
 
     def _blank(self, shape: Shape) -> tuple[Tensor, Tensor]:
-        """Inputs of sequences that are none."""
+        """Inputs of padding sequences."""
         integers = torch.zeros((shape.num_sequences, shape.num_integers), dtype=torch.int64, pin_memory=True)
-        # No drafts, less one: no row is there.
+        # A draft count of −1 makes all rows padding.
         integers[:, 2], integers[:, 4] = -1, self._nowhere_slot
         reals = torch.zeros((shape.num_sequences, sum(shape.widths_of_reals)), dtype=torch.float64, pin_memory=True)
         reals[:, 0] = 1.0
@@ -90,7 +91,7 @@ class DecodeGraphs:
         outs = out.new_empty((shape.num_steps, *out.shape))
         all_experts = None if experts is None else experts.new_empty((shape.num_steps, *experts.shape))
         graph = torch.cuda.CUDAGraph()
-        # What other threads do with the device meanwhile does not concern this one.
+        # Device calls of other threads must not invalidate the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out, experts = self._decoder.step(shape, integers, reals)
             outs.index_copy_(0, turn, out[None])
@@ -101,7 +102,8 @@ class DecodeGraphs:
 
 
 def serving_shape(wanted: Shape, captured: Collection[Shape], num_missed: int) -> Shape:
-    """The smallest larger one that is there, or the shape itself where there is none, or it was missed too often."""
+    """The smallest larger captured shape; the shape itself if there is none or it has missed more than `PATIENCE`
+    times."""
     larger = [
         shape
         for shape in captured

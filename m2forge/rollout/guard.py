@@ -1,11 +1,11 @@
-"""Who may ask a sampling server for anything: an ASGI layer around the whole application.
+"""Access control of the inference server: an ASGI layer around the whole application.
 
     421   the Host header names another machine: a site that points its own name here (DNS rebinding)
     403   the Origin header is that of another site
     401   without the key (`Authorization: Bearer KEY`), on every route, `/health` and unknown ones included
     415   a body whose content type is not application/json, which browsers send to other sites without asking first
 
-A refused request's body stays unread, so its connection is closed.
+The body of a rejected request stays unread, so its connection is closed.
 """
 
 import hmac
@@ -45,7 +45,7 @@ class Guard:
             return 421, f"the Host header names {host[:200]!r}, not this server; add the name to server.hosts"
         if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
             return 403, f"the Origin header names {origin[:200]!r}; other sites may not use this server"
-        # Compared in a time that does not depend on where the two differ.
+        # Constant-time comparison.
         scheme, _, sent = headers.get(b"authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode("latin-1"), self._expected):
             return 401, "the server's key is needed: send Authorization: Bearer KEY"
@@ -59,8 +59,8 @@ class Guard:
 
 
 def _own_name(entry: str) -> str:
-    """The name of a configured host, as `host_name` gives that of a request: without a port, which a client's way
-    through a proxy may change."""
+    """The name of a configured host in the form that `host_name` gives for a request: without a port, which a proxy may
+    change."""
     return entry.lower() if _is_address(entry) else host_name(entry)
 
 

@@ -1,8 +1,8 @@
-"""The type in which a CPU decodes a network fastest: the one its weights are stored in, or float32.
+"""Chooses the dtype in which a CPU decodes a network fastest: that of the stored weights, or float32.
 
-Few CPUs multiply bfloat16 as fast as float32 in every part of a network: products of matrices may have a kernel and
-experts none. So one layer of the same shape, with few of its experts, decodes a few tokens in both types, which takes a
-fraction of a second. Weights that would not fit into memory as float32 stay as they are stored.
+Few CPUs run bfloat16 as fast as float32 in every part of a network: matrix products may have a kernel and experts none.
+So a probe decodes a few tokens in both dtypes with one layer of the same shape and few of its experts, which takes a
+fraction of a second. Weights that would not fit into memory as float32 keep their stored dtype.
 """
 
 import logging
@@ -22,7 +22,7 @@ from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 
 VOCAB_SIZE = 512
-"""Vocabulary of the probe, whatever the network's own: embedding and head are products as others are."""
+"""Vocabulary of the probe, whatever the network's: embedding and LM head are ordinary products."""
 NUM_REQUESTS, NUM_PROMPT, NUM_NEW = 8, 16, 8
 REPEATS = 3
 MEMORY_SHARE = 0.5
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def fastest_dtype(model: Transformer) -> torch.dtype:
-    """Float32 where one layer of the network's shape decodes faster in it than in the type of its weights."""
+    """Float32 where one layer of the network's shape decodes faster in it than in the dtype of its weights."""
     stored = model.embedding.weight.dtype
     if stored not in (torch.bfloat16, torch.float16):
         return stored
@@ -65,7 +65,7 @@ def probe_config(config: ModelConfig) -> ModelConfig:
 
 
 def available_bytes() -> int:
-    """Memory that the system can give; all there is where it does not say."""
+    """Available memory in bytes; the total where the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -74,7 +74,7 @@ def available_bytes() -> int:
 
 
 def decode_s(config: ModelConfig, dtype: torch.dtype) -> float:
-    """Seconds for a batch of short completions, the fastest of a few."""
+    """Seconds for a batch of short completions, the fastest of `REPEATS`."""
     num_blocks = NUM_REQUESTS * (1 + (NUM_PROMPT + NUM_NEW) // 16)
     rollout = RolloutConfig(num_blocks=num_blocks, max_running=NUM_REQUESTS, step_tokens=NUM_REQUESTS * NUM_PROMPT)
     core = Core(build(config, dtype=dtype).eval(), rollout, PolicyVersion("probe", 0))

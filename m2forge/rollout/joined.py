@@ -1,8 +1,8 @@
-"""The network over the paged cache in bfloat16 on a CPU, in six native calls a dense layer.
+"""The network over the paged cache in bfloat16 on a CPU, in six native calls per dense layer.
 
-What `Transformer.forward` and `Transformer.run_module` compute, with each norm joined to the product behind it, the
-gate and each sum to the product before it, and both norms and rotations of attention to the writes into the cache. Sums
-and gates are rounded once. They are its twins; fused.py is the form for CUDA.
+Computes the same as `Transformer.forward` and `Transformer.run_module`, which are its references. It fuses each norm
+with the product after it, the gate and each residual sum with the product before it, and the QK norms and rotary
+embeddings with the cache writes. Sums and gates are rounded once. fused.py is the CUDA counterpart.
 """
 
 import torch
@@ -23,7 +23,7 @@ from m2forge.rollout.paged_plan import PagedCache, PagedPlan
 
 
 def serves(model: Transformer, cache: PagedCache) -> bool:
-    """Whether the native product of bfloat16 does, for every matrix and norm of the network."""
+    """Whether the native bfloat16 product supports every matrix and norm of the network."""
     weights = [part.weight for part in model.modules() if isinstance(part, (torch.nn.Linear, RMSNorm))]
     return products.serves(cache.k_YPTGK, *(weight.detach() for weight in weights))
 
@@ -35,7 +35,7 @@ class JoinedNetwork:
         self._frequency_R = frequencies(model.config.attention)
 
     def main(self, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
-        """States, what the head takes, and the experts that were chosen (N, layers, K), if there are any."""
+        """Returns hidden states, the LM head's input, and the chosen experts (N, layers, K), if there are any."""
         model, chosen = self._model, list[Tensor]()
         x_ND = model.embedding(token_N)
         turn = rotation(plan.position_N, self._frequency_R, x_ND.dtype)
@@ -59,8 +59,8 @@ class JoinedNetwork:
     def _block(
         self, block: Block, layer: int, depth: int, x_ND: Tensor, turn: Rotation, plan: PagedPlan
     ) -> tuple[Tensor, Tensor | None]:
-        """The state behind the block, and the experts chosen. `layer` says what it sees, `depth` where in the cache it
-        lies."""
+        """Returns the state after the block, and the chosen experts. `layer` selects the attention window, `depth` the
+        layer of the cache."""
         window = self._model.config.attention.window if self._model.config.is_windowed(layer) else None
         sight = None if window is None else (window.size, window.num_sinks)
         attention, ffn, dtype = block.attention, block.ffn, x_ND.dtype

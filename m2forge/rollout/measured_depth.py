@@ -1,29 +1,30 @@
-"""How many drafts a step makes for each sequence: as many as give the most tokens in a second, none where none pays.
+"""Chooses the speculation depth: the one that gives the most tokens per second, or 0 where no depth pays.
 
     tokens per second of depth K = sequences · (1 + Σ_{k ≤ K} share_k) / seconds of a step of depth K
-    share_k = share_{k−1} · how often draft k stands where those before it do
+    share_k = share_{k−1} · acceptance rate of draft k where those before it are accepted
 
-How often drafts stand is a property of the text: running averages, which begin high, so that a deep enough depth is
-chosen to find out. Seconds depend on how many sequences run together: they are kept by powers of two, and what disturbs
-a step only makes it longer, so that of few measurements the lower ones count.
+Acceptance rates depend on the text: they are running averages with a high prior, so that deep enough depths are tried.
+Step times depend on the batch size and are kept by powers of two of it. Disturbances only lengthen a step, so the lower
+median of few measurements counts.
 
-A depth that was never measured is tried for a few steps, as long as it may win: seconds do not fall with depth, so what
-shallower ones took bounds what a deeper one can give. A first draft may not pay where three do: it is not enough to
-look at neighbours. Because text and lengths change, all that may win are tried again now and then, sooner where it is a
-near thing. A size that is met for the first time does for a while what was best at the nearest one: batches shrink
-through many sizes when completions end, and do not stay there.
+An unmeasured depth is tried for a few steps if it may win: step time does not fall with depth, so shallower depths
+bound what a deeper one can give. One draft may not pay where three do, so comparing neighbours is not enough. Because
+text and lengths change, every depth that may win is tried again from time to time, sooner where the race is close. A
+new batch size uses the best depth of the nearest size for a while: batches shrink through many sizes as completions
+end, and do not stay there.
 
-Modules that make drafts read the prompts too, which steps do not show. Where prompts are long, completions short and
-batches large, that costs more than drafts save. So how much is read for a token that is sampled is averaged over the
-requests that ended, what modules need for it is measured where they read, and a depth pays if a token comes sooner with
-its share of that than without drafts. Of those that pay the one with the fastest steps is taken.
+MTP modules that draft also prefill the prompts, which decode step times do not show. With long prompts, short
+completions and large batches that costs more than drafts save. So the prefilled tokens per sampled token are averaged
+over ended requests, the modules' prefill time is measured, and a depth pays if a token including its share of that time
+takes less than without drafts. Among the depths that pay, the one with the most tokens per second of its steps is
+chosen.
 
-Modules that make no drafts do not run, and catch up when they do again (runner.py): where none pays, only the trials
-cost anything. On a GPU a step that catches up costs as much as tens of others, unless prompts are read in it anyway,
-and more the further modules are behind. So a depth gives way to a deeper one only where that is made up for by what is
-left to sample, a trial that would be mostly catching up waits until prompts are read, and trials that are repeated may
-take a small share of all time: they wait until they have it, and those that change nothing become rare besides. And
-prompts are read at the depth of the batch that they will be in, not of the one that there is while others wait.
+Modules that do not draft do not run, and catch up when they draft again (runner.py): where no depth pays, only trials
+cost time. On a GPU a catch-up step costs as much as tens of decode steps, unless it prefills prompts anyway, and more
+the further modules are behind. So the depth increases only if the remaining tokens repay the catch-up; a trial that
+would be mostly catch-up waits for the next prefill; repeated trials wait until they fit into a small share of all time,
+and become rarer when they change nothing. Prompts are prefilled at the depth of the batch that they will join, not of
+the smaller batch that runs while others wait.
 """
 
 from collections import deque
@@ -38,60 +39,61 @@ TRIAL_SAMPLES = 2
 TRIAL_STEPS = 3
 """Measurements, and measured steps, that a trial needs."""
 MAX_TRIAL_CALLS, READING_CALLS = 24, 384
-"""Choices after which a trial is given up; so many if prompts are read all the time, or modules catch up."""
+"""Calls of `choose` after which a trial is abandoned: the first while decoding, the second during prefill or
+catch-up."""
 PAUSE = 50
-"""Steps between two trials, by the steps of one; twice as many after each that changed nothing."""
+"""Steps between two trials, as a multiple of one trial's steps; doubled after each trial that changed nothing."""
 NEAR_PAUSE = 16
 """The same where another depth is about as good."""
 MAX_PAUSE = 400
 NEAR = 0.85
 MARGIN = 1.05
-"""By which drafts must be better than none: completions that speculate end one by one, and leave smaller batches."""
+"""Factor by which drafts must beat no drafts: with speculation completions end one by one and leave smaller batches."""
 HORIZON_STEPS = 256
-"""In which catching up must be made up for at the latest: who knows where completions end."""
+"""Steps within which a deeper depth must repay the catch-up, because completions may end early."""
 TRIAL_SHARE = 0.02
-"""Of all time, that repeated trials may cost."""
+"""Share of all time that repeated trials may cost."""
 HOPE = 1.5
-"""A depth is tried again if it may be this much better than it was measured."""
+"""A depth is tried again if it would win with steps this many times faster than measured."""
 BORROWED_STEPS = 96
-"""That a new size does as the nearest one."""
+"""Steps for which a new batch size uses the best depth of the nearest size."""
 MEMORY_SAMPLES = 9
-"""Last measurements, whose lower median counts."""
+"""Number of latest measurements, whose lower median counts."""
 MEMORY_REQUESTS = 256
-"""Requests over which is averaged how much they read."""
+"""Window, in requests, of the averaged prefill per sampled token."""
 
 
 @dataclass
 class _Size:
-    """What is known of batches of about one size."""
+    """Measurements of batches of about one size."""
 
     durations_s: list[deque[float]]
-    """Of a step, by depth."""
+    """Step durations, by depth."""
     catch_ups_s: deque[float]
-    """Of steps in which modules caught up."""
+    """Durations of catch-up steps."""
     num_sequences: int
-    """In the batch that was measured last."""
+    """Sequences in the batch measured last."""
     trial: int | None = None
-    """The depth that is being tried."""
+    """The depth of the current trial."""
     num_calls: float = 0.0
     num_steps: int = 0
-    """Of this trial, or since the last one."""
+    """Steps of this trial, or since the last one."""
     num_samples: int = 0
     num_measured: int = 0
-    """Measurements of this trial, and their steps."""
+    """Measured steps of this trial; `num_samples` counts the measurements."""
     pause_steps: int = 0
     pause: int = 0
-    """The same, by the steps of a trial."""
+    """`pause_steps`, the steps until the next trial, as a multiple of the last trial's steps."""
     borrowed: int | None = None
-    """The best depth of the nearest size, as long as nothing is known of this one."""
+    """The best depth of the nearest size, used until this size is tried."""
     rival: int = 0
     """The best depth when the trial began."""
     is_repeated: bool = False
     """Whether the depth of the trial was tried before."""
     is_return_paid: bool = False
-    """Whether it is reckoned already that modules catch up behind the trial."""
+    """Whether the trial's budget already covers the modules' catch-up after it."""
     tried_at: dict[int, int] = field(default_factory=dict)
-    """By depth: the number of its last trial."""
+    """By depth: index of its last trial."""
 
     def step_s(self, depth: int) -> float:
         return _lower_median(self.durations_s[depth])
@@ -103,18 +105,19 @@ class MeasuredDepth:
         self._shares = Shares()
         self._sizes: dict[int, _Size] = {}
         self._depth = 0
-        """Chosen last: deeper modules are behind."""
+        """The depth chosen last; deeper modules are behind."""
         self._readings_s: dict[tuple[int, int], deque[float]] = {}
-        """Of a token that modules read, by the size of the batch and the number of modules."""
+        """Seconds per token prefilled by the modules, by batch size bits and number of modules."""
         self._num_read, self._num_sampled = 0.0, 1.0
-        """By requests that ended."""
+        """Decaying totals of prefilled and sampled tokens over ended requests."""
         self._total_s = self._spent_s = 0.0
-        """Of all steps, and of what repeated trials cost."""
+        """Seconds of all steps, and seconds spent on repeated trials."""
 
     def choose(self, moment: Moment) -> int:
         if self.max_depth == 0:
             return 0
-        # What is read now is for then: at another depth all of it would be made up for when the batch is whole.
+        # Prompts are prefilled for the batch to come: at another depth the modules would have to catch up on all of
+        # them.
         size = self._size(max(moment.num_sequences, moment.num_coming))
         if size.trial is not None:
             self._end_trial_if_due(size)
@@ -128,7 +131,7 @@ class MeasuredDepth:
 
     def _wanted(self, size: _Size, moment: Moment) -> int:
         if size.trial is not None:
-            # What is read now will be drafted behind when the trial is over.
+            # Prompts prefilled now will be decoded at the rival depth once the trial is over.
             return max(size.trial, size.rival) if moment.num_coming else size.trial
         best = self._best(size) if size.borrowed is None else size.borrowed
         if best <= self._depth:
@@ -139,7 +142,7 @@ class MeasuredDepth:
         return best if is_worth_it else self._depth
 
     def _gain_s(self, size: _Size, best: int, moment: Moment) -> float:
-        """Seconds that the best depth saves in the steps that are left."""
+        """Seconds that the best depth saves in the remaining steps."""
         now_s = size.step_s(self._depth)
         share = 1.0 - self._rate(size, self._depth, now_s) / self._rate(size, best, size.step_s(best))
         num_left = moment.num_wanted / self._shares.tokens_per_step(self._depth)
@@ -196,22 +199,22 @@ class MeasuredDepth:
         return self._shares.tokens_per_step(depth)
 
     def _start_trial(self, size: _Size, moment: Moment) -> None:
-        """Of the depth that was tried longest ago, or never; without drafts first."""
+        """Start a trial of the depth tried longest ago, or never; depth 0 first."""
         depths = self._worth_trying(size)
         if not depths:
             size.num_steps = 0
             return
         trial = min(depths, key=lambda depth: size.tried_at.get(depth, -1))
         if moment.is_apart and _num_behind(moment, trial) > moment.num_sequences * moment.num_wanted:
-            return  # catching up would be most of the work: when prompts are read again
+            return  # mostly catch-up: wait for the next prefill
         size.is_repeated = trial in size.tried_at
         if size.is_repeated:
-            # Modules catch up now, or when it is over.
+            # Modules catch up at the start of the trial, or after it.
             steps_s, best = TRIAL_STEPS * self._lost_s(size, trial), self._best(size)
             budget_s = TRIAL_SHARE * self._total_s
             if self._spent_s + steps_s + self._price_s(size, trial, moment) > budget_s:
                 return
-            # All of it, so that nothing is saved up for many trials in a row.
+            # Spend the whole budget, so that it does not accumulate for many trials in a row.
             self._spent_s, size.is_return_paid = budget_s, moment.is_apart and trial < best
         size.trial = trial
         size.tried_at[trial] = max(size.tried_at.values(), default=-1) + 1
@@ -227,7 +230,7 @@ class MeasuredDepth:
         num_steps, size.trial, size.num_steps = size.num_steps, None, 0
         if size.is_return_paid:
             self._depth, size.is_return_paid = max(self._depth, size.rival), False
-        # Where steps of this depth cannot be measured, those of others may not be either: no hurry.
+        # If steps of this depth cannot be measured, those of others may not be either: do not hurry to the next trial.
         if is_measured and any(depth not in size.tried_at for depth in self._worth_trying(size)):
             size.pause_steps = 0
             return
@@ -250,48 +253,50 @@ class MeasuredDepth:
         ]
 
     def _best(self, size: _Size) -> int:
-        """Of the depths that pay the one whose steps give the most tokens in a second."""
+        """The depth with the most tokens per second among those that pay."""
         known = [depth for depth, durations_s in enumerate(size.durations_s) if durations_s]
         paying = [depth for depth in known if self._pays(size, depth, size.step_s(depth))]
         return max(paying, key=lambda depth: self._rate(size, depth, size.step_s(depth)), default=0)
 
     def _may_win(self, size: _Size, depth: int, best: int) -> bool:
-        """If its steps are faster than they were measured, or as fast as shallower ones."""
+        """Whether the depth would win if its steps were faster than measured or, if unmeasured, as fast as shallower
+        ones."""
         if size.durations_s[depth]:
             step_s = size.step_s(depth) / HOPE
         else:
             shallower = max(less for less in range(depth) if size.durations_s[less])
             if shallower == 0 and depth > 1:
-                return False  # the first draft comes first
+                return False  # depth 1 is tried first
             step_s = size.step_s(shallower)
         least = self._rate(size, best, size.step_s(best))
         return self._pays(size, depth, step_s) and self._rate(size, depth, step_s) > least
 
     def _rate(self, size: _Size, depth: int, step_s: float) -> float:
-        """Tokens per second of steps that take so long."""
+        """Tokens per second of steps that take `step_s`."""
         return size.num_sequences * self._shares.tokens_per_step(depth) / step_s
 
     def _lost_s(self, size: _Size, depth: int) -> float:
-        """In a step, whose tokens the best depth had sampled sooner."""
+        """Seconds that a step of this depth loses against the best one."""
         rate, best_rate = (self._rate(size, each, size.step_s(each)) for each in (depth, self._best(size)))
         return size.step_s(depth) * max(1.0 - rate / best_rate, 0.0)
 
     def _pays(self, size: _Size, depth: int, step_s: float) -> bool:
-        """Whether tokens come sooner than without drafts, reading prompts included."""
+        """Whether a token, prefill included, takes less time than without drafts."""
         if depth == 0 or not size.durations_s[0]:
             return True
         return MARGIN * self._token_s(size, depth, step_s) < self._token_s(size, 0, size.step_s(0))
 
     def _token_s(self, size: _Size, depth: int, step_s: float) -> float:
-        """Seconds from one token of the batch to the next, with what modules read for it."""
+        """Seconds per token of the batch, including the modules' prefill for it."""
         return 1 / self._rate(size, depth, step_s) + self._reading_s(size, depth)
 
     def _reading_s(self, size: _Size, depth: int) -> float:
-        """That modules read for a token which is sampled."""
+        """Seconds of the modules' prefill per sampled token."""
         return self._module_s(size, depth) * self._num_read / self._num_sampled
 
     def _module_s(self, size: _Size, depth: int) -> float:
-        """Of a token that the first modules read; what was not measured is as the nearest."""
+        """Seconds per token that the first `depth` modules prefill; unmeasured sizes and depths use the nearest
+        measured one."""
         if depth == 0 or not self._readings_s:
             return 0.0
         bits = size.num_sequences.bit_length()
@@ -302,7 +307,7 @@ class MeasuredDepth:
 
 
 def _num_behind(moment: Moment, depth: int) -> int:
-    """Tokens that the last module of a depth has not run."""
+    """Tokens that the last module of the depth is behind."""
     return moment.num_behind[depth - 1] if depth and moment.num_behind else 0
 
 

@@ -1,4 +1,4 @@
-"""Chunks of one completion put together."""
+"""Merges chunks of one completion."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def merge_chunks(chunks: Sequence[Chunk]) -> Chunk:
 
 
 def merge_by_sample(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """One chunk for each completion that has any, in the order in which they begin."""
+    """One chunk per completion that has any, in the order of their first chunks."""
     found: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         found.setdefault(chunk.sample, []).append(chunk)

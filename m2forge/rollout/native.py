@@ -1,9 +1,9 @@
-"""The engine of this process: one thread runs the steps, any number of coroutines stream from it.
+"""The in-process engine: one thread runs the steps, any number of coroutines stream from it.
 
-Prompts, aborts and weights go in through an inbox that the thread empties between steps; chunks come out through one
-queue for each request. The thread sleeps while there is nothing to do, and nobody waits by asking again. An exception
-in the thread fails every pending and every later request with the same `EngineError`. The engine stays failed, since
-weights and KV cache may be half-written; a process that serves it awaits `watch` and exits.
+Prompts, aborts and weights enter through an inbox that the thread empties between steps; chunks leave through one queue
+per request. The thread sleeps while idle, and no coroutine polls. An exception in the thread fails every pending and
+every later request with the same `EngineError`. The engine stays failed, since weights and KV cache may be
+half-written; a process that serves it awaits `watch` and exits.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 
 
 class Steps(Protocol):
-    """A synchronous engine, of one thread, that goes on by steps. Every sample of a prompt that it took ends in one
-    chunk with a reason, at the prompt's time limit at the latest, and soon after `abort`."""
+    """A synchronous, single-threaded engine that advances by steps. Every sample of an accepted prompt ends in one
+    chunk with a finish reason, at the prompt's deadline at the latest, and soon after `abort`."""
 
     @property
     def is_idle(self) -> bool: ...
@@ -51,17 +51,17 @@ class Steps(Protocol):
 
 @dataclass(slots=True)
 class _Stream:
-    """Where the chunks of one request go: a queue of the loop that asked."""
+    """The queue that receives a request's chunks, and the event loop of its consumer."""
 
     loop: asyncio.AbstractEventLoop
     num_open: int
-    """Completions that the core has not ended."""
+    """Completions that the core has not finished."""
     queue: asyncio.Queue[Chunk | M2ForgeError] = field(default_factory=asyncio.Queue)
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Something for the thread to do between two steps, and whom to tell if it cannot be done."""
+    """A call for the thread to make between two steps, and the callback for its error."""
 
     run: Callable[[], None]
     fail: Callable[[M2ForgeError], None]
@@ -69,7 +69,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Somebody waits until this version samples."""
+    """A coroutine that waits until this version samples."""
 
     version: PolicyVersion
     loop: asyncio.AbstractEventLoop
@@ -125,7 +125,7 @@ class NativeEngine:
                 self._abort(id)
 
     async def load(self, folder: Path, version: PolicyVersion) -> None:
-        """Returns when these weights sample; when that is, is the core's to say."""
+        """Returns once these weights sample; the core decides when."""
         loop = asyncio.get_running_loop()
         load = _Load(version, loop, loop.create_future())
         refuse = partial(_call, loop, _reject, load.done)
@@ -138,7 +138,7 @@ class NativeEngine:
         return self._state
 
     async def metrics(self) -> dict[str, float]:
-        """The core's figures, as they are after the step that is under way."""
+        """The core's metrics, read after the current step."""
         return await self._ask(self._core.metrics)
 
     async def watch(self) -> None:
@@ -152,7 +152,7 @@ class NativeEngine:
         await watcher.failed
 
     async def close(self) -> None:
-        """Nothing more is accepted; what is under way is finished first."""
+        """Reject new requests, finish those in flight, and stop the thread."""
         with self._condition:
             self._is_closing = True
             self._condition.notify()
@@ -170,13 +170,13 @@ class NativeEngine:
             self._condition.notify()
 
     def _abort(self, id: str) -> None:
-        """Taken while closing too, and of no effect once the request has ended."""
+        """Also accepted while closing; has no effect once the request has ended."""
         with self._condition:
             self._inbox.append(_Task(lambda: self._core.abort(id), lambda error: None))
             self._condition.notify()
 
     async def _ask(self, question: Callable[[], T]) -> T:
-        """What the thread answers between two steps."""
+        """Calls `question` on the thread between two steps and returns its result."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
@@ -193,21 +193,22 @@ class NativeEngine:
             while self._wait():
                 self._empty_inbox()
                 outputs = [] if self._core.is_idle else self._step()
-                # Before anybody hears of this step, so that who has heard sees the state it left.
+                # Set before delivery, so that a client that has received a chunk sees the state after its step.
                 self._state = EngineState(self._core.version, self._core.num_running, self._core.num_waiting)
                 self._deliver(outputs)
                 self._settle_loads()
-        except BaseException as error:  # noqa: BLE001  (even a panic of a library's: those who wait must hear of it)
+        except BaseException as error:  # noqa: BLE001  (waiting clients must see any error, even a library's panic)
             _log.exception("the rollout engine failed")
             self._fail_all(f"the engine failed ({type(error).__name__}: {error}); start another")
 
     def _step(self) -> list[tuple[str, Chunk]]:
-        """It has read what was sampled when it returns, so the device's work lies within."""
+        """Runs one step. It returns after the sampled tokens are copied to the host, so the busy time includes the
+        device's work."""
         with self._busy:
             return self._core.step()
 
     def _wait(self) -> bool:
-        """Sleep until there is something to do; false when closed and done."""
+        """Sleep until there is work; returns False once closed and idle."""
         with self._condition:
             while not self._inbox and self._core.is_idle:
                 self._busy.flush()
@@ -224,7 +225,7 @@ class NativeEngine:
             except M2ForgeError as error:
                 task.fail(error)
             except BaseException:
-                self._inbox.appendleft(task)  # to be told with all others
+                self._inbox.appendleft(task)  # `_fail_all` rejects it with the others
                 raise
 
     def _add(self, id: str, prompt: Prompt, stream: _Stream) -> None:
@@ -239,7 +240,7 @@ class NativeEngine:
             stream.num_open -= chunk.finish_reason is not None
             if not stream.num_open:
                 del self._streams[id]
-        # One wake-up of a loop for a whole step, not one for each token.
+        # Wake each event loop once per step, not once per token.
         for loop, items in by_loop.items():
             _call(loop, _put_all, items)
 
@@ -248,7 +249,7 @@ class NativeEngine:
         self._loads.append(load)
 
     def _settle_loads(self) -> None:
-        """Answer who waits for the version that samples, and for those it has overtaken."""
+        """Resolve loads of the version that samples, and of earlier loads that it replaced."""
         reached = [place for place, load in enumerate(self._loads) if load.version == self._core.version]
         for _ in range(reached[-1] + 1 if reached else 0):
             load = self._loads.popleft()
@@ -270,8 +271,8 @@ class NativeEngine:
 
 
 async def _take_all(queue: asyncio.Queue[Chunk | M2ForgeError]) -> tuple[list[Chunk], M2ForgeError | None]:
-    """What is there, at least one thing: who reads slower than the engine samples gets more tokens at a time. An error
-    is the last to come."""
+    """Waits for one item and takes all that are queued: a consumer slower than the engine gets more tokens at a time.
+    An error is always the last item."""
     items = [await queue.get()]
     while not queue.empty():
         items.append(queue.get_nowait())
@@ -295,6 +296,6 @@ def _reject(future: asyncio.Future[T], error: M2ForgeError) -> None:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
-    """Run on the loop; one that has been closed meanwhile has nobody left to tell."""
+    """Run a function on the loop; a closed loop has no consumer left and is ignored."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *arguments)

@@ -1,14 +1,14 @@
-"""The attention plan of one step over the paged cache.
+"""The attention plan of one step over the paged KV cache.
 
-Each sequence runs a span of new tokens behind those it has in the cache. Layer by layer the plan writes the keys and
-values of all new tokens to their places and lets every token see its own sequence up to itself. All that does not
-depend on the layer (places, tables, masks) is made once per step.
+Each sequence runs a span of new tokens after its cached ones. In each layer the plan writes the keys and values of all
+new tokens to their slots and lets every token attend to its own sequence up to itself. Everything that does not depend
+on the layer (slots, block tables, masks) is computed once per step.
 
-Tokens of the step stand in the order of `arranged`: spans of equal size are one bundle, computed together; on a CPU,
-where short sequences would be padded to long ones, those of similar length.
+The tokens of the step are in the order of `arranged`. Spans of equal size form one bundle and are computed together; on
+a CPU, where short sequences would be padded to long ones, spans of equal size and similar length.
 
-Shapes: N tokens of the step, B sequences of a bundle, Q new tokens of each, S blocks of the longest, Y layers,
-P blocks, T tokens of one, H query heads, G key/value heads, K head dimension.
+Shapes: N tokens of the step, B sequences of a bundle, Q new tokens of each, S blocks of the longest, Y layers, P
+blocks, T tokens per block, H query heads, G key/value heads, K head dimension.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,8 @@ from m2forge.rollout.scheduler import Copy
 
 
 class PagedCache:
-    """Keys and values of all layers, those of the main model before those of its prediction modules, and the states
-    that each module takes from the one before it. A block's index is the same in each."""
+    """Keys and values of all layers, the main model's before the MTP modules', and the hidden states that each module
+    takes from the one before it. A block has the same index in all of them."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class PagedCache:
         dtype: torch.dtype,
         num_modules: int = 0,
     ) -> None:
-        # One block more than are given out: what is no token is written there, and nobody reads it.
+        # One scratch block beyond the pool: padding writes there, and no token attends to it.
         places, attention = (num_blocks + 1, block_tokens), config.attention
         shape = (config.num_layers + num_modules, *places, attention.num_kv_heads, attention.head_dim)
-        # Zeros, because what is unseen is multiplied by 0, and memory may hold values that 0 does not silence.
+        # Zeros, because attention multiplies masked values by 0, and uninitialised memory may hold NaN or infinity.
         self.k_YPTGK = torch.zeros(shape, device=device, dtype=dtype)
         self.v_YPTGK = torch.zeros(shape, device=device, dtype=dtype)
         self.state_MPTD = torch.zeros((num_modules, *places, config.hidden_size), device=device, dtype=dtype)
-        """By the module that takes them: first those of the main model."""
+        """Input states by the module that takes them; index 0 holds those of the main model."""
 
     @property
     def block_tokens(self) -> int:
@@ -58,7 +58,7 @@ class PagedCache:
 
     @property
     def nowhere(self) -> int:
-        """A place that nobody reads."""
+        """The first slot of the scratch block, where padding writes."""
         return (self.k_YPTGK.shape[1] - 1) * self.block_tokens
 
     @property
@@ -66,7 +66,7 @@ class PagedCache:
         return self.k_YPTGK.device
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """One after the other: a block may be written that an earlier copy has read."""
+        """Copies blocks in order: a later copy may overwrite a block that an earlier one has read."""
         for source, target in copies:
             for x in (self.k_YPTGK, self.v_YPTGK, self.state_MPTD):
                 x[:, target] = x[:, source]
@@ -76,45 +76,47 @@ class PagedCache:
             x.zero_()
 
     def keep_states(self, module: int, plan: "PagedPlan", state_ND: Tensor) -> None:
-        """Write what `module` will take, at the plan's places."""
+        """Write the input states of `module` at the plan's slots."""
         self.state_MPTD[module].flatten(0, 1).index_copy_(0, plan.slot_N, state_ND)
 
     def parent_states(self, module: int, plan: "PagedPlan") -> Tensor:
-        """What `module` takes at each of the plan's tokens: the state at the place before; zero before a first one."""
+        """The input states of `module` for the plan's tokens: the state at the previous position; zero at position
+        0."""
         state_ND = self.state_MPTD[module].flatten(0, 1).index_select(0, plan.parent_slot_N)
         return torch.where(plan.position_N[:, None] > 0, state_ND, 0)
 
 
 @dataclass(frozen=True)
 class Span:
-    """New tokens of one sequence."""
+    """The new tokens of one sequence in a step."""
 
     start: int
-    """Tokens before them, all of which are in the cache."""
+    """Tokens of the sequence before the span; all are in the cache."""
     num_tokens: int
     blocks: Sequence[int] | npt.NDArray[np.int64]
-    """Where the sequence lies, the new tokens included."""
+    """The sequence's block table, including the blocks of the new tokens."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of equal shape are spans that are computed together on a CPU."""
+        """A CPU computes spans of equal shape together."""
         return self.num_tokens, (len(self.blocks) - 1).bit_length()
 
 
 def arranged(spans: Sequence[Span]) -> list[int]:
-    """The order of the spans in a step."""
+    """Indices of the spans in the order in which a step runs them."""
     return sorted(range(len(spans)), key=lambda place: spans[place].shape)
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Sequences that run equally many tokens."""
+    """Sequences with the same number of new tokens."""
 
     first: int
-    """Row of the step where the bundle's tokens begin."""
+    """Row of the step at which the bundle's tokens begin."""
     table_BS: Tensor
     position_BQ: Tensor
-    """−1 where there is no token: it sees nothing, or anything, and is written nowhere."""
+    """Positions of the new tokens; padding has −1, its attention output is undefined and it writes to the scratch
+    block."""
 
 
 class PagedPlan:
@@ -127,8 +129,9 @@ class PagedPlan:
         slot_N: Tensor | None = None,
         parent_slot_N: Tensor | None = None,
     ) -> None:
-        """`first_layer`: the layer of the cache that is run first. `position_N`, `slot_N`, `parent_slot_N`: the places
-        of all tokens, in the cache too, and those before them; of one bundle they are found here."""
+        """`first_layer`: cache layer of the first layer that runs. `position_N`, `slot_N` and `parent_slot_N`:
+        position, cache slot and previous token's slot of every token; computed here if there is one bundle and they are
+        not given."""
         self.cache, self._bundles = cache, bundles
         self.position_N = bundles[0].position_BQ.flatten() if position_N is None else position_N
         self.slot_N = self._slots(0) if slot_N is None else slot_N
@@ -138,7 +141,7 @@ class PagedPlan:
 
     @property
     def parent_slot_N(self) -> Tensor:
-        """The place before each token; for a first token nowhere."""
+        """Slot of the previous token; the scratch slot for a first token."""
         return self._slots(1) if self._parent_slot_N is None else self._parent_slot_N
 
     def _slots(self, num_back: int) -> Tensor:
@@ -148,7 +151,7 @@ class PagedPlan:
         return torch.where(position_BQ >= 0, block_BQ * size + position_BQ % size, self.cache.nowhere).flatten()
 
     def attend(self, q_NHK: Tensor, k_PTGK: Tensor, v_PTGK: Tensor, sight: tuple[int, int] | None) -> Tensor:
-        """The attention of one layer, whose keys and values are in the cache."""
+        """Attention of one layer, whose keys and values are already in the cache."""
         outs = []
         for bundle in self._bundles:
             num_rows = bundle.position_BQ.numel()
@@ -167,11 +170,11 @@ class PagedPlan:
 
 @dataclass(frozen=True)
 class _PagedAttend:
-    """Writes the new keys and values where they belong, then lets each bundle see its own."""
+    """Writes the new keys and values to the cache, then computes the attention of each bundle."""
 
     plan: PagedPlan
     layers: Iterator[int]
-    """Shared by all that attend in this step: each call is the next layer's, whatever its window."""
+    """Shared by all instances of a step: each call takes the next layer, whatever its window."""
     sight: tuple[int, int] | None
 
     def __call__(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
@@ -183,8 +186,9 @@ class _PagedAttend:
 
 
 def planned(cache: PagedCache, spans: Sequence[Span], first_layer: int = 0) -> PagedPlan:
-    """Of spans in the order of `arranged`. Their places are found here and go to the device in one piece: found there,
-    bundle by bundle, they take as many launches as several layers."""
+    """The plan of `spans`, which are in the order of `arranged`. Positions and slots are computed on the host and
+    copied in one transfer: computing them on the device, bundle by bundle, takes as many kernel launches as several
+    layers."""
     groups, size = [], cache.block_tokens
     is_on_host = cache.device.type == "cpu"
     for _, members in groupby(spans, key=lambda span: span.shape if is_on_host else span.num_tokens):
@@ -211,7 +215,8 @@ def planned(cache: PagedCache, spans: Sequence[Span], first_layer: int = 0) -> P
 
 
 def _put_together(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
-    """By one copy. Each begins at a multiple of 16 bytes: kernels are compiled for that, and again for others."""
+    """Moves the arrays to the device in one copy. Each starts at a multiple of 16 bytes, because Triton compiles a
+    kernel again for other alignments."""
     starts = np.cumsum([0, *(array.size + array.size % 2 for array in arrays)])
     flat = np.zeros(starts[-1], np.int64)
     for start, array in zip(starts, arrays, strict=False):

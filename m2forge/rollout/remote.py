@@ -1,7 +1,8 @@
-"""An engine behind the server of this package (see `server`), on this machine or another.
+"""Client of an engine behind this package's server (see `server`), on this machine or another.
 
-Whatever the engine there promises holds here: it refuses, aborts and names versions, this side only carries. A server
-that breaks off is an `EngineError`; nothing is asked twice, because a request without a seed would be drawn anew.
+The remote engine's promises hold here: it rejects and aborts requests and reports versions; this side only transports
+them. A lost connection raises an `EngineError`; no request is retried, because one without a seed would be sampled a
+second time.
 """
 
 from collections.abc import AsyncGenerator
@@ -17,10 +18,10 @@ from m2forge.rollout.turn import deadline_of, within_deadline
 
 
 class RemoteEngine:
-    """See `Engine`. Folders are the server's own: it must see what it is told to load."""
+    """See `Engine`. The server must be able to read the folders that it is asked to load."""
 
     def __init__(self, url: str, *, key: str | None = None) -> None:
-        """`key`: the server's, sent with every request."""
+        """`key`: the server's API key, sent with every request."""
         self._client = Client(url, key=key, read_error=wire.read_error)
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
@@ -39,11 +40,11 @@ class RemoteEngine:
             raise EngineError(f"{self._client.url}/health is no state of an engine: {told!r}") from error
 
     async def close(self) -> None:
-        """Hang up. The server and its engine go on."""
+        """Closes the connections. The server and its engine keep running."""
         await self._client.close()
 
     async def _sample(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
-        # The server keeps the deadline; this one is for a server that does not answer any more.
+        # The server enforces the deadline; this later one covers a server that no longer responds.
         deadline_s = deadline_of(prompt, ANSWER_S)
         async with aclosing(self._client.batches("/generate", wire.write_prompt(prompt), deadline_s)) as batches:
             async for lines in batches:

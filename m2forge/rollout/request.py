@@ -1,9 +1,8 @@
-"""One completion in the making: its tokens, what of them is in the cache, and what was not yet handed out.
+"""One completion in flight: its tokens, how many are in the KV cache, and the output not yet returned.
 
-A prompt with n samples is n requests. A request knows all its tokens, prompt and sampled alike; the first
-`num_computed` have their keys and values in its blocks. Whether it is read for the first time, goes on token by token
-or was preempted and is read again is no state of its own: whatever is not computed is to be computed, and when all is,
-the next token is drawn.
+A prompt with n samples is n requests. A request stores all its tokens, prompt and sampled; the keys and values of the
+first `num_computed` are in its blocks. Prefill, decode and prefill after preemption are not separate states: a step
+computes tokens that are not computed yet, and once all are, it samples the next token.
 """
 
 import math
@@ -22,7 +21,7 @@ Decode = Callable[[Sequence[int]], bytes]
 
 
 class Drawn(NamedTuple):
-    """Tokens of one sequence, in a row."""
+    """Consecutive sampled tokens of one sequence."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -30,7 +29,7 @@ class Drawn(NamedTuple):
 
     @property
     def num_sound(self) -> int:
-        """Tokens before the first whose log-probabilities are no numbers."""
+        """Number of tokens before the first NaN or infinite logprob."""
         pairs = zip(self.logprobs, self.raw_logprobs, strict=True)
         return next((place for place, pair in enumerate(pairs) if not math.isfinite(sum(pair))), len(self.tokens))
 
@@ -44,27 +43,27 @@ class Request:
     ) -> None:
         self.id, self.sample, self.prompt, self.seed, self.deadline_s = id, sample, prompt, seed, deadline_s
         self.order = (-prompt.priority, arrival, sample)
-        """Who comes first: by priority, then by age."""
+        """Scheduling order: by priority, then by age, then by sample."""
         self.ids: list[int] = prompt.ids.tolist()
         self.num_prompt = len(self.ids)
         self.most_ids = self.num_prompt + prompt.max_tokens
         self.is_bare = is_bare(prompt.sampling)
-        """Whether temperature alone shapes what its tokens are drawn from."""
+        """Whether temperature is the only sampling parameter in effect."""
         self.finish_reason: FinishReason | None = None
         self.blocks: list[Block] = []
         self.num_computed = 0
         self.num_read = 0
-        """Tokens that were computed before the next could be drawn, besides the one drawn last."""
+        """Prefilled tokens, prefill after preemption included, except the last token of each prefill."""
         self.computed_by: list[tuple[int, PolicyVersion]] = []
-        """Which weights computed what is in the blocks: (first token, version), in order of the tokens."""
+        """Which policy version computed the cached tokens: (first token, version), in token order."""
         self.slot = -1
-        """Its own among the requests that run."""
+        """Index of this request among the running ones, unique while it runs."""
         self.num_foreseen: list[int] = []
-        """By prediction module: the first tokens, at most `num_computed`, that it has run over too."""
+        """By MTP module: number of leading tokens, at most `num_computed`, that it has run over."""
         self.drafts: list[int] = []
-        """What may come behind the tokens there are; to be verified."""
+        """Draft tokens that follow `ids` and are not verified yet."""
         self.num_cached: int | None = None
-        """Tokens of the prompt that were there when it was first admitted."""
+        """Prompt tokens found in the prefix cache at the first admission."""
         self._unsent = Drawn([], [], [])
         self._unsent_versions: list[int] = []
         self._experts: list[npt.NDArray[np.int16]] = []
@@ -73,12 +72,12 @@ class Request:
 
     @property
     def num_left(self) -> int:
-        """Tokens to compute before the next one can be drawn."""
+        """Tokens to compute before the next one can be sampled."""
         return len(self.ids) - self.num_computed
 
     @property
     def num_wanted(self) -> int:
-        """Tokens to draw, at most."""
+        """Remaining tokens to sample, at most."""
         return self.most_ids - len(self.ids)
 
     @property
@@ -92,7 +91,8 @@ class Request:
         self.num_computed += num_tokens
 
     def note_experts(self, start: int, experts_TLK: npt.NDArray[np.int16]) -> None:
-        """Experts of the tokens from `start` on. Those of a token that is computed again stay as they were."""
+        """Record the experts of the tokens from `start` on. A recomputed token keeps its first record; tokens that were
+        never routed here get −1."""
         missing = start - self._num_routed
         if missing > 0:
             self._experts.append(np.full((missing, *experts_TLK.shape[1:]), -1, np.int16))
@@ -104,7 +104,7 @@ class Request:
             self._num_routed += len(fresh)
 
     def extend(self, drawn: Drawn, version: int, decode: Decode | None = None) -> int:
-        """Take the next tokens, up to one that ends the completion; how many these are."""
+        """Append sampled tokens up to one that ends the completion; returns how many were appended."""
         num = min(len(drawn.tokens), self.num_wanted)
         if self.prompt.stop_ids or self.prompt.stop_texts:
             num = self._num_until_stop(drawn.tokens[:num], decode)
@@ -130,20 +130,20 @@ class Request:
         stops = [text.encode() for text in self.prompt.stop_texts]
         self._text += decode([token])
         found = any(stop in self._text for stop in stops)
-        # Only what may be the beginning of a stop text matters to the next token.
+        # Keep only the bytes that may begin a stop text.
         longest = max(len(stop) for stop in stops) - 1
         self._text = self._text[-longest:] if longest else b""
         return found
 
     def restart(self) -> None:
-        """Back to the bare prompt. It must hold no blocks."""
+        """Discard everything after the prompt. The request must hold no blocks."""
         assert not self.blocks
         del self.ids[self.num_prompt :]
         self._unsent, self._unsent_versions = Drawn([], [], []), []
         self._experts, self._num_routed, self._text = [], 0, b""
 
     def chunk(self) -> Chunk:
-        """What was not handed out yet, which is handed out hereby."""
+        """Return the output that was not returned yet, and clear it."""
         drawn, versions, experts = self._unsent, self._unsent_versions, self._experts
         self._unsent, self._unsent_versions, self._experts = Drawn([], [], []), [], []
         return Chunk(

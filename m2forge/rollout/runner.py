@@ -1,21 +1,20 @@
-"""All tensor work of a step: the main model over the tokens of a batch, what is drawn from it, and the drafts of the
-prediction modules.
+"""All tensor work of a step: the main model's forward pass, sampling, and the drafts of the MTP modules.
 
 With h_0 the states of the main model, module k predicts the token after n from (model/mtp.py)
 
     h_k[n] = Block_k( P_k [ norm h_{k−1}[n−1] ; norm embedding[x_n] ] )
 
-When the main model has computed the tokens before e, and x_e is drawn, module 1 runs up to e and drafts x_{e+1},
-module 2 runs up to e+1, over that draft, and drafts x_{e+2}, and so on: one pass for each module, and one product with
-the head for each draft.
+When the main model has computed the tokens before e, and x_e is sampled, module 1 runs up to e and drafts x_{e+1},
+module 2 runs up to e+1, over that draft, and drafts x_{e+2}, and so on: one forward pass per module, and one product
+with the LM head per draft.
 
-The states h_0 … h_{K−1} lie in the paged cache beside the keys and values. So a module can go on from wherever it was
-left, over a prefix that another request has read too: tokens that ran while there was no speculation are made up for
-when there is again, and drafts are those of the whole network run over the whole sequence. Their price is memory, K
-hidden sizes for each token.
+The paged cache stores the states h_0 … h_{K−1} beside the keys and values, K hidden sizes per token. So a module can
+resume at any position, also after a prefix that another request has prefilled: when speculation is switched on again
+the modules catch up on the tokens that ran without it, and drafts equal those of the whole network run over the whole
+sequence.
 
-What drafts leave in the cache from e on is never seen if they are rejected: whoever runs next begins at e or before, or
-behind those that stand (decode.py), goes on without a gap, writes before it reads, and sees nothing behind itself.
+Rejected drafts leave stale cache entries from e on, which no token attends to: the next run begins at e or before, or
+after the accepted drafts (decode.py), continues without a gap, writes before it reads, and attends only up to itself.
 """
 
 import logging
@@ -45,28 +44,28 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A sequence whose next token is to be drawn, behind drafts that are to be verified."""
+    """A sequence that samples its next token, after verifying its drafts."""
 
     last: int
-    """Row of the step that predicts the last token, the one behind all drafts."""
+    """Row of the step that predicts the token after all drafts."""
     drafts: Sequence[int]
     slot: int
     rows: Sequence[Row]
-    """How each is drawn, one more than drafts."""
+    """Sampling parameters of each row, one more than there are drafts."""
 
 
 @dataclass(frozen=True)
 class Lookahead:
-    """What the modules run of one sequence."""
+    """The tokens of one sequence that the MTP modules run over."""
 
     ids: Sequence[int]
-    """All tokens that are known: one more at least than the main model has computed."""
+    """All known tokens: at least one more than the main model has computed."""
     starts: Sequence[int]
-    """Where each module goes on."""
+    """Position at which each module resumes."""
     end: int
-    """Up to where the modules run over tokens that the main model has computed."""
+    """End of the tokens, all computed by the main model, that the modules run over."""
     rows: Sequence[Row]
-    """How the drafts behind `end` are drawn: one for each, or none."""
+    """Sampling parameters of the drafts after `end`: one for each draft, or empty."""
     blocks: npt.NDArray[np.int64]
     slot: int
 
@@ -77,14 +76,15 @@ class Lookahead:
 
 @dataclass(frozen=True)
 class Completing:
-    """Sequences that each run the token drawn last, and drafts behind it; one entry of each list is of one sequence."""
+    """A decode batch: each sequence runs its last sampled token and the drafts after it. Each list has one entry per
+    sequence."""
 
     tokens: Sequence[int]
     starts: Sequence[int]
-    """The places of these tokens."""
+    """Positions of `tokens`."""
     drafts: Sequence[Sequence[int]]
     rooms: Sequence[int]
-    """Tokens that the blocks hold, from that one on."""
+    """Tokens that fit in the sequence's blocks, from its last sampled token on."""
     table_BS: npt.NDArray[np.int64]
     slots: Sequence[int]
     temperatures: Sequence[float]
@@ -92,34 +92,35 @@ class Completing:
     samples: Sequence[int]
     is_seeded: Sequence[bool]
     places: Sequence[int]
-    """Tokens drawn before."""
+    """Number of tokens sampled before."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """What steps of `Completing` gave, by sequence."""
+    """Results of decode steps, by sequence."""
 
     drawn: list[Drawn]
     drafts: list[list[int]]
-    """Behind the last step."""
+    """New drafts, made in the last step."""
     num_accepted_BN: npt.NDArray[np.int64]
-    """In each step."""
+    """Accepted drafts in each step."""
     num_drafts_BN: npt.NDArray[np.int64]
     experts_BNJLK: Tensor | None
-    """Of every row of each step."""
+    """Experts of every row of each step."""
     is_token_BNJ: npt.NDArray[np.bool_]
-    """Which rows drew a token that counts."""
+    """Rows whose token is part of the completion."""
 
     def drafted(self, num_taken_B: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """How many drafts there were, and how many stood, in each step of which a token was wanted."""
+        """Number of drafts and of accepted drafts in each step that gave at least one of the first `num_taken_B`
+        tokens."""
         num_drawn_BN = 1 + self.num_accepted_BN
         is_wanted_BN = num_drawn_BN.cumsum(1) - num_drawn_BN < num_taken_B[:, None]
         return self.num_drafts_BN[is_wanted_BN], self.num_accepted_BN[is_wanted_BN]
 
 
 class PlainNetwork:
-    """The network as it is trained, over the paged cache: the twin of those that join operations, in fused.py for CUDA
-    and in joined.py for bfloat16 on a CPU."""
+    """The training network over the paged cache: the reference for the fused networks in fused.py (CUDA) and joined.py
+    (bfloat16 on a CPU)."""
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
@@ -140,10 +141,10 @@ class Runner:
             model.config, config.num_blocks, config.block_tokens, weight.device, weight.dtype, self.num_modules
         )
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        # One slot more, of sequences that only fill up a batch.
+        # One extra slot for padding sequences.
         shape = (config.max_running + 1, self.num_modules, model.config.vocab_size)
         self._logq_SKV = torch.zeros(shape, device=weight.device, dtype=dtype)
-        """What the drafts that wait for verification were drawn from, by the slot of their request."""
+        """Log-probabilities that unverified drafts were sampled from, by the slot of their request."""
         is_fused = fused.serves(self.cache)
         self._network: Network = PlainNetwork(model)
         if is_fused:
@@ -156,28 +157,29 @@ class Runner:
             self._step = DecodeGraphs(decoder, config.max_running, weight.device)
         self._most_steps = config.ahead_steps
         self.decodes_whole = is_fused and fused.is_capturable(model)
-        """Whether `decode` is faster than its parts."""
+        """Whether `decode` is faster than the separate calls."""
         reason = fused.slow_reason(model.config, weight.device.type, weight.dtype, config.block_tokens)
         if reason is not None and weight.dtype != torch.float64:
             warn_once(_log, reason)
 
     @property
     def num_captured(self) -> int:
-        """CUDA graphs there are: one more after a step that took the time of a capture."""
+        """Number of captured CUDA graphs; it grows in a step that spent time on a capture."""
         return self._step.num_captured if isinstance(self._step, DecodeGraphs) else 0
 
     def copy(self, copies: Sequence[Copy]) -> None:
         self.cache.copy(copies)
 
     def decode(self, batch: Completing, depth: int, num_steps: int) -> "Decoded":
-        """Whole steps, several in a row: of each sequence its next tokens and `depth` new drafts behind them. All are
-        greedy or none, without penalties and nothing cut off; the modules have run over what the main model has."""
+        """Runs `num_steps` decode steps; returns each sequence's next tokens and `depth` new drafts. All sequences are
+        greedy or none is; none uses penalties or truncation; the modules have run over all tokens the main model has
+        computed."""
         nums = [len(drafts) for drafts in batch.drafts]
         num_drafts, num_blocks = max(depth, *nums), batch.table_BS.shape[1]
         shape = Shape(len(nums), num_drafts, depth, num_blocks, batch.temperatures[0] == 0, self._most_steps)
         integers = np.zeros((len(nums), shape.num_integers), np.int64)
         fields = (batch.tokens, batch.starts, nums, batch.rooms, batch.slots, batch.is_seeded, batch.starts)
-        # The last field stays 0: blocks that hold drafts alone were given back, and the depth may be another.
+        # The last field stays 0: the blocks that held only drafts were freed, and the depth may have changed.
         integers[:, : len(fields)] = np.array(fields, np.int64).T
         if num_drafts:
             padded = [[*drafts, *[0] * (num_drafts - num)] for drafts, num in zip(batch.drafts, nums, strict=True)]
@@ -206,7 +208,8 @@ class Runner:
         )
 
     def main(self, tokens: Sequence[int], spans: Sequence[Span]) -> tuple[Tensor, Tensor | None]:
-        """`spans` in the order of `arranged`, and their tokens; what the head takes, and the experts."""
+        """Runs the main model over `tokens`, whose `spans` are in the order of `arranged`; returns the LM head's input
+        and the experts."""
         plan = planned(self.cache, spans)
         state_ND, hidden_ND, experts_NLK = self._network.main(self._put(tokens), plan)
         if self.num_modules:
@@ -214,7 +217,7 @@ class Runner:
         return hidden_ND, experts_NLK
 
     def sample(self, hidden_ND: Tensor, candidates: Sequence[Candidate]) -> list[Drawn]:
-        """The next tokens of each: the drafts that stand, and one more."""
+        """Samples the next tokens of each candidate: its accepted drafts and one more."""
         rows = [row for candidate in candidates for row in candidate.rows]
         hidden_rows = [
             candidate.last - back for candidate in candidates for back in range(len(candidate.drafts), -1, -1)
@@ -245,7 +248,7 @@ class Runner:
         return Drafts(self._put(tokens), self._put([len(candidate.drafts) for candidate in candidates]), logq_BKV)
 
     def look_ahead(self, sequences: Sequence[Lookahead], depth: int) -> list[list[int]]:
-        """Run the first `depth` modules; the drafts of each sequence."""
+        """Run the first `depth` MTP modules; returns the drafts of each sequence."""
         draft_BK = torch.zeros((len(sequences), depth), dtype=torch.int64, device=self.cache.device)
         for module in range(depth):
             self._run_module(module, sequences, draft_BK)
@@ -277,7 +280,8 @@ class Runner:
     def _tokens(
         self, module: int, sequences: Sequence[Lookahead], members: Sequence[int], draft_BK: Tensor
     ) -> tuple[Tensor, list[int], Tensor, Tensor]:
-        """The tokens that a module runs, with the drafts of those before it; who drafts, and in which row."""
+        """Returns the tokens that a module runs, including drafts of earlier modules; which sequences draft, as list
+        and tensor; and the row of each draft."""
         tokens: list[int] = []
         drafters, last_rows = [], []
         for place in members:
@@ -299,7 +303,7 @@ class Runner:
 
 
 def _reals(shape: Shape, batch: Completing) -> npt.NDArray[np.float64]:
-    """What a graph takes besides integers: temperatures, and the numbers that decide."""
+    """The float inputs of a decode step: temperatures and random numbers."""
     temperature_B1 = np.array(batch.temperatures, np.float64)[:, None]
     if shape.is_greedy:
         return temperature_B1

@@ -1,14 +1,14 @@
-"""Logits in; a token of each row out, with its log-probability under what it was drawn from and under the bare softmax.
+"""Logits in; one sampled token per row out, with its logprob under the sampling distribution and under the raw softmax.
 
     x = logits                        raw: log softmax(x)
     x = penalised(x)                  repetition, then frequency and presence
-    x = x / temperature               0: the likeliest token alone
-    x = −∞ where cut off              min_p, then top_k, then top_p of what is left; ties go to the lower id
-    drawn from softmax(x)             by inverse CDF in the order of the ids
+    x = x / temperature               0: argmax
+    x = −∞ where truncated            min_p, then top_k, then top_p of what is left; ties go to the lower id
+    sampled from softmax(x)           by inverse CDF in the order of the ids
 
-The number that draws token t of sample s is a function of (seed, s, t) and of nothing else (Philox 4x32-10, a
-counter-based generator), so neither batching nor preemption changes what is drawn. Drafts and their verification
-(speculation.py) have streams of numbers of their own.
+The random number for token t of sample s is a function of (seed, s, t) alone (Philox 4x32-10, a counter-based
+generator), so neither batching nor preemption changes what is sampled. Drafts and their verification (speculation.py)
+use separate streams of random numbers.
 
 Shapes: B rows, V vocabulary.
 """
@@ -40,18 +40,18 @@ Words = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uin
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How the next token of one sequence is drawn."""
+    """How the next token of one sequence is sampled."""
 
     sampling: Sampling
     seed: int
     sample: int
     place: int
-    """Tokens drawn before it."""
+    """Number of tokens sampled before it."""
     prompt_ids: Sequence[int] = ()
-    """This and the next are looked at only where there are penalties."""
+    """Read, like `sampled_ids`, only if there are penalties."""
     sampled_ids: Sequence[int] = ()
     is_seeded: bool = False
-    """Whether whoever asked relies on the number that draws: a draft may then not change the token."""
+    """Whether the request gave a seed: then a draft must not change the token."""
 
 
 class Drawn(NamedTuple):
@@ -96,7 +96,7 @@ def penalised(x_BV: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def distribution(x_BV: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Log-probability of every token under what it is drawn from, −∞ where it is cut off; of penalised logits."""
+    """Log-probability of every token under the sampling distribution, −∞ where truncated, from penalised logits."""
     x_BV = tempered(x_BV, x_BV.new_tensor([row.sampling.temperature or 1.0 for row in rows]))
     cut = [place for place, row in enumerate(rows) if _is_cut(row.sampling)]
     if cut:
@@ -107,13 +107,15 @@ def distribution(x_BV: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def tempered(x_BV: Tensor, temperature_B: Tensor) -> Tensor:
-    """Logits by their temperatures, the largest of each row 0: then none, however low, makes one infinite."""
+    """Divides logits by temperature after shifting each row's maximum to 0, so that no temperature, however low, gives
+    infinity."""
     temperature_B = temperature_B.to(x_BV.dtype).clamp(min=torch.finfo(x_BV.dtype).tiny)
     return (x_BV - x_BV.amax(-1, keepdim=True)) / temperature_B[:, None]
 
 
 def kept(x_BV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Which tokens may be drawn: each rule keeps the first few in order of probability, and so do all together."""
+    """Mask of the tokens that may be sampled: each rule keeps a prefix in order of probability, and so do all
+    together."""
     vocab_size = x_BV.shape[1]
     sorted_BV, order_BV = x_BV.sort(stable=True, dim=-1, descending=True)
     rank_V = torch.arange(vocab_size, device=x_BV.device)
@@ -128,12 +130,12 @@ def kept(x_BV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 
 
 def pick(logprob_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """The first token, in order of the ids, at which the cumulated probability exceeds the number. In float64, whose
-    steps are far below any probability that matters; the total is what rounding makes it, and so is never missed."""
+    """The first token id at which the cumulative probability exceeds the random number. In float64, whose rounding is
+    far below any probability that matters; scaled by the rounded total, so that the search never passes the end."""
     cumulated_BV = logprob_BV.double().exp().cumsum(-1)
     threshold_B = uniform_B * cumulated_BV[:, -1]
     token_B = torch.searchsorted(cumulated_BV, threshold_B[:, None], right=True)[:, 0]
-    # Only logits that are no numbers get past the last id.
+    # Only NaN logits get past the last id.
     return token_B.clamp(max=logprob_BV.shape[1] - 1)
 
 
@@ -145,7 +147,7 @@ def numbers(rows: Sequence[Row], stream: Stream, device: torch.device) -> Tensor
 def uniforms(
     seeds: Sequence[int], samples: Sequence[int], places: npt.ArrayLike, stream: Stream | Sequence[Stream] = "token"
 ) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) of 52 bits: times any total, they stay below it. One of each row, or a row of them: places
+    """Random numbers in [0, 1) with 52 bits: times any total, they stay below it. One for each row, or several: places
     (rows, numbers), and a stream for each number."""
     place, shape = np.asarray(places, np.uint64), (-1, *[1] * (np.ndim(places) - 1))
     seed = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64).reshape(shape)
@@ -157,7 +159,7 @@ def uniforms(
 
 
 def philox(counter: Words, key: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]) -> Words:
-    """Philox 4x32-10 (Salmon et al. 2011) of many counters at once; words of 32 bits in 64."""
+    """Philox 4x32-10 (Salmon et al. 2011) of many counters at once; 32-bit words in 64 bits."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):
@@ -168,7 +170,7 @@ def philox(counter: Words, key: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uin
 
 
 def is_bare(sampling: Sampling) -> bool:
-    """Whether temperature alone shapes what is drawn from."""
+    """Whether temperature is the only sampling parameter in effect."""
     is_whole = sampling.top_p == 1 and sampling.top_k == 0 and sampling.min_p == 0
     return (is_whole or sampling.temperature == 0) and not sampling.is_penalised
 
@@ -178,7 +180,7 @@ def _is_cut(sampling: Sampling) -> bool:
 
 
 def _counts(ids: Sequence[Sequence[int]], x_BV: Tensor) -> Tensor:
-    """How often each token is there, row by row, shaped as `x_BV`."""
+    """Occurrences of each token, row by row, shaped as `x_BV`."""
     place_B = np.arange(len(ids)) * x_BV.shape[1]
     flat = np.repeat(place_B, [len(row) for row in ids]) + np.array([token for row in ids for token in row], np.int64)
     where = torch.from_numpy(flat).to(x_BV.device)
@@ -186,5 +188,5 @@ def _counts(ids: Sequence[Sequence[int]], x_BV: Tensor) -> Tensor:
 
 
 def at(x_BV: Tensor, token_B: Tensor) -> Tensor:
-    """Of each row the value of its token."""
+    """The value at each row's token."""
     return x_BV.gather(-1, token_B[..., None])[..., 0]

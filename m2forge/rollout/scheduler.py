@@ -1,16 +1,16 @@
-"""Which tokens of which requests a step computes.
+"""Chooses the requests and tokens that a step computes.
 
-A step holds, within its budget of tokens: the next token of every request that is being completed, then parts of
-prompts that are being read and of those that are let in. Requests are served in order of priority, then of age. Where
-blocks run out, whoever is last gives all of its own up and waits, with the tokens it has drawn, to be read again; so
-the first always goes on, and everybody ends. A request is let in when the blocks for all of its tokens are there, and
-may push out requests of lower priority for it.
+Within its token budget, a step holds the next token of every decoding request, then chunks of prompts in prefill and of
+newly admitted ones. Requests are served by priority, then by age. When blocks run out, the last request in this order
+is preempted: its blocks are freed, its sampled tokens kept, and it is prefilled again later. So the first request
+always advances and every request ends. A request is admitted when there are blocks for all of its tokens; it may
+preempt requests of lower priority.
 
-A request that is about to read what another one is just reading waits for that one's blocks instead: the samples of a
-prompt, and prompts that begin alike, read what they share once.
+A request whose next block another request is already prefilling waits for that block instead of computing it: samples
+of one prompt, and prompts with a common prefix, prefill the shared part once.
 
-Drafts are verified with what is left, tokens and blocks, when all others have theirs: they push nobody out. Blocks
-beyond the tokens that are computed are given back as soon as a step is done.
+Drafts are verified with the tokens and blocks that remain; they preempt no request. Blocks beyond the computed tokens
+are freed at the end of each step.
 """
 
 from bisect import insort
@@ -25,9 +25,9 @@ from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.request import Request
 
 Copy = tuple[int, int]
-"""(from, to): indices of blocks."""
+"""(source, target) block indices."""
 Reading = tuple[Block | None, tuple[int, ...]]
-"""The tokens of a whole block, and the block before them."""
+"""The block before a full block, and the full block's tokens."""
 
 
 class Scheduler:
@@ -37,20 +37,20 @@ class Scheduler:
         self.pool = BlockPool(config.num_blocks, config.block_tokens)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
-        """Both in the order in which they are served."""
+        """Requests that wait for admission; like `running`, in scheduling order."""
         self.copies: list[Copy] = []
-        """Blocks whose contents the step needs copied before it writes anything, in this order."""
+        """Block copies that the step makes, in this order, before it writes to the cache."""
         self.num_preempted = 0
         self.num_cached = 0
-        """Tokens that were there when a request was let in, over all."""
+        """Total prefix cache hits, in tokens, over all admissions."""
         self._started: set[str] = set()
         self._step: dict[Request, int] = {}
         self._budget = 0
         self._slots = list(range(config.max_running))[::-1]
-        """Those that no request has."""
+        """Free slots."""
         num_columns = num_blocks_for(self.max_context, config.block_tokens)
         self.tables = np.zeros((config.max_running, num_columns), np.int64)
-        """By slot: the indices of the blocks that its request holds, and behind them of any."""
+        """Block tables by slot: the request's block indices, followed by stale entries."""
 
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=_order)
@@ -62,16 +62,16 @@ class Scheduler:
             self.waiting.remove(request)
 
     def forget(self, id: str) -> None:
-        """All requests of a prompt are done."""
+        """Drop the record that a prompt has started, once all its requests are done."""
         self._started.discard(id)
 
     def has_started(self, id: str) -> bool:
-        """Whether any sample of the prompt has ever run."""
+        """Whether any sample of the prompt was ever admitted."""
         return id in self._started
 
     @property
     def num_coming(self) -> int:
-        """Sequences that will run together when all that wait are read, as far as seats go."""
+        """Sequences that will run once all waiting requests are prefilled, at most `max_running`."""
         return min(len(self.running) + len(self.waiting), self.config.max_running)
 
     def preempt_all(self) -> None:
@@ -80,14 +80,14 @@ class Scheduler:
             self.add(request)
 
     def schedule(self, version: PolicyVersion, *, admits: bool = True) -> dict[Request, int]:
-        """How many tokens of each request to compute, whose blocks it holds then. `admits`: whether prompts that have
-        not started may be let in."""
+        """Returns the number of tokens to compute for each request, and gives each the blocks for them. `admits`:
+        whether prompts that have not started may be admitted."""
         self._step, self._budget, self.copies = {}, self.config.step_tokens, []
         completing, reading = list[Request](), list[Request]()
         for request in self.running:
             (completing if request.num_left == 1 else reading).append(request)
         for request in completing:
-            if request.blocks:  # else it was preempted for another one
+            if request.blocks:  # else it was preempted
                 self._continue(request)
         for request in reading:
             if self.waiting and _is_lower(request, self.waiting[0]):
@@ -103,12 +103,12 @@ class Scheduler:
         return self._step.copy()
 
     def advance(self, request: Request, num_tokens: int, version: PolicyVersion) -> None:
-        """The tokens that the step held for it are computed: blocks that are full by now can be shared."""
+        """Note that the step computed `num_tokens` of the request, and publish its newly filled blocks for sharing."""
         size = self.config.block_tokens
         num_full = request.num_computed // size
         request.note_computed(num_tokens, version)
         if request.num_computed // size == num_full or len(request.computed_by) > 1:
-            return  # what several weights computed is no other request's
+            return  # blocks computed by several versions are not shared
         for place in range(num_full, request.num_computed // size):
             self._publish(request, place, request.ids[place * size : (place + 1) * size])
 
@@ -121,11 +121,12 @@ class Scheduler:
         self._set_block(request, place, block)
 
     def table(self, request: Request) -> npt.NDArray[np.int64]:
-        """The indices of its blocks."""
+        """The request's block table."""
         return self.tables[request.slot, : len(request.blocks)]
 
     def table_of(self, slots: Sequence[int], num_tokens: int) -> npt.NDArray[np.int64]:
-        """The blocks of several, as many as hold `num_tokens`, up to a power of four: few widths, few graphs."""
+        """The block tables of several slots, wide enough for `num_tokens`, rounded up to a power of four blocks: few
+        widths need few CUDA graphs."""
         num_bits = (num_blocks_for(num_tokens, self.config.block_tokens) - 1).bit_length()
         num_blocks = 1 << (num_bits + num_bits % 2)
         return self.tables[slots, :num_blocks]
@@ -133,20 +134,20 @@ class Scheduler:
     # -- drafts -------------------------------------------------------------------------------------------------------
 
     def lend(self, request: Request, num_drafts: int) -> int:
-        """Blocks for drafts behind the computed tokens, until `trim`; for how many of them there are any."""
+        """Take blocks for drafts after the computed tokens, until `trim`; returns how many drafts fit."""
         num_drafts = min(num_drafts, self._room(request), self.max_context - request.num_computed)
         self._take(request, num_drafts)
         return num_drafts
 
     def trim(self, request: Request) -> None:
-        """Take back the blocks that hold no computed token."""
+        """Free the blocks that hold no computed token."""
         num_needed = num_blocks_for(max(request.num_computed, 1), self.config.block_tokens)
         if len(request.blocks) > num_needed:
             self.pool.release(request.blocks[num_needed:])
             del request.blocks[num_needed:]
 
     def note_foreseen(self, request: Request, depth: int, num_tokens: int) -> None:
-        """The first `depth` modules have run over so many of its tokens."""
+        """Note that the first `depth` MTP modules have run over the request's first `num_tokens` tokens."""
         for module in range(depth):
             before, after = request.num_foreseen[module], max(request.num_foreseen[module], num_tokens)
             for block in request.blocks[before // self.config.block_tokens : after // self.config.block_tokens]:
@@ -154,11 +155,11 @@ class Scheduler:
             request.num_foreseen[module] = after
 
     def _foresee_less(self, request: Request, num_modules: int, num_tokens: int) -> None:
-        """Only the first modules have run over what comes behind `num_tokens`."""
+        """Note that only the first `num_modules` modules have run over the tokens after `num_tokens`."""
         for module in range(num_modules, len(request.num_foreseen)):
             request.num_foreseen[module] = min(request.num_foreseen[module], num_tokens)
 
-    # -- those that run -----------------------------------------------------------------------------------------------
+    # -- running requests ---------------------------------------------------------------------------------------------
 
     def _continue(self, request: Request) -> None:
         num_tokens = min(request.num_left, self._budget)
@@ -167,18 +168,18 @@ class Scheduler:
             return
         while self._num_missing(request, num_tokens) > self.pool.num_available and self.running[-1] is not request:
             self._preempt(self.running[-1])
-        # The last one takes what is there, and waits with what it holds for more.
+        # The last request takes the blocks that remain and keeps them while it waits for more.
         self._grant(request, min(num_tokens, self._room(request)))
 
     def _room(self, request: Request) -> int:
-        """Places for more tokens, if it took all blocks that are available."""
+        """Tokens that still fit if the request took all available blocks."""
         return (len(request.blocks) + self.pool.num_available) * self.config.block_tokens - request.num_computed
 
     def _num_missing(self, request: Request, num_tokens: int) -> int:
         return num_blocks_for(request.num_computed + num_tokens, self.config.block_tokens) - len(request.blocks)
 
     def _grant(self, request: Request, num_tokens: int) -> None:
-        """Let it compute so many tokens in this step, those included that it was granted already."""
+        """Schedule `num_tokens` of the request in this step, including those granted before."""
         if num_tokens < 1:
             return
         if request.num_computed + num_tokens > len(request.blocks) * self.config.block_tokens:
@@ -206,7 +207,7 @@ class Scheduler:
     def _withdraw(self, request: Request) -> None:
         num_full, num_tail = divmod(request.num_computed, self.config.block_tokens)
         if num_tail and len(request.computed_by) == 1:
-            # It fills no block, but may still serve whoever goes on from there.
+            # A partial block can still serve a request with the same prefix.
             self._publish(request, num_full, request.ids[request.num_computed - num_tail : request.num_computed])
         self.pool.release(request.blocks)
         request.blocks, request.num_computed, request.computed_by = [], 0, []
@@ -215,10 +216,10 @@ class Scheduler:
         self.running.remove(request)
         self._budget += self._step.pop(request, 0)
 
-    # -- those that wait ----------------------------------------------------------------------------------------------
+    # -- waiting requests ---------------------------------------------------------------------------------------------
 
     def _admit(self, version: PolicyVersion, admits: bool, above: Request | None = None) -> None:
-        """`above`: whom those that are let in must have a higher priority than."""
+        """Admit waiting requests; with `above`, only those of higher priority than `above`."""
         promised = {self._reading(request, version) for request in self.running} - {None}
         for request in self.waiting.copy():
             if self._budget < 1 or (above is not None and not _is_lower(above, request)):
@@ -237,7 +238,7 @@ class Scheduler:
             promised.discard(None)
 
     def _reading(self, request: Request, version: PolicyVersion) -> Reading | None:
-        """The block that a request is going to publish next, if its tokens are known."""
+        """The block that the request will publish next, if its tokens are known."""
         if any(computed_by != version for _, computed_by in request.computed_by):
             return None
         num_full = request.num_computed // self.config.block_tokens
@@ -249,7 +250,7 @@ class Scheduler:
         return (last[0] if last else None, tuple(tokens)) if len(tokens) == size else None
 
     def _make_room(self, request: Request, match: Match) -> bool:
-        """Whether it can be let in, after lower priorities have given up what it takes."""
+        """Preempt requests of lower priority if needed; returns whether the request can be admitted."""
         num_needed = num_blocks_for(len(request.ids), self.config.block_tokens) - len(match.blocks)
 
         def num_taken() -> int:
@@ -261,7 +262,7 @@ class Scheduler:
         if not lacks():
             return True
         lower = [other for other in self.running if _is_lower(other, request)]
-        most = self.pool.num_available + sum(len(other.blocks) for other in lower)  # less where they share some
+        most = self.pool.num_available + sum(len(other.blocks) for other in lower)  # less if they share blocks
         while lacks() and lower and num_taken() <= most:
             self._preempt(lower.pop())
         return not lacks()
@@ -278,7 +279,7 @@ class Scheduler:
             self._foresee_less(request, block.num_modules, place * self.config.block_tokens)
             self._add_block(request, block)
         if match.tail is not None:
-            # The copy runs before anything is written, so that what it reads may even be evicted by now.
+            # The copy runs before any write of the step, so its source may already be evicted.
             self._add_block(request, self.pool.take())
             self.copies.append((match.tail.index, request.blocks[-1].index))
             num_there += match.num_tail
@@ -301,7 +302,7 @@ class Scheduler:
         }
 
     def audit(self) -> None:
-        """Check the accounting of blocks, and that every request has the blocks it needs and no other."""
+        """Check the block accounting, and that every request holds exactly the blocks it needs."""
         self.pool.audit(request.blocks for request in self.running)
         for requests in (self.running, self.waiting):
             assert requests == sorted(requests, key=_order)
@@ -330,5 +331,5 @@ def _order(request: Request) -> tuple[int, int, int]:
 
 
 def _is_lower(request: Request, other: Request) -> bool:
-    """Whether its priority is lower: age alone pushes nobody out."""
+    """Whether the request's priority is lower; requests never preempt by age alone."""
     return request.prompt.priority < other.prompt.priority

@@ -1,4 +1,4 @@
-"""A model folder, served until the process is told to stop."""
+"""Serves a model folder until the process is asked to stop."""
 
 import asyncio
 import gc
@@ -35,11 +35,10 @@ _DTYPES = {
 def serve_model(
     folder: Path, config: ServeConfig, key: str, announce: Callable[[str], None], listener: socket.socket | None = None
 ) -> None:
-    """Serve `folder` to clients that send `key`; `announce` gets the address once requests are taken there.
-    `listener`: a socket that listens, instead of where the configuration says. Raises the `EngineError` of an engine
-    that failed, after every request was answered with it: a process whose engine cannot serve any more must end to be
-    restarted."""
-    # Before the weights are read: an address that is taken should be told at once.
+    """Serve `folder` to clients that send `key`; calls `announce` with the address once the server listens. `listener`:
+    a listening socket to use instead of the configured address. Raises the `EngineError` of a failed engine after every
+    request has received it, so that the process ends and can be restarted."""
+    # Bind before loading the weights, so that an address in use fails at once.
     with bind(config.server) if listener is None else listener as listener:
         engine = NativeEngine(make_core(folder, config))
         spare_collector()
@@ -64,15 +63,15 @@ def serve_model(
 
 
 def spare_collector() -> None:
-    """Let the search for cyclic garbage pass over what is here to stay: libraries, network, cache. It would look at all
-    of it now and then, for 0.14 s, while a batch waits."""
+    """Exclude permanent objects (libraries, network, cache) from garbage collection, which would scan all of them from
+    time to time, for 0.14 s, while a batch waits."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
 
 
 def make_core(folder: Path, config: ServeConfig) -> Core:
-    """The engine of the model in `folder`, with its tokenizer if it has one."""
+    """The engine core of the model in `folder`, with its tokenizer if it has one."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: torch sees no GPU; serve on the CPU with device = cpu")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
@@ -84,8 +83,8 @@ def make_core(folder: Path, config: ServeConfig) -> Core:
 
 
 def _find_decode(folder: Path) -> Decode | None:
-    """Only stop texts need it, and are refused without. Exact, because only vocabularies of bytes are loaded: there the
-    text of tokens is the text of each, one after the other."""
+    """The decode function for stop texts, which are rejected without one. Exact, because only byte-level vocabularies
+    are loaded: the text of a token sequence is the concatenation of each token's bytes."""
     try:
         tokenizer = load_tokenizer(folder)
     except NotFoundError:
@@ -101,7 +100,7 @@ def _find_decode(folder: Path) -> Decode | None:
 
 
 def _bytes_of(tokenizer: Tokenizer, id: int) -> bytes:
-    """Networks know a few more ids than their tokenizers, to be of a round size; these have no text."""
+    """A token's bytes; empty for ids beyond the tokenizer, which pad a network's vocabulary to a round size."""
     try:
         return tokenizer.decode_bytes((id,))
     except NotFoundError:

@@ -1,13 +1,13 @@
-"""An engine by HTTP.
+"""HTTP server of an engine.
 
-    POST /generate   a prompt in (see `wire`), its chunks out: a line of JSON for each, as server-sent events if the
+    POST /generate   a prompt in (see `wire`), its chunks out: one line of JSON each, as server-sent events if the
                      client accepts those, or {"samples": [...]} at the end if it asks for "stream": false
     POST /weights    {"folder", "version": {"lineage", "step", "branch"}}: load the weights of a folder of this machine
     GET  /health     the version and the number of running requests; 503 once the engine has failed, until `serve` ends
     GET  /metrics    counters, in the text format of Prometheus
 
-Every route asks for the server's key, and for what else `guard` says. A prompt that cannot be served is answered 400
-before anything is streamed, a failed engine 503. When the client hangs up, its request is aborted.
+Every route requires the server's key and passes the other checks of `guard`. A prompt that cannot be served gets 400
+before streaming begins, a failed engine 503. If the client disconnects, its request is aborted.
 """
 
 import asyncio
@@ -42,22 +42,22 @@ T = TypeVar("T")
 
 EVENT_STREAM, LINES = "text/event-stream", "application/x-ndjson"
 CLIENT_GONE = 499
-"""Status of a response that nobody reads, for the log."""
+"""Logged status of a response to a client that has disconnected."""
 GRACE_S = 5
-"""How long requests that are under way may go on after the server was told to stop."""
+"""Time that requests in flight get to finish after the server is asked to stop."""
 
 _log = logging.getLogger(__name__)
 
 
 @runtime_checkable
 class Measured(Protocol):
-    """An engine with figures of its own."""
+    """An engine with its own metrics."""
 
     async def metrics(self) -> dict[str, float]: ...
 
 
 class HungUp(Exception):
-    """The client has left."""
+    """The client has disconnected."""
 
 
 def make_app(engine: Engine, config: ServerConfig, key: str) -> Guard:
@@ -76,12 +76,12 @@ def make_app(engine: Engine, config: ServerConfig, key: str) -> Guard:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A socket that listens where the configuration says."""
+    """A listening socket at the configured address."""
     return listen(config.host, config.port, backlog=1024)
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:
-    """To be run by `serve(sockets=[listener])`."""
+    """Run it with `serve(sockets=[listener])`."""
     return uvicorn.Server(
         uvicorn.Config(
             app, ws="none", lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S
@@ -103,7 +103,7 @@ class _Service:
             chunks = self._engine.generate(body.prompt())
             if not body.stream:
                 return JSONResponse(await _unless_gone(request, self._answer(chunks, body.num_samples, started_s)))
-            # The first chunk decides whether this is an answer: an error has no status once the stream has begun.
+            # Wait for the first chunk: once the stream has begun, an error can no longer set the status.
             first = await _unless_gone(request, anext(chunks))
         except Exception as error:
             self._note_failure(error)
@@ -161,7 +161,7 @@ class _Service:
         return {"samples": [wire.write_chunk(merge_chunks(found)) for found in samples]}
 
     async def _read(self, request: Request) -> bytes:
-        """The body, as long as it is not too long."""
+        """Reads the body, up to `max_body_bytes`."""
         body = bytearray()
         try:
             async for piece in request.stream():
@@ -181,7 +181,7 @@ class _Service:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client hangs up meanwhile."""
+    """The result of `work`, which is cancelled if the client disconnects."""
 
     async def hang_up() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""How a model is served by HTTP: the engine behind, and what the server takes.
+"""Config of the HTTP inference server and of the engine behind it.
 
 [server]
 port = 8400
@@ -16,28 +16,28 @@ from m2forge.rollout.config import RolloutConfig
 
 class ServerConfig(Config):
     host: str = "127.0.0.1"
-    """Address to listen on; by default only this machine reaches it."""
+    """Address to listen on; the default accepts connections from this machine only."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8400
-    """0 takes any that is free."""
+    """Port to listen on; 0 takes any free one."""
     max_body_bytes: Annotated[int, Field(gt=0)] = 32 << 20
-    """A request's body, at most."""
+    """Largest size of a request's body."""
     max_samples: Annotated[int, Field(gt=0)] = 256
-    """Completions of one request, at most."""
+    """Largest number of completions of one request."""
     hosts: tuple[str, ...] = ()
     """Names and addresses under which clients reach the server, besides this machine's loopback and `host`; requests
-    whose Host header gives another are refused. On host 0.0.0.0 every IP address is taken as well."""
+    with another Host header are rejected. On host 0.0.0.0 every IP address is also accepted."""
 
 
 class ServeConfig(Config):
     lineage: str = ""
-    """The run whose weights these are; by default named after the folder."""
+    """The run that trained the weights; by default the folder's name."""
     step: Annotated[int, Field(ge=0, le=MAX_INT32)] = 0
-    """Optimizer steps behind these weights within the run."""
+    """Optimizer steps of the run that the weights have had."""
     branch: str = ""
-    """Which trainer process made them, as the name of a published folder has it; see `PolicyVersion`."""
+    """The trainer process that wrote the weights, as in the name of a published folder; see `PolicyVersion`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "stored", "float32", "bfloat16", "float16"] = "auto"
-    """How the engine holds weights and KV cache. auto: as stored, but on a CPU that decodes faster in float32, which a
-    probe at start measures, in float32, in twice the memory."""
+    """Dtype of weights and KV cache. auto: as stored, except that a CPU that decodes faster in float32, measured by a
+    probe at startup, uses float32, in twice the memory."""
     rollout: RolloutConfig = RolloutConfig()
     server: ServerConfig = ServerConfig()

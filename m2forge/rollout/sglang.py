@@ -1,21 +1,21 @@
-"""An engine behind SGLang's server.
+"""Client of an engine behind SGLang's server.
 
-`POST /generate` with `input_ids`, streamed. Each completion is an entry of its own in one batch, under an id of its own
-(`rid`), so that it can be aborted by name and has a seed of its own; SGLang's cache shares the prompt. Its events carry
-all tokens of a completion so far, or only the latest where it runs with `--incremental-streaming-output`; which of
-the two is seen from the count that comes along.
+It sends a streamed `POST /generate` with `input_ids`. Each completion is a separate entry of one batch with its own id
+(`rid`) and seed, so that it can be aborted by id; SGLang's prefix cache shares the prompt. Events carry all tokens of a
+completion so far, or only the latest with `--incremental-streaming-output`; the client tells them apart by the reported
+token count.
 
-SGLang reports the log-probability of a token after temperature and before truncation. Where tokens are truncated or
-penalised it cannot say what they were drawn from, so such a prompt is refused; at a temperature other than 1 the one
-under the bare logits is not known. Seeds count only where it runs with `--enable-deterministic-inference`, which is to
-be told here by `takes_seeds`; else they are refused.
+SGLang reports a token's logprob after temperature and before truncation. With truncation or penalties it cannot report
+the sampling distribution, so such a prompt is rejected; at a temperature other than 1 the logprob under the raw logits
+is unknown. SGLang uses seeds only with `--enable-deterministic-inference`, which the caller declares by `takes_seeds`;
+otherwise seeds are rejected.
 
-It looks for stop ids only together with the model's own end token. Where that one ends a completion and is no stop id
-of the prompt, the request fails, rather than pass for one that stopped as asked. Stop texts it looks for in as many of
-the last tokens as it would itself need for them, so it may miss one that was sampled in more: they are refused.
+SGLang checks stop ids only together with the model's EOS token. If EOS ends a completion and is not one of the prompt's
+stop ids, the request fails instead of appearing to have stopped as asked. SGLang searches stop texts only in as many of
+the last tokens as its own tokenization of them has, so it may miss one sampled in more tokens: stop texts are rejected.
 
-Weights are reloaded by `/update_weights_from_disk`, which also drops the cache. Tokens do not name their weights:
-requests and loads take turns (see `turn`).
+Weights are reloaded by `/update_weights_from_disk`, which also flushes the cache. Tokens carry no policy version:
+requests and weight updates exclude each other (see `turn`).
 """
 
 import asyncio
@@ -37,18 +37,19 @@ from m2forge.rollout.turn import Turns, deadline_of, within_deadline
 _ALL_TOKENS = -1
 """SGLang's top_k for no limit."""
 _LOWEST_TEMPERATURE = 1e-6
-"""SGLang takes any lower one for 0."""
+"""SGLang treats any lower temperature as 0."""
 _NUM_SEEDS = 1 << 62
-"""It keeps them in 64 bits with their sign."""
+"""SGLang stores seeds as signed 64-bit integers."""
 
 
 class SGLangEngine:
-    """See `Engine`. It should be the only one that changes the server's weights."""
+    """See `Engine`. No other client should change the server's weights."""
 
     def __init__(
         self, url: str, version: PolicyVersion, *, api_key: str | None = None, takes_seeds: bool = False
     ) -> None:
-        """`version` is what the server's weights are. `takes_seeds`: it runs with --enable-deterministic-inference."""
+        """`version`: the policy version of the server's weights. `takes_seeds`: it runs with
+        --enable-deterministic-inference."""
         self._client = Client(url, key=api_key, read_error=_read_error)
         self._turns, self._takes_seeds = Turns(version), takes_seeds
 
@@ -64,7 +65,7 @@ class SGLangEngine:
                 yield chunk
 
     async def load(self, folder: Path, version: PolicyVersion) -> None:
-        """Requests that are under way finish first."""
+        """Waits for requests in flight."""
         if not folder.is_dir():
             raise NotFoundError(f"{folder} is not a folder; give a model folder that the server sees too")
         async with self._turns.load(version):
@@ -84,7 +85,7 @@ class SGLangEngine:
         return EngineState(self._turns.version, running, waiting)
 
     async def close(self) -> None:
-        """Hang up. The server goes on."""
+        """Closes the connections. The server keeps running."""
         await self._client.close()
 
     async def _sample(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
@@ -110,7 +111,7 @@ class SGLangEngine:
         try:
             told, sample, sampling = event["meta_info"], event["index"], prompt.sampling
             reason = _read_reason(told["finish_reason"], prompt.stop_ids)
-            # The latest of the reported, whether these are all so far or the latest alone.
+            # The last `num_fresh` entries, whether the event reports all tokens so far or only the latest.
             num_fresh = told["completion_tokens"] - num_read[sample]
             reported = told.get("output_token_logprobs") or []
             fresh = reported[len(reported) - num_fresh :]
@@ -120,8 +121,8 @@ class SGLangEngine:
             drawn = np.array([entry[0] for entry in fresh], np.float32)
             ids = np.array([entry[1] for entry in fresh], np.int32)
             if reason == FinishReason.LENGTH and ids.size and ids[-1] in prompt.stop_ids:
-                reason = FinishReason.STOP  # of a token that is both, SGLang tells the length
-            is_greedy = sampling.temperature == 0  # then what is reported is under the bare logits
+                reason = FinishReason.STOP  # for a stop id at the length limit SGLang reports length
+            is_greedy = sampling.temperature == 0  # then SGLang reports logprobs under the raw logits
             return Chunk(
                 sample=sample,
                 ids=ids,
@@ -137,7 +138,7 @@ class SGLangEngine:
             raise EngineError(f"{self._client.url} sent an event that cannot be read ({error!r}): {event}") from error
 
     async def _abort(self, rids: list[str]) -> None:
-        # Who is not reached has nothing left to abort, and why the request ends is what should be told.
+        # An unreachable server has nothing to abort, and the original error must not be masked.
         with contextlib.suppress(M2ForgeError):
             for rid in rids:
                 await self._client.post("/abort_request", {"rid": rid}, timeout_s=ANSWER_S)
@@ -188,13 +189,13 @@ def _refuse_unsupported(prompt: Prompt) -> None:
 
 
 def _read_reason(told: Mapping[str, Any] | None, stop_ids: tuple[int, ...]) -> FinishReason | None:
-    """None, or {"type": "stop" | "length" | "abort", ...}; an abort with a status is a refusal or a failure."""
+    """Reads None or {"type": "stop" | "length" | "abort", ...}; an abort with a status is a rejection or a failure."""
     if told is None:
         return None
     if told["type"] == "abort" and told.get("status_code"):
         raise _read_error(told.get("message"), int(told["status_code"]))
     if told["type"] == "stop" and told.get("matched") not in stop_ids:
-        # The model's end token, or "NaN happened".
+        # The model's EOS token, or "NaN happened".
         raise EngineError(
             f"SGLang ended a completion at {told.get('matched')!r}, which is none of the prompt's stop ids "
             f"{list(stop_ids)}; if it is the model's end token, add it to them"

@@ -1,17 +1,17 @@
-"""Drafts of the prediction modules and their verification: tokens come out as if there had been no drafts.
+"""Speculative decoding: verifies the drafts of the MTP modules without changing the distribution of the output.
 
-Draft k of a sequence was drawn from q_k. If the drafts before it stand, the sampler would draw the token at its place
-from p_k; one pass of the main model over all drafts gives every p. With a number u in [0, 1):
+Draft k of a sequence was sampled from q_k. If the drafts before it are accepted, the sampler would sample its position
+from p_k; one pass of the main model over all drafts gives every p. With a random number u in [0, 1):
 
-    draft d stands if                                u · q_k(d) < p_k(d)
-    the first that does not is replaced by a draw of max(p_k − q_k, 0) / Σ max(p_k − q_k, 0)
-    behind drafts that all stand comes a draw of     p
+    draft d is accepted if                           u · q_k(d) < p_k(d)
+    the first rejected one is replaced by a sample of max(p_k − q_k, 0) / Σ max(p_k − q_k, 0)
+    if all are accepted, one more token is sampled from p
 
-so that every token has the distribution p, whatever q was (Leviathan et al., 2023). A good q saves steps, no more.
+so that every token has the distribution p, whatever q was (Leviathan et al., 2023). A good q only saves steps.
 
-Where a seed was given, token t is promised to be a function of the seed: it is drawn from p by the seed's number, as
-without drafts, and a draft stands if it is that token. For greedy sampling the two ways are the same. Drafts are then
-the module's likeliest tokens.
+With a seed, token t must be a function of the seed: it is sampled from p by the seed's random number, as without
+drafts, and a draft is accepted if it equals that token. For greedy sampling both rules are the same. Drafts are then
+the module's argmax tokens.
 
 Shapes: B sequences, K drafts of each at most, J = K + 1 rows of logits, R = B·J, V vocabulary.
 """
@@ -29,9 +29,9 @@ from m2forge.rollout.sampler import Row, at, distribution, numbers, penalised, p
 class Drafts(NamedTuple):
     token_BK: Tensor
     num_B: Tensor
-    """How many of each sequence there are."""
+    """Number of drafts of each sequence."""
     logprob_BKV: Tensor | None
-    """log q; None where all drafts are likeliest tokens."""
+    """log q; None where all drafts are argmax tokens."""
 
     @property
     def is_there_BK(self) -> Tensor:
@@ -39,31 +39,32 @@ class Drafts(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """In [0, 1), by what they decide."""
+    """Random numbers in [0, 1), by what they decide."""
 
     token_BJ: Tensor
     verdict_BJ: Tensor
     draft_BX: Tensor
-    """By the place of the draft behind the tokens there are, however many of the drafts before it stand."""
+    """Indexed by the draft's position after the sampled tokens, however many drafts before it are accepted."""
 
 
 class Verified(NamedTuple):
     token_BJ: Tensor
     logprob_BJ: Tensor
-    """Under p."""
+    """Log-probability under p."""
     raw_logprob_BJ: Tensor
     num_B: Tensor
-    """How many of each sequence's tokens count: the drafts that stand, and one."""
+    """Number of tokens that count in each sequence: the accepted drafts, and one."""
 
 
 def is_free(row: Row) -> bool:
-    """Whether a draft may decide which token is drawn."""
+    """Whether acceptance by u · q < p applies: unseeded, at a temperature above 0."""
     return not row.is_seeded and row.sampling.temperature > 0
 
 
 @torch.no_grad()
 def draft(logits_BV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor | None]:
-    """A draft of each row, and log q. Penalties, which depend on drafts before it, are left to verification."""
+    """Samples a draft for each row; returns it and log q. Penalties, which depend on earlier drafts, are left to
+    verification."""
     free = [is_free(row) for row in rows]
     if not any(free):
         return logits_BV.argmax(-1), None
@@ -77,8 +78,8 @@ def drafted(logits_BV: Tensor, logq_BV: Tensor, number_B: Tensor, is_free_B: Ten
 
 @torch.no_grad()
 def verify(logits_BJV: Tensor, rows: Sequence[Row], drafts: Drafts) -> Verified:
-    """`rows`: of each sequence J, with the drafts before each counted as sampled. A sequence with fewer drafts than
-    others has its last row several times."""
+    """`rows`: J for each sequence, counting the drafts before each row as sampled. A sequence with fewer drafts than
+    others repeats its last row."""
     raw_BJV, shape = raised(logits_BJV), logits_BJV.shape[:2]
     x_RV = penalised(raw_BJV.flatten(0, 1), rows)
     if all(row.sampling.temperature == 0 for row in rows):
@@ -90,7 +91,7 @@ def verify(logits_BJV: Tensor, rows: Sequence[Row], drafts: Drafts) -> Verified:
 
 
 def judged_greedy(raw_BJV: Tensor, x_BJV: Tensor, drafts: Drafts) -> Verified:
-    """A draft stands if it is the likeliest token."""
+    """Accepts a draft if it is the argmax token."""
     token_BJ = x_BJV.argmax(-1)
     logprob_BJ = torch.zeros_like(raw_BJV[..., 0])
     return _verified(raw_BJV, token_BJ, logprob_BJ, drafts, token_BJ[:, :-1] == drafts.token_BK)
@@ -99,7 +100,7 @@ def judged_greedy(raw_BJV: Tensor, x_BJV: Tensor, drafts: Drafts) -> Verified:
 def judged(
     raw_BJV: Tensor, logp_BJV: Tensor, number_BJ: Tensor, verdict_BJ: Tensor, drafts: Drafts, is_free_B: Tensor
 ) -> Verified:
-    """`logp_BJV`: log p. `number_BJ` draws tokens, `verdict_BJ` accepts drafts where they are free to decide."""
+    """`logp_BJV`: log p. `number_BJ` samples tokens; `verdict_BJ` accepts drafts of sequences where `is_free_B`."""
     logq_BKV, draft_BK, shape = drafts.logprob_BKV, drafts.token_BK, logp_BJV.shape[:2]
     if logq_BKV is None:
         token_BJ = pick(logp_BJV.flatten(0, 1), number_BJ.flatten()).view(shape)
@@ -121,8 +122,8 @@ def _verified(raw_BJV: Tensor, token_BJ: Tensor, logprob_BJ: Tensor, drafts: Dra
 
 
 def residual(logp_BKV: Tensor, logq_BKV: Tensor) -> Tensor:
-    """The logarithm of what a rejected draft is replaced from; p itself where rounding leaves nothing of it, and where
-    q is no number, because then no draft stands."""
+    """Log of the distribution that replaces a rejected draft; log p where rounding leaves no mass, and where q is NaN,
+    because then every draft is rejected."""
     gain_BKV = (logp_BKV.exp() - logq_BKV.exp()).clamp(min=0)
     total_BK1 = gain_BKV.sum(-1, keepdim=True)
     return torch.where(total_BK1 > 0, (gain_BKV / total_BK1).log(), logp_BKV)

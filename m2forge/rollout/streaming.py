@@ -1,8 +1,8 @@
-"""Streamed answers by HTTP/1.1 at little cost: a request out, the bytes of its answer as they come.
+"""A minimal HTTP/1.1 client for streamed responses: sends a request, returns the body's bytes as they arrive.
 
-An answer of an engine is many small pieces, and a general client does more for each of them than everybody else on
-its way together. Here a piece costs one slice of what was received. A connection carries one request at a time and is
-used again when its answer was read to the end. Nothing is followed, decoded or sent twice.
+An engine's response is many small chunks, and a general-purpose client spends more time on each than all other code on
+its path. Here a chunk costs one slice of the received bytes. A connection carries one request at a time and is reused
+once its response was read to the end. The client follows no redirects, decodes no content and never retries.
 """
 
 import asyncio
@@ -14,21 +14,21 @@ _END = b"\r\n"
 _HEAD_END = b"\r\n\r\n"
 _MAX_HEAD_BYTES = 64 << 10
 _HIGH_BYTES = 1 << 20
-"""A server that is ahead of its reader by so much has to wait."""
+"""Unread bytes above which reading pauses, so that the server must wait."""
 
 
 class BrokenOffError(OSError):
-    """An answer that ended before its end, or was none."""
+    """The response ended early or is not HTTP."""
 
 
 class Answer(asyncio.Protocol):
-    """One connection, and the answer that comes over it."""
+    """One connection, and the response received over it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.idle_since_s = 0.0
         self.is_lost = False
-        """Whether the connection is gone."""
+        """Whether the connection is closed."""
         self._waiter: asyncio.Future[None] | None = None
         self._is_paused = False
         self._forget()
@@ -36,31 +36,31 @@ class Answer(asyncio.Protocol):
     def _forget(self) -> None:
         self.status = 0
         self._raw = b""
-        """What is not read yet, of which `_pieces` are the next."""
+        """Received bytes that are not parsed yet; `_pieces` follow them."""
         self._pieces: list[bytes] = []
         self._num_needed = 0
-        """Bytes of pieces before another look is of use."""
+        """Bytes still missing before parsing can continue."""
         self._parts: list[bytes] = []
         self._num_bytes = 0
         self._num_left: int | None = None
-        """Bytes of the body that are to come; None where chunks or the connection's end tell."""
+        """Remaining bytes of the body; None if it is chunked or ends with the connection."""
         self._is_chunked, self._stays, self.is_ended = False, False, False
         self._error: Exception | None = None
 
-    # -- for whoever asks ----------------------------------------------------------------------------------------------
+    # -- for the caller ------------------------------------------------------------------------------------------------
 
     def ask(self, head: bytes, body: bytes) -> None:
         self._forget()
         self._transport.writelines((head, body))
 
     async def begin(self) -> int:
-        """The status, once it is there."""
+        """Waits for the status code and returns it."""
         while not self.status:
             await self._wait()
         return self.status
 
     async def read(self) -> bytes:
-        """What came meanwhile of the body; nothing at its end."""
+        """Returns the received bytes of the body, waiting for at least one; empty at its end."""
         while not self._parts:
             if self.is_ended:
                 return b""
@@ -80,7 +80,7 @@ class Answer(asyncio.Protocol):
         return b"".join(parts)
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits is told, after what came before."""
+        """Raise `error` in the waiting reader, after the bytes received before it."""
         if not self.is_ended and self._error is None:
             self._error = error
             self._wake()
@@ -120,7 +120,7 @@ class Answer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._raw:
-            # Put together once, however many pieces a large chunk comes in.
+            # Joined once, however many pieces a large chunk arrives in.
             self._pieces.append(data)
             self._num_needed -= len(data)
             if self._num_needed > 0:
@@ -154,7 +154,7 @@ class Answer(asyncio.Protocol):
             if status >= 200:
                 self._take_headers(_headers(lines), version, status)
                 return True
-            # What comes before the answer says nothing that is of use here.
+            # Interim (1xx) responses are ignored.
         if len(self._raw) > _MAX_HEAD_BYTES:
             raise ValueError(f"a head of more than {_MAX_HEAD_BYTES} bytes")
         return False
@@ -189,7 +189,7 @@ class Answer(asyncio.Protocol):
             start = end + len(_END)
             stop = start + size
             if not size:
-                # Trailers, of which there are none as a rule, end with an empty line.
+                # Trailers, which are rare, end with an empty line.
                 close = start if raw.startswith(_END, start) else raw.find(_HEAD_END, start) + len(_END)
                 if not raw.startswith(_END, close) or close < start:
                     break
@@ -211,7 +211,7 @@ class Answer(asyncio.Protocol):
 
 
 class Connections:
-    """To one server; as many as there are requests under way."""
+    """Connections to one server, one per request in flight."""
 
     def __init__(self, host: str, port: int, *, is_secure: bool, idle_s: float) -> None:
         self._host, self._port, self._idle_s = host, port, idle_s
@@ -221,7 +221,7 @@ class Connections:
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def take(self) -> Answer:
-        """A connection on which nothing is under way. Raises OSError where there is none to be had."""
+        """Returns an idle connection or opens one. Raises OSError if it cannot connect."""
         loop = asyncio.get_running_loop()
         while self._idle:
             answer = self._idle.pop()
@@ -234,7 +234,7 @@ class Connections:
         return answer
 
     def give_back(self, answer: Answer) -> None:
-        """Hangs up unless its answer was read to the end."""
+        """Keeps the connection for reuse, or closes it if its response was not read to the end."""
         self._busy.discard(answer)
         if not answer.is_reusable:
             answer.hang_up()
@@ -246,7 +246,7 @@ class Connections:
             self._sweeper = loop.call_later(self._idle_s, self._sweep)
 
     def close(self) -> None:
-        """What is under way ends as an error."""
+        """Closes all connections; requests in flight fail."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None

@@ -1,7 +1,7 @@
-"""For servers that say neither which weights drew a token nor when time is up.
+"""Version tracking and deadlines for servers that report no policy version and keep no deadline.
 
-`Turns` lets requests and changes of weights take turns, so that all tokens of a request are of one version and it is
-known which. `within_deadline` ends a request at its prompt's deadline, with what is there.
+`Turns` makes requests and weight updates exclude each other, so that all tokens of a request have one known version.
+`within_deadline` ends a request at its prompt's deadline, with the tokens received so far.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class Turns:
         self._doubt: str | None = None
 
     async def wait(self, deadline_s: float | None = None) -> None:
-        """Until no weights are being changed. Raises TimeoutError when the loop's clock reaches `deadline_s`."""
+        """Wait until no weight update is running. Raises TimeoutError when the loop's clock reaches `deadline_s`."""
         async with asyncio.timeout_at(deadline_s):
             while not self._is_open.is_set():
                 await self._is_open.wait()
@@ -36,7 +36,7 @@ class Turns:
 
     @contextmanager
     def request(self) -> Iterator[PolicyVersion]:
-        """Right after `wait`: weights stay as they are inside."""
+        """Enter right after `wait`; the weights do not change inside."""
         self._num_requests += 1
         self._is_quiet.clear()
         try:
@@ -48,7 +48,7 @@ class Turns:
 
     @asynccontextmanager
     async def load(self, version: PolicyVersion) -> AsyncIterator[None]:
-        """Inside no request is under way. The version is the new one if all goes well, and stays if not."""
+        """No request is in flight inside. On success the version becomes `version`; on an error it stays."""
         async with self._one_load:
             self._is_open.clear()
             try:
@@ -60,8 +60,8 @@ class Turns:
 
     @contextmanager
     def changing(self, folder: Path) -> Iterator[None]:
-        """Around what changes the weights, inside `load`. A refusal changes nothing. Where it breaks off otherwise
-        nobody knows which weights there are, and requests are refused until a load succeeds."""
+        """Wraps the calls that change the weights, inside `load`. A RequestError leaves the weights as they were. After
+        any other error the server's weights are unknown, and requests fail until a load succeeds."""
         try:
             yield
         except RequestError:
@@ -73,12 +73,12 @@ class Turns:
 
 
 def deadline_of(prompt: Prompt, grace_s: float = 0.0) -> float | None:
-    """When time is up, and `grace_s` more, on the loop's clock."""
+    """The prompt's deadline plus `grace_s`, on the loop's clock."""
     return None if prompt.timeout_s is None else asyncio.get_running_loop().time() + prompt.timeout_s + grace_s
 
 
 async def within_deadline(chunks: AsyncGenerator[Chunk, None], prompt: Prompt) -> AsyncGenerator[Chunk, None]:
-    """These chunks, until they raise TimeoutError: then the completions that have not ended do, as aborted."""
+    """Yields the chunks; if they raise TimeoutError, ends each unfinished completion with an ABORT chunk."""
     unfinished, is_late = set(range(prompt.num_samples)), False
     async with aclosing(chunks):
         try:

@@ -1,14 +1,16 @@
-"""An engine behind vLLM's OpenAI-compatible server.
+"""Client of an engine behind vLLM's OpenAI-compatible server.
 
-Tokens travel as ids both ways: `POST /v1/completions` with the prompt's ids, `return_token_ids` (vLLM 0.10.2 and later)
-and `return_tokens_as_token_ids` for servers before that, streamed. Only the prompt's own stop ids end a completion, and
-every sampling parameter is sent, because the server would take the missing ones from the model's generation config.
+Prompt and completion are exchanged as token ids: a streamed `POST /v1/completions` with the prompt's ids,
+`return_token_ids` (vLLM 0.10.2 and later) and `return_tokens_as_token_ids` for older servers. Only the prompt's own
+stop ids end a completion, and every sampling parameter is sent, because the server would take missing ones from the
+model's generation config.
 
-vLLM gives one log-probability for each token, by its `--logprobs-mode`: of the bare logits (`raw`, its default), or of
-what the token was drawn from (`processed`). Where the two differ a `raw` server cannot say what training needs, so such
-a prompt is refused. It does not say which weights drew a token either: requests and loads take turns (see `turn`).
+vLLM reports one logprob per token, by its `--logprobs-mode`: of the raw logits (`raw`, its default) or of the sampling
+distribution (`processed`). Where the two differ, a `raw` server cannot report what training needs, so such a prompt is
+rejected. vLLM does not report which weights sampled a token either: requests and weight updates exclude each other (see
+`turn`).
 
-Weights are reloaded by endpoints that vLLM, 0.16 and later, offers in its development mode only
+Weights are reloaded through endpoints that vLLM, 0.16 and later, offers in development mode only
 (`VLLM_SERVER_DEV_MODE=1`): `/pause` and `/resume` around `/collective_rpc` with `reload_weights` and
 `/reset_prefix_cache`.
 """
@@ -32,13 +34,13 @@ LogprobsMode: TypeAlias = Literal["raw", "processed"]
 
 _ID_PREFIX = "token_id:"
 _LOWEST_TEMPERATURE = 0.01
-"""What vLLM makes of any lower one but 0, without saying so."""
+"""vLLM silently raises any lower temperature except 0 to this."""
 _NUM_SEEDS = 1 << 62
-"""vLLM takes seeds of 64 bits with their sign, adds the number of the sample, and reads −1 as none."""
+"""vLLM takes signed 64-bit seeds, adds the sample's index, and reads −1 as no seed."""
 
 
 class VLLMEngine:
-    """See `Engine`. It should be the only one that changes the server's weights."""
+    """See `Engine`. No other client should change the server's weights."""
 
     def __init__(
         self,
@@ -49,7 +51,8 @@ class VLLMEngine:
         api_key: str | None = None,
         logprobs_mode: LogprobsMode = "raw",
     ) -> None:
-        """`version` is what the server's weights are; `model` a name it serves them by, its own by default."""
+        """`version`: the policy version of the server's weights. `model`: the served model name; by default the
+        server's own."""
         self._client = Client(url, key=api_key, read_error=_read_error)
         self._turns, self._model, self._logprobs_mode = Turns(version), model, logprobs_mode
 
@@ -60,8 +63,9 @@ class VLLMEngine:
                 yield chunk
 
     async def load(self, folder: Path, version: PolicyVersion) -> None:
-        """Requests that are under way finish first, those of other clients too. The server must see the folder."""
-        # A reload that fails ends the server, so what can be known to fail is not tried.
+        """Waits for requests in flight, including those of other clients. The server must be able to read the
+        folder."""
+        # A failed reload terminates the server, so broken folders are rejected here.
         await asyncio.to_thread(_refuse_broken, folder)
         async with self._turns.load(version):
             try:
@@ -84,7 +88,7 @@ class VLLMEngine:
         return EngineState(self._turns.version, running, waiting)
 
     async def close(self) -> None:
-        """Hang up. The server goes on."""
+        """Closes the connections. The server keeps running."""
         await self._client.close()
 
     async def _sample(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
@@ -113,7 +117,7 @@ class VLLMEngine:
             "repetition_penalty": sampling.repetition_penalty,
             "stop_token_ids": list(prompt.stop_ids),
             "stop": list(prompt.stop_texts),
-            # Else stop texts would not be found where special tokens are part of them.
+            # Otherwise vLLM misses stop texts that contain special tokens.
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
             "ignore_eos": True,
@@ -127,7 +131,7 @@ class VLLMEngine:
         if prompt.seed is not None:
             body["seed"] = prompt.seed % _NUM_SEEDS
         if prompt.priority:
-            body["priority"] = -prompt.priority  # there lower is served first
+            body["priority"] = -prompt.priority  # vLLM serves lower values first
         return body
 
     def _chunk(self, choice: Mapping[str, Any], sampling: Sampling, version: PolicyVersion) -> Chunk:
@@ -152,8 +156,8 @@ class VLLMEngine:
             raise EngineError(f"{self._client.url} sent a choice that cannot be read ({error!r}): {choice}") from error
 
     def _figures(self, reported: FloatArray, sampling: Sampling) -> tuple[FloatArray, FloatArray]:
-        """(under what was drawn from, under the bare logits) of what the server reports."""
-        if sampling.temperature == 0:  # vLLM reports a greedy token under the bare logits in either mode
+        """Returns (logprobs under the sampling distribution, logprobs under the raw logits) from the reported ones."""
+        if sampling.temperature == 0:  # vLLM reports greedy tokens under the raw logits in both modes
             return np.zeros_like(reported), reported
         if _is_plain(sampling):
             return reported, reported
@@ -188,7 +192,7 @@ class VLLMEngine:
 
 
 def _refuse_broken(folder: Path) -> None:
-    # They bring torch, which nothing else here needs.
+    # These import torch, which the rest of this module does not need.
     from m2forge.model.folder import FolderSource
     from m2forge.model.source import refuse_misfits
 
@@ -211,7 +215,7 @@ def _read_error(body: object, status: int) -> M2ForgeError:
 
 
 def _read_gauge(text: str, name: str) -> int:
-    """The sum of a figure over its labels, in the text that Prometheus reads."""
+    """The sum of a metric over its labels, in Prometheus text."""
     found = re.findall(rf"^{re.escape(name)}(?:\{{[^\n]*\}})? (\S+)$", text, re.MULTILINE)
     if not found:
         raise EngineError(f"the server's metrics do not tell {name}; is it a vLLM server?")

@@ -1,4 +1,4 @@
-"""Weights on their way into a network: checked against it when they arrive, copied in when their time has come."""
+"""Pending weight updates: validated against the network on arrival, copied into it when due."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,24 +20,24 @@ _TRAINING_FIELDS = {
     "max_context": True,
     "moe": {"bias_update", "bias_rate", "aux_loss_weight"},
 }
-"""What of a configuration changes nothing in how the network computes."""
+"""Config fields that do not change how the network computes."""
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
     version: PolicyVersion
     fill: Callable[[Transformer], None]
-    """Copies the weights into the network they were checked against."""
+    """Copies the weights into the network against which they were validated."""
 
 
 def from_folder(model: Transformer, folder: Path, version: PolicyVersion) -> WeightUpdate:
-    """The files stay open until the update is done, so the folder may go meanwhile."""
+    """The files stay open until the update is done, so the folder may be deleted before."""
     try:
         source = FolderSource(folder)
     except M2ForgeError:
         raise
     except Exception as error:
-        # Nothing has changed yet, so whatever is wrong with the path or its files is a refusal and ends no engine.
+        # The weights have not changed yet, so a bad path or file is a rejected request, not an engine failure.
         raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error}); give another") from error
     if _arithmetic(source.config) != _arithmetic(model.config):
         raise CheckpointError(f"{folder} holds another network than the one being served; start an engine for it")
@@ -48,7 +48,7 @@ def from_folder(model: Transformer, folder: Path, version: PolicyVersion) -> Wei
 def from_memory(
     model: Transformer, tensors: Mapping[str, Tensor], version: PolicyVersion, *, copies: bool = False
 ) -> WeightUpdate:
-    """`copies`: keep copies of the tensors, which may change until the update is due."""
+    """`copies`: clone the tensors, in case the caller changes them before the update is due."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     misfits = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))

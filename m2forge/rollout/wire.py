@@ -1,9 +1,9 @@
-"""Prompts, chunks and errors as JSON, as the server and the remote engine exchange them.
+"""JSON encoding of prompts, chunks and errors between the server and the remote engine.
 
 A prompt is an object with the fields of `Prompt`, those with a default optional, and `stream`; its ids are a list, or
-the int32 values, little end first, in base64, which a long history is written and read in far faster. A chunk is an
-object with the fields of `Chunk`; NaN, which JSON has not, is null, and experts are {"shape", "data"} with the int16
-values in base64 likewise. An error is {"error": {"type", "message"}}. Numbers come back as they were, to the bit.
+little-endian int32 values in base64, which is far faster for a long history. A chunk is an object with the fields of
+`Chunk`; NaN, which JSON lacks, is null, and experts are {"shape", "data"} with little-endian int16 values in base64. An
+error is {"error": {"type", "message"}}. Numbers round-trip exactly, to the bit.
 """
 
 import base64
@@ -34,7 +34,7 @@ _ID_TYPE = "<i4"
 
 
 def _read_packed(value: object) -> object:
-    """Ids that were written in base64; anything else is left to the check that follows."""
+    """Decodes base64 ids; passes anything else to the validation that follows."""
     if not isinstance(value, str):
         return tuple(value) if isinstance(value, list) else value
     data = base64.b64decode(value, validate=True)
@@ -45,14 +45,14 @@ def _read_packed(value: object) -> object:
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 TokenIds = Annotated[tuple[TokenId, ...], FailFast()]
-"""The first that is none ends the reading: a million errors would take seconds and a gigabyte to tell."""
+"""Validation stops at the first invalid id: reporting a million errors would take seconds and a gigabyte."""
 BodyT = TypeVar("BodyT", bound=Config)
 
 _EXPERT_TYPE = "<i2"
 _decode = json.JSONDecoder().decode
 _PROMPT_FIELDS = tuple(field.name for field in fields(Prompt) if field.name != "ids")
 _NUM_SHOWN = 8
-"""Problems of one body that are told."""
+"""Largest number of problems reported for one body."""
 _ERRORS: dict[str, type[M2ForgeError]] = {
     kind.__name__: kind
     for kind in (CheckpointError, ConfigError, EngineError, NotFoundError, RecordError, RequestError)
@@ -112,7 +112,7 @@ class WeightsBody(Config):
 
 
 def read_body(kind: type[BodyT], data: bytes) -> BodyT:
-    """Validate a request's JSON; all that is wrong with it in one `RequestError`."""
+    """Validate a request's JSON; raises one `RequestError` with the problems found."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
@@ -132,13 +132,13 @@ def read_body(kind: type[BodyT], data: bytes) -> BodyT:
 def write_prompt(prompt: Prompt) -> bytes:
     body: dict[str, JsonValue] = {name: getattr(prompt, name) for name in _PROMPT_FIELDS}
     body["sampling"] = {name: getattr(prompt.sampling, name) for name in SamplingBody.model_fields}
-    # Base64 needs no escapes, so it is not looked through for them.
+    # Base64 needs no escaping, so `json.dumps` does not scan it.
     ids = base64.b64encode(np.ascontiguousarray(prompt.ids, _ID_TYPE).data)
     return b"".join((b'{"ids": "', ids, b'", ', json.dumps(body)[1:].encode()))
 
 
 def write_chunk(chunk: Chunk) -> dict[str, JsonValue]:
-    """What is not there is left out: experts, and the reason while there is none."""
+    """Omits experts and the finish reason if the chunk has none."""
     body: dict[str, JsonValue] = {
         "sample": chunk.sample,
         "ids": chunk.ids.tolist(),
@@ -156,7 +156,7 @@ def write_chunk(chunk: Chunk) -> dict[str, JsonValue]:
 
 
 def read_chunk(line: str | bytes) -> Chunk:
-    """The chunk of one line of a stream. A line that tells of an error raises it."""
+    """The chunk of one line of a stream. Raises the error if the line carries one."""
     try:
         body = _decode(line if isinstance(line, str) else line.decode())
         if "error" in body:
@@ -178,8 +178,8 @@ def read_chunk(line: str | bytes) -> Chunk:
 
 
 def read_chunks(lines: Sequence[bytes]) -> Iterator[Chunk]:
-    """The chunks of lines that came together: what is one completion's is one chunk. Where a line tells of an error, it
-    is raised after what came before it."""
+    """The chunks of lines received together, merged if all belong to one completion. If a line carries an error, it is
+    raised after the chunks before it."""
     if len(lines) > 1:
         try:
             bodies = _decode((b"[%b]" % b",".join(lines)).decode())
@@ -187,12 +187,12 @@ def read_chunks(lines: Sequence[bytes]) -> Iterator[Chunk]:
                 yield merged
                 return
         except (KeyError, OverflowError, TypeError, ValueError):
-            pass  # told by the line that it is in
+            pass  # `read_chunk` raises it for the faulty line
     yield from map(read_chunk, lines)
 
 
 def _read_merged(bodies: Sequence[Mapping[str, Any]]) -> Chunk | None:
-    """Chunks of one completion as one; None where they are something else."""
+    """Merges chunks of one completion; returns None if the bodies are anything else."""
     first, last = bodies[0], bodies[-1]
     for body in bodies:
         if body.get("sample") != first["sample"] or "experts" in body or (body is not last and "finish_reason" in body):
@@ -213,7 +213,7 @@ def write_error(error: M2ForgeError) -> dict[str, JsonValue]:
 
 
 def read_error(body: object, status: int) -> M2ForgeError:
-    """The error that a response tells of, of the same kind where it is one of ours."""
+    """The error in a response, of the original type if it is one of ours."""
     told = body.get("error") if isinstance(body, Mapping) else None
     if not isinstance(told, Mapping):
         return EngineError(f"the server answered {status}: {str(body)[:200]}")
@@ -222,7 +222,7 @@ def read_error(body: object, status: int) -> M2ForgeError:
 
 
 def _known(kind: type[Config], place: Iterable[str | int]) -> Iterable[str]:
-    """The keys that the object at `place` may have."""
+    """The keys allowed in the object at `place`."""
     for part in place:
         inner = kind.model_fields[str(part)].annotation
         if not (isinstance(inner, type) and issubclass(inner, Config)):

@@ -1,1 +1,1 @@
-"""Commands in isolation: run to their end or fed as workers, behind the protocol `Sandbox`."""
+"""Runs commands in isolation, to completion or as workers with streamed input, behind the protocol `Sandbox`."""

@@ -1,4 +1,4 @@
-"""What a stream said, in bounded memory: the beginning and the end of it, and how much there was."""
+"""Captures a stream in bounded memory: its beginning, its end, and its size."""
 
 from m2forge.protocols import Captured
 
@@ -14,7 +14,7 @@ class Capture:
         room = self._max_head - len(self._head)
         self._head += data[:room]
         self._tail += data[room:] if room < len(data) else b""
-        # Not at each piece: small ones would move the whole tail each time.
+        # Not at every chunk: small chunks would move the whole tail each time.
         if len(self._tail) > 2 * self._max_tail + 4096:
             self._cut()
 

@@ -1,4 +1,4 @@
-"""What a command in a sandbox may use. Limits of memory, time, files and processes are the kernel's own.
+"""Resource limits of a command in a sandbox. The kernel enforces those on memory, CPU time, files and processes.
 
 [sandbox]
 timeout_s = 60
@@ -17,19 +17,19 @@ Seconds = Annotated[float, Field(gt=0)]
 
 class SandboxConfig(Config):
     timeout_s: Seconds = 600.0
-    """Wall clock. A command that takes longer is told to end, and after `grace_s` it is killed."""
+    """Wall-clock limit; a command that exceeds it gets SIGTERM, and SIGKILL after `grace_s`."""
     grace_s: Annotated[float, Field(ge=0)] = 0.5
     max_output_bytes: Annotated[int, Field(ge=2)] = 1 << 20
-    """Kept of each stream: half from its beginning, half from its end. A worker's line may not be longer."""
+    """Bytes kept of each stream, half from its beginning and half from its end; also the limit of a worker's line."""
     on_flood: Literal["drop", "kill"] = "drop"
-    """What more output than that does: the middle is left out, or the command is ended."""
+    """How to treat output over that limit: drop its middle, or kill the command."""
     max_memory_bytes: Count | None = 4 << 30
-    """Address space of each process, not of all together."""
+    """Address space limit of each process, not of all together."""
     max_cpu_s: Count | None = None
-    """Processor time of each process."""
+    """CPU time limit of each process."""
     max_file_bytes: Count | None = None
-    """Size of each file that is written."""
+    """Size limit of each written file."""
     max_processes: Count | None = None
-    """Processes of the user who runs this, those outside the sandbox counted too. The superuser has no such limit."""
+    """Limit on the number of processes of this user, including those outside the sandbox; it does not apply to root."""
     inherits: tuple[str, ...] = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
-    """Environment variables that are passed on. No other is, so that no key of this process leaks."""
+    """Environment variables that the command inherits; no other is passed, so that no key of this process leaks."""

@@ -1,19 +1,19 @@
-"""The process between a sandbox and a command: it starts the command, waits for it, and leaves nothing of it behind.
+"""The keeper process between a sandbox and a command: starts the command, waits for it, and kills all it started.
 
-A script of its own, run as `python -I -S keeper.py CONTROL STATUS` with two inherited sockets:
+A standalone script, run as `python -I -S keeper.py CONTROL STATUS` with two inherited sockets:
 
     CONTROL ──▶ a length and an `Order`                closing it kills the command
     STATUS  ◀── `STARTED` at once, `REPORT` at the end
 
-Every message is a fixed struct; those on STATUS begin with the order's secret, which the command does not have. The
-command inherits neither socket, and no process can open a socket by /proc; a keeper is not dumpable, so that a command
-of the same user can neither trace it nor take its descriptors.
+Messages on STATUS are fixed structs that begin with the order's secret, which the command does not have. The command
+inherits neither socket, and no process can open a socket through /proc; a keeper is not dumpable, so that a command of
+the same user can neither trace it nor take its file descriptors.
 
-It adopts every process whose parent dies (as a subreaper), so what a command starts cannot get away by forking twice or
-by a session of its own, and when the command is over, all of it is killed. So is it when the time is up, and when
-CONTROL is closed, by a sandbox that ends the command or that dies, by whatever signal.
+As a subreaper it adopts every descendant whose parent dies, so a command's processes cannot escape by forking twice or
+starting a session. It kills all of them when the command ends, when it times out, and when CONTROL closes, because the
+sandbox stops the command or dies of any signal.
 
-It imports little, because it is started for each command.
+It imports little, because every command starts one.
 """
 
 import ctypes
@@ -28,19 +28,19 @@ import time
 
 SECRET_BYTES = 16
 LIMITS = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_NPROC", "RLIMIT_CORE")
-"""By their names in `resource`, in the order of `Order.limits`."""
+"""Names of the limits in `resource`, in the order of the packed `Order`."""
 STARTED = struct.Struct(f"<{SECRET_BYTES}sq")
 """Secret, the command's process id."""
 REPORT = struct.Struct(f"<{SECRET_BYTES}sH??dq")
-"""Secret, wait status, whether the time was up, whether it was asked to kill, CPU seconds, peak memory in bytes."""
+"""Secret, wait status, whether it timed out, whether the keeper was asked to kill, CPU seconds, peak memory bytes."""
 _ORDER = struct.Struct(f"<{SECRET_BYTES}sdd{len(LIMITS)}qII")
-"""Secret, seconds until the end, seconds of grace, limits (-1: none), numbers of arguments and of variables. Then each
-text, behind its length: folder, arguments, names and values of variables."""
+"""Secret, timeout and grace in seconds, limits (-1: none), number of arguments and of variables. Length-prefixed texts
+follow: folder, arguments, names and values of environment variables."""
 _LENGTH = struct.Struct("<I")
 
 
 class Order:
-    """What to run, and its limits."""
+    """The command to run, and its limits."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Order:
         limits = (self.limits.get(name, -1) for name in LIMITS)
         head = _ORDER.pack(self.secret, self.timeout_s, self.grace_s, *limits, len(self.argv), len(self.env))
         texts = [self.folder, *self.argv, *(text for item in self.env.items() for text in item)]
-        # A text that is no UTF-8 fails where the command is run, as one that holds a null does.
+        # A text that is not valid UTF-8 fails at exec, like one that contains a null byte.
         encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
         return head + b"".join(_LENGTH.pack(len(text)) + text for text in encoded)
 
@@ -78,11 +78,11 @@ class Order:
 
 
 SUBREAPER, DEATH_SIGNAL, DUMPABLE = 36, 1, 4
-"""Of prctl."""
+"""Options of prctl."""
 GIVE_UP_S = 5.0
-"""Processes that outlive SIGKILL for so long are stuck in the kernel."""
+"""Processes that survive SIGKILL for this long are stuck in the kernel."""
 PARENT_CHECK_S = 1.0
-"""A process forked from our parent may keep CONTROL open when the parent is dead."""
+"""Interval of checks whether the parent is alive: a fork of the parent may keep CONTROL open after its death."""
 CANNOT_RUN, NOT_FOUND = 126, 127
 
 
@@ -106,7 +106,7 @@ def main() -> None:
     os.write(status, STARTED.pack(order.secret, command))
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
-        os.dup2(nothing, stream)  # the command's alone, so that they end with it
+        os.dup2(nothing, stream)  # Only the command holds its streams, so that they end with it.
     keeper = Keeper(command, control, woken, parent)
     keeper.watch(order.timeout_s, order.grace_s)
     keeper.kill_all()
@@ -114,7 +114,7 @@ def main() -> None:
     try:  # noqa: SIM105  (contextlib takes long to import)
         os.write(status, REPORT.pack(order.secret, *report))
     except BrokenPipeError:
-        pass  # the sandbox is gone
+        pass  # The sandbox has died.
 
 
 class Keeper:
@@ -126,7 +126,7 @@ class Keeper:
         self.cpu_s, self.max_memory_bytes = 0.0, 0
 
     def watch(self, timeout_s: float, grace_s: float) -> None:
-        """Until the command is over or must be killed."""
+        """Wait until the command ends or must be killed."""
         end_s = time.monotonic() + timeout_s
         self._reap()
         while not self._is_over:
@@ -146,7 +146,7 @@ class Keeper:
             self._reap()
 
     def kill_all(self) -> None:
-        """Kill and reap until nothing is left. Each one's children become ours when it dies."""
+        """Kill and reap all descendants; the children of each become ours when it dies."""
         end_s = time.monotonic() + GIVE_UP_S
         self._reap()
         while self._has_children and time.monotonic() < end_s:
@@ -161,7 +161,7 @@ class Keeper:
             _signal(process, signal.SIGTERM)
 
     def _is_told(self) -> bool:
-        """Whether a signal came that asks this process itself to end."""
+        """Whether this process received a termination signal."""
         try:
             numbers = os.read(self._woken, 4096)
         except BlockingIOError:
@@ -184,13 +184,13 @@ class Keeper:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Processes below one, as they are now."""
+    """Pids of all current descendants of a process."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208  (pathlib takes long to import)
         if name.isdigit():
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
-                    # The name, in brackets, may hold anything.
+                    # The process name, in brackets, may contain anything.
                     parent = int(file.read().rpartition(b")")[2].split()[1])
             except (OSError, ValueError, IndexError):
                 continue
@@ -205,14 +205,14 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def _become(order: Order, pipes: set[int]) -> None:
-    """In the child: turn into the command. Never returns."""
+    """Exec the command in the child; never returns."""
     argv = order.argv
     try:
-        os.setsid()  # its id is now that of its session and its group
+        os.setsid()  # Its pid is now also its session id and group id.
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
-        # Should the keeper itself be killed, at least its child goes with it.
+        # If the keeper itself is killed, at least its child dies with it.
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         for pipe in pipes:
             os.close(pipe)
@@ -235,7 +235,7 @@ def _signal(process: int, number: signal.Signals) -> None:
     try:  # noqa: SIM105
         os.kill(process, number)
     except (ProcessLookupError, PermissionError):
-        pass  # gone, or somebody else's by now
+        pass  # It ended, or its pid now belongs to another user.
 
 
 def _read_order(control: int) -> bytes:

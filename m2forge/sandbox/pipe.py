@@ -1,4 +1,4 @@
-"""The ends of a process's pipes in an event loop: what it writes goes to a function, what it is sent waits for room."""
+"""A process's pipes in an event loop: its output goes to a callback, writes to its input wait for buffer space."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import IO, cast
 
 
 class Source(asyncio.Protocol):
-    """Reads to the end, each piece into `take`."""
+    """Reads a pipe to its end and passes each chunk to `take`."""
 
     def __init__(self, take: Callable[[bytes], None]) -> None:
         self._take = take
@@ -43,7 +43,7 @@ class Source(asyncio.Protocol):
 
 
 class Drain(asyncio.BaseProtocol):
-    """Writes; what nobody reads any more is lost."""
+    """Writes to a pipe; data is discarded once the reader has closed it."""
 
     def __init__(self) -> None:
         self._transport: asyncio.WriteTransport | None = None
@@ -74,16 +74,16 @@ class Drain(asyncio.BaseProtocol):
             self._transport.write(data)
 
     async def flush(self) -> None:
-        """Until there is room for more."""
+        """Wait until the buffer has room."""
         await self._has_room.wait()
 
     def close(self) -> None:
-        """After what was written has gone out."""
+        """Close the pipe after all buffered data is written."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
         transport = self._transport
-        # One that is closed and has nothing left to write is as good as gone; asyncio would report its end twice.
+        # Do not abort a closing transport with an empty buffer: asyncio would report its end twice.
         if transport is not None and (not transport.is_closing() or transport.get_write_buffer_size()):
             transport.abort()

@@ -1,9 +1,9 @@
-"""Commands as plain processes of this machine: limited, and gone when they should be, but not locked in.
+"""Runs commands as plain processes of this machine: limited and reliably killed, but not confined.
 
-A command sees the file system and the network as this process does. It inherits nothing but a few named environment
-variables, its home is the workspace, it is in a session of its own, and the kernel holds it to its limits. When it
-ends, runs out of time, is cancelled, or this process dies (by whatever signal), it and every process it has started
-are killed. That keeps agents from disturbing each other by accident; it keeps no secret from a hostile one.
+A command sees the file system and the network as this process does. It inherits only a few named environment variables,
+its home is the workspace, it has its own session, and the kernel enforces its limits. When it ends, times out, is
+cancelled, or this process dies (of any signal), it and every process it started are killed. That keeps agents from
+disturbing each other by accident; it hides nothing from a hostile one.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.worker import ProcessWorker
 
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
-"""Where this process has none."""
+"""PATH of commands if this process has none."""
 
 
 class ProcessSandbox:
     """See `Sandbox`."""
 
     def __init__(self, workspace: Path, config: SandboxConfig | None = None) -> None:
-        """The workspace is made if it is not there; it stays when the sandbox is closed."""
+        """Create the workspace if it does not exist; closing the sandbox leaves it in place."""
         workspace.mkdir(parents=True, exist_ok=True)
         self._root = workspace.resolve()
         self.workspace = str(self._root)
@@ -42,7 +42,7 @@ class ProcessSandbox:
             raise
 
     async def start(self, command: Command) -> ProcessWorker:
-        """The sandbox's limit of time is that of a worker's whole life."""
+        """Start a worker; the sandbox's timeout covers its whole life."""
         return await self._start(command, is_fed=True)
 
     async def read(self, path: str, max_bytes: int) -> bytes:
@@ -64,7 +64,7 @@ class ProcessSandbox:
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # Half started it could not be ended.
+            # A half-started worker could not be stopped.
             await starting
             await worker.stop()
             raise
@@ -91,7 +91,7 @@ class ProcessSandbox:
         mode = place.stat().st_mode if place.is_file() else None
         write_atomic(place, content)
         if mode is not None:
-            place.chmod(stat.S_IMODE(mode))  # a program stays one
+            place.chmod(stat.S_IMODE(mode))  # An executable stays executable.
 
     def _inside(self, path: str) -> Path:
         place = (self._root / path).resolve()

@@ -1,13 +1,13 @@
-"""A command under its keeper: started, fed, read, limited, and ended with all that it has started.
+"""Runs a command under its keeper: start, input, output, limits, and killing it with all that it started.
 
     keeper's sockets   control ──▶ what to run; closing it kills          status ◀── how it ended
     command's pipes    stdin ──▶                                           stdout, stderr ◀──
 
-What arrives on `status` is checked byte by byte against the two messages that a keeper sends (keeper.py). Anything else
-was written by the command, or by a process that it reached: the command is killed, with the reason `tampered`.
+Data on `status` must be exactly the two messages that a keeper sends (keeper.py). Anything else was written by the
+command, or by a process that it reached: the command is killed with the reason `tampered`.
 
-Neither a flood of output nor a reader that is slow costs memory: of a command that is run, both streams go into
-captures; a worker's standard output is read as fast as its lines are received.
+Memory stays bounded under a flood of output or a slow reader: both streams of a command that is run go into captures; a
+worker's standard output is read only as fast as its lines are received.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.pipe import Drain, Source
 
 _LOADER = ("LD_LIBRARY_PATH",)
-"""What an interpreter may need to start. A command can read it, so there is nothing else."""
+"""Environment variables that the keeper's interpreter may need to start; no others, because a command can read them."""
 STUCK_S = keeper.GIVE_UP_S + 5.0
-"""A keeper that is not done so long after it should be was stopped by its command, or cannot go on; it is killed."""
+"""A keeper that is this late was stopped by its command or is stuck, so it is killed."""
 LAST_WORDS_S = 1.0
-"""How long streams may stay open after all processes are dead: one may have handed them to a stranger."""
+"""How long streams may stay open after all processes are dead: one may have passed them to an unrelated process."""
 
 
 _ALL_BYTES = keeper.STARTED.size + keeper.REPORT.size
-"""A keeper sends one message of each kind."""
+"""Total bytes that a keeper sends: one message of each kind."""
 _Report = tuple[int, bool, bool, float, int]
 """See `keeper.REPORT`."""
 
@@ -54,7 +54,7 @@ class _Pipes:
 
 
 class ProcessWorker:
-    """See `Worker`; `run` is for a command that nobody feeds. Belongs to one event loop."""
+    """See `Worker`. `is_fed`: whether the caller streams its input, as for a worker. Belongs to one event loop."""
 
     def __init__(self, command: Command, config: SandboxConfig, *, is_fed: bool) -> None:
         self._command, self._config, self._is_fed = command, config, is_fed
@@ -65,15 +65,15 @@ class ProcessWorker:
         self._more = asyncio.Event()
         self._secret = os.urandom(keeper.SECRET_BYTES)
         self._messages = bytearray()
-        """What came on `status`: at most one byte more than a keeper sends."""
+        """Bytes received on `status`, cut to one more than a keeper sends."""
         self._is_over = False
         self._reason: OutcomeReason | None = None
-        """Why this side ended it, if it did."""
+        """Why this side killed it; None if it did not."""
         self.ended: asyncio.Task[Outcome]
-        """Done when nothing of the command is left; there once it was started."""
+        """Done when none of the command's processes is left; set by `start`."""
 
     async def start(self, env: Mapping[str, str], folder: Path) -> None:
-        """`env`: all of it."""
+        """`env`: the command's complete environment."""
         self._started_s = time.time()
         order = self._order(env, folder)
         control_end, control = (end.detach() for end in socket.socketpair())
@@ -99,7 +99,7 @@ class ProcessWorker:
         try:
             self._pipes = await self._connect(control, status)
         except BaseException:
-            self._process.kill()  # it had no order yet
+            self._process.kill()  # It has no order yet.
             self._process.wait()
             raise
         self._pipes.control.write(len(order).to_bytes(8, "little") + order)
@@ -145,14 +145,14 @@ class ProcessWorker:
         return await self.wait()
 
     def kill(self, reason: OutcomeReason) -> None:
-        """Ask for its end; `wait` tells when nothing is left. What ended before keeps its own reason."""
+        """Request the kill; `wait` returns once no process is left. A command that already ended keeps its reason."""
         if self._reason is None and not self._is_over:
             self._reason = reason
             self._alarm.cancel()
             self._alarm = asyncio.get_running_loop().call_later(STUCK_S, self._kill_keeper, reason)
         self._pipes.control.abort()
 
-    # -- its life ------------------------------------------------------------------------------------------------------
+    # -- lifecycle -----------------------------------------------------------------------------------------------------
 
     def _order(self, env: Mapping[str, str], folder: Path) -> bytes:
         config, command = self._config, self._command
@@ -181,15 +181,15 @@ class ProcessWorker:
         )
 
     async def _finish(self) -> Outcome:
-        """When the keeper is gone, nothing of the command is left."""
+        """Wait for the keeper's end, after which none of the command's processes is left."""
         pipes = self._pipes
         await pipes.status.ended
         finished_s = time.time()
         self._alarm.cancel()
-        self._process.wait()  # it closes its status by ending
+        self._process.wait()  # The keeper closes its status socket by exiting.
         self._is_over = True
         if len(self._messages) < _ALL_BYTES and (command := self._read_command()) is not None:
-            # The keeper was killed before it could report. The command went with it; this is for the command's group.
+            # The keeper was killed before it could report. The command died with it; this kills the command's group.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(command, signal.SIGKILL)
         pipes.stdout.resume()
@@ -206,14 +206,14 @@ class ProcessWorker:
         return self._judge(finished_s)
 
     def _kill_keeper(self, reason: OutcomeReason) -> None:
-        """With all that is below it, which it cannot end itself."""
+        """Kill the keeper and all of its descendants, which it can then not kill itself."""
         self._reason = self._reason or reason
         for process in (*keeper.descendants(self._process.pid), self._process.pid):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
 
     def _judge(self, finished_s: float) -> Outcome:
-        # Without a report the keeper was killed: by us for a reason, or by another process.
+        # Without a report the keeper was killed: by this side with a reason, or by another process.
         report: _Report = (signal.SIGKILL.value, False, self._reason is not None, 0.0, 0)
         wait_status, is_timeout, is_asked, cpu_s, max_memory_bytes = self._read_report() or report
         status = os.waitstatus_to_exitcode(wait_status)
@@ -235,7 +235,7 @@ class ProcessWorker:
             max_memory_bytes=max_memory_bytes,
         )
 
-    # -- what comes in -------------------------------------------------------------------------------------------------
+    # -- incoming data -------------------------------------------------------------------------------------------------
 
     def _take_status(self, data: bytes) -> None:
         self._messages += data[: _ALL_BYTES + 1 - len(self._messages)]
@@ -249,14 +249,14 @@ class ProcessWorker:
             self._kill_keeper(OutcomeReason.TAMPERED)
 
     def _read_command(self) -> int | None:
-        """The command's process id, which is also that of its group; None unless the keeper has sent it."""
+        """The command's process id, also its group id; None unless the keeper has sent it."""
         if len(self._messages) < keeper.STARTED.size:
             return None
         secret, command = keeper.STARTED.unpack_from(self._messages)
         return command if secret == self._secret and 1 < command < 1 << 31 else None
 
     def _read_report(self) -> _Report | None:
-        """None unless the keeper has sent it, and nothing else was sent."""
+        """The keeper's report; None unless the keeper sent it and nothing else was sent."""
         if len(self._messages) != _ALL_BYTES or self._read_command() is None:
             return None
         secret, *report = keeper.REPORT.unpack_from(self._messages, keeper.STARTED.size)

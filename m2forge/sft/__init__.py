@@ -1,1 +1,1 @@
-"""The fine-tuning stage: trajectories with interleaved thinking."""
+"""The SFT stage: trajectories with interleaved thinking."""

@@ -1,7 +1,7 @@
-"""Bytes of a plain, .gz or .zst file, read as a stream: `read_whole` and `read_lines`; `READ_ERRORS` is what may break.
+"""Streams the bytes of a plain, .gz or .zst file: `read_whole` and `read_lines`; `READ_ERRORS` lists what they raise.
 
-A broken archive gives the lines before the break and then raises one of `READ_ERRORS`; one that unpacks to more than it
-may, an `UnpackError` (unpack.py).
+A broken archive yields the lines before the break and then raises one of `READ_ERRORS`; one that decompresses to more
+than the limit raises an `UnpackError` (unpack.py).
 """
 
 import gzip
@@ -18,7 +18,7 @@ COMPRESSED = (".gz", ".zst")
 
 
 def read_lines(path: Path, config: UnpackConfig) -> Iterator[bytes | None]:
-    """None in place of a line that is longer than it may be."""
+    """Yields None in place of a line that exceeds the limit."""
     with _open(path) as file:
         if path.suffix in COMPRESSED:
             yield from split_lines(read_blocks(file.read1, Unpacked(path, config)), config.max_line_bytes)
@@ -32,7 +32,7 @@ def read_whole(path: Path, config: UnpackConfig) -> bytes:
 
 
 def plain_suffix(path: Path) -> str:
-    """The suffix that says what the content is: `.jsonl` of `a.jsonl.gz`."""
+    """The suffix that gives the content type: `.jsonl` for `a.jsonl.gz`."""
     return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
 
 

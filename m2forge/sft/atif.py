@@ -1,17 +1,17 @@
 """Trajectories from ATIF files, Harbor's Agent Trajectory Interchange Format, versions 1.0 to 1.8.
 
 A step becomes messages: `system` and `user` steps one each, an `agent` step an assistant message (message, reasoning,
-calls) and a tool message per observed result. What needs care:
+tool calls) and a tool message per observed result. Special cases:
 
-- A step with `is_copied_context` was trained, or will be, where it was first recorded; one with `llm_call_count` 0 was
-  written by a program. Both are context without loss.
-- A result that names no call answers the first call of its step without a result; where there is none, agents give it
-  back in the user's role, and so does this reader.
-- A system step within the conversation is given to the user's role, because formats know a system prompt at the start
-  alone. One that manages the context ends the trajectory: what follows a `replace` begins another, with the system
-  prompt and the recorded replacement before it; what follows any other change has a context that no file tells.
-- Trajectories of embedded sub-agents are trajectories like any other. Images, audio and references to other files
-  are left out and noted. Metrics are ignored.
+- A step with `is_copied_context` is trained where it was first recorded; one with `llm_call_count` 0 was written by a
+  program. Both are context without loss.
+- A result without a call id answers the first call of its step that has no result; if there is none, agents return it
+  in the user role, and so does this reader.
+- A system step within the conversation becomes a user message, because chat templates have a system prompt only at the
+  start. One that manages the context ends the trajectory: what follows a `replace` starts another, with the system
+  prompt and the recorded replacement before it; after any other change the context is unknown.
+- Trajectories of embedded sub-agents are ordinary trajectories. Images, audio and references to other files are
+  skipped and noted. Metrics are ignored.
 """
 
 import json
@@ -36,8 +36,8 @@ _MEDIA = {"image": Note.IMAGE, "audio": Note.AUDIO}
 def read_atif(
     path: Path, report: Report, config: UnpackConfig | None = None, *, foreign: bool = False
 ) -> Iterator[Trajectory]:
-    """The trajectories of one file. `config`: what an archive may unpack to. With `foreign`, a JSON file of another
-    kind is noted instead of refused."""
+    """The trajectories of one file. `config`: limits on decompression. With `foreign`, a JSON file of another kind is
+    noted instead of refused."""
     place = str(path)
     try:
         document = parse_object(read_whole(path, config or UnpackConfig()), place)
@@ -60,7 +60,7 @@ def read_atif(
 
 
 def trajectories_from_atif(document: Mapping[str, JsonValue], place: str, report: Report) -> Iterator[Trajectory]:
-    """One document's trajectories: usually one, more where its context was replaced or sub-agents are embedded."""
+    """One document's trajectories: usually one, more if its context was replaced or sub-agents are embedded."""
     try:
         yield from _Reading(document, place).run(report)
     except Rejection as rejection:
@@ -74,7 +74,7 @@ def trajectories_from_atif(document: Mapping[str, JsonValue], place: str, report
 
 @dataclass
 class _Segment:
-    """What is said between two replacements of the context, after the system prompt."""
+    """The messages between two context replacements, without the system prompt."""
 
     messages: list[Message] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
@@ -85,7 +85,7 @@ class _Segment:
 
 
 class _Reading:
-    """Turns one document into trajectories; nothing is reported unless the whole document is sound."""
+    """Converts one document to trajectories; reports nothing unless the whole document is valid."""
 
     def __init__(self, document: Mapping[str, JsonValue], place: str) -> None:
         self._document = document
@@ -126,7 +126,7 @@ class _Reading:
         return trajectories
 
     def _is_whole(self, segment: _Segment) -> bool:
-        """Whether a continuation says what it continues from; one in which nobody answers is merely empty."""
+        """Whether a continuation's starting context is recorded and it has an assistant message."""
         if segment.messages and segment.messages[0].role != "user":
             self._notes.append((Note.UNKNOWN_CONTEXT, "replaced by nothing that is recorded"))
             return False
@@ -259,7 +259,7 @@ class _Reading:
 
 @dataclass
 class _Results:
-    """What the environment answered: to calls by id, and to nothing in particular."""
+    """Tool results linked to calls by id, and results without a call."""
 
     linked: list[tuple[str, str]] = field(default_factory=list)
     unlinked: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Configuration of fine-tuning: which trajectories, how they fit the context, what of the prompt is dropped."""
+"""Configuration of SFT: the trajectories, how they fit the context, and which prompt parts are dropped."""
 
 import re
 from typing import Annotated, Literal, Self
@@ -18,21 +18,21 @@ class SourceConfig(Config):
 
     path: str = Field(min_length=1)
     kind: SourceKind = "auto"
-    """auto: *.jsonl files hold OpenAI-style messages, *.json files hold ATIF; either may go on with .gz or .zst."""
+    """auto: *.jsonl files hold OpenAI-style messages, *.json files hold ATIF; either may end with .gz or .zst."""
     weight: float = Field(default=1.0, ge=0.01, le=1000)
-    """How often each trajectory is seen in an epoch; what lies above a whole number is drawn anew in each epoch."""
+    """Repetitions of each trajectory per epoch; the fractional part is a probability, resampled each epoch."""
     unpack: UnpackConfig = UnpackConfig()
-    """What its .gz and .zst files may unpack to."""
+    """Limits on the decompressed size of its .gz and .zst files."""
 
 
 class PromptPart(Config):
-    """A part of the system prompt that training drops at a rate, so that the model learns to do without it."""
+    """A part of the system prompt that training drops at a given rate, so that the model learns to do without it."""
 
     kind: Literal["text", "regex", "heading"]
-    """text: this exact text; regex: what the pattern matches, `^` and `$` at line ends; heading: a Markdown section,
-    from its heading to the next one of the same or a higher level."""
+    """text: this exact text; regex: what the pattern matches, with `^` and `$` at line ends; heading: a Markdown
+    section, from its heading to the next one of the same or a higher level."""
     match: str = Field(min_length=1)
-    """The text, the pattern, or the heading as it stands in the prompt, such as `## Rules`."""
+    """The text, the pattern, or the heading as written in the prompt, such as `## Rules`."""
     rate: Rate
 
     @model_validator(mode="after")
@@ -48,35 +48,36 @@ class PromptPart(Config):
 
 
 class SFTDataConfig(Config):
-    """From sources to encoded trajectories."""
+    """How sources become encoded trajectories."""
 
     sources: tuple[SourceConfig, ...] = Field(min_length=1)
     context: int = Field(gt=1, le=1 << 24)
-    """Longest trajectory in tokens."""
+    """Maximum trajectory length in tokens."""
     too_long: Literal["cut", "drop"] = "cut"
-    """cut: keep the first whole turns that fit; drop: leave the trajectory out."""
+    """cut: keep the leading whole turns that fit; drop: skip the trajectory."""
     strict: bool = False
-    """Refuse the data before training if any trajectory is broken, instead of counting it and going on."""
+    """Fail before training if any trajectory is broken, instead of counting and skipping it."""
     prompt_parts: tuple[PromptPart, ...] = ()
     num_prompt_draws: int = Field(default=4, gt=0, le=256)
-    """Epochs that draw the dropped parts anew; then the draws repeat. Each distinct prompt is encoded once."""
+    """Number of epochs with independent draws of the dropped parts; then the draws repeat. Each distinct prompt is
+    encoded once."""
 
 
 class SFTConfig(Config):
-    """A fine-tuning run: a model, its trajectories, and how long to train on them."""
+    """An SFT run: a model, its trajectories, and the training schedule."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
-    """The run lives in RUNS/NAME; started again, it goes on."""
+    """The run's directory is RUNS/NAME; starting it again resumes it."""
     model: str = Field(min_length=1)
-    """Folder of the model to start from, its tokenizer included."""
+    """Folder of the model to start from, including its tokenizer."""
     chat_format: Literal["auto", "minimax_m2", "chatml"] = "auto"
     drop_thinking: bool = False
-    """Leave out the thinking of turns before the last question, as the published template does; for ablations."""
+    """Drop the thinking of turns before the last user message, as the published chat template does; for ablations."""
     seed: int = Field(default=0, ge=0)
     data: SFTDataConfig
     num_epochs: Count = 1
     pack_tokens: Count
-    """Tokens that go through the network at once; at least the context."""
+    """Tokens per forward pass (micro-batch); at least the context."""
     packs_per_step: Count = 1
     rate: Curve
     warmup_steps: int = Field(default=0, ge=0)

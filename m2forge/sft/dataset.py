@@ -1,8 +1,8 @@
-"""Sources in, a `Store` of encoded trajectories out: `prepare` is what a run calls before it trains.
+"""Sources in, a `Store` of encoded trajectories out: a run calls `prepare` before it trains.
 
-The store is a pure function of the sources' contents, the configuration, the chat format and the seed. These make its
-key: a folder that holds a store of the same key is opened and nothing is encoded again. Problems are counted in the
-report; with `strict` they end the preparation with a `DataError` and leave nothing behind.
+The store is a pure function of the sources' contents, the configuration, the chat format and the seed. Its key is a
+hash of these: a folder with a store of the same key is reused, nothing is encoded again. Problems are counted in the
+report; with `strict` they raise a `DataError` and nothing is left behind.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from m2forge.text.format import ChatFormat, Rendered
 from m2forge.text.message import Message, Tool, ToolCall
 
 LAYOUT = 1
-"""Version of what the store's folder holds; a store of another one is made again."""
+"""Version of the store's layout on disk; a store of another version is rebuilt."""
 
 _PROBE = (
     Message("system", "Be brief.\n\n## Rules\nNone."),
@@ -36,11 +36,11 @@ _PROBE = (
     Message("user", "def thanks():\n    return None  # 0123456789"),
     Message("assistant", "Gladly."),
 )
-"""A conversation with something of everything: formats that differ write it differently."""
+"""A conversation that uses every feature: different chat formats render it differently."""
 
 
 def prepare(config: SFTDataConfig, chat_format: ChatFormat, folder: Path, seed: int) -> Store:
-    """Encode the sources into `folder`, or open it if that was done before."""
+    """Encode the sources into `folder`, or open it if they are encoded already."""
     key = _key(config, chat_format, seed)
     store = Store.open_if_current(folder, key)
     if store is None:
@@ -54,7 +54,7 @@ def prepare(config: SFTDataConfig, chat_format: ChatFormat, folder: Path, seed: 
 
 
 def _remove(folder: Path) -> None:
-    """By its name at once: one removed by half would be neither a store nor a free place."""
+    """Rename before removing: a half-removed folder would be neither a valid store nor a free path."""
     doomed = folder.with_name(f".{folder.name}.old.partial")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
@@ -69,7 +69,7 @@ class _Preparation:
         self._writer = StoreWriter(folder)
         self._report = Report()
         self._matched = [False] * len(config.prompt_parts)
-        # Parts that always or never go make one prompt, whatever the draw.
+        # Parts that are always or never dropped give one prompt for every draw.
         undecided = any(0 < part.rate < 1 for part in config.prompt_parts)
         self._num_draws = config.num_prompt_draws if undecided else 1
 
@@ -119,7 +119,7 @@ class _Preparation:
         for encoded in kept:
             if id(encoded) not in documents:
                 documents[id(encoded)] = self._writer.add_document(encoded)
-        # A draw whose prompt makes the trajectory too long shows it with the prompt of another draw.
+        # If a draw's prompt makes the trajectory too long, the document of another draw is used.
         shown = [result if isinstance(result, Encoded) else kept[0] for result in results]
         self._writer.add_trajectory(source, [documents[id(encoded)] for encoded in shown])
         self._report.num_kept += 1
@@ -147,12 +147,12 @@ def _render_probe(chat_format: ChatFormat) -> Rendered:
     try:
         return chat_format.render(_PROBE, (Tool("add", "Add.", {"type": "object", "properties": {}}),))
     except FormatError:
-        # A format without tools still serves conversations that use none.
+        # A chat format without tools still serves conversations that use none.
         return chat_format.render([_PROBE[1], *_PROBE[4:]])
 
 
 def _key(config: SFTDataConfig, chat_format: ChatFormat, seed: int) -> str:
-    """What the store depends on, as one short text."""
+    """A hash of everything the store depends on."""
     probe = _render_probe(chat_format)
     identity = [LAYOUT, seed, config.model_dump(mode="json"), chat_format.tokenizer.fingerprint]
     identity += [chat_format.name, probe.ids, probe.trained]

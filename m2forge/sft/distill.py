@@ -1,7 +1,7 @@
-"""Prompt distillation: parts of the system prompt are dropped at their rates, so that the model learns to do without.
+"""Prompt distillation: drops parts of the system prompt at their rates, so that the model learns to do without.
 
 Whether a part is dropped is a pure function of seed, trajectory, draw and part: the same in every process, and
-independent between parts. A dropped part takes along the blank lines that only it needed.
+independent between parts. The blank lines that only a dropped part needed are removed with it.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ _HEADING = re.compile(r" {0,3}(#{1,6})\s")
 
 
 def draw_dropped(parts: Sequence[PromptPart], seed: int, trajectory: str, draw: int) -> tuple[bool, ...]:
-    """Which parts this draw drops. `trajectory` is any name that tells the trajectory from the others."""
+    """Which parts this draw drops. `trajectory`: a unique name of the trajectory."""
     return tuple(_uniform(f"{seed}/{trajectory}/{draw}/{index}") < part.rate for index, part in enumerate(parts))
 
 
 def drop_parts(
     messages: Sequence[Message], parts: Sequence[PromptPart]
 ) -> tuple[tuple[Message, ...], tuple[bool, ...]]:
-    """The messages without `parts`, and which messages stay: a system prompt left empty is dropped as a whole."""
+    """The messages without `parts`, and which messages stay: a system prompt left empty is dropped entirely."""
     kept: list[Message] = []
     stays: list[bool] = []
     for message in messages:
@@ -40,7 +40,7 @@ def drop_parts(
 
 
 def find_part(prompt: str, part: PromptPart) -> list[tuple[int, int]]:
-    """Every place of the part in the prompt, as start and end."""
+    """Every occurrence of the part in the prompt, as start and end."""
     match part.kind:
         case "text":
             return [found.span() for found in re.finditer(re.escape(part.match), prompt)]
@@ -52,7 +52,7 @@ def find_part(prompt: str, part: PromptPart) -> list[tuple[int, int]]:
 
 
 def _find_sections(prompt: str, heading: str) -> list[tuple[int, int]]:
-    """Sections under `heading`, each up to the next heading that is not below it. Code blocks are passed over."""
+    """Sections under `heading`, each up to the next heading of the same or a higher level. Code blocks are skipped."""
     level = len(heading) - len(heading.lstrip("#"))
     sections: list[tuple[int, int]] = []
     start: int | None = None
@@ -93,6 +93,6 @@ def _remove(text: str, spans: Sequence[tuple[int, int]]) -> str:
 
 
 def _uniform(key: str) -> float:
-    """A number in [0, 1) that looks random and depends on `key` alone."""
+    """A pseudo-random number in [0, 1) that depends on `key` alone."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) * 2.0**-53

@@ -1,9 +1,9 @@
 """Trajectory in, token ids and loss mask out, through a chat format.
 
-Thinking stays where it was said, between the actions. The loss sees the tokens that the assistant would have sampled
-in the trained messages (thinking, content, calls, end marker) and nothing else. What follows the last trained message
-teaches nothing and is left off. A trajectory longer than the context keeps its first whole turns: it ends after a
-trained assistant message, never within one, and its ids are exactly what the format gives for the messages kept.
+Thinking stays where it occurred, between the actions. The loss covers the tokens that the assistant would have sampled
+in the trained messages (thinking, content, tool calls, end marker) and nothing else. Messages after the last trained
+one are dropped. A trajectory longer than the context keeps its leading whole turns: it ends after a trained assistant
+message, never within one, and its ids are exactly the rendering of the kept messages.
 """
 
 from collections.abc import Sequence
@@ -28,17 +28,17 @@ class Encoded:
 
     ids: IntArray
     trained: BoolArray
-    """One per id: whether the loss looks at how well it is predicted."""
+    """Loss mask: one per id, whether it is a target of the loss."""
     num_turns: int
     """Assistant messages kept."""
     cut: bool
-    """Whether trained messages were left off because the trajectory is too long."""
+    """Whether trained messages were dropped because the trajectory is too long."""
 
 
 def encode(
     trajectory: Trajectory, chat_format: ChatFormat, context: int, too_long: Literal["cut", "drop"] = "cut"
 ) -> Encoded | Note:
-    """The document, or why there is none. Raises `Rejection` for messages that the format cannot express."""
+    """The document, or why there is none. Raises `Rejection` for messages that the chat format cannot express."""
     ends = [
         index + 1
         for index, message in enumerate(trajectory.messages)
@@ -72,11 +72,11 @@ def _render(trajectory: Trajectory, chat_format: ChatFormat, end: int) -> Render
 def _cut(
     trajectory: Trajectory, chat_format: ChatFormat, whole: Rendered, ends: Sequence[int], context: int
 ) -> tuple[int, Rendered] | None:
-    """The longest beginning that fits and ends with a trained message."""
+    """The longest prefix that fits and ends with a trained message."""
     is_assistant = [message.role == "assistant" for message in trajectory.messages[: ends[-1]]]
     spans = find_spans(whole.trained)
     if len(spans) == sum(is_assistant):
-        # Where each assistant message ends in the whole spares rendering most of the beginnings that are too long.
+        # The end of each assistant message in the full rendering rules out most prefixes that are too long.
         num_fitting = sum(stop <= context for _, stop in spans)
         ends = [end for end in ends if sum(is_assistant[:end]) <= num_fitting]
     for end in reversed(ends):
@@ -87,7 +87,7 @@ def _cut(
 
 
 def _mask(trajectory: Trajectory, rendered: Rendered, end: int) -> BoolArray:
-    """The assistant's tokens, less those of messages that carry no loss."""
+    """The assistant's tokens, except those of messages without loss."""
     mask = np.asarray(rendered.trained, np.bool_)
     flags = [
         trained
@@ -109,6 +109,6 @@ def _mask(trajectory: Trajectory, rendered: Rendered, end: int) -> BoolArray:
 
 
 def find_spans(flags: Sequence[bool]) -> list[tuple[int, int]]:
-    """Stretches of consecutive true values, as start and stop."""
+    """Runs of consecutive true values, as start and stop."""
     edges = np.flatnonzero(np.diff(np.asarray(flags, np.int8), prepend=0, append=0))
     return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]

@@ -1,9 +1,9 @@
 """Trajectories from JSON Lines: one OpenAI-style object `{"messages": [...], "tools": [...]}` per line.
 
-Assistant messages may carry `reasoning_content` and `tool_calls`. A message with `"train": false`, or with the weight 0
-of OpenAI's fine-tuning files, is context without loss. `tools` may also be a JSON string, as tables store it. A broken
-line is reported under its file and line and the next one is read; a file that ends within its archive gives what came
-before the end.
+Assistant messages may have `reasoning_content` and `tool_calls`. A message with `"train": false`, or with weight 0 as
+in OpenAI's fine-tuning files, is context without loss. `tools` may also be a JSON string, as tables store it. A broken
+line is reported with its file and line, and the next one is read; a truncated archive yields the lines before the
+truncation.
 """
 
 import json
@@ -25,7 +25,7 @@ _LONGEST_VALUE = 60
 
 
 def read_jsonl(path: Path, report: Report, config: UnpackConfig | None = None) -> Iterator[Trajectory]:
-    """The trajectories of one file, in its order. `config`: what an archive may unpack to."""
+    """The trajectories of one file, in order. `config`: limits on decompression."""
     config = config or UnpackConfig()
     number = 0
     try:
@@ -86,7 +86,7 @@ def tools_from_openai(items: JsonValue, place: str, name: str = "tools") -> tupl
 
 
 def parse_object(data: bytes, place: str) -> Mapping[str, JsonValue]:
-    """One JSON object from UTF-8 bytes, with nothing in it that UTF-8 or JSON lacks, or that is too deep to work on."""
+    """Parse one JSON object from UTF-8 bytes; rejects values that UTF-8 or JSON cannot represent, and deep nesting."""
     try:
         value = parse_json(data.decode("utf-8-sig"), MAX_DOCUMENT_DEPTH)
     except json.JSONDecodeError as error:
@@ -134,7 +134,7 @@ def _check_arguments(calls: JsonValue, name: str, place: str) -> None:
 
 
 def _trained(item: Mapping[str, JsonValue], name: str, place: str) -> bool:
-    # Tables write null where a row has no value.
+    # Tables write null for missing values.
     train = True if item.get("train") is None else item["train"]
     weight = 1 if item.get("weight") is None else item["weight"]
     if not isinstance(train, bool):

@@ -1,9 +1,9 @@
-"""A `Store` in, an endless sequence of `Pack`s out: whole trajectories, shuffled anew in each epoch.
+"""A `Store` in, an endless sequence of `Pack`s out: whole trajectories, reshuffled each epoch.
 
-A pack holds whole documents of one epoch and at most `pack_tokens` tokens, without padding: the oldest document that
-waits, then, first fit, whatever else of the waiting ones still has room. Nothing waits longer than its epoch, so an
-epoch shows every trajectory as often as its source's weight says. Which packs come is a function of store, seed and
-`pack_tokens` alone; `state()` names the place in that sequence, and a reader made with it goes on exactly there.
+A pack holds whole documents of one epoch and at most `pack_tokens` tokens, without padding: the oldest queued document,
+then, first fit, any other queued one that still fits. No document is carried over to the next epoch, so an epoch shows
+every trajectory as often as its source's weight says. The packs are a function of store, seed and `pack_tokens` alone;
+`state()` is a position in that sequence, and a reader created with it resumes exactly there.
 """
 
 import json
@@ -19,21 +19,21 @@ from m2forge.records import NO_TARGET, IntArray, JsonValue, Pack
 from m2forge.sft.store import Store
 
 NUM_WAITING = 64
-"""Documents among which those that fill a pack are looked for."""
+"""Size of the queue from which packs are filled."""
 
 
 class SFTReaderState(Config):
-    """A place in the sequence of packs, and the reading for which it holds."""
+    """A position in the sequence of packs, and the settings it is valid for."""
 
     fingerprint: str
-    """Of the store that is read."""
+    """Fingerprint of the store."""
     seed: int
     pack_tokens: int
     epoch: int
     num_taken: int
-    """Documents of the epoch's order that were packed or wait."""
+    """Documents of the epoch's order that are packed or queued."""
     waiting: tuple[int, ...]
-    """Places in the epoch's order of documents that were passed over so far."""
+    """Indices in the epoch's order of the queued documents."""
 
     def to_json(self) -> dict[str, JsonValue]:
         return dict(self.model_dump(mode="json"))
@@ -74,7 +74,7 @@ class SFTReader:
 
     @property
     def epoch(self) -> int:
-        """Of the pack that `next_pack` gives next."""
+        """Epoch of the pack that `next_pack` returns next."""
         self._leave_finished_epochs()
         return self._epoch.number
 
@@ -91,7 +91,7 @@ class SFTReader:
         return Pack(tokens, targets, np.asarray(lengths, np.int32), self._store.sources[trajectories])
 
     def num_packs(self, epoch: int) -> int:
-        """How many packs an epoch makes."""
+        """Number of packs in an epoch."""
         counted = _Epoch(self._store, self._seed, epoch)
         num_packs = 0
         while not counted.is_done:
@@ -115,7 +115,7 @@ class SFTReader:
 
 
 class _Epoch:
-    """The order of one epoch and how far it is packed."""
+    """The order of one epoch and the packing progress."""
 
     def __init__(self, store: Store, seed: int, number: int, num_taken: int = 0, waiting: Sequence[int] = ()) -> None:
         self.number = number
@@ -130,7 +130,7 @@ class _Epoch:
         return not self.waiting
 
     def take(self, num_tokens: int) -> IntArray:
-        """The trajectories of one pack of at most `num_tokens`."""
+        """The trajectories of one pack of at most `num_tokens` tokens."""
         chosen = []
         index = 0
         while index < len(self.waiting):
@@ -150,7 +150,7 @@ class _Epoch:
 
 
 def _shuffle(store: Store, seed: int, epoch: int) -> npt.NDArray[np.int32]:
-    """Trajectories in the order of one epoch, each as often as its source's weight says."""
+    """Trajectories in the order of one epoch, each repeated according to its source's weight."""
     generator = np.random.default_rng([seed, epoch])
     whole, rest = np.divmod(np.asarray(store.weights)[store.sources], 1.0)
     num_shown = whole.astype(np.int64) + (generator.random(store.num_trajectories) < rest)

@@ -1,8 +1,8 @@
-"""What reading and encoding trajectories came upon, counted by kind with the first places of each.
+"""Problems and notes from reading and encoding trajectories, counted by kind with the first examples of each.
 
-A problem is a trajectory (or the rest of a file) that is lost because it is broken: `strict` refuses the data for it.
-A note is something that the data may well hold and that training leaves out or changes: it is counted and said, and
-never refused. A `Report` survives JSON, so it is kept beside the encoded data and read back with it.
+A problem is a trajectory (or the rest of a file) that is lost because it is broken: `strict` refuses the data.
+A note is valid content that training skips or changes: it is counted and logged, never refused. A `Report` is
+JSON-serializable, so it is saved with the encoded data and loaded back with it.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from m2forge.errors import DataError
 from m2forge.records import JsonValue
 
 NUM_FIRST_PLACES = 5
-"""Places that are kept of each kind."""
+"""Maximum number of examples per kind."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Problem(StrEnum):
 
 
 class Note(StrEnum):
-    """What was left out or changed."""
+    """What was skipped or changed."""
 
     CUT = "cut at a turn to fit the context"
     TOO_LONG = "dropped, too long for the context"
@@ -57,7 +57,7 @@ _WARNED = {Note.CUT, Note.TOO_LONG, Note.UNKNOWN_CONTEXT, Note.UNMATCHED_PART}
 
 
 class Rejection(DataError):
-    """One trajectory that cannot be used. Readers report it and go on with the next."""
+    """One trajectory that cannot be used. Readers report it and continue with the next."""
 
     def __init__(self, problem: Problem, place: str, what: str) -> None:
         super().__init__(f"{place}: {problem}: {what}")
@@ -68,7 +68,7 @@ class Rejection(DataError):
 
 @dataclass
 class Finding:
-    """How often one kind of problem or note was met, and where first."""
+    """How often one kind of problem or note occurred, and the first locations."""
 
     count: int = 0
     places: list[str] = field(default_factory=list)
@@ -81,13 +81,13 @@ class Finding:
 
 @dataclass
 class Report:
-    """Counts over one set of sources. Tokens and turns are those of the first variant of each trajectory kept."""
+    """Counts over one set of sources. Tokens and turns are those of the first variant of each kept trajectory."""
 
     num_trajectories: int = 0
-    """Trajectories that were read whole, kept or not."""
+    """Trajectories read without a problem, kept or not."""
     num_kept: int = 0
     num_turns: int = 0
-    """Assistant messages in what was kept."""
+    """Assistant messages in the kept trajectories."""
     num_tokens: int = 0
     num_trained_tokens: int = 0
     problems: dict[Problem, Finding] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Report:
         return sum(finding.count for finding in self.problems.values())
 
     def refuse_problems(self) -> None:
-        """Raise the `DataError` that `strict` asks for, if anything was lost."""
+        """Raise the `DataError` that `strict` requires, if anything was lost."""
         if self.problems:
             lines = _lines(self.problems)
             raise DataError(
@@ -118,7 +118,7 @@ class Report:
             )
 
     def describe(self) -> str:
-        """The whole report as text, one finding per line."""
+        """The report as text, one finding per line."""
         head = (
             f"{self.num_kept} of {self.num_trajectories} trajectories kept: {self.num_turns} assistant turns, "
             f"{self.num_tokens} tokens, {self.num_trained_tokens} of them trained"
@@ -126,7 +126,7 @@ class Report:
         return "\n  ".join([head, *_lines(self.problems), *_lines(self.notes)])
 
     def log(self) -> None:
-        """Say the totals once, and what was lost as warnings."""
+        """Log the totals, and losses as warnings."""
         logger.info("%s", self.describe().splitlines()[0])
         for line in _lines(self.problems):
             logger.warning("%s", line)

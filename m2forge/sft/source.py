@@ -1,4 +1,4 @@
-"""All trajectories of one source: a file, or a folder with files of either kind, in the order of their paths."""
+"""All trajectories of one source: a file, or a folder with files of either kind, in path order."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ _KIND_OF: dict[str, Literal["jsonl", "atif"]] = {".jsonl": "jsonl", ".ndjson": "
 
 
 def list_files(source: SourceConfig) -> list[Path]:
-    """The files that `source` stands for. A folder gives those of the wanted kind, hidden ones left out."""
+    """The files of `source`. A folder yields its files of the requested kind, except hidden ones."""
     path = Path(source.path)
     if path.is_file():
         return [path]
@@ -36,7 +36,7 @@ def list_files(source: SourceConfig) -> list[Path]:
 
 
 def read_source(source: SourceConfig, report: Report) -> Iterator[Trajectory]:
-    """What is broken goes to `report`; the rest comes in an order that depends on the paths and contents alone."""
+    """Yields valid trajectories in an order that depends only on paths and contents; problems go to `report`."""
     is_folder = Path(source.path).is_dir()
     for file in list_files(source):
         kind = _KIND_OF.get(plain_suffix(file), "jsonl") if source.kind == "auto" else source.kind

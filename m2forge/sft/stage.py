@@ -1,7 +1,7 @@
-"""The fine-tuning stage: a model folder and trajectories in, a model that thinks between its actions out.
+"""The SFT stage: a model folder and trajectories in, a model with interleaved thinking out.
 
-Trajectories are encoded once into the run directory, packed whole, and trained on for a number of epochs by the same
-loop that pre-trains. This file wires data, network and train loop.
+Trajectories are encoded once into the run directory, packed whole, and trained for a number of epochs by the same loop
+as pre-training. This file wires data, model and train loop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ DATA_FOLDER = "data"
 
 
 def run_sft(config: SFTConfig, runs: Path) -> Path:
-    """Train, or go on with, the run `config` describes; returns the finished model's folder."""
+    """Start or resume the run of `config`; returns the finished model's folder."""
     start = Path(config.model)
     if not start.is_dir():
         raise NotFoundError(f"model {config.model!r} is no folder; give one that `m2forge pretrain` or `import` wrote")
@@ -38,7 +38,7 @@ def run_sft(config: SFTConfig, runs: Path) -> Path:
     run_dir = runs / config.name
     begun = begun_phase(run_dir / CHECKPOINT_FOLDER)
     if begun is not None:
-        # A run under way refuses another configuration before its data are touched.
+        # A started run refuses a different configuration before its data is touched.
         open_run(run_dir, config, begun)
 
     def build_model(device: torch.device, dtype: torch.dtype) -> Transformer:
@@ -47,7 +47,7 @@ def run_sft(config: SFTConfig, runs: Path) -> Path:
         return model
 
     with machine_ranks(config.train.machine) as ranks:
-        # Rank 0 encodes, the others find what it left.
+        # Rank 0 encodes; the other ranks open the result.
         if ranks.rank > 0:
             ranks.max_int(0)
         store = prepare(config.data, chat_format, run_dir / DATA_FOLDER, config.seed)
@@ -83,16 +83,16 @@ class TrajectorySource:
 
 
 def _names(paths: Sequence[str]) -> tuple[str, ...]:
-    """What the losses of the sources are called in metrics: their files' names, numbered where two are the same."""
+    """Names of the sources in loss metrics: their file names, numbered where two are equal."""
     stems = [Path(path).name.split(".")[0] for path in paths]
     return tuple(f"{stem}-{index}" if stems.count(stem) > 1 else stem for index, stem in enumerate(stems))
 
 
 def _phase(config: SFTConfig, store: Store) -> PhaseConfig:
-    """The whole run as one phase: its steps are the packs that the epochs make."""
+    """The whole run as one phase: its steps are the packs of all epochs."""
     reader = SFTReader(store, pack_tokens=config.pack_tokens, seed=config.seed)
     num_packs = sum(reader.num_packs(epoch) for epoch in range(config.num_epochs))
-    # A last step that lacks packs takes them from the epoch after: every trajectory is seen as often as was asked.
+    # An incomplete last step takes packs from the following epoch, so every trajectory is seen as often as configured.
     steps = -(-num_packs // config.packs_per_step)
     return PhaseConfig(
         name="sft",

@@ -1,12 +1,12 @@
-"""Encoded trajectories on disk, read by memory map: `StoreWriter` fills a folder, `Store` opens it.
+"""Encoded trajectories on disk, memory-mapped: `StoreWriter` fills a folder, `Store` opens it.
 
-    tokens.bin      uint32 per token, documents end to end; the highest bit says that the token is trained
-    offsets.npy     int64, where each document starts, and the end of the last
-    variants.npy    int32 [trajectory, draw]: the document that shows the trajectory in the epochs of that draw
+    tokens.bin      uint32 per token, documents concatenated; the highest bit is the loss mask
+    offsets.npy     int64, start of each document, and the end of the last
+    variants.npy    int32 [trajectory, draw]: the document used for the trajectory in the epochs of that draw
     sources.npy     int32 per trajectory: index of its source
-    meta.json       the key of what was encoded, the fingerprint of the result, the report
+    meta.json       key of the input, fingerprint of the result, report
 
-Trajectories whose prompt has parts to drop exist in several variants; the others have one document for all draws.
+Trajectories whose prompt has parts to drop have several variants; the others have one document for all draws.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ TRAINED_BIT = 1 << 31
 
 
 class StoreWriter:
-    """Appends documents to a folder that nobody reads yet."""
+    """Appends documents to a staged folder that is not open for reading."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -41,7 +41,7 @@ class StoreWriter:
         self._sources: list[int] = []
 
     def add_document(self, encoded: Encoded) -> int:
-        """The number of the document, for `add_trajectory`."""
+        """Append a document; returns its index, for `add_trajectory`."""
         words = encoded.ids.astype("<u4") | np.where(encoded.trained, np.uint32(TRAINED_BIT), np.uint32(0))
         data = words.astype("<u4").tobytes()
         self._file.write(data)
@@ -50,7 +50,7 @@ class StoreWriter:
         return len(self._offsets) - 2
 
     def add_trajectory(self, source: int, documents: Sequence[int]) -> None:
-        """`documents`: one per draw."""
+        """`documents`: index of a document for each draw."""
         self._variants.append(documents)
         self._sources.append(source)
 
@@ -82,7 +82,7 @@ class StoreWriter:
 
 
 class Store:
-    """Encoded trajectories, as many as disk holds; memory holds the tables only."""
+    """Encoded trajectories; the tokens stay on disk, only the tables are in memory."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -112,18 +112,18 @@ class Store:
         return int(self.variants.shape[1])
 
     def lengths(self, draw: int) -> npt.NDArray[np.int64]:
-        """Tokens of each trajectory's document in one draw."""
+        """Length in tokens of each trajectory's document in one draw."""
         documents = self.variants[:, draw]
         return self.offsets[documents + 1] - self.offsets[documents]
 
     def read(self, documents: Sequence[int]) -> tuple[IntArray, BoolArray]:
-        """Ids and loss mask of the documents, laid end to end."""
+        """Ids and loss mask of the documents, concatenated."""
         words = np.concatenate([self._words[self.offsets[n] : self.offsets[n + 1]] for n in documents])
         return (words & (TRAINED_BIT - 1)).astype(np.int32), (words >> 31).astype(np.bool_)
 
     @classmethod
     def open_if_current(cls, folder: Path, key: str) -> Self | None:
-        """The store, if the folder holds one made with `key`."""
+        """The store, if the folder holds one with this `key`."""
         if not (folder / META).is_file():
             return None
         store = cls(folder)

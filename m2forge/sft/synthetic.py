@@ -1,10 +1,10 @@
-"""Made-up tool-using trajectories, as an example of a data source: small enough for a tiny network to learn.
+"""Synthetic tool-calling trajectories, as an example of a data source: small enough for a tiny model to learn.
 
-`generate` gives OpenAI-style objects as jsonl.py reads them: a short system prompt, one to three tools, a request, and
-an assistant that thinks, calls (once, twice at a time, or twice in a row), reflects on what came back and answers.
-Names, paths and numbers are put together from parts; the held-out split uses only combinations that training never
-shows. Requests quote the values, so that a small vocabulary cuts them there as it does in a call, and to call is to
-copy. This exercises the whole path from file to loss. It measures nothing about a model of real size.
+`generate` yields OpenAI-style objects that jsonl.py reads: a short system prompt, one to three tools, a request, and an
+assistant that thinks, calls tools (once, two in parallel, or two in sequence), reflects on the results and answers.
+Names, paths and numbers are combined from parts; the held-out split uses only combinations that training never shows.
+Requests quote the values, so that a small vocabulary tokenizes them as it does in a call, and calling means copying.
+This exercises the whole path from file to loss. It measures nothing about a model of real size.
 """
 
 import json
@@ -21,7 +21,7 @@ Split: TypeAlias = Literal["train", "held_out"]
 Arguments: TypeAlias = dict[str, JsonValue]
 
 HELD_OUT_EVERY = 5
-"""One in this many combinations of parts is kept for the held-out split."""
+"""One in this many combinations of parts is held out."""
 
 FIRST = ("red", "old", "big", "new", "top", "last", "main", "left")
 SECOND = ("data", "name", "test", "code", "line", "type", "value", "item", "key", "node")
@@ -48,12 +48,12 @@ TOOLS: dict[str, tuple[str, dict[str, JsonValue]]] = {
     "alarm": ("Set an alarm.", _schema(minutes="integer", loud="boolean")),
     "send": ("Send a note.", _schema(to="string", text="string")),
 }
-"""Description and parameters of every tool."""
+"""Description and parameter schema of every tool."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the assistant does at once: a thought, then calls, each with its result."""
+    """One assistant turn: a thought, then parallel tool calls, each with its result."""
 
     thinking: str
     calls: tuple[tuple[str, Arguments, str], ...]
@@ -61,7 +61,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Story:
-    """One request from beginning to end."""
+    """One request with its steps and answer."""
 
     request: str
     steps: tuple[Step, ...]
@@ -70,7 +70,7 @@ class Story:
 
 
 class Vocabulary:
-    """Values for arguments, of one split alone."""
+    """Argument values of one split only."""
 
     def __init__(self, generator: random.Random, split: Split) -> None:
         self.random = generator
@@ -102,7 +102,7 @@ class Vocabulary:
 
 
 def generate(num: int, seed: int, split: Split) -> Iterator[dict[str, JsonValue]]:
-    """`num` trajectories; the same ones for the same seed and split."""
+    """`num` trajectories; identical for the same seed and split."""
     generator = random.Random(f"{seed}/{split}")
     vocabulary = Vocabulary(generator, split)
     for _ in range(num):
@@ -111,7 +111,7 @@ def generate(num: int, seed: int, split: Split) -> Iterator[dict[str, JsonValue]
 
 
 def write_jsonl(path: Path, num: int, seed: int, split: Split) -> None:
-    """Write generated trajectories, one per line; the file appears whole or not at all."""
+    """Write generated trajectories, one per line, atomically."""
     lines = (json.dumps(item, ensure_ascii=False) for item in generate(num, seed, split))
     write_atomic(path, "".join(f"{line}\n" for line in lines))
 
@@ -196,7 +196,7 @@ def _note(values: Vocabulary) -> Story:
 
 
 LONG_STORIES: tuple[Callable[[Vocabulary], Story], ...] = (_read_two, _two_times, _list_and_read)
-"""With two calls, at once or in a row."""
+"""Stories with two calls, in parallel or in sequence."""
 SHORT_STORIES: tuple[Callable[[Vocabulary], Story], ...] = (_read, _list, _find, _add, _roll, _time, _alarm, _note)
 LONG_SHARE = 0.25
 
@@ -226,7 +226,7 @@ def _to_openai(story: Story, generator: random.Random) -> dict[str, JsonValue]:
 
 
 def _choose_tools(story: Story, generator: random.Random) -> list[JsonValue]:
-    """The tools that the story needs and up to two others, three at most, in any order."""
+    """The tools that the story needs and up to two others, three at most, in random order."""
     needed = dict.fromkeys(name for step in story.steps for name, _, _ in step.calls)
     others = [name for name in TOOLS if name not in needed]
     num_others = min(3 - len(needed), generator.choice((0, 0, 0, 1, 1, 2)))

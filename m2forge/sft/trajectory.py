@@ -1,8 +1,8 @@
-"""One conversation to learn from: messages, the tools it could call, and which of its messages carry loss.
+"""One conversation to train on: messages, available tools, and which messages carry loss.
 
-Readers (jsonl.py, atif.py) make trajectories; encode.py turns them into tokens. What a trajectory promises: it holds
-an assistant message, tool results follow the calls they answer and in their order, and `trained` says for each message
-whether the loss may look at it. Messages of other roles never carry loss, whatever `trained` says.
+Readers (jsonl.py, atif.py) create trajectories; encode.py tokenizes them. Invariants: it holds an assistant message,
+tool results follow the calls they answer, in call order, and `trained` says for each message whether it carries loss.
+Messages of other roles never carry loss, whatever `trained` says.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ class Trajectory:
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
     trained: tuple[bool, ...]
-    """One per message."""
+    """One flag per message: whether it carries loss."""
     source: str
-    """Where it was read, as "file:line"."""
+    """Where it was read from, such as "file:line"."""
 
     def __post_init__(self) -> None:
         if len(self.trained) != len(self.messages):
@@ -29,7 +29,7 @@ class Trajectory:
 
 
 def sort_results(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages with the results of each turn in the order of its calls; tools finish in any order."""
+    """Sort the results of each turn into the order of its calls; tools may finish in any order."""
     ordered: list[Message] = []
     ids: list[str] = []
     results: list[Message] = []
@@ -52,7 +52,7 @@ def sort_results(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def check_order(messages: Sequence[Message]) -> None:
-    """Refuse what no conversation can be: nobody answers, or a tool result without the call it belongs to."""
+    """Raise if there is no assistant message, or a tool result has no matching call."""
     if not any(message.role == "assistant" for message in messages):
         raise FormatError(f"none of the {len(messages)} messages is the assistant's")
     open_ids: list[str] = []

@@ -1,1 +1,1 @@
-"""Tasks: families that make, serve and verify them, streams of each split, mixtures of domains, and the curriculum."""
+"""Tasks: families that generate and verify them, streams of each split, mixtures of domains, and the curriculum."""

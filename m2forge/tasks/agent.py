@@ -1,21 +1,21 @@
-"""Agent: values that only a tool can tell. Three families; the difficulty of the first two is how many calls it takes.
+"""Agent domain: values that only a tool returns. Three families; the difficulty of the first two is the call count.
 
     chain    Start at 3G. Follow 3 links.           look(3G) → 5B, look(5B) → 1H, look(1H) → 9A        answer: 9A
     gather   Read 3G, 5B and 8A.                    look(3G) → 5B, look(5B) → 1H, look(8A) → 4D        answer: 5B 1H 4D
     copies   Start at 3G. Follow 2 links.           recall(3G) → 5B, look(5B) → 1H                      answer: 1H
 
-Each call of a chain needs what the last one told. Those of `gather` do not: they may all be made in one turn, and since
-each takes `call_s`, an agent that does so is done sooner. Its demonstrations make one call a turn two times of three,
-as people do whom nobody presses for time, and all in one the third.
+Each call of `chain` needs the result of the previous one. Calls of `gather` do not: an agent may make all of them in
+one turn, and since each takes `call_s`, that is faster. Two thirds of its demonstrations make one call per turn, as
+people without time pressure do, the others all in one turn.
 
-The keys of `copies` can be looked up in two places: `look` asks the source, `recall` a copy, which may be out of date.
-The difficulty is how many of the links that have to be followed are; with none, any tool will do. Its demonstrations
-take the copy two times of three, and are shown where it is right, as people do to whom it has never done harm. What it
-costs elsewhere shows only at the end, in the answer.
+Two tools look up the keys of `copies`: `look` reads the source, `recall` a copy, which may be out of date. The
+difficulty is how many of the links to follow are out of date in the copy; at 0 either tool works. Two thirds of the
+demonstrated calls at links where the copy is right use the copy. The cost of using it elsewhere shows only in the final
+answer.
 
-Keys and values are a digit and a letter: two tokens, and the same two in every context, whatever the vocabulary. So to
-call is to copy, of few tokens that each occur often, which is what a small network learns first. What lies behind a key
-follows from the task's secret, which no message shows: a guess is right once in a hundred tasks.
+Keys and values are a digit and a letter: two tokens, the same two in every context, with any vocabulary. So a call
+copies a few frequent tokens, which a small network learns first. A key's value follows from the task's secret, which no
+message contains: a guess is right once in a hundred tasks.
 """
 
 import hashlib
@@ -36,9 +36,9 @@ LOOK = Tool(
 )
 RECALL = Tool("recall", "Look up a key in a copy.", LOOK.parameters)
 COPY_SHARE = 2 / 3
-"""Of the calls of a demonstration of `copies` that ask the copy."""
+"""Share of the demonstrated calls of `copies` that use the copy where it is right."""
 SINGLE_SHARE = 2 / 3
-"""Of the demonstrations of `gather` that make one call a turn."""
+"""Share of the demonstrations of `gather` that make one call per turn."""
 
 
 class Lookup:
@@ -60,7 +60,7 @@ class Chain(Lookup):
     domain: Domain = Domain.AGENT
     levels: range = range(1, MAX_LEVEL + 1)
     call_s: float = 0.0
-    """What a call takes."""
+    """Simulated latency of a call."""
 
     def draw(self, difficulty: int, seed: int) -> Task:
         rng = task_random(self, difficulty, seed)
@@ -89,7 +89,7 @@ class Gather(Lookup):
     domain: Domain = Domain.AGENT
     levels: range = range(1, MAX_LEVEL + 1)
     call_s: float = 1.0
-    """What a call takes."""
+    """Simulated latency of a call."""
 
     def draw(self, difficulty: int, seed: int) -> Task:
         rng = task_random(self, difficulty, seed)
@@ -106,7 +106,7 @@ class Gather(Lookup):
         return compare(answer, _values(task))
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
-        """Most read one key a turn, the others all at once."""
+        """Most demonstrations read one key per turn, the others all at once."""
         keys = read_text(task, "keys").split()
         messages, num_before = [Message("user", task.instruction)], 0
         most = 1 if rng.random() < SINGLE_SHARE else len(keys)
@@ -123,7 +123,7 @@ class Copies:
     domain: Domain = Domain.AGENT
     levels: range = range(MAX_LEVEL + 1)
     call_s: float = 0.0
-    """What a call takes."""
+    """Simulated latency of a call."""
 
     def draw(self, difficulty: int, seed: int) -> Task:
         rng = task_random(self, difficulty, seed)
@@ -152,7 +152,7 @@ class Copies:
         return compare(answer, _links(task)[-1])
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
-        """Where the copy is out of date it is left alone, so that every demonstration is right."""
+        """Never use the copy where it is out of date, so that every demonstration is right."""
         links, messages = _links(task), [Message("user", task.instruction)]
         for turn, key in enumerate(links[:-1]):
             is_copy = key not in read_text(task, "old").split() and rng.random() < COPY_SHARE
@@ -162,13 +162,13 @@ class Copies:
 
 
 def behind(secret: int, key: str) -> str:
-    """The value of a key, itself a key; all have even chances."""
+    """The value of a key, itself a key, uniformly distributed."""
     digest = hashlib.blake2b(f"{secret}/{key}".encode(), digest_size=8).digest()
     return KEYS[int.from_bytes(digest, "big") % len(KEYS)]
 
 
 def look(task: Task, key: JsonValue, *, is_old: bool = False) -> str:
-    """What the tool answers. `is_old`: what a copy does."""
+    """The tool's response. `is_old`: look up the copy instead of the source."""
     if not isinstance(key, str) or key not in KEYS:
         return f"error: no key {shown(key)}; keys are {KEYS[0]} to {KEYS[-1]}"
     secret, value = read_int(task, "secret"), behind(read_int(task, "secret"), key)
@@ -186,7 +186,7 @@ def follow(secret: int, start: str, num_links: int) -> list[str]:
 
 
 def look_up(task: Task, keys: Sequence[str], thinking: str, num_before: int, tool: Tool = LOOK) -> list[Message]:
-    """A turn that calls once for each key, and what the tool answers."""
+    """An assistant turn with one call per key, and the tool's responses."""
     secret = read_int(task, "secret")
     ids = [f"call_{num_before + n + 1}" for n in range(len(keys))]
     calls = tuple(ToolCall(tool.name, {"key": key}, id) for key, id in zip(keys, ids, strict=True))

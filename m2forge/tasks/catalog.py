@@ -1,4 +1,4 @@
-"""Families by name: the embedded ones, and `reasoning-gym:NAME` for those of that library."""
+"""Looks up families by name: the embedded ones, and `reasoning-gym:NAME` for datasets of that library."""
 
 from m2forge.errors import NotFoundError, suggest
 from m2forge.records import Task
@@ -23,5 +23,5 @@ def find_family(name: str) -> Family:
 
 
 def family_of(task: Task) -> Family:
-    """The family that made the task."""
+    """The family that generated the task."""
     return find_family(family_name(task))

@@ -1,10 +1,10 @@
-"""Coding: translate an expression into a program for a stack machine. Family `stack`; the difficulty is how many
-operators the expression has.
+"""Coding domain: translate an expression into a program for a stack machine. Family `stack`; the difficulty is the
+number of operators in the expression.
 
     Write a stack program for (a+3)*b.                        answer: a 3 + b *
 
 The verifier runs the answer on inputs (`tasks/stack_language.py`), so every program that computes the expression is
-right, however it is written. All cases must come out: a program that is right for some inputs has perf 0.
+right. All cases must pass: a program that is right for only some inputs has perf 0.
 """
 
 import random
@@ -31,10 +31,10 @@ CASES = tuple(
         (0, 1, 2, 3, 4, 5, 6, 7),
     )
 )
-"""The inputs that a program is tried on."""
+"""The test inputs of a program."""
 
 Expression: TypeAlias = "str | tuple[Expression, str, Expression]"
-"""An input, a digit, or two expressions with an operator between."""
+"""An input, a digit, or two expressions joined by an operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class StackProgram(ToolFree):
 
 
 def _draw(rng: random.Random, num_operators: int) -> Expression:
-    """No operator stands between two digits, or between an input and itself: it would say nothing."""
+    """Draw an expression. No operator joins two digits or an input with itself, because that would be trivial."""
     if not num_operators:
         return rng.choice(INPUTS) if rng.random() < 0.6 else str(rng.randrange(2, 10))
     num_left = rng.randrange(num_operators)
@@ -113,7 +113,7 @@ def _parse(program: str) -> Expression:
 
 
 def _parts(expression: Expression) -> Iterator[Expression]:
-    """Every operation in it, each after those that it is made of."""
+    """Yield every operation in the expression, operands first."""
     if not isinstance(expression, str):
         yield from _parts(expression[0])
         yield from _parts(expression[2])

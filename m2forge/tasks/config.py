@@ -1,4 +1,4 @@
-"""What is trained on, and when: stages, the domains of each at their ratios, and how difficulty follows success.
+"""Configuration of the curriculum: stages, the domains of each with their ratios, and how difficulty follows success.
 
     [curriculum]
     batch_groups = 16
@@ -26,8 +26,7 @@
     context = 2048
     families = [{ name = "chain", difficulty = [2, 8], start = 3 }]
 
-Ratios count against each other: 3 and 1 are 0.75 and 0.25. The figures that are defaults here are ours: none has been
-published.
+Ratios are relative to each other: 3 and 1 are 0.75 and 0.25. The default values are ours: none has been published.
 """
 
 from fractions import Fraction
@@ -44,18 +43,18 @@ Share = Annotated[float, Field(ge=0, le=1)]
 OnRaise = Literal["verifier_error", "wrong"]
 
 GYM_PREFIX = "reasoning-gym:"
-"""Names of families begin with it whose tasks and scorers are the library's."""
+"""Prefix of the names of families whose tasks and scorers come from the library."""
 
 
 class PaceConfig(Config):
-    """When difficulty moves. It goes up a level once the mean pass rate of the last `num_groups` groups exceeds
-    `raise_above`, down a level once it is below `lower_below`; then those groups are forgotten."""
+    """When difficulty changes. It rises by a level once the mean pass rate of the last `num_groups` groups exceeds
+    `raise_above` and falls by a level once it is below `lower_below`; a change resets the counted groups."""
 
     num_groups: Count = 16
     raise_above: Share = 0.75
     lower_below: Share = 0.25
     width: Count = 2
-    """Neighbouring levels that tasks are drawn from at a time."""
+    """Number of adjacent levels from which tasks are drawn at a time."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -66,14 +65,14 @@ class PaceConfig(Config):
 
 class FamilyConfig(Config):
     name: str = Field(min_length=1)
-    """As `tasks/catalog.py` knows it."""
+    """Name of the family in `tasks/catalog.py`."""
     difficulty: tuple[Level, Level]
     """The lowest and the highest level that the stage allows."""
     start: Level | None = None
-    """The lowest level drawn where nothing is known from an earlier stage; None: the lowest that is allowed."""
+    """Initial lowest level if no earlier stage used the family; None: the lowest allowed level."""
     on_raise: OnRaise = "verifier_error"
-    """What it means that a scorer of reasoning-gym raises. verifier_error: what it means of every verifier
-    (`tasks/runner.py`). wrong: the answer is wrong, for scorers that are known to raise at ordinary wrong answers."""
+    """How to treat a reasoning-gym scorer that raises. verifier_error: as for every verifier (`tasks/runner.py`).
+    wrong: the answer is wrong, for scorers that are known to raise at ordinary wrong answers."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -89,11 +88,11 @@ class FamilyConfig(Config):
 
 class DomainConfig(Config):
     ratio: float = Field(gt=0, le=1e6)
-    """The share of a batch, relative to the other domains'."""
+    """The domain's share of a batch, relative to the other domains."""
     context: Count
-    """The longest context, in tokens, that an agent may send or receive."""
+    """Maximum context of a call in tokens, prompt plus completion."""
     families: tuple[FamilyConfig, ...] = Field(min_length=1)
-    """They take turns."""
+    """Families of the domain, used round-robin."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -106,11 +105,11 @@ class DomainConfig(Config):
 class StageConfig(Config):
     name: str = Field(min_length=1)
     num_batches: Count | None = None
-    """How long it lasts; the last stage does not end, and says nothing here."""
+    """Number of batches in the stage; leave it out for the last stage, which does not end."""
     domains: dict[Domain, DomainConfig] = Field(min_length=1)
 
     def ratios(self) -> dict[Domain, Fraction]:
-        """Shares that add up to 1, exactly as they are written: 0.1 is a tenth."""
+        """Exact shares that add up to 1, from the decimal notation: 0.1 is a tenth."""
         ratios = {domain: Fraction(str(self.domains[domain].ratio)) for domain in sorted(self.domains)}
         total = sum(ratios.values())
         return {domain: ratio / total for domain, ratio in ratios.items()}
@@ -121,32 +120,32 @@ class VerifyConfig(Config):
 
     num_workers: Count = 1
     timeout_s: Annotated[float, Field(gt=0)] = 1.5
-    """Time on a processor and asleep (`tasks/use.py`) of one verdict, or of one call of a tool. On a machine with
-    processors to spare it is the wall clock. A slower verdict is perf 0 with reason `limit`."""
+    """Limit of CPU time plus sleep (`tasks/use.py`) for one verdict or one tool call; equal to wall-clock time on a
+    machine with idle CPUs. A slower verdict is perf 0 with reason `limit`."""
     draw_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """The same of drawing a task, and of loading what it is verified with; longer ends the run."""
+    """The same limit for drawing a task and for loading its verifier's data; exceeding it ends the run."""
     max_memory_bytes: Annotated[int, Field(ge=256 << 20)] = 512 << 20
-    """Address space of a worker. More is perf 0 with reason `limit`."""
+    """Limit of a worker's address space; a verdict that exceeds it is perf 0 with reason `limit`."""
     max_error_share: Share = 0.05
-    """When more of the last 200 verdicts than this are `verifier_error`, the run ends."""
+    """The run ends when more than this share of the last 200 verdicts are `verifier_error`."""
 
 
 class CurriculumConfig(Config):
     seed: int = Field(default=0, ge=0)
     batch_groups: Count
-    """Groups of a batch; every domain of a stage gets at least one."""
+    """Groups per batch; every domain of a stage gets at least one."""
     pace: PaceConfig = PaceConfig()
     stages: tuple[StageConfig, ...] = Field(min_length=1)
 
     @property
     def family_names(self) -> list[str]:
-        """Those of all stages, each once."""
+        """Distinct names of the families of all stages."""
         domains = [domain for stage in self.stages for domain in stage.domains.values()]
         return list(dict.fromkeys(family.name for domain in domains for family in domain.families))
 
     @property
     def wrong_on_raise(self) -> frozenset[str]:
-        """Names of the families whose `on_raise` is wrong."""
+        """Names of the families with `on_raise = "wrong"`."""
         return frozenset(
             family.name
             for stage in self.stages

@@ -1,12 +1,12 @@
-"""The order of training: batches of tasks, stage after stage, each with its domains at their ratios.
+"""The curriculum: batches of tasks, stage after stage, each with its domains at their ratios.
 
-In: the configuration, and the pass rate of every group that was judged. Out: batches. A batch holds every domain of its
-stage as `tasks/mixture.py` promises, spread evenly, so that a queue of batches is mixed wherever it is cut. Within a
-domain its families take turns, and each draws from the levels that its pace has reached; a family keeps its levels from
-one stage to the next, within the bounds of each. Only tasks of the train split are given.
+In: the configuration and the pass rate of every rewarded group. Out: batches. A batch holds every domain of its stage
+at the counts of `tasks/mixture.py`, spread evenly, so that any stretch of the queue is mixed. Within a domain the
+families alternate, and each draws from the levels that its pace has reached; a family keeps its levels from one stage
+to the next, within the bounds of each. All tasks are from the train split.
 
-What comes next depends on the seed, the configuration and the pass rates in their order. `state()` is JSON; a
-curriculum made with it goes on exactly.
+The next batch depends on the seed, the configuration and the sequence of pass rates. `state()` is JSON; a curriculum
+created from it continues exactly.
 
     curriculum = Curriculum(config)
     for assignment in await curriculum.draw_batch(runner.next_task):
@@ -30,21 +30,21 @@ from m2forge.tasks.task_set import Split
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A task, and what its stage says about it."""
+    """A task with the settings of its stage."""
 
     task: Task
     context: int
-    """The longest context, in tokens, that an agent may send or receive."""
+    """Maximum context of a call in tokens, prompt plus completion."""
     stage: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A task that is yet to be drawn."""
+    """The parameters of a task to draw."""
 
     family: str
     position: int
-    """In the family's stream of training tasks."""
+    """Position in the family's stream of training tasks."""
     lowest: int
     highest: int
     context: int
@@ -52,17 +52,17 @@ class _Choice:
 
 
 Draw: TypeAlias = Callable[[str, Split, int, int, int, int], Awaitable[Task]]
-"""From family, split, seed, position, lowest and highest difficulty to the task."""
+"""Maps family, split, seed, position, lowest and highest difficulty to a task."""
 
 
 class Curriculum:
     def __init__(self, config: CurriculumConfig, *, state: Mapping[str, JsonValue] | None = None) -> None:
-        """`state`: that of an earlier curriculum."""
+        """`state`: state of an earlier curriculum to resume from."""
         self._config = config
         for stage in config.stages:
             _check(stage)
         self._positions = dict.fromkeys(sorted(config.family_names), 0)
-        """How many tasks of each family were taken."""
+        """Number of tasks drawn from each family."""
         self._paces: dict[str, Pace] = {}
         self._turns = dict.fromkeys(Domain, 0)
         self._enter(0)
@@ -74,22 +74,22 @@ class Curriculum:
         return self._config.stages[self._stage]
 
     def levels(self) -> dict[str, tuple[int, int]]:
-        """The difficulties that each family of the stage is drawn from."""
+        """The current difficulty range of each family of the stage."""
         names = [family.name for domain in self.stage.domains.values() for family in domain.families]
         return {name: self._paces[name].levels for name in names}
 
     def pass_rates(self) -> dict[str, float | None]:
-        """Of each family of the stage at those difficulties; None where none has been counted."""
+        """Pass rate of each family of the stage at these difficulties; None before the first counted group."""
         return {name: self._paces[name].pass_rate for name in self.levels()}
 
     async def draw_batch(self, draw: Draw) -> list[Assignment]:
-        """The next batch, drawn by `draw`, as `TaskRunner.next_task` does. What it holds is chosen before the first
-        await, so that pass rates that are recorded meanwhile count for the next one."""
+        """Draw the next batch with `draw`, such as `TaskRunner.next_task`. Its content is chosen before the first
+        await, so pass rates recorded meanwhile affect only the next batch."""
         return [await self._draw(choice, draw) for choice in self._choose_batch()]
 
     async def draw_task(self, stage: str, domain: Domain, draw: Draw) -> Assignment:
-        """One more task of a domain, in place of one of that stage which was not trained; the stage may be over. It
-        counts towards no batch."""
+        """Draw a replacement for a task of that stage and domain that was not trained; the stage may be over. It does
+        not count towards a batch."""
         found = next((known for known in self._config.stages if known.name == stage and domain in known.domains), None)
         if found is None:
             raise RecordError(f"curriculum: no stage {stage!r} with the domain {domain}; use another pool")
@@ -104,19 +104,19 @@ class Curriculum:
         if self._mixture.num_batches == self.stage.num_batches:
             self._enter(self._stage + 1)
         counts = self._mixture.next()
-        # Unit k of n stands at (k + ½) / n of the batch.
+        # Unit k of n has position (k + ½) / n in the batch.
         places = [((unit + 0.5) / num, domain) for domain, num in counts.items() for unit in range(num)]
         return [self._choose(self.stage, domain) for _, domain in sorted(places)]
 
     def record(self, task: Task, pass_rate: float) -> None:
-        """Report a judged group: the share of its attempts that passed. Groups that are not trained on because all
-        passed, or none, count too."""
+        """Record the pass rate of a rewarded group. Groups that are not trained because all attempts passed, or none,
+        count too."""
         pace = self._paces.get(family_name(task))
         if pace is not None:
             pace.record(task.difficulty, pass_rate)
 
     def state(self) -> dict[str, JsonValue]:
-        """JSON for a checkpoint."""
+        """State for a checkpoint, as JSON values."""
         return {
             "stage": self.stage.name,
             "num_batches": self._mixture.num_batches,
@@ -131,7 +131,7 @@ class Curriculum:
         family = settings.families[self._turns[domain] % len(settings.families)]
         self._turns[domain] += 1
         self._positions[family.name] += 1
-        # A family that another stage has moved on stays within the bounds of this one.
+        # Clamp levels that another stage has moved to the bounds of this one.
         lowest, highest = (
             min(max(level, family.difficulty[0]), family.difficulty[1]) for level in self._paces[family.name].levels
         )
@@ -151,7 +151,7 @@ class Curriculum:
             self._paces[family.name] = Pace(self._config.pace, family.difficulty, family.start)
 
     def restore(self, state: Mapping[str, JsonValue]) -> None:
-        """Go on from what `state` gave. Pass rates that were recorded since are forgotten."""
+        """Resume from a `state()`. Pass rates recorded since are lost."""
         names = [stage.name for stage in self._config.stages]
         if state.get("stage") not in names:
             raise RecordError(f"curriculum: state: stage: expected one of {names}, received {state.get('stage')!r}")
@@ -171,7 +171,7 @@ class Curriculum:
 
 
 def _check(stage: StageConfig) -> None:
-    """Refuse families of another domain, or without the difficulties asked for."""
+    """Refuse families of another domain, or without the configured difficulties."""
     for domain, settings in stage.domains.items():
         for wanted in settings.families:
             family = find_family(wanted.name)

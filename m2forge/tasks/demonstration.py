@@ -12,7 +12,7 @@ from m2forge.text.message import Message, message_to_openai, tool_to_openai
 
 
 def demonstrations(tasks: Iterable[Task], seed: int, system: str | None = None) -> Iterator[dict[str, JsonValue]]:
-    """One trajectory per task. `system`: the prompt that the agent sends; None where it sends none."""
+    """Yield one trajectory per task. `system`: the agent's system prompt; None if it sends none."""
     for index, task in enumerate(tasks):
         family = family_of(task)
         messages = family.demonstrate(task, random.Random(f"{seed}/{index}/{task.id}"))
@@ -25,6 +25,6 @@ def demonstrations(tasks: Iterable[Task], seed: int, system: str | None = None) 
 
 
 def write_demonstrations(path: Path, tasks: Iterable[Task], seed: int, system: str | None = None) -> None:
-    """One trajectory per line; the file appears whole or not at all."""
+    """Write one trajectory per line; the file is replaced atomically."""
     lines = (json.dumps(item, ensure_ascii=False) for item in demonstrations(tasks, seed, system))
     write_atomic(path, "".join(f"{line}\n" for line in lines))

@@ -1,16 +1,16 @@
-"""What a family of tasks is: it makes tasks by number, serves their tools, verifies answers, and shows how it is done.
+"""The protocol of a task family: it generates tasks by seed, serves their tools, verifies answers, and demonstrates.
 
-A family is a value without state. `draw(difficulty, seed)` gives the same task every time, and a task's metadata, JSON
-alone, is all that its tools and its verifier need: a task that was written to disk and read again behaves the same.
-Calls and verification never raise, whatever a policy wrote: a call that cannot be served is answered with a line that
-begins with `error:`, and an answer that cannot be read has perf 0.
+A family is stateless. `draw(difficulty, seed)` is deterministic, and a task's metadata, JSON only, is all that its
+tools and its verifier need: a task written to disk and read again behaves the same. Calls and verification never raise,
+whatever the policy wrote: an invalid call returns a line that begins with `error:`, and an unreadable answer has perf
+0.
 
     task = family.draw(difficulty=3, seed=7)
     family.call(task, "look", {"key": "3G"})      '5B'
     family.verify(task, "5B").perf                0.0 or 1.0
 
-Answers are compared as text after `plain`: white space at both ends and one full stop at the end are taken off, and
-white space inside counts as one space. Case counts.
+Answers are compared as text after `plain`, which strips white space at both ends and one final full stop and collapses
+white space inside to one space. The comparison is case-sensitive.
 """
 
 import hashlib
@@ -27,29 +27,29 @@ from m2forge.text.argument import argument_problems, type_problem
 from m2forge.text.message import Message, Tool
 
 FAMILY_KEY = "family"
-"""Of a task's metadata: the name of the family that made it."""
+"""Metadata key of the name of the task's family."""
 MAX_SHOWN = 200
-"""Characters of an answer, or of an argument, that evidence and error lines repeat."""
+"""Maximum characters of an answer or argument that evidence and error lines repeat."""
 
 
 class VerdictReason(StrEnum):
-    """How a verdict came about; `tasks/runner.py` states the rule. A worker that was lost gives no verdict."""
+    """How a verdict was reached; `tasks/runner.py` specifies the rule. A lost worker gives no verdict."""
 
     JUDGED = "judged"
     LIMIT = "limit"
-    """The verifier exceeded its limit of time or memory: perf 0."""
+    """The verifier exceeded its time or memory limit: perf 0."""
     VERIFIER_ERROR = "verifier_error"
     """The verifier raised, twice: perf 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verifier says about an answer."""
+    """A verifier's result for an answer."""
 
     perf: float
-    """From 0, wrong, to 1, right."""
+    """Score from 0, wrong, to 1, right."""
     evidence: Mapping[str, JsonValue] = field(default_factory=dict)
-    """What was seen and what was expected. JSON values only."""
+    """What was received and what was expected, as JSON values."""
     reason: VerdictReason = VerdictReason.JUDGED
 
     def __post_init__(self) -> None:
@@ -66,44 +66,45 @@ class Family(Protocol):
 
     @property
     def levels(self) -> range:
-        """The difficulties there are, easiest first; the family says what the number counts."""
+        """The family's difficulties, easiest first; each family defines what the number counts."""
         ...
 
     def draw(self, difficulty: int, seed: int) -> Task:
-        """The task of this number; cheap, and the same every time."""
+        """Generate the task of this difficulty and seed; cheap and deterministic."""
         ...
 
     def tools(self, task: Task) -> tuple[Tool, ...]:
-        """What an agent may call."""
+        """The tools that an agent may call."""
         ...
 
     def call(self, task: Task, name: str, arguments: JsonValue) -> str:
-        """What the tool answers: the same every time, and never an exception."""
+        """The tool's response; deterministic, never raises."""
         ...
 
     def latency_s(self, task: Task, name: str) -> float:
-        """How long whoever executes a call should let it take. Calls of one turn may wait together."""
+        """Latency that the caller simulates for a call. Calls of one turn may wait concurrently."""
         ...
 
     def verify(self, task: Task, answer: str) -> Verdict:
-        """Judge the content of the agent's last message."""
+        """Verify the content of the agent's last message."""
         ...
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
-        """A conversation that solves the task, from the user's message to the answer. `rng` chooses among ways."""
+        """A conversation that solves the task, from the user's message to the answer. `rng` picks one of several
+        solutions."""
         ...
 
 
 @runtime_checkable
 class Preparing(Protocol):
-    """A family that needs time to load what a task's tools and verifier work on. A worker calls `prepare` first,
-    outside of the limit of time that a policy's answer has."""
+    """A family that needs time to load the data of a task's tools and verifier. A worker calls `prepare` first, outside
+    the time limit of verifying the policy's answer."""
 
     def prepare(self, task: Task) -> None: ...
 
 
 class ToolFree:
-    """The tools of a family that has none."""
+    """Mixin for a family without tools."""
 
     def tools(self, task: Task) -> tuple[Tool, ...]:
         return ()
@@ -119,7 +120,7 @@ class ToolFree:
 
 
 def make_task(family: Family, difficulty: int, instruction: str, metadata: Mapping[str, JsonValue]) -> Task:
-    """A task whose id tells it from every other: it is made of all that the task is."""
+    """Build a task whose id is unique, because it hashes the task's whole content."""
     content = {FAMILY_KEY: family.name, **metadata}
     digest = hashlib.blake2b(json.dumps([instruction, content], sort_keys=True).encode(), digest_size=8).hexdigest()
     return Task(f"{family.name}-{difficulty}-{digest}", family.domain, instruction, float(difficulty), content)
@@ -130,7 +131,7 @@ def family_name(task: Task) -> str:
 
 
 def task_random(family: Family, difficulty: int, seed: int) -> random.Random:
-    """Where a family takes a task's chances from. A difficulty that it does not have is refused."""
+    """The random generator of a task; refuses a difficulty that the family does not have."""
     levels = family.levels
     if difficulty not in levels:
         raise ConfigError(
@@ -161,13 +162,13 @@ def plain(answer: str) -> str:
 
 
 def compare(answer: str, expected: str) -> Verdict:
-    """Right if both are the same plain text."""
+    """Perf 1 if both are the same plain text, else 0."""
     perf = float(plain(answer) == plain(expected))
     return Verdict(perf, {"expected": expected, "received": shown(answer)})
 
 
 def call_problem(tools: Sequence[Tool], name: str, arguments: JsonValue) -> str | None:
-    """What is wrong with a call, as the line that answers it; None if it can be served."""
+    """The error line that responds to an invalid call; None if the call is valid."""
     tool = next((tool for tool in tools if tool.name == name), None)
     if tool is None:
         return f"error: no tool {shown(name)}; known: {', '.join(tool.name for tool in tools)}"
@@ -179,7 +180,7 @@ def call_problem(tools: Sequence[Tool], name: str, arguments: JsonValue) -> str 
 
 
 def shown(value: JsonValue) -> str:
-    """Text for evidence or an error line: short, and such as UTF-8 can express."""
+    """Text for evidence or an error line: truncated and valid UTF-8."""
     text = value if isinstance(value, str) else repr(value)
     text = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,11 +1,11 @@
-"""General: do exactly what is asked with a few words. Family `words`; the difficulty is how many words there are, less
-one.
+"""General domain: follow exact instructions about a few words. Family `words`; the difficulty is the number of words
+minus one.
 
     Write sun, cat, red: backwards, capitals, once each, joined by -                   answer: RED-CAT-SUN
 
-Four things are asked at a time: an order, a case, how often each word is written, and what stands between. Unlike the
-other families' answers, this one is not split into words before it is compared: only the white space around it and one
-full stop at its end are taken off.
+Each task sets four things: an order, a case, how often each word is written, and the separator. Unlike other families,
+this one does not normalize white space inside the answer before comparing it: it strips only the white space around it
+and one final full stop.
 """
 
 import random
@@ -49,6 +49,6 @@ class Words(ToolFree):
         return Verdict(perf, {"expected": expected, "received": shown(answer)})
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
-        """The thinking puts the words in order; the answer does the rest."""
+        """The thinking lists the words in order; the answer applies the rest."""
         answer = Message("assistant", read_text(task, "answer"), thinking=read_text(task, "ordered"))
         return [Message("user", task.instruction), answer]

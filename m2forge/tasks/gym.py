@@ -1,15 +1,14 @@
-"""The tasks of the library reasoning-gym, as families: `reasoning-gym:chain_sum` and a hundred others.
+"""Datasets of the library reasoning-gym as families: `reasoning-gym:chain_sum` and a hundred others.
 
-A task is an item of one of the library's datasets, known by level and seed; the verifier is the library's scorer. Many
-of the scorers give part of the credit to any answer that contains the right one, such as 0.8 to 11589 for 1589, which a
-policy would learn to use: by default only the whole credit counts.
+A task is an item of one of the library's datasets, identified by level and seed; the verifier is the library's scorer.
+Many scorers give partial credit to any answer that contains the right one, such as 0.8 to 11589 for 1589, which a
+policy would learn to exploit: by default only full credit counts.
 
-Where a dataset has a curriculum, the difficulty sets each of its attributes to that level, or to its highest; where it
-has none, every task has difficulty 0. The library makes items from a seed, so a task can be verified wherever the same
-version is installed; another version's item is noticed and refused.
+If a dataset has a curriculum, the difficulty sets each of its attributes to that level, or to its highest; otherwise
+every task has difficulty 0. The library generates items from a seed, so a task can be verified wherever the same
+version is installed; an item that another version generates differently is refused.
 
-Some scorers evaluate the answer as Python. What a policy writes is not to be trusted with that: their datasets are
-refused.
+Some scorers evaluate the answer as Python, which is unsafe with a policy's output, so their datasets are refused.
 """
 
 import importlib
@@ -27,9 +26,9 @@ from m2forge.text.message import Message
 
 NUM_SEEDS = 1 << 31
 NUM_CACHED = 1024
-"""Datasets that are kept: a task is verified once for each attempt."""
+"""Number of cached datasets; a task is verified once per attempt."""
 MAX_ANSWER = 65_536
-"""Characters that a scorer is given; a longer answer is wrong."""
+"""Maximum characters passed to a scorer; a longer answer is wrong."""
 EVALUATING = frozenset(
     (
         "binary_matrix",
@@ -43,17 +42,17 @@ EVALUATING = frozenset(
         "string_insertion",
     )
 )
-"""Datasets whose scorer evaluates the answer."""
+"""Datasets whose scorer evaluates the answer as Python."""
 _ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What the library's generators and scorers raise at what they cannot do."""
+"""Exceptions that the library's generators and scorers raise at invalid input."""
 
 
 Entry: TypeAlias = dict[str, object]
-"""An item: its question, its answer, and what the scorer needs."""
+"""An item: its question, its answer, and the scorer's data."""
 
 
 class Dataset(Protocol):
-    """What is used of the library's datasets."""
+    """The part of the library's dataset interface that is used here."""
 
     def __getitem__(self, index: int) -> Entry: ...
 
@@ -63,12 +62,12 @@ class Dataset(Protocol):
 @dataclass(frozen=True, slots=True)
 class GymFamily(ToolFree):
     dataset: str
-    """Its name in the library."""
+    """Name of the dataset in the library."""
     domain: Domain = Domain.REASONING
     credit: Literal["whole", "part"] = "whole"
-    """What a score below 1 is worth: nothing, or itself. The evidence holds it either way."""
+    """Whether a score below 1 counts as 0 (whole) or as itself (part); the evidence holds the score either way."""
     on_raise: OnRaise = "verifier_error"
-    """What a scorer that raises means: the rule of every verifier (`tasks/runner.py`), or a wrong answer."""
+    """How to treat a scorer that raises: by the rule of every verifier (`tasks/runner.py`), or as a wrong answer."""
     name: str = field(init=False)
     levels: range = field(init=False)
 
@@ -82,12 +81,12 @@ class GymFamily(ToolFree):
         return make_task(self, difficulty, str(entry["question"]), {"level": difficulty, "seed": item})
 
     def prepare(self, task: Task) -> None:
-        """Makes the dataset, which may take longer than a verdict."""
+        """Build the dataset, which may take longer than a verdict."""
         self._open(task)
 
     def verify(self, task: Task, answer: str) -> Verdict:
-        """Raises what the scorer raises, unless `on_raise` says that the answer is wrong then. A scorer that runs out
-        of time or memory is ended by the worker that this runs in (`tasks/runner.py`)."""
+        """Raises what the scorer raises, unless `on_raise` is "wrong". The worker that this runs in kills a scorer that
+        exceeds its time or memory limit (`tasks/runner.py`)."""
         dataset, entry = self._open(task)
         evidence: dict[str, JsonValue] = {"expected": shown(str(entry["answer"])), "received": shown(answer)}
         if len(answer) > MAX_ANSWER:
@@ -101,7 +100,7 @@ class GymFamily(ToolFree):
         return Verdict(score if self.credit == "part" else float(score == 1), evidence | {"score": score})
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
-        """The answer alone: the library does not say how it was found."""
+        """The answer only: the library gives no solution steps."""
         answer = self._open(task)[1]["answer"]
         if not isinstance(answer, str):
             raise DataError(f"{self.name}: its tasks come without an answer; take demonstrations from another family")
@@ -128,7 +127,7 @@ def _library() -> ModuleType:
 
 @cache
 def _num_levels(name: str) -> int:
-    # The package registers its datasets as it is imported.
+    # Importing the package registers its datasets.
     factory = _library()
     importlib.import_module("reasoning_gym")
     if name not in factory.DATASETS:
@@ -143,7 +142,7 @@ def _num_levels(name: str) -> int:
 
 @lru_cache(NUM_CACHED)
 def _open(name: str, level: int, seed: int) -> tuple[Dataset, Entry]:
-    """A dataset of one item, since some make all of theirs at once, and the item."""
+    """Build a dataset of one item, since some generate all items at once; returns it and the item."""
     num_levels, factory = _num_levels(name), _library()
     if not 0 <= level < num_levels:
         raise DataError(f"{GYM_PREFIX}{name}: level: expected 0 to {num_levels - 1}, received {level}")
@@ -157,7 +156,7 @@ def _open(name: str, level: int, seed: int) -> tuple[Dataset, Entry]:
             dataset = cast(Dataset, factory.create_dataset(name, **settings))
         return dataset, dataset[0]
     except _ERRORS as error:
-        # At the highest levels some of the library's curricula ask for more than its datasets allow.
+        # At the highest levels some of the library's curricula exceed what its datasets allow.
         raise DataError(
             f"{GYM_PREFIX}{name}: the library makes no task of level {level} ({error}); choose other levels"
         ) from error

@@ -1,8 +1,8 @@
-"""Difficulty that follows success: pass rates of groups in, a range of levels out.
+"""Adapts difficulty to success: pass rates of groups in, a range of levels out.
 
-The range is `width` neighbouring levels within the bounds of the stage. Only groups whose task lies in it are counted,
-since a group that was begun before the last move says nothing about where things stand. Every move forgets what was
-counted. The levels depend on the order of the pass rates and on nothing else.
+The range is `width` adjacent levels within the bounds of the stage. Only groups whose task is inside the range count,
+since a group drawn before the last change may be of another level. Every change resets the counted groups. The levels
+depend only on the sequence of pass rates.
 """
 
 from collections import deque
@@ -23,16 +23,16 @@ class Pace:
 
     @property
     def levels(self) -> tuple[int, int]:
-        """The lowest and the highest level to draw from."""
+        """The lowest and highest level to draw from."""
         return self._lowest, min(self._lowest + self._config.width - 1, self._bounds[1])
 
     @property
     def pass_rate(self) -> float | None:
-        """Of the groups counted at these levels; None before the first."""
+        """Mean pass rate of the groups counted at these levels; None before the first."""
         return sum(self._rates) / len(self._rates) if self._rates else None
 
     def bound(self, bounds: tuple[int, int]) -> None:
-        """Stay within these levels from here on, as near as may be to where things stand."""
+        """Set the bounds and clamp the current range to them."""
         self._bounds = bounds
         self._go_to(self._lowest)
 
@@ -56,7 +56,7 @@ class Pace:
         return {"lowest": self._lowest, "rates": list(self._rates)}
 
     def restore(self, state: Mapping[str, JsonValue]) -> None:
-        """Go on from what `state` gave. If fewer groups are counted since, the latest stay."""
+        """Resume from a `state()`. If `num_groups` is now smaller, the latest pass rates are kept."""
         lowest, rates = state.get("lowest"), state.get("rates")
         if not isinstance(lowest, int) or not isinstance(rates, list):
             raise RecordError(f"pace: state: expected lowest and rates, received {dict(state)!r}")
@@ -65,7 +65,7 @@ class Pace:
         self._rates.extend(float(rate) for rate in rates)
 
     def _go_to(self, lowest: int) -> None:
-        """Within the bounds, and with all the width that they have room for."""
+        """Move the range to `lowest`, clamped so that its full width fits into the bounds if possible."""
         highest_start = max(self._bounds[0], self._bounds[1] - self._config.width + 1)
         lowest = min(max(lowest, self._bounds[0]), highest_start)
         if lowest != self._lowest:

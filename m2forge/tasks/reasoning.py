@@ -1,8 +1,8 @@
-"""Reasoning: two counters modulo 10 and a chain of small steps. Family `counters`; the difficulty is how many steps.
+"""Reasoning domain: two counters modulo 10 and a sequence of steps. Family `counters`; the difficulty is their number.
 
     Modulo 10: a=4 b=7. Do a+3 b-2 a+b. Give a b.        a: 7, then 7+5=2; b: 5        answer: 2 5
 
-A step adds a digit, or the other counter, to a counter, or takes it away. The demonstration writes each step with its
+A step adds a digit or the other counter to a counter, or subtracts it. The demonstration writes each step with its
 result into the thinking. A guess is right once in a hundred tasks.
 """
 

@@ -1,20 +1,19 @@
-"""Families' code in worker processes with limits of time and memory: tasks and answers in, verdicts out.
+"""Runs families' code in worker processes with time and memory limits: tasks and answers in, verdicts out.
 
     async with TaskRunner(VerifyConfig(), folder, families=("chain",)) as runner:
         verdict = await runner.verify(task, answer)
 
-What a policy wrote reaches a family's code only here, so neither an endless verifier nor one that fills the memory
-stalls the caller. One rule holds for every verifier:
+A policy's output reaches a family's code only here, so a verifier that never ends or fills the memory does not stall
+the caller. One rule holds for every verifier:
 
     over a limit                            perf 0, `limit`
     raised twice on the same answer         perf 0, `verifier_error`, with the traceback as evidence
     more than `max_error_share` of the      `BrokenVerifierError`, which ends the run: the rewards would be wrong
     last `NUM_WATCHED` verdicts are that
-    a worker was lost, or starved of a      `infra`: retried with another, never a verdict
-    processor
+    a worker was lost, or starved of CPU    `infra`: retried with another, never a verdict
 
-Workers live on and are kept warm: they import the families' libraries once. They end with this process, by whatever
-signal it dies, because a sandbox's keeper holds them.
+Workers stay alive and warm: they import the families' libraries once. They die with this process, whatever signal
+kills it, because a sandbox's keeper supervises them.
 """
 
 import asyncio
@@ -46,9 +45,9 @@ from m2forge.text.message import Tool, tool_from_openai
 
 NUM_WATCHED = 200
 MAX_LOST = 10
-"""Workers lost at one request, after which it is given up with an error."""
+"""Number of workers lost at one request after which it fails with an error."""
 START_S = 120.0
-"""A worker may take so long to import its families."""
+"""How long a worker may take to import its families."""
 LIFE_S = 30 * 86400.0
 RETRY_S = 0.05
 
@@ -57,18 +56,18 @@ _log = logging.getLogger(__name__)
 
 
 class BrokenVerifierError(EngineError):
-    """A verifier that raises too often for its verdicts to be rewards."""
+    """A verifier raises too often for its verdicts to serve as rewards."""
 
 
 class LimitError(EngineError):
-    """Code of a family, other than a verifier, that exceeded a limit or raised."""
+    """A family's code other than its verifier exceeded a limit or raised."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
     content: str
     latency_s: float
-    """How long the call should take, beside what it took."""
+    """Latency to simulate, in addition to the time that the call took."""
 
 
 class TaskRunner:
@@ -80,9 +79,9 @@ class TaskRunner:
         command: Sequence[str] = _COMMAND,
         wrong_on_raise: Collection[str] = (),
     ) -> None:
-        """`folder`: where workers run. `families`: those that are imported before they are needed. `command`: of a
-        worker. `wrong_on_raise`: names of reasoning-gym's families of which a scorer that raises means that the answer
-        is wrong."""
+        """`folder`: parent of the workers' directories. `families`: imported before the first request. `command`: the
+        worker's command. `wrong_on_raise`: names of reasoning-gym families whose answers count as wrong if the scorer
+        raises."""
         self._wrong_on_raise = frozenset(wrong_on_raise)
         self._config, self._families = config, tuple(dict.fromkeys(families))
         limits = (str(config.timeout_s), str(config.draw_timeout_s))
@@ -92,7 +91,7 @@ class TaskRunner:
         self._warming: list[asyncio.Task[None]] = []
         self._errors: deque[bool] = deque(maxlen=NUM_WATCHED)
         self.max_memory_bytes = 0
-        """The most that a process has used so far."""
+        """Peak memory of any process so far."""
 
     async def __aenter__(self) -> Self:
         self._warming = [asyncio.create_task(self._warm(seat)) for seat in self._seats]
@@ -135,7 +134,7 @@ class TaskRunner:
         return tuple(tool_from_openai(tool) for tool in cast("list[Mapping[str, JsonValue]]", value))
 
     async def call(self, task: Task, name: str, arguments: JsonValue) -> ToolAnswer:
-        """A call over a limit, or at which the family's code raises, is answered by an error line."""
+        """Call a tool; the response is an error line if it exceeds a limit or the family's code raises."""
         request: dict[str, JsonValue] = {"op": "call", "task": asdict(task), "name": name, "arguments": arguments}
         reply = await self._ask(request, family_name(task))
         match reply["outcome"]:
@@ -148,13 +147,13 @@ class TaskRunner:
         return ToolAnswer(f"error: {shown(name)} failed", 0.0)
 
     async def next_task(self, family: str, split: Split, seed: int, position: int, lowest: int, highest: int) -> Task:
-        """As `TaskSet.next` of a stream at that position; the next one is at the next position."""
+        """`TaskSet.next` of the stream at that position; each position yields one task."""
         stream: JsonValue = [split, seed, position, lowest, highest]
         value = await self._value({"op": "next", "stream": stream}, family)
         return Task.read(cast("Mapping[str, JsonValue]", value))
 
     async def distinct(self, family: str, split: Split, seed: int, num: int, lowest: int, highest: int) -> list[Task]:
-        """The first `num` different tasks of a stream."""
+        """The first `num` distinct tasks of a stream."""
         found = Distinct(family, split, num, lowest, highest)
         for position in itertools.count():
             if not found.is_wanting:
@@ -216,22 +215,22 @@ class TaskRunner:
 
 
 class _LostError(Exception):
-    """A worker that ended, or gave no reply."""
+    """A worker ended or did not reply."""
 
 
 class _Seat:
-    """One worker at a time; the next is started when it is lost."""
+    """A slot for one worker process, which is replaced when it is lost."""
 
     def __init__(self, folder: Path, config: VerifyConfig, argv: Sequence[str]) -> None:
         limits = SandboxConfig(
             timeout_s=LIFE_S, max_memory_bytes=config.max_memory_bytes, max_output_bytes=2 * MAX_REPLY_BYTES
         )
         self._sandbox = ProcessSandbox(folder, limits)
-        # The package must be found from the worker's own folder. Threads of numeric libraries would reserve memory.
+        # The worker must find the package from its own folder. Threads of numeric libraries would reserve memory.
         roots = [str(Path(m2forge.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
         path = os.pathsep.join(root for root in roots if root)
         self._command = Command(tuple(argv), {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"})
-        # Two tries, each starved for as long as may be.
+        # Two tries, each starved for the maximum time.
         self._patience_s = START_S + 2 * MAX_WAIT * (config.draw_timeout_s + config.timeout_s)
         self._worker: ProcessWorker | None = None
         self._numbers = itertools.count()
@@ -245,7 +244,7 @@ class _Seat:
             await worker.send(json.dumps(request | {"n": number}).encode() + b"\n")
             while line := await worker.receive_line(self._patience_s):
                 reply: dict[str, JsonValue] = json.loads(line)
-                # Another number is the reply to a request that was cancelled.
+                # A reply with another number belongs to a cancelled request.
                 if reply["n"] == number:
                     return reply
         except (TimeoutError, DataError, ValueError) as error:

@@ -1,20 +1,20 @@
-"""A tiny stack language, run within bounds: the programs that the coding family asks for.
+"""Interpreter of a tiny bounded stack language, in which the coding family's answers are written.
 
-A program is words with spaces between. A number or the name of an input is pushed; `+ - *` take two values and push
-one; `dup`, `drop`, `swap` and `over` move values about. Its result is the one value that is left. There is no loop, so
-a program ends after as many steps as it has words.
+A program is words separated by spaces. A number or the name of an input is pushed; `+ - *` pop two values and push one;
+`dup`, `drop`, `swap` and `over` rearrange the stack. The result is the single remaining value. There are no loops, so a
+program takes as many steps as it has words.
 """
 
 from collections.abc import Mapping
 
 MAX_WORDS = 128
 MAX_VALUE = 10**15
-"""Larger values, of either sign, stop the program."""
+"""Largest absolute value; a larger one ends the program with an error."""
 MAX_DIGITS = 9
 
 
 class ProgramError(ValueError):
-    """A program that cannot be run to its end."""
+    """A program that is invalid or fails at run time."""
 
 
 def run_program(program: str, inputs: Mapping[str, int]) -> int:
@@ -47,7 +47,7 @@ def _step(word: str, stack: list[int], inputs: Mapping[str, int]) -> None:
 
 
 NUM_TAKEN = {"+": 2, "-": 2, "*": 2, "dup": 1, "drop": 1, "swap": 2, "over": 2}
-"""How many values each word takes off the stack."""
+"""Number of values that each word pops."""
 
 
 def _apply(word: str, taken: list[int]) -> list[int]:

@@ -1,10 +1,10 @@
-"""Endless streams of tasks, and the line between those that are trained on and those that are held out.
+"""Endless streams of tasks, split into training and held-out tasks.
 
-Which split a task belongs to is decided by a hash of its family and its instruction: never by a seed, a position, or
-what lies behind its tools. So no instruction that training gives is ever met when it is measured, whatever seeds either
-of them uses. One instruction in `HELD_OUT_EVERY` is held out.
+A hash of a task's family and instruction decides its split, never a seed, a position, or its tools' data. So an
+instruction used in training never occurs in evaluation, whatever seeds they use. One instruction in `HELD_OUT_EVERY` is
+held out.
 
-A stream is a function of its seed, its position and the difficulties asked for. Its state is its position.
+A stream is a function of its seed, its position and the requested difficulties. Its state is its position.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ Split: TypeAlias = Literal["train", "held_out"]
 
 HELD_OUT_EVERY = 5
 MAX_DRAWS = 2000
-"""Tasks drawn in search of one of the right split, or of one that is not there yet."""
+"""Maximum tasks drawn in search of one of the right split, or of a distinct one."""
 
 
 def split_of(task: Task) -> Split:
@@ -28,20 +28,20 @@ def split_of(task: Task) -> Split:
 
 
 class TaskSet:
-    """The tasks of one family and one split, one after another."""
+    """The stream of tasks of one family and split."""
 
     def __init__(self, family: Family, split: Split, seed: int, position: int = 0) -> None:
-        """`position`: that of an earlier stream with the same arguments, to go on from."""
+        """`position`: position of an earlier stream with the same arguments to resume from."""
         if position < 0:
             raise RecordError(f"TaskSet: position: expected 0 or more, received {position}")
         self._family = family
         self._split = split
         self._seed = seed
         self.position = position
-        """How many tasks were taken."""
+        """Number of tasks drawn so far."""
 
     def next(self, lowest: int, highest: int) -> Task:
-        """The next task, of any of these difficulties with even chances."""
+        """The next task, with a difficulty drawn uniformly from this range."""
         name = self._family.name
         rng = random.Random(f"{self._seed}/{name}/{self._split}/{self.position}")
         for _ in range(MAX_DRAWS):
@@ -56,7 +56,7 @@ class TaskSet:
 
 
 class Distinct:
-    """Collects `num` different tasks of a stream, and refuses one that has too few."""
+    """Collects `num` distinct tasks of a stream; raises if it has too few."""
 
     def __init__(self, family: str, split: Split, num: int, lowest: int, highest: int) -> None:
         self._family, self._split, self._num = family, split, num

@@ -1,13 +1,13 @@
-"""How much of a limit of time a process has used: the time that it spent on a processor, and asleep.
+"""Measures how much of a time limit a process has used: its CPU time plus the time it slept.
 
-A process that wants a processor and gets none, because the machine is loaded, uses nothing of its limit meanwhile; nor
-does one that waits for a disk, or that was stopped. So a verdict does not depend on what else the machine does.
+A process that is runnable but gets no CPU on a loaded machine uses nothing of its limit meanwhile; nor does one that
+waits for a disk or is stopped. So a verdict does not depend on the load of the machine.
 
-    own_s += on a processor                       where it is runnable, stopped, or waits for a disk
-    own_s += the time since the last look         where it is asleep
+    own_s += CPU time                             if it is runnable, stopped, or waits for a disk
+    own_s += time since the last sample           if it is asleep
 
-The state is looked at every `period_s`. A look that comes late, because the looking process was starved itself, counts
-as at most two periods of sleep.
+The state is sampled every `period_s`. A late sample, because the observing process was starved itself, counts as at
+most two periods of sleep.
 """
 
 import os
@@ -15,18 +15,18 @@ import time
 from pathlib import Path
 
 MAX_WAIT = 5
-"""A process that did not use up its limit in this many times its length, by the wall clock, is starved."""
+"""A process that has not used up its limit after this many times the limit of wall-clock time counts as starved."""
 NUM_LOOKS, MAX_PERIOD_S = 50, 0.1
-"""Looks within a limit, and the longest time between two."""
+"""Number of samples within a limit, and the longest time between two."""
 
 _ASLEEP = "S"
 _STATE, _USER, _SYSTEM = 0, 11, 12
-"""Fields of /proc/PID/stat behind the process's name."""
+"""Indices of fields of /proc/PID/stat after the process's name."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Use:
-    """Of one request, from now on."""
+    """Time that a process uses for one request, from the construction on."""
 
     def __init__(self, pid: int, limit_s: float) -> None:
         self._stat, self._limit_s = Path(f"/proc/{pid}/stat"), limit_s
@@ -52,7 +52,7 @@ class Use:
         return self._seen_cpu_s - self._first_cpu_s
 
     def note(self) -> None:
-        """Looks again, if a period has passed: a look takes longer than most requests."""
+        """Sample the state if a period has passed; a sample takes longer than most requests."""
         now_s = time.monotonic()
         if now_s - self._seen_s < self.period_s:
             return
@@ -62,6 +62,6 @@ class Use:
         self._seen_s, self._seen_cpu_s = now_s, cpu_s
 
     def _look(self) -> tuple[str, float]:
-        """State and seconds on a processor, over all threads."""
+        """State and CPU seconds over all threads."""
         fields = self._stat.read_text().rpartition(")")[2].split()
         return fields[_STATE], (int(fields[_USER]) + int(fields[_SYSTEM])) / _TICKS

@@ -1,25 +1,25 @@
-"""The process that runs families' code (`draw`, `tools`, `call`, `verify`) for `tasks/runner.py`, held to limits.
+"""The worker process that runs families' code (`draw`, `tools`, `call`, `verify`) for `tasks/runner.py` under limits.
 
     python -m m2forge.tasks.worker TIMEOUT_S DRAW_TIMEOUT_S      requests and replies, one JSON object a line
 
-It imports the families, and forks an executor, which serves requests. An executor that exceeds a limit is killed and
-another is forked, which takes milliseconds however long the imports took; so what a hostile answer has done to the
-memory of one is gone with it. The sandbox limits the address space of both.
+It imports the families and forks an executor, which serves requests. An executor that exceeds a limit is killed and
+another is forked, which takes milliseconds however long the imports took; so any damage that a hostile answer did to
+its memory is gone with it. The sandbox limits the address space of both.
 
-A request has one of these outcomes. An executor that fails in a way that may not be the request's doing is
-replaced, and the request runs once more in a fresh one:
+A request has one of these outcomes. An executor that fails in a way that the request may not have caused is replaced,
+and the request runs once more in a fresh one:
 
     ok                value
     limit             over time; over the size of a reply; or over memory in a fresh executor, since an older one
                       holds caches
     verifier_error    it raised twice, or its process crashed twice; with the traceback
-    infra             the executor was killed from outside, or starved of a processor: the caller retries
+    infra             the executor was killed from outside, or starved of CPU: the caller retries
     refused           an error of m2forge/errors.py in anything but `verify`, or a task whose data cannot be loaded: the
                       text says what is wrong
 
-The limit of time is one of the executor's own use (`tasks/use.py`): time on a processor and time asleep. Where it waits
-for a processor because the machine is loaded, the limit waits with it, up to `MAX_WAIT` times the limit; then the
-outcome is `infra`. An executor that mostly slept gets a second try.
+The time limit covers the executor's own use (`tasks/use.py`): CPU time and sleep. Time that it waits for a CPU on a
+loaded machine does not count, up to `MAX_WAIT` times the limit; then the outcome is `infra`. An executor that mostly
+slept gets a second try.
 """
 
 import json
@@ -44,13 +44,13 @@ from m2forge.tasks.use import MAX_WAIT, Use
 from m2forge.text.message import tool_to_openai
 
 MAX_TRACE = 4000
-"""Characters of a traceback, from its end."""
+"""Characters kept from the end of a traceback."""
 MAX_EVIDENCE = 64 << 10
-"""Bytes of a verdict's evidence."""
+"""Maximum bytes of a verdict's evidence."""
 MAX_REPLY_BYTES = 8 << 20
-"""Bytes of one reply; a longer one is over a limit."""
+"""Maximum bytes of one reply; a longer one exceeds the limit."""
 BUSY_SHARE = 0.5
-"""An executor that spent this share of its own use on a processor was at work, not asleep."""
+"""An executor counts as busy, not asleep, if CPU time was at least this share of its own use."""
 BEGUN = b'"begun"\n'
 MEMORY = b'{"outcome": "memory"}\n'
 
@@ -64,9 +64,9 @@ class RequestOutcome(StrEnum):
     INFRA = "infra"
     REFUSED = "refused"
     MEMORY = "memory"
-    """An executor ran out of memory; no request ends with it."""
+    """An executor ran out of memory; internal, never the final outcome of a request."""
     RAISED = "raised"
-    """The family's code raised; no request ends with it."""
+    """The family's code raised; internal, never the final outcome of a request."""
 
 
 WRITTEN = (RequestOutcome.OK, RequestOutcome.REFUSED, RequestOutcome.MEMORY, RequestOutcome.RAISED)
@@ -77,7 +77,7 @@ WRITTEN = (RequestOutcome.OK, RequestOutcome.REFUSED, RequestOutcome.MEMORY, Req
 
 
 def run(request: Fields) -> JsonValue:
-    """What a request asks for."""
+    """Execute a request and return its value."""
     family = find_family(str(request["family"]))
     if request["op"] == "next":
         return _next(family, request)
@@ -107,7 +107,7 @@ def _next(family: Family, request: Fields) -> JsonValue:
 
 
 def execute(requests: int, replies: int) -> NoReturn:
-    """In a forked process: serve requests until they end."""
+    """Serve requests in the forked process until the pipe closes."""
     try:
         with os.fdopen(requests, "rb") as lines:
             for line in lines:
@@ -156,7 +156,7 @@ class Executor:
     """A forked process and its pipes."""
 
     def __init__(self, *inherited: int) -> None:
-        """`inherited`: descriptors that it must not keep open."""
+        """`inherited`: file descriptors that the forked process must close."""
         requests, self._requests = os.pipe()
         self._replies, replies = os.pipe()
         self.is_fresh = True
@@ -171,9 +171,9 @@ class Executor:
         os.close(replies)
 
     def serve(self, line: bytes, timeout_s: float, prepare_timeout_s: float) -> dict[str, JsonValue]:
-        """One try; `own_s` and `has_begun` of the reply say how much of its time it used, and whether the family's code
-        was reached. `prepare_timeout_s`: until it begins. After any outcome but `ok` and `refused` the executor is
-        gone."""
+        """Try a request once; `own_s` and `has_begun` of the reply say how much of its time it used and whether it
+        reached the family's code. `prepare_timeout_s`: time limit until it begins. After any outcome but `ok` and
+        `refused` the executor is dead."""
         use = Use(self.pid, prepare_timeout_s)
         has_begun = False
         try:
@@ -191,7 +191,7 @@ class Executor:
         return reply | {"own_s": use.own_s, "has_begun": has_begun}
 
     def kill(self) -> tuple[int, resource.struct_rusage]:
-        """It and what it has started. It is our child and not waited for yet, so its id is its own."""
+        """Kill the executor and its process group. It is our child and not yet reaped, so its pid cannot be reused."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -202,7 +202,7 @@ class Executor:
         return status, usage
 
     def _ended(self, use: Use) -> dict[str, JsonValue]:
-        """The outcome of a try that got no whole reply: over a limit, starved, or the executor died."""
+        """The outcome of a try without a complete reply: over a limit, starved, or the executor died."""
         is_over, is_starved, is_flood = use.is_over, use.is_starved, len(self._received) > MAX_REPLY_BYTES
         if not (is_over or is_starved or is_flood):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
@@ -227,7 +227,7 @@ class Executor:
         }
 
     def _receive_line(self, use: Use) -> bytes:
-        """With its end; empty if the executor is over a limit or starved, or it is gone."""
+        """Receive a line including its newline; empty if the executor is over a limit, starved or dead."""
         num_searched = 0
         while (end := self._received.find(b"\n", num_searched)) < 0:
             num_searched = len(self._received)
@@ -240,7 +240,7 @@ class Executor:
                     return b""
                 self._received += data
                 if b"\n" in data:
-                    continue  # It came in time, however late this process, on a loaded machine, reads it.
+                    continue  # It was sent in time, even if this process reads it late on a loaded machine.
             use.note()
             if use.is_over or use.is_starved:
                 return b""
@@ -250,7 +250,7 @@ class Executor:
 
 
 def _read_reply(line: bytes) -> dict[str, JsonValue]:
-    """A line that `execute` does not write came from the family's code, which counts as raising."""
+    """Parse a reply. A line that `execute` did not write came from the family's code and counts as raising."""
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError):
@@ -283,13 +283,13 @@ class Worker:
             return {"outcome": RequestOutcome.OK, "value": None}
         reply = self._try(line, self._draw_timeout_s if request["op"] == "next" else self._timeout_s)
         if not reply["has_begun"] and reply["outcome"] in (RequestOutcome.LIMIT, RequestOutcome.VERIFIER_ERROR):
-            # No answer had a part in it, so it must not become a verdict.
+            # The policy's answer was not involved, so this must not become a verdict.
             text = f"{request['family']}: the data of the task cannot be loaded: {reply.get('value') or reply['text']}"
             return reply | {"outcome": RequestOutcome.REFUSED, "text": text}
         return reply
 
     def _try(self, line: bytes, left_s: float) -> dict[str, JsonValue]:
-        """The reply of the first try, or of the second where the first says nothing about the request."""
+        """The reply of the first try, or of the second if the first was inconclusive."""
         reply: dict[str, JsonValue] = {}
         for is_last in (False, True):
             executor = self._executor or Executor(self._requests, self._replies)
@@ -305,7 +305,7 @@ class Worker:
                 case RequestOutcome.RAISED:
                     is_over = is_last
                     reply = reply | {"outcome": RequestOutcome.VERIFIER_ERROR}
-                    # Both tries share the time of one.
+                    # Both tries share one time limit.
                     own_s = reply["own_s"]
                     left_s = max(0.1, left_s - (own_s if isinstance(own_s, float) else 0.0))
                 case _:
@@ -315,7 +315,7 @@ class Worker:
         return reply
 
     def _prepare(self, name: str) -> str | None:
-        """Imports what the family needs, outside of the limits of a request. What is wrong with it, if anything is."""
+        """Import what the family needs, outside the limits of a request; returns the error, or None."""
         if name not in self._families:
             try:
                 find_family(name)
@@ -335,7 +335,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def main() -> None:
-    # What families print must not be taken for a reply.
+    # Output that families print must not be mistaken for a reply.
     replies = os.dup(1)
     os.dup2(2, 1)
     Worker(0, replies, float(sys.argv[1]), float(sys.argv[2])).work()

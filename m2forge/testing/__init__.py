@@ -1,1 +1,1 @@
-"""Parts for tests: what stands in for a policy where none is wanted."""
+"""Test doubles: a scripted policy in place of a real one."""

@@ -1,10 +1,9 @@
-"""An engine without a network: a deterministic policy over token ids, for tests of whatever asks an engine.
+"""An engine without a model: a deterministic policy over token ids, for tests of engine clients.
 
-The logits after a context are pseudo-random numbers drawn from a hash of the policy's seed, its version and every token
-so far, so the same question has the same answer in every process, another version answers otherwise, and
-log-probabilities are those of a genuine softmax. `ScriptedPolicy` is the distribution; `ScriptedEngine` samples from it
-and keeps to the contract of `Engine`. A script may say what is sampled: its tokens get the log-probabilities that the
-policy gives them.
+The logits after a context are pseudo-random numbers seeded by a hash of the policy's seed, its version and all tokens
+so far, so the same request gets the same response in every process, another version responds differently, and logprobs
+are those of a real softmax. `ScriptedPolicy` is the distribution; `ScriptedEngine` samples from it and implements the
+`Engine` contract. A script may fix the sampled tokens: they get the logprobs that the policy assigns them.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ from m2forge.protocols import Chunk, EngineState, Prompt
 from m2forge.records import FinishReason, PolicyVersion, Sampling
 
 Script: TypeAlias = Mapping[tuple[int, ...], Sequence[int]] | Callable[[tuple[int, ...]], Sequence[int] | None]
-"""From the ids of a prompt to what every completion of it is. A prompt that it does not know is sampled."""
+"""Maps prompt ids to the response of every completion. Prompts that it does not map are sampled."""
 
 LOGIT_SPREAD = 2.0
 """Standard deviation of the logits: wide enough that some tokens are likely and some are not."""
@@ -39,13 +38,13 @@ class Drawn:
 
 
 class ScriptedPolicy:
-    """The distribution of the next token: a pure function of seed, version and context."""
+    """The next-token distribution: a pure function of seed, version and context."""
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         self.vocab_size, self._seed = vocab_size, seed
 
     def logits(self, context: Sequence[int], version: PolicyVersion) -> npt.NDArray[np.float64]:
-        """(vocab_size,): of the token after `context`."""
+        """(vocab_size,): logits of the token after `context`."""
         named = f"{self._seed} {version.lineage} {version.step} {version.branch}"
         digest = hashlib.blake2b(named.encode(), digest_size=16)
         digest.update(np.asarray(context, np.int32).tobytes())
@@ -60,7 +59,7 @@ class ScriptedPolicy:
         uniform: float,
         forced_id: int | None = None,
     ) -> Drawn:
-        """The token at which the cumulative probability passes `uniform`, or `forced_id` as if it had been drawn."""
+        """Sample by inverse CDF at `uniform`, or return `forced_id` as if it had been sampled."""
         logits_V = self.logits([*prompt_ids, *sampled_ids], version)
         raw_V = _log_softmax(logits_V)
         drawn_V = shaped_logprobs(_penalised(logits_V, sampling, prompt_ids, sampled_ids), sampling, forced_id)
@@ -75,8 +74,8 @@ class ScriptedPolicy:
 def shaped_logprobs(
     logits_V: npt.NDArray[np.float64], sampling: Sampling, kept_id: int | None = None
 ) -> npt.NDArray[np.float64]:
-    """Log-probabilities that tokens are drawn from, −inf where one cannot be: min_p, then top_k, then top_p of what is
-    left. `kept_id` is never left out."""
+    """Logprobs of the sampling distribution, −inf for excluded tokens: min_p, then top_k, then top_p of the remaining
+    ones. `kept_id` is never excluded."""
     kept_V = np.zeros(logits_V.size, bool)
     if sampling.temperature == 0:
         kept_V[int(logits_V.argmax()) if kept_id is None else kept_id] = True
@@ -88,7 +87,7 @@ def shaped_logprobs(
     if sampling.top_k:
         chosen_V[sampling.top_k :] = False
     share_V = np.exp(_log_softmax(np.where(chosen_V, sorted_V, -np.inf)))
-    chosen_V &= share_V.cumsum() - share_V < sampling.top_p  # what the likelier ones hold together
+    chosen_V &= share_V.cumsum() - share_V < sampling.top_p  # probability of all likelier tokens
     kept_V[order_V[chosen_V]] = True
     if kept_id is not None:
         kept_V[kept_id] = True
@@ -96,13 +95,13 @@ def shaped_logprobs(
 
 
 def uniform_draw(seed: int, sample: int, place: int) -> float:
-    """A number in [0, 1) for token `place` of completion `sample`: no other draw moves it."""
+    """A number in [0, 1) for token `place` of completion `sample`, independent of all other draws."""
     return float(_generator(hashlib.blake2b(f"{seed} {sample} {place}".encode(), digest_size=16).digest()).random())
 
 
 @dataclass(slots=True)
 class _Completion:
-    """One completion on its way."""
+    """A completion in progress."""
 
     sample: int
     ids: list[int] = field(default_factory=list)
@@ -110,7 +109,7 @@ class _Completion:
 
 
 class ScriptedEngine:
-    """See `Engine`. One token of each completion in turn, `delay_s` before each."""
+    """See `Engine`. Samples one token of each completion in turn, with `delay_s` before each."""
 
     def __init__(
         self,
@@ -125,7 +124,7 @@ class ScriptedEngine:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`context` limits prompt and completion together; `decode` gives the bytes of ids, for stop texts."""
+        """`context`: maximum length of prompt and completion; `decode`: returns the bytes of ids, for stop texts."""
         self.policy = ScriptedPolicy(vocab_size, seed)
         self._version = version or PolicyVersion("scripted", 0)
         self._script, self._context, self._decode = script, context, decode
@@ -138,7 +137,7 @@ class ScriptedEngine:
         self._refuse_impossible(prompt)
         ids = tuple(int(id) for id in prompt.ids)
         script = self._scripted(ids)
-        # Requests without a seed differ from each other, and are the same again in the next run.
+        # Requests without a seed get different ones, the same in every run.
         seed = self._num_requests if prompt.seed is None else prompt.seed
         self._num_requests += 1
         deadline_s = np.inf if prompt.timeout_s is None else self._clock() + prompt.timeout_s
@@ -160,7 +159,7 @@ class ScriptedEngine:
             self._num_running -= len(going)
 
     async def load(self, folder: Path, version: PolicyVersion) -> None:
-        """There are no weights: the version alone changes the policy."""
+        """There are no weights: only the version changes the policy."""
         if not folder.is_dir():
             raise NotFoundError(f"{folder} is not a folder; give a model folder")
         self._version = version
@@ -221,7 +220,7 @@ class ScriptedEngine:
 def make_chunk(
     sample: int, drawn: Sequence[Drawn], version: PolicyVersion, finish_reason: FinishReason | None = None
 ) -> Chunk:
-    """The chunk of these tokens, all of one version."""
+    """A chunk of these tokens, all of one version."""
     return Chunk(
         sample=sample,
         ids=np.array([token.id for token in drawn], np.int32),
@@ -233,7 +232,7 @@ def make_chunk(
 
 
 def _generator(key: bytes) -> np.random.Generator:
-    # Counter-based, so that making one costs nothing and no state is shared.
+    # Counter-based, so that creating one is cheap and no state is shared.
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
 
 

@@ -1,1 +1,1 @@
-"""Text in tokens: tokenizers, chat formats, and the parser of completions."""
+"""Text and tokens: tokenizers, chat formats, and completion parsers."""

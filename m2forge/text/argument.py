@@ -1,15 +1,15 @@
-"""Arguments of a tool call, typed by the tool's JSON schema.
+"""Types the arguments of a tool call by the tool's JSON schema.
 
-A format that writes arguments as bare text needs the schema to read them back:
+A format that writes arguments as bare text needs the schema to parse them:
 
-- where the schema allows only strings, the text is the value, every space of it;
-- where it allows other types, the text is read as JSON and taken if its type is allowed, else it is the string;
-- where it says nothing (no schema, an unknown parameter), the text is a string.
+- if the schema allows only strings, the text is the value, including whitespace;
+- if it allows other types, the text is parsed as JSON and used if its type is allowed, else it is the string;
+- if there is no schema, or the parameter is unknown, the text is a string.
 
-So an argument that follows its schema comes back as it was, but for one case: where a parameter takes strings and other
-types, a string that reads as one of those, such as `"5"`, comes back as it. The types of `anyOf`, `oneOf`, `allOf`,
-`enum`, `const`, a list of types and references within the schema are gathered; a parameter that the schema does not
-name follows its `additionalProperties`.
+So an argument that follows its schema survives a round trip, with one exception: where a parameter allows strings and
+other types, a string that parses as one of those, such as `"5"`, becomes that type. The types of `anyOf`, `oneOf`,
+`allOf`, `enum`, `const`, a list of types and references within the schema are collected; a parameter that the schema
+does not name follows its `additionalProperties`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ Schema = Mapping[str, JsonValue]
 
 _TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _MAX_REFERENCES = 32
-"""Followed for one parameter; those beyond say nothing."""
+"""Maximum number of references resolved for one parameter; further ones impose no type."""
 
 
 def read_argument(text: str, name: str, tool: Tool | None) -> tuple[JsonValue, str | None]:
-    """The value of parameter `name` written as bare text, and what is wrong with it, if anything."""
+    """The value of parameter `name` written as bare text, and the problem with it, if any."""
     schema = _parameter_schema(name, tool)
     kinds = None if schema is None or tool is None else _kinds(schema, tool.parameters)
     if schema is None or kinds is None or kinds == {"string"}:
@@ -48,13 +48,13 @@ def read_argument(text: str, name: str, tool: Tool | None) -> tuple[JsonValue, s
 
 
 def argument_problems(arguments: Mapping[str, JsonValue], tool: Tool) -> list[str]:
-    """What is wrong with the set of arguments: names missing, names unknown."""
+    """Missing and unknown argument names."""
     properties, required = tool.parameters.get("properties"), tool.parameters.get("required")
     problems = []
     if isinstance(required, Sequence) and not isinstance(required, str):
         named = [name for name in required if isinstance(name, str)]
         problems += [f"{tool.name}: {name} is missing" for name in named if name not in arguments]
-    # The empty schema allows every other argument, as `true` does.
+    # An empty schema allows all other arguments, like `true`.
     if isinstance(properties, Mapping) and tool.parameters.get("additionalProperties") in (None, False):
         unknown = [name for name in arguments if name not in properties]
         problems += [f"{tool.name}: {_shown(name)} is no parameter; {suggest(name, properties)}" for name in unknown]
@@ -62,7 +62,7 @@ def argument_problems(arguments: Mapping[str, JsonValue], tool: Tool) -> list[st
 
 
 def type_problem(value: JsonValue, name: str, tool: Tool) -> str | None:
-    """What is wrong with the type of a value that arrived typed."""
+    """The type problem of a value that arrived typed, if any."""
     schema = _parameter_schema(name, tool)
     kinds = None if schema is None else _kinds(schema, tool.parameters)
     if schema is None or kinds is None:
@@ -81,17 +81,17 @@ def _parameter_schema(name: str, tool: Tool | None) -> Schema | None:
 
 
 def _kinds(schema: Schema, root: Schema) -> set[str] | None:
-    """The JSON types that `schema` lets through; None where it says nothing about them."""
+    """The JSON types that `schema` allows; None if it does not restrict them."""
     return _gather_kinds(schema, root, {})
 
 
 def _gather_kinds(schema: Schema, root: Schema, known: dict[str, set[str] | None]) -> set[str] | None:
-    """`known`: the types behind each reference, followed once; None while it is being followed, which ends circles."""
+    """`known`: the types of each reference, resolved once; None while being resolved, which ends cycles."""
     stated = schema.get("type")
     if stated is not None:
         names = [stated] if isinstance(stated, str) else stated if isinstance(stated, Sequence) else []
         kinds = {name for name in names if isinstance(name, str) and name in _TYPES}
-        # A name that JSON Schema does not know, such as "any", says nothing that could be held against a value.
+        # A type that JSON Schema does not define, such as "any", does not restrict a value.
         return kinds if kinds and len(kinds) == len(names) else None
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(choices, Sequence) and not isinstance(choices, str):
@@ -109,7 +109,7 @@ def _gather_kinds(schema: Schema, root: Schema, known: dict[str, set[str] | None
             found = [_gather_kinds(branch, root, known) for branch in branches if isinstance(branch, Mapping)]
             gathered = set().union(*(branch for branch in found if branch is not None))
             if gathered and None in found and key != "allOf":
-                # A branch that says nothing lets every text through.
+                # An unrestricted branch allows any text.
                 gathered.add("string")
             return gathered or None
     if "properties" in schema:
@@ -128,7 +128,7 @@ def _referred(reference: str, root: Schema) -> Schema | None:
 
 
 def _kind(value: JsonValue) -> set[str]:
-    """The JSON types that `value` is of: a whole number is both an integer and a number."""
+    """The JSON types of `value`: a whole number is both an integer and a number."""
     if value is None:
         return {"null"}
     if isinstance(value, bool):

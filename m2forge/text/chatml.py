@@ -1,23 +1,23 @@
-"""ChatML by the model's own Jinja template (SmolLM2, Qwen): messages in, token ids out; completions by `HermesParser`.
+"""ChatML with the model's Jinja chat template (SmolLM2, Qwen): messages in, token ids out; parsed by `HermesParser`.
 
     <|im_start|>role⏎…<|im_end|>⏎
 
-The template decides the text. Three things are added to it:
+The template determines the text. Three things are added:
 
-- **Stable turns.** Templates such as Qwen3's write an assistant's message in one way while it is the last and in
-  another later, without its thinking. Here every assistant's turn is the one that the template writes for a message
-  that just arrived, so thinking stays and history is never rewritten. With `drop_thinking` the template's text stands
-  as it is, and where it has no place for thinking that of turns before the last user's message goes; then the turns up
-  to the last that was rewritten are not trained, because nobody would sample those so, and `extend` refuses where the
-  history would look otherwise.
-- **The end.** What follows the last `<|im_end|>`, a line end, belongs to the next message, so that a sampled
-  completion, which ends in that token, is a whole turn.
-- **What the template lacks.** Without a place for thinking it is written before the content between `<think>` tags;
-  without a place for tools they are described in the system message in the manner of Hermes, and calls and results
-  are written into assistants' and users' messages.
+- **Stable turns.** Templates such as Qwen3's render an assistant message differently while it is the last and later,
+  without its thinking. Here every assistant turn is what the template renders for the last message, so thinking stays
+  and history is never rewritten. With `drop_thinking` the template's text is used as it is, and if it does not support
+  thinking, the thinking of turns before the last user message is dropped; then the turns up to the last rewritten one
+  are not trained, because no sampler would produce them, and `extend` raises if the history would be rendered
+  differently.
+- **The end.** What follows the last `<|im_end|>`, a newline, belongs to the next message, so that a sampled completion,
+  which ends in that token, is a whole turn.
+- **What the template lacks.** If it does not support thinking, it is written before the content between `<think>` tags;
+  if it does not support tools, they are described in the system message in Hermes style, and tool calls and results
+  are written into assistant and user messages.
 
-An assistant's message that could not be read back, because a tag stands where it would be taken for one, is refused.
-A special token named inside any message is text.
+An assistant message that could not be parsed back, because it contains a tag where the parser would read one, is
+refused. The name of a special token inside any message is plain text.
 """
 
 import json
@@ -67,7 +67,7 @@ class ChatMLFormat:
         asked = self._rendered([_PROBE], (), generation=True)
         starts = [at for at in range(len(asked)) if _is_assistant(asked, at)]
         self._prompt = asked[starts[-1] :] if starts else []
-        """How the template asks for a completion: the beginning of every assistant's turn."""
+        """The template's generation prompt, with which every assistant turn begins."""
         if not starts or END in (segment.text for segment in self._prompt):
             raise FormatError(f"the model's chat template asks for a completion by something else than {OPEN}assistant")
 
@@ -86,7 +86,7 @@ class ChatMLFormat:
     ) -> Rendered:
         messages = [*history, *new]
         self._check(messages, tools)
-        # Stable turns of the history are the same before and after, so they need not be written to be compared.
+        # Stable turns of the history do not change, so they need not be rendered for the comparison.
         num_known = 0 if self._drop_thinking else sum(message.role == "assistant" for message in history)
         turns = [None] * num_known + self._turns(messages if self._drop_thinking else new, tools)
         before = self._segments(history, tools, turns, generation=False)
@@ -111,8 +111,8 @@ class ChatMLFormat:
         stable_turns: Sequence[list[Segment] | None],
         generation: bool,
     ) -> list[Segment]:
-        """The conversation, with each assistant's turn replaced by the stable one unless thinking is dropped. A turn
-        that is None is left out."""
+        """The conversation, with each assistant turn replaced by the stable one unless thinking is dropped. A turn
+        that is None is omitted."""
         if not messages and not generation:
             return []
         shown = messages if not self._drop_thinking or self._template.takes_thinking else _without_thinking(messages)
@@ -135,7 +135,7 @@ class ChatMLFormat:
         return segments + whole[at:]
 
     def _turns(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[list[Segment] | None]:
-        """Each assistant's turn as the template writes it for a message that has just been sampled."""
+        """Each assistant turn as the template renders it for a message that was just sampled."""
         return [self._turn(message, tools) for message in messages if message.role == "assistant"]
 
     def _turn(self, message: Message, tools: Sequence[Tool]) -> list[Segment]:
@@ -144,7 +144,7 @@ class ChatMLFormat:
         return whole[slice(*places[-1])] if places else []
 
     def _trained(self, turn: list[Segment]) -> list[Segment]:
-        """Cut `turn` after what the generation prompt gives and mark the rest as sampled."""
+        """Split `turn` after the generation prompt and mark the rest as sampled."""
         last = len(self._prompt) - 1
         head, border = turn[:last], turn[last] if last < len(turn) else None
         asked = self._prompt[last]
@@ -157,7 +157,7 @@ class ChatMLFormat:
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool = False
     ) -> list[Segment]:
-        """What the template makes of the messages, less what follows the last end marker."""
+        """The template's rendering of the messages, without what follows the last end marker."""
         described = [tool_to_openai(tool) for tool in tools]
         texts = [[message.content, message.thinking] for message in messages]
         guard = self._template.guard([*described, *texts, *_call_data(messages)])
@@ -170,7 +170,7 @@ class ChatMLFormat:
             segments.pop()
         return segments
 
-    # -- messages as the template takes them --------------------------------------------------------------------------
+    # -- messages as template data ------------------------------------------------------------------------------------
 
     def _data(self, message: Message, guard: Guard) -> dict[str, JsonValue]:
         content = guard.text(message.content)
@@ -191,10 +191,10 @@ class ChatMLFormat:
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
         return {"role": role, "content": content} | data
 
-    # -- what cannot be said ------------------------------------------------------------------------------------------
+    # -- what cannot be expressed -------------------------------------------------------------------------------------
 
     def _check(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
-        """Refuse what the parser would read otherwise."""
+        """Raise for messages that the parser would read differently."""
         if (tools or any(message.tool_calls for message in messages)) and not self._writes_hermes:
             raise FormatError(
                 f"the model's chat template writes calls in another way than as JSON between {CALL_OPEN} tags, which "
@@ -222,7 +222,7 @@ def _check_assistant(index: int, message: Message) -> None:
     if message.content.startswith(THINK_OPEN) and not message.thinking:
         _refuse(index, f"content begins with {THINK_OPEN!r}; give it as thinking")
     for call in message.tool_calls:
-        # The parser reads them inside the object that names the call.
+        # The parser reads them inside the object that names the call, one level deeper.
         if is_deeper(call.arguments, MAX_DEPTH - 1):
             _refuse(index, f"arguments of {call.name!r} are nested deeper than {MAX_DEPTH - 1}")
         try:
@@ -243,13 +243,13 @@ def _is_assistant(segments: Sequence[Segment], at: int) -> bool:
 
 
 def _without_thinking(messages: Sequence[Message]) -> list[Message]:
-    """The messages with no thinking before the last user's."""
+    """The messages without thinking before the last user message."""
     last = max((index for index, message in enumerate(messages) if message.role == "user"), default=-1)
     return [replace(message, thinking="") if index < last else message for index, message in enumerate(messages)]
 
 
 def _assistant_turns(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Where each closed turn of an assistant begins and ends."""
+    """Start and end of each closed assistant turn."""
     turns, start = [], None
     for at, segment in enumerate(segments):
         if _is_assistant(segments, at):
@@ -275,7 +275,7 @@ def _hermes(call: ToolCall, guard: Guard) -> str:
 
 
 def _describe_tools(data: Sequence[dict[str, JsonValue]], tools: Sequence[Data]) -> list[dict[str, JsonValue]]:
-    """The messages with the tools in the system's, which is made where there is none."""
+    """The messages with the tools described in the system message, which is added if there is none."""
     listed = "".join("\n" + json.dumps(tool, ensure_ascii=False) for tool in tools)
     description = f"{_HERMES_HEAD}{listed}{_HERMES_TAIL}"
     if data and data[0]["role"] == "system":

@@ -1,7 +1,7 @@
-"""What a sampled completion turns out to be: its parts, what was wrong with it, and the events along the way.
+"""A parsed completion: its parts, its problems, and the events of streaming parsing.
 
-A parser makes these from bytes. A completion is always whole in the sense that nothing raised: what could not be
-understood is told in `problems`, and the words stay in `content` or `thinking`.
+A parser creates these from bytes and never raises: what it could not understand is reported in `problems`, and the text
+stays in `content` or `thinking`.
 """
 
 from dataclasses import dataclass
@@ -12,28 +12,28 @@ from m2forge.text.message import Message, ToolCall
 
 
 class ProblemKind(StrEnum):
-    """What can be wrong with a completion."""
+    """Kinds of problems in a completion."""
 
     UNCLOSED_THINKING = "unclosed_thinking"
     """The text ended while thinking."""
     UNCLOSED_CALL = "unclosed_call"
-    """The text, or the block of calls, ended inside a call; a call cut off by the end of the text is left out."""
+    """The text, or the block of calls, ended inside a call; a call truncated by the end of the text is dropped."""
     CALL_IN_THINKING = "call_in_thinking"
-    """A call was written while thinking; it stays thinking and is not called."""
+    """A call was written while thinking; it stays part of the thinking and is not executed."""
     STRAY_TAG = "stray_tag"
-    """A tag where it means nothing; it stays in the text."""
+    """A tag without meaning at its position; it stays in the text."""
     TEXT_IN_CALL = "text_in_call"
-    """Words inside a block of calls but outside its parameters; they are left out."""
+    """Text inside a block of calls but outside its parameters; it is dropped."""
     TEXT_AFTER_CALL = "text_after_call"
-    """Words after a call; they stay in the content, which says no longer where they stood."""
+    """Text after a call; it stays in the content, and its position relative to the call is lost."""
     TEXT_AFTER_END = "text_after_end"
-    """Words after the end marker; they are left out."""
+    """Text after the end marker; it is dropped."""
     MALFORMED_CALL = "malformed_call"
-    """A call without a name or arguments that can be read; it is left out."""
+    """A call without a parsable name or arguments; it is dropped."""
     UNKNOWN_TOOL = "unknown_tool"
-    """A call of a tool that was not offered; it stays among the calls."""
+    """A call of a tool that was not offered; it is kept."""
     BAD_ARGUMENT = "bad_argument"
-    """An argument missing, unknown, given twice or of another type than its schema's; the call stays."""
+    """An argument that is missing, unknown, given twice or of the wrong type; the call is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class CallStarted:
 
 @dataclass(frozen=True, slots=True)
 class CallFinished:
-    """The call started last is complete; one that never completes ends in a problem instead."""
+    """The last started call is complete; one that never completes ends in a problem instead."""
 
     call: ToolCall
 
@@ -82,9 +82,9 @@ class Completion:
     tool_calls: tuple[ToolCall, ...]
     problems: tuple[Problem, ...]
     closed: bool
-    """Whether the end marker was there; without it the completion was cut off."""
+    """Whether the end marker was found; without it the completion was truncated."""
     final_events: tuple[Event, ...] = ()
-    """What was held back until it was certain that no marker comes of it."""
+    """Events for text that was held back until it could no longer become a marker."""
 
     def message(self) -> Message:
         return Message("assistant", self.content, self.thinking, self.tool_calls)

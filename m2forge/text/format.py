@@ -1,13 +1,13 @@
-"""Chat formats: messages in, token ids out, one file each; here what they promise and how one is chosen.
+"""Chat formats: messages in, token ids out, one file each; here their interface and how one is chosen.
 
     render(messages)                 the whole conversation
-    extend(history, new)             the ids to append for new messages: render(history) + extend(history, new) is
-                                     render(history + new), and so is a sampled completion that ended in a stop token
+    extend(history, new)             the ids to append for new messages: render(history) + extend(history, new) equals
+                                     render(history + new), and so does a sampled completion that ended in a stop token
                                      followed by them. History is never encoded again.
-    parser(tools)                    reads a completion back, in pieces
+    parser(tools)                    a streaming parser of completions
 
-render(messages, generation=True) followed by what the assistant samples is render(messages + [its message]) up to how
-the sampler cut the text into tokens; `trained` marks exactly those ids.
+render(messages, generation=True) followed by the assistant's sampled tokens equals render(messages + [its message]) up
+to the sampler's tokenization of the text; `trained` marks exactly those ids.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ class ChatFormat(Protocol):
     name: str
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
-    """A sampled completion ends with one of these."""
+    """Stop tokens: a sampled completion ends with one of these."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = False) -> Rendered:
-        """The conversation from its first token; with `generation`, up to where the assistant begins to sample."""
+        """The conversation from its first token; with `generation`, including the generation prompt."""
         ...
 
     def extend(
@@ -44,14 +44,14 @@ class ChatFormat(Protocol):
         *,
         generation: bool = False,
     ) -> Rendered:
-        """The ids that follow render(history). Refused where `new` would change what the history looks like."""
+        """The ids that follow render(history). Raises if `new` would change the rendering of the history."""
         ...
 
     def parser(self, tools: Sequence[Tool] = ()) -> CompletionParser: ...
 
 
 def make_format(name: FormatName, tokenizer: Tokenizer, *, drop_thinking: bool = False) -> ChatFormat:
-    """`auto` takes minimax_m2 where the tokenizer has its markers, else chatml."""
+    """`auto`: minimax_m2 if the tokenizer has its markers, else chatml."""
     if name == "auto":
         name = "minimax_m2" if OPEN in tokenizer.special_ids else "chatml"
     if name == "minimax_m2":

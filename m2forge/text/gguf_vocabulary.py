@@ -1,7 +1,7 @@
-"""The tokenizer inside a GGUF file, from its metadata to a `Vocabulary`.
+"""Builds a `Vocabulary` from the tokenizer metadata of a GGUF file.
 
-llama.cpp stores the tokens, their kinds and the merges, but of the splitting only a name; the table here says what each
-name stands for. A name that is not in it is refused: a wrong split gives ids that look right and are not.
+llama.cpp stores the tokens, their types and the merges, but only the name of the pre-tokenizer; the table here maps
+each name to its pattern. An unknown name is refused: a wrong split gives ids that look right but are not.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,13 @@ _SPLITS: dict[str, str] = (
     | dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _CASED_SPLIT)
 )
 _PLAIN = ("gpt-2",)
-"""Split by the pattern of GPT-2, which the library knows itself."""
+"""Pre-tokenizers with GPT-2's pattern, which the library implements itself."""
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
-"""Every digit alone, then as GPT-2."""
+"""Pre-tokenizers that split off every digit, then use GPT-2's pattern."""
 _COMPOSED = ("qwen2",)
-"""Characters are composed (NFC) first."""
+"""Pre-tokenizers that normalize to NFC first."""
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")
-"""A piece that is a token as it stands is taken before any merge."""
+"""A piece that is itself a token is used before any merge."""
 
 
 def read_gguf(path: Path) -> Vocabulary:
@@ -63,7 +63,7 @@ def _build(tokens: list[str], merges: list[str], split: str, path: Path) -> toke
     vocab = {token: id for id, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise DataError(f"{path}: {len(tokens) - len(vocab)} tokens of its vocabulary stand there twice")
-    # A token may begin with a space's sign but never holds a bare space, so the first one after a sign separates.
+    # A token never contains a bare space (byte-level BPE encodes it), so the first space separates the pair.
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     try:
         core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=split in _WHOLE_WORDS))

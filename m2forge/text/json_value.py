@@ -1,8 +1,7 @@
-"""JSON text in, values out that can be written again: finite numbers, no lone surrogates, no abyss of brackets.
+"""JSON text in, values out that can be serialized again: finite numbers, no lone surrogates, bounded depth.
 
-What a model writes and what a file of trajectories holds is read here. Later readers recurse (templates, writers,
-schema checks), so depth is bounded at the door. Bare line ends inside strings are let through, because models write
-them.
+Reads what models write and what trajectory files contain. Later consumers recurse (templates, serializers, schema
+checks), so depth is bounded here. Unescaped newlines inside strings are accepted, because models write them.
 """
 
 import json
@@ -15,11 +14,11 @@ from m2forge.records import JsonValue
 MAX_DEPTH = 100
 """Arrays and objects nested deeper than this are refused."""
 MAX_DOCUMENT_DEPTH = 2 * MAX_DEPTH
-"""The bound for whole documents: arguments and schemas stand some levels down in them."""
+"""Maximum depth of whole documents: arguments and schemas are nested some levels down in them."""
 
 
 def parse_json(text: str, max_depth: int = MAX_DEPTH) -> JsonValue:
-    """Raises ValueError for what is no such value, json.JSONDecodeError where it is no JSON at all."""
+    """Raises ValueError for an unacceptable value, json.JSONDecodeError if the text is not JSON."""
     try:
         value: JsonValue = _DECODER.decode(text)
     except RecursionError:
@@ -32,10 +31,10 @@ def parse_json(text: str, max_depth: int = MAX_DEPTH) -> JsonValue:
 
 
 def is_deeper(value: JsonValue, depth: int) -> bool:
-    """Whether arrays and objects are nested more than `depth` deep; itself without recursion."""
+    """Whether arrays and objects are nested more than `depth` deep; not recursive itself."""
     level = [value]
     for _ in range(depth + 1):
-        # The plain types first: a long body holds thousands of values, and abstract ones are slow to tell.
+        # Plain types first: a long body holds thousands of values, and abstract isinstance checks are slow.
         outers = [
             item
             for item in level

@@ -1,8 +1,8 @@
-"""The nouns of a conversation: messages, tool calls, tools; and their OpenAI-style JSON form, in and out.
+"""The types of a conversation: messages, tool calls, tools; and their conversion from and to OpenAI's JSON.
 
-Everything here is text and JSON values; how a conversation becomes tokens is a chat format's business. A message that
-no format could express (a call by a user, an unknown role) is refused when it is made, with a `FormatError`, and so is
-a tool whose schema is no JSON.
+Everything here is text and JSON values; chat formats turn a conversation into tokens. A message that no format could
+express (a tool call by a user, an unknown role) raises a `FormatError` on construction, and so does a tool whose schema
+is not JSON.
 """
 
 import json
@@ -20,25 +20,25 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What the assistant asks a tool to do."""
+    """A tool call of the assistant."""
 
     name: str
     arguments: Mapping[str, JsonValue]
     id: str = ""
-    """Given by the server, answered by the result's `tool_call_id`; no chat format shows it to the model."""
+    """Assigned by the server, matched by the result's `tool_call_id`; no chat format shows it to the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn, or one tool's result."""
+    """One turn, or one tool result."""
 
     role: Role
     content: str = ""
     thinking: str = ""
-    """What the assistant thought before it wrote `content`."""
+    """The assistant's reasoning before `content`."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
-    """Which call this result answers; empty when it is the next unanswered one."""
+    """Id of the call that this result answers; empty: the next unanswered one."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -52,12 +52,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What the assistant may call."""
+    """A tool that the assistant may call."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, JsonValue] = field(default_factory=dict)
-    """JSON schema of the arguments, an object's; empty where nothing is said about them."""
+    """JSON schema of the arguments object; empty: unrestricted."""
 
     def __post_init__(self) -> None:
         if is_deeper(self.parameters, MAX_DEPTH):
@@ -68,11 +68,11 @@ class Tool:
             raise FormatError(f"tool {self.name}: parameters: no JSON value ({error})") from error
 
 
-# -- OpenAI's form ----------------------------------------------------------------------------------------------------
+# -- OpenAI's JSON ----------------------------------------------------------------------------------------------------
 
 
 def message_from_openai(data: Mapping[str, JsonValue]) -> Message:
-    """Read one message. Unknown keys are ignored: every server adds its own."""
+    """Parse one message. Unknown keys are ignored: every server adds its own."""
     if not isinstance(data, Mapping):
         raise FormatError(f"message: expected an object, received {_shown(data)}")
     role = data.get("role")
@@ -103,7 +103,7 @@ def message_to_openai(message: Message) -> dict[str, JsonValue]:
 
 
 def tool_from_openai(data: Mapping[str, JsonValue]) -> Tool:
-    """Read `{"type": "function", "function": {…}}`, or the bare function."""
+    """Parse `{"type": "function", "function": {…}}`, or the bare function."""
     if not isinstance(data, Mapping):
         raise FormatError(f"tool: expected an object, received {_shown(data)}")
     if data.get("type", "function") != "function":

@@ -1,4 +1,4 @@
-"""The chat format of MiniMax-M2: messages in, token ids out; completions back by `XmlCallParser`.
+"""The chat format of MiniMax-M2: messages in, token ids out; completions are parsed by `XmlCallParser`.
 
     ]~!b[]~b]system⏎…[e~[⏎
     ]~b]user⏎…[e~[⏎
@@ -6,20 +6,20 @@
     ]~b]tool⏎<response>…</response>⏎<response>…</response>[e~[⏎
     ]~b]ai⏎<think>⏎                                                  (the generation prompt)
 
-The text is that of the published template, but for what keeps a conversation's prefix stable:
+The text is that of the published chat template, except for what keeps a conversation's prefix stable:
 
 - Every assistant message begins with the generation prompt, so one without thinking has an empty `<think>` block. The
   template writes none.
-- Thinking stays in the history. With `drop_thinking` it goes as in the template: messages before the last user's lose
-  their block. That rewrites what was sent before, so `extend` refuses to pass a user's message over them, and since no
-  sampler would write them so, they are not trained.
-- Whatever follows a message belongs to the next: the line end after `[e~[`, and after tool results the `[e~[` itself,
+- Thinking stays in the history. With `drop_thinking` it is dropped as in the template: messages before the last user
+  message lose their block. That rewrites what was sent before, so `extend` refuses a user message after them, and
+  since no sampler would produce them that way, they are not trained.
+- What follows a message belongs to the next: the newline after `[e~[`, and after tool results the `[e~[` itself,
   because another result may join the block. So a sampled completion, which ends in `[e~[`, is a whole message, and
-  render(history) followed by extend(history, new) is render(history + new) wherever the history ends.
+  render(history) followed by extend(history, new) equals render(history + new) wherever the history ends.
 
-Results carry no names, so they answer the calls in their order. String arguments are written as they are, others as
-JSON. A message that could not be read back as it was is refused: the tags of thinking and calls and the end marker
-where they would be read as such.
+Results have no ids, so they answer the calls in order. String arguments are written verbatim, others as JSON. A message
+that could not be parsed back unchanged is refused: one with the tags of thinking and calls or the end marker where the
+parser would read them as such.
 """
 
 import json
@@ -38,10 +38,10 @@ from m2forge.text.tokenizer import END_OF_TEXT, Tokenizer
 BEGIN, OPEN, END = "]~!b[", "]~b]", "[e~["
 _NEEDED = (BEGIN, OPEN, END, THINK_OPEN, THINK_CLOSE, CALLS_OPEN, CALLS_CLOSE)
 MINIMAX_M2_SPECIALS: tuple[str, ...] = (END_OF_TEXT, *_NEEDED)
-"""What a tokenizer trained for this format needs: its markers, and the one that separates documents."""
+"""Special tokens that a tokenizer trained for this format needs: its markers, and the document separator."""
 
 DEFAULT_SYSTEM = "You are a helpful assistant."
-"""Stands where a conversation has no system message; one that is empty stays empty."""
+"""Used if a conversation has no system message; an empty one stays empty."""
 
 _TOOLS_HEAD = (
     "\n\n# Tools\nYou may call one or more tools to assist with the user query.\n"
@@ -130,7 +130,7 @@ def _system(content: str, tools: Sequence[Tool]) -> Iterator[Segment]:
 
 
 def _opening(before: str | None) -> Iterator[Segment]:
-    """What the message before has left open."""
+    """The tokens that close the previous message."""
     if before == "tool":
         yield mark(END)
     yield plain("\n")
@@ -141,7 +141,7 @@ def _user(message: Message) -> Iterator[Segment]:
 
 
 def _assistant(index: int, message: Message, dropped: bool) -> Iterator[Segment]:
-    """`dropped`: without its thinking, as the published template writes messages before the last user's."""
+    """`dropped`: without its thinking, as the published template renders messages before the last user message."""
     _check_assistant(index, message)
     trained = not dropped
     content = f"{message.content}{CALL_LEAD}" if message.tool_calls else message.content
@@ -164,7 +164,7 @@ def _check_assistant(index: int, message: Message) -> None:
     for marker in (THINK_CLOSE, END):
         if marker in message.thinking:
             _refuse(index, message, f"thinking holds {marker!r}, which would end it")
-    # The end marker may begin in the content and end in the one that follows it.
+    # The end marker may begin in the content and end in the marker that follows it.
     following = "" if message.tool_calls else END[:-1]
     for marker in (CALLS_OPEN, END):
         if marker in message.content + following:
@@ -187,7 +187,7 @@ def _argument(index: int, message: Message, name: str, value: JsonValue) -> str:
         if is_deeper(value, MAX_DEPTH):
             _refuse(index, message, f"argument {name!r} is nested deeper than {MAX_DEPTH}")
         try:
-            # Inside JSON the tag can only stand in a string, where a slash may be escaped.
+            # Inside JSON the tag can only occur in a string, where a slash may be escaped.
             return _json(value).replace(PARAMETER_CLOSE, PARAMETER_CLOSE.replace("/", "\\/"))
         except (TypeError, ValueError) as error:
             _refuse(index, message, f"argument {name!r} is no JSON value ({error})")
@@ -197,7 +197,7 @@ def _argument(index: int, message: Message, name: str, value: JsonValue) -> str:
 
 
 def _first_result(messages: Sequence[Message]) -> int:
-    """Where the results that `messages` end with begin."""
+    """Index of the first of the tool results that `messages` end with."""
     first = len(messages)
     while first > 0 and messages[first - 1].role == "tool":
         first -= 1
@@ -205,7 +205,7 @@ def _first_result(messages: Sequence[Message]) -> int:
 
 
 def _result(messages: Sequence[Message], index: int, first: int) -> Iterator[Segment]:
-    """One result, in the block of those before it, which begins at `first`."""
+    """One tool result, in the block that begins at index `first`."""
     message = messages[index]
     calls = messages[first - 1].tool_calls if first > 0 else ()
     if index - first >= len(calls):
@@ -223,7 +223,7 @@ def _result(messages: Sequence[Message], index: int, first: int) -> Iterator[Seg
     yield plain(f"\n<response>{message.content}</response>")
 
 
-# -- what cannot be said ----------------------------------------------------------------------------------------------
+# -- what cannot be expressed -----------------------------------------------------------------------------------------
 
 
 def _refuse(index: int, message: Message, reason: str) -> NoReturn:

@@ -1,11 +1,11 @@
-"""Bytes of a completion in, in pieces of any size; events and at last a `Completion` out. Nothing raises.
+"""Streaming parser: chunks of a completion's bytes in, events and finally a `Completion` out. Never raises.
 
-The parser is a small machine over text. Each state looks for the few markers that mean something in it; what lies
-before a marker is passed on, and the end of the text that may yet become a marker is held back. So events never carry
-half a marker, the same bytes give the same result however they were cut, and the work is linear in the text.
+The parser is a small state machine over text. Each state looks for its few markers; the text before a marker is
+emitted, and a suffix that may still become a marker is held back. So events never contain part of a marker, the result
+does not depend on how the bytes were chunked, and the work is linear in the text.
 
-Thinking is what lies before `</think>`, less the one line end that stands before that tag; up to two line ends after
-it belong to the tag as well. A tag that means nothing where it stands remains text and is reported.
+Thinking is what precedes `</think>`, without one newline directly before that tag; up to two newlines after it belong
+to the tag as well. A tag without meaning at its position remains text and is reported.
 """
 
 import codecs
@@ -36,12 +36,12 @@ _SNIPPET_LENGTH = 60
 
 @functools.cache
 def markers_of(*markers: str) -> "Markers":
-    """Made once for each set: every completion has a parser of its own."""
+    """Compiled once per set of markers, since every completion has its own parser."""
     return Markers(*markers)
 
 
 class Markers:
-    """Finds the first of some markers, and where the beginning of one may stand at the end."""
+    """Finds the first of some markers, and a partial marker at the end of the text."""
 
     def __init__(self, *markers: str) -> None:
         ordered = sorted(markers, key=len, reverse=True)
@@ -50,13 +50,13 @@ class Markers:
         self._find_beginning = re.compile("(?:" + "|".join(map(_beginnings, ordered)) + r")\Z").search
 
     def held(self, text: str, start: int) -> int:
-        """Where the end of `text` begins that may yet become a marker; its length if there is none."""
+        """Start of the suffix of `text` that may still become a marker; the length of `text` if there is none."""
         found = self._find_beginning(text, max(start, len(text) - self.longest + 1))
         return found.start() if found else len(text)
 
 
 class CompletionParser(ABC):
-    """One completion; made by a chat format, fed until the end, finished once."""
+    """Parses one completion: created by a chat format, fed until the end, finished once."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ class CompletionParser(ABC):
         call_lead: str = "",
         starts_thinking: bool,
     ) -> None:
-        """`starts_thinking`: the prompt ended in the tag that opens thinking, so the completion begins inside.
+        """`starts_thinking`: the prompt ended with the tag that opens thinking, so the completion begins inside.
 
-        `call_lead` is no content if it stands before the tag that opens a call.
+        `call_lead` directly before the tag that opens a call is not content.
         """
         self._tools = {tool.name: tool for tool in tools}
         self._end_marker = end_marker
@@ -89,12 +89,12 @@ class CompletionParser(ABC):
         self._content_markers = markers_of(call_lead + self._call_open, self._call_open, end_marker, *self._strays())
 
     def feed(self, piece: bytes | str) -> list[Event]:
-        """Take more of the completion; give what is certain."""
+        """Take the next chunk of the completion; returns the events that are certain."""
         data = piece.encode(errors="replace") if isinstance(piece, str) else piece
         return self._advance(self._decoder.decode(data), final=False)
 
     def finish(self) -> Completion:
-        """The whole completion. Call it once, after the last piece."""
+        """The whole completion. Call it once, after the last chunk."""
         events = self._advance(self._decoder.decode(b"", final=True), final=True)
         self._close_state()
         if self._surplus:
@@ -108,7 +108,7 @@ class CompletionParser(ABC):
             final_events=tuple(events),
         )
 
-    # -- the machine --------------------------------------------------------------------------------------------------
+    # -- the state machine --------------------------------------------------------------------------------------------
 
     def _advance(self, text: str, *, final: bool) -> list[Event]:
         self._text, self._at = self._text[self._at :] + text, 0
@@ -118,7 +118,7 @@ class CompletionParser(ABC):
         return events
 
     def _take(self, markers: Markers, final: bool) -> tuple[str, str | None]:
-        """The text up to the next marker, which is passed; without one, all that cannot become one."""
+        """The text up to the next marker, which is consumed; without one, all that cannot become one."""
         found = markers.find(self._text, self._at)
         if found:
             before = self._text[self._at : found.start()]
@@ -130,21 +130,21 @@ class CompletionParser(ABC):
         return before, None
 
     def _strays(self) -> tuple[str, ...]:
-        """Tags that are reported when they stand in the content."""
+        """Tags that are reported if they occur in the content."""
         return THINK_OPEN, THINK_CLOSE, self._call_close
 
     @abstractmethod
     def _enter_call(self) -> None:
-        """Set the state that reads what follows the marker of a call."""
+        """Set the state that parses what follows the opening marker of a call."""
 
     @abstractmethod
     def _close_call(self) -> bool:
-        """The text ended: drop and report the call it ended in. False if it was in none."""
+        """The text ended: drop and report the unfinished call. False if there is none."""
 
-    # -- states: each passes on what it can and says whether another one, or itself, can go on -------------------------
+    # -- states: each consumes what it can and returns whether to run the (possibly new) state again -------------------
 
     def _begin(self, final: bool) -> bool:
-        """The very first characters: thinking, or content."""
+        """The first characters: thinking, or content."""
         rest = self._text[self._at :]
         if not final and len(rest) < len(THINK_OPEN) + 1 and (THINK_OPEN + "\n").startswith(rest):
             return False
@@ -189,7 +189,7 @@ class CompletionParser(ABC):
         return marker is not None and self._pass_marker(marker)
 
     def _after_call(self, final: bool) -> bool:
-        """Between calls, where spaces are none's; words make it content again."""
+        """Between calls, where whitespace is dropped; text makes it content again."""
         text, marker = self._take(self._content_markers, final)
         self._gap.append(text)
         stray = marker is not None and marker != self._end_marker and not marker.endswith(self._call_open)
@@ -231,7 +231,7 @@ class CompletionParser(ABC):
         else:
             self._close_call()
 
-    # -- what was found -----------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
 
     def _add_thinking(self, text: str) -> None:
         if text:
@@ -267,6 +267,6 @@ def snippet(text: str) -> str:
 
 
 def _beginnings(marker: str) -> str:
-    """A pattern of every proper beginning of `marker`."""
+    """A pattern that matches every proper prefix of `marker`."""
     signs = [re.escape(sign) for sign in marker[:-1]]
     return "(?:".join(signs) + ")?" * (len(signs) - 1)

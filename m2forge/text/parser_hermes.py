@@ -1,10 +1,10 @@
-"""Calls written as JSON between tags, as Hermes and Qwen models do:
+"""Parses calls written as JSON between tags, as by Hermes and Qwen models:
 
     <tool_call>
     {"name": "f", "arguments": {"k": "v"}}
     </tool_call>
 
-A line end before `<tool_call>` belongs to it. A call ends at the first `</tool_call>`, also inside a string. Its
+A newline before `<tool_call>` belongs to it. A call ends at the first `</tool_call>`, even inside a string. Its
 arguments arrive typed; a type that the tool's schema does not allow is reported and kept.
 """
 
@@ -21,7 +21,7 @@ from m2forge.text.parser import CompletionParser, markers_of, snippet
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 _EARLY_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"')
 _EARLY_LENGTH = 256
-"""The name is looked for among so many first characters while the call is still being written."""
+"""Number of leading characters in which the name is searched while the call is still streaming."""
 
 
 class HermesParser(CompletionParser):
@@ -45,7 +45,7 @@ class HermesParser(CompletionParser):
     def _close_call(self) -> bool:
         if self._state != self._body:
             return False
-        # The end marker means nothing inside JSON, but it is still the end if it comes last.
+        # The end marker has no meaning inside JSON, but at the very end of the text it still ends the completion.
         self._closed = self._closed or "".join(self._parts).endswith(self._end_marker)
         self._report(ProblemKind.UNCLOSED_CALL, f"the text ended before {CALL_CLOSE}")
         return True
@@ -79,7 +79,7 @@ class HermesParser(CompletionParser):
             self._report(ProblemKind.MALFORMED_CALL, f"expected a name and an object of arguments: {snippet(body)}")
             return
         if self._started != name:
-            # It came late, or the object names the call twice and the last counts.
+            # The name came late, or the object has two names and the last counts.
             self._start_call(name)
         self._check_types(name, arguments)
         self._finish_call(name, dict(arguments))

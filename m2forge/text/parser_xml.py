@@ -1,4 +1,4 @@
-"""Calls written as tags, each argument as the bare text of its own tag:
+"""Parses calls written as XML tags, each argument as the bare text of its tag:
 
     <minimax:tool_call>
     <invoke name="f">
@@ -6,8 +6,8 @@
     </invoke>
     </minimax:tool_call>
 
-An argument ends at the first `</parameter>` and is typed by the tool's schema; see `argument`. Nothing else means
-anything inside it, not even the end marker, so a call may carry any other text of this format.
+An argument ends at the first `</parameter>` and is typed by the tool's schema; see `argument`. No other tag is parsed
+inside it, not even the end marker, so a call may contain any other text of this format.
 """
 
 import re
@@ -21,7 +21,7 @@ from m2forge.text.parser import CompletionParser, markers_of, snippet
 
 CALLS_OPEN, CALLS_CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 CALL_LEAD = "\n"
-"""Stands between content and calls, and belongs to neither."""
+"""Separates content and calls, and belongs to neither."""
 PARAMETER_CLOSE = "</parameter>"
 _INVOKE, _INVOKE_CLOSE, _PARAMETER = "<invoke", "</invoke>", "<parameter"
 _NAME = re.compile(r"""\s+name\s*=\s*(?:"(?P<double>[^"]*)"|'(?P<single>[^']*)'|(?P<bare>[^\s"'>]+))\s*""")
@@ -63,7 +63,7 @@ class XmlCallParser(CompletionParser):
         awaited = next((tag for state, tag in self._awaited if state == self._state), None)
         if awaited is None:
             return False
-        # Where the end marker means nothing it is still the end if it comes last.
+        # Where the end marker has no meaning, at the very end of the text it still ends the completion.
         text = "".join(self._parts)
         self._closed = self._closed or text.endswith(self._end_marker)
         self._report(ProblemKind.UNCLOSED_CALL, f"the text ended before {awaited}")
@@ -131,7 +131,7 @@ class XmlCallParser(CompletionParser):
             return False
         name = self._read_name(_PARAMETER)
         if name is None:
-            # Without its name an argument is lost, and with it the call.
+            # Without its name an argument is lost, and so is the call.
             self._name = None
         self._parameter = name or ""
         self._state = self._value
@@ -148,7 +148,7 @@ class XmlCallParser(CompletionParser):
         self._state = self._inside
         return True
 
-    # -- what was found -----------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
 
     def _leave_block(self) -> None:
         if not self._num_in_block:

@@ -1,8 +1,7 @@
-"""A rendered conversation before and after it is tokens.
+"""A rendered conversation before and after tokenization.
 
-A format writes segments: special tokens by name and stretches of plain text. Each segment is encoded by itself, so the
-ids of a conversation are those of its beginning followed by those of the rest wherever it is cut between segments, and
-nothing inside a text can become a special token.
+A format writes segments: special tokens by name, and plain text. Each segment is encoded separately, so a conversation
+can be split between any two segments without changing its ids, and nothing inside a text can become a special token.
 """
 
 from collections.abc import Sequence
@@ -27,8 +26,8 @@ class Rendered:
 
     ids: list[int] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
-    """For each id whether the assistant sampled it, or would have: thinking, content, calls and the end marker, but
-    never the prompt that asks for them."""
+    """Loss mask: for each id whether the assistant sampled it, or would have: thinking, content, calls and the end
+    marker, but never the generation prompt."""
 
 
 @cache

@@ -1,10 +1,9 @@
-"""A model's own Jinja chat template: plain data in, segments out.
+"""A model's Jinja chat template: plain data in, segments out.
 
-The template runs in a sandbox, with what transformers gives templates: `tojson`, `raise_exception`, `strftime_now` and
-the special tokens' names. Its own text may name special tokens; the messages' must not. So before rendering a `Guard`
-breaks every such name inside a message by a character that stands nowhere in the conversation, and afterwards, when the
-template's markers have been found, that character is taken out again. Whatever else the template does with the
-messages, it does with their real text.
+The template runs in a sandbox, with the globals that transformers provides: `tojson`, `raise_exception`, `strftime_now`
+and the names of special tokens. The template's own text may contain special tokens; the messages' must not. So before
+rendering, a `Guard` breaks every such name inside a message with a character that occurs nowhere in the conversation;
+after the template's markers have been found, that character is removed. Apart from it the template sees the real text.
 """
 
 import json
@@ -26,8 +25,8 @@ from m2forge.text.vocabulary import SpecialNames
 Data: TypeAlias = Mapping[str, JsonValue]
 
 _BREAKERS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
-"""Characters that mean nothing to anybody."""
-# What a template can raise on data it was not written for.
+"""Noncharacters and private-use characters."""
+# Exceptions that a template can raise on data it was not written for.
 _FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -47,7 +46,7 @@ class Guard:
     def text(self, text: str) -> str:
         if any(len(found.group()) == 1 for found in self._markers.finditer(text)):
             raise FormatError("a message holds a special token of one character, which cannot be told from its text")
-        # A broken marker may uncover one that overlapped it.
+        # Breaking a marker may expose one that overlapped it.
         while self._markers.search(text):
             text = self._markers.sub(lambda found: found.group()[0] + self.breaker + found.group()[1:], text)
         return text
@@ -65,8 +64,8 @@ class Guard:
 
 class ChatTemplate:
     def __init__(self, source: str, names: SpecialNames, specials: Iterable[str]) -> None:
-        """`specials`: every token that stands for itself in the template's text."""
-        # One moment for all renderings: a template that writes the date must not rewrite it at midnight.
+        """`specials`: all tokens that the template may write by name."""
+        # One time for all renderings: a template that writes the date must not rewrite it at midnight.
         now = datetime.now()
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
@@ -87,13 +86,13 @@ class ChatTemplate:
         self._markers = re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
 
     def guard(self, data: Sequence[JsonValue]) -> Guard:
-        """A guard for all the texts in `data`."""
+        """A guard for all texts in `data`."""
         return Guard(self._markers, _texts(data))
 
     def render(
         self, messages: Sequence[Data], tools: Sequence[Data], guard: Guard, *, generation: bool
     ) -> list[Segment]:
-        """Segments of the conversation, none of them trained; `messages` and `tools` went through `guard`."""
+        """Segments of the conversation, none trained; `messages` and `tools` have passed through `guard`."""
         try:
             text = self._template.render(
                 messages=messages,
@@ -118,7 +117,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}`, which shows what the assistant wrote; here it says nothing."""
+    """`{% generation %}…{% endgeneration %}`, which marks the assistant's text; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
 
@@ -134,7 +133,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the HTML escapes of jinja2's own filter."""
+    """JSON without the HTML escapes of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

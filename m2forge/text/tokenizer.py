@@ -1,16 +1,16 @@
 """Text in, token ids out, and back to the exact bytes: byte-level BPE by the `tokenizers` library.
 
-A `Tokenizer` promises two things that the library leaves to its callers:
+A `Tokenizer` guarantees two things that the library leaves to its callers:
 
-- `encode` takes plain text. What looks like a special token in it becomes ordinary tokens, so nobody can write a turn
-  marker into a message; a special id is only ever placed by name, with `special`.
-- `decode_bytes` gives the bytes that the ids stand for, also where they end inside a character.
+- `encode` takes plain text. A special token's name in it becomes ordinary tokens, so a message cannot inject a turn
+  marker; special ids are only inserted by name, with `special`.
+- `decode_bytes` returns the exact bytes of the ids, even if they end inside a character.
 
-A tokenizer trained here has a token for every byte. A loaded one may not: SmolLM2's lacks 21, and the library leaves
-out the bytes that have none.
+A tokenizer trained here has a token for every byte. A loaded one may not: SmolLM2's lacks 21, and the library drops the
+bytes that have none.
 
-Beside the ids it carries what a model folder keeps with them: the names of the first, last and padding token and the
-chat template. `save` writes a folder that transformers loads to the same ids.
+It also holds what a model folder stores with the vocabulary: the names of the BOS, EOS, padding and unknown tokens and
+the chat template. `save` writes a folder that transformers loads to the same ids.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _AHEAD: ContextVar[tuple[Mapping[str, list[int]], int] | None] = ContextVar("_AH
 
 
 class UnencodedError(Exception):
-    """Long texts that must be encoded ahead; see `encoded_ahead`."""
+    """Long texts that must be encoded in advance; see `encoded_ahead`."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         super().__init__(f"{len(texts)} texts")
@@ -47,9 +47,9 @@ class UnencodedError(Exception):
 
 @contextmanager
 def encoded_ahead(known: Mapping[str, list[int]], max_chars: int) -> Iterator[None]:
-    """For code that must not take long: texts in `known` have these ids, and where the others have more characters
-    together than `max_chars`, encoding them raises `UnencodedError`. They can be encoded elsewhere and put into
-    `known`. Holds for this thread or task."""
+    """For code that must not block: texts in `known` use these ids, and if the other texts total more than `max_chars`
+    characters, encoding them raises `UnencodedError`. The caller can encode them elsewhere and add them to `known`.
+    Applies to this thread or task."""
     token = _AHEAD.set((known, max_chars))
     try:
         yield
@@ -61,13 +61,13 @@ class Tokenizer:
     """Immutable after construction."""
 
     chat_template: str | None
-    """The Jinja template that the model came with."""
+    """The model's Jinja chat template."""
     vocab_size: int
     """One more than the largest id."""
     special_ids: Mapping[str, int]
-    """Ids of every token that is never made from text: control tokens and other added ones, such as `<think>`."""
+    """Ids of all tokens that text never produces: control tokens and other added ones, such as `<think>`."""
     end_of_text_id: int | None
-    """Separates documents: `<|endoftext|>` where there is one, else the model's last token, else None."""
+    """Separates documents: `<|endoftext|>` if present, else the model's EOS token, else None."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -82,14 +82,14 @@ class Tokenizer:
         self._bytes_of_id = _TokenBytes(self._core, {id: token.content.encode() for id, token in added.items()})
 
     def __reduce__(self) -> tuple[type["Tokenizer"], tuple[Vocabulary]]:
-        # Through the constructor, because the library's copies look for special tokens in text again.
+        # Through the constructor, because the library's copies match special tokens in text again.
         return Tokenizer, (self._vocabulary,)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode many texts at once, in parallel unless TOKENIZERS_PARALLELISM says otherwise."""
+        """Encode many texts at once, in parallel unless TOKENIZERS_PARALLELISM disables it."""
         ahead = _AHEAD.get()
         if ahead is None:
             return self._encode(texts)
@@ -109,11 +109,11 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, specials as their names; bytes that are no UTF-8 become U+FFFD."""
+        """The text of `ids`, special tokens as their names; invalid UTF-8 becomes U+FFFD."""
         return self.decode_bytes(ids).decode(errors="replace")
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The exact bytes of `ids`, specials as their names. They may begin or end inside a character."""
+        """The exact bytes of `ids`, special tokens as their names. They may begin or end inside a character."""
         pieces = self._bytes_of_id
         return b"".join([pieces[id] for id in ids])
 
@@ -125,16 +125,16 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for tokenizers that encode alike and carry the same names and chat template."""
+        """Equal for tokenizers with equal encoding, names and chat template."""
         identity = [self._document, dataclasses.astuple(self.names), self.chat_template]
         return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
 
     def with_chat_template(self, template: str) -> "Tokenizer":
-        """The same tokenizer with another Jinja template."""
+        """The same tokenizer with another chat template."""
         return Tokenizer(dataclasses.replace(self._vocabulary, chat_template=template))
 
     def save(self, folder: Path) -> None:
-        """Write the files of a Hugging Face tokenizer into `folder`, which may hold a model already."""
+        """Write the files of a Hugging Face tokenizer into `folder`, which may already hold a model."""
         names = {f"{part}_token": getattr(self.names, part) for part in ("bos", "eos", "pad", "unk")}
         settings: dict[str, JsonValue] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         settings |= {part: name for part, name in names.items() if name is not None}
@@ -148,7 +148,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a Hugging Face folder, a `tokenizer.json`, or the tokenizer inside a GGUF file."""
+    """Load a Hugging Face folder, a `tokenizer.json`, or the tokenizer inside a GGUF file."""
     if path.is_dir():
         return Tokenizer(read_folder(path))
     if not path.is_file():
@@ -159,9 +159,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[str]) -> Tokenizer:
-    """Learn a byte-level BPE of at most `vocab_size` tokens; `specials` take the first ids, in their order.
+    """Train a byte-level BPE of at most `vocab_size` tokens; `specials` get the first ids, in order.
 
-    Equal texts give an equal tokenizer, and every text comes back from its ids byte for byte.
+    Equal texts give an equal tokenizer, and every text is decoded from its ids byte for byte.
     """
     if len(set(specials)) != len(specials) or "" in specials:
         raise DataError(f"special tokens must be different and not empty, received {list(specials)}")
@@ -184,7 +184,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[st
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Bytes of each id, found on first use: few runs meet the whole vocabulary."""
+    """Bytes of each id, computed on first use: few runs need the whole vocabulary."""
 
     def __init__(self, core: tokenizers.Tokenizer, added: Mapping[int, bytes]) -> None:
         super().__init__(added)
@@ -200,12 +200,12 @@ class _TokenBytes(dict[int, bytes]):
 
 
 def _is_text(token: AddedToken) -> bool:
-    """Some vocabularies add runs of spaces; a token so plain marks nothing and is found in text."""
+    """Whether an added token is a run of whitespace, as in some vocabularies; such tokens are matched in text."""
     return not token.special and token.content.isspace()
 
 
 def _text_only(document: str) -> tokenizers.Tokenizer:
-    """A copy that finds no marker in text, whether the document calls it special or, as Qwen's does, only added."""
+    """A copy that matches no marker in text, whether it is declared special or, as in Qwen's, only added."""
     content = json.loads(document)
     for token in content["added_tokens"]:
         token["special"] = token["special"] or not token["content"].isspace()

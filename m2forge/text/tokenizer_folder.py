@@ -1,7 +1,7 @@
-"""The tokenizer of a Hugging Face folder, from its files to a `Vocabulary`.
+"""Builds a `Vocabulary` from the files of a Hugging Face tokenizer folder.
 
-Read are `tokenizer.json` (needed), `tokenizer_config.json` (the parts that tokens play, sometimes the chat template)
-and `chat_template.jinja`, which goes before the template of the configuration. Errors name the file.
+Reads `tokenizer.json` (required), `tokenizer_config.json` (names of special tokens, sometimes the chat template) and
+`chat_template.jinja`, which overrides the template of the configuration. Errors name the file.
 """
 
 import json
@@ -26,7 +26,7 @@ def read_folder(folder: Path) -> Vocabulary:
 
 
 def read_core(path: Path) -> tokenizers.Tokenizer:
-    """Read one `tokenizer.json`."""
+    """Load one `tokenizer.json`."""
     text = _read_text(path)
     try:
         core = tokenizers.Tokenizer.from_str(text)
@@ -76,7 +76,7 @@ def _read_template(folder: Path, settings: Mapping[str, JsonValue]) -> str | Non
         return _read_text(path)
     template = settings.get("chat_template")
     if isinstance(template, Sequence) and not isinstance(template, str):
-        # Several templates by name: the one called default is what plain conversations use.
+        # Several templates by name: plain conversations use the one named default.
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
         template = named.get("default")
     return template if isinstance(template, str) else None

@@ -1,7 +1,7 @@
-"""What a tokenizer is made of, wherever it was read from, and the alphabet in which byte-level vocabularies are spelt.
+"""The contents of a tokenizer, independent of its source, and the alphabet of byte-level vocabularies.
 
-`check_byte_level` is the door: what comes through it splits text into pieces and spells their bytes one sign each, so
-that the bytes of every token are known and pieces of text can be encoded apart.
+`check_byte_level` validates: a tokenizer that passes splits text into pieces and encodes each of their bytes as one
+character, so that the bytes of every token are known and pieces of text can be encoded separately.
 """
 
 import json
@@ -16,14 +16,15 @@ WORD_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Where merges stop: contractions, words with the sign before them, up to three digits, signs, line ends, spaces."""
+"""Merges stop at these boundaries: contractions, words with the character before them, up to three digits, symbols,
+newlines, spaces."""
 
 MAX_IDS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialNames:
-    """Which tokens play which part; None where the model names none."""
+    """Names of special tokens; None if the model has none."""
 
     bos: str | None = None
     eos: str | None = None
@@ -33,7 +34,7 @@ class SpecialNames:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer of the library with what a model folder keeps beside it."""
+    """A tokenizer of the library with what a model folder stores beside it."""
 
     core: tokenizers.Tokenizer
     names: SpecialNames = field(default_factory=SpecialNames)
@@ -41,7 +42,7 @@ class Vocabulary:
 
 
 def byte_level_split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """Cut text where `pattern` matches, then spell the pieces in the alphabet of bytes."""
+    """Split text at matches of `pattern`, then encode the pieces in the byte alphabet."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
@@ -51,14 +52,14 @@ def byte_level_split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def byte_of_sign() -> dict[str, int]:
-    """Printable bytes are spelt as themselves, the others as U+0100 and what follows it."""
+    """Printable bytes are encoded as themselves, the others as U+0100 and following."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
 def check_byte_level(core: tokenizers.Tokenizer, origin: str) -> None:
-    """Refuse what is no byte-level BPE, or adds to the text it is given."""
+    """Raise unless it is a byte-level BPE that adds nothing to its input text."""
     largest = max(core.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= MAX_IDS:  # the library walks over all ids below it
         raise DataError(

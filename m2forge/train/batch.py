@@ -1,11 +1,11 @@
-"""Packs and flat trees as tensors on the device of the network, with their attention plan and their loss edges.
+"""Turn packs and flat trees into tensors on the model's device, with their attention plan and loss edges.
 
-A loss edge is a position that predicts and the token it should predict, with what its loss needs besides: of a pack the
-tag its loss is counted under; of a tree the sample's numbers.
+A loss edge is a position that predicts and the token it should predict, plus what its loss needs: for a pack the tag
+that its loss is counted under, for a tree the numbers of its sample.
 
-Packs and trees come without padding, and this file alone adds it: a compiled network is compiled again for each length,
-so a step uses few lengths. Padding tokens form documents (or a tree) of their own, which no other token sees, and the
-plan counts them 0 times: they have no loss edges and add nothing to expert loads, balance loss or token counts.
+Packs and trees arrive without padding; only this file pads. A compiled model recompiles for each sequence length, so a
+step uses few lengths. Padding tokens form separate documents (or a separate tree) that no other token attends to, and
+have count 0 in the plan: they have no loss edges and add nothing to expert loads, balance loss or token counts.
 
 Shapes: N tokens, M edges, L layers with a router, K experts chosen.
 """
@@ -39,21 +39,21 @@ class TreeBatch:
     tokens_N: Tensor
     plan: AttentionPlan
     experts_NLK: Tensor | None
-    """Recorded routing to repeat."""
+    """Recorded expert choices for routing replay; None: the routers choose."""
     position_M: Tensor
     target_M: Tensor
     old_M: Tensor
-    """Log-probability that each target was sampled with."""
+    """Logprob of each target when it was sampled."""
     advantage_M: Tensor
     weight_M: Tensor
-    """What each term is multiplied by; they add up to 1 over the step."""
+    """Weight of each edge's loss term; the weights sum to 1 over the step."""
     inverse_temperature_M: Tensor | None
-    """None: all temperatures are 1."""
+    """1 / sampling temperature of each edge; None: all temperatures are 1."""
     version_M: Tensor
 
 
 def make_batch(pack: Pack, device: torch.device, length: int | None = None) -> Batch:
-    """`length`: tokens to pad to."""
+    """Build the batch of one pack. `length`: number of tokens to pad to."""
     num_padding = 0 if length is None else length - pack.tokens.size
     if num_padding < 0:
         raise ValueError(f"a pack of {pack.tokens.size} tokens does not fit into {length}")
@@ -77,8 +77,8 @@ def make_tree_batch(
     dtype: torch.dtype,
     length: int | None = None,
 ) -> TreeBatch:
-    """`total_weight`: the weights of all edges of the step together. `dtype`: of numbers per edge. `length`: tokens to
-    pad to."""
+    """Build the batch of one packed tree. `total_weight`: sum of the weights of all edges in the step. `dtype`: dtype
+    of the per-edge numbers. `length`: number of tokens to pad to."""
     length = flat.num_tokens if length is None else length
     sample_M = flat.edge_sample_M
     is_scaled = policy.loss != "sft" and bool((flat.temperature_S != 1).any())
@@ -97,13 +97,13 @@ def make_tree_batch(
 
 
 def blank_batch(device: torch.device) -> Batch:
-    """A pass in which nothing is learnt and nothing counted, for a rank that has fewer packs than another."""
+    """A batch with no loss edges and token count 0, for a rank that has fewer packs than another."""
     none_M = torch.empty(0, dtype=torch.int64, device=device)
     return Batch(torch.zeros(1, dtype=torch.int64, device=device), _blank_plan(device), none_M, none_M, none_M)
 
 
 def blank_tree_batch(device: torch.device, dtype: torch.dtype) -> TreeBatch:
-    """The same for trees."""
+    """`blank_batch` for trees."""
     rows = blank_batch(device)
     none_M, number_M = rows.position_M, torch.empty(0, dtype=dtype, device=device)
     return TreeBatch(
@@ -132,14 +132,14 @@ def bucket_length(num_tokens: int, bucket: int, limit: int) -> int:
 def _plan(pack: Pack, device: torch.device, length: int | None) -> AttentionPlan:
     num_tokens, lengths = pack.tokens.size, pack.lengths.tolist()
     if length is not None:
-        # No longer than the longest document: attention to padding costs no more than to text.
+        # Padding documents are no longer than the longest real one: attention to padding costs no more than to text.
         whole, rest = divmod(length - num_tokens, max(lengths))
         lengths += [max(lengths)] * whole + [rest] * (rest > 0)
-    # Rows of one length need no mask but causality, for which CUDA has the faster attention.
+        # Rows of equal length need only the causal mask, for which CUDA has a faster attention kernel.
     is_even = len(set(lengths)) == 1
     plan = CausalRows(len(lengths), lengths[0], device) if is_even else Documents(lengths, device)
     if length is not None:
-        # Also where nothing is padded, so that one compiled graph serves all packs.
+        # Set even without padding, so that one compiled graph serves all packs.
         plan.count_N = _on(device, np.arange(length) < num_tokens)
     return plan
 
@@ -162,7 +162,7 @@ def _on(
     array: npt.NDArray[np.integer] | npt.NDArray[np.floating] | npt.NDArray[np.bool_],
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    # A copy, because records are read-only and torch knows no such thing.
+    # Copies, because records are read-only and torch has no read-only tensors.
     host = torch.tensor(array, dtype=dtype)
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)

@@ -1,13 +1,13 @@
-"""Checkpoints of a run: network, optimizer and position, whole or not there, the newest few kept.
+"""Checkpoints of a run: model, optimizer state and position, written atomically; the newest few are kept.
 
     checkpoints/step-00001200/
-        model/                  a model folder like any other, tokenizer included
-        optimizer.safetensors   moments and masters by weight name
-        position.json           where the run stood: phase, steps, the reader's state
+        model/                  an ordinary model folder, tokenizer included
+        optimizer.safetensors   moments and float32 master weights by weight name
+        position.json           phase, step counts and the data reader's state
 
-A checkpoint is built aside and renamed, so the newest one that exists is complete. Loading it and going on gives the
-bits that a run without the interruption would have. It holds whole tensors, however many ranks had parts of them, so
-that a run may go on with another number of ranks: rank 0 writes, every rank loads.
+A checkpoint is written to a temporary folder and renamed, so the newest one that exists is complete. Resuming from it
+gives bit-identical results to a run without the interruption. It holds unsharded tensors whatever the number of ranks,
+so a run may resume on a different number of ranks: rank 0 writes, every rank loads.
 """
 
 import json
@@ -38,22 +38,22 @@ PREFIX = "step-"
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands, between two steps."""
+    """The progress of a run between two steps."""
 
     phase: int = 0
-    """Index of the phase under way."""
+    """Index of the current phase."""
     step_in_phase: int = 0
-    """Steps done in it."""
+    """Steps completed in this phase."""
     step: int = 0
-    """Steps done in all."""
+    """Steps completed in total."""
     num_tokens: int = 0
-    """Tokens seen in all."""
+    """Tokens trained on in total."""
     source: Mapping[str, JsonValue] | None = None
-    """The state of the reader after the last step, which the next phase begins with; None before the first step."""
+    """State of the data reader after the last step, from which the next phase starts; None before the first step."""
 
     @property
     def last_begun(self) -> int | None:
-        """Index of the last phase of which a step is done; None before the first step."""
+        """Index of the last phase that has completed a step; None before the first step."""
         if not self.step:
             return None
         return self.phase if self.step_in_phase else self.phase - 1
@@ -61,11 +61,11 @@ class Position:
 
 class CheckpointStore:
     def __init__(self, folder: Path, config: CheckpointConfig, companions: tuple[Path, ...] = ()) -> None:
-        """`companions`: files to lie beside the weights, such as the tokenizer's."""
+        """`companions`: files to copy beside the weights, such as the tokenizer's."""
         self.folder, self.config, self.companions = folder, config, companions
 
     def save(self, engine: TrainEngine, position: Position) -> None:
-        """Asked by all ranks at once; when it returns, on any rank, the checkpoint is there."""
+        """Write a checkpoint. All ranks call this together; on return, on any rank, the checkpoint exists."""
         ranks = engine.optimizer.ranks
         dest = self.folder / f"{PREFIX}{position.step:08d}"
         is_there = ranks.rank == 0 and dest in self._found()
@@ -81,7 +81,7 @@ class CheckpointStore:
     def _write(
         self, dest: Path, model: Transformer, tensors: Mapping[str, Tensor], content: Mapping[str, object]
     ) -> None:
-        # What a removal that was cut short left of a checkpoint of this step.
+        # Remains of a checkpoint of this step whose removal was interrupted.
         shutil.rmtree(dest, ignore_errors=True)
         with staged_folder(dest) as partial:
             save_model(model, partial / MODEL_FOLDER, companions=self.companions)
@@ -98,7 +98,7 @@ class CheckpointStore:
 
     def _remove_old(self) -> None:
         for path in self._found()[: -self.config.keep]:
-            # Without its position a folder is no checkpoint, so a removal that is cut short leaves none that is torn.
+            # A folder without its position file is not a checkpoint, so an interrupted removal leaves no partial one.
             (path / POSITION_FILE).unlink()
             shutil.rmtree(path)
         for left in (*self.folder.glob(f".{PREFIX}*.partial"), *self._without_position()):
@@ -109,7 +109,7 @@ class CheckpointStore:
 
 
 def begun_phase(folder: Path) -> int | None:
-    """Index of the last phase begun by the run whose checkpoints lie in `folder`; None before its first."""
+    """Index of the last phase begun by the run whose checkpoints are in `folder`; None before its first."""
     newest = CheckpointStore(folder, CheckpointConfig()).newest()
     return None if newest is None else read_position(newest).last_begun
 
@@ -123,7 +123,7 @@ def read_position(folder: Path) -> Position:
 
 
 def restore(engine: TrainEngine, folder: Path) -> None:
-    """Fill the optimizer of an engine whose network was loaded from the same checkpoint, on every rank."""
+    """Load the optimizer state of an engine whose model was loaded from the same checkpoint, on every rank."""
     try:
         tensors = load_file(folder / OPTIMIZER_FILE)
     except (SafetensorError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What a training run asks for, whichever stage it belongs to: optimizer, phases, checkpoints, machine."""
+"""Configuration of a training run, shared by all stages: optimizer, phases, checkpoints, machine."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
@@ -10,18 +10,18 @@ from m2forge.records import Sampling
 
 Count = Annotated[int, Field(gt=0)]
 TEMPERATURES = (0.01, 100.0)
-"""Within which importance ratios of tempered logits are numbers that can be trained on."""
+"""Range of temperatures in which importance ratios of tempered logits are finite enough to train on."""
 
 
 class OptimizerConfig(Config):
     kind: Literal["adamw", "muon"] = "adamw"
-    """muon: hidden matrices by Muon; embedding, head, norms and biases stay with AdamW."""
+    """muon: hidden matrices use Muon; embedding, head, norms and biases use AdamW."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-15, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
-    """Pull on matrices towards 0, times the rate. Norms, biases and the embedding are not pulled."""
+    """Decoupled weight decay of matrices, multiplied by the learning rate. Not applied to norms, biases, embedding."""
     max_norm: float = Field(default=1.0, gt=0)
-    """Gradients longer than this are scaled down to it."""
+    """Gradient clipping: gradients with a larger global norm are scaled down to it."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     muon_iterations: Count = 5
     """Newton–Schulz iterations."""
@@ -38,7 +38,7 @@ MTPLoss: TypeAlias = Literal["ce", "topk_kl", "topk_acceptance"]
 
 
 class PolicyConfig(Config):
-    """What a step over token trees computes. Where a value is not known of the published system, it is ours."""
+    """Configuration of a step over token trees. Values that the published system does not state are marked "ours"."""
 
     moved_keys: ClassVar[Mapping[str, str]] = {"router_bias": "train.router_bias"}
 
@@ -49,29 +49,29 @@ class PolicyConfig(Config):
     """ppo_clip: ratios are clipped to 1 − ppo_low … 1 + ppo_high."""
     ppo_high: float = Field(default=0.2, ge=0)
     mtp_loss: MTPLoss = "topk_kl"
-    """What the prediction modules learn at the same edges: ce the sampled tokens, topk_kl the policy's distribution,
-    topk_acceptance to have drafts of it accepted."""
+    """Loss of the MTP modules at the same edges: ce learns the sampled tokens, topk_kl the policy's distribution,
+    topk_acceptance maximizes the acceptance of their drafts by the policy."""
     mtp_weight: float = Field(default=0.1, ge=0)
-    """Of that loss, averaged over the modules; ours. 0: they do not learn."""
+    """Weight of the MTP loss, averaged over the modules; ours. 0: the modules do not learn."""
     mtp_gradient: Literal["modules", "all"] = "modules"
-    """modules: that loss trains the modules alone; the policy's gradient is what it would be without them, save that
-    the balance loss is a mean over their layers too, and both are clipped by one norm. all: it reaches the policy,
-    embedding and head, as in pre-training."""
+    """modules: the MTP loss trains only the modules; the policy's gradient is what it would be without them, except
+    that the balance loss is a mean over their layers too, and one gradient norm clips both. all: it also reaches the
+    policy, embedding and head, as in pre-training."""
     mtp_top_k: Count = 32
-    """topk: how many of the policy's likeliest tokens stand alone; the others are one bucket. Ours."""
+    """topk losses: number of the policy's likeliest tokens kept separate; all others share one bucket. Ours."""
     truncated_sampling: Literal["refuse", "allow"] = "refuse"
-    """What becomes of samples drawn by top-p, top-k or min-p, whose recorded log-probabilities no softmax over the
-    vocabulary can match. allow: they train as if nothing had been cut off. Greedy samples are refused either way, and
-    sft, which asks for no log-probability, takes all."""
+    """What to do with samples drawn by top-p, top-k or min-p, whose recorded logprobs no softmax over the vocabulary
+    can match. allow: train them as if nothing had been cut off. Greedy samples are refused either way; sft, which needs
+    no logprobs, accepts all."""
     replay: Literal["none", "recorded"] = "none"
-    """recorded: tokens go to the experts they went to when they were sampled, where that was recorded."""
+    """recorded: route tokens to the experts they used when they were sampled, where the routing was recorded."""
     pack_tokens: Count = 32768
-    """Tokens that go through the network at once, and so the longest path."""
+    """Tokens per forward pass (micro-batch), and so the longest path."""
     bucket_tokens: Count = 2048
-    """On CUDA packs are padded to a multiple of this, so that few shapes occur. Padding counts nowhere."""
+    """On CUDA, packs are padded to a multiple of this, so that few shapes occur. Padding counts nowhere."""
 
     def sampling_problem(self, sampling: Sampling) -> str | None:
-        """Why nothing can be learnt from tokens that were drawn this way; None if it can."""
+        """Why tokens sampled with these settings cannot be trained on; None if they can."""
         if self.loss == "sft":
             return None
         if sampling.temperature == 0:
@@ -85,44 +85,44 @@ class PolicyConfig(Config):
 
 
 class Curve(Config):
-    """A value that moves from `start` to `end` over a phase."""
+    """A value that changes from `start` to `end` over a phase."""
 
     start: float = Field(ge=0)
     end: float | None = Field(default=None, ge=0)
-    """None: constant."""
+    """Final value; None: constant."""
     shape: Literal["linear", "cosine"] = "cosine"
 
 
 class PhaseConfig(Config):
-    """A stretch of training with one context length and one set of curves."""
+    """A period of training with one context length and one set of schedules."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     steps: Count
     context: Count
-    """Longest document, in tokens."""
+    """Length of the longest document, in tokens."""
     pack_tokens: Count
-    """Tokens that go through the network at once."""
+    """Tokens per forward pass (micro-batch)."""
     packs_per_step: Count = 1
-    """Packs whose gradients one optimizer step adds up."""
+    """Gradient accumulation: packs (micro-batches) per optimizer step."""
     rate: Curve
     """Learning rate."""
     warmup_steps: int = Field(default=0, ge=0)
-    """The rate rises from near 0 over so many steps first."""
+    """Number of steps over which the learning rate warms up from near 0."""
     mtp_weight: Curve = Curve(start=0.0)
-    """Weight of the multi-token prediction loss, averaged over its modules."""
+    """Weight of the multi-token prediction (MTP) loss, averaged over the modules."""
     mtp_loss: MTPLoss = "ce"
-    """What the modules learn: ce the text, topk_kl the main model's distribution, topk_acceptance to have drafts of it
-    accepted."""
+    """Loss of the MTP modules: ce learns the text, topk_kl the main model's distribution, topk_acceptance maximizes the
+    acceptance of their drafts by the main model."""
     mtp_top_k: Count = 32
-    """topk: how many of the main model's likeliest tokens stand alone; the others are one bucket. Ours."""
+    """topk losses: number of the main model's likeliest tokens kept separate; all others share one bucket. Ours."""
     num_mtp: Count | None = None
-    """Lengthen the chain of prediction modules to this many before the phase."""
+    """Extend the chain of MTP modules to this many before the phase."""
     mtp_source: Literal["main", "mtp1", "random"] = "main"
-    """What added modules start from: the main model's last layer, module 1, or fresh random weights."""
+    """Initialization of added modules: the main model's last layer, module 1, or random weights."""
     trains: Literal["all", "mtp"] = "all"
     """mtp: the main model is frozen."""
     rope_theta: float | None = Field(default=None, gt=0)
-    """Change the base of the rotary frequencies from here on."""
+    """RoPE base from this phase on; None: unchanged."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -137,28 +137,29 @@ class PhaseConfig(Config):
 
 class CheckpointConfig(Config):
     every_steps: Count = 500
-    """A run that dies loses at most so many steps. The end of a phase is always kept."""
+    """Steps between checkpoints, and so the most that a crash loses. The end of a phase is always saved."""
     keep: int = Field(default=2, ge=0)
-    """Checkpoints kept; older ones are removed. 0: none is written, and a run that dies starts over."""
+    """Checkpoints kept; older ones are removed. 0: none is written, and a run that crashes starts over."""
 
 
 class MachineConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and activations; auto is bfloat16 on CUDA, float32 elsewhere. The optimizer keeps float32 masters."""
+    """dtype of weights and activations; auto: bfloat16 on CUDA, float32 elsewhere. The optimizer keeps float32 master
+    weights."""
     compile_blocks: Literal["auto", "always", "never"] = "auto"
-    """auto: on CUDA."""
+    """Whether to torch.compile the blocks; auto: on CUDA."""
     recompute: Literal["none", "block"] = "none"
-    """block: activations are computed again in the backward pass, to save memory."""
+    """Activation checkpointing; block: recompute activations in the backward pass to save memory."""
     parallel: Literal["none", "data", "fsdp"] = "none"
-    """Over the processes that torchrun started. data: each holds the network and takes some of a step's packs. fsdp:
-    each holds a slice of the network besides. Blocks are not compiled then, and no phase may add modules."""
+    """How to use the processes that torchrun started. data: each holds the model and trains some of a step's packs.
+    fsdp: each also holds only a shard of the model; blocks are then not compiled, and no phase may add modules."""
     offload: Literal["none", "host"] = "none"
-    """host: the optimizer's masters and moments lie in host memory, to save the device's."""
+    """host: keep the optimizer's master weights and moments in host memory, to save device memory."""
     num_threads: Count | None = None
-    """CPU threads; results are the same to the bit only at the same number."""
+    """CPU threads; results are bit-identical only at the same number."""
     deterministic: bool = True
-    """On CPU only algorithms that give the same bits each time. (CUDA sums in no fixed order.)"""
+    """On CPU, use only deterministic algorithms. (CUDA sums in no fixed order.)"""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -170,9 +171,9 @@ class MachineConfig(Config):
 class TrainConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     router_bias: RouterBias = "frozen"
-    """Whether a step moves the selection biases of the routers. balanced, the default of pre-training: it does, by
-    the rule of `moe.bias_update`. The sign rule moves a bias by a fixed amount, however small the learning rate, and
-    sends tokens to experts that never saw them: a trained policy may lose its format for a whole family of prompts."""
+    """Whether a step updates the routers' selection biases. balanced, the default of pre-training: it does, by the rule
+    `moe.bias_update`. The sign rule moves a bias by a fixed amount, however small the learning rate, and routes tokens
+    to experts that never saw them: a trained policy may lose its format for a whole family of prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     machine: MachineConfig = MachineConfig()
     agreement_every: Count = 20

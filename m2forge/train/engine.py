@@ -1,13 +1,13 @@
 """The train engine: packs or token trees in, one optimizer step, metrics out.
 
     step_rows   packs of documents: exact mean of the language-model loss over all their targets
-    step        token trees with advantages: exact weighted mean of the policy's loss over all their loss edges
+    step        token trees with advantages: exact weighted mean of the policy loss over all their loss edges
 
-    packs → loss over the whole step's denominator → gradients, added up → clip → update → router biases
+    packs → loss divided by the step's denominator → accumulated gradients → clip → update → router biases
 
-Denominators and expert loads are the whole step's, over all packs and all ranks, so the update does not depend on how
-a step is spread over them. The engine holds the network and its optimizer and knows nothing of corpora, rewards, phases
-or files. Metrics come back as one tensor still on its way from the device, so that reading them need not stop it.
+Denominators and expert loads cover the whole step, all packs and all ranks, so the update does not depend on how a step
+is split over them. The engine holds the model and its optimizer and knows nothing of corpora, rewards, phases or files.
+Metrics are returned as one tensor whose copy to the host is asynchronous, so a step needs no host sync.
 """
 
 import math
@@ -49,7 +49,7 @@ from m2forge.tree.token_tree import TokenTree
 
 
 class PendingMetrics:
-    """Figures of one step. `read` waits for the device if it has not finished the step."""
+    """Metrics of one step. `read` waits for the device if it has not finished the step."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self._names = tuple(values)
@@ -60,7 +60,7 @@ class PendingMetrics:
             self._done.record()
 
     def read(self) -> dict[str, float]:
-        """A tag that no target had is left out."""
+        """The metrics by name; the loss of a tag without targets is omitted."""
         if self._done is not None:
             self._done.synchronize()
         values = dict(zip(self._names, self._values.tolist(), strict=True))
@@ -68,7 +68,7 @@ class PendingMetrics:
 
 
 class StepReport(PendingMetrics):
-    """What became of a step over trees."""
+    """Result of a step over trees."""
 
     def __init__(
         self,
@@ -77,20 +77,20 @@ class StepReport(PendingMetrics):
         problems: tuple[Problem, ...],
         logprobs: TokenLogprobs,
     ) -> None:
-        """`known`: figures that need not come from the device. `logprobs`: sent before them, so there when they are."""
+        """`known`: metrics known on the host. `logprobs`: copied before `values`, so complete when they are."""
         super().__init__(values)
         self._logprobs = logprobs
         self._known = dict(known)
         self.problems = problems
-        """Samples that were refused; the group of each is the place of its tree."""
+        """Refused samples; the group of each problem is the index of its tree."""
         self.is_empty = not values
-        """Nothing was left to train on, on any rank: no weight, moment or bias has changed."""
+        """Nothing was trainable on any rank: no weight, moment or bias has changed."""
 
     def read(self) -> dict[str, float]:
         return super().read() | self._known
 
     def logprobs(self) -> list[tuple[Sample, FloatArray]]:
-        """Of the tokens that were trained, by sample, under the policy that the step began with. Waits as `read`."""
+        """Logprobs of the trained tokens, by sample, under the policy before the update. Waits like `read`."""
         super().read()
         return self._logprobs.read()
 
@@ -112,7 +112,7 @@ class TrainEngine:
         self.model, self.ranks, self.router_bias = model, ranks, router_bias
         self.optimizer = Optimizer(model, config, ranks, offload)
         self.tag_names = tuple(tag_names)
-        """What `Pack.tags` index into, for metrics."""
+        """Names that `Pack.tags` index into, for metrics."""
         self.policy = policy or PolicyConfig()
 
     @property
@@ -121,7 +121,7 @@ class TrainEngine:
 
     @property
     def pads(self) -> bool:
-        """Whether packs are padded to few lengths, each of which CUDA compiles once. A CPU is faster on short packs."""
+        """Whether packs are padded to few lengths, to limit recompilation on CUDA. A CPU is faster on short packs."""
         return self.device.type == "cuda"
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -137,8 +137,8 @@ class TrainEngine:
         mtp_top_k: int = 32,
         measure_agreement: bool = False,
     ) -> PendingMetrics:
-        """One optimizer step over all targets of `packs`, each counting alike. Of several ranks each has its own.
-        `pack_tokens`: the most that a pack may hold, to which this engine pads them where it pads at all."""
+        """Run one optimizer step over all targets of `packs`, equally weighted. Each rank passes its own packs.
+        `pack_tokens`: maximum tokens per pack, and the length to pad to where this engine pads."""
         num_edges, num_tokens = self._totals(
             sum(num_targets(pack) for pack in packs), sum(pack.tokens.size for pack in packs)
         )
@@ -172,9 +172,9 @@ class TrainEngine:
     # -- trees --------------------------------------------------------------------------------------------------------
 
     def step(self, trees: Sequence[TokenTree], *, rate: float, version: int | None = None) -> StepReport:
-        """One optimizer step over all loss edges of `trees`. Samples that cannot be trained are refused, by name, and
-        the rest trains. Of several ranks each has its own trees. `version`: of this policy, to measure how old samples
-        are."""
+        """Run one optimizer step over all loss edges of `trees`. Untrainable samples are refused and reported by name;
+        the rest is trained. Each rank passes its own trees. `version`: the current policy version, to measure
+        staleness."""
         trainable, problems = refuse_untrainable(trees, self.model.config, self.policy)
         packs = self._packs(trainable)
         counts = StepCounts(
@@ -239,7 +239,7 @@ class TrainEngine:
     # -- what both share ----------------------------------------------------------------------------------------------
 
     def _totals(self, *values: float) -> list[float]:
-        """Each added up over the ranks."""
+        """Each value summed over the ranks."""
         totals: list[float] = self.ranks.sum(torch.tensor(values, dtype=torch.float64)).tolist()
         return totals
 
@@ -251,8 +251,8 @@ class TrainEngine:
         loss: Callable[[_BatchT, Output], Tensor],
         num_tokens: float,
     ) -> Tensor | None:
-        """Run every pack forward and backward; the loads of the whole step are returned. `num_tokens`: of the whole
-        step, each as often as it counts."""
+        """Run every pack forward and backward; returns the expert loads of the whole step. `num_tokens`: input tokens
+        of the whole step, each counted as often as it occurs."""
         self.optimizer.clear()
         self.model.freeze_learnt_biases(self.router_bias == "frozen")
         makes = [*makes, *[blank] * (self.ranks.max_int(len(makes)) - len(makes))]
@@ -260,7 +260,7 @@ class TrainEngine:
         load_LE: Tensor | None = None
 
         def run(batch: _BatchT) -> Tensor | None:
-            """What the network gave ends with this call, before the next pack begins."""
+            """The model's output is freed when this returns, before the next pack starts."""
             output = forward(batch)
             total = loss(batch, output) + self._balance_loss(output, ahead_LE, num_tokens)
             if total.requires_grad:
@@ -276,7 +276,7 @@ class TrainEngine:
     def _loads_ahead(
         self, makes: Sequence[Callable[[], _BatchT]], forward: Callable[[_BatchT], Output]
     ) -> Tensor | None:
-        """The loads of the whole step, which the balance loss of each pack needs where there are several."""
+        """The expert loads of the whole step, which each pack's balance loss needs if there are several packs."""
         moe = self.model.config.moe
         if moe is None or moe.aux_loss_weight == 0 or (len(makes) == 1 and self.ranks.num_ranks == 1):
             return None
@@ -299,7 +299,7 @@ class TrainEngine:
             raise ValueError(f"rate {rate}: expected a finite number, 0 or above")
         norms = self.optimizer.step(rate)
         if load_LE is not None and self.router_bias == "balanced":
-            # A load of nothing moves no bias: a step that is skipped is skipped whole, without asking the device.
+            # Zero loads move no bias: a step with non-finite gradients is skipped entirely, without a host sync.
             self.model.update_router_biases(load_LE * norms.overall.isfinite())
         return norms
 

@@ -1,15 +1,15 @@
 """The training loop that every stage runs: phases, steps, metrics, checkpoints, resume.
 
-A stage supplies the network, the phases and a function that opens the source of a phase; the loop owns the order of
-things and the run directory:
+A stage supplies the model, the phases and a function that opens the data source of a phase; the loop owns the control
+flow and the run directory:
 
     runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/  model/ (when the run is complete)
 
-Several ranks read the same packs, and each trains on its share of them, so that a run may go on with another number of
-ranks. Rank 0 alone writes checkpoints, metrics and the model.
+All ranks read the same packs, and each trains on its share of them, so a run may resume on a different number of ranks.
+Only rank 0 writes checkpoints, metrics and the model.
 
-A run whose directory holds a checkpoint goes on from it. Everything a phase changes about the network (context,
-prediction modules, what is frozen) is set again on entry, so a resumed run stands where the first one stood.
+A run whose directory holds a checkpoint resumes from it. Everything a phase changes about the model (context, MTP
+modules, what is frozen) is set again on entry, so a resumed run is in the state of the interrupted one.
 """
 
 import logging
@@ -41,19 +41,19 @@ from m2forge.train.schedule import mtp_weight_at, rate_at
 from m2forge.train.shard import shard_model, whole_model
 
 OpenSource = Callable[[int, Mapping[str, JsonValue] | None], PackSource]
-"""(index of a phase, state of the last source: that phase's, an earlier one's, or None) → the phase's packs."""
+"""(phase index, state of the last source: this phase's, an earlier one's, or None) → the phase's packs."""
 BuildModel = Callable[[torch.device, torch.dtype], Transformer]
 
 MODEL_FOLDER, CHECKPOINT_FOLDER = "model", "checkpoints"
 MAX_BAD_STEPS = 10
-"""So many steps in a row without a finite gradient end the run."""
+"""Consecutive steps without a finite gradient after which the run ends."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class _Pending:
-    """A step whose figures are still on their way from the device."""
+    """A step whose metrics are still being copied from the device."""
 
     step: int
     num_tokens: int
@@ -77,7 +77,7 @@ class TrainLoop:
         self.companions, self.ranks = companions, ranks
         self.store = CheckpointStore(run_dir / CHECKPOINT_FOLDER, config.checkpoint, companions)
         self.device = ranks.device if isinstance(ranks, ProcessRanks) else choose_device(config.machine)
-        # A network to be split goes to the device block by block: whole it may not fit.
+        # With FSDP the model moves to the device block by block: unsharded it may not fit.
         home = torch.device("cpu") if config.machine.parallel == "fsdp" else self.device
         self.dtype = choose_dtype(config.machine, self.device)
         self._loaded = newest = self.store.newest()
@@ -105,7 +105,7 @@ class TrainLoop:
         self._bad_steps = 0
 
     def run(self) -> Path:
-        """Train what is left of the phases; returns the finished model's folder."""
+        """Train the remaining phases; returns the folder of the finished model."""
         leads = self.ranks.rank == 0
         hold = hold_run(self.run_dir) if leads else nullcontext()
         with hold, machine_settings(self.config.machine, self.device):
@@ -124,7 +124,7 @@ class TrainLoop:
         self._enter(phase)
         source = self.open_source(index, self.position.source)
         self.engine.tag_names = source.domains
-        # Where the main model is frozen most of the backward pass is left out, and the usual count says nothing.
+        # With the main model frozen most of the backward pass is skipped, so the usual FLOP count does not apply.
         cost = None if phase.trains == "mtp" else TokenCost(self.engine.model.config, phase.context)
         num_idle = self.ranks.num_ranks - phase.packs_per_step
         if num_idle > 0 and self.ranks.rank == 0:
@@ -142,7 +142,7 @@ class TrainLoop:
             started_s = time.perf_counter()
             while self.position.step_in_phase < phase.steps:
                 current = self._step(phase, ahead, cost)
-                # The figures of the step before: the device has them ready while it works on this one.
+                # Metrics of the previous step: the device has finished them while it runs this one.
                 self._report(pending, writer, bar)
                 passed_s = time.perf_counter() - started_s
                 started_s += passed_s
@@ -227,7 +227,7 @@ class TrainLoop:
             )
 
     def _write_model(self) -> Path:
-        """The finished network; an earlier one stays until this one is whole, and is never there in part."""
+        """Write the finished model; the previous one stays until this one is complete, and is never partial."""
         dest = self.run_dir / MODEL_FOLDER
         model = whole_model(self.engine.model, self.ranks)
         if self.ranks.rank == 0 and model is not None:
@@ -247,7 +247,7 @@ class TrainLoop:
 
 
 def _refuse_missing_modules(phases: Sequence[PhaseConfig], num_mtp: int) -> None:
-    """Refuse, before the first step, a phase for which the network would have too few or too many modules by then."""
+    """Raise, before the first step, if a later phase would find too few or too many MTP modules."""
     for phase in phases:
         wanted = num_mtp if phase.num_mtp is None else phase.num_mtp
         if not num_mtp and (wanted or phase.trains == "mtp"):
@@ -270,7 +270,7 @@ def _refuse_added_modules(phases: Sequence[PhaseConfig], num_mtp: int) -> None:
 
 
 def _padding_share(phase: PhaseConfig, num_steps: int, num_tokens: int) -> float:
-    """The share of what the packs of the steps could hold that no token filled."""
+    """Share of the steps' token capacity that was padding."""
     return 1 - num_tokens / (num_steps * phase.packs_per_step * phase.pack_tokens)
 
 

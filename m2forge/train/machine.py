@@ -1,4 +1,4 @@
-"""The machine a run trains on: its device, precision, threads, and how fast it could be."""
+"""The machine a run trains on: device, dtype, threads and peak FLOPS."""
 
 import time
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from m2forge.train.config import MachineConfig
 from m2forge.train.parallel import ALONE, Ranks, joined_ranks
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
-"""Dense bfloat16, as the vendor states it."""
+"""Dense bfloat16 FLOPS, as stated by the vendor."""
 LONG_ENOUGH_S = 0.1
-"""A product that takes so long tells the speed well enough."""
+"""A matrix product that takes this long measures the speed well enough."""
 
 
 def choose_device(config: MachineConfig) -> torch.device:
@@ -34,15 +34,15 @@ def choose_dtype(config: MachineConfig, device: torch.device) -> torch.dtype:
 
 @contextmanager
 def machine_settings(config: MachineConfig, device: torch.device) -> Iterator[None]:
-    """The threads and algorithms of a run, which torch keeps for the whole process; set back at the end."""
-    memory: Any = torch.utils.deterministic  # its one setting is made at import, unseen by type checkers
+    """Apply the run's thread count and deterministic mode, which are process-wide in torch; restored on exit."""
+    memory: Any = torch.utils.deterministic  # its only attribute is set at import, invisible to type checkers
     num_threads, fills = torch.get_num_threads(), memory.fill_uninitialized_memory
     mode = torch.get_deterministic_debug_mode()
     try:
         torch.set_num_threads(config.num_threads or num_threads)
-        # Off on CUDA, also where the process had it on: many operations have no such algorithm there.
+        # Off on CUDA, even if the process had it on: many CUDA operations have no deterministic algorithm.
         torch.use_deterministic_algorithms(config.deterministic and device.type == "cpu")
-        # It would write every new tensor twice; ours are never read before they are written.
+        # Filling would write every new tensor twice; ours are never read before they are written.
         memory.fill_uninitialized_memory = False
         yield
     finally:
@@ -53,7 +53,7 @@ def machine_settings(config: MachineConfig, device: torch.device) -> Iterator[No
 
 @contextmanager
 def machine_ranks(config: MachineConfig) -> Iterator[Ranks]:
-    """The processes that train together, this one among them."""
+    """The ranks that train together, including this process."""
     if config.parallel == "none":
         yield ALONE
         return
@@ -69,7 +69,7 @@ def set_up_model(model: Transformer, config: MachineConfig, device: torch.device
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second the machine could do at best: the vendor's figure, or else a large product measured."""
+    """Peak operations per second: the vendor's figure if known, else measured with a large matrix product."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, flops in PEAK_FLOPS.items():
@@ -79,7 +79,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     while True:
         x = torch.randn(size, size, device=device).to(dtype)
         passed_s = min(_product_s(x) for _ in range(4))
-        # A CPU without instructions for bfloat16 would take a minute over the largest.
+        # A CPU without bfloat16 instructions would take a minute for the largest size.
         if size == largest or passed_s > LONG_ENOUGH_S:
             return 2 * size**3 / passed_s
         size *= 2

@@ -1,13 +1,13 @@
-"""Muon: momentum whose update is made orthogonal, for the matrices inside the network.
+"""Muon: momentum with an orthogonalized update, for the hidden matrices of the model.
 
     buf ← μ buf + (1 − μ) g               u = (1 − μ) g + μ buf            (Nesterov)
     O = NewtonSchulz(u) ≈ U Vᵀ, where u = U Σ Vᵀ
     w ← (1 − rate·decay) w − rate · 0.2 √max(a, b) · O                     for w of shape (a, b)
 
-The factor gives the update the root mean square that AdamW's has, so one learning rate serves both. A matrix stored
-stacked in another (q, k and v; the two halves of an expert; the experts of a layer) is made orthogonal on its own.
+The factor gives the update the same RMS as AdamW's, so both share one learning rate. A matrix stored stacked in another
+tensor (q, k and v; the two halves of an expert; the experts of a layer) is orthogonalized on its own.
 
-Newton–Schulz, X ← aX + (bA + cA²)X with A = XXᵀ, needs products only and runs over whole stacks at once.
+Newton–Schulz, X ← aX + (bA + cA²)X with A = XXᵀ, needs only matrix products and runs over whole stacks at once.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def muon_(
     momentum: float,
     iterations: int,
 ) -> None:
-    """Step matrices, or stacks of them, in place; each item may be a view into a larger weight."""
+    """Update matrices, or stacks of them, in place; each item may be a view into a larger weight."""
     for master, buffer, grad in zip(masters, buffers, grads, strict=True):
         buffer.lerp_(grad, 1 - momentum)
         update = orthogonalize(grad.lerp(buffer, momentum), iterations)

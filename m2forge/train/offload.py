@@ -1,10 +1,10 @@
-"""The AdamW step with masters and moments in host memory.
+"""The AdamW step with master weights and moments in host memory.
 
-    host: master, mean, square  → a chunk →  device: the step as it is without offload  → the chunk →  host
+    host: master, mean, square  → a chunk →  device: the same step as without offload  → the chunk →  host
 
-Weights and gradients stay on the device. Elements do not depend on one another, so cutting them into chunks changes no
-bit. On CUDA the host memory is pinned and chunks go to two streams in turn: while one is on its way in or computed, the
-one before it is on its way out. All a chunk needs on the device is taken and given up within its stream.
+Weights and gradients stay on the device. The update is elementwise, so splitting it into chunks changes no bit. On CUDA
+the host memory is pinned and chunks alternate between two streams: while one is copied in or computed, the previous
+one is copied out. All device memory of a chunk is allocated and freed within its stream.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from torch import Tensor
 from m2forge.kernels.adamw import AdamWRule, AdamWState, adamw_
 
 CHUNK_ELEMENTS = 1 << 24
-"""Three float32 tensors of so many elements, for each of two streams, take 384 MiB of the device."""
+"""Elements per chunk: three float32 tensors of this size, on each of two streams, take 384 MiB of device memory."""
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned where it comes from CUDA."""
+    """A copy in host memory, pinned if `tensor` is on CUDA."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 
@@ -34,8 +34,8 @@ def adamw_from_host_(
     rule: AdamWRule,
     chunk_elements: int | None = None,
 ) -> None:
-    """`adamw.adamw_` for states of which all but the weight lies in host memory. The host may read them, or change
-    them, when the device has finished the step."""
+    """`adamw.adamw_` for states whose tensors other than the weight are in host memory. The host may read or change
+    them once the device has finished the step."""
     size, streams = chunk_elements or CHUNK_ELEMENTS, _streams(scale.device)
     for stream in streams:
         if stream is not None:
@@ -53,7 +53,7 @@ def adamw_from_host_(
 
 @cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]:
-    """The same ones at every step, because torch keeps the memory that a stream gave up for that stream alone."""
+    """The same streams at every step, because torch's allocator reuses memory freed on a stream only on that stream."""
     if device.type != "cuda":
         return None, None
     return torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -1,14 +1,14 @@
-"""The optimizer: one slot of state per trained weight, kept by the weight's name.
+"""The optimizer: one slot of state per trained weight, keyed by the weight's name.
 
-Names outlive a change of the network: modules that are added get fresh slots, weights that are frozen keep theirs, and
-a checkpoint is a flat table of tensors. Weights below float32 learn through a float32 master.
+Names survive changes of the model: added modules get new slots, frozen weights keep theirs, and a checkpoint is a flat
+table of tensors. Weights below float32 are updated through a float32 master weight.
 
-Gradients of several packs add up in at least float32, and so do those of several ranks, before they are measured:
-norms, clipping and update are those of one process with all the packs. Of a weight that is split over the ranks, each
-rank keeps and updates the state of its own slice.
+Gradients are accumulated over packs and all-reduced over ranks in at least float32 before norms are computed: norms,
+clipping and update equal those of one process with all the packs. For a sharded weight, each rank keeps and updates the
+state of its own shard.
 
-A step whose gradients are not finite changes no weight and no moment, and is counted all the same: the count is known
-here, whether they are finite only on the device.
+A step with non-finite gradients changes no weight and no moment but still counts as a step: the count is kept on the
+host, while only the device knows whether the gradients are finite.
 """
 
 from collections import defaultdict
@@ -31,21 +31,21 @@ from m2forge.train.parallel import ALONE, Ranks
 from m2forge.train.shard import gathered, local, sharded_modules, sliced
 
 BUCKET_ELEMENTS = 1 << 25
-"""Gradients sent to the other ranks in one message."""
+"""Gradient elements per all-reduce."""
 
 
 @dataclass
 class Slot:
-    """The state of one weight, or of this rank's slice of it."""
+    """The state of one weight, or of this rank's shard of it."""
 
     weight: nn.Parameter
     master: Tensor | None
-    """The weight in float32, where it is kept in less."""
+    """The weight in float32, if it is stored in a lower precision."""
     tensors: dict[str, Tensor]
     """AdamW: mean, square. Muon: momentum."""
     num_steps: int = 0
     total: Tensor | None = None
-    """Gradient added up over the packs of a step, or over the ranks, where there are several."""
+    """Gradient accumulated over the packs of a step, or summed over the ranks; None while `weight.grad` suffices."""
 
     @property
     def is_sharded(self) -> bool:
@@ -53,12 +53,12 @@ class Slot:
 
     @property
     def local(self) -> Tensor:
-        """What this rank holds of the weight."""
+        """The part of the weight that this rank holds."""
         return local(self.weight.data)
 
     @property
     def exact(self) -> Tensor:
-        """What the update is added to."""
+        """The tensor that the update is added to."""
         return self.local if self.master is None else self.master
 
     @property
@@ -73,7 +73,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Norms:
-    """Lengths of the gradients of one step, before clipping; tensors of no dimension."""
+    """Gradient norms of one step, before clipping; scalar tensors."""
 
     overall: Tensor
     by_layer: dict[str, Tensor]
@@ -87,17 +87,17 @@ class Optimizer:
         ranks: Ranks = ALONE,
         offload: Literal["none", "host"] = "none",
     ) -> None:
-        """`offload`: host keeps masters and moments in host memory."""
+        """`offload`: host keeps master weights and moments in host memory."""
         self.config, self.ranks, self.offload = config, ranks, offload
         self.slots: dict[str, Slot] = {}
         self.follow(model)
 
     def follow(self, model: Transformer) -> None:
-        """Take up the weights that `model` has and this optimizer does not."""
+        """Add slots for weights of `model` that this optimizer does not have yet."""
         self._attention, self._device = model.config.attention, model.embedding.weight.device
         self._sharded_modules = sharded_modules(model)
         self._reshard()
-        # In the network's order, whenever a weight was added: norms are summed in the order of the slots.
+        # In the model's order, whenever a weight was added: norms are summed in slot order.
         self.slots = {
             name: self.slots.get(name) or self._fresh_slot(name, weight) for name, weight in model.named_parameters()
         }
@@ -112,18 +112,18 @@ class Optimizer:
         return to_host(tensor) if self.offload == "host" else tensor
 
     def _reshard(self) -> None:
-        """Give up what is put together of split weights: the slices are what the update changes."""
+        """Free the gathered weights of FSDP modules: the update changes the shards."""
         for module in self._sharded_modules:
             module.reshard()
 
     def clear(self) -> None:
-        """Forget gradients, such as those of a step that was broken off."""
+        """Discard gradients, such as those of an interrupted step."""
         for slot in self.slots.values():
             slot.total = slot.weight.grad = None
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Add the gradients of a pack to the step's, and clear them."""
+        """Add the gradients of a pack to the step's total, and clear them."""
         for slot in self.slots.values():
             if slot.weight.grad is not None:
                 grad = local(slot.weight.grad)
@@ -135,16 +135,16 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, rate: float) -> Norms:
-        """Update the weights that have gradients, on any rank, then clear them."""
+        """Update the weights that have gradients on any rank, then clear the gradients."""
         self._reshard()
         if self.ranks.num_ranks > 1:
             self._add_up_ranks()
         active = {name: slot for name, slot in self.slots.items() if slot.gradient is not None}
         if not active:
-            # A frozen phase whose loss weight passes through 0.
+            # A frozen phase whose loss weight is 0 at this step.
             return Norms(torch.zeros((), device=self._device), {})
         norms = _norms(active, self.ranks)
-        # A norm that is not finite makes a scale that is not finite, which skips the step.
+        # A non-finite norm makes the scale non-finite, which skips the step.
         scale = torch.where(norms.overall > self.config.max_norm, self.config.max_norm / norms.overall, 1.0)
         scale = torch.where(norms.overall.isfinite(), scale, torch.nan)
         for slot in active.values():
@@ -156,11 +156,11 @@ class Optimizer:
         return norms
 
     def _add_up_ranks(self) -> None:
-        """Gradients of split weights have been added up on their way; of the others, here."""
+        """All-reduce the gradients of unsharded weights; FSDP has already reduced the others."""
         slots = [slot for slot in self.slots.values() if not slot.is_sharded]
         if not slots:
             return
-        # A rank without packs has no gradients, and must send zeros where others have some.
+        # A rank without packs has no gradients, and must contribute zeros where others have some.
         is_active = torch.tensor([slot.gradient is not None for slot in slots], dtype=torch.int64)
         active = [slot for slot, num in zip(slots, self.ranks.sum(is_active).tolist(), strict=True) if num]
         for bucket in _buckets(active):
@@ -189,7 +189,7 @@ class Optimizer:
             return
         for name, slot in slots.items():
             assert slot.gradient is not None
-            # A split matrix is put together; of a stack of matrices each rank has whole ones.
+            # A sharded matrix is gathered; in a stack of matrices each rank holds whole matrices.
             like = slot.weight if slot.weight.dim() == 2 else slot.local
             kept = (slot.exact, slot.tensors["momentum"])
             exact, momentum, grad = (
@@ -218,7 +218,7 @@ class Optimizer:
         return self.config.kind == "muon" and weight.dim() > 1 and inside
 
     def _matrices(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """Views of the matrices that a stored tensor stacks along its rows."""
+        """Views of the matrices that a weight stacks along its rows."""
         if name.endswith("attention.qkv.weight"):
             widths = (self._attention.q_width, self._attention.kv_width, self._attention.kv_width)
             return list(tensor.split(widths, dim=-2))
@@ -229,8 +229,8 @@ class Optimizer:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """(tensors by name, steps each weight has taken): all that a later run needs beside the weights. Of split
-        weights rank 0 gets the whole, in host memory, and the others nothing; all ranks ask at once."""
+        """(tensors by name, steps taken by each weight): all that a resumed run needs beside the weights. Sharded
+        state is gathered to rank 0's host memory; the other ranks get none of it. All ranks call this together."""
         self._settle()
         tensors: dict[str, Tensor] = {}
         for name, slot, tensor in self._kept():
@@ -244,7 +244,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: Mapping[str, int]) -> None:
-        """Take up what `state` gave, on every rank the whole."""
+        """Load what `state` returned; every rank passes the unsharded tensors."""
         self._settle()
         shapes = {name: slot.weight.shape for name, slot, _ in self._kept()}
         wrong = sorted(shapes.keys() ^ tensors.keys()) + sorted(
@@ -261,7 +261,7 @@ class Optimizer:
             slot.num_steps = num_steps[name]
 
     def _kept(self) -> Iterator[tuple[str, Slot, Tensor]]:
-        """Every tensor of every slot, with its name."""
+        """Every state tensor of every slot, with its name."""
         for name, slot in self.slots.items():
             if slot.master is not None:
                 yield f"{name}/master", slot, slot.master
@@ -269,13 +269,13 @@ class Optimizer:
                 yield f"{name}/{kind}", slot, tensor
 
     def _settle(self) -> None:
-        """Wait for what is on its way between device and host memory."""
+        """Wait for pending copies between device and host memory."""
         if self.offload == "host" and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def _buckets(slots: Iterable[Slot]) -> Iterator[list[Slot]]:
-    """Slots of one precision together, up to `BUCKET_ELEMENTS`."""
+    """Group slots of one dtype, up to `BUCKET_ELEMENTS`."""
     open_buckets: dict[torch.dtype, list[Slot]] = defaultdict(list)
     for slot in slots:
         bucket = open_buckets[slot.exact.dtype]
@@ -291,7 +291,7 @@ def _norms(active: Mapping[str, Slot], ranks: Ranks) -> Norms:
     precision = max((at_least_float32(grad.dtype) for grad in grads), key=lambda kind: kind.itemsize)
     norm_S = torch.stack(list(torch._foreach_norm(grads, 2, dtype=precision)))
     if any(slot.is_sharded for slot in active.values()):
-        # The squares of all slices add up; what every rank has whole counts on one.
+        # The squares of all shards add up; a weight that every rank holds whole counts on rank 0 only.
         counts = [slot.is_sharded or ranks.rank == 0 for slot in active.values()]
         square_S = norm_S.double().square() * torch.tensor(counts, device=norm_S.device)
         norm_S = ranks.sum(square_S).sqrt().to(precision)
@@ -302,7 +302,7 @@ def _norms(active: Mapping[str, Slot], ranks: Ranks) -> Norms:
 
 
 def layer_of(name: str) -> str:
-    """What a weight counts under: `layer_3`, `mtp_1`, `embedding`, `head` or `norm`."""
+    """The layer that a weight's norm counts under: `layer_3`, `mtp_1`, `embedding`, `head` or `norm`."""
     first, *rest = name.split(".")
     kinds = {"blocks": "layer", "mtp": "mtp"}
     return f"{kinds[first]}_{rest[0]}" if first in kinds else first

@@ -1,13 +1,13 @@
-"""Processes that train one network together: what they ask of one another.
+"""Data-parallel ranks: the collectives that training uses.
 
-    rank r holds some of a step's packs → its sums and gradients → added up over all ranks → the same update everywhere
+    rank r holds some of a step's packs → its sums and gradients → summed over all ranks → the same update everywhere
 
-Every loss is divided by counts of the whole step, so what ranks add up are sums, never means. One process is the plain
-case, `ALONE`, in which nothing is sent. All ranks must ask the same things in the same order: a rank that has fewer
-packs than another runs as many all the same.
+Every loss is divided by counts of the whole step, so ranks reduce by sum, never by mean. A single process uses `ALONE`,
+which communicates nothing. All ranks must call the same collectives in the same order: a rank with fewer packs than
+another runs blank ones to match.
 
-Weights are equal on all ranks by construction: rank 0 hands out its own at the start, and all ranks apply the same
-update to them. A digest tells at the start, and at every checkpoint, that it is so.
+Weights are equal on all ranks by construction: rank 0 broadcasts its own at the start, and all ranks apply the same
+update. A digest verifies this at the start and at every checkpoint.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 from m2forge.errors import ConfigError, TrainingError
 
 TIMEOUT_S = 6 * 3600.0
-"""A rank that waits longer for the others gives up. Rank 0 encodes data and writes checkpoints meanwhile, and where a
-process dies the launcher ends the others."""
+"""Timeout of a collective. Other ranks wait while rank 0 encodes data and writes checkpoints; if a process dies, the
+launcher ends the others."""
 CHUNK_ELEMENTS = 1 << 22
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By size in bytes."""
+"""Integer dtype by size in bytes."""
 
 
 class Ranks(Protocol):
@@ -40,12 +40,12 @@ class Ranks(Protocol):
     def num_ranks(self) -> int: ...
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks added up, the same bits on each; `tensor` stays as it is."""
+        """The sum of `tensor` over all ranks, bit-identical on each; `tensor` is not changed."""
         ...
 
     def max_int(self, value: int) -> int:
-        """The largest of all ranks' values, such as the number of packs, of which each rank must run equally many.
-        No rank goes on before all have asked."""
+        """The maximum of `value` over all ranks, such as the number of packs each rank must run. Also a barrier: no
+        rank continues before all have called it."""
         ...
 
 
@@ -64,11 +64,11 @@ ALONE: Ranks = _Alone()
 
 
 class ProcessRanks:
-    """The processes of torch.distributed's default group, which must carry tensors in host memory too: integers are
-    asked for there, so that no question waits for the device."""
+    """torch.distributed's default process group, which must also support CPU tensors: integers are reduced there, to
+    avoid a host sync."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device`: the one this process trains on."""
+        """`device`: the device this process trains on."""
         self.device = device
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
 
@@ -85,8 +85,8 @@ class ProcessRanks:
 
 @contextmanager
 def joined_ranks(device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[ProcessRanks]:
-    """The processes that a launcher such as torchrun started, by the variables it sets: RANK, WORLD_SIZE and where to
-    meet. On CUDA, LOCAL_RANK chooses the card."""
+    """Join the process group of a launcher such as torchrun, from the variables it sets: RANK, WORLD_SIZE and the
+    rendezvous address. On CUDA, LOCAL_RANK chooses the GPU."""
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
     if missing:
         raise ConfigError(f"training in parallel needs {missing} in the environment; start it by torchrun")
@@ -103,7 +103,7 @@ def joined_ranks(device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Itera
 
 @torch.no_grad()
 def align(model: nn.Module, ranks: ProcessRanks) -> None:
-    """Give every rank the weights of rank 0, before any of them is sharded or trained."""
+    """Broadcast the weights of rank 0, before sharding or training."""
     state: dict[str, Tensor] = model.state_dict()
     shapes = [f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in state.items()]
     if not _same(_digest("\n".join(shapes).encode()), ranks):
@@ -116,13 +116,13 @@ def align(model: nn.Module, ranks: ProcessRanks) -> None:
 
 
 def refuse_difference(what: str, content: str, ranks: Ranks) -> None:
-    """Raise where the ranks do not start from the same."""
+    """Raise if `content` differs between ranks."""
     if not _same(_digest(content.encode()), ranks):
         raise ConfigError(f"the ranks see different {what}; all must be started alike, on files that they share")
 
 
 def refuse_drift(model: nn.Module, ranks: Ranks) -> None:
-    """Raise where the weights of two ranks differ. Of a sharded network, what each rank holds whole."""
+    """Raise if weights differ between ranks. In a sharded model only unsharded tensors are compared."""
     if ranks.num_ranks == 1:
         return
     tensors = [tensor for tensor in model.state_dict().values() if not isinstance(tensor, DTensor)]
@@ -135,7 +135,7 @@ def refuse_drift(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    """A number that depends on every element and its place; what overflows wraps around."""
+    """A checksum that depends on every element and its index; overflow wraps around."""
     bits = tensor.contiguous().view(INTEGERS[tensor.itemsize]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in bits.split(CHUNK_ELEMENTS):
@@ -145,7 +145,7 @@ def _fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _digest(content: bytes) -> int:
-    """That fits into a signed integer of 64 bits."""
+    """A hash that fits into a signed 64-bit integer."""
     return int.from_bytes(hashlib.sha256(content).digest()[:7], "big")
 
 

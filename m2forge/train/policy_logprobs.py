@@ -1,7 +1,7 @@
-"""Log-probabilities of the tokens that a step trained, under the policy that it began with: what the loss computed.
+"""Logprobs of the tokens that a step trained, under the policy before the update, as the loss computed them.
 
-They are copied to the host as one array behind all packs, still on its way from the device until the step's report is
-read, so that nothing waits for them.
+They are copied to the host asynchronously, as one array over all packs, and are complete when the step's report has
+been read, so they cause no host sync.
 
 Shapes: M loss edges.
 """
@@ -19,13 +19,13 @@ from m2forge.tree.token_tree import TokenTree
 
 class TokenLogprobs:
     def __init__(self, trees: Sequence[TokenTree], packs: Sequence[FlatTree], logp: Sequence[Tensor]) -> None:
-        """`logp`: of the edges of each pack."""
+        """`logp`: logprobs of each pack's edges."""
         self._trees, self._packs = trees, packs
         every_M = torch.cat(list(logp)).float() if logp else torch.empty(0)
         self._logp_M = every_M.to("cpu", non_blocking=True)
 
     def read(self) -> list[tuple[Sample, FloatArray]]:
-        """Of every sample that was trained, one number for each token it sampled. The device must have finished."""
+        """Each trained sample with one logprob per sampled token. The device must have finished the step."""
         found: list[tuple[Sample, FloatArray]] = []
         logp_M: FloatArray = self._logp_M.numpy()
         first = 0

@@ -1,13 +1,13 @@
-"""What the packs of a step over trees add up, edge by edge, and the figures that come of it.
+"""Accumulates per-edge sums over the packs of a step over trees, and computes its metrics.
 
-Sums stay on the device, in float64, until somebody reads the figures; those of several ranks are added first, so every
-rank reports the whole step. Figures are means over loss edges, each alike, except the losses, which are weighted as
-the step's loss is.
+Sums stay on the device, in float64, until the metrics are read; they are summed over ranks first, so every rank reports
+the whole step. Metrics are unweighted means over loss edges, except the losses, which are weighted like the step's
+loss.
 
     ratio_share/<bin>   share of edges by importance ratio r = π / π_old
     kl_k3, kl_k1        KL(π_old ‖ π), estimated as the mean of r − 1 − log r, and of − log r
-    entropy             of the distribution at the temperature that was sampled at
-    version_lag         optimizer steps since a token was sampled
+    entropy             entropy of the distribution at the sampling temperature
+    version_lag         off-policy lag: optimizer steps since a token was sampled
 
 Shapes: M loss edges, B bins.
 """
@@ -25,26 +25,26 @@ from m2forge.train.loss.ratio import importance_ratio
 from m2forge.train.parallel import Ranks
 
 RATIO_BOUNDS = (0.1, 0.5, 0.8, 0.95, 1.05, 1.25, 2.0, 5.0)
-"""Between the bins of the histogram."""
+"""Boundaries between the histogram's bins."""
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What a step over trees holds, over all ranks."""
+    """Totals of a step over trees, over all ranks."""
 
     weight: float
-    """Of all edges together."""
+    """Sum of the weights of all edges."""
     num_edges: float
     num_input_tokens: float
     num_tokens: float
-    """Tokens that are computed, padding left out."""
+    """Tokens computed, without padding."""
     num_replayed: float = 0.0
-    """Of these, tokens that go to experts that were recorded."""
+    """Computed tokens whose recorded routing is replayed."""
 
 
 class PolicySums:
     def __init__(self, config: PolicyConfig, num_mtp: int, device: torch.device, version: int | None) -> None:
-        """`version`: step of the policy that is trained, where it is known."""
+        """`version`: policy version being trained, if known."""
         self.config, self.version = config, version
         self._names = ("loss", *(f"mtp_loss/{depth + 1}" for depth in range(num_mtp)), "entropy", "advantage_mean")
         if version is not None:
@@ -54,7 +54,7 @@ class PolicySums:
         self._sums = torch.zeros(len(self._names), dtype=torch.float64, device=device)
         self._ratio_max = self._sums.new_zeros(())
         self.logp: list[Tensor] = []
-        """Of the edges of each pack, as they came."""
+        """Logprobs of each pack's edges, in order."""
         self._bounds = torch.tensor(RATIO_BOUNDS, dtype=torch.float64, device=device)
 
     @torch.no_grad()
@@ -79,7 +79,7 @@ class PolicySums:
         return [ratio_M.sum(), clipped_M.sum(), k3_M.sum(), -log_ratio_M.sum(), *count_B.unbind()]
 
     def figures(self, counts: StepCounts, ranks: Ranks) -> dict[str, Tensor]:
-        # Each rank's largest ratio in a place of its own, so that a sum hands them all round.
+        # Each rank writes its largest ratio to its own index, so that a sum gathers them all.
         largest = self._sums.new_zeros(ranks.num_ranks)
         largest[ranks.rank] = self._ratio_max
         sums = ranks.sum(torch.cat((self._sums, largest)))

@@ -1,5 +1,5 @@
-"""Packs made ahead in a thread, each with the state its source had after it: a checkpoint records what was used, not
-what was read ahead."""
+"""Prefetches packs in a thread, each step's with the source's state after them: a checkpoint records what was trained
+on, not what was prefetched."""
 
 import queue
 import threading
@@ -14,28 +14,28 @@ DEPTH = 2
 
 
 class PackSource(Protocol):
-    """Where packs come from: a corpus, trajectories."""
+    """A source of packs, such as a corpus or SFT trajectories."""
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """What `Pack.tags` index into."""
+        """Names that `Pack.tags` index into."""
         ...
 
     def next_pack(self) -> Pack: ...
 
     def state(self) -> Mapping[str, JsonValue]:
-        """Small and JSON-able; a source made with it goes on exactly here."""
+        """Small and JSON-serializable; a source created with it resumes exactly here."""
         ...
 
 
 class Ahead(NamedTuple):
     packs: list[Pack]
     state: Mapping[str, JsonValue]
-    """Of the source, after these packs."""
+    """State of the source after these packs."""
 
 
 class Prefetch:
-    """Use as a context manager; `take` gives the packs of one step."""
+    """Use as a context manager; `take` returns the packs of one step."""
 
     def __init__(self, source: PackSource, packs_per_step: int) -> None:
         self._source, self._packs_per_step = source, packs_per_step

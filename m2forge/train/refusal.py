@@ -1,7 +1,7 @@
-"""Token trees in; what can be trained of them out, and by name what cannot, and why.
+"""Token trees in; the trainable part of them out, and for each refused sample its name and the reason.
 
-A sample that cannot be trained leaves its tree; those beside it stay, with their order, numbers and recorded routing.
-One sample whose numbers are out of all proportion would be the whole step, or make it no number at all: hence bounds.
+A refused sample is removed from its tree; the others stay, with their order, numbers and recorded routing. A sample
+with extreme numbers would dominate the step or make it NaN: hence the bounds.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -25,7 +25,7 @@ MIN_LOGPROB = -1e4
 def refuse_untrainable(
     trees: Sequence[TokenTree], model: ModelConfig, policy: PolicyConfig
 ) -> tuple[list[TokenTree], tuple[Problem, ...]]:
-    """The group of a problem is the place of its tree in `trees`."""
+    """(trainable trees, problems); the group of a problem is the index of its tree in `trees`."""
     kept: list[TokenTree] = []
     problems: list[Problem] = []
     for index, tree in enumerate(trees):
@@ -39,7 +39,7 @@ def refuse_untrainable(
 
 
 def _reasons(tree: TokenTree, model: ModelConfig, policy: PolicyConfig) -> Iterator[tuple[int, str]]:
-    """(place of a sample, why it cannot be trained)"""
+    """(index of a sample, why it cannot be trained)"""
     routing = _routing_reason(tree, model) if policy.replay == "recorded" else None
     is_suspect = _highest_id(tree, model) >= model.vocab_size
     for place, sample in enumerate(tree.samples):
@@ -93,7 +93,7 @@ def _highest_id(tree: TokenTree, model: ModelConfig) -> int:
 
 
 def _without(tree: TokenTree, refused: Collection[int], model: ModelConfig, policy: PolicyConfig) -> TokenTree:
-    """The tree that the other samples make."""
+    """The tree of the remaining samples."""
     rest = TokenTree(min(tree.vocab_size, model.vocab_size))
     for place, sample in enumerate(tree.samples):
         if place not in refused:
@@ -112,8 +112,8 @@ def _without(tree: TokenTree, refused: Collection[int], model: ModelConfig, poli
 
 
 def replayable(flat: FlatTree, model: ModelConfig) -> FlatTree:
-    """The same with routing that no router of this network could choose, numbers past its experts or one expert twice,
-    as unknown: those tokens are routed afresh."""
+    """A copy in which routing that this model could not choose (expert index out of range, or one expert twice) is
+    marked unknown: the routers choose for those tokens."""
     if flat.experts_NLK is None:
         return flat
     num_experts = 0 if model.moe is None else model.moe.num_experts

@@ -1,7 +1,7 @@
-"""What the packs of a step over rows add up, target by target, and the figures that come of it.
+"""Accumulates per-target sums over the packs of a step over rows, and computes its metrics.
 
-Sums stay on the device, in float64, until somebody reads the figures; those of several ranks are added first, so every
-rank reports the whole step. Draft agreement alone is one pack's, and one rank's.
+Sums stay on the device, in float64, until the metrics are read; they are summed over ranks first, so every rank reports
+the whole step. Draft agreement alone is measured on one pack of one rank.
 
 Shapes: M loss edges, T tags.
 """
@@ -21,7 +21,7 @@ class RowSums:
         self.tag_names = tuple(tag_names)
         self.num_packs = 0
         self.agreement: list[Tensor] = []
-        """Of each module, where it was measured."""
+        """Draft agreement of each MTP module, if measured."""
         self._nll_T = torch.zeros(max(1, len(self.tag_names)), dtype=torch.float64, device=device)
         self._edges_T = torch.zeros_like(self._nll_T)
         self._mtp_K = torch.zeros(num_mtp, dtype=torch.float64, device=device)
@@ -29,7 +29,7 @@ class RowSums:
     def add(self, batch: Batch, loss: NextTokenLoss) -> None:
         self.num_packs += 1
         tag_M = batch.tag_M if self.tag_names else torch.zeros_like(batch.tag_M)
-        # One row per tag rather than a scatter: sums in a fixed order give the same bits each time.
+        # One row per tag instead of a scatter: a fixed summation order gives identical bits each time.
         is_tag_TM = tag_M == torch.arange(self._nll_T.shape[0], device=tag_M.device)[:, None]
         self._nll_T += is_tag_TM.double() @ loss.nll_M.double()
         self._edges_T += is_tag_TM.sum(-1)
@@ -37,7 +37,7 @@ class RowSums:
             self._mtp_K += torch.stack(loss.mtp_sums)
 
     def figures(self, num_edges: float, ranks: Ranks) -> dict[str, Tensor]:
-        """`num_edges`: of the whole step."""
+        """`num_edges`: loss edges of the whole step."""
         num_tags = self._nll_T.shape[0]
         sums = ranks.sum(torch.cat((self._nll_T, self._edges_T, self._mtp_K)))
         nll_T, edges_T, mtp_K = sums.split((num_tags, num_tags, self._mtp_K.shape[0]))

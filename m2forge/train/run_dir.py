@@ -1,7 +1,7 @@
-"""The directory of a run: made on the first start, checked on every later one, held by one process at a time.
+"""The directory of a run: created on the first start, checked on resume, locked by one process at a time.
 
-The resolved configuration lies in it. A run that is started again must mean the same training: what may differ are the
-machine, the checkpoints kept, and phases that have not begun.
+It holds the resolved configuration. A resumed run must have the same configuration, except for the machine, the
+checkpoint settings, and phases that have not begun.
 """
 
 import fcntl
@@ -17,20 +17,20 @@ from m2forge.errors import ConfigError, ExistsError
 
 CONFIG_FILE, LOCK_FILE = "config.toml", "lock"
 MODE = 0o700
-"""A run's directory is its owner's alone: it holds the pool and what agents and models wrote."""
+"""A run's directory is private to its owner: it holds the pool and what agents and models wrote."""
 FREE = ("train.machine", "train.checkpoint")
-"""Tables that may change between starts."""
+"""Config tables that may change on resume."""
 RENAMED = {"policy.router_bias": "train.router_bias"}
-"""Keys that older runs wrote → what they are called."""
+"""Config keys that older runs wrote → their current names."""
 IMPLIED = {"train.router_bias": "balanced"}
-"""What a run did whose configuration is too old to say."""
+"""Values that older runs used implicitly, before their configuration recorded the key."""
 
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def hold_run(run_dir: Path) -> Iterator[None]:
-    """Keep other processes from training into `run_dir` meanwhile; the hold ends with the process, however it ends."""
+    """Lock `run_dir` against training by other processes; the lock ends with the process, however it ends."""
     make_private(run_dir)
     with (run_dir / LOCK_FILE).open("w") as lock:
         try:
@@ -41,7 +41,7 @@ def hold_run(run_dir: Path) -> Iterator[None]:
 
 
 def make_private(run_dir: Path) -> None:
-    """Create a run's directory for its owner alone; one that is there and open to others is closed to them."""
+    """Create a run's directory with owner-only permissions; if it exists with wider ones, restrict them."""
     run_dir.mkdir(mode=MODE, parents=True, exist_ok=True)
     mode = stat.S_IMODE(run_dir.stat().st_mode)
     if mode & ~MODE:
@@ -50,7 +50,7 @@ def make_private(run_dir: Path) -> None:
 
 
 def open_run(run_dir: Path, config: Config, phase: int | None) -> None:
-    """Write the configuration of a run that starts, or check the one of a run whose last phase begun is `phase`."""
+    """Write the configuration of a new run, or check that of a resumed run whose last begun phase is `phase`."""
     make_private(run_dir)
     path = run_dir / CONFIG_FILE
     if phase is not None and path.exists():

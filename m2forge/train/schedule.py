@@ -1,8 +1,8 @@
-"""Values that move over a phase: learning rate and loss weights, as functions of the step alone.
+"""Schedules over a phase: learning rate and loss weights, as functions of the step alone.
 
 x = step / (steps − 1)                          0 at the first step of the phase, 1 at its last
 linear: start + (end − start) · x               cosine: end + (start − end) · (1 + cos πx) / 2
-warm-up multiplies by (step + 1) / warmup_steps until that reaches 1
+warmup multiplies by (step + 1) / warmup_steps until that reaches 1
 """
 
 import math
@@ -11,7 +11,7 @@ from m2forge.train.config import Curve, PhaseConfig
 
 
 def curve_at(curve: Curve, step: int, num_steps: int) -> float:
-    """The value at `step`, counted from 0, of a curve over `num_steps`."""
+    """The value of a curve over `num_steps` at `step`, counted from 0."""
     if curve.end is None:
         return curve.start
     done = step / max(1, num_steps - 1)

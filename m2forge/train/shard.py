@@ -1,13 +1,12 @@
-"""A network whose weights, gradients and optimizer state are split over the ranks (FSDP2).
+"""FSDP2: weights, gradients and optimizer state sharded over the ranks.
 
-Every rank keeps a slice of each weight, along its first dimension. A block's weights are put together when the block
-runs and given up behind it; its gradients are added up over the ranks (added, not averaged: see parallel.py) and each
-rank keeps its slice of the sum. What stands outside the blocks (embedding, head, norms, the projections of the
-prediction modules) stays together from the first pass of a step until the optimizer's step, because the loss needs the
-head behind the network's forward pass.
+Every rank keeps a shard of each weight, along its first dimension. A block's weights are all-gathered when the block
+runs and freed after it; its gradients are reduce-scattered (by sum, not mean: see parallel.py). Weights outside the
+blocks (embedding, head, norms, the projections of the MTP modules) stay gathered from the first forward pass of a step
+until the optimizer's step, because the loss needs the head after the model's forward pass.
 
-A few weights kept in a higher precision than the rest (selection biases that learn by gradient) are not split: their
-gradients are added up like those of an unsharded network.
+The few weights kept in a higher precision than the rest (selection biases that learn by gradient) are not sharded:
+their gradients are all-reduced like those of an unsharded model.
 """
 
 import torch
@@ -24,7 +23,7 @@ from m2forge.train.parallel import ProcessRanks, Ranks
 
 
 def shard_model(model: Transformer, ranks: ProcessRanks) -> None:
-    """Split `model`, equal on all ranks, in place; each block moves to the ranks' device as it is split."""
+    """Shard `model`, equal on all ranks, in place; each block moves to the rank's device as it is sharded."""
     mesh = init_device_mesh(ranks.device.type, (ranks.num_ranks,))
     dtype = model.embedding.weight.dtype
     policy = MixedPrecisionPolicy(reduce_dtype=at_least_float32(dtype))
@@ -36,7 +35,7 @@ def shard_model(model: Transformer, ranks: ProcessRanks) -> None:
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
     for split in sharded_modules(model):
         split.set_gradient_divide_factor(1.0)
-        # Else torch asks for a sum with a factor, which only NCCL has.
+        # Otherwise torch uses a pre-multiplied sum, which only NCCL supports.
         split.set_force_sum_reduction_for_comms(True)
     sharded_modules(model)[0].set_reshard_after_backward(False, recurse=False)
 
@@ -46,13 +45,13 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The slice that this rank keeps; the tensor itself where it is not split. Writes go through."""
+    """This rank's shard; the tensor itself if it is not sharded. Writes go through."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def gathered(slice_of: Tensor, like: Tensor) -> Tensor:
-    """The whole of a tensor that is split as `like` is, from every rank's slice; asked by all ranks at once."""
+    """All-gather a tensor that is sharded like `like`; all ranks call this together."""
     if not isinstance(like, DTensor):
         return slice_of
     split = DTensor.from_local(
@@ -63,7 +62,7 @@ def gathered(slice_of: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sliced(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's slice of a tensor that every rank has whole."""
+    """This rank's shard of a tensor that every rank holds whole."""
     if not isinstance(like, DTensor):
         return whole
     split = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
@@ -72,8 +71,8 @@ def sliced(whole: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def whole_model(model: Transformer, ranks: Ranks) -> Transformer | None:
-    """The network as one process would hold it, to be written: itself where it is not split, else a copy in the host
-    memory of rank 0, and None on the others. Asked by all ranks at once."""
+    """The unsharded model, for saving: `model` itself if it is not sharded, else a copy in rank 0's host memory, and
+    None on the other ranks. All ranks call this together."""
     modules = sharded_modules(model)
     if not modules:
         return model

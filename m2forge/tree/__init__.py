@@ -1,1 +1,1 @@
-"""Token trees: completion calls merged at their common prefixes, flattened for training, cut and packed, as bytes."""
+"""Token trees: calls merged at common prefixes; flattened for training, cut, packed, and serialized."""

@@ -1,6 +1,6 @@
-"""Completion calls as they came, from wherever, in; one token tree per group out, and what was wrong with the rest.
+"""Unchecked completion calls in; one token tree per group out, and the problems of refused calls.
 
-A broken call is refused by name and leaves no trace; the calls beside it go on.
+A broken call is refused by name and leaves no trace; the other calls are not affected.
 """
 
 import math
@@ -17,11 +17,11 @@ from m2forge.tree.token_tree import TokenTree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawCall:
-    """A completion call that nobody has checked."""
+    """An unvalidated completion call."""
 
     name: str
     group: str
-    """Calls of one group are merged into one tree: those that may share a prompt."""
+    """Calls of one group, which may share a prompt, are merged into one tree."""
     prompt_ids: npt.ArrayLike
     response_ids: npt.ArrayLike
     logprobs: npt.ArrayLike
@@ -33,9 +33,9 @@ class RawCall:
     advantage: float = 0.0
     weight: float = 1.0
     sampling: Sampling | Mapping[str, float] = field(default_factory=dict)
-    """Checked, or the fields of `Sampling` that are not as by default."""
+    """A checked `Sampling`, or its fields that differ from the defaults."""
     experts: npt.NDArray[np.integer] | None = None
-    """Routing of the first tokens of prompt and response, (tokens, layers, chosen)."""
+    """Expert routing of the first tokens of prompt and response, (tokens, layers, chosen)."""
 
     def check(self) -> Call:
         try:
@@ -52,7 +52,7 @@ class RawCall:
                 sampling=_checked_sampling(self.sampling),
             )
         except (TypeError, ValueError, OverflowError) as error:
-            # Lists that make no array, reasons that are none, numbers that are missing; a RecordError stays one.
+            # Lists that are not arrays, invalid finish reasons, missing numbers; a RecordError stays one.
             raise RecordError(str(error)) from error
 
 
@@ -67,7 +67,7 @@ def _require_number(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A call that was refused."""
+    """A refused call."""
 
     name: str
     group: str
@@ -77,7 +77,7 @@ class Problem:
 def build_trees(
     calls: Iterable[RawCall], vocab_size: int, max_tokens: int | None = None
 ) -> tuple[dict[str, TokenTree], tuple[Problem, ...]]:
-    """Trees by group. `max_tokens`: longest call to take, such as the budget that trees will be packed into."""
+    """Trees by group. `max_tokens`: maximum length of a call, such as the pack budget."""
     trees: dict[str, TokenTree] = {}
     problems = []
     for raw in calls:

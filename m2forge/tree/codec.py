@@ -1,12 +1,13 @@
-"""A token tree as bytes and back: every token once, loads back equal, refuses what it did not write.
+"""Serializes a token tree to bytes and back: every token once, loads back equal, rejects anything it did not write.
 
     header   magic, version, the counts of `_Counts`
-    columns  those of `_columns`, one after another, little-endian, nothing between them
-    text     names and episodes as JSON, and what requests asked for where that is not how they were sampled
-    crc32    of all before it
+    columns  those of `_columns`, concatenated, little-endian
+    text     names and episodes as JSON, and the requested sampling where it differs from the actual one
+    crc32    of everything before it
 
-Ids take as many bytes as the vocabulary needs, policy versions stand as runs, ways of sampling once each. Any damage is
-a RecordError: the checksum finds bits that changed, and what is left is checked as strictly as calls that enter a tree.
+Ids take as many bytes as the vocabulary needs, policy versions are run-length encoded, distinct samplings are stored
+once. Any damage is a RecordError: the checksum detects changed bits, and the rest is validated as strictly as calls
+added to a tree.
 """
 
 import json
@@ -26,9 +27,9 @@ from m2forge.tree.token_tree import MAX_VOCAB_SIZE, TokenTree
 MAGIC = b"M2TT"
 FORMAT_VERSION = 4
 _FINISH_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
-"""Written as their places here, so this order is part of the format."""
+"""Stored as indices into this tuple, so the order is part of the format."""
 _SAMPLING_FIELDS = tuple(item.name for item in fields(Sampling))
-"""Each is a column of its own."""
+"""Each field is stored as a column."""
 
 _NOT_ASKED = -1
 Columns = dict[str, npt.NDArray[np.generic]]
@@ -43,7 +44,7 @@ class _Counts:
     num_logprobs: int
     num_runs: int
     num_layers: int
-    """0 where no routing is recorded."""
+    """0 if no routing is recorded."""
     num_chosen: int
     num_samplings: int
     num_text: int
@@ -58,7 +59,7 @@ _CHECKSUM = struct.Struct("<I")
 
 
 def _columns(counts: _Counts) -> dict[str, tuple[str, int]]:
-    """Type and length of each column, in their order."""
+    """Type and length of each column, in order."""
     num_samples = counts.num_samples
     return {
         "node_parent": ("<i4", counts.num_nodes),
@@ -144,7 +145,7 @@ def decode_tree(data: bytes) -> TokenTree:
     columns: Columns = {}
     offset = _HEADER.size
     for name, (dtype, length) in _columns(counts).items():
-        # A copy of its own: the tree keeps growing in these arrays, and bytes are neither writeable nor aligned.
+        # A separate copy: the tree grows in these arrays, and the bytes are neither writeable nor aligned.
         columns[name] = np.frombuffer(data, dtype, length, offset).astype(np.dtype(dtype).newbyteorder("="))
         offset += columns[name].nbytes
     nodes = _decoded_nodes(counts, columns)
@@ -160,7 +161,7 @@ def decode_tree(data: bytes) -> TokenTree:
 
 
 def _checked_counts(data: bytes) -> _Counts:
-    """What makes the rest safe to read: origin, version, checksum and length."""
+    """Validate what makes the rest safe to read: magic, version, checksum and length."""
     _require(len(data) >= _HEADER.size + _CHECKSUM.size, f"only {len(data)} bytes")
     magic, version, *numbers = _HEADER.unpack_from(data)
     _require(magic == MAGIC, f"the magic {magic!r}, not {MAGIC!r}")
@@ -273,7 +274,7 @@ def _require(condition: bool, found: str) -> None:
 
 
 def _runs(values: IntArray) -> tuple[IntArray, IntArray]:
-    """Values and lengths of the runs of equal values."""
+    """Run-length encoding: values and lengths."""
     starts = np.concatenate(([0], (np.diff(values) != 0).nonzero()[0] + 1))[: values.size]
     return values[starts], np.diff(np.append(starts, values.size)).astype(np.int32)
 
@@ -283,7 +284,7 @@ def _narrow(ids: IntArray, width: int) -> npt.NDArray[np.uint8]:
 
 
 def _widened(column: npt.NDArray[np.generic], width: int) -> IntArray:
-    """Ids of `width` bytes each as int32; what is past 2^31 comes out negative."""
+    """Ids of `width` bytes each as int32; values from 2^31 on become negative."""
     wide = np.zeros((column.size // width, 4), np.uint8)
     wide[:, :width] = column.reshape(-1, width)
     return wide.view("<i4").ravel().astype(np.int32)

@@ -1,18 +1,18 @@
-"""A tree above a token budget in, sub-trees within it out, so that repeated ancestors are few.
+"""Cuts a tree above a token budget into sub-trees within it, with few repeated ancestors.
 
 A sub-tree is a set of samples and the union of their paths. Every sample goes to exactly one sub-tree, whole, so every
-loss edge is computed once, over all its ancestors, and the gradient is that of the uncut tree. What sub-trees have
-in common is computed in each; there a token counts for the samples of that sub-tree, and the counts add up to those of
-the uncut tree.
+loss edge is computed once, with all its ancestors, and the gradient is that of the uncut tree. Tokens that sub-trees
+share are computed in each; there a token counts for the samples of that sub-tree, and the counts add up to those of the
+uncut tree.
 
-Only leaves matter: a sample that ends above one goes along with it. Leaves stand depth-first, and of two neighbours
-the later shares its first `shared` tokens with the earlier; of any two, the least `shared` between them. So the size of
-a set of leaves is a sum over its members:
+Only leaves matter: a sample that ends above a leaf goes along with it. Leaves are in depth-first order, and each shares
+its first `shared` tokens with the one before; any two share the minimum of `shared` between them. So the size of a set
+of leaves is a sum over its members:
 
     size(l_1 < l_2 < …) = depth(l_1) + Σ_{k≥2} [ depth(l_k) − min(shared(l_{k−1}+1 … l_k)) ]
 
-Up to MAX_EXACT_LEAVES the best partition of all is found. Above, sets of leaves are merged from the deepest branch
-upwards, where merging saves most, best fit first; on small trees that repeats 0.3% more than the best, on average.
+Up to MAX_EXACT_LEAVES leaves the optimal partition is found. Above, sets of leaves are merged from the deepest branch
+upwards, where merging saves most, by best fit; on small trees that repeats 0.3% more than the optimum, on average.
 
 Shapes: L leaves.
 """
@@ -29,13 +29,13 @@ from m2forge.tree.flatten import Indices, flatten
 from m2forge.tree.token_tree import TokenTree
 
 MAX_EXACT_LEAVES = 10
-"""The search over all partitions takes 3^L steps, some 20 ms at this many leaves."""
+"""The search over all partitions takes 3^L steps, about 20 ms at this many leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subtree:
     samples: tuple[int, ...]
-    """Indices in the tree."""
+    """Indices of its samples in the tree."""
     num_tokens: int
 
 
@@ -52,7 +52,7 @@ def cut_tree(tree: TokenTree, budget: int) -> list[Subtree]:
     set_L = np.empty(leaves.depth_L.size, np.int64)
     for index, members in enumerate(sets):
         set_L[members] = index
-    # Any leaf below a sample's last token will do: the first one that ends there or later.
+    # Any leaf below a sample's last token works: the first one that ends there or later.
     set_S = set_L[leaves.last_L.searchsorted(flat.last_S, "left")]
     return [
         Subtree(tuple((set_S == index).nonzero()[0].tolist()), leaves.size(members))
@@ -62,14 +62,14 @@ def cut_tree(tree: TokenTree, budget: int) -> list[Subtree]:
 
 @dataclass(frozen=True)
 class Leaves:
-    """The leaves of a tree, depth-first: all that the size of a sub-tree depends on."""
+    """The leaves of a tree in depth-first order: all that the size of a sub-tree depends on."""
 
     depth_L: Indices
-    """Tokens of the path to each leaf."""
+    """Length of the path to each leaf in tokens."""
     shared_L: Indices
-    """How many of them are on the path to the leaf before, 0 for the first."""
+    """Number of tokens shared with the path to the previous leaf, 0 for the first."""
     last_L: Indices
-    """Index of the last token."""
+    """Index of the last token of each leaf."""
 
     @classmethod
     def of(cls, flat: FlatTree) -> "Leaves":
@@ -78,7 +78,7 @@ class Leaves:
         is_parent_V[flat.node_parent_V] = True
         (leaf_L,) = (~is_parent_V[:num_nodes]).nonzero()
         num_V = flat.node_end_V - flat.node_start_V
-        # The node behind a leaf hangs from the last ancestor that this leaf shares with the next one.
+        # The node after a leaf is a child of the last ancestor that this leaf shares with the next one.
         shared_L = np.concatenate(([0], flat.node_depth_V[leaf_L[:-1] + 1]))
         return cls(
             depth_L=(flat.node_depth_V + num_V)[leaf_L].astype(np.int64),
@@ -87,22 +87,22 @@ class Leaves:
         )
 
     def size(self, members: Sequence[int]) -> int:
-        """Tokens of the union of the paths to an ascending set of leaves."""
+        """Tokens in the union of the paths to an ascending set of leaves."""
         between = [int(self.shared_L[a + 1 : b + 1].min()) for a, b in pairwise(members)]
         return int(self.depth_L[list(members)].sum()) - sum(between)
 
 
 def partition(leaves: Leaves, budget: int) -> list[list[int]]:
-    """Sets of leaves, each within the budget, of few tokens altogether."""
+    """Sets of leaves, each within the budget, with few tokens in total."""
     if leaves.depth_L.size <= MAX_EXACT_LEAVES:
         return partition_exactly(leaves, budget)
     return partition_by_merging(leaves, budget)
 
 
 def partition_exactly(leaves: Leaves, budget: int) -> list[list[int]]:
-    """The partition of fewest tokens.
+    """The partition with the fewest tokens.
 
-    best(set) = min over subsets within the budget that hold the first leaf of the set: size(subset) + best(rest)
+    best(set) = min over subsets within the budget that contain the first leaf of the set: size(subset) + best(rest)
     """
     num_leaves = leaves.depth_L.size
     size = _subset_sizes(leaves)
@@ -125,11 +125,11 @@ def partition_exactly(leaves: Leaves, budget: int) -> list[list[int]]:
 
 
 def partition_by_merging(leaves: Leaves, budget: int) -> list[list[int]]:
-    """Merge sets of leaves at the branch where they meet, deepest branches first."""
+    """Merge sets of leaves at the branch where they join, deepest branches first."""
     num_leaves = leaves.depth_L.size
     depth, shared = leaves.depth_L.tolist(), [*leaves.shared_L.tolist(), 0]
     open_branches: list[tuple[int, list[_LeafSet]]] = []
-    """Branches on the path to the current leaf, deepest last: depth, and the sets that meet there."""
+    """Branches on the path to the current leaf, deepest last: depth, and the sets that join there."""
     for leaf in range(num_leaves):
         sets = [_LeafSet([leaf], depth[leaf])]
         branch = shared[leaf + 1]
@@ -151,7 +151,7 @@ class _LeafSet:
 
 
 def _merge(sets: list[_LeafSet], branch: int, budget: int) -> list[_LeafSet]:
-    """Merge sets that share exactly `branch` tokens: largest first, each into the fullest set it fits."""
+    """Merge sets that share exactly `branch` tokens: largest first, each into the fullest set in which it fits."""
     merged: list[_LeafSet] = []
     for members in sorted(sets, key=lambda members: members.size, reverse=True):
         fitting = [other for other in merged if other.size + members.size - branch <= budget]
@@ -165,10 +165,10 @@ def _merge(sets: list[_LeafSet], branch: int, budget: int) -> list[_LeafSet]:
 
 
 def _subset_sizes(leaves: Leaves) -> Indices:
-    """Size of every set of leaves, by its bits."""
+    """Size of every set of leaves, indexed by bit mask."""
     sizes, highest = np.zeros(1, np.int64), np.full(1, -1, np.int64)
     for leaf in range(leaves.depth_L.size):
-        # With the leaves 0 … leaf − 1, the tokens shared with this one; with no leaf before it (−1), none.
+        # Tokens that this leaf shares with each of the leaves 0 … leaf − 1; 0 if there is no earlier leaf (−1).
         between = np.minimum.accumulate(leaves.shared_L[leaf:0:-1])[::-1]
         with_earlier = np.append(between, 0)
         sizes = np.concatenate((sizes, sizes + leaves.depth_L[leaf] - with_earlier[highest]))
@@ -177,7 +177,7 @@ def _subset_sizes(leaves: Leaves) -> Indices:
 
 
 def _subsets(members: int) -> Indices:
-    """All subsets of a set of bits."""
+    """All subsets of a bit mask."""
     subsets = np.zeros(1, np.int64)
     while members:
         bit = members & -members

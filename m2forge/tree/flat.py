@@ -1,12 +1,12 @@
-"""A token tree laid out in one row of tokens, as a network and a loss take it.
+"""A token tree flattened to one sequence of tokens, the input of a model and a loss.
 
-Tokens stand depth-first, so the descendants of token n are exactly the tokens after n and before `exit_N[n]`:
+Tokens are in depth-first order, so the descendants of token n are exactly the tokens after n and before `exit_N[n]`:
 
     a is b or an ancestor of b   ⇔   a ≤ b < exit_N[a]
 
-A node is a run of tokens without a branch; a token's position is its depth. Several trees lie side by side as one
-forest. Edges stand sample by sample, each in the order of its tokens, so a result per edge comes apart by `edges_of`.
-All arrays are read-only, int32 where not said otherwise.
+A node is a run of tokens without a branch; a token's position is its depth. Several trees are concatenated to one
+forest. Edges are grouped by sample, in token order, so `edges_of` selects one sample's part of a per-edge result.
+All arrays are read-only, and int32 unless stated otherwise.
 
 Shapes: N tokens, V nodes, S samples, M loss edges, L layers with a router, K experts chosen.
 """
@@ -28,51 +28,51 @@ class FlatTree:
     position_N: IntArray
     """Depth of each token, from 0."""
     parent_N: IntArray
-    """Index of the token before, −1 for a first one."""
+    """Index of the parent token, −1 for a first token."""
     exit_N: IntArray
-    """Index behind the last descendant of each token."""
+    """Index after the last descendant of each token."""
     multiplicity_N: IntArray
-    """How many samples contain each token."""
+    """Number of samples that contain each token."""
 
     node_start_V: IntArray
     node_end_V: IntArray
-    """Nodes follow one another: each ends where the next begins."""
+    """Nodes are contiguous: each ends where the next begins."""
     node_parent_V: IntArray
-    """Index of the node above, −1 for a root."""
+    """Index of the parent node, −1 for a root."""
     node_depth_V: IntArray
     """Position of each node's first token."""
 
     tree_S: IntArray
-    """Which of the trees packed together each sample belongs to; 0 where there is one."""
+    """Index of each sample's tree among the packed trees; 0 if there is one."""
     sample_S: IntArray
     """Index of each sample in its tree."""
     last_S: IntArray
     """Index of the last token of each sample's path."""
     advantage_S: npt.NDArray[np.float64]
     weight_S: npt.NDArray[np.float64]
-    """How much each of a sample's edges counts, relative to the others of the same optimizer step."""
+    """Weight of each of a sample's edges, relative to the others of the same optimizer step."""
     temperature_S: npt.NDArray[np.float64]
-    """What the logits were divided by when the sample was drawn, 0 where the likeliest token was taken."""
+    """Sampling temperature, 0 for greedy sampling."""
     is_truncated_S: npt.NDArray[np.bool_]
-    """Whether a sample was cut off or penalised as it was drawn, so that `edge_logprob_M` is of no plain softmax."""
+    """Whether sampling was truncated or penalised, so that `edge_logprob_M` is not from a plain softmax."""
     edge_end_S: IntArray
-    """Index behind the last edge of each sample."""
+    """Index after the last edge of each sample."""
 
     edge_position_M: IntArray
-    """Index of the token that predicts."""
+    """Index of the predicting token."""
     edge_child_M: IntArray
-    """Index of the token predicted."""
+    """Index of the predicted token."""
     edge_target_M: IntArray
-    """Id of the token predicted."""
+    """Id of the predicted token."""
     edge_sample_M: IntArray
-    """Which sample, as an index into the arrays of S, sampled the token."""
+    """Index, into the arrays of S, of the sample that sampled the token."""
     edge_logprob_M: FloatArray
-    """Log-probability the token was sampled with, float32."""
+    """Logprob with which the token was sampled, float32."""
     edge_version_M: IntArray
-    """Step of the policy that sampled it."""
+    """Policy version (step) that sampled the token."""
 
     experts_NLK: ExpertArray | None = None
-    """Recorded routing, int16, −1 where unknown; None where no tree holds any."""
+    """Recorded routing, int16, −1 where unknown; None if no tree has any."""
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +80,7 @@ class FlatTree:
 
     @property
     def num_input_tokens(self) -> int:
-        """Tokens of all samples, shared ones each time: what rows would compute."""
+        """Tokens of all samples, shared ones counted each time: what separate rows would compute."""
         return int(self.multiplicity_N.sum(dtype=np.int64))
 
     @property
@@ -91,7 +91,7 @@ class FlatTree:
         return slice(int(self.edge_end_S[sample - 1]) if sample else 0, int(self.edge_end_S[sample]))
 
     def path(self, sample: int) -> IntArray:
-        """Indices of a sample's tokens, from its first to its last."""
+        """Indices of a sample's tokens, from first to last."""
         end = int(self.last_S[sample]) + 1
         node = int(self.node_start_V.searchsorted(end, "left")) - 1
         parts = []
@@ -106,7 +106,7 @@ _TOKEN_INDICES = ("parent_N", "exit_N", "node_start_V", "node_end_V", "last_S", 
 
 
 def join(flats: Sequence[FlatTree]) -> FlatTree:
-    """Lay trees side by side. `tree_S` stays as it is in each."""
+    """Concatenate trees. The `tree_S` of each is kept."""
     if len(flats) == 1:
         return flats[0]
     shifts = {name: [flat.num_tokens for flat in flats] for name in _TOKEN_INDICES}
@@ -130,7 +130,7 @@ def frozen(flat: FlatTree) -> FlatTree:
 
 
 def _shifted(arrays: Sequence[IntArray], sizes: Sequence[int]) -> IntArray:
-    """Indices into things laid end to end, of which each array knew its own; −1 keeps meaning none."""
+    """Concatenate arrays of local indices, offset to the concatenated items; −1 still means none."""
     starts = np.cumsum([0, *sizes[:-1]], dtype=np.int32)
     return np.concatenate(
         [np.where(array < 0, array, array + start) for array, start in zip(arrays, starts, strict=True)]

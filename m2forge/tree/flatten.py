@@ -1,8 +1,8 @@
 """Token tree in, flat tree out: all of it, or the part that some of its samples need.
 
-A part holds the union of its samples' paths and nothing else: nodes nobody needs are left out, nodes are cut where the
-longest path ends, and a node left with one child is one with it. Loops go over nodes; everything per token is one
-vector operation.
+A part holds exactly the union of its samples' paths: unneeded nodes are omitted, nodes are truncated where the longest
+path ends, and a node left with one child is merged with it. Loops run over nodes; everything per token is one vector
+operation.
 
 Shapes: U nodes of the tree, V nodes of the flat tree, the rest as in `flat`.
 """
@@ -25,26 +25,26 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the tokens that are needed come to lie."""
+    """Positions of the needed tokens in the flat tree."""
 
     nodes: list[Node]
     num_used_U: Indices
-    """Tokens needed of each node, from its first."""
+    """Number of tokens needed of each node, from its first."""
     start_V: Indices
     end_V: Indices
     exit_V: Indices
     parent_V: Indices
     depth_V: Indices
     node_S: Indices
-    """Flat node that holds the last token of each sample."""
+    """Flat node that contains the last token of each sample."""
     last_S: Indices
 
 
 def flatten(
     tree: TokenTree, samples: Sequence[int] | None = None, tree_index: int = 0, *, with_experts: bool = True
 ) -> FlatTree:
-    """`samples`: those to keep, all by default. `tree_index`: what `tree_S` says of them. `with_experts`: whether to
-    take over recorded routing."""
+    """`samples`: those to keep, by default all. `tree_index`: value of `tree_S`. `with_experts`: whether to include
+    recorded routing."""
     all_samples = tree.samples
     sample_S = np.arange(len(all_samples)) if samples is None else np.array(samples, np.int64)
     kept = [all_samples[index] for index in sample_S]
@@ -108,7 +108,7 @@ def _lay_out(tree: TokenTree, chosen_S: Indices) -> _Layout:
     is_used_U = num_below_U > 0
     num_used_U = np.where(is_used_U, reach_U - depth_U, 0)
 
-    # An only child lies right behind its parent, so both are one run of tokens.
+    # An only child directly follows its parent, so both are one run of tokens.
     num_children_U = np.bincount(parent_U[is_used_U & (parent_U >= 0)], minlength=len(nodes))
     is_head_U = is_used_U & ((parent_U < 0) | (num_children_U[parent_U] > 1)) if nodes else is_used_U
     head_U = is_head_U.cumsum() - 1
@@ -129,7 +129,7 @@ def _lay_out(tree: TokenTree, chosen_S: Indices) -> _Layout:
 
 
 def _subtree_ends(parents: Sequence[int]) -> Indices:
-    """For each node of a depth-first list the index behind its last descendant."""
+    """For each node of a depth-first list the index after its last descendant."""
     behind = list(range(1, len(parents) + 1))
     for node in range(len(parents) - 1, -1, -1):
         if parents[node] >= 0:
@@ -138,9 +138,9 @@ def _subtree_ends(parents: Sequence[int]) -> Indices:
 
 
 def _predicted(layout: _Layout, samples: Sequence[Sample]) -> tuple[Indices, Indices]:
-    """Index of each sampled token and its sample, sample by sample, in the order of the tokens.
+    """Index of each sampled token and its sample, grouped by sample, in token order.
 
-    All samples climb from the ends of their paths together, one node a round, until their first sampled token.
+    All samples climb from the ends of their paths together, one node per round, to their first sampled token.
     """
     first_S = np.array([sample.num_prompt for sample in samples], np.int64)
     end_S = np.array([sample.num_tokens for sample in samples], np.int64)
@@ -156,7 +156,7 @@ def _predicted(layout: _Layout, samples: Sequence[Sample]) -> tuple[Indices, Ind
     if not runs:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     sample_R, start_R, num_R = (np.concatenate(column) for column in zip(*runs, strict=True))
-    # Depth-first order puts ancestors first, so the runs of one sample are sorted by their start.
+    # Depth-first order puts ancestors first, so the runs of one sample are ordered by start.
     order = np.lexsort((start_R, sample_R))
     sample_R, start_R, num_R = sample_R[order], start_R[order], num_R[order]
     before_R = num_R.cumsum() - num_R

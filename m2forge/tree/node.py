@@ -1,7 +1,7 @@
-"""A node of a token tree: a run of tokens on which no two paths part.
+"""A node of a token tree: a run of tokens within which no paths branch.
 
-A node without children grows at its end. Splitting takes constant time: both halves are views of one buffer, of which
-the lower half, the only one that may still grow, owns the tail.
+A node without children grows at its end. Splitting takes constant time: both halves are views of one buffer; the lower
+half, the only one that may still grow, owns the tail.
 """
 
 from typing import Self, TypeVar
@@ -16,21 +16,21 @@ class Node:
     __slots__ = ("_experts", "_tokens", "children", "depth", "parent", "size")
 
     def __init__(self, tokens: IntArray, depth: int, parent: Self | None) -> None:
-        """`tokens` is kept, not copied, and must belong to this node alone."""
+        """`tokens` is not copied, and must belong to this node alone."""
         self._tokens = tokens
-        """At least `size` tokens; what lies behind them is room to grow."""
+        """At least `size` tokens; the rest is spare capacity."""
         self._experts: ExpertArray | None = None
-        """As many rows as the buffer of tokens."""
+        """As many rows as the token buffer."""
         self.size = tokens.size
         self.depth = depth
-        """Tokens above this node on its path."""
+        """Number of tokens above this node on its path."""
         self.parent = parent
         self.children: dict[int, Self] = {}
-        """By first token."""
+        """Children by first token."""
 
     @property
     def end(self) -> int:
-        """Depth behind the last token."""
+        """Depth after the last token."""
         return self.depth + self.size
 
     @property
@@ -38,20 +38,20 @@ class Node:
         return self._tokens[: self.size]
 
     def experts(self, shape: tuple[int, int]) -> ExpertArray:
-        """One row of `shape` per token, unknown where nobody recorded it."""
+        """One row of `shape` per token, UNKNOWN_EXPERT where no routing was recorded."""
         if self._experts is None:
             return np.full((self.size, *shape), UNKNOWN_EXPERT, np.int16)
         return self._experts[: self.size]
 
     def match(self, path: IntArray) -> int:
-        """How many tokens of `path`, from this node's depth on, are this node's first. `path` goes deeper than that."""
+        """Length of the common prefix of this node and `path` from this node's depth on. `path` reaches deeper."""
         ahead = path[self.depth : self.depth + self.size]
         differs = self._tokens[: ahead.size] != ahead
         first = int(differs.argmax())
         return first if differs[first] else ahead.size
 
     def split(self, size: int) -> Self:
-        """Move the first `size` tokens to a node above, which takes this one's place and is returned."""
+        """Move the first `size` tokens to a new node above, which replaces this one in its parent and is returned."""
         above = type(self)(self._tokens[:size], self.depth, self.parent)
         above.children[int(self._tokens[size])] = self
         if self.parent is not None:
@@ -63,7 +63,7 @@ class Node:
         return above
 
     def grow(self, tokens: IntArray) -> None:
-        """Append tokens. Capacity doubles, so that a chain of many calls is copied a constant number of times."""
+        """Append tokens. Capacity doubles, so that a chain of many calls has amortized constant copying cost."""
         needed = self.size + tokens.size
         if needed > self._tokens.size:
             capacity = max(needed, 2 * self.size)
@@ -76,7 +76,7 @@ class Node:
         self.size = needed
 
     def learn(self, experts: ExpertArray) -> None:
-        """Record the routing of the first tokens of this node, where it is unknown; −1 stays unknown."""
+        """Record the routing of this node's first tokens where it is unknown; −1 stays unknown."""
         if self._experts is None:
             self._experts = np.full((self._tokens.size, *experts.shape[1:]), UNKNOWN_EXPERT, np.int16)
         known = self._experts[: experts.shape[0]]

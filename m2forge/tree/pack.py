@@ -1,8 +1,8 @@
-"""Trees in, packs within a token budget out: what one forward and backward pass takes each.
+"""Trees in, packs within a token budget out, each for one forward and backward pass.
 
-Trees above the budget are cut first. The sub-trees, largest first, go each into the fullest pack they fit; sub-trees
-of one tree that meet in a pack become one again. `tree_S` and `sample_S` of a pack say whose each sample is; over all
-packs every sample, and so every loss edge, stands exactly once.
+Trees above the budget are cut first. The sub-trees, largest first, each go into the fullest pack in which they fit;
+sub-trees of one tree in the same pack are merged again. `tree_S` and `sample_S` of a pack identify each sample; over
+all packs every sample, and so every loss edge, occurs exactly once.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from m2forge.tree.token_tree import TokenTree
 class _Bin:
     num_tokens: int = 0
     samples: dict[int, list[int]] = field(default_factory=dict)
-    """By index of the tree."""
+    """Samples by index of the tree."""
 
     def add(self, tree_index: int, subtree: Subtree) -> None:
         self.num_tokens += subtree.num_tokens
@@ -26,8 +26,8 @@ class _Bin:
 
 
 def pack_trees(trees: Sequence[TokenTree], budget: int, *, with_experts: bool = True) -> list[FlatTree]:
-    """Raises RecordError, naming the sample, where a single path is above the budget. Without recorded routing trees of
-    any network go together."""
+    """Raises RecordError, naming the sample, if a single path exceeds the budget. Without recorded routing, trees of
+    different models can be packed together."""
     subtrees = [(index, subtree) for index, tree in enumerate(trees) for subtree in cut_tree(tree, budget)]
     bins: list[_Bin] = []
     for tree_index, subtree in sorted(subtrees, key=lambda item: item[1].num_tokens, reverse=True):

@@ -1,4 +1,4 @@
-"""One sample of a token tree: a completion call, less the token ids, which the tree keeps once for all its samples."""
+"""One sample of a token tree: a completion call without its token ids, which the tree stores once for all samples."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -11,13 +11,13 @@ from m2forge.errors import RecordError
 from m2forge.records import Asked, FinishReason, FloatArray, IntArray, Sampling, plain_sampling
 
 ExpertArray: TypeAlias = npt.NDArray[np.int16]
-"""(tokens, layers, chosen): the experts that each token was routed to, in every layer with a router."""
+"""(tokens, layers, chosen): the experts chosen for each token, in every layer with a router."""
 UNKNOWN_EXPERT = -1
-"""Stands in all places of a token whose routing nobody recorded."""
+"""Value of all entries of a token whose routing was not recorded."""
 
 
 def checked_experts(experts: npt.NDArray[np.integer]) -> ExpertArray:
-    """(tokens, layers, chosen) as int16; a token is routed whole or not at all."""
+    """(tokens, layers, chosen) as int16; a token's routing is complete or absent."""
     if experts.size and not UNKNOWN_EXPERT <= int(experts.min()) <= int(experts.max()) <= np.iinfo(np.int16).max:
         raise RecordError(f"expected -1 to 32767, received {experts.min()} to {experts.max()}")
     unknown = experts == UNKNOWN_EXPERT
@@ -29,25 +29,25 @@ def checked_experts(experts: npt.NDArray[np.integer]) -> ExpertArray:
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     name: str
-    """What errors and results call it; unlike the others in its tree."""
+    """Name in errors and results; unique in its tree."""
     num_prompt: int
-    """Tokens of its path that were sent; the rest of the path was sampled."""
+    """Prompt tokens of its path; the rest of the path was sampled."""
     logprobs: FloatArray
-    """Of each sampled token, under the distribution it was sampled from."""
+    """Logprob of each sampled token, under the distribution it was sampled from."""
     versions: IntArray
-    """Step of the policy that sampled each token."""
+    """Policy version (step) that sampled each token."""
     finish_reason: FinishReason
     started_s: float
     finished_s: float
     episode: str = ""
-    """The attempt it belongs to, where samples of one attempt are weighed together."""
+    """The attempt it belongs to, if samples of one attempt are weighted together."""
     advantage: float = 0.0
-    """What its tokens did better than expected; 0 until rewards are known."""
+    """Advantage of its tokens; 0 until rewards are known."""
     sampling: Sampling = field(default_factory=plain_sampling)
     weight: float = 1.0
-    """How much each of its tokens counts, relative to those of other samples in the same optimizer step."""
+    """Weight of each of its tokens, relative to those of other samples in the same optimizer step."""
     asked: Asked | None = None
-    """What the request asked for, if `sampling` took its place."""
+    """The requested sampling, if `sampling` replaced it."""
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -1,8 +1,8 @@
-"""The token tree: completion calls go in one by one, each common prefix is kept once.
+"""The token tree: completion calls are added one by one, each common prefix is stored once.
 
 Two calls share a token exactly if they agree on it and on all before it. So the tree depends only on the calls, not on
-their order: nodes end where paths part, and nowhere else. A call costs a few vector comparisons, one per node of its
-path. What a call adds is checked before anything changes: a call that is refused leaves the tree as it was.
+their order: nodes end exactly where paths branch. Adding a call costs a few vector comparisons, one per node of its
+path. A call is validated before anything changes: a refused call leaves the tree as it was.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ class TokenTree:
             raise RecordError(f"TokenTree: vocab_size: expected 1 to {MAX_VOCAB_SIZE}, received {vocab_size}")
         self.vocab_size = vocab_size
         self.experts_shape: tuple[int, int] | None = None
-        """Layers and experts per layer of recorded routing; None while no call brought any."""
+        """(layers, experts per layer) of recorded routing; None while no call has any."""
         self.num_tokens = 0
-        """Kept tokens, shared ones once."""
+        """Stored tokens, shared ones counted once."""
         self.num_input_tokens = 0
-        """Tokens of all calls, shared ones each time."""
+        """Tokens of all calls, shared ones counted each time."""
         self._root = Node(np.empty(0, np.int32), 0, None)
-        """Holds no token, so that calls may differ from the first one on."""
+        """Has no tokens, so that calls may differ from the first token on."""
         self._samples: list[Sample] = []
         self._ends: list[Node] = []
-        """For each sample a node on or below which its path ends: splitting a node need not look for its samples."""
+        """For each sample the node where its path ends, or a descendant of it: splits need not update samples."""
         self._names: set[str] = set()
 
     @classmethod
@@ -47,7 +47,7 @@ class TokenTree:
         ends: Sequence[Node],
         experts_shape: tuple[int, int] | None = None,
     ) -> Self:
-        """A tree of nodes that are linked among themselves already; those without a parent become its roots."""
+        """A tree of nodes that are already linked; those without a parent become its roots."""
         tree = cls(vocab_size)
         tree.experts_shape = experts_shape
         for node in nodes:
@@ -75,9 +75,9 @@ class TokenTree:
     ) -> int:
         """Merge a call and return the index of its sample.
 
-        `experts`: routing of the first tokens of the path, (tokens, layers, chosen), −1 for tokens that another request
-        had computed; an engine knows it for all but the last token. Where calls share a token, the first routing
-        recorded for it stays.
+        `experts`: routing of the first tokens of the path, (tokens, layers, chosen), −1 for tokens computed by another
+        request; an engine knows it for all but the last token. Where calls share a token, the first recorded routing
+        is kept.
         """
         if name in self._names:
             raise RecordError(f"Sample {name}: name: expected one that is not in the tree yet")
@@ -105,7 +105,7 @@ class TokenTree:
         return self._enter(sample, node)
 
     def set_advantages(self, advantages: Sequence[float], weights: Sequence[float] | None = None) -> None:
-        """One number per sample, in their order; weights stay as they are unless given. All or none."""
+        """Set one number per sample, in order; weights are unchanged unless given. All or nothing."""
         if weights is None:
             weights = [sample.weight for sample in self._samples]
         for name, numbers in (("advantages", advantages), ("weights", weights)):
@@ -127,15 +127,15 @@ class TokenTree:
         return np.concatenate(parts[::-1])
 
     def call(self, index: int) -> Call:
-        """The call that a sample was made from."""
+        """The call of a sample."""
         return self._make_call(index, self.path(index))
 
     def calls(self) -> list[Call]:
-        """Every call, each as `call` gives it. Calls along one branch share the memory of its longest path, so that a
+        """Every call, as returned by `call`. Calls along one branch share the memory of its longest path, so that a
         conversation of n calls is copied once instead of n times."""
         found: dict[int, Call] = {}
         branches: dict[int, IntArray] = {}
-        """Path of a branch through each node, by the node's identity."""
+        """Path of a branch through each node, by the node's id."""
         for index in sorted(range(len(self._samples)), key=lambda index: -self._samples[index].num_tokens):
             end = self._ends[index]
             if id(end) not in branches:
@@ -168,8 +168,8 @@ class TokenTree:
         )
 
     def routing(self, index: int) -> ExpertArray | None:
-        """Recorded routing of a sample's path, (tokens, layers, chosen), −1 where it is unknown; None where the tree
-        holds none. What other samples recorded of the tokens that they share with it is included."""
+        """Recorded routing of a sample's path, (tokens, layers, chosen), −1 where unknown; None if the tree has none.
+        Includes what other samples recorded for shared tokens."""
         if self.experts_shape is None:
             return None
         parts: list[ExpertArray] = []
@@ -181,7 +181,7 @@ class TokenTree:
         return np.concatenate(parts[::-1])
 
     def nodes(self) -> tuple[list[Node], list[int]]:
-        """All nodes depth-first, children by first token, and the index of each node's parent; −1 for none."""
+        """All nodes in depth-first order, children by first token, and the index of each node's parent, −1 if none."""
         nodes: list[Node] = []
         parents: list[int] = []
         ahead = [(self._root.children[token], -1) for token in sorted(self._root.children, reverse=True)]
@@ -193,7 +193,7 @@ class TokenTree:
         return nodes, parents
 
     def ends(self) -> list[Node]:
-        """For each sample the node that holds the last token of its path."""
+        """For each sample the node that contains the last token of its path."""
         for index, sample in enumerate(self._samples):
             node = self._ends[index]
             while node.depth >= sample.num_tokens and node.parent is not None:
@@ -202,7 +202,7 @@ class TokenTree:
         return list(self._ends)
 
     def __eq__(self, other: object) -> bool:
-        """The same samples in the same order, paths and recorded routing included."""
+        """Whether both have the same samples in the same order, including paths and recorded routing."""
         if not isinstance(other, TokenTree):
             return NotImplemented
         ours, theirs = self.nodes()[0], other.nodes()[0]
@@ -219,7 +219,7 @@ class TokenTree:
         )
 
     def _descend(self, path: IntArray) -> tuple[Node, int]:
-        """The deepest node that shares a token with `path`, and how many tokens of it the tree holds."""
+        """The deepest node that shares a token with `path`, and the length of the prefix of `path` in the tree."""
         node, num_shared = self._root, 0
         while num_shared == node.end and num_shared < path.size:
             child = node.children.get(int(path[num_shared]))
@@ -230,9 +230,9 @@ class TokenTree:
         return node, num_shared
 
     def _branch(self, sample: Sample, node: Node, path: IntArray, num_shared: int) -> Node:
-        """Put the rest of `path` under the part of `node` that it shares; the node that holds its end is returned."""
+        """Add the rest of `path` below the shared part of `node`; returns the node with its end."""
         tokens = path[num_shared:]
-        # The reduction itself, because for a short row the method around it costs more.
+        # The ufunc reduction, because for a short array the method's overhead dominates.
         if np.maximum.reduce(tokens) >= self.vocab_size:
             self._refuse_id(sample, path)
         self.num_tokens += tokens.size
@@ -241,7 +241,7 @@ class TokenTree:
             return node
         if num_shared < node.end:
             node = node.split(num_shared - node.depth)
-        # A copy, because the rest of the path would stay in memory behind a view.
+        # A copy, because a view would keep the rest of the path in memory.
         leaf = Node(tokens.copy(), num_shared, node)
         node.children[int(tokens[0])] = leaf
         return leaf

@@ -1,1 +1,1 @@
-"""Policy versions, published by who trains and taken by who samples."""
+"""Policy versions: trainers publish them, samplers load them."""

@@ -2,10 +2,10 @@
 
     weights/step-00000012-9f86d081884c7d65/      a model folder like any other, tokenizer included: step and branch
 
-A version is there whole or not at all, and means one state of the weights for good: publishing a step a second time is
-refused. A trainer that went back to an older checkpoint calls `go_back` before it trains on. It then publishes the same
-steps again with other weights, under the branch of its own store, so a lost version never equals its successor. The
-newest few are kept, because a sampler may be reading the one before.
+A version is complete or absent, and always denotes the same weights: publishing a step twice is rejected. A trainer
+that resumes from an older checkpoint calls `go_back` first. It then publishes the same steps with other weights under
+its own store's branch, so a removed version never equals its successor. The newest few are kept, because a sampler may
+still be reading an older one.
 """
 
 import re
@@ -27,14 +27,14 @@ _BRANCH_BYTES = 8
 
 class WeightStore:
     def __init__(self, folder: Path, lineage: str, *, keep: int = 2, companions: tuple[Path, ...] = ()) -> None:
-        """`companions`: files to lie beside the weights, such as the tokenizer's."""
+        """`companions`: files to copy beside the weights, such as the tokenizer's."""
         if keep < 1:
             raise ConfigError(f"keep: expected 1 or more published versions, received {keep}")
         self.folder, self.lineage, self.branch = folder, lineage, secrets.token_hex(_BRANCH_BYTES)
         self._keep, self._companions = keep, companions
 
     def publish(self, model: Transformer, step: int, *, dtype: torch.dtype | None = None) -> Path:
-        """Write the weights as version `step` of this store's branch; when this returns every process can load them."""
+        """Write the weights as version `step` of this store's branch; every process can load them once this returns."""
         dest = self.folder / f"step-{step:08d}-{self.branch}"
         if (before := self._found().get(step)) is not None:
             raise ExistsError(f"{before} is published; go back before step {step} to publish it again")
@@ -52,7 +52,7 @@ class WeightStore:
         return None
 
     def go_back(self, step: int) -> None:
-        """Remove every version behind `step`: those weights are lost."""
+        """Remove every version after `step`, whose weights are lost."""
         for later, path in self._found().items():
             if later > step:
                 self._remove(path)
@@ -67,12 +67,12 @@ class WeightStore:
         return dict(sorted(found.items()))
 
     def _remove(self, path: Path) -> None:
-        # Without its configuration a folder is no version, so a removal that is cut short leaves none that is torn.
+        # A folder without config.json is not a version, so an interrupted removal never leaves a partial one.
         (path / CONFIG_FILE).unlink()
         shutil.rmtree(path)
 
     def _remove_torn(self) -> None:
-        """Delete what an interrupted removal, or a trainer that was killed while it published, left behind."""
+        """Delete what an interrupted removal, or a trainer killed while publishing, left behind."""
         torn = [path for path in self.folder.glob("step-*") if not (path / CONFIG_FILE).is_file()]
         for path in (*torn, *self.folder.glob(".step-*.partial")):
             if _NAME.search(path.name):

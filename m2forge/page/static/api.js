@@ -1,4 +1,4 @@
-// Questions to the server, and asking again while the page is looked at.
+// Requests to the server, and polling while the page is visible.
 
 export class Refused extends Error {
   constructor(message, reason, status) {

@@ -1,4 +1,4 @@
-// The page: which view the address names, how the run stands, keys that work everywhere.
+// The page: selects the view by URL, shows the run's state, handles global keys.
 
 import { ask, repeat } from "./api.js";
 import { hideTip } from "./dom.js";

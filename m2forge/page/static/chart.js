@@ -1,4 +1,4 @@
-// Curves in SVG: lines with bands, or areas on top of each other. A chart is made once and given data as often as it comes.
+// SVG charts: lines with bands, or stacked areas. A chart is created once and updated as data arrives.
 //
 //   const chart = new Chart({ title: "Reward", format: percent });
 //   chart.update([{ name: "reward", points: [[step, value], …], band: [[step, low, high], …] }], { xFormat });
@@ -58,7 +58,7 @@ export class Chart {
     }
     this.scale = this.makeScale(items, xs, width);
     this.drawAxes(width);
-    // The first on top of the others.
+    // The first is drawn on top.
     for (const item of [...items].reverse()) this.drawItem(item);
     this.marks = svg("g", {});
     this.figure.append(this.marks);
@@ -68,7 +68,7 @@ export class Chart {
     this.figure.setAttribute("aria-label", `${this.title}: ${items.length} curves, ${xs.length / items.length | 0} points, last ${value}`);
   }
 
-  // What is drawn: areas are stacked, lines may be smoothed.
+  // The series as drawn: areas are stacked, lines may be smoothed.
   lines() {
     const items = this.shown().filter((item) => item.points.length);
     if (this.kind !== "areas") {
@@ -154,7 +154,7 @@ export class Chart {
     }, el("i", { style: { background: item.colour } }), item.label || item.name)));
   }
 
-  // -- the cross and its tooltip --
+  // -- the crosshair and its tooltip --
 
   point(event) {
     if (!this.scale) return;
@@ -207,7 +207,7 @@ export function niceTicks(low, high, wanted) {
   return ticks.length ? ticks : [low, high];
 }
 
-// As many digits as tell neighbours apart, the same on every line.
+// As many digits as distinguish adjacent values, the same on every line.
 function tickFormat(ticks) {
   const step = ticks[1] - ticks[0];
   const largest = Math.max(...ticks.map(Math.abs));

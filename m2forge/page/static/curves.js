@@ -1,10 +1,10 @@
-// Columns of metrics in, charts out: which curves belong together, what is worked out from them, what the time went into.
+// Columns of metrics in, charts out: which curves share a chart, derived curves, and time per step.
 
 import { Chart, COLOURS } from "./chart.js";
 import { el } from "./dom.js";
 import { duration, number, percent, words } from "./format.js";
 
-// In this order; what a run has not recorded is left out, what is not named here stands below under its own name.
+// In this order; metrics that a run has not recorded are skipped, others follow below under their own names.
 const PANELS = [
   { title: "Reward", names: ["reward", "perf"], note: "mean of each batch" },
   { title: "Loss", names: ["loss", "loss/"] },
@@ -30,7 +30,7 @@ export class Columns {
     this.numUnread = 0;
   }
 
-  // Takes an answer of /api/curves: everything, or what follows from the last step on.
+  // Takes a response of /api/curves: everything, or the steps from the last one on.
   take(answer) {
     if (answer.is_whole) Object.assign(this, { steps: [], times: [], series: {} });
     let keep = this.steps.length;
@@ -71,7 +71,7 @@ export class Columns {
     return index ? Math.max(0, this.times[index] - this.times[index - 1]) : null;
   }
 
-  // What a run has not recorded as such but tells.
+  // Derived metrics that the run has not recorded itself.
   derive() {
     if (this.series.tokens_per_s || !this.series.tokens_computed) return;
     this.derived = this.series.tokens_computed.map((value, index) => {
@@ -90,7 +90,7 @@ export class Columns {
   }
 }
 
-// Where the seconds of the steps went: what was recorded by name, and the rest between one step's end and the next.
+// Time per step by recorded phase, and the remainder between the ends of two steps.
 export function timeSplit(columns) {
   const names = columns.secondNames();
   const totals = names.map((name) => [name, columns.series[name].reduce((sum, value) => sum + (value || 0), 0)]);
@@ -131,7 +131,7 @@ export class CurveGrid {
     this.leading = [];
   }
 
-  // Charts that others keep up to date stand first.
+  // Charts that are updated elsewhere come first.
   lead(...charts) {
     this.leading = charts;
   }
@@ -188,7 +188,7 @@ function label(name, names) {
   return name.endsWith("_s") && !name.endsWith("_per_s") ? secondsName(name) : words(short);
 }
 
-// In their order, without taking out what stays: a chart that has the focus keeps it.
+// Reorders without removing elements that stay: a chart keeps its focus.
 function place(home, nodes) {
   nodes.forEach((node, index) => {
     if (home.children[index] !== node) home.insertBefore(node, home.children[index] || null);

@@ -1,4 +1,4 @@
-// Elements from names, attributes and children. Text only ever becomes text: nothing here reads markup.
+// Elements from names, attributes and children. Text is only inserted as text: nothing here parses markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -25,7 +25,7 @@ export function empty(title, ...words) {
   return el("div", { class: "empty" }, el("strong", {}, title), ...words);
 }
 
-// One small box near the pointer, for curves, cells and tokens.
+// One tooltip near the pointer, for curves, cells and tokens.
 const tipBox = el("div", { class: "tip hidden", role: "tooltip" });
 
 export function showTip(x, y, ...children) {

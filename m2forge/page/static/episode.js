@@ -1,4 +1,4 @@
-// One episode: its task, its reward, its token tree, and its calls to read, which come as they are scrolled to.
+// One episode: its task, its reward, its token tree, and its calls, which are loaded as they are scrolled to.
 
 import { ask } from "./api.js";
 import { el, empty, svg } from "./dom.js";
@@ -45,7 +45,7 @@ class EpisodeView {
     return { "/": () => this.search.focus(), n: () => this.search.step(1), p: () => this.search.step(-1), j: move(1), k: move(-1) };
   }
 
-  // The first calls and the head come by themselves; the shape of a long tree takes longer to be read.
+  // The first calls and the head are requested separately; the outline of a long tree takes longer.
   async start() {
     this.home.replaceChildren(el("div", { class: "empty" }, "Reading the episode…"));
     try {
@@ -75,7 +75,7 @@ class EpisodeView {
     return { colour: saved.colour, advantages, largest };
   }
 
-  // -- calls, as they are needed --
+  // -- calls, loaded on demand --
 
   take(answer) {
     answer.calls.forEach((call) => this.calls.set(call.call, call));
@@ -104,12 +104,12 @@ class EpisodeView {
       for (let call = start + number; call < end; call += 1) this.asked.delete(call);
       this.list.refresh(start, start + Math.max(0, number - 1));
     } catch {
-      // Asked again when it is scrolled to again.
+      // Requested again when it is scrolled to again.
       for (let call = start; call < end; call += 1) this.asked.delete(call);
     }
   }
 
-  // -- what is drawn --
+  // -- rendering --
 
   drawFrame() {
     const { head } = this;
@@ -181,7 +181,7 @@ class EpisodeView {
     return 18 + LANE_PX * this.numLanes;
   }
 
-  // Lines of the chains that are under way at this call, and a dot on its own.
+  // Lines of the chains that are active at this call, and a dot on its own.
   drawRail(index) {
     const { lanes, chains } = this.shape;
     this.last ??= new Map(chains.map((chain, call) => [chain, call]));
@@ -198,7 +198,7 @@ class EpisodeView {
     return svg("svg", { "aria-hidden": "true" }, lines, svg("circle", { cx: x(lanes[index]), cy: 20, r: 4.5, style: { fill: `var(--c${(lanes[index] % 8) + 1})` } }));
   }
 
-  // Chains that have begun by a call and go on at or after it; of very many, the nearest.
+  // Chains that begin at or before a call and continue at or after it; the nearest if there are very many.
   runningAt(index) {
     const { chains } = this.shape;
     const found = new Set([chains[index]]);

@@ -1,4 +1,4 @@
-// The list of episodes: filters in the address, pages of rows fetched as they come into view.
+// The list of episodes: filters in the URL, pages of rows fetched as they come into view.
 
 import { ask } from "./api.js";
 import { el, empty } from "./dom.js";

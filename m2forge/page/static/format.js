@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Human-readable numbers.
 
 const GROUPED = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 

@@ -1,4 +1,4 @@
-// The run: what it has reached, its curves, the window as it stands and as it moved, where time went. All of it lives.
+// The run: its results, its curves, the window's state and history, time per step. All of it updates live.
 
 import { ask, repeat } from "./api.js";
 import { Chart } from "./chart.js";
@@ -77,7 +77,7 @@ export function showOverview(home) {
   };
 }
 
-// A server that is away is told by the banner; the view stays as it is until it answers again.
+// The banner reports an unreachable server; the view stays unchanged until it responds again.
 async function quiet(work, onRefused = () => {}) {
   try {
     await work();

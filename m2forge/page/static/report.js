@@ -1,4 +1,4 @@
-// The report of a run that is over: the same charts, from data that lies in the file itself.
+// The report of a finished run: the same charts, from data embedded in the file.
 
 import { Chart } from "./chart.js";
 import { checkSeries, Columns, CurveGrid, rewardSeries, timeBar } from "./curves.js";

@@ -1,4 +1,4 @@
-// Search inside an episode: the server names the calls, the browser marks the words in those that are seen.
+// Search inside an episode: the server returns the calls, the browser highlights the matches in visible ones.
 
 import { ask } from "./api.js";
 import { el } from "./dom.js";
@@ -62,7 +62,7 @@ export class Search {
     this.go(this.calls[this.at]);
   }
 
-  // Words may lie across several tokens, so they are marked as ranges and not as elements.
+  // A match may span several tokens, so it is highlighted as a range, not as an element.
   paint() {
     if (!globalThis.CSS?.highlights) return;
     CSS.highlights.delete("found");

@@ -1,9 +1,9 @@
-// What a run has reached, in a row of figures.
+// The results of a run, in a row of figures.
 
 import { el } from "./dom.js";
 import { count, number, percent, signed } from "./format.js";
 
-// Of an evaluation: the steps whose weights sampled its tokens, with their shares where there are several.
+// The policy versions that sampled an evaluation's tokens, with their shares if there are several.
 export function versionsOf(check) {
   const seen = Object.entries(check.versions || {}).sort((one, other) => one[0] - other[0]);
   if (seen.length < 2) return `step ${check.step}`;

@@ -1,4 +1,4 @@
-// Light or dark: as the system says until somebody chooses.
+// Light or dark: follows the system until the user chooses.
 
 const KEY = "m2forge-theme";
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -27,7 +27,7 @@ export function toggleTheme() {
   try {
     localStorage.setItem(KEY, next);
   } catch {
-    // Without storage the choice lasts until the page is left.
+    // Without storage the choice lasts until the page is closed.
   }
   document.documentElement.dataset.theme = next;
   document.dispatchEvent(new Event("themechange"));

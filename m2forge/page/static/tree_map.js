@@ -1,5 +1,5 @@
-// The token tree of an episode in one picture: calls from left to right, tokens downwards. A call hangs from the token
-// where it parts from its parent; what it was sent is pale, what it sampled strong. Many calls share a column.
+// The token tree of an episode in one picture: calls from left to right, tokens downwards. A call starts at the token
+// where it branches off its parent; its prompt is pale, its sampled tokens strong. Many calls share a column.
 
 import { el, hideTip, showTip, tipRow } from "./dom.js";
 import { count } from "./format.js";

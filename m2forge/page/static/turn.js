@@ -1,4 +1,4 @@
-// One call of an episode: what was sent that is new, and what was sampled, part by part, its tokens coloured.
+// One call of an episode: the new part of its prompt, and its sampled tokens, part by part, with coloured tokens.
 
 import { el, hideTip, showTip, tipRow } from "./dom.js";
 import { count, duration, number, signed } from "./format.js";
@@ -13,21 +13,21 @@ const facts = new WeakMap();
 const FACTORS = [1.05, 1.25, 2];
 export const logprobLook = { colour: "logprob", advantages: null, largest: 0 };
 
-// How surprised the policy was: six shades from a log-probability of 0 down.
+// Surprise of the policy: six shades from a logprob of 0 down.
 export function logprobShade(logprob) {
   let shade = 0;
   while (shade < BELOW.length && logprob < BELOW[shade]) shade += 1;
   return shade ? `l${shade}` : "";
 }
 
-// Against the largest of the episode; what is nearly 0 has no colour.
+// Relative to the largest of the episode; values near 0 have no colour.
 export function advantageShade(advantage, largest) {
   if (!advantage || !largest) return "";
   const level = Math.ceil((3 * Math.abs(advantage)) / largest - 0.01);
   return level < 1 ? "" : `${advantage > 0 ? "p" : "n"}${Math.min(3, level)}`;
 }
 
-// How far the policy had moved when it was trained: by a factor of more than 1.05, 1.25 or 2 either way.
+// Importance ratio when the token was trained: a factor of more than 1.05, 1.25 or 2 either way.
 export function ratioShade(ratio) {
   if (ratio === null || ratio === undefined) return "";
   const factor = Math.max(ratio, 1 / ratio);
@@ -94,7 +94,7 @@ function write(home, part, call, look, isSampled) {
   });
 }
 
-// One listener for all tokens below `home`.
+// One event listener for all tokens below `home`.
 export function explainTokens(home) {
   home.addEventListener("pointerover", (event) => {
     const fact = event.target.classList?.contains("t") ? facts.get(event.target) : null;

@@ -1,5 +1,5 @@
-// A list of any length of which only what is seen is there. Rows may be of any height: each is measured when it is drawn,
-// and what is looked at stays where it is while rows above it turn out longer or shorter than they were taken for.
+// A virtual list: only visible rows are in the DOM. Rows may have any height: each is measured when it is drawn, and the
+// visible part stays in place while rows above it turn out taller or shorter than estimated.
 
 import { el } from "./dom.js";
 
@@ -29,7 +29,7 @@ export class VirtualList {
     this.schedule();
   }
 
-  // Draw rows anew, as when their content has come.
+  // Redraws rows, for example when their content has arrived.
   refresh(first = 0, last = this.count - 1) {
     for (const [index, row] of [...this.rows]) if (index >= first && index <= last) this.drop(index, row);
     this.schedule();
@@ -108,7 +108,7 @@ export class VirtualList {
     this.render();
   }
 
-  // Holds the row at the top until the reader scrolls: its neighbours are measured only once they are there.
+  // Pins the row at the top until the user scrolls: its neighbours are measured only once they are drawn.
   scrollTo(index) {
     const wanted = Math.max(0, Math.min(this.count - 1, index));
     this.anchor = wanted;

@@ -1,4 +1,4 @@
-// The queue and its window: units as cells as they stand now, and as places over steps, as they were trained.
+// The queue and its window: units as cells in their current state, and places over steps, as they were trained.
 
 import { el, hideTip, showTip, tipRow } from "./dom.js";
 import { count, number } from "./format.js";
@@ -143,7 +143,7 @@ export class WindowChart {
     }
   }
 
-  // From the head when a batch was taken, to W places from where it stood afterwards.
+  // From the head when a batch was taken, to W places from the head afterwards.
   drawBand(pen, scale, colour) {
     const { steps, heads, window } = this.past;
     pen.beginPath();

@@ -1,1 +1,1 @@
-"""Losses, one file each, each stating its formula."""
+"""Losses, one per file, each stating its formula."""

@@ -2,7 +2,7 @@
 
     L_k = Σ_m  weight[m] · ( − log p_k(target[m]) )        module k, edge m
 
-p_k is the plain softmax of module k, whatever temperature the token was sampled at.
+p_k is the softmax of module k at temperature 1, whatever temperature the token was sampled at.
 """
 
 from torch import Tensor

@@ -1,13 +1,13 @@
-"""Drafts that follow the policy, judged over its K likeliest tokens and one bucket for all others.
+"""MTP losses that distill the policy into the draft modules, over its K likeliest tokens and one bucket for the rest.
 
     L_k = Σ_m weight[m] · D_m
     topk_kl            D = Σ_i p_i · log(p_i / q_i)
     topk_acceptance    D = − log A,    A = Σ_i min(p_i, q_i)         i: the top's tokens, and R, the rest
 
-p is the policy, detached, q module k, both at the temperature that the token was sampled at, because that is where
-drafts are accepted or refused; p_R = Σ_{v ∉ top} p_v. A is how often a draft is accepted, but for what the bucket of
-the rest hides. Where a module cannot know which token the policy will be sure of, the first loss spreads its bets, the
-second puts them on one.
+p is the policy, detached, q module k, both at the sampling temperature, because that is where drafts are accepted or
+rejected; p_R = Σ_{v ∉ top} p_v. A is the acceptance rate of a draft, up to what the bucket of the rest hides. Where a
+module cannot know which token the policy will be sure of, the first loss spreads its probability, the second puts it on
+one token.
 
 With z the module's logits over the temperature, s_i = [q_i < p_i]:
 
@@ -15,8 +15,8 @@ With z the module's logits over the temperature, s_i = [q_i < p_i]:
     ∂D/∂z_v = g_v                     for v ∈ top
     ∂D/∂z_v = g_R · q_v / q_R         else
 
-Either rest is summed over its own tokens in the logarithm, and q_v / q_R = exp(z_v − logsumexp of the rest) is at most
-1, so nothing overflows and nothing cancels where the rest is near 0.
+Both rests are summed over their own tokens in log space, and q_v / q_R = exp(z_v − logsumexp of the rest) is at most 1,
+so nothing overflows and nothing cancels where the rest is near 0.
 
 Shapes: M loss edges, C edges of a chunk, K likeliest tokens, I = K + 1 buckets.
 """
@@ -51,7 +51,7 @@ def mtp_topk(
     float32_head: bool,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(L_k of one module, D of each edge without gradient). `top`: of the policy, at the same edges."""
+    """(L_k of one module, D of each edge without gradient). `top`: the policy's top tokens at the same edges."""
     measure = {"topk_kl": _kl, "topk_acceptance": _acceptance}[kind]
     loss_M = torch.empty_like(top.rest_M)
     weight_M = weight_M.to(loss_M.dtype)
@@ -68,7 +68,7 @@ def mtp_topk(
         loss_M[chunk], grad_CI = measure(logp_MI[chunk], logq_CI)
         factor_C = weight_M[chunk] if scale_C is None else weight_M[chunk] * scale_C
         grad_CI = factor_C[:, None] * grad_CI
-        # The logits of the top are −∞ by here, and a rest of nothing is no divisor.
+        # The logits of the top tokens are −∞ here, and an empty rest must not be a divisor.
         lse_rest_C = torch.where(lse_rest_C.isinf(), 0.0, lse_rest_C)
         grad_CV = softmax_grad_(logits_CV, scale_C, lse_rest_C, grad_CI[:, -1])
         grad_CV.scatter_(1, id_CK, grad_CI[:, :-1].to(grad_CV.dtype))

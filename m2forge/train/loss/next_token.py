@@ -3,9 +3,9 @@
     L = L_0 + (λ / K) · Σ_{k=1..K} L_k
     L_k = (1 / T) · Σ over loss edges of  −log p_k(target)          T: edges of the whole optimizer step
 
-p_0 is the main model, p_k the prediction of module k for the same token. Dividing by the step's T, not the pack's,
-makes the sum over packs the mean over the step, however edges are spread over packs. Modules may follow the main model
-instead of the text: L_k, k ≥ 1, is then one of `mtp_topk`.
+p_0 is the main model, p_k the prediction of MTP module k for the same token. Dividing by the step's T, not the pack's,
+makes the sum over packs the mean over the step, however edges are split over packs. Modules may learn from the main
+model instead of the text: L_k, k ≥ 1, is then one of the losses of `mtp_topk`.
 
 Shapes: M loss edges.
 """
@@ -27,9 +27,9 @@ from m2forge.train.loss.mtp_topk import TopLoss, mtp_topk
 @dataclass(frozen=True)
 class NextTokenLoss:
     total: Tensor
-    """What to differentiate: this pack's share of the step's loss."""
+    """The tensor to differentiate: this pack's share of the step's loss."""
     nll_M: Tensor
-    """Of the main model, per edge, without gradient."""
+    """Negative logprob of each edge's target under the main model, without gradient."""
     mtp_sums: tuple[Tensor, ...]
     """Loss of each module, summed over this pack's edges, without gradient."""
 
@@ -44,7 +44,7 @@ def next_token_loss(
     mtp_loss: MTPLoss = "ce",
     mtp_top_k: int = 32,
 ) -> NextTokenLoss:
-    """`num_edges`: of the whole step."""
+    """`num_edges`: loss edges of the whole step."""
     precision = at_least_float32(output.hidden_ND.dtype)
     weight_M = torch.full_like(batch.target_M, 1.0 / max(1, num_edges), dtype=precision)
     head_VD, position_M, float32_head = model.head_weight, batch.position_M, model.config.float32_head
@@ -102,7 +102,7 @@ def next_token_loss(
 
 @torch.no_grad()
 def draft_agreement(model: Transformer, output: Output, batch: Batch, max_edges: int = 256) -> list[Tensor]:
-    """For each module, the share of edges where its likeliest token is the main model's, over evenly spread edges."""
+    """For each MTP module, the share of evenly spaced edges where its argmax token equals the main model's."""
     stride = max(1, batch.position_M.shape[0] // max_edges)
     position_S = batch.position_M[::stride]
     choice_S = model.logits(output.hidden_ND[position_S]).argmax(-1)

@@ -1,9 +1,9 @@
-"""The loss of a step over token trees: one term per loss edge of the policy, and what the prediction modules learn.
+"""The loss of a step over token trees: one policy term per loss edge, plus the loss of the MTP modules.
 
     L = Σ_m w_m · term(logp_m) + (λ / K) · Σ_{k=1..K} L_k,    w_m = weight of m's sample / Σ over the step of all edges'
 
 logp is under softmax(z / temperature), the distribution the token was sampled from. Dividing by the sum over the whole
-step makes the sum over packs and ranks the weighted mean over the step, however edges are spread over them.
+step makes the sum over packs and ranks the weighted mean over the step, however edges are split over them.
 
 Shapes: M loss edges.
 """
@@ -27,9 +27,9 @@ from m2forge.train.loss.sft import sft
 @dataclass(frozen=True)
 class PolicyLoss:
     total: Tensor
-    """What to differentiate: this pack's share of the step's loss."""
+    """The tensor to differentiate: this pack's share of the step's loss."""
     main: Tensor
-    """The policy's part of it, without gradient."""
+    """The policy's part of `total`, without gradient."""
     logp_M: Tensor
     entropy_M: Tensor
     mtp: tuple[Tensor, ...]

@@ -1,5 +1,5 @@
-"""PPO's clipped surrogate, to compare with: a token whose ratio has left the interval on the paying side gets no
-gradient at all.
+"""PPO's clipped surrogate, for comparison: a token whose ratio leaves the interval in the direction of its advantage
+gets no gradient.
 
     term = − min( r · A, clip(r, 1 − low, 1 + high) · A ),    r = π / π_old of the token
 

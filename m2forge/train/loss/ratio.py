@@ -1,9 +1,9 @@
-"""The importance ratio of a sampled token: how much likelier it is under the network now than when it was sampled.
+"""The importance ratio of a sampled token: its probability under the current policy over that when it was sampled.
 
     r = π(token) / π_old(token) = exp( min(logp − old, MAX_LOG_RATIO) )
 
-A ratio that far from 1 means that the old log-probability is of another policy. The bound is there so that no infinity
-appears and, times 0, becomes NaN; it is no clip: cispo clips long before it, ppo_clip does so only where A > 0.
+A ratio that far from 1 means that the old logprob belongs to another policy. The bound prevents an infinity that, times
+0, becomes NaN; it is not a clip: cispo clips far below it, ppo_clip only where A > 0.
 """
 
 from torch import Tensor

@@ -1,9 +1,9 @@
-"""Imitation of the sampled tokens, whoever sampled them and however well they did.
+"""Imitation of the sampled tokens, whatever model sampled them and whatever reward they earned.
 
     value = − logp
     slope = − 1
 
-logp is under the plain softmax, whatever temperature the samples were drawn at: there is no old policy to match.
+logp is under the softmax at temperature 1, whatever the sampling temperature: there is no old policy to match.
 """
 
 import torch
