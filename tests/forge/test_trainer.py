@@ -7,7 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -125,6 +128,23 @@ def test_a_step_holds_no_more_than_its_tokens(model: Path, tmp_path: Path) -> No
         assert sum(own_sizes) <= 60 < sum(own_sizes) + later[0]
     found = read_metrics(tmp_path / "metrics.jsonl")
     assert all(step.values["tokens_computed"] <= 60 for step in found)
+
+
+def test_batches_of_so_many_tokens_enter_the_next_stage_when_one_is_used_up(model: Path, tmp_path: Path) -> None:
+    family = {"name": "chain", "difficulty": [1, 3]}
+    domains = {"agent": {"ratio": 1.0, "context": 512, "families": [family]}}
+    stages = [{"name": "early", "domains": domains, "num_batches": 1}, {"name": "late", "domains": domains}]
+    config = make_config(model, num_steps=3, batch_tokens=60, curriculum={"batch_groups": 2, "stages": stages})
+    asked = list[tuple[int, dict[str, int]]]()
+
+    def claim(max_tokens: int, max_units: int, version: PolicyVersion, quotas: Callable[[int], dict[str, int]]) -> Any:
+        asked.append((max_units, quotas(1)))
+        return SimpleNamespace(units=[0])
+
+    pool = SimpleNamespace(batch_sizes=lambda lineage: [], claim_within=claim)
+    for _ in Trainer(tmp_path, config)._batches(cast("Pool", pool)):
+        pass
+    assert asked == [(2, {"early/agent": 1}), (1, {"early/agent": 1}), (2, {"late/agent": 1})]
 
 
 def wide_curriculum(batch_groups: int) -> dict[str, object]:

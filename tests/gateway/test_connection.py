@@ -214,6 +214,12 @@ def test_an_idle_connection_of_the_key_makes_room_for_another(parser: str) -> No
             client.sendall(models)
             assert response(client).startswith(b"HTTP/1.1 200")
         assert [is_closed(client) for client in clients] == [True, True, True, False, False]
+        # The loop, which has the admin key, may hold as many as it needs.
+        clients = [stack.enter_context(connected(gateway)) for _ in range(5)]
+        for client in clients:
+            client.sendall(models.replace(key.encode(), ADMIN_KEY.encode()))
+            response(client)
+        assert not any(is_closed(client) for client in clients)
 
 
 def test_connections_are_as_many_as_the_process_may_open_files(
