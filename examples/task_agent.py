@@ -15,7 +15,7 @@ import openai
 MAX_TURNS = 24
 TEMPERATURE = 1.0
 SPENT = ("context_length_exceeded", "insufficient_quota")
-"""Codes of errors: a context that is full, or a budget that is spent. The attempt ends there."""
+"""Codes of errors: a full context, or a spent budget. The attempt ends there. Another 429 is a limit of connections."""
 
 
 async def solve(client: openai.AsyncOpenAI, job: dict[str, Any]) -> str:
@@ -46,19 +46,13 @@ async def solve(client: openai.AsyncOpenAI, job: dict[str, Any]) -> str:
     return ""
 
 
-def is_spent(error: openai.APIError) -> bool:
-    """A limit of connections is answered by 429 as a budget is, but says when to ask again."""
-    is_passing = isinstance(error, openai.APIStatusError) and "retry-after" in error.response.headers
-    return error.code in SPENT and not is_passing
-
-
 async def work(client: openai.AsyncOpenAI, job: dict[str, Any]) -> None:
     own = client.with_options(base_url=job["base_url"], api_key=job["api_key"])
     try:
         answer = {"answer": await solve(own, job)}
     except openai.APIError as error:
         status = error.status_code if isinstance(error, openai.APIStatusError) else 503
-        answer = {"answer": ""} if is_spent(error) else {"error": str(error)}
+        answer = {"answer": ""} if error.code in SPENT else {"error": str(error)}
         answer |= {"kind": "infra"} if "error" in answer and (status >= 500 or status == 429) else {}
     except Exception as error:  # noqa: BLE001  (an error is an answer; without one the job would wait for its time)
         answer = {"error": f"{type(error).__name__}: {error}"}

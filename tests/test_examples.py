@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx2
-import openai
 import pytest
 
 from m2forge.errors import ConfigError
@@ -87,22 +85,3 @@ def test_the_demo_says_what_is_wrong_in_one_line(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sys, "argv", ["demo.py", "--scale=0.03", "--runs", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"^demo: error: no such text; --runs names another folder$"):
         runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="__main__")
-
-
-@pytest.mark.parametrize(
-    ("status", "code", "headers", "is_spent"),
-    [
-        (429, "insufficient_quota", {}, True),
-        (400, "context_length_exceeded", {}, True),
-        (429, "insufficient_quota", {"Retry-After": "1"}, False),
-        (429, "rate_limit_exceeded", {}, False),
-        (400, None, {}, False),
-    ],
-)
-def test_an_attempt_ends_with_its_budget_and_not_with_a_limit_of_connections(
-    status: int, code: str | None, headers: dict[str, str], is_spent: bool
-) -> None:
-    agent = runpy.run_path(str(ROOT / "examples" / "task_agent.py"), run_name="task_agent")
-    response = httpx2.Response(status, headers=headers, request=httpx2.Request("POST", "http://127.0.0.1/v1"))
-    error = openai.APIStatusError("refused", response=response, body={"code": code})
-    assert agent["is_spent"](error) is is_spent

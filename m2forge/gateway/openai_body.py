@@ -33,13 +33,15 @@ FINISH_REASONS: Mapping[Ending, str] = {
 
 TOO_LONG = "context_length_exceeded"
 """Error code for a prompt that does not fit the context."""
+TOO_FAST = "rate_limit_exceeded"
+"""Error code for more connections than a key may have; a client waits and retries."""
 _ERRORS: Mapping[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),
     413: ("invalid_request_error", "request_too_large"),
     429: ("insufficient_quota", "insufficient_quota"),
     503: ("server_error", "service_unavailable"),
 }
-"""Type and code of an error by HTTP status; 429 means a spent budget, not a rate limit."""
+"""Type and code of an error by HTTP status. A 429 without another code is a spent budget, which no retry changes."""
 
 quote = json.JSONEncoder().encode
 """Encodes JSON in ASCII: Unicode line separators would break event lines for some clients."""
@@ -123,6 +125,7 @@ def usage_body(usage: Usage) -> dict[str, JsonValue]:
 
 def error_body(status: int, message: str, field: str | None = None, code: str | None = None) -> dict[str, JsonValue]:
     kind, usual = _ERRORS.get(status, ("server_error" if status >= 500 else "invalid_request_error", None))
+    kind = "requests" if code == TOO_FAST else kind
     return {"error": {"message": message, "type": kind, "param": field, "code": code or usual}}
 
 

@@ -8,6 +8,7 @@ from m2forge.gateway.episode import BudgetError, ClosedError
 from m2forge.gateway.exchange import AskError
 from m2forge.gateway.journal import JournalError
 from m2forge.gateway.limits import Refusal, Send
+from m2forge.gateway.openai_body import TOO_FAST
 from m2forge.records import JsonValue
 
 Pairs = Sequence[tuple[bytes, bytes]]
@@ -50,6 +51,8 @@ def field_of(error: M2ForgeError) -> str | None:
 
 
 def code_of(error: M2ForgeError) -> str | None:
+    if isinstance(error, Refusal) and error.status == 429:
+        return TOO_FAST
     return error.code if isinstance(error, AskError) else None
 
 

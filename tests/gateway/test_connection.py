@@ -186,6 +186,8 @@ def test_connections_of_one_key_are_limited_to_its_own_cost(parser: str) -> None
         told = response(ask(one_key))
         assert told.startswith(b"HTTP/1.1 429")
         assert b"max_connections_per_key" in told
+        error = json.loads(told.partition(b"\r\n\r\n")[2])["error"]
+        assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
         start = told.lower().partition(b"\r\n\r\n")[0]
         assert b"\r\nretry-after: 1" in start
         assert b"x-should-retry" not in start
