@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -194,13 +193,8 @@ class Generation:
                     if nap_s and chunk.finish_reason is None:
                         await asyncio.sleep(nap_s)
                     asked_s = time.monotonic()
-            if (
-                self._inbox
-                and self.plan.stream is not None
-                and os.environ.get("Y", "1") != "0"
-                and (os.environ.get("Y") == "2" or not self._pace.is_late)
-            ):
-                # Recording takes longer than sending: the last tokens go out first.
+            if self._inbox and self.plan.stream is not None and not self._pace.is_late:
+                # Recording takes longer than sending: the last tokens are sent first.
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
             failure = EngineError("the gateway is stopping; ask again")
