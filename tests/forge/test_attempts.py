@@ -266,7 +266,7 @@ def test_a_hostile_answer_is_judged_in_time_again_after_a_restart(tmp_path: Path
     """What a loop that died had stored: the next loop judges it, and an answer that no verifier finishes is wrong."""
     task = GymFamily("coin_flip").draw(0, 1)
     right = str(GymFamily("coin_flip").verify(task, "").evidence["expected"])
-    format = minimax()
+    format, before = minimax(), set(threading.enumerate())
     config = AgentConfig(command=("true",))
 
     async def judge() -> list[Reward | None]:
@@ -286,7 +286,7 @@ def test_a_hostile_answer_is_judged_in_time_again_after_a_restart(tmp_path: Path
                 judge = Judge(RewardConfig())
                 async with Attempts(agents, pool, writer, judge, format, lambda task, rate: None) as attempts:
                     await attempts.judge_whole()
-            assert not [thread for thread in threading.enumerate() if thread.name.startswith("episodes")]
+            assert not {thread for thread in threading.enumerate() if thread.name.startswith("episodes")} - before
             assert attempts.counts.num_groups == 1
             with pool.database.read() as connection:
                 (unit,) = read_units(connection, [1], pool.vocab_size)
