@@ -27,7 +27,7 @@ END_S = 30.0
 class Watched:
     run_dir: Path
     started_s: float
-    """Of the monotonic clock, as all times here."""
+    """Seconds on the monotonic clock, as all times here."""
     checks: list[tuple[float, Check]] = field(default_factory=list)
     """With the time at which each was done."""
     utilisation: list[tuple[float, float]] = field(default_factory=list)

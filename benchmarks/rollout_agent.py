@@ -28,7 +28,7 @@ from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 
 SHARES = (1.0, 0.9, 0.75, 0.5)
-"""Of the blocks that hold all tokens of all episodes."""
+"""Shares of the blocks that hold all tokens of all episodes."""
 SMALLEST = ModelConfig(
     family="llama",
     vocab_size=512,

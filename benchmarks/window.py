@@ -33,7 +33,7 @@ NUM_QUEUED, WINDOW, BATCH = 256, 77, 32
 LIMIT = 8.0
 """T over the median duration."""
 CORRELATION = 0.7
-"""Of difficulty with the normal score of the duration."""
+"""Correlation of difficulty with the normal score of the duration."""
 PARETO_INDEX = 1.5
 NUM_SEEDS, NUM_TRAINED = 8, 40 * NUM_QUEUED
 BAR_RATE = 1.25
@@ -115,7 +115,7 @@ def drift(difficulty: FloatRow, order: list[int]) -> float:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of each policy, over the seeds: means, and the largest lag."""
+    """Return means over the seeds, and the largest lag, of each policy."""
 
     busy: dict[str, float]
     drift: dict[str, float]

@@ -19,7 +19,7 @@ from tests.forge.scene import fill_pool, make_config, make_model
 
 
 def fresh_logprobs(model: Transformer, call: Call) -> FloatArray:
-    """Of the sampled tokens, by a forward pass over the call alone."""
+    """Return the logprobs of the sampled tokens by a forward pass over the call alone."""
     path = torch.tensor(np.concatenate((call.prompt_ids, call.response_ids)), dtype=torch.int64)
     with torch.no_grad():
         logp = model.logits(model(path[None]).hidden_ND).log_softmax(-1)

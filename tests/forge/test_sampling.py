@@ -33,7 +33,7 @@ from tests.forge.scene import make_call, make_config, make_model
 from tests.forge.test_loop import make_run
 
 CONTEXT = 590
-"""Of the domain: some prompts leave less room than their completions would take."""
+"""The domain's context limit: some prompts leave less room than their completions need."""
 GREEDY = Path(__file__).parent / "greedy_agent.py"
 
 

@@ -53,7 +53,7 @@ class WatchedEngine(ScriptedEngine):
         self.prompts: list[Prompt] = []
         self.completions: list[list[list[int]]] = []
         self.chunks: list[list[Chunk]] = []
-        """Of each prompt."""
+        """The chunks of each prompt."""
         self.num_aborted = 0
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
@@ -111,7 +111,7 @@ class Live:
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result(10)
 
     def num_listeners(self) -> int:
-        """Of all that is being generated."""
+        """Return the number of listeners of all running generations."""
         return sum(generation.num_listeners for generation in self.server.app.calls.running)
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
@@ -186,7 +186,7 @@ def check_recorded(gateway: Live, *episodes: Episode) -> None:
 
 
 def num_new_tokens(format: ChatFormat, seen: Sequence[Seen]) -> int:
-    """Of a conversation that only goes on: tokens of prompts that are neither an earlier prompt's nor sampled."""
+    """Count the prompt tokens of an append-only conversation that are neither an earlier prompt's nor sampled."""
     known: list[int] = []
     num_new = 0
     for prompt_ids, response_ids in seen:

@@ -151,7 +151,7 @@ def test_connections_without_a_key_are_limited_and_the_loop_gets_through(parser:
         assert response(held[-1]).startswith(b"HTTP/1.1 200")
         gateway.wait_until(lambda: len(gateway.server._server.server_state.connections) <= 8)
         assert all(map(is_closed, held[:32]))
-        # Others come all the time; whoever brings a key that opens something is not among those that are closed.
+        # New connections keep arriving; a connection with a valid key is never among those closed.
         admin, agent = (stack.enter_context(connected(gateway)) for _ in range(2))
         for client, path, sent in (
             (admin, "/episodes/none", ADMIN_KEY),

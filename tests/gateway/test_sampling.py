@@ -62,7 +62,7 @@ def test_a_gateway_without_a_decision_serves_requests_as_they_ask() -> None:
         assert post(gateway, made["key"], PATHS[path] | WISHES[path], path).status_code == 200
         (prompt,) = gateway.engine.prompts
         assert (prompt.sampling, prompt.seed) == (ASKED[path].sampling, 7)
-        assert not prompt.returns_experts, "they cost, and nobody asked"
+        assert not prompt.returns_experts, "no request asked for experts, which cost bandwidth"
         (call,) = calls_of(gateway, "own")
         assert (call.sampling, call.asked) == (ASKED[path].sampling, None)
 

@@ -18,7 +18,7 @@ from m2forge.model.exchange import import_model
 from m2forge.model.fp8 import dequantize
 
 LARGEST = 448.0
-"""Of float8_e4m3fn."""
+"""The largest value of float8_e4m3fn."""
 
 CONFIG = ModelConfig(
     vocab_size=64,

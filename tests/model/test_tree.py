@@ -33,11 +33,11 @@ from tests.model.draw_tree import (
 from tests.tree.draw import build, make_call
 
 SAME_GRADIENT = 1e-9
-"""Of the largest entry of a gradient: float64 sums of another order, through five blocks and back."""
+"""Tolerance relative to a gradient's largest entry: float64 sums in another order, through five blocks and back."""
 NO_GRADIENT = 1e-15
-"""Of the largest gradient of all: what rounding leaves of one that is zero, such as that of a query with one key."""
+"""Tolerance relative to the largest gradient, for gradients that are zero but for rounding."""
 SAME_LOSS = 1e-12
-"""Of the sum of the absolute terms."""
+"""Tolerance relative to the sum of the absolute terms."""
 
 
 @dataclass

@@ -63,7 +63,7 @@ def over_rows(model: Transformer, flat: FlatTree, weight_S: Tensor) -> None:
 
 
 def gradient(model: Transformer, of: str = "") -> Tensor:
-    """Of the parameters whose names begin with `of`, in one row."""
+    """Return the gradients of the parameters whose names begin with `of`, in one row."""
     found = [p.grad for name, p in model.named_parameters() if name.startswith(of) and p.grad is not None]
     return torch.cat([grad.double().flatten() for grad in found])
 

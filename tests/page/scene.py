@@ -56,7 +56,7 @@ window = {window}
 
 
 def make_chat_format() -> ChatFormat:
-    """Of a small tokenizer that knows the words of the tasks."""
+    """Return the chat format of a small tokenizer that knows the words of the tasks."""
     texts = ["I look, then I answer. The tool said: error.", "<b>bold</b> & 'quoted' \"text\" Grüße 你好"]
     for name in FAMILIES:
         for seed in range(8):

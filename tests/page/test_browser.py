@@ -23,7 +23,7 @@ FIRST_PAINT_S = 1.0
 SLOWER = 2.0
 """A busy machine takes longer for any page; then a long episode may take so many times what a short one does."""
 FRAME_MS = 40
-"""Of the processor's time for a frame, while a long episode is scrolled through by a screen a frame."""
+"""Share of the processor's time for a frame, while a long episode is scrolled through by a screen a frame."""
 NUM_LONG = 5000
 HOSTILE = '</script><script>window.pwned=1</script><img src=x onerror="window.pwned=1">\'"&amp;'
 SIZES = {"wide": (1440, 900), "narrow": (390, 800)}

@@ -16,7 +16,7 @@ from tests.rollout.draw import tiny
 MAX_CACHE_TOKENS = 20
 NUM_TIMES = 8
 LEAK_BYTES = 4
-"""Of a request: half a reference."""
+"""Share of a request: half a reference."""
 
 
 def serve_some(core: Core, clock: list[float], random: np.random.Generator, num_prompts: int) -> None:

@@ -244,7 +244,7 @@ def test_a_long_completion_in_small_pieces_takes_linear_time() -> None:
 
 
 def processor_s(data: bytes) -> float:
-    """Of processor time, which others on the machine do not take, and without a search for what other tests left."""
+    """Measure CPU time, which other processes do not change, with garbage collection off."""
     gc.disable()
     try:
         started_s = time.process_time()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from m2forge.train.parallel import ProcessRanks
 
 TIMEOUT_S = 120.0
-"""Of the whole; a rank that waits for another gives up earlier."""
+"""Time limit of the whole; a rank that waits for another gives up earlier."""
 
 Scenario = Callable[[ProcessRanks], object]
 """A function of a module, so that a fresh process finds it."""
