@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -83,6 +83,58 @@ def floor_breaches(root: Path) -> list[str]:
             if not allowed:
                 breaches.append(f"{place}:{line}: {room} must not import {other}")
     return breaches
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Every module of the package, by its dotted name. The root module is left out: every import loads it first, and
+    what it offers it imports when asked."""
+    found = {}
+    for path in sources(root, PACKAGE):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts == (PACKAGE, "__init__"):
+            continue
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported_modules(tree: ast.Module, known: Collection[str]) -> set[str]:
+    """The modules of `known` that a module imports at any place: in functions and under TYPE_CHECKING too."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in known else str(node.module) for name in inside}
+    return names & {*known}
+
+
+def circle_breaches(root: Path) -> list[str]:
+    """Circles of imports between modules. Modules that import nothing but modules without circles are removed until
+    none is left to remove; of the others, each on a circle is named with its way back to itself."""
+    paths = modules(root)
+    left = {name: imported_modules(parse(path), paths) - {name} for name, path in paths.items()}
+    while free := {name for name, others in left.items() if not others}:
+        left = {name: others - free for name, others in left.items() if name not in free}
+    found: dict[frozenset[str], str] = {}
+    for name in sorted(left):
+        way = way_back(name, left)
+        if way:
+            found.setdefault(frozenset(way), " -> ".join(way))
+    return [f"circle of imports: {way}" for way in found.values()]
+
+
+def way_back(start: str, imports: Mapping[str, set[str]]) -> list[str]:
+    """The shortest way along imports from a module back to itself, both ends included; empty if there is none."""
+    ways, seen = [[start]], {start}
+    for way in ways:
+        for other in sorted(imports[way[-1]]):
+            if other == start:
+                return [*way, start]
+            if other not in seen:
+                seen.add(other)
+                ways.append([*way, other])
+    return []
 
 
 def init_breaches(root: Path) -> list[str]:
@@ -166,6 +218,7 @@ def target_breaches(root: Path) -> list[str]:
 
 RULES: list[Callable[[Path], list[str]]] = [
     floor_breaches,
+    circle_breaches,
     init_breaches,
     docstring_breaches,
     name_breaches,
@@ -201,6 +254,18 @@ PLANTED = [
     (floor_breaches, "m2forge/tree/a.py", "from m2forge.text import x\n", "tree must not import text"),
     (floor_breaches, "m2forge/model/a.py", "from ..cli import main\n", "model must not import relative"),
     (floor_breaches, "m2forge/attic/a.py", "", "room 'attic' has no floor"),
+    (
+        circle_breaches,
+        "m2forge/errors.py",
+        '"""A."""\ndef f():\n    from m2forge import config\n',
+        "m2forge.config -> m2forge.errors -> m2forge.config",
+    ),
+    (
+        circle_breaches,
+        "m2forge/errors.py",
+        "if TYPE_CHECKING:\n    import m2forge.config\n",
+        "m2forge.config -> m2forge.errors -> m2forge.config",
+    ),
     (init_breaches, "m2forge/model/__init__.py", '"""A."""\nfrom m2forge.errors import x\n', "__init__.py:2: code"),
     (docstring_breaches, "examples/a.py", "x = 1\n", "examples/a.py: no module docstring"),
     (name_breaches, "m2forge/model/tensor_utils.py", "", "'tensor_utils' names no thing"),

@@ -53,7 +53,19 @@ def adamw_(
         from m2forge.kernels.adamw_triton import adamw_one_
 
         for state, grad, time in zip(states, grads, times, strict=True):
-            adamw_one_(state, grad, time, scale, rule)
+            adamw_one_(
+                state.weight,
+                state.master,
+                state.mean,
+                state.square,
+                grad,
+                time,
+                scale,
+                rate=rule.rate,
+                decay=rule.decay,
+                betas=rule.betas,
+                eps=rule.eps,
+            )
         return
     factor = float(scale)
     if not math.isfinite(factor):

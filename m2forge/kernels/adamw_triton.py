@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from m2forge.kernels.adamw import AdamWRule, AdamWState
-
 BLOCK = 4096
 
 
@@ -50,25 +48,40 @@ def _adamw_kernel(
             tl.store(weight + index, w.to(weight.dtype.element_ty), mask=mask)
 
 
-def adamw_one_(state: AdamWState, grad: Tensor, time: int, scale: Tensor, rule: AdamWRule) -> None:
-    if not all(x.is_contiguous() for x in (state.weight, state.exact, state.mean, state.square)):
+def adamw_one_(
+    weight: Tensor,
+    master: Tensor | None,
+    mean: Tensor,
+    square: Tensor,
+    grad: Tensor,
+    time: int,
+    scale: Tensor,
+    *,
+    rate: float,
+    decay: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """Steps one weight in place; the arguments are the fields of `adamw.AdamWState` and `adamw.AdamWRule`."""
+    exact = weight if master is None else master
+    if not all(x.is_contiguous() for x in (weight, exact, mean, square)):
         raise ValueError("weights and their moments must be contiguous")
-    num_elements = state.weight.numel()
+    num_elements = weight.numel()
     _adamw_kernel[(triton.cdiv(num_elements, BLOCK),)](
-        state.weight,
-        state.exact,
-        state.mean,
-        state.square,
+        weight,
+        exact,
+        mean,
+        square,
         grad.contiguous(),
         scale,
         num_elements,
-        1 - rule.rate * rule.decay,
-        rule.rate,
-        *rule.betas,
-        rule.eps,
-        1 / (1 - rule.betas[0] ** time),
-        1 / (1 - rule.betas[1] ** time),
-        state.master is not None,
+        1 - rate * decay,
+        rate,
+        *betas,
+        eps,
+        1 / (1 - betas[0] ** time),
+        1 / (1 - betas[1] ** time),
+        master is not None,
         BLOCK,
         num_warps=8,
     )
