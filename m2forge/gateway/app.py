@@ -21,7 +21,7 @@ from m2forge.gateway import admin, anthropic_models, openai_models, tools
 from m2forge.gateway.calls import Calls, Route
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.connection_limit import REFUSAL, Owners
-from m2forge.gateway.counts import TEXT_TYPE, GatewayCounts
+from m2forge.gateway.counts import GatewayCounts
 from m2forge.gateway.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from m2forge.gateway.episode import Episode
 from m2forge.gateway.exchange import Dialect
@@ -48,6 +48,7 @@ from m2forge.gateway.respond import (
     respond_bytes,
     status_of,
 )
+from m2forge.observe.prometheus import TEXT_TYPE
 from m2forge.protocols import Engine, ToolHost
 from m2forge.records import JsonValue
 from m2forge.text.format import ChatFormat

@@ -1,16 +1,11 @@
-"""Gateway counters, and their Prometheus text.
-
-The text format is one line "name{label="value"} number" per metric, after the "# HELP" and "# TYPE" lines of its name
-(https://prometheus.io/docs/instrumenting/exposition_formats/). No metric contains an episode id, a key or text.
-"""
+"""Gateway counters, and their Prometheus text. No metric contains an episode id, a key or text."""
 
 from collections import Counter
-from collections.abc import Mapping
 from enum import StrEnum
 
 from m2forge.gateway.divergence import Divergence
+from m2forge.observe.prometheus import Metric, counter, gauge, labels, metrics_text, summary
 
-TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "m2forge_gateway_"
 
 
@@ -50,27 +45,25 @@ class GatewayCounts:
 
     def to_text(self, num_episodes: int, num_running: int) -> str:
         requests = {
-            f'{{dialect="{dialect}",outcome="{outcome}"}}': float(number)
+            labels(dialect=dialect, outcome=outcome): number
             for (dialect, outcome), number in sorted(self._num_requests.items())
         }
-        divergences = {f'{{reason="{reason}"}}': float(number) for reason, number in self._num_divergences.items()}
-        first = {"_sum": self._first_chunk_s, "_count": float(self._num_first_chunks)}
-        figures: list[tuple[str, str, str, Mapping[str, float]]] = [
-            ("requests_total", "counter", "Requests for completions by what became of them.", requests),
-            ("divergences_total", "counter", "Calls that did not simply go on, by the reason.", divergences),
-            ("prompt_tokens_total", "counter", "Tokens of prompts.", {"": self.num_prompt}),
-            ("encoded_tokens_total", "counter", "Of these, tokens made from text.", {"": self.num_encoded}),
-            ("sampled_tokens_total", "counter", "Tokens that the engine sampled.", {"": self.num_sampled}),
-            ("aborted_total", "counter", "Generations that were broken off.", {"": self.num_aborted}),
-            ("rewards_total", "counter", "Rewards that were taken.", {"": self.num_rewards}),
-            ("first_chunk_seconds", "summary", "From the engine being asked to its first chunk.", first),
-            ("episodes", "gauge", "Episodes in memory.", {"": num_episodes}),
-            ("running", "gauge", "Requests in flight.", {"": num_running}),
+        divergences = {labels(reason=reason): number for reason, number in self._num_divergences.items()}
+        metrics = [
+            Metric("requests_total", "counter", "Completion requests by outcome.", requests),
+            Metric("divergences_total", "counter", "Calls that diverged from the history, by reason.", divergences),
+            counter("prompt_tokens_total", "Prompt tokens.", self.num_prompt),
+            counter("encoded_tokens_total", "Prompt tokens that were tokenized from text.", self.num_encoded),
+            counter("sampled_tokens_total", "Tokens that the engine sampled.", self.num_sampled),
+            counter("aborted_total", "Aborted generations.", self.num_aborted),
+            counter("rewards_total", "Accepted rewards.", self.num_rewards),
+            summary(
+                "first_chunk_seconds",
+                "Time from the request to the engine until its first chunk.",
+                total=self._first_chunk_s,
+                count=self._num_first_chunks,
+            ),
+            gauge("episodes", "Episodes in memory.", num_episodes),
+            gauge("running", "Requests in flight.", num_running),
         ]
-        return "".join(line for figure in figures for line in _lines(*figure))
-
-
-def _lines(name: str, kind: str, description: str, values: Mapping[str, float]) -> list[str]:
-    full_name = PREFIX + name
-    head = [f"# HELP {full_name} {description}\n", f"# TYPE {full_name} {kind}\n"]
-    return head + [f"{full_name}{suffix} {float(value)!r}\n" for suffix, value in values.items()]
+        return metrics_text(metrics, prefix=PREFIX)

@@ -1,17 +1,12 @@
-"""The server's counters, and their text for Prometheus.
+"""The server's counters, and their Prometheus text."""
 
-The text format has one line "name{label="value"} number" per figure, after the lines "# HELP" and "# TYPE" of its name
-(https://prometheus.io/docs/instrumenting/exposition_formats/).
-"""
-
-import re
 from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
 
+from m2forge.observe.prometheus import Metric, counter, gauge, labels, metrics_text, summary
 from m2forge.protocols import Chunk, EngineState
 
-TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "m2forge_rollout_"
 
 
@@ -41,31 +36,25 @@ class ServerCounts:
         self._first_chunk_s += duration_s
 
     def to_text(self, state: EngineState, engine_metrics: Mapping[str, float]) -> str:
-        by_outcome = {f'{{outcome="{outcome}"}}': float(number) for outcome, number in self._num_requests.items()}
-        first = {"_sum": self._first_chunk_s, "_count": float(self._num_first_chunks)}
-        lines = [
-            *_figure("requests_total", "counter", "Requests by what became of them.", by_outcome),
-            *_figure("sampled_tokens_total", "counter", "Tokens sent.", {"": self._num_sampled_tokens}),
-            *_figure("first_chunk_seconds", "summary", "From a request to its first chunk.", first),
-            *_figure("running", "gauge", "Completions under way.", {"": state.num_running}),
-            *_figure("waiting", "gauge", "Completions that wait for room.", {"": state.num_waiting}),
-            *_figure("policy_step", "gauge", "Step of the policy that samples.", {"": state.version.step}),
+        by_outcome = {labels(outcome=outcome): number for outcome, number in self._num_requests.items()}
+        metrics = [
+            Metric("requests_total", "counter", "Requests by outcome.", by_outcome),
+            counter("sampled_tokens_total", "Tokens sent.", self._num_sampled_tokens),
+            summary(
+                "first_chunk_seconds",
+                "Time from a request until its first chunk.",
+                total=self._first_chunk_s,
+                count=self._num_first_chunks,
+            ),
+            gauge("running", "Running completions.", state.num_running),
+            gauge("waiting", "Queued completions.", state.num_waiting),
+            gauge("policy_step", "Step of the policy version that samples.", state.version.step),
         ]
         for name, value in sorted(engine_metrics.items()):
             # An engine's counters are "total_…" in its metrics and "…_total" in Prometheus.
             counted = name.removeprefix("total_")
-            kind, shown = ("gauge", name) if counted == name else ("counter", f"{counted}_total")
-            lines += _figure(f"engine_{shown}", kind, "A figure of the engine's own.", {"": value})
-        return "".join(f"{line}\n" for line in lines)
-
-
-def _figure(name: str, kind: str, description: str, values: Mapping[str, float]) -> list[str]:
-    """The lines of one metric; `values` by the suffix or labels after its name."""
-    full_name = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-    head = [f"# HELP {full_name} {description}", f"# TYPE {full_name} {kind}"]
-    return head + [f"{full_name}{suffix} {_number(value)}" for suffix, value in values.items()]
-
-
-def _number(value: float) -> str:
-    text = repr(float(value))
-    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)
+            if counted == name:
+                metrics.append(gauge(f"engine_{name}", "A gauge of the engine.", value))
+            else:
+                metrics.append(counter(f"engine_{counted}_total", "A counter of the engine.", value))
+        return metrics_text(metrics, prefix=PREFIX)

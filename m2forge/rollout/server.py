@@ -30,10 +30,11 @@ from starlette.types import ASGIApp
 
 from m2forge.errors import EngineError, M2ForgeError, RequestError
 from m2forge.listener import listen
+from m2forge.observe.prometheus import TEXT_TYPE
 from m2forge.protocols import Chunk, Engine
 from m2forge.records import JsonValue
 from m2forge.rollout import wire
-from m2forge.rollout.counts import TEXT_TYPE, Outcome, ServerCounts
+from m2forge.rollout.counts import Outcome, ServerCounts
 from m2forge.rollout.guard import Guard
 from m2forge.rollout.merge import merge_chunks
 from m2forge.rollout.server_config import ServerConfig
