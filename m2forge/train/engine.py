@@ -11,7 +11,8 @@ Metrics are returned as one tensor whose copy to the host is asynchronous, so a 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -95,7 +96,19 @@ class StepReport(PendingMetrics):
         return self._logprobs.read()
 
 
-_BatchT = TypeVar("_BatchT")
+_PackT = TypeVar("_PackT")
+
+
+@dataclass(frozen=True)
+class _WholeStep:
+    """What the backward pass of one pack needs to know about all packs of its step."""
+
+    num_packs: int
+    """Packs of each rank, blank ones included."""
+    num_tokens: float
+    """Input tokens of all ranks, each counted as often as samples contain it."""
+    load_LE: Tensor | None = None
+    """Expert loads of all packs and ranks, for the balance loss; None: the only pack's own loads are all."""
 
 
 class TrainEngine:
@@ -143,12 +156,15 @@ class TrainEngine:
             sum(num_targets(pack) for pack in packs), sum(pack.tokens.size for pack in packs)
         )
         sums = RowSums(self.tag_names, len(self.model.mtp), self.device)
+        make = partial(self._row_batch, length=pack_tokens if self.pads else None)
+        micro_batches = self._begin(packs)
+        loads = (self.model(batch.tokens_N, batch.plan).load_LE for batch in map(make, micro_batches))
+        whole = self._look_ahead(len(micro_batches), num_tokens, loads)
 
-        def forward(batch: Batch) -> Output:
+        def train(pack: Pack | None) -> Tensor | None:
+            """Run one pack forward and backward; its output is freed when this returns, before the next pack starts."""
+            batch = make(pack)
             output: Output = self.model(batch.tokens_N, batch.plan)
-            return output
-
-        def loss(batch: Batch, output: Output) -> Tensor:
             found = next_token_loss(
                 self.model,
                 output,
@@ -161,13 +177,15 @@ class TrainEngine:
             sums.add(batch, found)
             if measure_agreement and sums.num_packs == len(packs):
                 sums.agreement = draft_agreement(self.model, output, batch)
-            return found.total
+            self._backward(found.total, output, whole)
+            return output.load_LE
 
-        length = pack_tokens if self.pads else None
-        makes = [partial(make_batch, pack, self.device, length) for pack in packs]
-        load_LE = self._accumulate(makes, partial(blank_batch, self.device), forward, loss, num_tokens)
+        load_LE = self._sum_loads(train(pack) for pack in micro_batches)
         norms = self._update(load_LE, rate)
         return PendingMetrics(sums.figures(num_edges, self.ranks) | _shared_figures(norms, load_LE))
+
+    def _row_batch(self, pack: Pack | None, length: int | None) -> Batch:
+        return blank_batch(self.device) if pack is None else make_batch(pack, self.device, length)
 
     # -- trees --------------------------------------------------------------------------------------------------------
 
@@ -189,25 +207,20 @@ class TrainEngine:
         if not counts.num_edges:
             return StepReport({}, _token_figures(counts), problems, TokenLogprobs((), (), ()))
         sums = PolicySums(self.policy, self._num_drafts(), self.device, version)
+        micro_batches = self._begin(packs)
+        loads = (self._run_trees(self._tree_batch(pack, counts.weight)).load_LE for pack in micro_batches)
+        whole = self._look_ahead(len(micro_batches), counts.num_input_tokens, loads)
 
-        def forward(batch: TreeBatch) -> Output:
-            output: Output = self.model(
-                batch.tokens_N,
-                batch.plan,
-                with_mtp=self._num_drafts() > 0,
-                mtp_gradient=self.policy.mtp_gradient,
-                experts_NLK=batch.experts_NLK,
-            )
-            return output
-
-        def loss(batch: TreeBatch, output: Output) -> Tensor:
+        def train(pack: FlatTree | None) -> Tensor | None:
+            """Run one pack forward and backward; its output is freed when this returns, before the next pack starts."""
+            batch = self._tree_batch(pack, counts.weight)
+            output = self._run_trees(batch)
             found = policy_loss(self.model, output, batch, self.policy)
             sums.add(batch, found)
-            return found.total
+            self._backward(found.total, output, whole)
+            return output.load_LE
 
-        makes = [partial(self._tree_batch, pack, counts.weight) for pack in packs]
-        blank = partial(blank_tree_batch, self.device, self._precision)
-        load_LE = self._accumulate(makes, blank, forward, loss, counts.num_input_tokens)
+        load_LE = self._sum_loads(train(pack) for pack in micro_batches)
         norms = self._update(load_LE, rate)
         logprobs = TokenLogprobs(trainable, packs, sums.logp)
         figures = sums.figures(counts, self.ranks) | _shared_figures(norms, load_LE)
@@ -225,7 +238,9 @@ class TrainEngine:
     def _num_drafts(self) -> int:
         return len(self.model.mtp) if self.policy.mtp_weight else 0
 
-    def _tree_batch(self, pack: FlatTree, total_weight: float) -> TreeBatch:
+    def _tree_batch(self, pack: FlatTree | None, total_weight: float) -> TreeBatch:
+        if pack is None:
+            return blank_tree_batch(self.device, self._precision)
         bucket = self.policy.bucket_tokens
         return make_tree_batch(
             pack,
@@ -236,6 +251,16 @@ class TrainEngine:
             length=bucket_length(pack.num_tokens, bucket, self.policy.pack_tokens) if self.pads else None,
         )
 
+    def _run_trees(self, batch: TreeBatch) -> Output:
+        output: Output = self.model(
+            batch.tokens_N,
+            batch.plan,
+            with_mtp=self._num_drafts() > 0,
+            mtp_gradient=self.policy.mtp_gradient,
+            experts_NLK=batch.experts_NLK,
+        )
+        return output
+
     # -- what both share ----------------------------------------------------------------------------------------------
 
     def _totals(self, *values: float) -> list[float]:
@@ -243,56 +268,40 @@ class TrainEngine:
         totals: list[float] = self.ranks.sum(torch.tensor(values, dtype=torch.float64)).tolist()
         return totals
 
-    def _accumulate(
-        self,
-        makes: Sequence[Callable[[], _BatchT]],
-        blank: Callable[[], _BatchT],
-        forward: Callable[[_BatchT], Output],
-        loss: Callable[[_BatchT, Output], Tensor],
-        num_tokens: float,
-    ) -> Tensor | None:
-        """Run every pack forward and backward; returns the expert loads of the whole step. `num_tokens`: input tokens
-        of the whole step, each counted as often as it occurs."""
+    def _begin(self, packs: Sequence[_PackT]) -> list[_PackT | None]:
+        """Discard old gradients; returns the micro-batches of the step. A rank with fewer packs than another runs blank
+        ones (None) in addition, because each backward pass communicates."""
         self.optimizer.clear()
         self.model.freeze_learnt_biases(self.router_bias == "frozen")
-        makes = [*makes, *[blank] * (self.ranks.max_int(len(makes)) - len(makes))]
-        ahead_LE = self._loads_ahead(makes, forward)
-        load_LE: Tensor | None = None
+        return [*packs, *[None] * (self.ranks.max_int(len(packs)) - len(packs))]
 
-        def run(batch: _BatchT) -> Tensor | None:
-            """The model's output is freed when this returns, before the next pack starts."""
-            output = forward(batch)
-            total = loss(batch, output) + self._balance_loss(output, ahead_LE, num_tokens)
-            if total.requires_grad:
-                total.backward()
-            return output.load_LE
-
-        for make in makes:
-            load_LE = _sum_loads(load_LE, run(make()))
-            if len(makes) > 1:
-                self.optimizer.collect()
-        return None if load_LE is None else self.ranks.sum(load_LE)
-
-    def _loads_ahead(
-        self, makes: Sequence[Callable[[], _BatchT]], forward: Callable[[_BatchT], Output]
-    ) -> Tensor | None:
-        """The expert loads of the whole step, which each pack's balance loss needs if there are several packs."""
+    def _look_ahead(self, num_packs: int, num_tokens: float, loads: Iterator[Tensor | None]) -> _WholeStep:
+        """`loads`: runs the packs forward, one by one, as it is read; read only if the balance loss needs the loads of
+        several packs."""
         moe = self.model.config.moe
-        if moe is None or moe.aux_loss_weight == 0 or (len(makes) == 1 and self.ranks.num_ranks == 1):
-            return None
-        load_LE: Tensor | None = None
-        for make in makes:
-            with torch.no_grad():
-                load_LE = _sum_loads(load_LE, forward(make()).load_LE)
-        return None if load_LE is None else self.ranks.sum(load_LE)
+        if moe is None or moe.aux_loss_weight == 0 or (num_packs == 1 and self.ranks.num_ranks == 1):
+            return _WholeStep(num_packs, num_tokens)
+        with torch.no_grad():
+            return _WholeStep(num_packs, num_tokens, self._sum_loads(loads))
 
-    def _balance_loss(self, output: Output, ahead_LE: Tensor | None, num_tokens: float) -> Tensor | float:
+    def _backward(self, loss: Tensor, output: Output, whole: _WholeStep) -> None:
+        """Accumulate the gradients of one pack: those of its share of the loss and of the balance loss."""
         moe, own_LE = self.model.config.moe, output.load_LE
-        if moe is None or own_LE is None or output.affinity_LE is None:
-            return 0.0
-        return moe.aux_loss_weight * aux_loss(
-            own_LE if ahead_LE is None else ahead_LE, output.affinity_LE, int(num_tokens)
-        )
+        if moe is not None and own_LE is not None and output.affinity_LE is not None:
+            load_LE = own_LE if whole.load_LE is None else whole.load_LE
+            loss = loss + moe.aux_loss_weight * aux_loss(load_LE, output.affinity_LE, int(whole.num_tokens))
+        if loss.requires_grad:
+            loss.backward()
+        if whole.num_packs > 1:
+            self.optimizer.collect()
+
+    def _sum_loads(self, loads: Iterable[Tensor | None]) -> Tensor | None:
+        """Expert loads summed over packs and ranks; None if the model has no experts."""
+        total_LE: Tensor | None = None
+        for load_LE in loads:
+            if load_LE is not None:
+                total_LE = load_LE if total_LE is None else total_LE + load_LE
+        return None if total_LE is None else self.ranks.sum(total_LE)
 
     def _update(self, load_LE: Tensor | None, rate: float) -> Norms:
         if not 0 <= rate < math.inf:
@@ -302,10 +311,6 @@ class TrainEngine:
             # Zero loads move no bias: a step with non-finite gradients is skipped entirely, without a host sync.
             self.model.update_router_biases(load_LE * norms.overall.isfinite())
         return norms
-
-
-def _sum_loads(some_LE: Tensor | None, more_LE: Tensor | None) -> Tensor | None:
-    return some_LE if more_LE is None else more_LE if some_LE is None else some_LE + more_LE
 
 
 def _token_figures(counts: StepCounts) -> dict[str, float]:
