@@ -1,16 +1,23 @@
-# `make help` lists the targets. Everything runs in .venv, which `make setup` creates from pinned requirements.
+# `make help` lists the targets. Everything runs in .venv: `make demo` installs the pinned packages that the demo needs,
+# and `make setup`, or the first target that needs it, adds those for development.
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.demo
 CHROMIUM := $(VENV)/.chromium
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# Compiling every module of every package takes longer than the rest of the installation; Python compiles a module when
+# it is first imported, and most never are.
+INSTALL := $(PIP) install --no-compile
 # Two workers on two cores: a second thread in each would only take turns with the other.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Each takes half of the files, so that what the tests of a file share is made once, and then of the other's rest.
 WORKERS := -n 2 --dist worksteal
+
+DEMO_REQUIREMENTS := $(patsubst %,requirements/%.txt,demo runtime torch portable)
 
 PY ?= 3.12
 ARCH ?= x86_64
@@ -27,12 +34,12 @@ PLATFORMS := $(foreach tag,manylinux_2_28 manylinux_2_17 manylinux2014,--platfor
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP) ## create .venv and install the pinned dependencies
+setup: $(STAMP) ## create .venv and install the pinned packages, those for development included
 
-demo: $(STAMP) ## pre-train and fine-tune a small network, then let an untouched agent make it better, in minutes
+demo: $(DEMO_STAMP) ## pre-train and fine-tune a small network, then let an untouched agent make it better, in minutes
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-demo-control: $(STAMP) ## the demo with rewards dealt at random
+demo-control: $(DEMO_STAMP) ## the demo with rewards dealt at random
 	@$(BIN)/python examples/demo.py --control $(ARGS)
 
 test: $(STAMP) $(CHROMIUM) ## run the tests on 2 workers (ARGS="-k name" is passed on)
@@ -66,12 +73,18 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later found; name one with PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): $(wildcard requirements/*.txt) pyproject.toml | $(BIN)/python
-	@echo "installing the pinned dependencies into $(VENV); torch is large, this may take minutes"
-	@$(PIP) install -r requirements/dev.txt
-	@$(PIP) install --no-deps -r requirements/nodeps.txt
-	@$(PIP) install --no-deps --no-build-isolation --editable .
+$(DEMO_STAMP): $(DEMO_REQUIREMENTS) pyproject.toml | $(BIN)/python
+	@echo "installing what the demo needs into $(VENV), about 800 MB, most of it torch"
+	@$(INSTALL) -r requirements/demo.txt
+	@$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
+
+$(STAMP): $(wildcard requirements/*.txt) pyproject.toml | $(BIN)/python
+	@echo "installing the packages for development into $(VENV), about 2 GB; this may take minutes"
+	@$(INSTALL) -r requirements/dev.txt
+	@$(INSTALL) --no-deps -r requirements/nodeps.txt
+	@$(INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $(DEMO_STAMP) $@
 
 # A browser for the tests of the run page; without one they are skipped.
 $(CHROMIUM): dev/chromium.sh | $(STAMP)
