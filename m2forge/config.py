@@ -4,80 +4,71 @@ Each package derives its configuration from `Config`. Nothing is coerced (an int
 type changes), an unknown key is an error that suggests the closest name, and all problems of one source are reported in
 one `ConfigError`: source, dotted key, value received, what is expected. `dump` writes the resolved configuration,
 defaults included, as TOML that loads back equal.
+
+Several files stack: tables merge, every other value of a later file replaces that of the earlier ones, and overrides
+come last. A key that was renamed is refused under its former name, except in what an earlier version wrote into a run's
+directory, which `load_resolved` and `current_keys` read.
 """
 
 import copy
 import json
 import tomllib
-import typing
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import date, datetime, time
+from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, ClassVar, TypeAlias, TypeGuard, TypeVar
+from typing import TypeAlias
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from m2forge.config_class import Config, ConfigT, TomlValue, models_at
 from m2forge.errors import ConfigError, suggest
 from m2forge.files import write_atomic
+from m2forge.renamed_key import Renames, show
 
-TomlValue: TypeAlias = str | int | float | bool | datetime | date | time | list["TomlValue"] | dict[str, "TomlValue"]
+__all__ = [
+    "Config",
+    "ConfigT",
+    "TomlValue",
+    "build",
+    "current_keys",
+    "dump",
+    "load",
+    "load_resolved",
+    "parse_overrides",
+    "write_resolved",
+]
+
 Overrides: TypeAlias = Mapping[tuple[str, ...], TomlValue]
 
-_LONGEST_VALUE = 80
+
+def load(kind: type[ConfigT], path: Path | Sequence[Path], overrides: Sequence[str] = ()) -> ConfigT:
+    """Load a file, or several of which later ones override earlier ones, with `overrides` such as `"model.layers=4"`
+    on top."""
+    paths = [path] if isinstance(path, Path) else path
+    return _build(kind, [(str(path), _read(path)) for path in paths], overrides)
 
 
-class Config(BaseModel):
-    """Base of every configuration: strict, frozen, no unknown keys."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        validate_default=True,
-        protected_namespaces=(),
-        allow_inf_nan=False,
-    )
-
-    moved_keys: ClassVar[Mapping[str, str]] = {}
-    """Removed keys of this table → the dotted key that replaces each, named in the error for the old one."""
-
-
-ConfigT = TypeVar("ConfigT", bound=Config)
-
-
-def load(kind: type[ConfigT], path: Path, overrides: Sequence[str] = ()) -> ConfigT:
-    """Load `path` as a `kind`, with `overrides` such as `"model.layers=4"` applied."""
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from error
-    return build(kind, data, overrides, origin=str(path))
+def load_resolved(kind: type[ConfigT], path: Path) -> ConfigT:
+    """Load what `write_resolved` wrote, also under keys that were renamed since."""
+    return build(kind, current_keys(kind, _read(path)), origin=str(path))
 
 
 def build(
     kind: type[ConfigT], data: Mapping[str, TomlValue], overrides: Sequence[str] = (), origin: str = "configuration"
 ) -> ConfigT:
     """Validate `data` as a `kind`, with `overrides` applied. `origin` names the source of `data` in errors."""
-    parsed = parse_overrides(overrides)
-    merged = copy.deepcopy(dict(data))
-    for path, value in parsed.items():
-        _place(merged, path, value)
-    try:
-        # Strict validation of JSON accepts enums as strings and tuples as lists; that of objects does not.
-        return kind.model_validate_json(json.dumps(merged, default=str))
-    except ValidationError as error:
-        problems = [_describe(kind, merged, details, parsed, origin) for details in error.errors()]
-    unique = list(dict.fromkeys(problems))
-    if len(unique) == 1:
-        raise ConfigError(unique[0])
-    raise ConfigError("\n  ".join([f"{origin}: {len(unique)} problems", *unique]))
+    return _build(kind, [(origin, data)], overrides)
+
+
+def current_keys(kind: type[Config], data: Mapping[str, TomlValue]) -> dict[str, TomlValue]:
+    """`data` with every former key of `kind` and of its tables under its current name; all else stays as it is."""
+    renames = Renames(kind, data)
+    current, clashes = renames.apply(data)
+    for rename in clashes:
+        raise ConfigError(f"{'.'.join((*rename.table, rename.key))}: {renames.problem(rename)}, which is there too")
+    return current
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[tuple[str, ...], TomlValue]:
@@ -106,6 +97,57 @@ def dump(config: Config) -> str:
 def write_resolved(config: Config, path: Path) -> None:
     """Write `dump(config)` to `path`, atomically."""
     write_atomic(path, dump(config))
+
+
+def _read(path: Path) -> dict[str, TomlValue]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from error
+
+
+def _build(
+    kind: type[ConfigT], files: Sequence[tuple[str, Mapping[str, TomlValue]]], overrides: Sequence[str]
+) -> ConfigT:
+    merged: dict[str, TomlValue] = {}
+    for _, data in files:
+        _merge(merged, data)
+    parsed = parse_overrides(overrides)
+    for path, value in parsed.items():
+        _place(merged, path, value)
+    renames = Renames(kind, merged)
+    current, _ = renames.apply(merged)
+    sources = _Sources(files, parsed, renames)
+    problems = [
+        sources.describe((*rename.table, rename.key), "extra_forbidden", renames.problem(rename))
+        for rename in reversed(renames.found)
+    ]
+    try:
+        # Strict validation of JSON accepts enums as strings and tuples as lists; that of objects does not.
+        config = kind.model_validate_json(json.dumps(current, default=str))
+    except ValidationError as error:
+        problems += [_describe(kind, current, details, sources) for details in error.errors()]
+    else:
+        if not problems:
+            return config
+    unique = list(dict.fromkeys(problems))
+    if len(unique) == 1:
+        raise ConfigError(unique[0])
+    raise ConfigError("\n  ".join([f"{' + '.join(name for name, _ in files)}: {len(unique)} problems", *unique]))
+
+
+def _merge(data: dict[str, TomlValue], other: Mapping[str, TomlValue]) -> None:
+    """Put a copy of `other` over `data`: tables merge, every other value replaces the one below."""
+    for key, value in other.items():
+        below = data.get(key)
+        if isinstance(value, dict) and isinstance(below, dict):
+            _merge(below, value)
+        else:
+            data[key] = copy.deepcopy(value)
 
 
 def _to_toml(config: Config) -> str:
@@ -155,24 +197,17 @@ def _place(data: dict[str, TomlValue], path: tuple[str, ...], value: TomlValue) 
             else:
                 level = level[int(part)]
         else:
-            raise ConfigError(f"--set {'.'.join(path)}: {where} is {_show(level)}, not a table; it has no {part!r}")
+            raise ConfigError(f"--set {'.'.join(path)}: {where} is {show(level)}, not a table; it has no {part!r}")
 
 
-def _describe(
-    kind: type[Config], data: dict[str, TomlValue], details: ErrorDetails, overrides: Overrides, origin: str
-) -> str:
+def _describe(kind: type[Config], data: dict[str, TomlValue], details: ErrorDetails, sources: "_Sources") -> str:
     """One line for one problem: source, dotted key, value received, what is expected."""
     path = _path_in_data(data, details)
-    key = ".".join(str(part) for part in path) or kind.__name__
     message = details["msg"]
     match details["type"]:
         case "extra_forbidden":
-            parent, name = path[:-1], str(path[-1])
-            models = _models_at(kind, parent)
-            moved = [model.moved_keys[name] for model in models if name in model.moved_keys]
-            known = {field for model in models for field in model.model_fields}
-            advice = f"this key is now {moved[0]!r}" if moved else suggest(name, known)
-            problem = f"unknown key, value {_show(details['input'])}; {advice}"
+            known = {name for model in models_at(kind, path[:-1]) for name in model.model_fields}
+            problem = f"unknown key, value {show(details['input'])}; {suggest(str(path[-1]), known)}"
         case "missing":
             problem = "missing; this key is required"
         case "value_error":
@@ -183,27 +218,52 @@ def _describe(
             expected = message.removeprefix("Input should be ")
             expected = f"expected {expected}" if expected != message else message
             problem = expected + _received(details["input"])
-    return f"{_source(path, details['type'], overrides, origin)}: {key}: {problem}"
+    written = sources.renames.written(tuple(str(part) for part in path))
+    return sources.describe(written or (kind.__name__,), details["type"], problem)
 
 
 def _received(value: object) -> str:
-    return f", received {_show(value)}"
+    return f", received {show(value)}"
 
 
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+@dataclass(frozen=True)
+class _Sources:
+    """The files and overrides that a configuration was merged from."""
+
+    files: Sequence[tuple[str, Mapping[str, TomlValue]]]
+    overrides: Overrides
+    renames: Renames
+
+    def describe(self, path: tuple[str, ...], error_type: str, problem: str) -> str:
+        """The problem with the key at `path`, after the source of that key."""
+        return f"{self._find(path, error_type)}: {'.'.join(path)}: {problem}"
+
+    def _find(self, path: tuple[str, ...], error_type: str) -> str:
+        """The override that set the value at `path`, or that points into an unknown table; else the files."""
+        for override in self.overrides:
+            sets_it = path[: len(override)] == override and error_type != "missing"
+            points_into_it = override[: len(path)] == path and error_type == "extra_forbidden"
+            if sets_it or points_into_it:
+                return f"--set {'.'.join(override)}"
+        return " + ".join(self._files_of(path))
+
+    def _files_of(self, path: tuple[str, ...]) -> list[str]:
+        """The files that the innermost value around `path` is from: the last one, or all that a table merges."""
+        owners: list[tuple[str, object]] = list(self.files)
+        for part in path:
+            inner = [(name, value[part]) for name, table in owners if part in (value := _as_table(table))]
+            if not inner:
+                break
+            replaced = max((index for index, (_, value) in enumerate(inner) if not isinstance(value, dict)), default=-1)
+            owners = inner[replaced + 1 :] or inner[-1:]
+        return [name for name, _ in owners]
 
 
-def _source(path: tuple[str | int, ...], error_type: str, overrides: Overrides, origin: str) -> str:
-    """The override that set the value at `path`, or that points into an unknown table; else the file."""
-    texts = tuple(str(part) for part in path)
-    for override in overrides:
-        sets_it = texts[: len(override)] == override and error_type != "missing"
-        points_into_it = override[: len(texts)] == texts and error_type == "extra_forbidden"
-        if sets_it or points_into_it:
-            return f"--set {'.'.join(override)}"
-    return origin
+def _as_table(value: object) -> Mapping[str, object]:
+    """A table, or a list keyed by its indices."""
+    if isinstance(value, list):
+        return {str(index): item for index, item in enumerate(value)}
+    return value if isinstance(value, Mapping) else {}
 
 
 def _path_in_data(data: TomlValue, details: ErrorDetails) -> tuple[str | int, ...]:
@@ -219,42 +279,3 @@ def _path_in_data(data: TomlValue, details: ErrorDetails) -> tuple[str | int, ..
             continue
         path.append(part)
     return tuple(path)
-
-
-def _models_at(kind: type[Config], path: tuple[str | int, ...]) -> list[type[Config]]:
-    """The types of the table at `path`: all models that a union allows there."""
-    annotations: list[object] = [kind]
-    for part in path:
-        annotations = [inner for annotation in annotations for inner in _inside(annotation, part)]
-    members = [member for annotation in annotations for member in _members(annotation)]
-    return [member for member in members if _is_model(member)]
-
-
-def _inside(annotation: object, part: str | int) -> list[object]:
-    """The annotations one level down: a field of a model, the items of a list or the values of a dict."""
-    found: list[object] = []
-    for member in _members(annotation):
-        arguments = typing.get_args(member)
-        if _is_model(member):
-            if part in member.model_fields:
-                found.append(member.model_fields[str(part)].annotation)
-        elif isinstance(part, int):
-            found += arguments
-        elif arguments:
-            found.append(arguments[-1])
-    return found
-
-
-def _members(annotation: object) -> list[object]:
-    """The alternatives of a union, without `Annotated`."""
-    origin = typing.get_origin(annotation)
-    if origin is Annotated:
-        return _members(typing.get_args(annotation)[0])
-    if origin in (typing.Union, UnionType):
-        return [inner for member in typing.get_args(annotation) for inner in _members(member)]
-    return [annotation]
-
-
-def _is_model(member: object) -> TypeGuard[type[Config]]:
-    # A parametrised generic such as list[int] passes as a class until issubclass rejects it.
-    return typing.get_origin(member) is None and isinstance(member, type) and issubclass(member, Config)

@@ -11,7 +11,15 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.config import Config, TomlValue, build, dump, load, parse_overrides, write_resolved
+from m2forge.config import (
+    Config,
+    TomlValue,
+    build,
+    dump,
+    load,
+    parse_overrides,
+    write_resolved,
+)
 from m2forge.errors import ConfigError
 
 
@@ -234,3 +242,90 @@ def test_any_toml_value_passes_through_an_override(parts: list[str], value: Toml
 @given(st.text())
 def test_any_text_is_a_value(text: str) -> None:
     assert list(parse_overrides([f"key={text}"])) == [("key",)]
+
+
+# -- several files ----------------------------------------------------------------------------------------------------
+
+
+def write_files(folder: Path, *texts: str) -> list[Path]:
+    paths = [folder / f"{index}.toml" for index in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    return paths
+
+
+def test_later_files_override_earlier_ones_deeply(tmp_path: Path) -> None:
+    base = """
+steps = 3
+title = "base"
+[optimizer]
+rate = 0.5
+betas = [0.1, 0.2]
+[[sources]]
+folder = "a"
+[[sources]]
+folder = "b"
+[named.x]
+folder = "x"
+"""
+    mine = """
+title = "mine"
+[optimizer]
+betas = [0.3, 0.4]
+[[sources]]
+folder = "c"
+[named.y]
+folder = "y"
+"""
+    paths = write_files(tmp_path, base, mine)
+    run = load(Run, paths, ["title=set"])
+    assert run == Run(
+        steps=3,
+        title="set",
+        optimizer=Optimizer(rate=0.5, betas=(0.3, 0.4)),
+        sources=(Source(folder=Path("c")),),
+        named={"x": Source(folder=Path("x")), "y": Source(folder=Path("y"))},
+    )
+    assert load(Run, list(reversed(paths))).title == "base"
+
+
+def test_a_problem_names_the_file_in_which_the_key_is(tmp_path: Path) -> None:
+    base = """
+title = 3
+stepz = 1
+[optimizer]
+name = "adam"
+[either]
+rate = 1
+[[sources]]
+folder = "a"
+weight = 2
+"""
+    mine = """
+title = 4
+[optimizer]
+extra = 1
+[[sources]]
+weight = "much"
+[named.x]
+folder = 3
+"""
+    with pytest.raises(ConfigError) as raised:
+        load(Run, write_files(tmp_path, base, mine))
+    assert str(raised.value).replace(f"{tmp_path}/", "").splitlines() == [
+        "0.toml + 1.toml: 8 problems",
+        "  0.toml + 1.toml: steps: missing; this key is required",
+        "  1.toml: title: expected a valid string, received 4",
+        "  0.toml: optimizer.name: expected 'adamw' or 'sgd', received 'adam'",
+        "  1.toml: optimizer.extra: unknown key, value 1; known: betas, name, rate",
+        "  1.toml: sources.0.folder: missing; this key is required",
+        "  1.toml: sources.0.weight: expected a valid number, received 'much'",
+        "  1.toml: named.x.folder: expected a valid string, received 3",
+        "  0.toml: stepz: unknown key, value 1; did you mean 'steps'?",
+    ]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (good,) = write_files(tmp_path, "steps = 1\n")
+    with pytest.raises(ConfigError, match=r"none\.toml: cannot be read"):
+        load(Run, [good, tmp_path / "none.toml"])

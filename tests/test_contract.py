@@ -18,7 +18,20 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "m2forge"
 
 FLOORS = (
-    ("records", "protocols", "config", "errors", "files", "gguf_header", "key", "listener", "observe", "unpack"),
+    (
+        "records",
+        "protocols",
+        "config",
+        "config_class",
+        "renamed_key",
+        "errors",
+        "files",
+        "gguf_header",
+        "key",
+        "listener",
+        "observe",
+        "unpack",
+    ),
     ("kernels", "text", "tree", "sandbox"),
     ("model",),
     ("corpus", "train", "rollout", "weights", "gateway", "pool", "reward", "tasks", "agents"),

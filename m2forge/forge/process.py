@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from m2forge.config import load
+from m2forge.config import load_resolved
 from m2forge.errors import ConfigError, NotFoundError, TrainingError
 from m2forge.forge.child import end_with_error
 from m2forge.forge.config import ForgeConfig
@@ -40,7 +40,7 @@ def run_sampler(run_dir: Path, descriptor: str) -> None:
     from m2forge.rollout.serve import serve_model
     from m2forge.rollout.server_config import ServeConfig
 
-    config = load(ForgeConfig, run_dir / CONFIG_FILE)
+    config = load_resolved(ForgeConfig, run_dir / CONFIG_FILE)
     newest = Layout(run_dir).weight_store(config).newest()
     if newest is None:
         raise NotFoundError(f"{run_dir}: no weights are published yet")
@@ -65,7 +65,7 @@ def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
     from m2forge.model.folder import read_config
     from m2forge.rollout.remote import RemoteEngine
 
-    config = load(ForgeConfig, run_dir / CONFIG_FILE)
+    config = load_resolved(ForgeConfig, run_dir / CONFIG_FILE)
     layout, folder = Layout(run_dir), Path(config.model)
     network = read_config(folder)
     rollout = config.engine.rollout

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from m2forge.config import load
+from m2forge.config import load_resolved
 from m2forge.errors import ConfigError, TrainingError
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.layout import Layout
@@ -228,6 +228,6 @@ def _by_domain(units: Sequence[StoredUnit]) -> dict[str, float]:
 
 def train(run_dir: Path) -> None:
     """Train the run in `run_dir` from its configuration there; a lock allows one process at a time."""
-    config = load(ForgeConfig, run_dir / CONFIG_FILE)
+    config = load_resolved(ForgeConfig, run_dir / CONFIG_FILE)
     with hold_run(run_dir / TRAINER_FOLDER):
         Trainer(run_dir, config).run()

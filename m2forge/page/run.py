@@ -13,13 +13,16 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from m2forge.config import Config, TomlValue
+from m2forge.config import Config, TomlValue, current_keys
 from m2forge.errors import M2ForgeError, NotFoundError
 from m2forge.files import whole_lines
+from m2forge.forge.config import ForgeConfig
 from m2forge.observe.metrics import FILE_NAME
 from m2forge.page.curve import Curves
 from m2forge.pool.config import PoolConfig
+from m2forge.pretrain.config import PretrainConfig
 from m2forge.records import JsonValue
+from m2forge.sft.config import SFTConfig
 from m2forge.text.format import ChatFormat, FormatName, make_format
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.run_dir import CONFIG_FILE, LOCK_FILE
@@ -32,6 +35,7 @@ QUIET_S = 30.0
 _LOCKS = Path("/proc/locks")
 
 Table = Mapping[str, TomlValue]
+_KINDS: Mapping[str, type[Config]] = {"rl": ForgeConfig, "pretrain": PretrainConfig, "sft": SFTConfig}
 
 
 class Run:
@@ -47,17 +51,16 @@ class Run:
     # -- configuration -------------------------------------------------------------------------------------------------
 
     def config(self) -> Table:
-        """The configuration in the run's directory; empty if missing or broken."""
+        """The configuration in the run's directory, under current keys; empty if missing or broken."""
         try:
-            return tomllib.loads((self.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+            written = tomllib.loads((self.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+            stage = _stage_of(written)
+            return written if stage == "run" else current_keys(_KINDS[stage], written)
         except (OSError, ValueError, RecursionError):
             return {}
 
     def stage(self) -> str:
-        config = self.config()
-        if "curriculum" in config and "agent" in config:
-            return "rl"
-        return "pretrain" if "corpus" in config else "sft" if "data" in config else "run"
+        return _stage_of(self.config())
 
     def pool_config(self) -> PoolConfig | None:
         """The pool configuration of a run that has a pool. Unknown keys are ignored."""
@@ -177,6 +180,12 @@ class Run:
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 num_unread += 1
         return found, num_unread
+
+
+def _stage_of(config: Table) -> str:
+    if "curriculum" in config and "agent" in config:
+        return "rl"
+    return "pretrain" if "corpus" in config else "sft" if "data" in config else "run"
 
 
 def _read_check(record: Mapping[str, JsonValue]) -> dict[str, JsonValue]:

@@ -40,7 +40,7 @@ MTPLoss: TypeAlias = Literal["ce", "topk_kl", "topk_acceptance"]
 class PolicyConfig(Config):
     """Configuration of a step over token trees. Values that the published system does not state are marked "ours"."""
 
-    moved_keys: ClassVar[Mapping[str, str]] = {"router_bias": "train.router_bias"}
+    renamed_keys: ClassVar[Mapping[str, str]] = {"router_bias": "train.router_bias"}
 
     loss: Literal["cispo", "ppo_clip", "sft"] = "cispo"
     max_ratio: float = Field(default=5.0, gt=0)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from m2forge.config import Config, TomlValue, dump, write_resolved
+from m2forge.config import Config, TomlValue, build, current_keys, dump, write_resolved
 from m2forge.errors import ConfigError, ExistsError
 
 CONFIG_FILE, LOCK_FILE = "config.toml", "lock"
@@ -20,8 +20,6 @@ MODE = 0o700
 """A run's directory is private to its owner: it holds the pool and what agents and models wrote."""
 FREE = ("train.machine", "train.checkpoint")
 """Config tables that may change on resume."""
-RENAMED = {"policy.router_bias": "train.router_bias"}
-"""Config keys that older runs wrote → their current names."""
 IMPLIED = {"train.router_bias": "balanced"}
 """Values that older runs used implicitly, before their configuration recorded the key."""
 
@@ -54,8 +52,7 @@ def open_run(run_dir: Path, config: Config, phase: int | None) -> None:
     make_private(run_dir)
     path = run_dir / CONFIG_FILE
     if phase is not None and path.exists():
-        written = _flat(tomllib.loads(path.read_text(encoding="utf-8")))
-        before = IMPLIED | {RENAMED.get(key, key): value for key, value in written.items()}
+        before = _read_run(type(config), path)
         after = _flat(tomllib.loads(dump(config)))
         changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
         changed = [key for key in changed if not key.startswith(FREE) and not _is_to_come(key, phase)]
@@ -66,6 +63,18 @@ def open_run(run_dir: Path, config: Config, phase: int | None) -> None:
                 "resume with the same configuration, or start a run of another name"
             )
     write_resolved(config, path)
+
+
+def _read_run(kind: type[Config], path: Path) -> dict[str, TomlValue]:
+    """The configuration that a run was started with, under current keys; keys that were added since have the values
+    that the run used implicitly."""
+    written = current_keys(kind, tomllib.loads(path.read_text(encoding="utf-8")))
+    try:
+        defaults = _flat(tomllib.loads(dump(build(kind, written))))
+    except ConfigError:
+        # It holds keys or values that are no longer valid, so that it differs from any valid configuration.
+        defaults = {}
+    return defaults | IMPLIED | _flat(written)
 
 
 def _is_to_come(key: str, phase: int) -> bool:

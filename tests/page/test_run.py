@@ -93,6 +93,11 @@ def test_stages_are_told_apart(tmp_path: Path, text: str, stage: str) -> None:
     assert Run(tmp_path).stage() == stage
 
 
+def test_former_keys_are_read_under_their_current_names(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[curriculum]\n[agent]\n[policy]\nrouter_bias = "balanced"\n')
+    assert Run(tmp_path).config()["train"] == {"router_bias": "balanced"}
+
+
 def test_phases_add_up(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('corpus = "c"\n[[phases]]\nsteps = 5\n[[phases]]\nsteps = 7\n')
     assert Run(tmp_path).num_steps() == 12

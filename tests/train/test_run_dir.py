@@ -3,21 +3,23 @@
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar, Literal
 
 import pytest
 
-from m2forge.config import Config, dump
+from m2forge.config import Config, dump, load
 from m2forge.errors import ConfigError, ExistsError
 from m2forge.train.checkpoint import Position
-from m2forge.train.config import PhaseConfig, TrainConfig
+from m2forge.train.config import PhaseConfig, PolicyConfig, TrainConfig
 from m2forge.train.run_dir import hold_run, open_run
 
 
 class Run(Config):
     seed: int = 0
     note: str | None = None
+    policy: PolicyConfig = PolicyConfig()
     train: TrainConfig = TrainConfig()
     phases: tuple[PhaseConfig, ...]
 
@@ -75,10 +77,46 @@ def test_runs_from_before_router_bias_had_its_place_go_on(tmp_path: Path, old: s
         for kind in (router_bias, "frozen" if router_bias == "balanced" else "balanced")
     )
     lines = [line for line in dump(run).splitlines() if not line.startswith("router_bias")]
-    (tmp_path / "config.toml").write_text("\n".join(lines) + "\n" + old)
+    (tmp_path / "config.toml").write_text("\n".join(lines).replace("[policy]\n", old or "[policy]\n"))
     with pytest.raises(ConfigError, match=rf"started with train\.router_bias = '{router_bias}', now it is"):
         open_run(tmp_path, other, 0)
     open_run(tmp_path, run, 0)
+
+
+class Renamed(Config):
+    """`Run` after `seed` became `start`, `policy` became `objective`, and keys were added."""
+
+    renamed_keys: ClassVar[Mapping[str, str]] = {"seed": "start", "policy": "objective"}
+
+    start: int = 0
+    note: str | None = None
+    added: Literal["none", "some"] = "none"
+    table: PolicyConfig | None = None
+    objective: PolicyConfig = PolicyConfig()
+    train: TrainConfig = TrainConfig()
+    phases: tuple[PhaseConfig, ...]
+
+
+def test_a_run_written_under_former_keys_resumes(tmp_path: Path) -> None:
+    open_run(tmp_path, make_run(seed=3), None)
+    phases = make_run().phases
+    with pytest.raises(ConfigError, match="started with start = 3, now it is 0"):
+        open_run(tmp_path, Renamed(phases=phases), 0)
+    open_run(tmp_path, Renamed(start=3, phases=phases), 0)
+    written = (tmp_path / "config.toml").read_text()
+    assert "start = 3" in written
+    assert "seed = 3" not in written
+    assert load(Renamed, tmp_path / "config.toml") == Renamed(start=3, phases=phases)
+
+
+def test_a_key_added_since_has_its_default_in_an_old_run(tmp_path: Path) -> None:
+    open_run(tmp_path, make_run(seed=3), None)
+    renamed = Renamed(start=3, phases=make_run().phases)
+    with pytest.raises(ConfigError, match="started with added = 'none', now it is 'some'"):
+        open_run(tmp_path, renamed.model_copy(update={"added": "some"}), 0)
+    # A table whose values are all defaults is not the same as none.
+    with pytest.raises(ConfigError, match=r"started with table\..* = None"):
+        open_run(tmp_path, renamed.model_copy(update={"table": PolicyConfig()}), 0)
 
 
 def test_a_refused_configuration_is_not_written(tmp_path: Path) -> None:
