@@ -201,7 +201,7 @@ class EvalConfig(Config):
     """dtype of the weights; auto: as stored."""
     seed: Annotated[int, Field(ge=0)] = 0
     max_pack_tokens: Count = 65_536
-    """Maximum tokens per forward pass; a longer sample runs alone."""
+    """Maximum tokens per forward pass, and of the KV cache in decoding; a longer sample runs alone."""
     alphabet: AlphabetConfig = AlphabetConfig()
     held_out: HeldOutConfig | None = None
     suites: tuple[Suite, ...] = ()

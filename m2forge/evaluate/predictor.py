@@ -1,26 +1,28 @@
-"""The model interface of evaluation: logits at chosen positions of some documents, in one forward pass.
+"""The model interface of evaluation: logits at chosen positions of some documents, in one forward pass, and completions
+of prompts.
 
 The caller decides which documents share a pass and what to do with the logits, so a scripted predictor can replace the
 model. `batches` limits the tokens of a pass.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from m2forge.evaluate.continuation import Cached, Continuation
+from m2forge.evaluate.completion import Completes, EngineDecoder
 from m2forge.model.plan import AttentionPlan, CausalRows, Documents
 from m2forge.model.transformer import Transformer
+from m2forge.protocols import Prompt
 from m2forge.records import IntArray
 
 MAX_PADDING = 0.25
 """Share of padding up to which padded rows still run faster on a GPU than packed documents with a mask."""
 
 
-class Predictor(Protocol):
+class Predictor(Completes, Protocol):
     @property
     def max_context(self) -> int: ...
 
@@ -28,18 +30,16 @@ class Predictor(Protocol):
         """(M, V): logits of the token after each of `positions[d]` of each document d, in that order."""
         ...
 
-    def continuation(self, documents: Sequence[IntArray]) -> Continuation:
-        """The documents, to be decoded token by token."""
-        ...
-
 
 class ModelPredictor:
-    """Runs a `Transformer` over all documents in one pass: packed, or as rows padded to the longest."""
+    """Runs a `Transformer` over all documents in one pass: packed, or as rows padded to the longest. Its weights must
+    not change while the predictor is in use."""
 
     def __init__(self, model: Transformer, layout: Literal["auto", "documents", "rows"] = "auto") -> None:
         """auto: rows on a GPU if their lengths are similar, else packed documents. Both give the same logits, up to
         rounding."""
         self._model, self._layout = model, layout
+        self._decoder = EngineDecoder(model)
 
     @property
     def max_context(self) -> int:
@@ -62,8 +62,10 @@ class ModelPredictor:
         hidden_ND = self._model(tokens_N, plan, with_mtp=False).hidden_ND
         return self._model.logits(hidden_ND[torch.as_tensor(places, dtype=torch.int64).to(device)])
 
-    def continuation(self, documents: Sequence[IntArray]) -> Continuation:
-        return Cached(self._model, documents)
+    def complete(
+        self, prompts: Sequence[Prompt], *, cache_tokens: int, advance: Callable[[int], None]
+    ) -> list[list[int]]:
+        return self._decoder.complete(prompts, cache_tokens=cache_tokens, advance=advance)
 
     def _takes_rows(self, lengths: Sequence[int]) -> bool:
         if self._layout != "auto":

@@ -40,8 +40,7 @@ SEED_BITS = 64
 Experts = npt.NDArray[np.int16]
 """(tokens, layers, chosen)."""
 CATCH_UP_STEPS = 4
-"""Limit on the tokens an MTP module catches up on in one step, as a multiple of `step_tokens`; the main model has many
-more layers."""
+"""Limit on the tokens an MTP module catches up on in one step, as a multiple of `step_tokens`."""
 READING = 4
 """The modules' time counts as prefill when they run more than this many times the tokens that decoding can give."""
 
@@ -56,18 +55,19 @@ class Core:
         clock: Callable[[], float] = time.monotonic,
         depth: DepthChooser | None = None,
         decodes_whole: bool | None = None,
+        max_context: int | None = None,
     ) -> None:
         """`decode` maps token ids to bytes, which the core searches for stop texts. `clock` returns seconds, for
         deadlines and to measure what speculation gains. `depth` chooses the number of drafts; by default from measured
         step times. `decodes_whole`: whether decode-only steps run as one function (decode.py); by default only where a
-        CUDA graph holds it."""
+        CUDA graph holds it. `max_context` replaces the limit of config and model, to measure beyond their context."""
         if config.speculation > len(model.mtp):
             raise ConfigError(
                 f"speculation: {config.speculation} drafts need as many prediction modules; this model has "
                 f"{len(model.mtp)}, so ask for no more"
             )
         self.model, self.config, self.version = model, config, version
-        self.max_context = min(config.max_context or model.config.max_context, model.config.max_context)
+        self.max_context = max_context or min(config.max_context or model.config.max_context, model.config.max_context)
         self._runner = Runner(model, config)
         pack_weights(model, model.head_weight)
         self._decodes_whole = self._runner.decodes_whole if decodes_whole is None else decodes_whole

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m2forge.evaluate.continuation import Continuation, Rereading
 from m2forge.evaluate.sample import Sample
+from m2forge.protocols import Prompt
 from m2forge.records import IntArray
 
 
@@ -39,8 +39,19 @@ class Oracle:
         ]
         return torch.nn.functional.one_hot(torch.tensor(chosen), self.vocab_size).float()
 
-    def continuation(self, documents: Sequence[IntArray]) -> Continuation:
-        return Rereading(self, documents)
+    def complete(
+        self, prompts: Sequence[Prompt], *, cache_tokens: int, advance: Callable[[int], None]
+    ) -> list[list[int]]:
+        return [self._complete(prompt) for prompt in prompts]
+
+    def _complete(self, prompt: Prompt) -> list[int]:
+        """Greedy decoding, one token after the other."""
+        new: list[int] = []
+        while len(new) < prompt.max_tokens and not (new and new[-1] in prompt.stop_ids):
+            ids = np.concatenate((prompt.ids, np.array(new, np.int32)))
+            (logits_V,) = self.logits([ids], [np.array([len(ids) - 1], np.int32)])
+            new.append(int(logits_V.argmax()))
+        return new
 
     def _choose(self, document: IntArray, position: int) -> int:
         for stop in range(position + 1, 0, -1):

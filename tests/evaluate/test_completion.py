@@ -1,5 +1,8 @@
-"""The batched loop against the plain one."""
+"""Completions by the engine against the plain loop."""
 
+import copy
+
+import numpy as np
 import pytest
 import torch
 
@@ -23,22 +26,44 @@ def model() -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("max_pack_tokens", [1, 12, 1000])
-def test_each_prompt_is_completed_as_if_alone(model: Transformer, temperature: float, max_pack_tokens: int) -> None:
-    new = complete(
-        ModelPredictor(model),
-        PROMPTS,
-        max_new_tokens=6,
-        temperature=temperature,
-        seed=5,
-        max_pack_tokens=max_pack_tokens,
-    )
-    alone = [
-        generate(model, prompt, max_new_tokens=6, temperature=temperature, seed=5 + index)
-        for index, prompt in enumerate(PROMPTS)
-    ]
-    assert new == alone
+def test_greedy_completions_equal_the_plain_loop(model: Transformer, max_pack_tokens: int) -> None:
+    new = complete(ModelPredictor(model), PROMPTS, max_new_tokens=20, max_pack_tokens=max_pack_tokens)
+    assert new == [generate(model, prompt, max_new_tokens=20) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("max_pack_tokens", [1, 12, 1000])
+def test_a_sampled_completion_depends_on_its_seed_alone(model: Transformer, max_pack_tokens: int) -> None:
+    def sample(prompts: list[list[int]], seed: int) -> list[list[int]]:
+        return complete(
+            ModelPredictor(model),
+            prompts,
+            max_new_tokens=6,
+            temperature=0.7,
+            seed=seed,
+            max_pack_tokens=max_pack_tokens,
+        )
+
+    together = sample(PROMPTS, 5)
+    assert together == [sample([prompt], 5 + index)[0] for index, prompt in enumerate(PROMPTS)]
+    assert together != sample(PROMPTS, 6)
+
+
+def test_a_predictor_serves_call_after_call_as_its_cache_grows(model: Transformer) -> None:
+    predictor, rng = ModelPredictor(model), np.random.default_rng(0)
+    beyond = SMALL.max_context + 8
+    for length in (5, 200, 20, beyond):
+        prompts = [rng.integers(0, SMALL.vocab_size, length).tolist() for _ in range(3)]
+        new = complete(predictor, prompts, max_new_tokens=3, max_pack_tokens=100)
+        assert new == [generate(model, prompt, max_new_tokens=3) for prompt in prompts]
+
+
+def test_weights_that_give_no_numbers_are_reported(model: Transformer, caplog: pytest.LogCaptureFixture) -> None:
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.head_weight.fill_(torch.nan)
+    assert complete(ModelPredictor(broken), PROMPTS, max_new_tokens=2) == [[], [], [], []]
+    assert "4 of 4 completions end early: the network's logits are not finite" in caplog.text
 
 
 def test_stop_tokens_and_bounds_end_prompts_one_by_one(model: Transformer) -> None:
@@ -53,7 +78,7 @@ def test_stop_tokens_and_bounds_end_prompts_one_by_one(model: Transformer) -> No
 
 
 def test_bad_input_is_refused(model: Transformer) -> None:
-    with pytest.raises(ValueError, match="temperature -1"):
+    with pytest.raises(ValueError, match=r"temperature: .*-1"):
         complete(ModelPredictor(model), PROMPTS, max_new_tokens=1, temperature=-1.0)
     with pytest.raises(ValueError, match="prompt is empty"):
         complete(ModelPredictor(model), [[1], []], max_new_tokens=1)
