@@ -185,7 +185,7 @@ def command_gateway(args: argparse.Namespace) -> None:
     engine_key = None if args.engine_key_file is None else read_key_file(args.engine_key_file)
     admin_key, key_lines = _find_key(args.admin_key_file, "admin key")
     from m2forge.gateway.serve import serve_gateway
-    from m2forge.model.folder import read_config
+    from m2forge.model.config_file import read_config
     from m2forge.rollout.server_config import ServeConfig
 
     engine = build(ServeConfig, {}, args.engine_set, origin="engine")

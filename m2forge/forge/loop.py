@@ -38,8 +38,8 @@ from m2forge.forge.supply import Supply
 from m2forge.forge.view import View
 from m2forge.forge.worker import Workers
 from m2forge.gateway.closed_journal import journal_ids
-from m2forge.model.folder import CONFIG_FILE as WEIGHTS_CONFIG
-from m2forge.model.folder import read_config
+from m2forge.model.config_file import CONFIG_FILE as WEIGHTS_CONFIG
+from m2forge.model.config_file import read_config
 from m2forge.pool.pool import Pool
 from m2forge.pool.state import StateError
 from m2forge.pool.stored import Lease

@@ -62,7 +62,7 @@ def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
     admin_key, sampler_key = read_keys(2)
     from m2forge.forge.tool_host import open_tool_host
     from m2forge.gateway.serve import serve_gateway
-    from m2forge.model.folder import read_config
+    from m2forge.model.config_file import read_config
     from m2forge.rollout.remote import RemoteEngine
 
     config = load_resolved(ForgeConfig, run_dir / CONFIG_FILE)

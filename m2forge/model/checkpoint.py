@@ -20,8 +20,9 @@ from m2forge.errors import CheckpointError
 from m2forge.files import staged_folder, write_atomic
 from m2forge.model.build import empty
 from m2forge.model.config import ModelConfig
+from m2forge.model.config_file import CONFIG_FILE
 from m2forge.model.family import OWN_KEY, public_parts, to_public
-from m2forge.model.folder import CONFIG_FILE, FolderSource
+from m2forge.model.folder import FolderSource
 from m2forge.model.shard import Written, write_shards
 from m2forge.model.source import (
     TOKEN_ID_KEYS,

@@ -1,6 +1,7 @@
 """Model size and cost: parameters by component, memory, FLOPs per token.
 
-Counted on the meta device without memory, so the full M2 takes seconds. With c the context length, per token:
+Computed from the config alone, without torch; a test compares every component with built networks. With c the context
+length, per token:
 
     active    = all parameters of the layers, but only top_k experts
     forward   = 2 · (active + head) + Σ over layers 4 · q_width · (keys a query sees, on average c/2)
@@ -12,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from m2forge.model.build import skeleton
 from m2forge.model.config import ModelConfig
 from m2forge.model.preset import PRESETS
 
@@ -105,9 +105,14 @@ def count(config: ModelConfig, contexts: tuple[int, ...] = CONTEXTS) -> Report:
 
 
 def _components(config: ModelConfig) -> tuple[Component, ...]:
-    totals = dict.fromkeys(COMPONENTS, 0)
-    for name, tensor in skeleton(config).state_dict().items():
-        totals[_component_of(name, tensor.dim())] += tensor.numel()
+    size, ends = config.hidden_size, config.vocab_size * config.hidden_size
+    totals = dict.fromkeys(COMPONENTS, 0) | {"embedding": ends, "head": 0 if config.tied_head else ends, "norms": size}
+    for layer in range(config.num_layers):
+        for name, number in _block(config, layer).items():
+            totals[name] += number
+    # A module has its own projection and three norms, and a block shaped as the last layer.
+    module = 2 * size * size + 3 * size + sum(_block(config, config.num_layers - 1).values())
+    totals["mtp"] = config.num_mtp * module
     active = dict(totals)
     if config.moe is not None:
         active["experts"] = totals["experts"] // config.moe.num_experts * config.moe.top_k
@@ -115,18 +120,16 @@ def _components(config: ModelConfig) -> tuple[Component, ...]:
     return tuple(Component(name, totals[name], active[name]) for name in COMPONENTS)
 
 
-def _component_of(name: str, num_dims: int) -> str:
-    top = name.split(".")[0]
-    if top in ("mtp", "embedding", "head"):
-        return top
-    if ".router." in name:
-        return "router"
-    if "norm.weight" in name:
-        return "norms"
-    if ".attention." in name:
-        return "attention"
-    assert ".ffn." in name, name
-    return "experts" if num_dims == 3 else "dense ffn"
+def _block(config: ModelConfig, layer: int) -> dict[str, int]:
+    """Parameters of one layer by component; the selection bias counts as one, whether or not it has a gradient."""
+    size, attention, moe = config.hidden_size, config.attention, config.moe
+    q, kv = attention.q_width, attention.kv_width
+    qk_norms = {"none": 0, "flat": q + kv, "head": 2 * attention.head_dim}[attention.qk_norm]
+    block = {"attention": 2 * size * (q + kv), "norms": 2 * size + qk_norms}
+    if moe is None or not config.is_sparse(layer):
+        return block | {"dense ffn": 3 * size * (config.intermediate_size or 0)}
+    router = moe.num_experts * (size + moe.selection_bias)
+    return block | {"router": router, "experts": moe.num_experts * 3 * size * moe.intermediate_size}
 
 
 def _is_m2(config: ModelConfig) -> bool:

@@ -7,9 +7,7 @@ never released, so their names are ours: `model.mtp_layers.N.*`.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from m2forge.errors import CheckpointError, suggest
 from m2forge.model.config import (
@@ -22,6 +20,9 @@ from m2forge.model.config import (
     RopeScaling,
     WindowConfig,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ARCHITECTURES: dict[FamilyName, str] = {
     "minimax_m2": "MiniMaxM2ForCausalLM",
@@ -48,7 +49,7 @@ class Part:
     start: int = 0
     stop: int | None = None
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: "Tensor") -> "Tensor":
         whole = tensor if self.expert is None else tensor[self.expert]
         return whole[self.start : self.stop]
 

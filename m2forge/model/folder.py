@@ -4,27 +4,21 @@
 files raise a CheckpointError that names the file.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from m2forge.errors import CheckpointError, NotFoundError
+from m2forge.errors import CheckpointError
 from m2forge.model import fp8
-from m2forge.model.config import ModelConfig
-from m2forge.model.family import from_public
-from m2forge.model.source import TOKEN_ID_KEYS, TensorHeader, TokenIds, list_problems
+from m2forge.model.config_file import CONFIG_FILE, read_json, read_public, translate
+from m2forge.model.source import TOKEN_ID_KEYS, TensorHeader, TokenIds
 
-CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_JSON_BYTES = 256 << 20
-"""Size limit of a JSON file; the index of a model with 100,000 tensors has about ten million bytes."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -39,9 +33,9 @@ class FolderSource:
     """See `Source`. Its files stay open and memory-mapped while it lives."""
 
     def __init__(self, folder: Path) -> None:
-        public = _read_public(folder)
+        public = read_public(folder)
         self.origin = str(folder)
-        self.config = _translate(folder / CONFIG_FILE, public)
+        self.config = translate(folder / CONFIG_FILE, public)
         self.token_ids: TokenIds = {key: public[key] for key in TOKEN_ID_KEYS if public.get(key) is not None}
         self._files = {name: _open(path) for name, path in _weight_files(folder).items()}
         self._file_of = _locate(folder, self._files)
@@ -91,62 +85,6 @@ class FolderSource:
         return given
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The config of the network in `folder`; does not read the weights."""
-    return _translate(folder / CONFIG_FILE, _read_public(folder))
-
-
-# -- config.json ------------------------------------------------------------------------------------------------------
-
-
-def _read_public(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise NotFoundError(f"{folder} is not a folder; give the folder that holds {CONFIG_FILE}")
-    public = _read_json(folder / CONFIG_FILE)
-    _refuse_other_quantization(folder / CONFIG_FILE, public.get("quantization_config"))
-    return public
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"it has {path.stat().st_size} bytes, and {MAX_JSON_BYTES} are the most")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist; a model folder needs it") from error
-    except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}; fetch it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, expected an object; fetch it again")
-    return content
-
-
-def _translate(path: Path, public: Mapping[str, Any]) -> ModelConfig:
-    try:
-        return from_public(public)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    except KeyError as error:
-        raise CheckpointError(f"{path}: the key {error} is missing; add it or fetch the file again") from error
-    except ValidationError as error:
-        raise CheckpointError(f"{path}: a value cannot be used: {list_problems(error)}") from error
-    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        # The file is the user's: any error that its values cause is an error of the file.
-        raise CheckpointError(f"{path}: a value cannot be used: {error}") from error
-
-
-def _refuse_other_quantization(path: Path, quantization: object) -> None:
-    if not quantization:
-        return
-    settings = quantization if isinstance(quantization, dict) else {}
-    method, block = settings.get("quant_method"), settings.get("weight_block_size")
-    if method != "fp8" or block != [fp8.BLOCK, fp8.BLOCK]:
-        raise CheckpointError(
-            f"{path}: weights quantised by {method!r} with weight_block_size {block} are not supported; "
-            f"use a checkpoint without quantisation, or fp8 with [{fp8.BLOCK}, {fp8.BLOCK}]"
-        )
-
-
 # -- safetensors ------------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +107,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map from tensors to files; fetch it again")
     return weight_map

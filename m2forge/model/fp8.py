@@ -10,7 +10,8 @@ requested dtype.
 import torch
 from torch import Tensor
 
-BLOCK = 128
+from m2forge.model.config_file import FP8_BLOCK as BLOCK
+
 SCALE_SUFFIX = "_scale_inv"
 
 

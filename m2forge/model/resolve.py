@@ -6,7 +6,7 @@ from pathlib import Path
 from m2forge.config import build, load
 from m2forge.errors import ConfigError, NotFoundError, suggest
 from m2forge.model.config import ModelConfig
-from m2forge.model.folder import read_config
+from m2forge.model.config_file import read_config
 from m2forge.model.preset import PRESETS
 
 

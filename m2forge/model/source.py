@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from m2forge.errors import CheckpointError
@@ -84,11 +83,6 @@ class ModelSource:
     def _view(self, name: str) -> Tensor:
         part = self._parts[name]
         return part.of(self._state[part.name])
-
-
-def list_problems(error: ValidationError) -> str:
-    """The invalid fields, in one line."""
-    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'the network'}: {e['msg']}" for e in error.errors())
 
 
 def usual_dtype(source: Source) -> torch.dtype:

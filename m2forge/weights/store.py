@@ -17,7 +17,7 @@ import torch
 
 from m2forge.errors import ConfigError, ExistsError
 from m2forge.model.checkpoint import save_model
-from m2forge.model.folder import CONFIG_FILE
+from m2forge.model.config_file import CONFIG_FILE
 from m2forge.model.transformer import Transformer
 from m2forge.records import PolicyVersion
 

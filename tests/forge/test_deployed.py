@@ -21,7 +21,7 @@ from m2forge.forge.deployed import DeployedEpisodes
 from m2forge.forge.gateway_admin import GatewayAdmin
 from m2forge.forge.layout import Layout
 from m2forge.gateway.config import GatewayConfig
-from m2forge.model.folder import read_config
+from m2forge.model.config_file import read_config
 from m2forge.pool.pool import Pool
 from m2forge.pool.schema import unit_table
 from m2forge.pool.state import Origin, UnitState

@@ -31,7 +31,7 @@ from m2forge.forge.check import read_checks
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.layout import Layout
 from m2forge.forge.view import read_last_step
-from m2forge.model.folder import read_config
+from m2forge.model.config_file import read_config
 from m2forge.pool.pool import Pool
 from m2forge.pool.schema import episode_table, unit_table
 from m2forge.pool.state import UnitState

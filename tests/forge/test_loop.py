@@ -31,7 +31,7 @@ from m2forge.forge.supply import Supply
 from m2forge.forge.view import read_last_step
 from m2forge.gateway.closed_journal import journal_ids
 from m2forge.model.checkpoint import load_model
-from m2forge.model.folder import read_config
+from m2forge.model.config_file import read_config
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool import submission
 from m2forge.pool.batch import _fork as fork

@@ -13,7 +13,7 @@ import pytest
 from m2forge.forge.layout import Layout
 from m2forge.forge.loop import is_trained
 from m2forge.forge.view import read_last_step
-from m2forge.model.folder import read_config
+from m2forge.model.config_file import read_config
 from m2forge.pool.pool import Pool
 from tests.forge.ring import agent_command, command_of, processes, started
 from tests.forge.scene import make_config, make_model

@@ -17,7 +17,7 @@ from m2forge.forge.process import MODULE
 from m2forge.forge.stage import run_forge
 from m2forge.forge.trainer import Trainer
 from m2forge.model.checkpoint import load_model
-from m2forge.model.folder import read_config
+from m2forge.model.config_file import read_config
 from m2forge.model.plan import CausalRows
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool.pool import Pool

@@ -1,15 +1,23 @@
 """Sizes and costs, against the released model's figures and against networks with memory."""
 
 import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from m2forge import cli
-from m2forge.model.build import build
-from m2forge.model.config import WindowConfig
+from m2forge.model.build import skeleton
+from m2forge.model.config import ModelConfig, WindowConfig
+from m2forge.model.config_file import CONFIG_FILE
 from m2forge.model.count import count, render
+from m2forge.model.family import to_public
 from m2forge.model.preset import PRESETS
-from tests.model.draw import SMALL
+from tests.model.draw import SMALL, model_configs
 
 
 def test_m2_has_the_released_sizes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,16 +39,75 @@ def test_json_holds_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None
     assert report["cache_bytes_per_token"] == 4 * 1024 * 2 * 2
 
 
+def component_of(name: str, num_dims: int) -> str:
+    """The component that a tensor of a built network belongs to."""
+    top = name.split(".")[0]
+    if top in ("mtp", "embedding", "head"):
+        return top
+    if ".router." in name:
+        return "router"
+    if "norm.weight" in name:
+        return "norms"
+    if ".attention." in name:
+        return "attention"
+    assert ".ffn." in name, name
+    return "experts" if num_dims == 3 else "dense ffn"
+
+
+def built_totals(config: ModelConfig) -> dict[str, int]:
+    totals: Counter[str] = Counter()
+    for name, tensor in skeleton(config).state_dict().items():
+        totals[component_of(name, tensor.dim())] += tensor.numel()
+    return dict(totals)
+
+
+def counted_totals(config: ModelConfig) -> dict[str, int]:
+    return {part.name: part.total for part in count(config).components if part.total}
+
+
+@given(st.data())
+def test_every_component_equals_that_of_the_built_network(data: st.DataObject) -> None:
+    config = data.draw(model_configs(num_mtp=data.draw(st.integers(0, 2))))
+    assert counted_totals(config) == built_totals(config)
+
+
+@pytest.mark.parametrize("bias", [{"selection_bias": False}, {"bias_update": "gradient", "aux_loss_weight": 0.1}])
+def test_selection_biases_are_counted_if_they_exist(bias: dict[str, object]) -> None:
+    assert SMALL.moe is not None
+    config = SMALL.model_copy(update={"moe": SMALL.moe.model_copy(update=bias)})
+    assert counted_totals(config) == built_totals(config)
+
+
+def test_presets_equal_the_built_networks() -> None:
+    # All of m2's layers are alike, and building them all takes seconds.
+    for config in (*(PRESETS[name] for name in PRESETS if name != "m2"), PRESETS["m2"].with_layers(2)):
+        assert counted_totals(config) == built_totals(config)
+
+
 def test_components_add_up_to_the_network() -> None:
     report = count(SMALL)
-    model = build(SMALL)
-    held = sum(tensor.numel() for tensor in model.state_dict().values())
+    held = sum(built_totals(SMALL).values())
     assert report.total_with_mtp == sum(part.total for part in report.components) == held
-    assert report.total == held - sum(tensor.numel() for tensor in model.mtp.state_dict().values())
+    assert report.total == held - built_totals(SMALL)["mtp"]
     by_name = {part.name: part for part in report.components}
     assert by_name["experts"].active * 4 == by_name["experts"].total  # 2 of 8
     assert by_name["mtp"].active == 0
     assert "with mtp" in render(report)
+
+
+def test_params_takes_a_second_and_no_torch(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / CONFIG_FILE).write_text(json.dumps(to_public(PRESETS["m2"])))
+    for model in ("m2", str(folder)):
+        program = (
+            "import resource, sys; from m2forge import cli; status = cli.main(['params', sys.argv[1]]);"
+            "used = resource.getrusage(resource.RUSAGE_SELF); seconds = used.ru_utime + used.ru_stime;"
+            "sys.exit(f'{status} torch {seconds}' if status or 'torch' in sys.modules or seconds > 1 else 0)"
+        )
+        done = subprocess.run([sys.executable, "-c", program, model], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "228.69B" in done.stdout
 
 
 def test_flops_follow_the_formula() -> None:

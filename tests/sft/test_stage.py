@@ -12,7 +12,7 @@ from m2forge.errors import ConfigError, NotFoundError
 from m2forge.model.build import build as build_model
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
-from m2forge.model.folder import read_config
+from m2forge.model.config_file import read_config
 from m2forge.observe.metrics import read_metrics
 from m2forge.records import Pack
 from m2forge.sft.config import SFTConfig
