@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from m2forge.config import Config
-from m2forge.train.config import PhaseConfig, RouterBias, TrainConfig
+from m2forge.train.config import Count, EvalConfig, PhaseConfig, RouterBias, TrainConfig
 
 
 class PretrainPhase(PhaseConfig):
@@ -22,6 +22,16 @@ class PretrainTrainConfig(TrainConfig):
     router_bias: RouterBias = "balanced"
 
 
+class PretrainEvalConfig(EvalConfig):
+    """Loss on held-out documents, in packs that are the same for all phases."""
+
+    corpus: str | None = None
+    """Folder of another built corpus, whose training split is evaluated; None: the held-out split of the run's own
+    corpus, which holds the share of documents, selected by their hash, that its `held_out` set aside."""
+    context: Count | None = None
+    """Maximum document length, longer ones are read in pieces; None: the shortest context of the phases."""
+
+
 class PretrainConfig(Config):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """The run's directory is RUNS/NAME; starting it again resumes it."""
@@ -34,4 +44,6 @@ class PretrainConfig(Config):
     """Overrides of the model configuration, such as "num_layers=4"."""
     seed: int = Field(default=0, ge=0)
     train: PretrainTrainConfig = PretrainTrainConfig()
+    eval: PretrainEvalConfig | None = None
+    """Held-out loss during training; None: nothing is evaluated."""
     phases: tuple[PretrainPhase, ...] = Field(min_length=1)

@@ -6,12 +6,12 @@ earlier phases left unread, whatever their contexts and mixtures. This file wire
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from m2forge.corpus.manifest import TOKENIZER_NAME, read_manifest
+from m2forge.corpus.manifest import TOKENIZER_NAME, Manifest, Split, read_manifest
 from m2forge.corpus.reader import CorpusReader, ReaderState
 from m2forge.errors import ConfigError
 from m2forge.model.build import build
@@ -21,9 +21,10 @@ from m2forge.model.exchange import find_companions
 from m2forge.model.preset import PRESETS
 from m2forge.model.resolve import resolve_config
 from m2forge.model.transformer import Transformer
-from m2forge.pretrain.config import PretrainConfig
+from m2forge.pretrain.config import PretrainConfig, PretrainEvalConfig
 from m2forge.records import JsonValue, Pack
 from m2forge.text.tokenizer import load_tokenizer
+from m2forge.train.evaluation import Evaluation
 from m2forge.train.loop import TrainLoop
 from m2forge.train.machine import machine_ranks
 from m2forge.train.run_dir import open_run
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 VOCAB_MULTIPLE = 64
 """Vocabulary sizes are rounded up to a multiple of this, for faster matrix products."""
 TOKENIZER_FILE = "tokenizer.json"
+EVAL_SEED = 0
+"""Seed of the order in which evaluations read, so that runs of different seeds evaluate the same tokens."""
 _PHASE = "phase"
 """Key in a source's state: index of the phase that read last."""
 _PROBE = "def area(width):\n    return width * 1234567890  # Äpfel, 東京 🙂\n\nIt isn't  late; nobody slept."
@@ -48,6 +51,7 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
     if start is not None:
         _refuse_other_tokenizer(start, corpus)
     _check_domains(config)
+    evaluation = None if config.eval is None else _open_evaluation(config, config.eval)
 
     def build_model(device: torch.device, dtype: torch.dtype) -> Transformer:
         if start is not None:
@@ -69,7 +73,7 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
     run_dir = runs / config.name
     companions = find_companions(corpus / TOKENIZER_NAME)
     with machine_ranks(config.train.machine) as ranks:
-        loop = TrainLoop(run_dir, config.train, config.phases, build_model, open_source, companions, ranks)
+        loop = TrainLoop(run_dir, config.train, config.phases, build_model, open_source, companions, ranks, evaluation)
         open_run(run_dir, config, loop.position.last_begun)
         return loop.run()
 
@@ -116,6 +120,54 @@ class CorpusSource:
 
     def state(self) -> Mapping[str, JsonValue]:
         return {_PHASE: self._index, **self._reader.state().to_json()}
+
+
+class HeldOutDocuments:
+    """The packs of an evaluation."""
+
+    def __init__(self, config: PretrainConfig, eval_config: PretrainEvalConfig, context: int, pack_tokens: int) -> None:
+        self._corpus = Path(eval_config.corpus or config.corpus)
+        self._split: Split = "held_out" if eval_config.corpus is None else "train"
+        self._num_tokens, self._context, self._pack_tokens = eval_config.num_tokens, context, pack_tokens
+        self.domains = self._reader().domains
+
+    def packs(self) -> Iterator[Pack]:
+        reader = self._reader()
+        num_tokens = min(self._num_tokens, reader.num_tokens)
+        return reader.packs(num_tokens, num_tokens)
+
+    def _reader(self) -> CorpusReader:
+        return CorpusReader(
+            self._corpus, context=self._context, pack_tokens=self._pack_tokens, seed=EVAL_SEED, split=self._split
+        )
+
+
+def _open_evaluation(config: PretrainConfig, eval_config: PretrainEvalConfig) -> Evaluation:
+    if eval_config.corpus is not None:
+        _refuse_unsuitable(config.corpus, eval_config.corpus)
+    context = eval_config.context or min(phase.context for phase in config.phases)
+    # No pack is larger than those of the smallest phase, so that it fits into memory wherever training does.
+    pack_tokens = max(context, min(phase.pack_tokens for phase in config.phases))
+    return Evaluation(eval_config, HeldOutDocuments(config, eval_config, context, pack_tokens), pack_tokens)
+
+
+def _refuse_unsuitable(trained: str, evaluated: str) -> None:
+    """Raise if the evaluated corpus has other token ids than the trained one, or shares data with it."""
+    ours, theirs = read_manifest(Path(trained)), read_manifest(Path(evaluated))
+    if (ours.tokenizer, ours.vocab_size) != (theirs.tokenizer, theirs.vocab_size):
+        raise ConfigError(
+            f"eval.corpus {evaluated!r} was built with another tokenizer than {trained!r}; build it with "
+            f"tokenizer.path = {str(Path(trained) / TOKENIZER_NAME)!r}"
+        )
+    if shared := _trained_shards(ours) & _trained_shards(theirs):
+        raise ConfigError(
+            f"eval.corpus {evaluated!r} shares {len(shared)} shards with the training split of {trained!r}; give a "
+            "corpus of other documents, or leave eval.corpus out to evaluate the held-out split"
+        )
+
+
+def _trained_shards(manifest: Manifest) -> set[str]:
+    return {shard.sha256 for token_set in manifest.sets if token_set.split == "train" for shard in token_set.shards}
 
 
 def _start_folder(config: PretrainConfig) -> Path | None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from m2forge.config import Config
-from m2forge.train.config import Count, Curve, TrainConfig
+from m2forge.train.config import Count, Curve, EvalConfig, TrainConfig
 from m2forge.unpack import UnpackConfig
 
 SourceKind = Literal["auto", "jsonl", "atif"]
@@ -63,6 +63,23 @@ class SFTDataConfig(Config):
     encoded once."""
 
 
+class SFTEvalConfig(EvalConfig):
+    """Loss on held-out trajectories; either `share` or `sources` says which."""
+
+    share: float | None = Field(default=None, gt=0, lt=1)
+    """Share of the conversations in `data.sources` to hold out, selected by their hash."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Trajectories to evaluate. A conversation that is also in `data.sources` is not trained on."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.share is None) == (not self.sources):
+            raise ValueError("give either share or sources, so that something is held out in one way")
+        if any(source.weight != 1 for source in self.sources):
+            raise ValueError("sources are evaluated once each; leave weight out")
+        return self
+
+
 class SFTConfig(Config):
     """An SFT run: a model, its trajectories, and the training schedule."""
 
@@ -83,6 +100,8 @@ class SFTConfig(Config):
     warmup_steps: int = Field(default=0, ge=0)
     mtp_weight: Curve = Curve(start=0.1)
     train: TrainConfig = TrainConfig()
+    eval: SFTEvalConfig | None = None
+    """Held-out loss during training; None: nothing is held out or evaluated."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

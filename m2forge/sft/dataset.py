@@ -2,7 +2,8 @@
 
 The store is a pure function of the sources' contents, the configuration, the chat format and the seed. Its key is a
 hash of these: a folder with a store of the same key is reused, nothing is encoded again. Problems are counted in the
-report; with `strict` they raise a `DataError` and nothing is left behind.
+report; with `strict` they raise a `DataError` and nothing is left behind. A `Selection` limits the store to the trained
+or to the held-out trajectories.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from m2forge.files import staged_folder
 from m2forge.sft.config import PromptPart, SFTDataConfig
 from m2forge.sft.distill import draw_dropped, drop_parts, find_part
 from m2forge.sft.encode import Encoded, encode
+from m2forge.sft.held_out import Selection, conversation_hash
 from m2forge.sft.report import Note, Rejection, Report
 from m2forge.sft.source import list_files, read_source
 from m2forge.sft.store import META, Store, StoreWriter
@@ -39,15 +41,18 @@ _PROBE = (
 """A conversation that uses every feature: different chat formats render it differently."""
 
 
-def prepare(config: SFTDataConfig, chat_format: ChatFormat, folder: Path, seed: int) -> Store:
-    """Encode the sources into `folder`, or open it if they are encoded already."""
-    key = _key(config, chat_format, seed)
+def prepare(
+    config: SFTDataConfig, chat_format: ChatFormat, folder: Path, seed: int, selection: Selection | None = None
+) -> Store:
+    """Encode the sources into `folder`, or open it if they are encoded already. `selection`: the trajectories to use;
+    None: all."""
+    key = _key(config, chat_format, seed, selection)
     store = Store.open_if_current(folder, key)
     if store is None:
         if (folder / META).is_file():
             _remove(folder)
         with staged_folder(folder) as partial:
-            _Preparation(config, chat_format, partial, seed).run(key)
+            _Preparation(config, chat_format, partial, seed, selection).run(key)
         store = Store(folder)
     store.report.log()
     return store
@@ -62,8 +67,11 @@ def _remove(folder: Path) -> None:
 
 
 class _Preparation:
-    def __init__(self, config: SFTDataConfig, chat_format: ChatFormat, folder: Path, seed: int) -> None:
+    def __init__(
+        self, config: SFTDataConfig, chat_format: ChatFormat, folder: Path, seed: int, selection: Selection | None
+    ) -> None:
         self._config = config
+        self._selection = selection
         self._format = chat_format
         self._seed = seed
         self._writer = StoreWriter(folder)
@@ -75,24 +83,48 @@ class _Preparation:
 
     def run(self, key: str) -> None:
         config, report = self._config, self._report
+        # The trained side of the same sources reports what cannot be read.
+        reading = Report() if self._holds_out and self._divides else report
         try:
             for index, source in enumerate(config.sources):
-                for number, trajectory in enumerate(read_source(source, report)):
-                    report.num_trajectories += 1
-                    self._add(trajectory, index, f"{index}/{number}")
+                for number, trajectory in enumerate(read_source(source, reading)):
+                    self._take(trajectory, index, f"{index}/{number}")
             for part, matched in zip(config.prompt_parts, self._matched, strict=True):
-                if not matched:
+                if not matched and not self._holds_out:
                     report.add_note(Note.UNMATCHED_PART, f"{part.kind} {part.match!r}")
             if config.strict:
                 report.refuse_problems()
             if not self._writer.num_trajectories:
-                raise DataError(f"no trajectory to train on: {report.describe()}")
+                purpose = "evaluate" if self._holds_out else "train on"
+                raise DataError(f"no trajectory to {purpose}: {report.describe()}")
             self._writer.finish(key, config.context, [source.weight for source in config.sources], report)
         finally:
             self._writer.close()
 
-    def _add(self, trajectory: Trajectory, source: int, name: str) -> None:
-        """Encode the variants of one trajectory, each distinct prompt once."""
+    @property
+    def _holds_out(self) -> bool:
+        return self._selection is not None and self._selection.side == "held_out"
+
+    @property
+    def _divides(self) -> bool:
+        """Whether some of the sources' trajectories are trained and others held out."""
+        return self._selection is not None and self._selection.share < 1
+
+    def _take(self, trajectory: Trajectory, source: int, name: str) -> None:
+        """Add a trajectory, if it is on the selected side."""
+        conversation = None
+        if self._selection is not None:
+            conversation = conversation_hash(trajectory)
+            if not self._selection.includes(conversation):
+                if not self._holds_out:
+                    self._report.num_trajectories += 1
+                    self._report.add_note(Note.HELD_OUT, trajectory.source)
+                return
+        self._report.num_trajectories += 1
+        self._add(trajectory, source, name, conversation if self._holds_out else None)
+
+    def _add(self, trajectory: Trajectory, source: int, name: str, conversation: int | None) -> None:
+        """Encode the variants of one trajectory, each distinct prompt once. `conversation`: a hash to store with it."""
         self._match_parts(trajectory)
         by_prompt: dict[tuple[str, ...], Encoded | Note] = {}
         results = []
@@ -112,16 +144,18 @@ class _Preparation:
             return
         if any(encoded.cut for encoded in kept):
             self._report.add_note(Note.CUT, trajectory.source)
-        self._write(kept, results, source)
+        self._write(kept, results, source, conversation)
 
-    def _write(self, kept: Sequence[Encoded], results: Sequence[Encoded | Note], source: int) -> None:
+    def _write(
+        self, kept: Sequence[Encoded], results: Sequence[Encoded | Note], source: int, conversation: int | None
+    ) -> None:
         documents: dict[int, int] = {}
         for encoded in kept:
             if id(encoded) not in documents:
                 documents[id(encoded)] = self._writer.add_document(encoded)
         # If a draw's prompt makes the trajectory too long, the document of another draw is used.
         shown = [result if isinstance(result, Encoded) else kept[0] for result in results]
-        self._writer.add_trajectory(source, [documents[id(encoded)] for encoded in shown])
+        self._writer.add_trajectory(source, [documents[id(encoded)] for encoded in shown], conversation)
         self._report.num_kept += 1
         self._report.num_turns += kept[0].num_turns
         self._report.num_tokens += len(kept[0].ids)
@@ -151,11 +185,13 @@ def _render_probe(chat_format: ChatFormat) -> Rendered:
         return chat_format.render([_PROBE[1], *_PROBE[4:]])
 
 
-def _key(config: SFTDataConfig, chat_format: ChatFormat, seed: int) -> str:
+def _key(config: SFTDataConfig, chat_format: ChatFormat, seed: int, selection: Selection | None) -> str:
     """A hash of everything the store depends on."""
     probe = _render_probe(chat_format)
     identity = [LAYOUT, seed, config.model_dump(mode="json"), chat_format.tokenizer.fingerprint]
     identity += [chat_format.name, probe.ids, probe.trained]
+    if selection is not None:
+        identity.append(selection.identity())
     digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16)
     for source in config.sources:
         for file in list_files(source):

@@ -3,11 +3,12 @@
 A pack holds whole documents of one epoch and at most `pack_tokens` tokens, without padding: the oldest queued document,
 then, first fit, any other queued one that still fits. No document is carried over to the next epoch, so an epoch shows
 every trajectory as often as its source's weight says. The packs are a function of store, seed and `pack_tokens` alone;
-`state()` is a position in that sequence, and a reader created with it resumes exactly there.
+`state()` is a position in that sequence, and a reader created with it resumes exactly there. `read_once` reads a store
+of held-out trajectories in one pass.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -81,14 +82,7 @@ class SFTReader:
     def next_pack(self) -> Pack:
         self._leave_finished_epochs()
         trajectories = self._epoch.take(self._pack_tokens)
-        draw = self._epoch.number % self._store.num_draws
-        documents = self._store.variants[trajectories, draw]
-        lengths = (self._store.offsets[documents + 1] - self._store.offsets[documents]).tolist()
-        tokens, trained = self._store.read(documents.tolist())
-        targets = np.full(len(tokens), NO_TARGET, np.int32)
-        targets[:-1][trained[1:]] = tokens[1:][trained[1:]]
-        targets[np.cumsum(lengths) - 1] = NO_TARGET
-        return Pack(tokens, targets, np.asarray(lengths, np.int32), self._store.sources[trajectories])
+        return _make_pack(self._store, trajectories, self._epoch.number % self._store.num_draws)
 
     def num_packs(self, epoch: int) -> int:
         """Number of packs in an epoch."""
@@ -147,6 +141,34 @@ class _Epoch:
         num_missing = min(NUM_WAITING - len(self.waiting), len(self._order) - self.num_taken)
         self.waiting += range(self.num_taken, self.num_taken + num_missing)
         self.num_taken += num_missing
+
+
+def read_once(store: Store, pack_tokens: int, num_tokens: int) -> Iterator[Pack]:
+    """Packs of the trajectories with the lowest conversation hashes, each once with its first prompt, at most
+    `num_tokens` tokens but at least one trajectory. They do not depend on the order of the sources."""
+    if store.hashes is None:
+        raise DataError("the store has no conversation hashes; encode it as held-out trajectories")
+    order, lengths = np.argsort(store.hashes, kind="stable"), store.lengths(0)
+    num_read = max(1, int(np.searchsorted(np.cumsum(lengths[order]), num_tokens, side="right")))
+    chosen: list[int] = []
+    num_chosen = 0
+    for trajectory in order[:num_read].tolist():
+        if chosen and num_chosen + int(lengths[trajectory]) > pack_tokens:
+            yield _make_pack(store, np.asarray(chosen, np.int32), 0)
+            chosen, num_chosen = [], 0
+        chosen.append(trajectory)
+        num_chosen += int(lengths[trajectory])
+    yield _make_pack(store, np.asarray(chosen, np.int32), 0)
+
+
+def _make_pack(store: Store, trajectories: IntArray, draw: int) -> Pack:
+    documents = store.variants[trajectories, draw]
+    lengths = (store.offsets[documents + 1] - store.offsets[documents]).tolist()
+    tokens, trained = store.read(documents.tolist())
+    targets = np.full(len(tokens), NO_TARGET, np.int32)
+    targets[:-1][trained[1:]] = tokens[1:][trained[1:]]
+    targets[np.cumsum(lengths) - 1] = NO_TARGET
+    return Pack(tokens, targets, np.asarray(lengths, np.int32), store.sources[trajectories])
 
 
 def _shuffle(store: Store, seed: int, epoch: int) -> npt.NDArray[np.int32]:

@@ -42,6 +42,7 @@ class Note(StrEnum):
     CUT = "cut at a turn to fit the context"
     TOO_LONG = "dropped, too long for the context"
     UNTRAINED = "dropped, nothing in it is trained"
+    HELD_OUT = "held out for evaluation"
     IMAGE = "image left out"
     AUDIO = "audio left out"
     SUBAGENT = "reference to another agent's trajectory left out"

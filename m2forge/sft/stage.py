@@ -4,7 +4,8 @@ Trajectories are encoded once into the run directory, packed whole, and trained 
 as pre-training. This file wires data, model and train loop.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,19 +15,23 @@ from m2forge.model.checkpoint import load_model
 from m2forge.model.exchange import find_companions
 from m2forge.model.transformer import Transformer
 from m2forge.records import JsonValue, Pack
-from m2forge.sft.config import SFTConfig
+from m2forge.sft.config import SFTConfig, SFTEvalConfig
 from m2forge.sft.dataset import prepare
-from m2forge.sft.reader import SFTReader, SFTReaderState
+from m2forge.sft.held_out import Selection
+from m2forge.sft.reader import SFTReader, SFTReaderState, read_once
 from m2forge.sft.store import Store
-from m2forge.text.format import make_format
+from m2forge.text.format import ChatFormat, make_format
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.checkpoint import begun_phase
 from m2forge.train.config import PhaseConfig
+from m2forge.train.evaluation import Evaluation
 from m2forge.train.loop import CHECKPOINT_FOLDER, TrainLoop
 from m2forge.train.machine import machine_ranks
 from m2forge.train.run_dir import open_run
 
-DATA_FOLDER = "data"
+DATA_FOLDER, EVAL_DATA_FOLDER = "data", "eval_data"
+
+_log = logging.getLogger(__name__)
 
 
 def run_sft(config: SFTConfig, runs: Path) -> Path:
@@ -50,17 +55,51 @@ def run_sft(config: SFTConfig, runs: Path) -> Path:
         # Rank 0 encodes; the other ranks open the result.
         if ranks.rank > 0:
             ranks.max_int(0)
-        store = prepare(config.data, chat_format, run_dir / DATA_FOLDER, config.seed)
+        store, held_out = _prepare(config, chat_format, run_dir)
         if ranks.rank == 0:
             ranks.max_int(0)
 
         def open_source(index: int, state: Mapping[str, JsonValue] | None) -> TrajectorySource:
             return TrajectorySource(config, store, state)
 
-        phases = [_phase(config, store)]
-        loop = TrainLoop(run_dir, config.train, phases, build_model, open_source, find_companions(start), ranks)
+        evaluation = None
+        if config.eval is not None and held_out is not None:
+            evaluation = Evaluation(config.eval, HeldOutTrajectories(config, config.eval, held_out), config.pack_tokens)
+        phases, companions = [_phase(config, store)], find_companions(start)
+        loop = TrainLoop(run_dir, config.train, phases, build_model, open_source, companions, ranks, evaluation)
         open_run(run_dir, config, loop.position.last_begun)
         return loop.run()
+
+
+def _prepare(config: SFTConfig, chat_format: ChatFormat, run_dir: Path) -> tuple[Store, Store | None]:
+    """The trajectories to train on, and those held out, if any."""
+    dest, held_dest = run_dir / DATA_FOLDER, run_dir / EVAL_DATA_FOLDER
+    if config.eval is None:
+        return prepare(config.data, chat_format, dest, config.seed), None
+    if config.eval.share is not None:
+        train, hold = Selection("train", config.eval.share), Selection("held_out", config.eval.share)
+        store = prepare(config.data, chat_format, dest, config.seed, train)
+        held_out = prepare(config.data, chat_format, held_dest, config.seed, hold)
+    else:
+        evaluated = config.data.model_copy(update={"sources": config.eval.sources})
+        held_out = prepare(evaluated, chat_format, held_dest, config.seed, Selection("held_out", share=1.0))
+        hashes = () if held_out.hashes is None else held_out.hashes.tolist()
+        train = Selection("train", hashes=frozenset(hashes))
+        store = prepare(config.data, chat_format, dest, config.seed, train)
+    report = held_out.report
+    _log.info("%d trajectories of %d tokens are held out for evaluation", report.num_kept, report.num_tokens)
+    return store, held_out
+
+
+class HeldOutTrajectories:
+    """The packs of an evaluation."""
+
+    def __init__(self, config: SFTConfig, eval_config: SFTEvalConfig, store: Store) -> None:
+        self._store, self._pack_tokens, self._num_tokens = store, config.pack_tokens, eval_config.num_tokens
+        self.domains = _names([source.path for source in eval_config.sources or config.data.sources])
+
+    def packs(self) -> Iterator[Pack]:
+        return read_once(self._store, self._pack_tokens, self._num_tokens)
 
 
 class TrajectorySource:

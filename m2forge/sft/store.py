@@ -4,6 +4,7 @@
     offsets.npy     int64, start of each document, and the end of the last
     variants.npy    int32 [trajectory, draw]: the document used for the trajectory in the epochs of that draw
     sources.npy     int32 per trajectory: index of its source
+    hashes.npy      uint64 per trajectory: hash of its conversation; only in a store of held-out trajectories
     meta.json       key of the input, fingerprint of the result, report
 
 Trajectories whose prompt has parts to drop have several variants; the others have one document for all draws.
@@ -39,6 +40,7 @@ class StoreWriter:
         self._offsets = [0]
         self._variants: list[Sequence[int]] = []
         self._sources: list[int] = []
+        self._hashes: list[int] = []
 
     def add_document(self, encoded: Encoded) -> int:
         """Append a document; returns its index, for `add_trajectory`."""
@@ -49,10 +51,13 @@ class StoreWriter:
         self._offsets.append(self._offsets[-1] + len(words))
         return len(self._offsets) - 2
 
-    def add_trajectory(self, source: int, documents: Sequence[int]) -> None:
-        """`documents`: index of a document for each draw."""
+    def add_trajectory(self, source: int, documents: Sequence[int], conversation: int | None = None) -> None:
+        """`documents`: index of a document for each draw. `conversation`: hash to store, for all trajectories or none
+        of them."""
         self._variants.append(documents)
         self._sources.append(source)
+        if conversation is not None:
+            self._hashes.append(conversation)
 
     @property
     def num_trajectories(self) -> int:
@@ -60,11 +65,13 @@ class StoreWriter:
 
     def finish(self, key: str, context: int, weights: Sequence[float], report: Report) -> None:
         self._file.close()
-        arrays: dict[str, npt.NDArray[np.int32] | npt.NDArray[np.int64]] = {
+        arrays: dict[str, npt.NDArray[np.int32] | npt.NDArray[np.int64] | npt.NDArray[np.uint64]] = {
             "offsets": np.asarray(self._offsets, np.int64),
             "variants": np.asarray(self._variants, np.int32),
             "sources": np.asarray(self._sources, np.int32),
         }
+        if self._hashes:
+            arrays["hashes"] = np.asarray(self._hashes, np.uint64)
         for name, array in arrays.items():
             np.save(self._folder / f"{name}.npy", array)
             self._hash.update(array.tobytes())
@@ -90,6 +97,8 @@ class Store:
             self.offsets: npt.NDArray[np.int64] = np.load(folder / "offsets.npy")
             self.variants: npt.NDArray[np.int32] = np.load(folder / "variants.npy")
             self.sources: npt.NDArray[np.int32] = np.load(folder / "sources.npy")
+            hashes = folder / "hashes.npy"
+            self.hashes: npt.NDArray[np.uint64] | None = np.load(hashes) if hashes.is_file() else None
             self._words = np.memmap(folder / TOKENS, dtype="<u4", mode="r")
             self.key = str(meta["key"])
             self.fingerprint = str(meta["fingerprint"])

@@ -1,9 +1,10 @@
-"""Checkpoints of a run: model, optimizer state and position, written atomically; the newest few are kept.
+"""Checkpoints of a run: model, optimizer state and position, written atomically; the newest few are kept, and the one
+with the lowest held-out loss.
 
     checkpoints/step-00001200/
         model/                  an ordinary model folder, tokenizer included
         optimizer.safetensors   moments and float32 master weights by weight name
-        position.json           phase, step counts and the data reader's state
+        position.json           phase, step counts, the data reader's state and the best evaluation so far
 
 A checkpoint is written to a temporary folder and renamed, so the newest one that exists is complete. Resuming from it
 gives bit-identical results to a run without the interruption. It holds unsharded tensors whatever the number of ranks,
@@ -37,6 +38,14 @@ PREFIX = "step-"
 
 
 @dataclass(frozen=True)
+class Best:
+    """The evaluation with the lowest held-out loss in the current phase."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
 class Position:
     """The progress of a run between two steps."""
 
@@ -50,6 +59,8 @@ class Position:
     """Tokens trained on in total."""
     source: Mapping[str, JsonValue] | None = None
     """State of the data reader after the last step, from which the next phase starts; None before the first step."""
+    best: Best | None = None
+    """None: nothing was evaluated in this phase. Its checkpoint is kept until the next best one is complete."""
 
     @property
     def last_begun(self) -> int | None:
@@ -67,14 +78,14 @@ class CheckpointStore:
     def save(self, engine: TrainEngine, position: Position) -> None:
         """Write a checkpoint. All ranks call this together; on return, on any rank, the checkpoint exists."""
         ranks = engine.optimizer.ranks
-        dest = self.folder / f"{PREFIX}{position.step:08d}"
+        dest = self.path(position.step)
         is_there = ranks.rank == 0 and dest in self._found()
         if not self.config.keep or ranks.max_int(is_there):
             return
         refuse_drift(engine.model, ranks)
         model, (tensors, num_steps) = whole_model(engine.model, ranks), engine.optimizer.state()
         if ranks.rank == 0 and model is not None:
-            content = {"position": asdict(position), "num_steps": num_steps}
+            content = {"position": _to_json(position), "num_steps": num_steps}
             self._write(dest, model, tensors, content)
         ranks.max_int(0)
 
@@ -89,6 +100,9 @@ class CheckpointStore:
             (partial / POSITION_FILE).write_text(json.dumps(content), encoding="utf-8")
         self._remove_old()
 
+    def path(self, step: int) -> Path:
+        return self.folder / f"{PREFIX}{step:08d}"
+
     def newest(self) -> Path | None:
         found = self._found()
         return found[-1] if found else None
@@ -97,7 +111,10 @@ class CheckpointStore:
         return sorted(path for path in self.folder.glob(f"{PREFIX}*") if (path / POSITION_FILE).is_file())
 
     def _remove_old(self) -> None:
-        for path in self._found()[: -self.config.keep]:
+        found = self._found()
+        best = read_position(found[-1]).best
+        old = [path for path in found[: -self.config.keep] if best is None or path != self.path(best.step)]
+        for path in old:
             # A folder without its position file is not a checkpoint, so an interrupted removal leaves no partial one.
             (path / POSITION_FILE).unlink()
             shutil.rmtree(path)
@@ -119,7 +136,9 @@ def load_checkpoint_model(folder: Path, device: torch.device, dtype: torch.dtype
 
 
 def read_position(folder: Path) -> Position:
-    return Position(**_content(folder)["position"])
+    content = _content(folder)["position"]
+    best = content.pop("best", None)
+    return Position(**content, best=None if best is None else Best(**best))
 
 
 def restore(engine: TrainEngine, folder: Path) -> None:
@@ -129,6 +148,11 @@ def restore(engine: TrainEngine, folder: Path) -> None:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder / OPTIMIZER_FILE}: cannot be read ({error}); remove {folder.name}") from error
     engine.optimizer.load_state(tensors, _content(folder)["num_steps"])
+
+
+def _to_json(position: Position) -> dict[str, object]:
+    """Without `best` in a run that evaluates nothing."""
+    return {name: value for name, value in asdict(position).items() if name != "best" or value is not None}
 
 
 def _content(folder: Path) -> dict[str, Any]:

@@ -142,6 +142,18 @@ class CheckpointConfig(Config):
     """Checkpoints kept; older ones are removed. 0: none is written, and a run that crashes starts over."""
 
 
+class EvalConfig(Config):
+    """Loss on held-out data during training. The stages say what is held out; it is never trained on."""
+
+    every: Count
+    """Steps between two evaluations. The last step of a phase is always evaluated."""
+    num_tokens: Count = 1 << 20
+    """Maximum number of held-out tokens to evaluate; they are the same each time."""
+    export: Literal["last", "best"] = "last"
+    """Weights that the run's `model` folder holds: those after the last step, or those with the lowest held-out loss of
+    the last phase. The best checkpoint is stored either way, as long as checkpoints are."""
+
+
 class MachineConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -1,6 +1,7 @@
 """The train engine: packs or token trees in, one optimizer step, metrics out.
 
     step_rows   packs of documents: exact mean of the language-model loss over all their targets
+    eval_rows   packs of documents: the same loss without gradient and without update
     step        token trees with advantages: exact weighted mean of the policy loss over all their loss edges
 
     packs → loss divided by the step's denominator → accumulated gradients → clip → update → router biases
@@ -14,6 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Literal, TypeVar
 
 import torch
@@ -184,6 +186,40 @@ class TrainEngine:
         norms = self._update(load_LE, rate)
         return PendingMetrics(sums.figures(num_edges, self.ranks) | _shared_figures(norms, load_LE))
 
+    @torch.no_grad()
+    def eval_rows(
+        self,
+        packs: Iterable[Pack],
+        *,
+        tag_names: Sequence[str] = (),
+        pack_tokens: int | None = None,
+        mtp_loss: MTPLoss = "ce",
+        mtp_top_k: int = 32,
+    ) -> dict[str, float]:
+        """The loss of `packs`, as `step_rows` computes it. Every rank passes all packs and runs its share of them.
+
+        The figures do not depend on the number of ranks: each pack's sums are computed by one rank alone, and their
+        total is rounded once.
+        """
+        blank = RowSums(tag_names, len(self.model.mtp), self.device)
+        length = pack_tokens if self.pads else None
+        sums_PW: list[Tensor] = []
+        for group in _groups(packs, self.ranks.num_ranks):
+            # All ranks run a forward pass per group, because a sharded model communicates in it.
+            batch = self._row_batch(group[self.ranks.rank] if self.ranks.rank < len(group) else None, length)
+            output: Output = self.model(batch.tokens_N, batch.plan)
+            found = next_token_loss(
+                self.model, output, batch, num_edges=1.0, mtp_weight=0.0, mtp_loss=mtp_loss, mtp_top_k=mtp_top_k
+            )
+            mine = RowSums(tag_names, len(self.model.mtp), self.device)
+            mine.add(batch, found)
+            sums_PW += [mine.sums() if rank == self.ranks.rank else blank.sums() for rank in range(len(group))]
+        if not sums_PW:
+            return {}
+        columns = self.ranks.sum(torch.stack(sums_PW)).T.tolist()
+        total_W = torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64)
+        return PendingMetrics(blank.figures_of(total_W)).read()
+
     def _row_batch(self, pack: Pack | None, length: int | None) -> Batch:
         return blank_batch(self.device) if pack is None else make_batch(pack, self.device, length)
 
@@ -311,6 +347,12 @@ class TrainEngine:
             # Zero loads move no bias: a step with non-finite gradients is skipped entirely, without a host sync.
             self.model.update_router_biases(load_LE * norms.overall.isfinite())
         return norms
+
+
+def _groups(packs: Iterable[Pack], size: int) -> Iterator[list[Pack]]:
+    left = iter(packs)
+    while group := list(islice(left, size)):
+        yield group
 
 
 def _token_figures(counts: StepCounts) -> dict[str, float]:

@@ -5,6 +5,10 @@ flow and the run directory:
 
     runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/  model/ (when the run is complete)
 
+A stage that holds out data passes an `Evaluation`; the loop then measures its loss every few steps and at the end of a
+phase, and stores a checkpoint whenever the loss is the lowest of the phase. The search starts again with each phase: a
+later one trains another context, another mixture or other weights.
+
 All ranks read the same packs, and each trains on its share of them, so a run may resume on a different number of ranks.
 Only rank 0 writes checkpoints, metrics and the model.
 
@@ -24,15 +28,25 @@ from pathlib import Path
 import torch
 
 from m2forge.errors import ConfigError, ExistsError, TrainingError
+from m2forge.files import staged_folder
 from m2forge.model.checkpoint import save_model
 from m2forge.model.transformer import Transformer
 from m2forge.observe.metrics import MetricsWriter
 from m2forge.observe.progress import Progress, progress
 from m2forge.records import JsonValue
-from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, read_position, restore
+from m2forge.train.checkpoint import (
+    MODEL_FOLDER,
+    Best,
+    CheckpointStore,
+    Position,
+    load_checkpoint_model,
+    read_position,
+    restore,
+)
 from m2forge.train.config import PhaseConfig, TrainConfig
 from m2forge.train.cost import TokenCost
 from m2forge.train.engine import PendingMetrics, TrainEngine
+from m2forge.train.evaluation import Evaluation, selection_loss
 from m2forge.train.machine import choose_device, choose_dtype, machine_settings, peak_flops, set_up_model
 from m2forge.train.parallel import ALONE, ProcessRanks, Ranks, align, refuse_difference
 from m2forge.train.prefetch import PackSource, Prefetch
@@ -44,7 +58,7 @@ OpenSource = Callable[[int, Mapping[str, JsonValue] | None], PackSource]
 """(phase index, state of the last source: this phase's, an earlier one's, or None) → the phase's packs."""
 BuildModel = Callable[[torch.device, torch.dtype], Transformer]
 
-MODEL_FOLDER, CHECKPOINT_FOLDER = "model", "checkpoints"
+CHECKPOINT_FOLDER = "checkpoints"
 MAX_BAD_STEPS = 10
 """Consecutive steps without a finite gradient after which the run ends."""
 
@@ -72,9 +86,13 @@ class TrainLoop:
         open_source: OpenSource,
         companions: tuple[Path, ...] = (),
         ranks: Ranks = ALONE,
+        evaluation: Evaluation | None = None,
     ) -> None:
         self.run_dir, self.config, self.phases, self.open_source = run_dir, config, tuple(phases), open_source
-        self.companions, self.ranks = companions, ranks
+        self.companions, self.ranks, self.evaluation = companions, ranks, evaluation
+        self._exports_best = evaluation is not None and evaluation.config.export == "best"
+        if self._exports_best and not config.checkpoint.keep:
+            raise ConfigError('eval.export = "best" needs checkpoints, and train.checkpoint.keep is 0; set it to 1')
         self.store = CheckpointStore(run_dir / CHECKPOINT_FOLDER, config.checkpoint, companions)
         self.device = ranks.device if isinstance(ranks, ProcessRanks) else choose_device(config.machine)
         # With FSDP the model moves to the device block by block: unsharded it may not fit.
@@ -86,6 +104,7 @@ class TrainLoop:
         else:
             model, self.position = load_checkpoint_model(newest, home, self.dtype), read_position(newest)
             _log.info("going on from %s", newest)
+            self._forget_missing_best()
         if isinstance(ranks, ProcessRanks):
             refuse_difference(f"checkpoints of {run_dir}", repr(self.position), ranks)
             align(model, ranks)
@@ -122,6 +141,8 @@ class TrainLoop:
     def _run_phase(self, index: int, writer: MetricsWriter | None) -> None:
         phase = self.phases[index]
         self._enter(phase)
+        if not self.position.step_in_phase:
+            self.position = replace(self.position, best=None)
         source = self.open_source(index, self.position.source)
         self.engine.tag_names = source.domains
         # With the main model frozen most of the backward pass is skipped, so the usual FLOP count does not apply.
@@ -148,10 +169,16 @@ class TrainLoop:
                 started_s += passed_s
                 current.extra |= _speed(current, passed_s, ahead.waited_s, self._peak_flops)
                 pending = current
-                if self.position.step % self.config.checkpoint.every_steps == 0:
+                evaluation = self._due_evaluation(phase)
+                saves = self.position.step % self.config.checkpoint.every_steps == 0
+                if evaluation is not None or saves:
                     self._report(pending, writer, bar)
                     pending = None
-                    self.store.save(self.engine, self.position)
+                    if evaluation is not None:
+                        # Before the checkpoint of this step, which then contains it.
+                        self._evaluate(evaluation, phase, writer, bar)
+                    if saves:
+                        self.store.save(self.engine, self.position)
                     started_s = time.perf_counter()
             self._report(pending, writer, bar)
         self._log_padding(phase, before)
@@ -218,6 +245,35 @@ class TrainLoop:
                 f"(loss {values['loss']}); lower the rate, or resume from an older checkpoint of {self.run_dir}"
             )
 
+    def _due_evaluation(self, phase: PhaseConfig) -> Evaluation | None:
+        """The evaluation to run after this step, if any."""
+        if self.evaluation is None:
+            return None
+        is_due = self.position.step % self.evaluation.config.every == 0
+        return self.evaluation if is_due or self.position.step_in_phase == phase.steps else None
+
+    def _evaluate(
+        self, evaluation: Evaluation, phase: PhaseConfig, writer: MetricsWriter | None, bar: Progress | None
+    ) -> None:
+        """Measure the held-out loss; if it is the lowest of the phase, store a checkpoint that says so."""
+        metrics = evaluation.measure(self.engine, phase)
+        loss, best = selection_loss(phase, metrics), self.position.best
+        if writer is not None:
+            writer.write(self.position.step, metrics)
+        if bar is not None:
+            bar.advance(0, {"eval loss": metrics["eval/loss"]})
+        if math.isfinite(loss) and (best is None or loss < best.loss):
+            self.position = replace(self.position, best=Best(self.position.step, loss))
+            self.store.save(self.engine, self.position)
+
+    def _forget_missing_best(self) -> None:
+        best = self.position.best
+        if best is not None and not self.store.path(best.step).is_dir():
+            _log.warning(
+                "the best checkpoint, %s, is missing; the next evaluation is the best", self.store.path(best.step)
+            )
+            self.position = replace(self.position, best=None)
+
     def _log_padding(self, phase: PhaseConfig, before: Position) -> None:
         num_steps = self.position.step - before.step
         if num_steps and self.ranks.rank == 0:
@@ -229,17 +285,37 @@ class TrainLoop:
     def _write_model(self) -> Path:
         """Write the finished model; the previous one stays until this one is complete, and is never partial."""
         dest = self.run_dir / MODEL_FOLDER
-        model = whole_model(self.engine.model, self.ranks)
-        if self.ranks.rank == 0 and model is not None:
-            self._replace_model(model, dest)
+        if self._exports_best:
+            source = self._best_model()
+            if self.ranks.rank == 0:
+                self._replace_model(source, dest)
+        else:
+            model = whole_model(self.engine.model, self.ranks)
+            if self.ranks.rank == 0 and model is not None:
+                self._replace_model(model, dest)
         self.ranks.max_int(0)
         return dest
 
-    def _replace_model(self, model: Transformer, dest: Path) -> None:
+    def _best_model(self) -> Path:
+        best = self.position.best
+        if best is None:
+            raise TrainingError(
+                "no evaluation of the last phase had a finite loss, so there is no best checkpoint to export; start "
+                'again with eval.export = "last" to write the last weights'
+            )
+        _log.info("exporting step %d, whose held-out loss %.6g is the lowest of the last phase", best.step, best.loss)
+        return self.store.path(best.step) / MODEL_FOLDER
+
+    def _replace_model(self, model: Transformer | Path, dest: Path) -> None:
+        """`model`: the model to write, or a model folder to copy."""
         fresh, old = self.run_dir / f".{MODEL_FOLDER}.fresh", self.run_dir / f".{MODEL_FOLDER}.old"
         for left in (fresh, old, *self.run_dir.glob(f".{fresh.name}.*.partial")):
             shutil.rmtree(left, ignore_errors=True)
-        save_model(model, fresh, companions=self.companions)
+        if isinstance(model, Path):
+            with staged_folder(fresh) as partial:
+                shutil.copytree(model, partial, dirs_exist_ok=True)
+        else:
+            save_model(model, fresh, companions=self.companions)
         if dest.exists():
             dest.rename(old)
         fresh.rename(dest)

@@ -36,11 +36,19 @@ class RowSums:
         if loss.mtp_sums:
             self._mtp_K += torch.stack(loss.mtp_sums)
 
+    def sums(self) -> Tensor:
+        """All sums as one vector."""
+        return torch.cat((self._nll_T, self._edges_T, self._mtp_K))
+
     def figures(self, num_edges: float, ranks: Ranks) -> dict[str, Tensor]:
         """`num_edges`: loss edges of the whole step."""
+        return self.figures_of(ranks.sum(self.sums()), num_edges)
+
+    def figures_of(self, sums: Tensor, num_edges: float | None = None) -> dict[str, Tensor]:
+        """The metrics of a vector as `sums` returns it. `num_edges`: its loss edges, counted if not given."""
         num_tags = self._nll_T.shape[0]
-        sums = ranks.sum(torch.cat((self._nll_T, self._edges_T, self._mtp_K)))
         nll_T, edges_T, mtp_K = sums.split((num_tags, num_tags, self._mtp_K.shape[0]))
+        num_edges = float(edges_T.sum()) if num_edges is None else num_edges
         figures = {"loss": nll_T.sum() / max(1.0, num_edges)}
         for index, name in enumerate(self.tag_names):
             figures[f"loss/{name}"] = nll_T[index] / edges_T[index]

@@ -1,7 +1,7 @@
 """The directory of a run: created on the first start, checked on resume, locked by one process at a time.
 
 It holds the resolved configuration. A resumed run must have the same configuration, except for the machine, the
-checkpoint settings, and phases that have not begun.
+checkpoint settings, which weights to export, and phases that have not begun.
 """
 
 import fcntl
@@ -18,8 +18,8 @@ from m2forge.errors import ConfigError, ExistsError
 CONFIG_FILE, LOCK_FILE = "config.toml", "lock"
 MODE = 0o700
 """A run's directory is private to its owner: it holds the pool and what agents and models wrote."""
-FREE = ("train.machine", "train.checkpoint")
-"""Config tables that may change on resume."""
+FREE = ("train.machine", "train.checkpoint", "eval.export")
+"""Config tables and keys that may change on resume."""
 IMPLIED = {"train.router_bias": "balanced"}
 """Values that older runs used implicitly, before their configuration recorded the key."""
 

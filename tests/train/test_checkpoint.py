@@ -1,5 +1,6 @@
 """Checkpoints: what is kept, what is removed, and what a torn one means."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from m2forge.errors import CheckpointError
 from m2forge.train.checkpoint import (
     POSITION_FILE,
+    Best,
     CheckpointStore,
     Position,
     begun_phase,
@@ -55,6 +57,26 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None
     for step in range(1, 5):
         store.save(engine, Position(step=step))
     assert sorted(path.name for path in tmp_path.glob("*")) == [f"step-{step:08d}" for step in left]
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    store, engine = CheckpointStore(tmp_path, CheckpointConfig(keep=1)), make_engine()
+    best = {1: None, 2: Best(2, 0.5), 3: Best(2, 0.5), 4: Best(2, 0.5), 5: Best(5, 0.1 + 0.2)}
+    left = {}
+    for step in best:
+        position = Position(step=step, best=best[step])
+        store.save(engine, position)
+        newest = store.newest()
+        assert newest is not None
+        assert read_position(newest) == position
+        left[step] = [int(path.name[-8:]) for path in sorted(tmp_path.iterdir())]
+    assert left == {1: [1], 2: [2], 3: [2, 3], 4: [2, 4], 5: [5]}
+
+
+def test_a_run_without_evaluation_writes_no_best(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path, CheckpointConfig()).save(make_engine(), Position(step=1))
+    content = json.loads((tmp_path / "step-00000001" / POSITION_FILE).read_text())
+    assert list(content["position"]) == ["phase", "step_in_phase", "step", "num_tokens", "source"]
 
 
 def test_what_a_killed_save_or_removal_left_is_no_checkpoint_and_goes(tmp_path: Path) -> None:

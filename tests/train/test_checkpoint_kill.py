@@ -12,7 +12,7 @@ import torch
 
 from m2forge.model.checkpoint import load_model
 from m2forge.records import JsonValue
-from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, read_position, restore
+from m2forge.train.checkpoint import Best, CheckpointStore, Position, load_checkpoint_model, read_position, restore
 from m2forge.train.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.loop import TrainLoop
@@ -91,6 +91,30 @@ def test_the_newest_checkpoint_is_whole_whenever_its_writer_dies(tmp_path: Path)
             break
     assert newest == {2, 3}
     assert number > 20
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_the_best_checkpoint_is_whole_whenever_a_writer_dies(tmp_path: Path) -> None:
+    """A save that replaces the best one: the newest checkpoint always names a best one that is whole."""
+    engines = {step: trained(step) for step in (1, 2, 3)}
+    base = make_store(tmp_path / "base", keep=1)
+    base.save(engines[1], Position(step_in_phase=1, step=1, best=Best(1, 2.0)))
+    base.save(engines[2], Position(step_in_phase=2, step=2, best=Best(1, 2.0)))
+    named = set()
+    for number in range(0, 1000, STRIDE):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "base", folder)
+        store = make_store(folder, keep=1)
+        died = dies_at(number, partial(store.save, engines[3], Position(step_in_phase=3, step=3, best=Best(3, 1.0))))
+        newest = store.newest()
+        assert newest is not None
+        best = read_position(newest).best
+        assert best is not None
+        named.add(best.step)
+        assert_whole(store.path(best.step), engines[best.step])
+        if not died:
+            break
+    assert named == {1, 3}
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

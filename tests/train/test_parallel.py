@@ -196,6 +196,13 @@ def skip(ranks: ProcessRanks) -> tuple[float, bool]:
     return norm, is_same and all(torch.equal(bias, biases[name]) for name, bias in engine.model.named_buffers())
 
 
+def evaluate(parallel: Literal["data", "fsdp"], ranks: Ranks) -> dict[str, float]:
+    """Three packs, so that the second of two ranks runs a blank one in the second round."""
+    engine = make_engine(Case(parallel, dtype=torch.float32), ranks)
+    packs = [draw_pack(index, lengths, num_tags=2) for index, lengths in enumerate(LENGTHS)]
+    return engine.eval_rows(packs, tag_names=("a", "b"))
+
+
 def drift(ranks: ProcessRanks) -> str:
     model = small_model()
     align(model, ranks)
@@ -216,6 +223,7 @@ def scenario(ranks: ProcessRanks, folder: Path) -> dict[str, Any]:
     cases = CASES | {f"planted in {name}": case for name, case in PLANTED.items()} | {"bfloat16": LOW_PRECISION}
     outcomes: dict[str, Any] = {name: run_case(case, ranks) for name, case in cases.items()}
     outcomes |= {"drift": drift(ranks), "misfit": misfit(ranks), "skip": skip(ranks)}
+    outcomes |= {"evaluation, data": evaluate("data", ranks), "evaluation, fsdp": evaluate("fsdp", ranks)}
     return outcomes | {"resumed": resume(ranks, folder)}
 
 
@@ -251,6 +259,13 @@ def test_two_ranks_train_as_one_process_does(outcomes: Any, name: str) -> None:
         assert ours["sharded"] == (list(expected["num_steps"]) if case.parallel == "fsdp" else [])
     assert distance(both[0]["weights"], expected["weights"]) <= 1e-12
     assert distance(both[0]["state"], expected["state"]) <= 1e-12
+
+
+@pytest.mark.parametrize("parallel", ["data", "fsdp"])
+def test_the_held_out_loss_has_the_same_bits_on_two_ranks(outcomes: Any, parallel: Literal["data", "fsdp"]) -> None:
+    expected = evaluate(parallel, ALONE)
+    assert {"loss", "loss/a", "loss/b", "mtp_loss/2"} <= expected.keys()
+    assert [outcome[f"evaluation, {parallel}"] for outcome in outcomes] == [expected, expected]
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -7,7 +7,8 @@ import { duration, number, percent, words } from "./format.js";
 // In this order; metrics that a run has not recorded are skipped, others follow below under their own names.
 const PANELS = [
   { title: "Reward", names: ["reward", "perf"], note: "mean of each batch" },
-  { title: "Loss", names: ["loss", "loss/"] },
+  { title: "Loss", names: ["loss", "eval/loss", "loss/"] },
+  { title: "Held-out loss by domain", names: ["eval/loss/"] },
   { title: "Entropy", names: ["entropy"] },
   { title: "Importance ratio", names: ["ratio_mean", "ratio_max"], note: "trained over sampled" },
   { title: "Ratios by size", names: ["ratio_share/"], kind: "areas", format: percent, high: 1, note: "share of tokens" },
@@ -16,7 +17,7 @@ const PANELS = [
   { title: "Staleness and lag", names: ["staleness", "lag", "version_lag"], note: "versions; units" },
   { title: "Tokens per second", names: ["tokens_per_s"] },
   { title: "Gradient norm", names: ["grad_norm"] },
-  { title: "Prediction modules, loss", names: ["mtp_loss/"] },
+  { title: "Prediction modules, loss", names: ["mtp_loss/", "eval/mtp_loss/"] },
   { title: "Prediction modules, agreement", names: ["draft_agreement/"], format: percent },
   { title: "Learning rate", names: ["rate"], smooth: false },
 ];
