@@ -12,6 +12,8 @@ from m2forge.corpus.config import CorpusConfig
 from m2forge.evaluate.config import EvalConfig
 from m2forge.forge.config import ForgeConfig
 from m2forge.gateway.config import GatewayConfig
+from m2forge.inference.config import LLMConfig
+from m2forge.inference.output import SamplingParams
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.rollout.server_config import ServeConfig
 from m2forge.sft.config import SFTConfig
@@ -26,6 +28,8 @@ STAGES: list[type[Config]] = [
     ForgeConfig,
     GatewayConfig,
     ServeConfig,
+    LLMConfig,
+    SamplingParams,
 ]
 
 

@@ -29,13 +29,14 @@ FLOORS = (
         "gguf_header",
         "key",
         "listener",
+        "loop_thread",
         "observe",
         "unpack",
     ),
     ("kernels", "text", "tree", "sandbox"),
     ("model",),
     ("corpus", "train", "rollout", "weights", "gateway", "pool", "reward", "tasks", "agents"),
-    ("pretrain", "sft", "forge", "evaluate", "pipelines", "testing"),
+    ("pretrain", "sft", "forge", "evaluate", "inference", "pipelines", "testing"),
     ("evolve",),
     ("page", "cli", "__main__"),
 )
@@ -151,15 +152,31 @@ def way_back(start: str, imports: Mapping[str, set[str]]) -> list[str]:
 
 
 def init_breaches(root: Path) -> list[str]:
+    """`__init__.py` files hold no code, except the root's: it may import the package's modules when a name is used, and
+    for type checkers, but not when it is itself imported."""
     breaches = []
     for path in sources(root, PACKAGE):
         if path.name != "__init__.py":
+            continue
+        if path.parent == root / PACKAGE:
+            eager = [statement for statement in parse(path).body if not is_lazy(statement)]
+            breaches += [
+                f"{path.relative_to(root)}:{line}: imports a room at once"
+                for line, room in imported_rooms(ast.Module(eager, []))
+                if room
+            ]
             continue
         for statement in parse(path).body[1:]:
             is_version = isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__version__"
             if not is_version:
                 breaches.append(f"{path.relative_to(root)}:{statement.lineno}: code in __init__.py")
     return breaches
+
+
+def is_lazy(statement: ast.stmt) -> bool:
+    """Whether a statement of a module runs none of its imports when the module is imported."""
+    is_typing = isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING"
+    return is_typing or isinstance(statement, ast.FunctionDef)
 
 
 def docstring_breaches(root: Path) -> list[str]:
@@ -250,7 +267,10 @@ GOOD_FILES = {
     "Makefile": "test: ## run\nset-up:\n",
     "README.md": "Make sure, then make haste. `make test`\n```\nmake set-up\n```\n",
     "CONTRIBUTING.md": "`make test`\n",
-    "m2forge/__init__.py": '"""A."""\n\n__version__ = "1"\n',
+    "m2forge/__init__.py": (
+        '"""A."""\n\nTYPE_CHECKING = False\nif TYPE_CHECKING:\n    from m2forge.model import x\n\n__version__ = "1"\n\n'
+        "def __getattr__(name):\n    from m2forge import model\n"
+    ),
     "m2forge/errors.py": '"""A."""\n',
     "m2forge/config.py": '"""A."""\nfrom m2forge.errors import x\n',
     "m2forge/model/__init__.py": '"""A."""\n',
@@ -280,6 +300,7 @@ PLANTED = [
         "m2forge.config -> m2forge.errors -> m2forge.config",
     ),
     (init_breaches, "m2forge/model/__init__.py", '"""A."""\nfrom m2forge.errors import x\n', "__init__.py:2: code"),
+    (init_breaches, "m2forge/__init__.py", '"""A."""\nfrom m2forge.errors import x\n', "__init__.py:2: imports a room"),
     (docstring_breaches, "examples/a.py", "x = 1\n", "examples/a.py: no module docstring"),
     (name_breaches, "m2forge/model/tensor_utils.py", "", "'tensor_utils' names no thing"),
     (name_breaches, "m2forge/model/a.py", "class CacheManager:\n    pass\n", "'CacheManager' names no thing"),

@@ -23,6 +23,7 @@ from m2forge.model.config import ModelConfig
 from m2forge.model.config_file import CONFIG_FILE
 from m2forge.model.family import OWN_KEY, public_parts, to_public
 from m2forge.model.folder import FolderSource
+from m2forge.model.gguf_file import GGUF_SUFFIX, GGUFSource
 from m2forge.model.shard import Written, write_shards
 from m2forge.model.source import (
     TOKEN_ID_KEYS,
@@ -37,10 +38,10 @@ from m2forge.model.transformer import Transformer
 MAX_SHARD_BYTES = 5_000_000_000
 
 
-def load_model(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
-    """The network in `folder`, on `device`, in `dtype`, by default the dtype of most stored weights (FP8 counts as
-    bfloat16). Selection biases stay in at least float32."""
-    source = FolderSource(folder)
+def load_model(path: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Transformer:
+    """The network in a model folder or GGUF file, on `device`, in `dtype`, by default the dtype of most stored weights
+    (FP8 counts as bfloat16). Selection biases stay in at least float32."""
+    source: Source = GGUFSource(path) if path.suffix == GGUF_SUFFIX and path.is_file() else FolderSource(path)
     refuse_misfits(source)
     model = empty(source.config, device, dtype or usual_dtype(source))
     model.token_ids = source.token_ids

@@ -25,6 +25,7 @@ from m2forge.model.rope import frequencies
 from m2forge.model.source import TensorHeader, TokenIds
 
 ARCHITECTURE = "llama"
+GGUF_SUFFIX = ".gguf"
 _ROPE_FACTORS = "rope_freqs.weight"
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -153,10 +153,18 @@ class NativeEngine:
 
     async def close(self) -> None:
         """Reject new requests, finish those in flight, and stop the thread."""
+        self.stop()
+        await asyncio.to_thread(self.join)
+
+    def stop(self) -> None:
+        """Like `close`, without waiting."""
         with self._condition:
             self._is_closing = True
             self._condition.notify()
-        await asyncio.to_thread(self._thread.join)
+
+    def join(self) -> None:
+        """Wait until the thread of a stopped engine has ended."""
+        self._thread.join()
 
     # -- from the loops to the thread ---------------------------------------------------------------------------------
 

@@ -1,17 +1,21 @@
-"""Serves a model folder until the process is asked to stop."""
+"""Serves a model folder or GGUF file until the process is asked to stop."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import torch
+from starlette.types import ASGIApp
 
 from m2forge.errors import ConfigError, M2ForgeError, NotFoundError
 from m2forge.listener import address
 from m2forge.model.checkpoint import load_model
+from m2forge.model.transformer import Transformer
 from m2forge.records import PolicyVersion
 from m2forge.rollout.core import Core
 from m2forge.rollout.held_dtype import fastest_dtype
@@ -23,7 +27,7 @@ from m2forge.text.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
 
-_DTYPES = {
+DTYPES = {
     "auto": None,
     "stored": None,
     "float32": torch.float32,
@@ -42,24 +46,38 @@ def serve_model(
     with bind(config.server) if listener is None else listener as listener:
         engine = NativeEngine(make_core(folder, config))
         spare_collector()
+        app: ASGIApp = make_app(engine, config.server, key)
+        serve_engine(engine, lambda: contextlib.nullcontext(app), listener, announce)
 
-        async def run() -> None:
-            announce(address(listener))
-            server, watching = make_server(make_app(engine, config.server, key)), asyncio.create_task(engine.watch())
 
-            def stop(task: asyncio.Task[None]) -> None:
-                server.should_exit = True
+def serve_engine(
+    engine: NativeEngine,
+    open_app: Callable[[], AbstractAsyncContextManager[ASGIApp]],
+    listener: socket.socket,
+    announce: Callable[[str], None],
+) -> None:
+    """Serve an application over `engine`, which is closed at the end; see `serve_model`. The application is opened in
+    the server's event loop."""
 
-            watching.add_done_callback(stop)
-            try:
+    async def run() -> None:
+        announce(address(listener))
+        watching = asyncio.create_task(engine.watch())
+        try:
+            async with open_app() as app:
+                server = make_server(app)
+
+                def stop(task: asyncio.Task[None]) -> None:
+                    server.should_exit = True
+
+                watching.add_done_callback(stop)
                 await server.serve(sockets=[listener])
-                if watching.done():
-                    watching.result()
-            finally:
-                watching.cancel()
-                await engine.close()
+            if watching.done():
+                watching.result()
+        finally:
+            watching.cancel()
+            await engine.close()
 
-        asyncio.run(run())
+    asyncio.run(run())
 
 
 def spare_collector() -> None:
@@ -70,28 +88,40 @@ def spare_collector() -> None:
     gc.freeze()
 
 
-def make_core(folder: Path, config: ServeConfig) -> Core:
-    """The engine core of the model in `folder`, with its tokenizer if it has one."""
+def make_core(path: Path, config: ServeConfig) -> Core:
+    """The engine core of the model in a folder or GGUF file, with its tokenizer if it has one."""
+    model = load_model(path, device=find_device(config), dtype=DTYPES[config.dtype])
+    return core_of(model, config, path.absolute().name, _find_decode(path))
+
+
+def core_of(model: Transformer, config: ServeConfig, lineage: str, decode: Decode | None) -> Core:
+    """The engine core of a loaded model; `lineage` names its weights unless the config does."""
+    if config.dtype == "auto" and model.embedding.weight.device.type == "cpu":
+        model = model.to(fastest_dtype(model))
+    version = PolicyVersion(config.lineage or lineage, config.step, config.branch)
+    return Core(model.eval(), config.rollout, version, decode)
+
+
+def find_device(config: ServeConfig) -> str:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: torch sees no GPU; serve on the CPU with device = cpu")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    model = load_model(folder, device=device, dtype=_DTYPES[config.dtype])
-    if config.dtype == "auto" and device == "cpu":
-        model = model.to(fastest_dtype(model))
-    version = PolicyVersion(config.lineage or folder.absolute().name, config.step, config.branch)
-    return Core(model.eval(), config.rollout, version, _find_decode(folder))
+    return ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
 
 
-def _find_decode(folder: Path) -> Decode | None:
-    """The decode function for stop texts, which are rejected without one. Exact, because only byte-level vocabularies
-    are loaded: the text of a token sequence is the concatenation of each token's bytes."""
+def _find_decode(path: Path) -> Decode | None:
+    """The decode function for stop texts, which are rejected without one."""
     try:
-        tokenizer = load_tokenizer(folder)
+        return decoder(load_tokenizer(path))
     except NotFoundError:
         return None
     except M2ForgeError as error:
         _log.warning("prompts with stop texts will be refused: %s", error)
         return None
+
+
+def decoder(tokenizer: Tokenizer) -> Decode:
+    """A tokenizer's decode function. Exact, because only byte-level vocabularies are loaded: the text of a token
+    sequence is the concatenation of each token's bytes."""
 
     def decode(ids: Sequence[int]) -> bytes:
         return b"".join(_bytes_of(tokenizer, id) for id in ids)

@@ -18,15 +18,16 @@ import pytest
 import torch
 from sqlalchemy import select
 
+from m2forge.config import write_resolved
 from m2forge.errors import EngineError
 from m2forge.forge.attempts import Agents
-from m2forge.forge.check import read_checks
+from m2forge.forge.check import Check, read_checks
 from m2forge.forge.config import ForgeConfig
 from m2forge.forge.kept import read_kept
 from m2forge.forge.layout import Layout
 from m2forge.forge.loop import Loop
 from m2forge.forge.servers import Server
-from m2forge.forge.stage import run_forge
+from m2forge.forge.stage import run_forge, train_rl
 from m2forge.forge.supply import Supply
 from m2forge.forge.view import read_last_step
 from m2forge.gateway.closed_journal import journal_ids
@@ -85,7 +86,12 @@ def trained_steps(config: ForgeConfig, run_dir: Path) -> list[int]:
 def test_agents_act_and_the_policy_learns(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     config = make_run(model, num_steps=3)
-    folder, checks = run_forge(config, tmp_path)
+
+    async def cell() -> tuple[Path, list[Check]]:
+        return train_rl(config.model_copy(update={"num_steps": 9}), runs=tmp_path, num_steps=3)
+
+    # As in a notebook, where an event loop runs already.
+    folder, checks = asyncio.run(cell())
     assert [found.step for found in checks] == [0, 3]
     assert all(found.num_tasks == 4 and found.num_broken == 0 for found in checks)
     assert trained_steps(config, tmp_path / "run") == [1, 1, 2, 2, 3, 3]
@@ -101,7 +107,8 @@ def test_agents_act_and_the_policy_learns(model: Path, tmp_path: Path, monkeypat
     assert all(step.values["reward/agent"] == step.values["reward"] for step in steps)
     assert read_last_step(tmp_path / "run" / "metrics.jsonl") == steps[-1]
     # A run that is complete does nothing more.
-    assert run_forge(config, tmp_path) == (folder, checks)
+    write_resolved(config, tmp_path / "rl.toml")
+    assert train_rl(tmp_path / "rl.toml", runs=tmp_path) == (folder, checks)
 
 
 def test_terminated_it_says_one_line_and_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:

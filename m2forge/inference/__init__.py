@@ -1,0 +1,1 @@
+"""Inference for users: `LLM` in Python."""

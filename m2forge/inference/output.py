@@ -1,0 +1,105 @@
+"""What `LLM` takes and returns: sampling parameters in; per prompt an `Output` with its samples out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
+
+from m2forge.gateway.config import SamplingConfig
+from m2forge.gateway.exchange import Answer, Ending
+from m2forge.protocols import Chunk
+from m2forge.records import MAX_INT32, FinishReason
+from m2forge.rollout.merge import merge_chunks
+from m2forge.text.completion import Problem
+from m2forge.text.message import Message
+
+Count = Annotated[int, Field(gt=0, le=MAX_INT32)]
+
+
+class SamplingParams(SamplingConfig):
+    """Sampling parameters; frozen. The defaults sample from the model's own distribution."""
+
+    max_tokens: Count | None = None
+    """Maximum number of sampled tokens, thinking included; None: as many as the context leaves."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end the completion; they are not part of its text."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    """The same seed, prompt and weights sample the same tokens; None: a new seed each time."""
+    n: Count = 1
+    """Number of completions of each prompt; they share its prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion of a prompt."""
+
+    text: str
+    """The sampled text without its end marker or stop text; for a chat, the message's content."""
+    token_ids: tuple[int, ...]
+    """All sampled tokens, end marker included."""
+    logprobs: tuple[float, ...] = field(repr=False)
+    """Logprob of each token under the distribution that it was sampled from; 0 if it was the only choice, as always at
+    temperature 0."""
+    raw_logprobs: tuple[float, ...] = field(repr=False)
+    """Logprob of each token under the softmax of the raw logits, whatever the sampling parameters."""
+    finish_reason: FinishReason
+    stop_text: str | None = None
+    """The text of `SamplingParams.stop` that ended it."""
+    message: Message | None = None
+    """For a chat: the parsed assistant message with thinking, content and tool calls; append it to the messages."""
+    problems: tuple[Problem, ...] = ()
+    """For a chat: what the parser could not understand, such as a malformed tool call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The completions of one prompt. The properties are those of the first, which is the only one if `n` is 1."""
+
+    prompt_token_ids: tuple[int, ...] = field(repr=False)
+    num_cached: int
+    """Prompt tokens served from the prefix cache."""
+    samples: tuple[Sample, ...]
+
+    @property
+    def text(self) -> str:
+        return self.samples[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.samples[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        return self.samples[0].logprobs
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.samples[0].finish_reason
+
+    @property
+    def message(self) -> Message:
+        """The parsed message of a chat."""
+        message = self.samples[0].message
+        if message is None:
+            raise AttributeError("the output of generate has a text and no message; chat parses messages")
+        return message
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def make_sample(chunks: Sequence[Chunk], answer: Answer, *, is_chat: bool) -> Sample:
+    """`chunks`: all of one completion; `answer`: the same, parsed."""
+    whole, completion = merge_chunks(chunks), answer.completion
+    assert whole.finish_reason is not None
+    return Sample(
+        text=completion.content,
+        token_ids=tuple(whole.ids.tolist()),
+        logprobs=tuple(whole.logprobs.tolist()),
+        raw_logprobs=tuple(whole.raw_logprobs.tolist()),
+        finish_reason=whole.finish_reason,
+        stop_text=answer.stop_text if answer.ending is Ending.STOP_TEXT else None,
+        message=completion.message() if is_chat else None,
+        problems=completion.problems,
+    )
