@@ -9,6 +9,7 @@ runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/      the trai
             kept/               each evaluation's attempts at a few held-out tasks
             ratios/             importance ratio of each trained token, for the last steps
             log/                output of the processes
+            failure.txt         the error that ended the run's last process
             gateway.json        URL and admin key of the gateway, while a run that admits deployed agents is running
             model/              the finished model
 """

@@ -9,13 +9,16 @@ import logging
 import stat
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from m2forge.config import Config, TomlValue, build, current_keys, dump, write_resolved
-from m2forge.errors import ConfigError, ExistsError
+from m2forge.errors import ConfigError, ExistsError, M2ForgeError
+from m2forge.files import write_atomic
 
 CONFIG_FILE, LOCK_FILE = "config.toml", "lock"
+FAILURE_FILE = "failure.txt"
+"""The error that ended the run's last process, in one line; absent while a process runs and after an interrupt."""
 MODE = 0o700
 """A run's directory is private to its owner: it holds the pool and what agents and models wrote."""
 FREE = ("train.machine", "train.checkpoint", "eval.export")
@@ -28,14 +31,24 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def hold_run(run_dir: Path) -> Iterator[None]:
-    """Lock `run_dir` against training by other processes; the lock ends with the process, however it ends."""
+    """Lock `run_dir` against training by other processes; the lock ends with the process, however it ends. An error
+    that leaves the block is recorded in the directory, until the next process holds it."""
     make_private(run_dir)
     with (run_dir / LOCK_FILE).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ExistsError(f"{run_dir} is being trained by another process; wait for it, or end it first") from error
-        yield
+        failure = run_dir / FAILURE_FILE
+        failure.unlink(missing_ok=True)
+        try:
+            yield
+        except Exception as error:
+            kind = "" if isinstance(error, M2ForgeError) else f"{type(error).__name__}: "
+            # A full disk must not hide the error that it caused.
+            with suppress(OSError):
+                write_atomic(failure, f"{kind}{error}\n")
+            raise
 
 
 def make_private(run_dir: Path) -> None:

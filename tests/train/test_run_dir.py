@@ -13,7 +13,7 @@ from m2forge.config import Config, dump, load
 from m2forge.errors import ConfigError, ExistsError
 from m2forge.train.checkpoint import Position
 from m2forge.train.config import PhaseConfig, PolicyConfig, TrainConfig
-from m2forge.train.run_dir import hold_run, open_run
+from m2forge.train.run_dir import FAILURE_FILE, hold_run, open_run
 
 
 class Run(Config):
@@ -149,6 +149,17 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pass
     with hold_run(tmp_path / "run"):
         pass
+
+
+def test_an_error_is_recorded_until_the_run_goes_on(tmp_path: Path) -> None:
+    failure = tmp_path / FAILURE_FILE
+    with pytest.raises(ZeroDivisionError), hold_run(tmp_path):
+        1 / 0  # noqa: B018
+    assert failure.read_text() == "ZeroDivisionError: division by zero\n"
+    with pytest.raises(KeyboardInterrupt), hold_run(tmp_path):
+        assert not failure.exists()
+        raise KeyboardInterrupt
+    assert not failure.exists(), "an interrupted run has not failed"
 
 
 def mode_of(path: Path) -> int:
