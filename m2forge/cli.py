@@ -318,7 +318,9 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_page(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of a run, such as runs/NAME")
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN", help="the directory of a run, such as runs/NAME, or a folder of runs"
+    )
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
     parser.add_argument(
         "--port", type=int, default=8600, metavar="N", help="where to listen (default: 8600; 0: any that is free)"
@@ -346,7 +348,7 @@ COMMANDS = {
     "eval": Command("measure a model: a table and plots", _add_config, command_eval),
     "serve": Command("sample from a model by HTTP: token ids in and out", _add_serve, command_serve),
     "gateway": Command("serve agents: the vendors' APIs in, every token recorded", _add_gateway, command_gateway),
-    "page": Command("show a run in the browser: curves, the window, trajectories", _add_page, command_page),
+    "page": Command("show a run, or a folder of runs, in the browser", _add_page, command_page),
 }
 
 

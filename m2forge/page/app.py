@@ -46,10 +46,16 @@ _log = logging.getLogger(__name__)
 
 def make_app(run: Run, key: str | None = None) -> ASGIApp:
     """`key`: required of every request if other machines can reach the page."""
-    service = _Service(run)
+    return Guard(run_app(run), key)
+
+
+def run_app(run: Run, list_url: str | None = None) -> Starlette:
+    """The page of one run, without access control. All of its links are relative, so that it can be mounted at any
+    path; `list_url` leads back to the list of runs, if there is one."""
+    service = _Service(run, list_url)
     paths: list[tuple[str, Callable[[Request], Response]]] = [
-        ("/", _index),
-        ("/static/{name:str}", _static),
+        ("/", lambda request: static_file("index.html")),
+        ("/static/{name:str}", serve_static),
         ("/api/run", service.run),
         ("/api/curves", service.curves),
         ("/api/queue", service.queue),
@@ -61,14 +67,12 @@ def make_app(run: Run, key: str | None = None) -> ASGIApp:
         ("/api/episodes/{id:int}/tokens", service.tokens),
         ("/api/episodes/{id:int}/search", service.search),
     ]
-    handlers = {M2ForgeError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}
-    app = Starlette(routes=[Route(path, handler) for path, handler in paths], exception_handlers=handlers)
-    return Guard(app, key)
+    return Starlette(routes=[Route(path, handler) for path, handler in paths], exception_handlers=HANDLERS)
 
 
 class _Service:
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, list_url: str | None) -> None:
+        self._run, self._list_url = run, list_url
         self._reader: PoolReader | None = None
         self._episodes: Episodes | None = None
 
@@ -88,7 +92,7 @@ class _Service:
         return self._episodes
 
     def run(self, request: Request) -> Response:
-        return answer(self._run.describe())
+        return answer(self._run.describe() | {"list_url": self._list_url})
 
     def curves(self, request: Request) -> Response:
         return answer(self._run.curves.since(_number(request, "revision", -1), _number(request, "step", 0)))
@@ -198,15 +202,11 @@ def answer(body: JsonValue, status: int = 200) -> Response:
     return Response(text.encode(errors="replace"), status, media_type="application/json")
 
 
-def _index(request: Request) -> Response:
-    return _file("index.html")
+def serve_static(request: Request) -> Response:
+    return static_file(request.path_params["name"])
 
 
-def _static(request: Request) -> Response:
-    return _file(request.path_params["name"])
-
-
-def _file(name: str) -> Response:
+def static_file(name: str) -> Response:
     # Looked up in the directory listing: a requested name never becomes a path.
     path = next((path for path in STATIC.iterdir() if path.name == name and path.suffix in MEDIA_TYPES), None)
     if path is None:
@@ -227,3 +227,6 @@ def _on_http_error(request: Request, error: Exception) -> Response:
 
 def _on_bug(request: Request, error: Exception) -> Response:
     return answer({"error": f"the page failed ({type(error).__name__}); its log says where"}, 500)
+
+
+HANDLERS = {M2ForgeError: _on_error, HTTPException: _on_http_error, Exception: _on_bug}

@@ -39,6 +39,12 @@ class Curves:
         self._end = 0
         self._num_unread = 0
 
+    def release(self) -> None:
+        """Free the rows; the next call reads the file from its start, under another revision."""
+        with self._lock:
+            self._forget()
+            self.revision += 1
+
     def last_step(self) -> int:
         with self._lock:
             self._read()
@@ -53,6 +59,7 @@ class Curves:
             num_all = len(rows)
             rows = _thin(rows)
             names = sorted({name for row in rows for name in row.values})
+            tokens = self._num_tokens()
             return {
                 "revision": self.revision,
                 "is_whole": is_whole,
@@ -60,8 +67,21 @@ class Curves:
                 "num_unread": self._num_unread,
                 "steps": [row.step for row in rows],
                 "times_s": [round(row.time_s, 3) for row in rows],
+                "tokens": None if tokens is None else [_number(tokens[row.step]) for row in rows],
                 "series": {name: [_number(row.values.get(name)) for row in rows] for name in names},
             }
+
+    def _num_tokens(self) -> dict[int, float] | None:
+        """Tokens trained up to each step: the recorded total, or the sum over all steps so far, since a client that
+        receives every tenth step cannot add them up. None if the run records neither."""
+        total, totals, is_known = 0.0, {}, False
+        for row in self._rows:
+            if math.isfinite(given := row.values.get("num_tokens", math.nan)):
+                total, is_known = given, True
+            elif math.isfinite(added := row.values.get("tokens_computed", math.nan)):
+                total, is_known = total + added, True
+            totals[row.step] = total
+        return totals if is_known else None
 
     def _read(self) -> None:
         try:

@@ -10,7 +10,8 @@ import math
 import threading
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from enum import StrEnum
 from pathlib import Path
 
 from m2forge.config import Config, TomlValue, current_keys
@@ -18,33 +19,52 @@ from m2forge.errors import M2ForgeError, NotFoundError
 from m2forge.files import whole_lines
 from m2forge.forge.config import ForgeConfig
 from m2forge.observe.metrics import FILE_NAME
+from m2forge.page.cached_file import CachedFile
 from m2forge.page.curve import Curves
+from m2forge.page.latest import LatestMetrics
 from m2forge.pool.config import PoolConfig
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.records import JsonValue
 from m2forge.sft.config import SFTConfig
 from m2forge.text.format import ChatFormat, FormatName, make_format
 from m2forge.text.tokenizer import load_tokenizer
-from m2forge.train.run_dir import CONFIG_FILE, LOCK_FILE
+from m2forge.train.run_dir import CONFIG_FILE, FAILURE_FILE, LOCK_FILE
 
 CHECKS_FILE, MODEL_FOLDER, RATIOS_FOLDER, WEIGHTS_FOLDER = "checks.jsonl", "model", "ratios", "weights"
 POOL_FILES = ("pool.db", "pool.db-wal")
 SQLITE = "sqlite:///"
 QUIET_S = 30.0
 """A run that has written nothing for this long, and whose lock no process holds, has stopped."""
+MAX_FAILURE = 2000
 _LOCKS = Path("/proc/locks")
 
 Table = Mapping[str, TomlValue]
 _KINDS: Mapping[str, type[Config]] = {"rl": ForgeConfig, "pretrain": PretrainConfig, "sft": SFTConfig}
 
 
+class RunState(StrEnum):
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    """Its process ended with an error, which `FAILURE_FILE` holds."""
+    STOPPED = "stopped"
+    """It was interrupted or killed; the same command resumes it."""
+    EMPTY = "empty"
+    """Nothing is written yet."""
+
+
 class Run:
     def __init__(self, run_dir: Path) -> None:
         if not run_dir.is_dir():
-            raise NotFoundError(f"{run_dir} is no folder; give the directory of a run, such as runs/NAME")
+            raise NotFoundError(
+                f"{run_dir} is no folder; give the directory of a run, such as runs/NAME, or a folder of runs"
+            )
         self.run_dir = run_dir
         self.name = run_dir.absolute().name
         self.curves = Curves(run_dir / FILE_NAME)
+        self.latest = LatestMetrics(run_dir / FILE_NAME)
+        self._config = CachedFile[Table](run_dir / CONFIG_FILE, _parse_config, {})
+        self._checks = CachedFile[tuple[list[JsonValue], int]](run_dir / CHECKS_FILE, _parse_checks, ([], 0))
         self._format: ChatFormat | None = None
         self._format_lock = threading.Lock()
 
@@ -52,12 +72,7 @@ class Run:
 
     def config(self) -> Table:
         """The configuration in the run's directory, under current keys; empty if missing or broken."""
-        try:
-            written = tomllib.loads((self.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
-            stage = _stage_of(written)
-            return written if stage == "run" else current_keys(_KINDS[stage], written)
-        except (OSError, ValueError, RecursionError):
-            return {}
+        return self._config.read()
 
     def stage(self) -> str:
         return _stage_of(self.config())
@@ -105,13 +120,15 @@ class Run:
         config = self.config()
         model, group_size = config.get("model"), config.get("group_size")
         checks, num_unread = self.checks()
+        state = self.state()
         problems = [] if config else [f"{CONFIG_FILE} is missing or cannot be read; what the run was told is not known"]
         if num_unread:
             problems.append(f"checks.jsonl: {num_unread} lines are no checks and are left out")
         return {
             "name": self.name,
             "stage": self.stage(),
-            "state": self.state(checks),
+            "state": state,
+            "failure": self.failure() if state is RunState.FAILED else None,
             "age_s": self.age_s(),
             "step": self.curves.last_step(),
             "num_steps": self.num_steps(),
@@ -132,16 +149,25 @@ class Run:
         given = config.get("num_steps")
         return given if isinstance(given, int) else None
 
-    def state(self, checks: list[JsonValue] | None = None) -> str:
-        """complete, running, stopped, or empty while nothing is written."""
-        if (self.run_dir / MODEL_FOLDER).is_dir() and not self._is_check_due(
-            self.checks()[0] if checks is None else checks
-        ):
-            return "complete"
+    def state(self, held: Collection[int] | None = None) -> RunState:
+        """`held`: what `held_inodes` returns, which a list of runs reads once for all of them."""
+        if self._is_held(held_inodes() if held is None else held):
+            return RunState.RUNNING
+        if (self.run_dir / MODEL_FOLDER).is_dir() and not self._is_check_due(self.checks()[0]):
+            return RunState.FINISHED
+        if (self.run_dir / FAILURE_FILE).is_file():
+            return RunState.FAILED
         age_s = self.age_s()
         if age_s is None:
-            return "running" if self._is_held() else "empty"
-        return "running" if age_s < QUIET_S or self._is_held() else "stopped"
+            return RunState.EMPTY
+        return RunState.RUNNING if age_s < QUIET_S else RunState.STOPPED
+
+    def failure(self) -> str | None:
+        """The error that ended the run's last process."""
+        try:
+            return (self.run_dir / FAILURE_FILE).read_text(encoding="utf-8", errors="replace")[:MAX_FAILURE].strip()
+        except OSError:
+            return None
 
     def _is_check_due(self, checks: list[JsonValue]) -> bool:
         check = self.config().get("check")
@@ -156,30 +182,44 @@ class Run:
         times_s = [found for name in names if (found := _changed_s(self.run_dir / name)) is not None]
         return max(0.0, time.time() - max(times_s)) if times_s else None
 
-    def _is_held(self) -> bool:
-        """Whether a process is training in it. Reads the lock's holder from the kernel: trying the lock, even briefly,
-        could keep a run from starting."""
+    def _is_held(self, held: Collection[int]) -> bool:
+        """Whether a process is training in it."""
         try:
-            inode = (self.run_dir / LOCK_FILE).stat().st_ino
-            return any(line.split()[5].endswith(f":{inode}") for line in _LOCKS.read_text().splitlines())
-        except (OSError, IndexError):
+            return (self.run_dir / LOCK_FILE).stat().st_ino in held
+        except OSError:
             return False
 
     def checks(self) -> tuple[list[JsonValue], int]:
-        """Evaluations on held-out tasks, and the number of unreadable lines; a last line without a newline is still
-        being written."""
+        """Evaluations on held-out tasks, and the number of unreadable lines."""
+        return self._checks.read()
+
+
+def held_inodes() -> frozenset[int]:
+    """Inodes of all files that a process holds a lock on. Read from the kernel: trying a run's lock, even briefly,
+    could keep the run from starting."""
+    try:
+        lines = _LOCKS.read_text().splitlines()
+        return frozenset(int(line.split()[5].rpartition(":")[2]) for line in lines)
+    except (OSError, IndexError, ValueError):
+        return frozenset()
+
+
+def _parse_config(data: bytes) -> Table:
+    written = tomllib.loads(data.decode())
+    stage = _stage_of(written)
+    return written if stage == "run" else current_keys(_KINDS[stage], written)
+
+
+def _parse_checks(data: bytes) -> tuple[list[JsonValue], int]:
+    """A last line without a newline is still being written."""
+    found: list[JsonValue] = []
+    num_unread = 0
+    for line in whole_lines(data):
         try:
-            data = (self.run_dir / CHECKS_FILE).read_bytes()
-        except OSError:
-            return [], 0
-        found: list[JsonValue] = []
-        num_unread = 0
-        for line in whole_lines(data):
-            try:
-                found.append(_read_check(json.loads(line)))
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                num_unread += 1
-        return found, num_unread
+            found.append(_read_check(json.loads(line)))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            num_unread += 1
+    return found, num_unread
 
 
 def _stage_of(config: Table) -> str:

@@ -1,4 +1,4 @@
-"""Serves the page of a run's directory until interrupted."""
+"""Serves the page of a run's directory, or of a folder of runs, until interrupted."""
 
 import asyncio
 import os
@@ -12,7 +12,9 @@ from starlette.types import ASGIApp
 from m2forge.errors import ConfigError
 from m2forge.listener import LOOPBACK, address, listen
 from m2forge.page.app import make_app
+from m2forge.page.list_app import make_list_app
 from m2forge.page.run import Run
+from m2forge.page.run_list import RunList, is_run
 
 KEY_VARIABLE = "M2FORGE_PAGE_KEY"
 """Environment variable with the key that browsers on other machines need; command lines are visible to all users."""
@@ -20,12 +22,18 @@ MAX_PORT = 65535
 GRACE_S = 2
 
 
-def serve_page(run_dir: Path, host: str, port: int, announce: Callable[[str], None]) -> None:
+def serve_page(folder: Path, host: str, port: int, announce: Callable[[str], None]) -> None:
     """`announce` is called with the URL once the socket listens."""
-    run, key = Run(run_dir), find_key(host)
+    app = make_page(folder, find_key(host))
     with bind(host, port) as listener:
         announce(address(listener))
-        asyncio.run(make_server(make_app(run, key)).serve(sockets=[listener]))
+        asyncio.run(make_server(app).serve(sockets=[listener]))
+
+
+def make_page(folder: Path, key: str | None = None) -> ASGIApp:
+    """The page of the run if `folder` is the directory of one, else the list of the runs below it."""
+    run = Run(folder)
+    return make_app(run, key) if is_run(run) else make_list_app(RunList(folder), key)
 
 
 def find_key(host: str) -> str | None:

@@ -56,7 +56,7 @@ def status(url: str, headers: dict[str, str] | None = None, method: str = "GET")
 
 
 def test_the_run_its_curves_and_its_window(url: str) -> None:
-    assert get(f"{url}/api/run")["state"] == "complete"
+    assert get(f"{url}/api/run")["state"] == "finished"
     curves = get(f"{url}/api/curves")
     assert curves["steps"] == [1, 2, 3, 4, 5, 6]
     assert len(curves["series"]["reward"]) == 6

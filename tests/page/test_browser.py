@@ -7,16 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect
+from playwright.sync_api import Page, expect
 
 from m2forge.page.report import write_report
 from m2forge.records import Domain, Task
 from m2forge.text.format import ChatFormat
-from tests.page.chromium import chromium
-from tests.page.conftest import serving
+from tests.page.conftest import SIZES, serving
 from tests.page.scene import Scene, long_calls, make_call
 
 FIRST_PAINT_S = 1.0
@@ -26,40 +24,6 @@ FRAME_MS = 40
 """Share of the processor's time for a frame, while a long episode is scrolled through by a screen a frame."""
 NUM_LONG = 5000
 HOSTILE = '</script><script>window.pwned=1</script><img src=x onerror="window.pwned=1">\'"&amp;'
-SIZES = {"wide": (1440, 900), "narrow": (390, 800)}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as found:
-        yield found
-
-
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Pages that must have no error of any kind when the test ends."""
-    errors: list[str] = []
-    contexts = []
-
-    def open_one(size: str = "wide", scheme: Literal["light", "dark"] = "light") -> Page:
-        width, height = SIZES[size]
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda said: errors.append(said.text) if is_mistake(said) else None)
-        page.set_default_timeout(15_000)
-        return page
-
-    yield open_one
-    for context in contexts:
-        context.close()
-    assert errors == []
-
-
-def is_mistake(said: ConsoleMessage) -> bool:
-    """An answer that is no 200 is told as well, where it belongs to the test."""
-    return said.type == "error" and not said.text.startswith("Failed to load resource")
 
 
 @contextmanager

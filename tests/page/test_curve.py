@@ -67,3 +67,29 @@ def test_many_steps_are_thinned_and_the_ends_stay(tmp_path: Path) -> None:
     assert isinstance(steps, list)
     assert len(steps) == MAX_POINTS
     assert (steps[0], steps[-1]) == (1, 4000)
+
+
+def test_tokens_are_counted_over_steps_that_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1, loss=1.0))
+    assert Curves(path).since(-1, 0)["tokens"] is None
+    path.write_text("".join(line(step, tokens_computed=10.0) for step in range(1, 4001)))
+    curves = Curves(path)
+    found = curves.since(-1, 0)
+    steps, tokens = found["steps"], found["tokens"]
+    assert isinstance(steps, list)
+    assert tokens == [10.0 * step for step in steps]
+    assert curves.since(curves.revision, 4000)["tokens"] == [40000.0]
+    path.write_text(line(1, num_tokens=7.0, tokens_computed=1.0) + line(2, num_tokens=9.0))
+    assert Curves(path).since(-1, 0)["tokens"] == [7.0, 9.0]
+
+
+def test_released_rows_are_read_again_as_a_new_revision(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1, loss=3.0) + line(2, loss=2.0))
+    curves = Curves(path)
+    first = curves.since(-1, 0)
+    curves.release()
+    again = curves.since(int(str(first["revision"])), 2)
+    assert again["is_whole"] is True
+    assert again["series"] == first["series"]

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from m2forge.errors import NotFoundError
+from m2forge.errors import NotFoundError, TrainingError
 from m2forge.forge.layout import Layout
 from m2forge.page import run as page_run
 from m2forge.page.run import Run
 from m2forge.pool.config import PoolConfig
 from m2forge.text.format import ChatFormat
+from m2forge.train.run_dir import hold_run
 from tests.page.scene import Scene
 
 
@@ -28,7 +29,7 @@ def test_the_names_are_those_that_the_loop_writes(tmp_path: Path) -> None:
 
 def test_a_complete_run_says_so(done: Path) -> None:
     found = Run(done).describe()
-    assert (found["stage"], found["state"], found["step"], found["num_steps"]) == ("rl", "complete", 6, 6)
+    assert (found["stage"], found["state"], found["step"], found["num_steps"]) == ("rl", "finished", 6, 6)
     checks = found["checks"]
     assert isinstance(checks, list)
     assert [check["step"] for check in checks if isinstance(check, dict)] == [0, 6, 6]
@@ -54,16 +55,33 @@ def test_a_run_is_running_while_it_writes_or_is_held(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert run.state() == "running"
+        (tmp_path / "model").mkdir()
+        assert run.state() == "running", "a finished run that goes on with more phases is running"
+    assert run.state() == "finished"
+    (tmp_path / "model").rmdir()
     assert run.state() == "stopped"
+
+
+def test_a_run_that_ended_with_an_error_says_which(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(TrainingError), hold_run(tmp_path):
+        assert (run.state(), run.failure()) == ("running", None)
+        raise TrainingError("the loss is not finite; lower the learning rate")
+    assert (run.state(), run.failure()) == ("failed", "the loss is not finite; lower the learning rate")
+    assert run.describe()["failure"] == run.failure()
+    with hold_run(tmp_path):
+        assert run.state() == "running"
+    assert run.failure() is None
 
 
 def test_a_model_without_its_last_check_is_not_complete(format: ChatFormat, tmp_path: Path) -> None:
     scene = Scene(tmp_path / "run", format, num_steps=2)
     scene.pool.close()
     (scene.run_dir / "model").mkdir()
-    assert Run(scene.run_dir).state() != "complete"
+    assert Run(scene.run_dir).state() != "finished"
     scene.write_check(0.5, 2)
-    assert Run(scene.run_dir).state() == "complete"
+    assert Run(scene.run_dir).state() == "finished"
 
 
 def test_an_evaluation_shows_the_versions_that_it_sampled_from(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import { showEpisode } from "./episode.js";
 import { showEpisodes } from "./episodes.js";
 import { duration } from "./format.js";
 import { showOverview } from "./overview.js";
+import { stateOf } from "./state.js";
 import { setUpTheme, toggleTheme } from "./theme.js";
 
 const RUN_S = 2;
 const home = document.getElementById("view");
 const banner = document.getElementById("banner");
-const STATES = { complete: ["complete", "good"], running: ["running", "good running"], stopped: ["stopped", "bad"], empty: ["nothing written yet", ""] };
 let close = () => {};
 let keys = {};
 let lastRun = null;
@@ -38,16 +38,20 @@ function route() {
 
 async function watchRun() {
   try {
-    const run = await ask("/api/run");
-    banner.classList.toggle("hidden", !run.problems.length);
-    banner.classList.add("note");
-    banner.textContent = run.problems.join("; ");
+    const run = await ask("api/run");
+    const said = [...(run.failure ? [`The run failed: ${run.failure}`] : []), ...run.problems];
+    banner.classList.toggle("hidden", !said.length);
+    banner.classList.toggle("note", !run.failure);
+    banner.textContent = said.join("; ");
+    const back = document.getElementById("list-link");
+    back.classList.toggle("hidden", run.list_url === null);
+    if (run.list_url !== null) back.href = run.list_url;
     document.title = `${run.name} · m2forge`;
     document.getElementById("run-name").textContent = run.name;
-    const [label, look] = STATES[run.state];
+    const { label, look } = stateOf(run);
     const state = document.getElementById("run-state");
     state.className = `chip ${look}`;
-    const age = run.age_s !== null && run.state !== "complete" ? `, last written ${duration(run.age_s)} ago` : "";
+    const age = run.age_s !== null && run.state !== "finished" ? `, last written ${duration(run.age_s)} ago` : "";
     state.title = `${label}${age}`;
     if (state.lastChild.textContent !== label) state.lastChild.textContent = label;
     lastRun = run;

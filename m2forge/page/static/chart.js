@@ -9,6 +9,7 @@ import { number } from "./format.js";
 export const COLOURS = [1, 2, 3, 4, 5, 6, 7, 8].map((index) => `var(--c${index})`);
 const MARGIN = { top: 8, right: 10, bottom: 22, left: 46 };
 const SMOOTHING = 0.75;
+const MAX_POINTS = 600;
 
 export class Chart {
   constructor({ title, note = "", height = 190, format = number, kind = "lines", low = null, high = null, smooth = true }) {
@@ -51,9 +52,10 @@ export class Chart {
     this.drawLegend();
     this.scale = null;
     if (!xs.length) {
+      const why = this.options.log && this.shown().some((item) => item.points.length) ? "nothing above zero" : "nothing recorded yet";
       this.latest.textContent = "";
-      this.figure.setAttribute("aria-label", `${this.title}: nothing recorded yet`);
-      this.figure.append(svg("text", { class: "none", x: width / 2, y: this.height / 2 }, "nothing recorded yet"));
+      this.figure.setAttribute("aria-label", `${this.title}: ${why}`);
+      this.figure.append(svg("text", { class: "none", x: width / 2, y: this.height / 2 }, why));
       return;
     }
     this.scale = this.makeScale(items, xs, width);
@@ -64,13 +66,14 @@ export class Chart {
     this.figure.append(this.marks);
     const first = (items[0].raw || items[0].points).at(-1);
     const value = this.kind === "areas" ? "" : this.format(first[1]);
-    this.latest.textContent = value;
+    this.latest.textContent = this.options.isNearest && items.length > 1 ? "" : value;
     this.figure.setAttribute("aria-label", `${this.title}: ${items.length} curves, ${xs.length / items.length | 0} points, last ${value}`);
   }
 
-  // The series as drawn: areas are stacked, lines may be smoothed.
+  // The series as drawn: areas are stacked, lines may be smoothed. A logarithm has no values at zero or below.
   lines() {
-    const items = this.shown().filter((item) => item.points.length);
+    const { log } = this.options;
+    const items = this.shown().map((item) => (log ? { ...item, points: item.points.filter((point) => point[1] > 0) } : item)).filter((item) => item.points.length);
     if (this.kind !== "areas") {
       return items.map((item) => (this.smooth && this.options.smooth ? { ...item, raw: item.points, points: smoothed(item.points) } : item));
     }
@@ -86,31 +89,35 @@ export class Chart {
   }
 
   makeScale(items, xs, width) {
-    let [x0, x1] = [Math.min(...xs), Math.max(...xs)];
+    let [x0, x1] = [least(xs), most(xs)];
     if (x0 === x1) [x0, x1] = [x0 - 1, x1 + 1];
     const ys = items.flatMap((item) => [
       ...item.points.map((point) => point[1]),
       ...(item.raw || []).map((point) => point[1]),
       ...(item.band || []).flatMap((point) => [point[1], point[2]]),
     ]);
-    let low = this.low ?? (this.kind === "areas" ? 0 : Math.min(...ys));
-    let high = this.high ?? Math.max(...ys);
+    const { log } = this.options;
+    let low = (log ? null : this.low) ?? (this.kind === "areas" ? 0 : least(ys));
+    let high = (log ? null : this.high) ?? most(ys);
+    if (log && low === high) [low, high] = [low / 2, high * 2];
     if (low === high) [low, high] = [low - (Math.abs(low) * 0.1 || 1), high + (Math.abs(high) * 0.1 || 1)];
-    const ticks = niceTicks(low, high, 4);
-    if (this.low === null && this.kind !== "areas") low = Math.min(low, ticks[0]);
-    if (this.high === null) high = Math.max(high, ticks.at(-1));
+    const ticks = log ? logTicks(low, high) : niceTicks(low, high, 4);
+    if (log) [low, high] = [Math.min(low, ticks[0]), Math.max(high, ticks.at(-1))];
+    else if (this.low === null && this.kind !== "areas") low = Math.min(low, ticks[0]);
+    if (!log && this.high === null) high = Math.max(high, ticks.at(-1));
+    const share = log ? (value) => Math.log(value / low) / Math.log(high / low) : (value) => (value - low) / (high - low);
     const [left, right] = [MARGIN.left, width - MARGIN.right];
     const [top, bottom] = [MARGIN.top, this.height - MARGIN.bottom];
     return {
       x0, x1, ticks, left, right, top, bottom,
       x: (value) => left + ((value - x0) / (x1 - x0)) * (right - left),
-      y: (value) => bottom - ((value - low) / (high - low)) * (bottom - top),
+      y: (value) => bottom - share(value) * (bottom - top),
     };
   }
 
   drawAxes(width) {
     const { x0, x1, ticks, left, right, bottom, x, y } = this.scale;
-    const label = this.format === number ? tickFormat(ticks) : this.format;
+    const label = this.format === number && !this.options.log ? tickFormat(ticks) : this.format;
     for (const tick of ticks) {
       this.figure.append(
         svg("line", { class: "axis", x1: left, x2: right, y1: y(tick), y2: y(tick) }),
@@ -125,7 +132,7 @@ export class Chart {
   drawItem(item) {
     const { x, y } = this.scale;
     const place = (points) => points.map(([px, py]) => `${x(px).toFixed(1)},${y(py).toFixed(1)}`).join(" ");
-    const paint = { stroke: item.colour };
+    const paint = { stroke: item.colour, ...(item.dash ? { "stroke-dasharray": "6 4" } : {}) };
     if (this.kind === "areas") {
       const upper = item.points.map(([px, py]) => [px, py]);
       const lower = item.points.map(([px, , base]) => [px, base]).reverse();
@@ -136,8 +143,8 @@ export class Chart {
       const points = [...item.band.map(([px, , high]) => [px, high]), ...item.band.map(([px, low]) => [px, low]).reverse()];
       this.figure.append(svg("polygon", { class: "band", points: place(points), style: { fill: item.colour } }));
     }
-    if (item.raw) this.figure.append(svg("polyline", { class: "curve raw", points: place(item.raw), style: paint }));
-    this.figure.append(svg("polyline", { class: "curve", points: place(item.points), style: paint }));
+    if (item.raw) this.figure.append(svg("polyline", { class: "curve raw", points: place(reduced(item.raw)), style: paint }));
+    this.figure.append(svg("polyline", { class: "curve", points: place(reduced(item.points)), style: paint }));
     if (item.points.length <= 24) {
       for (const [px, py] of item.points) this.figure.append(svg("circle", { cx: x(px), cy: y(py), r: 2.6, style: { fill: item.colour } }));
     }
@@ -178,11 +185,14 @@ export class Chart {
     const items = this.lines();
     const points = items.map((item) => item.points[nearest(item.points, wanted)]);
     const x = points.reduce((best, point) => (Math.abs(point[0] - wanted) < Math.abs(best - wanted) ? point[0] : best), points[0][0]);
-    const rows = items.map((item, index) => [item, points[index]]).filter(([, point]) => point[0] === x);
+    // Curves of several runs have points at different places: each shows its own nearest, unless it has ended before.
+    const { isNearest } = this.options;
+    const isInside = (item) => isNearest && item.points[0][0] <= x && x <= item.points.at(-1)[0];
+    const rows = items.map((item, index) => [item, points[index]]).filter(([item, point]) => point[0] === x || isInside(item));
     this.cursor = x;
     this.marks.replaceChildren(
       svg("line", { class: "cross", x1: this.scale.x(x), x2: this.scale.x(x), y1: this.scale.top, y2: this.scale.bottom }),
-      ...rows.map(([item, point]) => svg("circle", { cx: this.scale.x(x), cy: this.scale.y(point[1]), r: 3.6, style: { fill: item.colour } })));
+      ...rows.map(([item, point]) => svg("circle", { cx: this.scale.x(point[0]), cy: this.scale.y(point[1]), r: 3.6, style: { fill: item.colour } })));
     const head = (this.options.xName || "step") + " " + (this.options.xFormat || number)(x);
     showTip(clientX, clientY, el("div", { class: "head" }, head),
       ...rows.slice(0, 14).map(([item, point]) => tipRow(item.colour, item.label || item.name, this.format(this.kind === "areas" ? point[3] : point[1]))));
@@ -205,6 +215,40 @@ export function niceTicks(low, high, wanted) {
     if (tick >= low - step * 1e-6 - step * 0.5 && tick <= high + step * 0.5) ticks.push(tick);
   }
   return ticks.length ? ticks : [low, high];
+}
+
+// Values whose first digit is 1, 2 or 5, or only powers of ten if those are many.
+function logTicks(low, high) {
+  const powers = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)) && powers.length < 40; power += 1) powers.push(power);
+  const inside = (ticks) => ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+  const fine = inside(powers.flatMap((power) => [1, 2, 5].map((digit) => Number((digit * 10 ** power).toPrecision(3)))));
+  const ticks = fine.length <= 7 ? fine : inside(powers.filter((_, index) => index % Math.ceil(powers.length / 7) === 0).map((power) => 10 ** power));
+  return ticks.length > 1 ? ticks : [low, high];
+}
+
+// At most MAX_POINTS points, more than a chart has pixels: the lowest and the highest of each bucket, so that no spike is
+// lost, and both ends.
+function reduced(points) {
+  if (points.length <= MAX_POINTS) return points;
+  const size = (points.length - 2) / (MAX_POINTS / 2 - 1);
+  const found = [points[0]];
+  for (let bucket = 0; bucket < MAX_POINTS / 2 - 1; bucket += 1) {
+    const inside = points.slice(1 + Math.floor(bucket * size), 1 + Math.floor((bucket + 1) * size));
+    const low = inside.reduce((best, point) => (point[1] < best[1] ? point : best));
+    const high = inside.reduce((best, point) => (point[1] > best[1] ? point : best));
+    found.push(...(low === high ? [low] : low[0] < high[0] ? [low, high] : [high, low]));
+  }
+  return [...found, points.at(-1)];
+}
+
+// Spread arguments are limited in number; curves of many runs have more points.
+function least(values) {
+  return values.reduce((best, value) => Math.min(best, value), Infinity);
+}
+
+function most(values) {
+  return values.reduce((best, value) => Math.max(best, value), -Infinity);
 }
 
 // As many digits as distinguish adjacent values, the same on every line.

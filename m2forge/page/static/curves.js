@@ -22,23 +22,32 @@ const PANELS = [
   { title: "Learning rate", names: ["rate"], smooth: false },
 ];
 
+// Where a metric stands among the panels, null if it is in none, and how its values are written.
+export function panelOf(name) {
+  const rank = PANELS.findIndex(({ names }) => names.some((own) => (own.endsWith("/") ? name.startsWith(own) : name === own)));
+  const isShare = ["perf", "held-out success"].includes(name);
+  return rank < 0 ? { rank: isShare ? 0 : null, format: isShare ? percent : number } : { rank, format: isShare ? percent : PANELS[rank].format || number };
+}
+
 export class Columns {
   constructor() {
     this.revision = -1;
     this.steps = [];
     this.times = [];
+    this.tokens = null;
     this.series = {};
     this.numUnread = 0;
   }
 
   // Takes a response of /api/curves: everything, or the steps from the last one on.
   take(answer) {
-    if (answer.is_whole) Object.assign(this, { steps: [], times: [], series: {} });
+    if (answer.is_whole) Object.assign(this, { steps: [], times: [], tokens: null, series: {} });
     let keep = this.steps.length;
     while (keep && answer.steps.length && this.steps[keep - 1] >= answer.steps[0]) keep -= 1;
     const changed = answer.is_whole || keep < this.steps.length - 1 || answer.steps.length > 1 || keep === this.steps.length;
     this.steps = [...this.steps.slice(0, keep), ...answer.steps];
     this.times = [...this.times.slice(0, keep), ...answer.times_s];
+    if (answer.tokens) this.tokens = [...(this.tokens || Array(keep).fill(0)).slice(0, keep), ...answer.tokens];
     const names = new Set([...Object.keys(this.series), ...Object.keys(answer.series)]);
     for (const name of names) {
       const before = (this.series[name] || Array(keep).fill(null)).slice(0, keep);
@@ -190,7 +199,7 @@ function label(name, names) {
 }
 
 // Reorders without removing elements that stay: a chart keeps its focus.
-function place(home, nodes) {
+export function place(home, nodes) {
   nodes.forEach((node, index) => {
     if (home.children[index] !== node) home.insertBefore(node, home.children[index] || null);
   });

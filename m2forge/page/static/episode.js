@@ -26,7 +26,7 @@ export function showEpisode(home, id, parameters) {
 class EpisodeView {
   constructor(home, id, call) {
     Object.assign(this, { home, id, target: call, isOpen: true, calls: new Map(), asked: new Set(), head: null, shape: null });
-    this.path = `/api/episodes/${id}`;
+    this.path = `api/episodes/${id}`;
     this.map = new TreeMap((chosen) => this.list.scrollTo(chosen));
     this.list = new VirtualList({ draw: (index) => this.drawTurn(index), estimate: 220, onRange: (...range) => this.look(...range), label: "Calls" });
     this.search = new Search(this.path, (chosen) => this.list.scrollTo(chosen), this.list.node);

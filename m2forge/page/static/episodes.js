@@ -32,7 +32,7 @@ export function showEpisodes(home, parameters) {
 
   async function fetchPage(page, asked) {
     try {
-      const answer = await ask("/api/episodes", { ...wanted, upto, offset: page * PAGE, limit: PAGE });
+      const answer = await ask("api/episodes", { ...wanted, upto, offset: page * PAGE, limit: PAGE });
       if (!isOpen || asked !== version) return;
       pages.set(page, answer.episodes);
       if (page === 0 && upto === null) begin(answer);

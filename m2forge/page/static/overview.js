@@ -49,13 +49,13 @@ export function showOverview(home) {
 
   const stops = [
     repeat(() => quiet(async () => {
-      if (columns.take(await ask("/api/curves", { revision: columns.revision, step: columns.last }))) drawCurves();
+      if (columns.take(await ask("api/curves", { revision: columns.revision, step: columns.last }))) drawCurves();
       parts.unread.textContent = columns.numUnread ? `${count(columns.numUnread)} lines of metrics.jsonl could not be read and are left out` : "";
     }), CURVES_S),
     repeat(() => quiet(async () => {
       await known;
       if (!run.has_pool) return;
-      const queue = await ask("/api/queue");
+      const queue = await ask("api/queue");
       parts.strip.update(queue);
       parts.tally.replaceChildren(...makeTally(queue));
       parts.poolNote.textContent = "";
@@ -63,7 +63,7 @@ export function showOverview(home) {
     repeat(() => quiet(async () => {
       await known;
       if (!run.has_pool) return;
-      const past = await ask("/api/past");
+      const past = await ask("api/past");
       parts.past.update(past);
       parts.domains.update(rewardSeries(past.rewards), { xName: "step" });
       drawLead();
