@@ -67,6 +67,7 @@ def test_every_stage_is_listed_with_its_figures(demo: Path) -> None:
     assert {row["state"] for row in rows.values()} == {"finished"}
     assert (rows["demo/pretrain"]["step"], rows["demo/pretrain"]["num_steps"]) == (10, 10)
     assert figures_of(rows["demo/pretrain"]) == {"loss": 0.8, "tokens/s": 5000.0, "tokens": 1000.0}
+    assert figures_of(rows["demo/sft"])["held-out loss"] == 1.5
     assert figures_of(rows["demo/rl"]) == {
         "held-out success": 0.75,
         "reward": 0.5,
