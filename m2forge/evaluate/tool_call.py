@@ -1,7 +1,7 @@
 """Tool-call validity: conversations truncated before a call of the assistant; does the model make a well-formed call?
 
 A completion is *valid* if it ends, the chat format's parser finds no problem in it, it has at least one call, and every
-call names a known tool, gives all required arguments, no unknown ones, and values of the schema's types. It is *equal*
+call names a known tool, gives all required arguments, no unknown ones, and values that fit the schema. It is *equal*
 if its calls match the reference in names and arguments.
 """
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from m2forge.errors import FormatError
 from m2forge.evaluate.prompt_file import require_list
-from m2forge.evaluate.schema import argument_violations
 from m2forge.records import JsonValue
 from m2forge.text.completion import Completion, ProblemKind
+from m2forge.text.json_schema import argument_violations
 from m2forge.text.message import Message, Tool, ToolCall, message_from_openai, tool_from_openai
 
 _TOLD_BY_PARSER = (ProblemKind.UNKNOWN_TOOL, ProblemKind.BAD_ARGUMENT)
