@@ -154,17 +154,17 @@ def command_eval(args: argparse.Namespace) -> None:
 
 def command_serve(args: argparse.Namespace) -> None:
     from m2forge.config import build
+    from m2forge.inference.config import ModelServerConfig
     from m2forge.key import refuse_key_variable
-    from m2forge.rollout.server_config import ServeConfig
 
     refuse_key_variable("M2FORGE_ADMIN_KEY", "--key-file")
     server = {"host": args.host, "port": args.port}
     given = {name: value for name, value in server.items() if value is not None}
-    config = build(ServeConfig, {"server": given}, args.set, origin="serve")
+    config = build(ModelServerConfig, {"server": given}, args.set, origin="serve")
     key, key_lines = _find_key(args.key_file, "key")
-    from m2forge.rollout.serve import serve_model
+    from m2forge.inference.server import serve
 
-    serve_model(
+    serve(
         args.model, config, key, lambda url: print(f"serving {args.model} on {url}", *key_lines, sep="\n", flush=True)
     )
 
@@ -286,7 +286,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="the model folder to serve")
+    parser.add_argument("model", type=Path, metavar="MODEL", help="the model folder or GGUF file to serve")
     parser.add_argument("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine alone)")
     parser.add_argument("--port", type=int, metavar="N", help="where to listen (default: 8400; 0: any that is free)")
     parser.add_argument(
@@ -346,7 +346,7 @@ COMMANDS = {
     "sft": Command("fine-tune a model on trajectories, or go on with it", _add_run, command_sft),
     "rl": Command("train a model by what its agents do, or go on with it", _add_run, command_rl),
     "eval": Command("measure a model: a table and plots", _add_config, command_eval),
-    "serve": Command("sample from a model by HTTP: token ids in and out", _add_serve, command_serve),
+    "serve": Command("serve a model by HTTP: the vendors' APIs, and token ids", _add_serve, command_serve),
     "gateway": Command("serve agents: the vendors' APIs in, every token recorded", _add_gateway, command_gateway),
     "page": Command("show a run, or a folder of runs, in the browser", _add_page, command_page),
 }

@@ -109,13 +109,9 @@ def test_a_path_that_the_system_refuses_is_one_message(capsys: pytest.CaptureFix
 
 
 def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
-    import torch
+    from tests.inference.folder import write_model
 
-    from m2forge.model.build import build
-    from m2forge.model.checkpoint import save_model
-    from m2forge.model.resolve import resolve_config
-
-    save_model(build(resolve_config("m2-nano", overrides=["num_layers=1"])), tmp_path / "model", dtype=torch.float32)
+    write_model(tmp_path / "model")
     command = [sys.executable, "-m", "m2forge", "serve", str(tmp_path / "model"), "--port", "0", "--set", "step=3"]
     # Tests that a shell runs in the background inherit a deaf ear for SIGINT.
     hears = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
@@ -135,6 +131,13 @@ def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
                 (sample,) = json.load(response)["samples"]
             assert len(sample["ids"]) == 3
             assert sample["versions"] == [3, 3, 3]
+            chat = b'{"model": "m", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 3}'
+            request = urllib.request.Request(f"{url}/v1/chat/completions", chat, headers)
+            with urllib.request.urlopen(request, timeout=20) as response:
+                assert json.load(response)["usage"]["completion_tokens"] == 3
+            request = urllib.request.Request(f"{url}/v1/models", headers=headers)
+            with urllib.request.urlopen(request, timeout=20) as response:
+                assert [model["id"] for model in json.load(response)["data"]] == ["model"]
         finally:
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=20)

@@ -12,7 +12,7 @@ from m2forge.corpus.config import CorpusConfig
 from m2forge.evaluate.config import EvalConfig
 from m2forge.forge.config import ForgeConfig
 from m2forge.gateway.config import GatewayConfig
-from m2forge.inference.config import LLMConfig
+from m2forge.inference.config import LLMConfig, ModelServerConfig
 from m2forge.inference.output import SamplingParams
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.rollout.server_config import ServeConfig
@@ -29,6 +29,7 @@ STAGES: list[type[Config]] = [
     GatewayConfig,
     ServeConfig,
     LLMConfig,
+    ModelServerConfig,
     SamplingParams,
 ]
 

@@ -22,3 +22,11 @@ class LLMConfig(RolloutConfig):
     def serving(self) -> ServeConfig:
         """The config of the engine's core."""
         return ServeConfig(device=self.device, dtype=self.dtype, rollout=self)
+
+
+class ModelServerConfig(ServeConfig):
+    format: FormatName = "auto"
+    """Chat format of /v1/chat/completions; auto uses the tokenizer's."""
+    models: tuple[str, ...] = ()
+    """Model names that GET /v1/models lists; empty: the folder's name. Requests may use any name, since there is only
+    one model."""

@@ -10,20 +10,31 @@ The body of a rejected request stays unread, so its connection is closed.
 
 import hmac
 import ipaddress
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from m2forge.listener import LOOPBACK, host_name
+from m2forge.records import JsonValue
 from m2forge.rollout.server_config import ServerConfig
 
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 JSON_TYPE = "application/json"
 
 
+ErrorBody: TypeAlias = Callable[[int, str], Mapping[str, JsonValue]]
+
+
+def error_body(status: int, message: str) -> dict[str, JsonValue]:
+    return {"error": {"type": "HTTPException", "message": message}}
+
+
 class Guard:
-    def __init__(self, app: ASGIApp, config: ServerConfig, key: str) -> None:
-        self._app, self._expected = app, key.encode()
+    def __init__(self, app: ASGIApp, config: ServerConfig, key: str, error_body: ErrorBody = error_body) -> None:
+        """`error_body`: makes the body of a refusal from its status and message."""
+        self._app, self._expected, self._error_body = app, key.encode(), error_body
         self._hosts = {_own_name(entry) for entry in (*LOOPBACK, config.host, *config.hosts)} - {""}
         self._takes_addresses = config.host in ANY_ADDRESS
 
@@ -35,8 +46,9 @@ class Guard:
             await self._app(scope, receive, send)
             return
         status, message = refusal
-        body = {"error": {"type": "HTTPException", "message": message}}
-        await JSONResponse(body, status, headers={"connection": "close"})(scope, receive, send)
+        await JSONResponse(self._error_body(status, message), status, headers={"connection": "close"})(
+            scope, receive, send
+        )
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
