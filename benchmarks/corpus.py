@@ -33,18 +33,18 @@ from report import Bar, arguments, finish, print_table
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from m2forge.corpus.config import CorpusConfig, LongConfig, QualityConfig, Source
-from m2forge.corpus.duplicate import Repeat, find_duplicates
-from m2forge.corpus.kept import Kept
-from m2forge.corpus.long_sample import long_samples
+from m2forge.corpus.judge.duplicate import Repeat, find_duplicates
+from m2forge.corpus.judge.scan import domain_names, num_bands, scan_part
+from m2forge.corpus.judge.signature import MinHash, shingles
+from m2forge.corpus.judge.words import cut
+from m2forge.corpus.read.source import list_parts
 from m2forge.corpus.reader import CorpusReader
-from m2forge.corpus.scan import domain_names, num_bands, scan_part
-from m2forge.corpus.shard import CorpusWriter
-from m2forge.corpus.signature import MinHash, shingles
-from m2forge.corpus.source import list_parts
-from m2forge.corpus.table import Table, Tables
-from m2forge.corpus.tokenise import token_dtype, tokenise_part
-from m2forge.corpus.words import cut
-from m2forge.kernels.cross_entropy import linear_cross_entropy
+from m2forge.corpus.token_set import CorpusWriter
+from m2forge.corpus.write.document_table import Table, Tables
+from m2forge.corpus.write.long_sample import long_samples
+from m2forge.corpus.write.surviving import Kept
+from m2forge.corpus.write.tokenise import token_dtype, tokenise_part
+from m2forge.kernels.head_loss import linear_cross_entropy
 from m2forge.model.build import build
 from m2forge.model.preset import preset
 from m2forge.text.tokenizer import load_tokenizer, train_tokenizer

@@ -24,7 +24,7 @@ from forge_split import device_split, print_device_split, print_trainer_split
 from forge_watch import ROOT, Watched, run
 from report import Bar, arguments, finish, print_table
 
-from m2forge.forge.check import Check
+from m2forge.rl.eval import Check
 
 CONFIG = ROOT / "configs" / "rl" / "smollm2-gym.toml"
 AGENT = ROOT / "examples" / "task_agent.py"

@@ -19,7 +19,7 @@ from m2forge.config import build
 from m2forge.errors import NotFoundError
 from m2forge.model.build import build as build_model
 from m2forge.model.checkpoint import save_model
-from m2forge.model.exchange import import_model
+from m2forge.model.convert import import_model
 from m2forge.model.preset import preset
 from m2forge.records import Task
 from m2forge.sft.config import SFTConfig

@@ -14,9 +14,9 @@ from m2forge.records import PolicyVersion, Sampling, Task
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 from m2forge.tasks.catalog import family_of
-from m2forge.text.completion import Completion
 from m2forge.text.format import make_format
 from m2forge.text.message import Message
+from m2forge.text.parser import Completion
 from m2forge.text.tokenizer import load_tokenizer
 
 MAX_TURNS, MAX_TOKENS, CONTEXT = 8, 128, 2048

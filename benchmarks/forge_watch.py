@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from m2forge.forge.check import Check, read_checks
-from m2forge.forge.layout import Layout
 from m2forge.observe.busy import FOLDER_VARIABLE
+from m2forge.rl.eval import Check, read_checks
+from m2forge.rl.layout import Layout
 
 ROOT = Path(__file__).parent.parent
 POLL_S = 0.1

@@ -17,12 +17,11 @@ from typing import Any
 from gateway_work import body_of, messages_of
 
 from m2forge.gateway.config import GatewayConfig
-from m2forge.gateway.dialects import digest_of
-from m2forge.gateway.limits import parse_body
-from m2forge.gateway.openai_chat import OpenAIChat
-from m2forge.gateway.serve import spare_collector
-from m2forge.gateway.server import GatewayServer
-from m2forge.rollout.remote import RemoteEngine
+from m2forge.gateway.dialects.openai.chat import OpenAIChat
+from m2forge.gateway.dialects.route import digest_of
+from m2forge.gateway.http.limits import parse_body
+from m2forge.gateway.server import GatewayServer, spare_collector
+from m2forge.rollout.backends.remote import RemoteEngine
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import message_from_openai
 

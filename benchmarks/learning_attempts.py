@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import ClassVar
 
 from m2forge.errors import M2ForgeError
-from m2forge.forge.attempts import Agents
-from m2forge.forge.config import ForgeConfig
-from m2forge.forge.gateway_admin import GatewayAdmin
-from m2forge.forge.layout import Layout
-from m2forge.forge.servers import make_servers
-from m2forge.forge.worker import Workers
 from m2forge.model.checkpoint import load_model
-from m2forge.model.exchange import find_companions
+from m2forge.model.convert import find_companions
 from m2forge.records import Task
+from m2forge.rl.attempts import Agents
+from m2forge.rl.config import RLConfig
+from m2forge.rl.gateway_admin import GatewayAdmin
+from m2forge.rl.layout import Layout
+from m2forge.rl.servers import make_servers
+from m2forge.rl.workers import Workers
 from m2forge.tasks.runner import TaskRunner
 from m2forge.train.run_dir import open_run
 
-MODULE = "m2forge.forge.process"
+MODULE = "m2forge.rl.process"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Summary:
 
 
 def time_attempts(
-    models: Mapping[str, Path], config: ForgeConfig, tasks: Sequence[Task], num_at_once: int
+    models: Mapping[str, Path], config: RLConfig, tasks: Sequence[Task], num_at_once: int
 ) -> dict[str, list[Timed]]:
     """Every task attempted once with each model. `config`: of agents, sampler and gateway."""
     with tempfile.TemporaryDirectory() as name:
@@ -92,7 +92,7 @@ def time_attempts(
 
 
 async def _time_attempts(
-    models: Mapping[str, Path], config: ForgeConfig, tasks: Sequence[Task], num_at_once: int, folder: Path
+    models: Mapping[str, Path], config: RLConfig, tasks: Sequence[Task], num_at_once: int, folder: Path
 ) -> dict[str, list[Timed]]:
     async with AsyncExitStack() as stack:
         agents = {
@@ -132,7 +132,7 @@ async def _attempt(agents: Agents, task: Task, name: str) -> Timed:
 
 
 @asynccontextmanager
-async def _served(config: ForgeConfig, model: Path, folder: Path) -> AsyncIterator[Agents]:
+async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[Agents]:
     layout = Layout(folder)
     folder.mkdir()
     open_run(folder, config, None)

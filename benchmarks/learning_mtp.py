@@ -3,7 +3,7 @@
 The demo's policy is trained by the demo's loop twice: once with the module following the policy (`mtp_weight` as
 configured), once with the module left as it was. Acceptance is that of the engine, one draft in every step, on held-out
 tasks of the run's difficulty, which each policy attempts by itself at temperature 1: the share of drafts that stand by
-the rule of rollout/speculation.py, which is what the two distributions share on average.
+the rule of rollout/speculation/verify.py, which is what the two distributions share on average.
 """
 
 import math
@@ -18,7 +18,7 @@ from examples.demo import FAMILY, Lesson
 from m2forge.records import PolicyVersion, Task
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
-from m2forge.rollout.depth import FixedDepth
+from m2forge.rollout.speculation.adaptive_depth import FixedDepth
 
 CONFIG = "demo.toml"
 MAX_LOST = 0.03

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # where examples/ lies
 
 from examples.demo import CONFIGS, ROOT, Demo, Lesson, told
 from m2forge.config import load
-from m2forge.forge.check import held_out_tasks
-from m2forge.forge.config import ForgeConfig
-from m2forge.forge.stage import run_forge
 from m2forge.records import Task
+from m2forge.rl.config import RLConfig
+from m2forge.rl.eval import held_out_tasks
+from m2forge.rl.loop import run_rl
 from m2forge.tasks.runner import TaskRunner
 
 QUICK_SCALE = 0.03
@@ -43,7 +43,7 @@ class Policy:
         """Before any reward."""
         self._tell("made from demonstrations")
 
-    def config(self, **settings: object) -> ForgeConfig:
+    def config(self, **settings: object) -> RLConfig:
         """Of a run with these settings, keys joined by __, besides the file's."""
         own = {
             "model": str(self.model),
@@ -51,11 +51,11 @@ class Policy:
             "curriculum__seed": self._seed,
             "check__num_tasks": 0,
         }
-        return load(ForgeConfig, self._path, told(**own | self._settings | settings))
+        return load(RLConfig, self._path, told(**own | self._settings | settings))
 
     def trained(self, name: str, **settings: object) -> Path:
         """The folder of the model that a run makes."""
-        model, _ = run_forge(self.config(name=name, **settings), self._folder)
+        model, _ = run_rl(self.config(name=name, **settings), self._folder)
         self._tell(f"trained: {name}")
         return model
 

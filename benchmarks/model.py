@@ -19,7 +19,7 @@ from report import Bar, arguments, finish, median_s, print_table, times_s
 from torch import Tensor
 from transformers import MiniMaxM2ForCausalLM
 
-from m2forge.kernels.cross_entropy import linear_cross_entropy
+from m2forge.kernels.head_loss import linear_cross_entropy
 from m2forge.model.build import build
 from m2forge.model.config import ModelConfig
 from m2forge.model.count import count

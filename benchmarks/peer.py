@@ -3,11 +3,9 @@
 import torch
 from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
-from m2forge.model.block import Block
 from m2forge.model.config import ModelConfig
 from m2forge.model.family import to_public
-from m2forge.model.ffn import MixtureFFN
-from m2forge.model.transformer import Transformer
+from m2forge.model.transformer import Block, MixtureFFN, Transformer
 
 
 def peer(config: ModelConfig, ours: Transformer, experts: str) -> MiniMaxM2ForCausalLM:

@@ -31,8 +31,7 @@ from m2forge.model.transformer import Transformer, fastest_attention
 from m2forge.records import NO_TARGET, Pack
 from m2forge.train.config import Curve, OptimizerConfig, PhaseConfig
 from m2forge.train.engine import TrainEngine
-from m2forge.train.prefetch import Prefetch
-from m2forge.train.schedule import rate_at
+from m2forge.train.loop import Prefetch, rate_at
 
 OPTIMIZER = OptimizerConfig(eps=1e-8)
 

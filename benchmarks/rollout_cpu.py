@@ -29,7 +29,7 @@ from rollout_side import MARK, STEP_TOKENS
 from rollout_watch import Timed
 from text_corpus import python_sources
 
-from m2forge.model.exchange import import_model
+from m2forge.model.convert import import_model
 from m2forge.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent

@@ -32,7 +32,7 @@ from text_corpus import write_text_corpus
 from m2forge.config import TomlValue, build
 from m2forge.corpus.manifest import MANIFEST_NAME, read_manifest
 from m2forge.corpus.reader import CorpusReader
-from m2forge.corpus.shard import CorpusWriter
+from m2forge.corpus.token_set import CorpusWriter
 from m2forge.model.checkpoint import load_model
 from m2forge.model.transformer import Transformer
 from m2forge.pretrain.config import PretrainConfig
@@ -40,7 +40,7 @@ from m2forge.pretrain.stage import run_pretrain
 from m2forge.protocols import Prompt
 from m2forge.records import IntArray, Sampling
 from m2forge.rollout.core import Core
-from m2forge.rollout.depth import FixedDepth
+from m2forge.rollout.speculation.adaptive_depth import FixedDepth
 
 DEPTH = 3
 MIN_SPEEDUP, SMALL_BATCH, MIN_ANYWHERE = 1.6, 8, 0.95

@@ -4,7 +4,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from m2forge.corpus.shard import CorpusWriter
+from m2forge.corpus.token_set import CorpusWriter
 from m2forge.text.tokenizer import END_OF_TEXT, train_tokenizer
 
 DOCUMENTS_PER_BATCH = 256

@@ -38,7 +38,7 @@ from tree_workload import SMALL_AGENT, WORKLOADS, Row, Workload, build_tree, cal
 from m2forge.model.build import build
 from m2forge.model.config import ModelConfig
 from m2forge.model.preset import preset
-from m2forge.tree.flatten import flatten
+from m2forge.tree.flat import flatten
 from m2forge.tree.pack import pack_trees
 
 

@@ -11,9 +11,8 @@ from report import Bar, print_table
 from tree_peer import find_trie, trie_builder
 from tree_workload import Draw, Workload, build_tree
 
-from m2forge.tree.cut import MAX_EXACT_LEAVES, Leaves, cut_tree, partition_by_merging
-from m2forge.tree.flat import FlatTree
-from m2forge.tree.flatten import flatten
+from m2forge.tree.flat import FlatTree, flatten
+from m2forge.tree.pack import MAX_EXACT_LEAVES, Leaves, cut_tree, partition_by_merging
 from m2forge.tree.token_tree import TokenTree
 
 VOCAB_SIZE = 200_064

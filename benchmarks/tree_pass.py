@@ -25,12 +25,11 @@ from report import times_s
 from torch import Tensor
 from tree_workload import Row
 
-from m2forge.kernels.logprob import linear_logprob
+from m2forge.kernels.head_loss import linear_logprob
 from m2forge.model.config import ModelConfig, WindowConfig
 from m2forge.model.count import count
-from m2forge.model.plan import Attend, AttentionPlan, CausalRows, Documents
+from m2forge.model.plan import Attend, AttentionPlan, CausalRows, Documents, Trees
 from m2forge.model.transformer import Transformer
-from m2forge.model.tree_plan import Trees
 from m2forge.tree.flat import FlatTree
 
 ENOUGH_S = 3.0

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from m2forge.records import Call, FinishReason, IntArray
-from m2forge.tree.cut import Leaves
 from m2forge.tree.flat import FlatTree
+from m2forge.tree.pack import Leaves
 from m2forge.tree.token_tree import TokenTree
 
 

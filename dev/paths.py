@@ -38,7 +38,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "m2forge"
 EXCLUDED = ("observe", "testing")
 """Folders whose files are never on a path."""
-RL_ROOM = "forge/"
+RL_ROOM = "rl/"
 VIEW_S = 1.5
 """Longer than the time between two updates of the terminal, which would otherwise fall between traced steps."""
 BODIES = 3
@@ -119,14 +119,13 @@ def trace_chat(tracer: Tracer, folder: Path) -> None:
 async def _chat(tracer: Tracer, folder: Path) -> None:
     import httpx2
 
-    from m2forge.forge.attempts import ANSWER, encode_calls
-    from m2forge.forge.gateway_admin import GatewayAdmin
     from m2forge.gateway.config import Budget, GatewayConfig
     from m2forge.gateway.server import GatewayServer
     from m2forge.pool.config import PoolConfig
-    from m2forge.pool.pool import Pool
+    from m2forge.pool.pool import Pool, PoolWriter
     from m2forge.pool.stored import Outcome
-    from m2forge.pool.writer import PoolWriter
+    from m2forge.rl.attempts import ANSWER, encode_calls
+    from m2forge.rl.gateway_admin import GatewayAdmin
     from m2forge.tasks.catalog import find_family
     from m2forge.tasks.task_set import TaskSet
     from m2forge.testing.scripted import ScriptedEngine
@@ -163,10 +162,10 @@ async def _chat(tracer: Tracer, folder: Path) -> None:
 
 
 def trace_rl(tracer: Tracer, folder: Path) -> None:
-    from m2forge.forge.stage import run_forge
     from m2forge.observe.metrics import FILE_NAME, read_metrics
-    from tests.forge.ring import AGENT
-    from tests.forge.scene import make_config, make_model
+    from m2forge.rl.loop import run_rl
+    from tests.rl.ring import AGENT
+    from tests.rl.scene import make_config, make_model
 
     config = make_config(
         make_model(folder),
@@ -194,7 +193,7 @@ def trace_rl(tracer: Tracer, folder: Path) -> None:
 
     watching = threading.Thread(target=watch, daemon=True)
     watching.start()
-    run_forge(config, folder)
+    run_rl(config, folder)
     watching.join()
 
 

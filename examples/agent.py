@@ -32,10 +32,9 @@ from rich.console import Console
 from m2forge.config import load
 from m2forge.corpus.build import build_corpus
 from m2forge.corpus.config import CorpusConfig
-from m2forge.evaluate.completion import complete
 from m2forge.evaluate.config import EvalConfig
-from m2forge.evaluate.predictor import ModelPredictor
-from m2forge.evaluate.report import EvalReport
+from m2forge.evaluate.predictor import ModelPredictor, complete
+from m2forge.evaluate.report.report import EvalReport
 from m2forge.evaluate.run import run_eval
 from m2forge.files import write_atomic
 from m2forge.model.checkpoint import load_model

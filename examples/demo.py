@@ -37,14 +37,14 @@ from m2forge.corpus.build import build_corpus
 from m2forge.corpus.config import CorpusConfig
 from m2forge.errors import ConfigError, M2ForgeError
 from m2forge.files import write_atomic
-from m2forge.forge.check import Check
-from m2forge.forge.config import ForgeConfig
-from m2forge.forge.stage import run_forge
 from m2forge.observe.metrics import FILE_NAME, read_metrics
 from m2forge.page.report import write_report
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.pretrain.stage import run_pretrain
 from m2forge.records import Task
+from m2forge.rl.config import RLConfig
+from m2forge.rl.eval import Check
+from m2forge.rl.loop import run_rl
 from m2forge.sft.config import SFTConfig
 from m2forge.sft.stage import run_sft
 from m2forge.tasks.agent import KEYS
@@ -182,13 +182,13 @@ class Demo:
     def _rl(self, agent: Path) -> list[Check]:
         command = [sys.executable, str(ROOT / "examples" / "task_agent.py")]
         path = CONFIGS / "rl" / "demo.toml"
-        config = load(ForgeConfig, path)
+        config = load(RLConfig, path)
         settings = told(model=str(agent), agent__command=command, curriculum__seed=self.seed)
         settings += told(num_steps=self._scaled(config.num_steps), warmup_steps=min(3, self._scaled(config.num_steps)))
         settings += told(check__num_tasks=self._scaled(config.check.num_tasks))
         if self.is_control:
             settings += told(name="control", reward__shuffled=True)
-        return run_forge(load(ForgeConfig, path, settings), self.runs)[1]
+        return run_rl(load(RLConfig, path, settings), self.runs)[1]
 
     def _summarise(self, checks: list[Check], run: Path, report: Path) -> None:
         steps = [step.values for step in read_metrics(run / FILE_NAME)]

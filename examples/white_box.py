@@ -16,7 +16,7 @@ from m2forge.agents.log import Called, read_log
 from m2forge.agents.rebuild import rebuild
 from m2forge.agents.white_box import LOG_FILE, WhiteBoxAgent
 from m2forge.gateway.config import GatewayConfig
-from m2forge.gateway.episode import Episode
+from m2forge.gateway.episodes.episode import Episode
 from m2forge.gateway.server import GatewayServer
 from m2forge.protocols import Endpoint
 from m2forge.records import Call, Domain, Task

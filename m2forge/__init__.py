@@ -11,9 +11,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from m2forge.forge.stage import train_rl
     from m2forge.inference.llm import LLM
     from m2forge.inference.output import SamplingParams
+    from m2forge.rl.loop import train_rl
     from m2forge.tasks.family import Family, Verdict
 
 __version__ = "0.1.0"
@@ -23,7 +23,7 @@ __all__ = ["LLM", "Family", "SamplingParams", "Verdict", "__version__", "train_r
 _MODULES = {
     "LLM": "m2forge.inference.llm",
     "SamplingParams": "m2forge.inference.output",
-    "train_rl": "m2forge.forge.stage",
+    "train_rl": "m2forge.rl.loop",
     "Family": "m2forge.tasks.family",
     "Verdict": "m2forge.tasks.family",
 }

@@ -18,7 +18,7 @@ from m2forge.errors import ConfigError, M2ForgeError, NotFoundError, suggest
 
 if TYPE_CHECKING:
     from m2forge.protocols import Engine
-    from m2forge.rollout.server_config import ServeConfig
+    from m2forge.rollout.config import ServeConfig
 
 DTYPES = ("bfloat16", "float32", "float16")
 BYTES_PER_GB = 10**9
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command_params(args: argparse.Namespace) -> None:
     from m2forge.model import count
-    from m2forge.model.resolve import resolve_config
+    from m2forge.model.preset import resolve_config
 
     config = resolve_config(args.model, layers=args.layers, overrides=args.set)
     report = count.count(config)
@@ -75,7 +75,7 @@ def command_presets(args: argparse.Namespace) -> None:
 
 
 def command_import(args: argparse.Namespace) -> None:
-    from m2forge.model.exchange import import_model
+    from m2forge.model.convert import import_model
 
     print(import_model(args.source, args.dest, dtype=args.dtype).describe())
     print(f"next: m2forge params {args.dest}")
@@ -84,7 +84,7 @@ def command_import(args: argparse.Namespace) -> None:
 def command_export(args: argparse.Namespace) -> None:
     if not 0 < args.max_shard_gb < float("inf"):
         raise ConfigError(f"--max-shard-gb {args.max_shard_gb}: expected a finite size above 0")
-    from m2forge.model.exchange import export_model
+    from m2forge.model.convert import export_model
 
     max_shard_bytes = int(args.max_shard_gb * BYTES_PER_GB)
     print(export_model(args.folder, args.dest, dtype=args.dtype, max_shard_bytes=max_shard_bytes).describe())
@@ -128,12 +128,12 @@ def command_sft(args: argparse.Namespace) -> None:
 
 def command_rl(args: argparse.Namespace) -> None:
     from m2forge.config import load
-    from m2forge.forge.config import ForgeConfig
+    from m2forge.rl.config import RLConfig
 
-    config = load(ForgeConfig, args.config, args.set)
-    from m2forge.forge.stage import run_forge
+    config = load(RLConfig, args.config, args.set)
+    from m2forge.rl.loop import run_rl
 
-    folder, checks = run_forge(config, args.runs)
+    folder, checks = run_rl(config, args.runs)
     for check in checks:
         print(f"step {check.step}: {check.success:.1%} ±{check.margin:.1%} of {check.num_tasks} held-out tasks")
     print(f"wrote {folder}; metrics in {folder.parent / 'metrics.jsonl'}")
@@ -184,9 +184,9 @@ def command_gateway(args: argparse.Namespace) -> None:
         raise ConfigError(f"--engine-key-file {args.engine_key_file}: the native engine has no key; leave it out")
     engine_key = None if args.engine_key_file is None else read_key_file(args.engine_key_file)
     admin_key, key_lines = _find_key(args.admin_key_file, "admin key")
-    from m2forge.gateway.serve import serve_gateway
+    from m2forge.gateway.server import serve_gateway
     from m2forge.model.config_file import read_config
-    from m2forge.rollout.server_config import ServeConfig
+    from m2forge.rollout.config import ServeConfig
 
     engine = build(ServeConfig, {}, args.engine_set, origin="engine")
     # The folder may hold only the tokenizer if a server samples.
@@ -226,19 +226,19 @@ def _make_engine(kind: str, folder: Path, url: str, config: "ServeConfig", key: 
 
     version = PolicyVersion(config.lineage or folder.absolute().name, config.step, config.branch)
     if kind == "native":
-        from m2forge.rollout.native import NativeEngine
-        from m2forge.rollout.serve import make_core
+        from m2forge.rollout.engine import NativeEngine
+        from m2forge.rollout.server.app import make_core
 
         return NativeEngine(make_core(folder, config))
     if kind == "vllm":
-        from m2forge.rollout.vllm import VLLMEngine
+        from m2forge.rollout.backends.vllm import VLLMEngine
 
         return VLLMEngine(url, version, api_key=key)
     if kind == "sglang":
-        from m2forge.rollout.sglang import SGLangEngine
+        from m2forge.rollout.backends.sglang import SGLangEngine
 
         return SGLangEngine(url, version, api_key=key)
-    from m2forge.rollout.remote import RemoteEngine
+    from m2forge.rollout.backends.remote import RemoteEngine
 
     return RemoteEngine(url, key=key)
 

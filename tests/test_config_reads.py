@@ -10,12 +10,12 @@ from pydantic import Field
 from m2forge.config import Config
 from m2forge.corpus.config import CorpusConfig
 from m2forge.evaluate.config import EvalConfig
-from m2forge.forge.config import ForgeConfig
 from m2forge.gateway.config import GatewayConfig
 from m2forge.inference.config import LLMConfig, ModelServerConfig
 from m2forge.inference.output import SamplingParams
 from m2forge.pretrain.config import PretrainConfig
-from m2forge.rollout.server_config import ServeConfig
+from m2forge.rl.config import RLConfig
+from m2forge.rollout.config import ServeConfig
 from m2forge.sft.config import SFTConfig
 from tests.config_flow import unused
 from tests.config_kinds import modules
@@ -25,7 +25,7 @@ STAGES: list[type[Config]] = [
     PretrainConfig,
     SFTConfig,
     EvalConfig,
-    ForgeConfig,
+    RLConfig,
     GatewayConfig,
     ServeConfig,
     LLMConfig,

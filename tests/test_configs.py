@@ -8,8 +8,8 @@ from m2forge.config import Config, load
 from m2forge.corpus.config import CorpusConfig
 from m2forge.errors import ConfigError
 from m2forge.evaluate.config import EvalConfig
-from m2forge.forge.config import ForgeConfig
 from m2forge.pretrain.config import PretrainConfig
+from m2forge.rl.config import RLConfig
 from m2forge.sft.config import SFTConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -18,7 +18,7 @@ KINDS: dict[str, type[Config]] = {
     "pretrain": PretrainConfig,
     "sft": SFTConfig,
     "eval": EvalConfig,
-    "rl": ForgeConfig,
+    "rl": RLConfig,
 }
 STAGES = {"pretrain": "balanced", "sft": "frozen", "rl": "frozen"}
 """What `train.router_bias` is by default."""
@@ -39,7 +39,7 @@ def test_a_key_that_moved_is_refused_with_its_new_name() -> None:
     with pytest.raises(
         ConfigError, match=r"policy\.router_bias: unknown key, .*; this key is now 'train\.router_bias'$"
     ):
-        load(ForgeConfig, path, ["policy.router_bias=frozen"])
+        load(RLConfig, path, ["policy.router_bias=frozen"])
 
 
 def test_router_biases_move_in_pre_training_alone_by_default() -> None:

@@ -36,7 +36,7 @@ FLOORS = (
     ("kernels", "text", "tree", "sandbox"),
     ("model",),
     ("corpus", "train", "rollout", "weights", "gateway", "pool", "reward", "tasks", "agents"),
-    ("pretrain", "sft", "forge", "evaluate", "inference", "pipelines", "testing"),
+    ("pretrain", "sft", "rl", "evaluate", "inference", "pipelines", "testing"),
     ("evolve",),
     ("page", "cli", "__main__"),
 )

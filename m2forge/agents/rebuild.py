@@ -4,19 +4,126 @@ Replaying the log appends messages and applies operations again, which gives the
 tokenized again (see `prompt`) and must equal the recorded call's prompt; the recorded answer must parse to the message
 that the agent received. So training uses exactly what the agent's rules make of the conversation, and a
 non-deterministic operation, or a gateway that recorded something else, is detected.
+
+Tokenizes a conversation in a simple way: the policy's answers as sampled, the rest rendered by the chat template.
+
+    ids = prompts.open(messages, tools, recorded)
+    prompts.record(messages, tools, ids, answer, response_ids)
+
+The ids are those of the longest recorded conversation (prompt and answer of one call) that is a prefix of the messages,
+followed by the rest as the chat format appends it; other answers of the policy in the rest keep their sampled tokens.
+If the format cannot append (its template would render earlier messages differently), the rest is rendered after the
+nearest recorded answer from which it can, or from the beginning.
+
+Answers with the same text may have different tokens: text split otherwise, a malformed call that left nothing. A
+message does not say which, so the answer that `recorded` has at that position is chosen; nothing else is taken from
+`recorded`.
+
+A gateway does the same by other means and for any client; this file serves to check it.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from m2forge.agents.log import Appended, Applied, Called, LogEntry, Opened
-from m2forge.agents.operation import Operation
-from m2forge.agents.prompt import Prompts
-from m2forge.agents.registry import find_operation
-from m2forge.errors import RecordError
+from m2forge.agents.operation import Operation, find_operation
+from m2forge.errors import FormatError, RecordError
 from m2forge.records import Call
 from m2forge.text.format import ChatFormat
-from m2forge.text.message import Message, Tool
+from m2forge.text.message import Message, Tool, message_to_openai, tool_to_openai
+
+
+@dataclass(slots=True)
+class _Node:
+    """A conversation prefix that ends with one message."""
+
+    paths: list[list[int]] = field(default_factory=list)
+    """If the message is an answer of the policy: all tokens up to its end, for each recorded answer with this text."""
+    children: dict[str, "_Node"] = field(default_factory=dict)
+
+
+class Prompts:
+    def __init__(self, format: ChatFormat) -> None:
+        self._format = format
+        self._beginnings: dict[str, _Node] = {}
+        """Roots of the recorded conversations, by their tools."""
+        self._answers: dict[str, list[list[int]]] = {}
+        """Tokens of each answer by its message, with a stop token added where it was cut off."""
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Tool], recorded: Sequence[int]) -> list[int]:
+        known = list(self._known(messages, tools, recorded))
+        depth, ids = known[-1]
+        try:
+            return self._spliced(messages, depth, ids, tools, recorded)
+        except FormatError:
+            for depth, ids in reversed(known):
+                try:
+                    added = self._format.extend(messages[:depth], messages[depth:], tools, generation=True)
+                except FormatError:
+                    if not depth:
+                        raise
+                else:
+                    return ids + added.ids
+            raise
+
+    def record(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        prompt_ids: Sequence[int],
+        answer: Message,
+        response_ids: Sequence[int],
+    ) -> None:
+        ended = list(response_ids)
+        if not ended or ended[-1] not in self._format.stop_ids:
+            ended.append(self._format.stop_ids[0])
+        node = self._beginnings.setdefault(_tools_key(tools), _Node())
+        for message in (*messages, answer):
+            node = node.children.setdefault(_key(message), _Node())
+        node.paths.append([*prompt_ids, *ended])
+        self._answers.setdefault(_key(answer), []).append(ended)
+
+    def _known(
+        self, messages: Sequence[Message], tools: Sequence[Tool], recorded: Sequence[int]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield each number of leading messages whose tokens are recorded, with these tokens."""
+        yield 0, []
+        node = self._beginnings.get(_tools_key(tools))
+        for index, message in enumerate(messages):
+            node = None if node is None else node.children.get(_key(message))
+            if node is None:
+                return
+            if node.paths:
+                yield index + 1, _choose(node.paths, recorded)
+
+    def _spliced(
+        self, messages: Sequence[Message], start: int, ids: list[int], tools: Sequence[Tool], recorded: Sequence[int]
+    ) -> list[int]:
+        """`ids` of the first `start` messages plus those of the rest: sampled by the policy, otherwise rendered."""
+        ids = list(ids)
+        for index in range(start, len(messages)):
+            answers = self._answers.get(_key(messages[index])) if messages[index].role == "assistant" else None
+            if answers is not None:
+                ids += self._format.extend(messages[:start], messages[start:index], tools, generation=True).ids
+                ids += _choose(answers, recorded[len(ids) :])
+                start = index + 1
+        return ids + self._format.extend(messages[:start], messages[start:], tools, generation=True).ids
+
+
+def _choose(readings: Sequence[list[int]], recorded: Sequence[int]) -> list[int]:
+    """The reading that is a prefix of `recorded`; otherwise the last one, and the caller detects the difference."""
+    return next((ids for ids in reversed(readings) if list(recorded[: len(ids)]) == ids), readings[-1])
+
+
+def _key(message: Message) -> str:
+    """The part of a message that the model sees, which excludes call ids."""
+    calls = tuple(replace(call, id="") for call in message.tool_calls)
+    return json.dumps(message_to_openai(replace(message, tool_calls=calls, tool_call_id="")), sort_keys=True)
+
+
+def _tools_key(tools: Sequence[Tool]) -> str:
+    return json.dumps([tool_to_openai(tool) for tool in tools], sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)

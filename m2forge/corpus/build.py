@@ -3,11 +3,13 @@
 Stages: scan (read, filter, sign), deduplicate, tokenize, assemble (splits, long samples, mixture). Each stage keeps its
 finished parts in the work folder, so the same call after a kill resumes there and produces the same bytes, whatever the
 number of workers. The destination appears at the end, atomically.
+
+The report of a build: documents read, dropped and kept, tokens by domain, problems. Written next to the shards.
 """
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from multiprocessing import get_context
@@ -16,25 +18,95 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from m2forge.config import Config
 from m2forge.corpus.config import CorpusConfig
-from m2forge.corpus.document import Problems
-from m2forge.corpus.duplicate import Repeat, find_duplicates
-from m2forge.corpus.example import make_classifier
-from m2forge.corpus.kept import Kept, gather
-from m2forge.corpus.long_sample import long_samples
+from m2forge.corpus.judge.duplicate import Repeat, find_duplicates
+from m2forge.corpus.judge.example import make_classifier
+from m2forge.corpus.judge.scan import domain_names, num_bands, scan_part
 from m2forge.corpus.manifest import MANIFEST_NAME, TOKENIZER_NAME, Kind
 from m2forge.corpus.mixture import resolve_mixture
-from m2forge.corpus.report import REPORT_NAME, CorpusReport, add_counts, problem_counts, read_report, report_text
-from m2forge.corpus.scan import domain_names, num_bands, scan_part
-from m2forge.corpus.shard import CorpusWriter
-from m2forge.corpus.source import Part
-from m2forge.corpus.table import Tables
-from m2forge.corpus.tokenise import fingerprint, get_tokenizer, token_dtype, tokenise_part
-from m2forge.corpus.work import Work, open_work, remove_work
+from m2forge.corpus.read.document import Problems
+from m2forge.corpus.read.source import Part
+from m2forge.corpus.token_set import CorpusWriter
+from m2forge.corpus.write.document_table import Tables
+from m2forge.corpus.write.long_sample import long_samples
+from m2forge.corpus.write.surviving import Kept, gather
+from m2forge.corpus.write.tokenise import fingerprint, get_tokenizer, token_dtype, tokenise_part
+from m2forge.corpus.write.work import Work, open_work, remove_work
 from m2forge.errors import ConfigError, DataError, ExistsError
 from m2forge.files import staged_folder, write_atomic
 from m2forge.observe.progress import progress
+from m2forge.records import JsonValue
 from m2forge.text.tokenizer import Tokenizer
+
+REPORT_NAME = "report.json"
+
+
+class ProblemCount(Config):
+    count: int
+    first: tuple[str, ...]
+    """The first few problems, with file and line."""
+
+
+class CorpusReport(Config):
+    fingerprint: str
+    """Hash of the configuration and the input files: builds with equal fingerprints produce the same corpus."""
+    num_bytes: int
+    """Bytes of text read."""
+    num_read: int
+    num_kept: int
+    """Documents in the corpus, training and held out."""
+    dropped: Mapping[str, int]
+    """Dropped documents by reason: a quality rule, below_threshold, exact_duplicate, near_duplicate."""
+    train_tokens: Mapping[str, int]
+    """Training tokens by domain; the two below are by domain too."""
+    held_out_tokens: Mapping[str, int]
+    long_tokens: Mapping[str, int]
+    mixture: Mapping[str, float]
+    epochs: Mapping[str, float]
+    """Epochs over each domain while as many tokens are drawn as the corpus has."""
+    problems: Mapping[str, ProblemCount]
+
+    def lines(self) -> list[str]:
+        """The report as human-readable lines."""
+        dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items()) or "none"
+        text = [
+            f"read {self.num_read:,} documents, {self.num_bytes / 1e6:,.1f} MB; kept {self.num_kept:,}",
+            f"dropped: {dropped}",
+        ]
+        for domain, count in self.train_tokens.items():
+            share, epochs = self.mixture.get(domain, 0.0), self.epochs.get(domain, 0.0)
+            text.append(
+                f"{domain}: {count:,} tokens, {self.held_out_tokens.get(domain, 0):,} held out, "
+                f"{self.long_tokens.get(domain, 0):,} in long samples; {share:.1%} of the mixture, {epochs:.2f} epochs"
+            )
+        for kind, problem in self.problems.items():
+            text += [f"{problem.count:,} {kind}: {place}" for place in problem.first[:1]]
+            text += [f"    {place}" for place in problem.first[1:]]
+        return text
+
+
+def read_report(folder: Path) -> CorpusReport:
+    return CorpusReport.model_validate_json((folder / REPORT_NAME).read_bytes())
+
+
+def report_text(report: CorpusReport) -> str:
+    return report.model_dump_json(indent=1) + "\n"
+
+
+def problem_counts(problems: Problems) -> dict[str, ProblemCount]:
+    return {
+        kind.value: ProblemCount(count=problems.counts[kind], first=tuple(problems.examples[kind]))
+        for kind in sorted(problems.counts)
+    }
+
+
+def add_counts(total: dict[str, int], more: JsonValue) -> None:
+    assert isinstance(more, Mapping)
+    for name, count in more.items():
+        assert isinstance(count, int)
+        total[name] = total.get(name, 0) + count
+
 
 CLASSIFIER_NAME = "classifier.bin"
 

@@ -14,24 +14,24 @@ from rich.console import Console
 from m2forge.config import write_resolved
 from m2forge.corpus.reader import CorpusReader
 from m2forge.errors import ConfigError, NotFoundError, suggest
-from m2forge.evaluate.completion_suite import (
+from m2forge.evaluate.config import EvalConfig, HeldOutConfig
+from m2forge.evaluate.predictor import ModelPredictor, Predictor
+from m2forge.evaluate.prompts.prompt_file import RenderedPrompts, read_prompts
+from m2forge.evaluate.prompts.sample import Task
+from m2forge.evaluate.report.plot import plots
+from m2forge.evaluate.report.report import Cell, DomainLoss, EvalReport, Failure
+from m2forge.evaluate.report.table import render, show
+from m2forge.evaluate.suites.completion import (
     Measured,
     measure_exact_match,
     measure_tool_calls,
     render_answer_prompts,
     render_tool_prompts,
 )
-from m2forge.evaluate.config import EvalConfig, HeldOutConfig
-from m2forge.evaluate.exact_match import AnswerPrompt, parse_answer_prompt
-from m2forge.evaluate.held_out import byte_lengths, held_out_loss
-from m2forge.evaluate.plot import plots
-from m2forge.evaluate.predictor import ModelPredictor, Predictor
-from m2forge.evaluate.prompt_file import RenderedPrompts, read_prompts
-from m2forge.evaluate.report import Cell, DomainLoss, EvalReport, Failure
-from m2forge.evaluate.sample import Task
-from m2forge.evaluate.suite import Material, make_task, measure_suite, sample_rng
-from m2forge.evaluate.table import render, show
-from m2forge.evaluate.tool_call import ToolPrompt, parse_tool_prompt
+from m2forge.evaluate.suites.exact_match import AnswerPrompt, parse_answer_prompt
+from m2forge.evaluate.suites.held_out import byte_lengths, held_out_loss
+from m2forge.evaluate.suites.suite import Material, make_task, measure_suite, sample_rng
+from m2forge.evaluate.suites.tool_call import ToolPrompt, parse_tool_prompt
 from m2forge.files import write_atomic
 from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from m2forge.evaluate.completion import complete
-from m2forge.evaluate.predictor import Predictor, batches
-from m2forge.evaluate.sample import Sample
+from m2forge.evaluate.predictor import Predictor, batches, complete
+from m2forge.evaluate.prompts.sample import Sample
 
 Decode = Callable[[list[int]], str]
 

@@ -26,12 +26,11 @@ from typing import cast
 from m2forge.config import ConfigT, build
 from m2forge.errors import NotFoundError
 from m2forge.gateway.config import Budget, SamplingConfig
-from m2forge.gateway.counts import GatewayCounts
-from m2forge.gateway.entry import Rewarded
-from m2forge.gateway.episode import Episode
-from m2forge.gateway.exchange import AskError
-from m2forge.gateway.reading import Fields, read_object, refuse_value
-from m2forge.gateway.registry import Episodes
+from m2forge.gateway.dialects.types import AskError, Fields, read_object, refuse_value
+from m2forge.gateway.episodes.episode import Episode
+from m2forge.gateway.episodes.journal import Rewarded
+from m2forge.gateway.episodes.registry import Episodes
+from m2forge.gateway.metrics import GatewayCounts
 from m2forge.records import MAX_INT32, JsonValue, Task
 from m2forge.tree.codec import encode_tree
 

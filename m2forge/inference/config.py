@@ -5,8 +5,7 @@ LLM("runs/demo/rl/model", device="cpu", num_blocks=4096)
 
 from typing import Literal
 
-from m2forge.rollout.config import RolloutConfig
-from m2forge.rollout.server_config import ServeConfig
+from m2forge.rollout.config import RolloutConfig, ServeConfig
 from m2forge.text.format import FormatName
 
 

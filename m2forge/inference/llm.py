@@ -29,19 +29,19 @@ import numpy as np
 
 from m2forge.config import TomlValue, build
 from m2forge.errors import ConfigError, EngineError, RequestError
-from m2forge.gateway.dialects import CHAT
-from m2forge.gateway.exchange import Ask, offered
-from m2forge.gateway.sample import SampleReader
+from m2forge.gateway.calls.sample import SampleReader
+from m2forge.gateway.dialects.route import CHAT
+from m2forge.gateway.dialects.types import Ask, offered
 from m2forge.inference.config import LLMConfig
 from m2forge.inference.model import open_model
 from m2forge.inference.output import Output, SamplingParams, make_sample
 from m2forge.loop_thread import LoopThread
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import JsonValue
-from m2forge.rollout.native import NativeEngine
-from m2forge.text.completion import Event
+from m2forge.rollout.engine import NativeEngine
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Tool, message_to_openai, tool_to_openai
+from m2forge.text.parser import Event
 from m2forge.text.tokenizer import Tokenizer
 
 RawPrompt: TypeAlias = str | Sequence[int]

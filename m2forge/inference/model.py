@@ -18,8 +18,8 @@ from m2forge.model.build import build
 from m2forge.model.count import count
 from m2forge.model.preset import PRESETS
 from m2forge.rollout.core import Core
-from m2forge.rollout.held_dtype import available_bytes
-from m2forge.rollout.serve import DTYPES, core_of, decoder, find_device, make_core
+from m2forge.rollout.execution.cpu_dtype import available_bytes
+from m2forge.rollout.server.app import DTYPES, core_of, decoder, find_device, make_core
 from m2forge.text.format import MINIMAX_M2_SPECIALS, ChatFormat, FormatName, Rendered, make_format
 from m2forge.text.message import Message, Tool
 from m2forge.text.parser import CompletionParser

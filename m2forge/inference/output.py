@@ -7,12 +7,12 @@ from typing import Annotated
 from pydantic import Field
 
 from m2forge.gateway.config import SamplingConfig
-from m2forge.gateway.exchange import Answer, Ending
+from m2forge.gateway.dialects.types import Answer, Ending
 from m2forge.protocols import Chunk
 from m2forge.records import MAX_INT32, FinishReason
-from m2forge.rollout.merge import merge_chunks
-from m2forge.text.completion import Problem
+from m2forge.rollout.engine import merge_chunks
 from m2forge.text.message import Message
+from m2forge.text.parser import Problem
 
 Count = Annotated[int, Field(gt=0, le=MAX_INT32)]
 

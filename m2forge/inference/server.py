@@ -2,7 +2,7 @@
 
     POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens
     GET  /v1/models, /v1/models/NAME
-    POST /generate, /weights, GET /health, /metrics          token ids in and out: rollout/server.py
+    POST /generate, /weights, GET /health, /metrics          token ids in and out: rollout/server/app.py
 
 Every route requires the server's key. The routes under /v1 are the gateway's, whose dialects read requests and write
 responses, streams and errors. Unlike the gateway, the server keeps nothing: each request is a conversation of its own,
@@ -24,17 +24,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from m2forge.errors import FormatError, M2ForgeError
 from m2forge.gateway.app import GatewayApp
 from m2forge.gateway.config import Budget, GatewayConfig
-from m2forge.gateway.dialects import CHAT
-from m2forge.gateway.entry import Created
-from m2forge.gateway.episode import Episode
-from m2forge.gateway.registry import Episodes
+from m2forge.gateway.dialects.route import CHAT
+from m2forge.gateway.episodes.episode import Episode
+from m2forge.gateway.episodes.journal import Created
+from m2forge.gateway.episodes.registry import Episodes
 from m2forge.inference.config import ModelServerConfig
 from m2forge.inference.model import context_of, find_format
 from m2forge.protocols import Engine
-from m2forge.rollout.guard import Guard
-from m2forge.rollout.native import NativeEngine
-from m2forge.rollout.serve import make_core, serve_engine, spare_collector
-from m2forge.rollout.server import bind, make_app
+from m2forge.rollout.engine import NativeEngine
+from m2forge.rollout.server.app import Guard, bind, make_app, make_core, serve_engine, spare_collector
 from m2forge.text.format import ChatFormat
 
 VENDOR_PREFIX = "/v1/"

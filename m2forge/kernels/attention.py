@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m2forge.kernels import native
+from m2forge.kernels import arithmetic as native
 from m2forge.kernels.tree_attention import documents_layout, tree_attention_native
 
 

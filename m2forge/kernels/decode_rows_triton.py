@@ -1,6 +1,6 @@
 """The rows of a decode step on CUDA: their positions and network inputs, and the update after verification.
 
-Four kernels replace what rollout/decode.py computes between its networks and products. `begin` and `begin_module`
+Four kernels replace what rollout/execution/decode.py computes between its networks and products. `begin` and `begin_module`
 compute every row's position, cache slot, rotary angles and normed input of the first product. `settle` counts the
 accepted drafts and writes the step's output and the integer inputs of the next step. Drafting follows
 (verdict_triton.py).
@@ -9,7 +9,7 @@ accepted drafts and writes the step's output and the integer inputs of the next 
     course     per sequence: its position, the tokens that fit in its blocks, how many tokens of the step count, how
                many modules have run over its last token; then `known`
 
-The layouts of integers, reals and out are those of rollout/decode.py, which is the reference.
+The layouts of integers, reals and out are those of rollout/execution/decode.py, which is the reference.
 
 Shapes: B sequences, K drafts to verify, J = K + 1 rows, D hidden size, S blocks, W rows of a module, N = B·J or B·W, R
 = rotating dimensions / 2, T tokens per block.
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from m2forge.kernels.norm import Norm
+from m2forge.kernels.pointwise import Norm
 
 NUM_COURSE = 4
 """Fields of `course` before `known`."""

@@ -10,8 +10,8 @@ Shapes: B rows, V vocabulary.
 import torch
 from torch import Tensor
 
-from m2forge.kernels import native
-from m2forge.kernels.precision import raised
+from m2forge.kernels import arithmetic as native
+from m2forge.kernels.arithmetic import raised
 
 
 def greedy(logits_BV: Tensor) -> tuple[Tensor, Tensor]:

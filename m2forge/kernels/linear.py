@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m2forge.kernels import native
-from m2forge.kernels.norm import Norm
-from m2forge.kernels.precision import raised
+from m2forge.kernels import arithmetic as native
+from m2forge.kernels.arithmetic import raised
+from m2forge.kernels.pointwise import Norm
 
 KERNELS = ("the plain kernel", "AVX-512-bf16", "AMX")
 """Indexed by kernel number in c/linear_x86.c; c/linear.c has only the first."""

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from m2forge.kernels.norm import Norm
+from m2forge.kernels.pointwise import Norm
 from m2forge.kernels.residual import Ending, Pairs
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m2forge.kernels import native
+from m2forge.kernels import arithmetic as native
 
 
 def paged_attention(

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from m2forge.kernels import native
+from m2forge.kernels import arithmetic as native
 
 
 @dataclass(frozen=True)

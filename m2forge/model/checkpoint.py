@@ -24,7 +24,7 @@ from m2forge.model.config_file import CONFIG_FILE
 from m2forge.model.family import OWN_KEY, public_parts, to_public
 from m2forge.model.folder import FolderSource
 from m2forge.model.gguf_file import GGUF_SUFFIX, GGUFSource
-from m2forge.model.shard import Written, write_shards
+from m2forge.model.safetensors_file import Written, write_shards
 from m2forge.model.source import (
     TOKEN_ID_KEYS,
     ModelSource,

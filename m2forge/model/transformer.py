@@ -1,30 +1,338 @@
 """The network: embedding, blocks, final norm, LM head, and the chain of multi-token prediction (MTP) modules.
 
 Token ids in; hidden states and routing statistics out. Logits are a separate step, because training needs them only at
-loss positions (kernels/cross_entropy.py). Masks come from an attention plan; parallelism stays outside.
+loss positions (kernels/head_loss.py). Masks come from an attention plan; parallelism stays outside.
 
 Shapes: B rows, L their length, N flat tokens, D hidden size, V vocabulary, E experts.
+
+RMSNorm as a layer.
+
+A linear layer without bias, over kernels/linear.py.
+
+Rotary position embedding (RoPE) angles for the leading `rotary_dim` dimensions of each head.
+
+    angle[n,i] = position[n] · frequency[i],      frequency[i] = theta^(−2i / rotary_dim), i < rotary_dim / 2
+
+Computed in at least float32. kernels/pointwise.py applies the rotation.
+
+Grouped-query attention: projection, QK norm and rotary embedding; the plan supplies the mask.
+
+The router chooses each token's experts and their weights.
+
+    s = sigmoid(x W) or softmax(x W), in at least float32
+    chosen = top-k of s + b          (b: the selection bias, which gets no gradient of the language-model loss)
+    weight = s[chosen] / Σ s[chosen] (when normalised)
+
+Routing replay: experts recorded at sampling time can replace the top-k; the weights still come from s.
+
+Load balancing (N tokens, E experts, c = tokens per expert, each token weighted by the plan's count):
+
+    sign rule:      b += rate · (d − mean d),   d = sign(mean c − c)
+    auxiliary loss: E · Σ_e f_e P_e,            f = c / Σc detached, P = mean over tokens of a / Σa
+                    with a = s, or a = s + b where b learns by gradient
+    MaxVio:         max c / mean c − 1
+
+If f covers all micro-batches of a step, and P is one micro-batch's sum divided by the step's number of tokens, the
+micro-batches' auxiliary losses add up to that of the step.
+
+Feed-forward layers: a dense SwiGLU network, or a mixture of experts (MoE) behind a router.
+
+One Transformer layer: x + attention(norm x), then x + ffn(norm x).
+
+Multi-token prediction (MTP): K chained modules, each predicting one token further ahead than the last.
+
+At token n, module i joins the state of module i−1 (or of the main model, for i = 1) at n's parent with n's own
+embedding, and predicts the token after n:
+
+    h_i[n] = Block( P · [ RMSNorm(h_{i−1}[parent n]) ; RMSNorm(embedding[token n]) ] )
+
+So every depth predicts the same next tokens as the main model, from a main state that is i tokens old. Indexing by the
+child keeps this exact where a token has several children (a tree): a child has one parent. The state before a first
+token is zero. Embedding and LM head are the main model's.
 """
 
-from collections.abc import Iterator, Mapping
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from m2forge.kernels.linear import linear, linear_float32
-from m2forge.model.block import Block
-from m2forge.model.config import ModelConfig
-from m2forge.model.ffn import Balance, MixtureFFN
-from m2forge.model.mtp import MTPGradient, MTPModule, MTPSource, copied_module
-from m2forge.model.norm import RMSNorm
-from m2forge.model.plan import AttentionPlan, CausalRows
-from m2forge.model.rope import frequencies, rotation
-from m2forge.model.router import Router, update_bias
+from m2forge.kernels.arithmetic import at_least_float32
+from m2forge.kernels.expert import dispatch, expert_ffn
+from m2forge.kernels.linear import linear, linear_float32, pack
+from m2forge.kernels.pointwise import gated, rms_norm, rotate
+from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig, RopeScaling
+from m2forge.model.plan import Attend, AttentionPlan, CausalRows
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Linear(nn.Linear):
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+def pack_weights(network: nn.Module, *others: Tensor) -> None:
+    """Pack the weights of a serving network's linear layers, and `others`; call it again after every weight update."""
+    pack((*(part.weight for part in network.modules() if isinstance(part, Linear)), *others))
+
+
+class Rotation(NamedTuple):
+    """cos and sin of every token's angles, (N, rotary_dim / 2)."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def frequencies(config: AttentionConfig, device: torch.device | None = None) -> Tensor:
+    exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device) / config.rotary_dim
+    plain = 1.0 / (config.rope_theta**exponent)
+    return plain if config.rope_scaling is None else _scaled(plain, config.rope_scaling)
+
+
+def _scaled(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    wavelength = 2 * math.pi / plain
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    blend = ((scaling.original_context / wavelength - low) / (high - low)).clamp(0, 1)
+    return blend * plain + (1 - blend) * plain / scaling.factor
+
+
+def rotation(position_N: Tensor, frequency_R: Tensor, dtype: torch.dtype) -> Rotation:
+    precision = at_least_float32(dtype)
+    angle_NR = position_N.to(precision)[:, None] * frequency_R.to(precision)
+    return Rotation(angle_NR.cos(), angle_NR.sin())
+
+
+class Attention(nn.Module):
+    """q, k and v are stacked in one matrix in this order: one product forward, one backward."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config.attention
+        width, kv_width = self.config.q_width, self.config.kv_width
+        self.qkv = Linear(config.hidden_size, width + 2 * kv_width)
+        self.out = Linear(width, config.hidden_size)
+        if self.config.qk_norm != "none":
+            flat = self.config.qk_norm == "flat"
+            self.q_norm = RMSNorm(width if flat else self.config.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(kv_width if flat else self.config.head_dim, config.norm_eps)
+
+    def forward(self, x_ND: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        c = self.config
+        q, k, v = self.qkv(x_ND).split((c.q_width, c.kv_width, c.kv_width), dim=-1)
+        if c.qk_norm == "flat":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_NHK, k_NGK, v_NGK = (x.unflatten(-1, (-1, c.head_dim)) for x in (q, k, v))
+        if c.qk_norm == "head":
+            q_NHK, k_NGK = self.q_norm(q_NHK), self.k_norm(k_NGK)
+        mixed_NHK = attend(rotate(q_NHK, *rotation), rotate(k_NGK, *rotation), v_NGK)
+        out: Tensor = self.out(mixed_NHK.flatten(1))
+        return out
+
+
+class Routing(NamedTuple):
+    expert_NK: Tensor
+    weight_NK: Tensor
+    affinity_E: Tensor
+    """Σ over tokens of a / Σa, weighted by count: P of the auxiliary loss before the division."""
+
+
+class Router(nn.Module):
+    def __init__(self, hidden_size: int, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
+        self.bias: Tensor | None = None
+        if config.selection_bias:
+            bias = torch.zeros(config.num_experts)
+            if config.bias_update == "gradient":
+                self.bias = nn.Parameter(bias)
+            else:
+                del self.bias
+                self.register_buffer("bias", bias)
+
+    def forward(self, x_ND: Tensor, count_N: Tensor | None = None, recorded_NK: Tensor | None = None) -> Routing:
+        """`count_N`: weight of each token in the balance, 1 by default. `recorded_NK`: experts that replace the
+        router's choice; −1 in all K entries of a token without a record."""
+        logits_NE = linear_float32(x_ND, self.weight)
+        scores_NE = logits_NE.sigmoid() if self.config.scoring == "sigmoid" else logits_NE.softmax(-1)
+        selection_NE = scores_NE if self.bias is None else scores_NE + self.bias
+        expert_NK = selection_NE.detach().topk(self.config.top_k, dim=-1, sorted=False).indices
+        if recorded_NK is not None:
+            expert_NK = torch.where(recorded_NK < 0, expert_NK, recorded_NK.to(expert_NK.dtype))
+        weight_NK = scores_NE.gather(1, expert_NK)
+        if self.config.normalize:
+            weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
+        return Routing(expert_NK, weight_NK, self._affinity(scores_NE, selection_NE, count_N))
+
+    def _affinity(self, scores_NE: Tensor, selection_NE: Tensor, count_N: Tensor | None) -> Tensor:
+        if self.config.aux_loss_weight == 0:
+            return scores_NE.new_zeros(self.config.num_experts)
+        a_NE = selection_NE if self.config.bias_update == "gradient" else scores_NE
+        share_NE = a_NE / a_NE.sum(-1, keepdim=True)
+        return (share_NE if count_N is None else share_NE * count_N[:, None]).sum(0)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """Moves and casts like any module, but keeps the bias in at least float32: its small updates would vanish
+        below."""
+        # The data, not the tensor: a cast replaces a parameter's data in place.
+        exact = None if self.bias is None else self.bias.data
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if exact is not None and self.bias is not None and self.bias.element_size() < torch.float32.itemsize:
+            self.bias.data = exact.to(self.bias.device, torch.float32)
+        return self
+
+
+def max_violation(load_LE: Tensor) -> Tensor:
+    """MaxVio of each layer: the highest expert load relative to the mean, minus 1; 0 is perfect balance."""
+    load_LE = load_LE.double()
+    return load_LE.amax(-1) / load_LE.mean(-1).clamp(min=1e-12) - 1
+
+
+@torch.no_grad()
+def update_bias(bias_E: Tensor, load_E: Tensor, rate: float) -> None:
+    """The centred sign rule, in place."""
+    load_E = load_E.to(bias_E.dtype)
+    direction_E = torch.sign(load_E.mean() - load_E)
+    bias_E += rate * (direction_E - direction_E.mean())
+
+
+def aux_loss(load_LE: Tensor, affinity_LE: Tensor, num_tokens: int | Tensor) -> Tensor:
+    """The auxiliary load-balancing loss, averaged over layers; 1 at perfect balance.
+
+    `load_LE` and `num_tokens` are those of the whole step, weighted by count; `affinity_LE` may be one micro-batch's.
+    """
+    fraction_LE = load_LE.to(affinity_LE.dtype) / load_LE.sum(-1, keepdim=True).clamp(min=1)
+    return affinity_LE.shape[-1] * (fraction_LE.detach() * affinity_LE).sum(-1).mean() / num_tokens
+
+
+class Balance(NamedTuple):
+    """Routing statistics of one MoE layer: tokens per expert, the sum for P of the auxiliary loss, and the chosen
+    experts."""
+
+    load_E: Tensor
+    affinity_E: Tensor
+    expert_NK: Tensor
+
+
+class DenseFFN(nn.Module):
+    """W2 (silu(W1 x) * W3 x), with W1 above W3 in one matrix."""
+
+    def __init__(self, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.w13 = Linear(hidden_size, 2 * width)
+        self.w2 = Linear(width, hidden_size)
+
+    def forward(
+        self, x_ND: Tensor, count_N: Tensor | None = None, recorded_NK: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        return self.w2(gated(self.w13(x_ND))), None
+
+
+class MixtureFFN(nn.Module):
+    def __init__(self, hidden_size: int, config: MoEConfig) -> None:
+        super().__init__()
+        width = config.intermediate_size
+        self.num_experts = config.num_experts
+        self.router = Router(hidden_size, config)
+        self.w13 = nn.Parameter(torch.empty(config.num_experts, 2 * width, hidden_size))
+        self.w2 = nn.Parameter(torch.empty(config.num_experts, hidden_size, width))
+
+    def forward(
+        self, x_ND: Tensor, count_N: Tensor | None = None, recorded_NK: Tensor | None = None
+    ) -> tuple[Tensor, Balance]:
+        routing: Routing = self.router(x_ND, count_N, recorded_NK)
+        where = dispatch(routing.expert_NK, self.num_experts)
+        out_ND = expert_ffn(x_ND, self.w13, self.w2, routing.weight_NK, where)
+        load_E = where.load_E if count_N is None else where.counted_load(count_N)
+        return out_ND, Balance(load_E, routing.affinity_E, routing.expert_NK)
+
+
+def build_ffn(config: ModelConfig, layer: int) -> DenseFFN | MixtureFFN:
+    if config.moe is not None and config.is_sparse(layer):
+        return MixtureFFN(config.hidden_size, config.moe)
+    assert config.intermediate_size is not None
+    return DenseFFN(config.hidden_size, config.intermediate_size)
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.ffn = build_ffn(config, layer)
+
+    def forward(
+        self,
+        x_ND: Tensor,
+        rotation: Rotation,
+        attend: Attend,
+        count_N: Tensor | None = None,
+        recorded_NK: Tensor | None = None,
+    ) -> tuple[Tensor, Balance | None]:
+        """`count_N` and `recorded_NK` are passed to the router."""
+        x_ND = x_ND + self.attention(self.attention_norm(x_ND), rotation, attend)
+        out_ND, balance = self.ffn(self.ffn_norm(x_ND), count_N, recorded_NK)
+        return x_ND + out_ND, balance
+
+
+MTPSource = Literal["main", "mtp1", "random"]
+MTPGradient = Literal["all", "modules"]
+"""Parameters that the MTP loss trains: all that it depends on, or the modules only."""
+
+
+class MTPModule(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.norm_eps
+        self.state_norm = RMSNorm(size, eps)
+        self.embedding_norm = RMSNorm(size, eps)
+        self.projection = nn.Linear(2 * size, size, bias=False)
+        # Has the last layer's shape, so that it can be initialised from its weights.
+        self.block = Block(config, config.num_layers - 1)
+        self.norm = RMSNorm(size, eps)
+
+    def forward(
+        self,
+        parent_ND: Tensor,
+        embedding_ND: Tensor,
+        rotation: Rotation,
+        attend: Attend,
+        count_N: Tensor | None = None,
+    ) -> tuple[Tensor, Balance | None]:
+        joined = torch.cat((self.state_norm(parent_ND), self.embedding_norm(embedding_ND)), dim=-1)
+        out: tuple[Tensor, Balance | None] = self.block(self.projection(joined), rotation, attend, count_N)
+        return out
+
+
+def copied_module(first: MTPModule, last_block: Block, final_norm: RMSNorm, source: MTPSource) -> MTPModule:
+    """A new module for the chain: projection and input norms copied from module 1; block and final norm from the main
+    model (`source="main"`) or from module 1 too (`source="mtp1"`). It is trainable even if its sources are frozen."""
+    module = copy.deepcopy(first)
+    if source == "main":
+        module.block = copy.deepcopy(last_block)
+        module.norm = copy.deepcopy(final_norm)
+    return module.requires_grad_()
 
 
 @dataclass(frozen=True)

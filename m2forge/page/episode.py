@@ -2,6 +2,13 @@
 
 The first calls of an episode are read without the others; a whole episode is read once and cached, since users browse
 from call to call.
+
+Importance ratios of an episode's tokens, if the run keeps those of the step that trained it.
+
+The advantages of an episode's calls, as its trainer computed them from the rewards of its group.
+
+The trainer compares the episodes of a group within a batch (`rl/learner.py`); so does this, with the same function.
+An episode that is not in a batch yet is compared with its whole group.
 """
 
 import json
@@ -9,7 +16,8 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -18,22 +26,98 @@ from sqlalchemy import Connection, select
 
 from m2forge.errors import M2ForgeError, NotFoundError
 from m2forge.page.episode_list import JOINED, SHOWN, summary
-from m2forge.page.part import LOOK_BACK, Part, TokenText, cut_completion, cut_prompt
+from m2forge.page.message_part import LOOK_BACK, Part, TokenText, cut_completion, cut_prompt
 from m2forge.page.pool_reader import PoolReader
-from m2forge.page.ratio import Ratios
 from m2forge.page.run import RATIOS_FOLDER, Run, known_keys
 from m2forge.page.trajectory import Trajectory
-from m2forge.page.worth import advantages_of
-from m2forge.pool.delta import read_tree
 from m2forge.pool.queue import read_queue
 from m2forge.pool.schema import call_table, episode_table, unit_table
-from m2forge.pool.stored import read_task
+from m2forge.pool.state import EpisodeState
+from m2forge.pool.stored import read_task, read_tree
 from m2forge.records import FloatArray, JsonValue, Task
+from m2forge.reward.advantage import episode_advantages
 from m2forge.reward.config import AdvantageConfig
+from m2forge.rl.importance_ratio import path_of, read_ratios
 from m2forge.tasks.catalog import family_of
-from m2forge.text.completion import Completion, ProblemKind
 from m2forge.text.message import Tool
-from m2forge.tree.sample import Sample
+from m2forge.text.parser import Completion, ProblemKind
+from m2forge.tree.token_tree import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRatios:
+    by_call: Mapping[int, FloatArray] = field(default_factory=dict)
+    """log r of the tokens that each call sampled."""
+    absence: str | None = None
+    """Why there are no ratios."""
+
+
+class Ratios:
+    """Caches the last file read, since users browse the episodes of a step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._key: tuple[int, int] | None = None
+        self._read: Mapping[str, FloatArray] | None = None
+
+    def of_episode(self, connection: Connection, episode: int) -> EpisodeRatios:
+        query = select(*SHOWN).select_from(JOINED).where(episode_table.c.id == episode)
+        row = connection.execute(query).one_or_none()
+        if row is None:
+            raise NotFoundError(f"episode {episode} is not in the pool; retention may have removed it")
+        if row.state != EpisodeState.TRAINED:
+            return EpisodeRatios(absence="it has not been trained")
+        found = self._of_step(row.unit_step)
+        if found is None:
+            return EpisodeRatios(absence=f"those of step {row.unit_step} are not kept")
+        names = {call: f"{summary(row)['name']}/{call}" for call in range(row.num_calls)}
+        by_call = {call: found[name] for call, name in names.items() if name in found}
+        return EpisodeRatios(by_call, None if by_call else f"step {row.unit_step} refused its calls")
+
+    def _of_step(self, step: int) -> Mapping[str, FloatArray] | None:
+        with self._lock:
+            try:
+                # A step that was run again has a different file.
+                key = (step, path_of(self._folder, step).stat().st_mtime_ns)
+            except OSError:
+                return None
+            if key != self._key:
+                self._key, self._read = key, read_ratios(self._folder, step)
+            return self._read
+
+
+def advantages_of(connection: Connection, episode: int, config: AdvantageConfig) -> list[float] | None:
+    """One number per call; None while the episode, or another of its group, has no reward."""
+    own, unit = episode_table.c, unit_table.c
+    here = connection.execute(
+        select(unit.group_name, unit.batch).join(episode_table, own.unit == unit.id).where(own.id == episode)
+    ).one_or_none()
+    if here is None:
+        return None
+    if here.batch is None:
+        wanted = unit.group_name == here.group_name
+    elif config.normalisation == "batch_std":
+        wanted = unit.batch == here.batch
+    else:
+        wanted = (unit.batch == here.batch) & (unit.group_name == here.group_name)
+    rows = connection.execute(
+        select(own.id, unit.group_name, own.step_rewards)
+        .join(unit_table, own.unit == unit.id)
+        .where(wanted)
+        .order_by(unit.place, unit.id, own.id)
+    ).all()
+    groups: dict[str, list[Sequence[float]]] = {}
+    names: dict[str, list[int]] = {}
+    for row in rows:
+        if row.step_rewards is None:
+            return None
+        groups.setdefault(row.group_name, []).append(json.loads(row.step_rewards))
+        names.setdefault(row.group_name, []).append(row.id)
+    found = episode_advantages(list(groups.values()), config)
+    place = [id for ids in names.values() for id in ids].index(episode)
+    return [float(value) for value in found[place]]
+
 
 FIRST_CALLS = 48
 """Number of calls that are read without the rest of their episode."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from m2forge.corpus.manifest import Kind, Manifest
-from m2forge.evaluate.report import EvalReport
+from m2forge.evaluate.report.report import EvalReport
 from m2forge.page.latest import Latest
 from m2forge.records import JsonValue
 

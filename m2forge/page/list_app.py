@@ -15,8 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from m2forge.page.app import HANDLERS, answer, run_app, serve_static, static_file
-from m2forge.page.guard import Guard
+from m2forge.page.app import HANDLERS, Guard, answer, run_app, serve_static, static_file
 from m2forge.page.run import Run
 from m2forge.page.run_list import RunList
 

@@ -1,8 +1,14 @@
 """The directory of a run as the page sees it: the stage, the progress, the evaluations.
 
 Everything is read as found: a configuration of another version, missing files, a partially written last line. What
-cannot be read is reported in `problems` and has no other effect. The names are those of `forge/layout`, repeated here
+cannot be read is reported in `problems` and has no other effect. The names are those of `rl/layout`, repeated here
 because that module imports torch, which the page does not need.
+
+`metrics.jsonl` in, columns of numbers out, incrementally.
+
+Each call reads only what was appended since the last, and only complete lines, so the file may be read while it is
+being written. A step that goes back, as after a resume, replaces all later ones; then the revision changes, and a
+client with columns of an older revision starts over. Lines that are not metrics are counted and skipped.
 """
 
 import json
@@ -11,24 +17,139 @@ import threading
 import time
 import tomllib
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from m2forge.config import Config, TomlValue, current_keys
 from m2forge.errors import M2ForgeError, NotFoundError
 from m2forge.files import whole_lines
-from m2forge.forge.config import ForgeConfig
 from m2forge.observe.metrics import FILE_NAME
 from m2forge.page.cached_file import CachedFile
-from m2forge.page.curve import Curves
 from m2forge.page.latest import LatestMetrics
 from m2forge.pool.config import PoolConfig
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.records import JsonValue
+from m2forge.rl.config import RLConfig
 from m2forge.sft.config import SFTConfig
 from m2forge.text.format import ChatFormat, FormatName, make_format
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.run_dir import CONFIG_FILE, FAILURE_FILE, LOCK_FILE
+
+MAX_POINTS = 1500
+"""More steps than this are downsampled evenly; the first and the last stay."""
+
+
+@dataclass(slots=True)
+class _Row:
+    step: int
+    time_s: float
+    values: dict[str, float]
+
+
+class Curves:
+    """Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._forget()
+        self.revision = 0
+
+    def _forget(self) -> None:
+        self._rows: list[_Row] = []
+        self._end = 0
+        self._num_unread = 0
+
+    def release(self) -> None:
+        """Free the rows; the next call reads the file from its start, under another revision."""
+        with self._lock:
+            self._forget()
+            self.revision += 1
+
+    def last_step(self) -> int:
+        with self._lock:
+            self._read()
+            return self._rows[-1].step if self._rows else 0
+
+    def since(self, revision: int, step: int) -> dict[str, JsonValue]:
+        """Columns from `step` on, inclusive, since its line may have grown; all columns if the revision differs."""
+        with self._lock:
+            self._read()
+            is_whole = revision != self.revision
+            rows = self._rows if is_whole else [row for row in self._rows if row.step >= step]
+            num_all = len(rows)
+            rows = _thin(rows)
+            names = sorted({name for row in rows for name in row.values})
+            tokens = self._num_tokens()
+            return {
+                "revision": self.revision,
+                "is_whole": is_whole,
+                "num_steps": num_all,
+                "num_unread": self._num_unread,
+                "steps": [row.step for row in rows],
+                "times_s": [round(row.time_s, 3) for row in rows],
+                "tokens": None if tokens is None else [_number(tokens[row.step]) for row in rows],
+                "series": {name: [_number(row.values.get(name)) for row in rows] for name in names},
+            }
+
+    def _num_tokens(self) -> dict[int, float] | None:
+        """Tokens trained up to each step: the recorded total, or the sum over all steps so far, since a client that
+        receives every tenth step cannot add them up. None if the run records neither."""
+        total, totals, is_known = 0.0, {}, False
+        for row in self._rows:
+            if math.isfinite(given := row.values.get("num_tokens", math.nan)):
+                total, is_known = given, True
+            elif math.isfinite(added := row.values.get("tokens_computed", math.nan)):
+                total, is_known = total + added, True
+            totals[row.step] = total
+        return totals if is_known else None
+
+    def _read(self) -> None:
+        try:
+            with self._path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < self._end:
+                    self._forget()
+                    self.revision += 1
+                file.seek(self._end)
+                data = file.read(size - self._end)
+        except OSError:
+            return
+        for line in whole_lines(data):
+            self._end += len(line) + 1
+            self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+            step, time_s = int(record.pop("step")), float(record.pop("time_s"))
+            values = {str(name): float(value) for name, value in record.items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            self._num_unread += 1
+            return
+        rows = self._rows
+        if rows and rows[-1].step > step:
+            self.revision += 1
+            while rows and rows[-1].step > step:
+                rows.pop()
+        if rows and rows[-1].step == step:
+            rows[-1].values |= values
+        else:
+            rows.append(_Row(step, time_s, values))
+
+
+def _thin(rows: list[_Row]) -> list[_Row]:
+    if len(rows) <= MAX_POINTS:
+        return rows
+    share = (len(rows) - 1) / (MAX_POINTS - 1)
+    return [rows[round(index * share)] for index in range(MAX_POINTS)]
+
+
+def _number(value: float | None) -> float | None:
+    """Seven digits are more than a curve shows. JSON has no NaN or infinity; they become gaps."""
+    return float(f"{value:.7g}") if value is not None and math.isfinite(value) else None
+
 
 CHECKS_FILE, MODEL_FOLDER, RATIOS_FOLDER, WEIGHTS_FOLDER = "checks.jsonl", "model", "ratios", "weights"
 POOL_FILES = ("pool.db", "pool.db-wal")
@@ -39,7 +160,7 @@ MAX_FAILURE = 2000
 _LOCKS = Path("/proc/locks")
 
 Table = Mapping[str, TomlValue]
-_KINDS: Mapping[str, type[Config]] = {"rl": ForgeConfig, "pretrain": PretrainConfig, "sft": SFTConfig}
+_KINDS: Mapping[str, type[Config]] = {"rl": RLConfig, "pretrain": PretrainConfig, "sft": SFTConfig}
 
 
 class RunState(StrEnum):

@@ -22,7 +22,7 @@ from pathlib import Path
 from m2forge.config import TomlValue
 from m2forge.corpus.manifest import MANIFEST_NAME, Manifest
 from m2forge.errors import NotFoundError
-from m2forge.evaluate.report import JSON_FILE, EvalReport
+from m2forge.evaluate.report.report import JSON_FILE, EvalReport
 from m2forge.observe.metrics import FILE_NAME
 from m2forge.page.cached_file import CachedFile
 from m2forge.page.figure import Figure, corpus_figures, eval_figures, run_figures

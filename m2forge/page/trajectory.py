@@ -15,9 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from m2forge.records import IntArray
-from m2forge.tree.node import Node
-from m2forge.tree.sample import Sample
-from m2forge.tree.token_tree import TokenTree
+from m2forge.tree.token_tree import Node, Sample, TokenTree
 
 NO_CALL = -1
 

@@ -11,34 +11,108 @@
         pool.commit(batch, next_version)
 
 Every method is one transaction: visible to all processes when it returns, rolled back if it raises. Each process that
-shares a pool opens it itself. Methods block; asyncio code uses `pool/writer.py`.
+shares a pool opens it itself. Methods block; asyncio code uses `pool/pool.py`.
+
+Deletes trained and dropped units once they are old enough, a few episodes at a time.
+
+It keeps units that a restored checkpoint would need again, those of steps after the newest checkpoint, and dropped
+units that wait for a replacement.
+
+Asyncio access to a pool: calls of many agents in, few transactions out.
+
+    async with PoolWriter(pool) as writer:
+        await writer.append(lease, call)               returns when it is stored
+        await writer.end(lease, calls, outcome)        stores a whole attempt; returns when it is stored
+        leases = await writer.run(pool.lease, "worker", 8)
+
+SQLite has one writer at a time, and a transaction costs the same for one call as for many. So one thread does all
+writes: it stores everything that is pending in one transaction and resolves each caller's future. The event loop never
+blocks, and the more agents there are, the more calls share a transaction and its disk sync.
 """
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Generic, ParamSpec, Self, TypeVar
 
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import Connection, and_, delete, func, insert, or_, select
 
 from m2forge.errors import ConfigError, M2ForgeError
 from m2forge.pool import batch as batches
-from m2forge.pool import deployed, record, retention, submission
+from m2forge.pool import deployed_groups as deployed
+from m2forge.pool import pool as retention
 from m2forge.pool import queue as queues
+from m2forge.pool import queue as submission
+from m2forge.pool import record
 from m2forge.pool.batch import Claim, Restored, Wanted
-from m2forge.pool.config import PoolConfig
-from m2forge.pool.deployed import DeployedEpisode
+from m2forge.pool.config import PoolConfig, RetentionConfig
+from m2forge.pool.deployed_groups import DeployedEpisode
 from m2forge.pool.dialect import Database
+from m2forge.pool.queue import Owed, Tally, Watch, read_queue, read_tally
 from m2forge.pool.record import Append, Ending, Rewarding
-from m2forge.pool.schema import QUEUE_ID, SCHEMA_VERSION, episode_table, fork_table, metadata, queue_table, unit_table
+from m2forge.pool.schema import (
+    QUEUE_ID,
+    SCHEMA_VERSION,
+    call_table,
+    episode_table,
+    fork_table,
+    metadata,
+    queue_table,
+    unit_table,
+)
 from m2forge.pool.state import EpisodeState, LeaseLostError, UnitState
-from m2forge.pool.stored import Lease, Outcome, Queued, StoredUnit, read_units
-from m2forge.pool.submission import Owed
-from m2forge.pool.tally import Tally, read_tally
-from m2forge.pool.watch import Watch
+from m2forge.pool.stored import Lease, Outcome, Queued, StoredCall, StoredUnit, read_units
 from m2forge.records import PolicyVersion, Reward, Task
+
+
+def sweep(connection: Connection, config: RetentionConfig) -> int:
+    """Delete units over the limits, oldest first; returns the number of deleted episodes, 0 when none are left."""
+    queue = read_queue(connection)
+    by_versions = 0 if config.versions is None else queue.step - config.versions + 1
+    oldest_kept = max(by_versions, _oldest_kept(connection, config))
+    unit = unit_table.c
+    is_durable = or_(unit.state == UnitState.DROPPED, unit.step <= queue.durable_step)
+    is_done = unit.state.in_((UnitState.TRAINED, UnitState.DROPPED))
+    is_over = and_(is_done, unit.step < oldest_kept, is_durable, ~unit.is_owed)
+    ids: list[int] = []
+    num_episodes = 0
+    query = select(unit.id, unit.size).where(is_over).order_by(unit.step, unit.id).limit(config.sweep_episodes)
+    for row in connection.execute(query.with_for_update(skip_locked=True)).all():
+        if ids and num_episodes + row.size > config.sweep_episodes:
+            break
+        ids.append(row.id)
+        num_episodes += row.size
+    if ids:
+        _delete(connection, ids)
+    return num_episodes
+
+
+def _oldest_kept(connection: Connection, config: RetentionConfig) -> int:
+    """The oldest step such that all units from it on fit into the byte limit."""
+    if config.num_bytes is None:
+        return 0
+    unit = unit_table.c
+    is_done = unit.state.in_((UnitState.TRAINED, UnitState.DROPPED))
+    sizes = select(unit.step, func.sum(unit.num_bytes)).where(is_done).group_by(unit.step).order_by(unit.step.desc())
+    total = 0
+    for step, num_bytes in connection.execute(sizes):
+        total += int(num_bytes)
+        if total > config.num_bytes:
+            return int(step) + 1
+    return 0
+
+
+def _delete(connection: Connection, unit_ids: Sequence[int]) -> None:
+    episode = episode_table.c
+    own = list(connection.execute(select(episode.id).where(episode.unit.in_(unit_ids))).scalars())
+    connection.execute(delete(call_table).where(call_table.c.episode.in_(own)))
+    connection.execute(delete(episode_table).where(episode.id.in_(own)))
+    connection.execute(delete(unit_table).where(unit_table.c.id.in_(unit_ids)))
+
 
 _log = logging.getLogger(__name__)
 
@@ -354,3 +428,94 @@ class Pool:
         if num_episodes:
             self.database.reclaim()
         return num_episodes
+
+
+MAX_AT_ONCE = 512
+"""Maximum calls, or attempts, per transaction, so that other transactions get their turn."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+
+class _Gathering(Generic[Item, T]):
+    """Batches pending items into one store operation and resolves their futures."""
+
+    def __init__(self, store: Callable[[list[Item]], Awaitable[Sequence[T | M2ForgeError]]]) -> None:
+        self._store = store
+        self._waiting: list[tuple[Item, asyncio.Future[T]]] = []
+        self._flushing: asyncio.Task[None] | None = None
+
+    async def add(self, item: Item) -> T:
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, future))
+        if self._flushing is None:
+            self._flushing = asyncio.create_task(self._flush())
+        return await future
+
+    async def finish(self) -> None:
+        while self._flushing is not None:
+            await self._flushing
+
+    async def _flush(self) -> None:
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting[:MAX_AT_ONCE], self._waiting[MAX_AT_ONCE:]
+                await self._store_batch(batch)
+        finally:
+            self._flushing = None
+
+    async def _store_batch(self, batch: list[tuple[Item, asyncio.Future[T]]]) -> None:
+        told: Sequence[T | M2ForgeError]
+        try:
+            told = await self._store([item for item, _ in batch])
+        except M2ForgeError as error:
+            # The database failed: nothing of the batch is stored.
+            told = [error] * len(batch)
+        except BaseException:
+            for _, future in batch:
+                future.cancel()
+            raise
+        for (_, future), answer in zip(batch, told, strict=True):
+            if future.done():
+                continue
+            if isinstance(answer, M2ForgeError):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+
+class PoolWriter:
+    def __init__(self, pool: Pool) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pool")
+        self._appends: _Gathering[Append, None] = _Gathering(lambda items: self.run(pool.append, items))
+        self._endings: _Gathering[Ending, bool] = _Gathering(lambda items: self.run(pool.end, items))
+
+    async def append(self, lease: Lease, call: StoredCall) -> None:
+        """Store a call; raises `LeaseLostError` if the attempt is no longer the episode's current one. Calls of one
+        attempt are stored in the order in which they are appended."""
+        await self._appends.add(Append(lease, call))
+
+    async def end(self, lease: Lease, calls: Sequence[StoredCall], outcome: Outcome) -> bool:
+        """End an attempt; `calls` are those not appended before. Returns whether its unit may now be complete and wait
+        for a reward. Raises as `append` does, and then stores none of it."""
+        return await self._endings.add(Ending(lease, tuple(calls), outcome))
+
+    async def run(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a method of the pool in the writer's thread, in the order of the calls."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: method(*args, **kwargs))
+
+    async def close(self) -> None:
+        """Store all pending items, then stop the thread."""
+        await self._appends.finish()
+        await self._endings.finish()
+        self._thread.shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -3,7 +3,7 @@
     queue     one row: the pool's counters and the policy version that it follows
     unit      what is ordered and trained as one: a group or a single episode
     episode   one attempt at a task and its outcome; of earlier failed attempts only the number is kept
-    call      what each completion call adds to those before it (pool/delta.py)
+    call      what each completion call adds to those before it (pool/stored.py)
     batch     units taken for one optimizer step
     tally     number of units by difficulty that were submitted, trained, requeued, or dropped for each reason
     fork      one row while the sampler may serve a version that the trainer lost: the step where it left the lineage

@@ -17,9 +17,8 @@ from m2forge.errors import ConfigError
 from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model
 from m2forge.model.config import ModelConfig
-from m2forge.model.exchange import find_companions
-from m2forge.model.preset import PRESETS
-from m2forge.model.resolve import resolve_config
+from m2forge.model.convert import find_companions
+from m2forge.model.preset import PRESETS, resolve_config
 from m2forge.model.transformer import Transformer
 from m2forge.pretrain.config import PretrainConfig, PretrainEvalConfig
 from m2forge.records import JsonValue, Pack

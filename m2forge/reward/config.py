@@ -28,7 +28,7 @@ Weighting = Literal["token_mean", "episode_mean"]
 
 
 class MixingConfig(Config):
-    """When writing in several scripts counts as mixing languages. `reward/script.py` specifies how letters count."""
+    """When writing in several scripts counts as mixing languages. `reward/rule.py` specifies how letters count."""
 
     home: Literal["conversation", "completion"] = "conversation"
     """The expected script: that of the user (conversation), or the dominant one of each text (completion). The second
@@ -66,7 +66,7 @@ class RulesConfig(Config):
 
 class SpeedConfig(Config):
     shape: SpeedShape = "reciprocal"
-    """Shape of the speed reward h; `reward/speed.py` states the formulas."""
+    """Shape of the speed reward h; `reward/judge.py` states the formulas."""
     half_ratio: float = Field(default=1.0, gt=0)
     """Time, in baseline times, at which the speed reward is 1/2; with shape "step", up to which it is 1."""
     window: Count = 16

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
-from m2forge.rollout.block_pool import Block
-from m2forge.rollout.sampler import is_bare
+from m2forge.rollout.execution.sampler import is_bare
+from m2forge.rollout.kv.block_pool import Block
 
 Decode = Callable[[Sequence[int]], bytes]
 

@@ -4,27 +4,157 @@ The store is a pure function of the sources' contents, the configuration, the ch
 hash of these: a folder with a store of the same key is reused, nothing is encoded again. Problems are counted in the
 report; with `strict` they raise a `DataError` and nothing is left behind. A `Selection` limits the store to the trained
 or to the held-out trajectories.
+
+All trajectories of one source: a file, or a folder with files of either kind, in path order.
+
+Prompt distillation: drops parts of the system prompt at their rates, so that the model learns to do without.
+
+Whether a part is dropped is a pure function of seed, trajectory, draw and part: the same in every process, and
+independent between parts. The blank lines that only a dropped part needed are removed with it.
 """
 
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
-from m2forge.errors import DataError, FormatError
+from m2forge.errors import DataError, FormatError, NotFoundError
 from m2forge.files import staged_folder
-from m2forge.sft.config import PromptPart, SFTDataConfig
-from m2forge.sft.distill import draw_dropped, drop_parts, find_part
+from m2forge.sft.archive import plain_suffix
+from m2forge.sft.atif import read_atif
+from m2forge.sft.config import PromptPart, SFTDataConfig, SourceConfig
 from m2forge.sft.encode import Encoded, encode
 from m2forge.sft.held_out import Selection, conversation_hash
+from m2forge.sft.jsonl import read_jsonl
 from m2forge.sft.report import Note, Rejection, Report
-from m2forge.sft.source import list_files, read_source
 from m2forge.sft.store import META, Store, StoreWriter
 from m2forge.sft.trajectory import Trajectory
 from m2forge.text.format import ChatFormat, Rendered
 from m2forge.text.message import Message, Tool, ToolCall
+
+_KIND_OF: dict[str, Literal["jsonl", "atif"]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "atif"}
+
+
+def list_files(source: SourceConfig) -> list[Path]:
+    """The files of `source`. A folder yields its files of the requested kind, except hidden ones."""
+    path = Path(source.path)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise NotFoundError(f"{path}: no such file or folder; give the path of trajectories as JSONL or ATIF")
+    wanted = {suffix for suffix, kind in _KIND_OF.items() if source.kind in ("auto", kind)}
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if plain_suffix(file) in wanted
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        and file.is_file()
+    )
+    if not files:
+        raise NotFoundError(f"{path}: the folder holds no {' or '.join(sorted(wanted))} file")
+    return files
+
+
+def read_source(source: SourceConfig, report: Report) -> Iterator[Trajectory]:
+    """Yields valid trajectories in an order that depends only on paths and contents; problems go to `report`."""
+    is_folder = Path(source.path).is_dir()
+    for file in list_files(source):
+        kind = _KIND_OF.get(plain_suffix(file), "jsonl") if source.kind == "auto" else source.kind
+        if kind == "atif":
+            yield from read_atif(file, report, source.unpack, foreign=is_folder)
+        else:
+            yield from read_jsonl(file, report, source.unpack)
+
+
+_FENCE = re.compile(r" {0,3}(```+|~~~+)")
+_HEADING = re.compile(r" {0,3}(#{1,6})\s")
+
+
+def draw_dropped(parts: Sequence[PromptPart], seed: int, trajectory: str, draw: int) -> tuple[bool, ...]:
+    """Which parts this draw drops. `trajectory`: a unique name of the trajectory."""
+    return tuple(_uniform(f"{seed}/{trajectory}/{draw}/{index}") < part.rate for index, part in enumerate(parts))
+
+
+def drop_parts(
+    messages: Sequence[Message], parts: Sequence[PromptPart]
+) -> tuple[tuple[Message, ...], tuple[bool, ...]]:
+    """The messages without `parts`, and which messages stay: a system prompt left empty is dropped entirely."""
+    kept: list[Message] = []
+    stays: list[bool] = []
+    for message in messages:
+        if message.role == "system" and parts:
+            spans = [span for part in parts for span in find_part(message.content, part)]
+            message = dataclasses.replace(message, content=_cut_spans(message.content, spans))
+            stays.append(bool(message.content.strip()))
+        else:
+            stays.append(True)
+        if stays[-1]:
+            kept.append(message)
+    return tuple(kept), tuple(stays)
+
+
+def find_part(prompt: str, part: PromptPart) -> list[tuple[int, int]]:
+    """Every occurrence of the part in the prompt, as start and end."""
+    match part.kind:
+        case "text":
+            return [found.span() for found in re.finditer(re.escape(part.match), prompt)]
+        case "regex":
+            spans = [found.span() for found in re.finditer(part.match, prompt, re.MULTILINE)]
+            return [(start, end) for start, end in spans if end > start]
+        case "heading":
+            return _find_sections(prompt, part.match)
+
+
+def _find_sections(prompt: str, heading: str) -> list[tuple[int, int]]:
+    """Sections under `heading`, each up to the next heading of the same or a higher level. Code blocks are skipped."""
+    level = len(heading) - len(heading.lstrip("#"))
+    sections: list[tuple[int, int]] = []
+    start: int | None = None
+    fence = ""
+    offset = 0
+    for line in prompt.splitlines(keepends=True):
+        opened = _FENCE.match(line)
+        mark = _HEADING.match(line)
+        if opened and not fence:
+            fence = opened[1]
+        elif opened and opened[1].startswith(fence):
+            fence = ""
+        elif mark and not fence:
+            if start is not None and len(mark[1]) <= level:
+                sections.append((start, offset))
+                start = None
+            if start is None and line.strip() == heading.strip():
+                start = offset
+        offset += len(line)
+    return [*sections, (start, offset)] if start is not None else sections
+
+
+def _cut_spans(text: str, spans: Sequence[tuple[int, int]]) -> str:
+    pieces: list[str] = []
+    end = 0
+    for start, stop in sorted(spans):
+        if start >= end:
+            pieces.append(text[end:start])
+        end = max(end, stop)
+    if not pieces:
+        return text
+    joined = pieces[0].lstrip("\n")
+    for piece in [*pieces[1:], text[end:]]:
+        left, right = joined.rstrip("\n"), piece.lstrip("\n")
+        num_lines = max(len(joined) - len(left), len(piece) - len(right))
+        joined = left + "\n" * num_lines + right if left else right
+    return joined.rstrip("\n")
+
+
+def _uniform(key: str) -> float:
+    """A pseudo-random number in [0, 1) that depends on `key` alone."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) * 2.0**-53
+
 
 LAYOUT = 1
 """Version of the store's layout on disk; a store of another version is rebuilt."""

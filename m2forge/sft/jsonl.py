@@ -16,8 +16,7 @@ from m2forge.records import JsonValue
 from m2forge.sft.archive import READ_ERRORS, read_lines
 from m2forge.sft.report import Problem, Rejection, Report
 from m2forge.sft.trajectory import Trajectory, check_order, sort_results
-from m2forge.text.json_value import MAX_DOCUMENT_DEPTH, parse_json
-from m2forge.text.message import Message, Tool, message_from_openai, tool_from_openai
+from m2forge.text.message import MAX_DOCUMENT_DEPTH, Message, Tool, message_from_openai, parse_json, tool_from_openai
 from m2forge.unpack import UnpackConfig, UnpackError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

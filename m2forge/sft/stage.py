@@ -12,7 +12,7 @@ import torch
 
 from m2forge.errors import NotFoundError
 from m2forge.model.checkpoint import load_model
-from m2forge.model.exchange import find_companions
+from m2forge.model.convert import find_companions
 from m2forge.model.transformer import Transformer
 from m2forge.records import JsonValue, Pack
 from m2forge.sft.config import SFTConfig, SFTEvalConfig

@@ -3,20 +3,88 @@ number of operators in the expression.
 
     Write a stack program for (a+3)*b.                        answer: a 3 + b *
 
-The verifier runs the answer on inputs (`tasks/stack_language.py`), so every program that computes the expression is
+The verifier runs the answer on inputs (`tasks/coding.py`), so every program that computes the expression is
 right. All cases must pass: a program that is right for only some inputs has perf 0.
+
+Interpreter of a tiny bounded stack language, in which the coding family's answers are written.
+
+A program is words separated by spaces. A number or the name of an input is pushed; `+ - *` pop two values and push one;
+`dup`, `drop`, `swap` and `over` rearrange the stack. The result is the single remaining value. There are no loops, so a
+program takes as many steps as it has words.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from m2forge.errors import RecordError
 from m2forge.records import Domain, JsonValue, Task
 from m2forge.tasks.family import ToolFree, Verdict, make_task, plain, read_text, shown, task_random
-from m2forge.tasks.stack_language import ProgramError, run_program
 from m2forge.text.message import Message
+
+MAX_WORDS = 128
+MAX_VALUE = 10**15
+"""Largest absolute value; a larger one ends the program with an error."""
+MAX_DIGITS = 9
+
+
+class ProgramError(ValueError):
+    """A program that is invalid or fails at run time."""
+
+
+def run_program(program: str, inputs: Mapping[str, int]) -> int:
+    words = program.split()
+    if len(words) > MAX_WORDS:
+        raise ProgramError(f"{len(words)} words, at most {MAX_WORDS}")
+    stack: list[int] = []
+    for word in words:
+        _step(word, stack, inputs)
+        if stack and abs(stack[-1]) > MAX_VALUE:
+            raise ProgramError(f"a value above {MAX_VALUE}")
+    if len(stack) != 1:
+        raise ProgramError(f"{len(stack)} values are left, expected one")
+    return stack[0]
+
+
+def _step(word: str, stack: list[int], inputs: Mapping[str, int]) -> None:
+    if word in inputs:
+        stack.append(inputs[word])
+    elif word.isascii() and word.isdecimal() and len(word) <= MAX_DIGITS:
+        stack.append(int(word))
+    elif word in NUM_TAKEN:
+        if len(stack) < NUM_TAKEN[word]:
+            raise ProgramError(f"{word}: {len(stack)} values on the stack, expected {NUM_TAKEN[word]}")
+        taken = stack[len(stack) - NUM_TAKEN[word] :]
+        del stack[len(stack) - NUM_TAKEN[word] :]
+        stack.extend(_apply(word, taken))
+    else:
+        raise ProgramError("an unknown word")
+
+
+NUM_TAKEN = {"+": 2, "-": 2, "*": 2, "dup": 1, "drop": 1, "swap": 2, "over": 2}
+"""Number of values that each word pops."""
+
+
+def _apply(word: str, taken: list[int]) -> list[int]:
+    match word:
+        case "dup":
+            return [taken[0], taken[0]]
+        case "drop":
+            return []
+    first, second = taken
+    match word:
+        case "+":
+            return [first + second]
+        case "-":
+            return [first - second]
+        case "*":
+            return [first * second]
+        case "swap":
+            return [second, first]
+        case _:
+            return [first, second, first]
+
 
 INPUTS = "abcdefgh"
 OPERATORS = "+-*"

@@ -39,7 +39,7 @@ from m2forge.sandbox.worker import ProcessWorker
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.family import Verdict, VerdictReason, family_name, shown
 from m2forge.tasks.task_set import Distinct, Split
-from m2forge.tasks.use import MAX_WAIT
+from m2forge.tasks.time_limit import MAX_WAIT
 from m2forge.tasks.worker import MAX_REPLY_BYTES, RequestOutcome
 from m2forge.text.message import Tool, tool_from_openai
 

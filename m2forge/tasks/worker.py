@@ -17,7 +17,7 @@ and the request runs once more in a fresh one:
     refused           an error of m2forge/errors.py in anything but `verify`, or a task whose data cannot be loaded: the
                       text says what is wrong
 
-The time limit covers the executor's own use (`tasks/use.py`): CPU time and sleep. Time that it waits for a CPU on a
+The time limit covers the executor's own use (`tasks/time_limit.py`): CPU time and sleep. Time that it waits for a CPU on a
 loaded machine does not count, up to `MAX_WAIT` times the limit; then the outcome is `infra`. An executor that mostly
 slept gets a second try.
 """
@@ -40,7 +40,7 @@ from m2forge.tasks.catalog import find_family
 from m2forge.tasks.family import Family, Preparing
 from m2forge.tasks.gym import GymFamily
 from m2forge.tasks.task_set import Split, TaskSet
-from m2forge.tasks.use import MAX_WAIT, Use
+from m2forge.tasks.time_limit import MAX_WAIT, Use
 from m2forge.text.message import tool_to_openai
 
 MAX_TRACE = 4000

@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from m2forge.errors import suggest
 from m2forge.records import JsonValue
 from m2forge.text.json_schema import Schema, allowed_types, is_same, types_of
-from m2forge.text.json_value import parse_json
-from m2forge.text.message import Tool
+from m2forge.text.message import Tool, parse_json
 
 
 def read_argument(text: str, name: str, tool: Tool | None) -> tuple[JsonValue, str | None]:

@@ -18,23 +18,250 @@ The template determines the text. Three things are added:
 
 An assistant message that could not be parsed back, because it contains a tag where the parser would read one, is
 refused. The name of a special token inside any message is plain text.
+
+A model's Jinja chat template: plain data in, segments out.
+
+The template runs in a sandbox, with the globals that transformers provides: `tojson`, `raise_exception`, `strftime_now`
+and the names of special tokens. The template's own text may contain special tokens; the messages' must not. So before
+rendering, a `Guard` breaks every such name inside a message with a character that occurs nowhere in the conversation;
+after the template's markers have been found, that character is removed. Apart from it the template sees the real text.
+
+Parses calls written as JSON between tags, as by Hermes and Qwen models:
+
+    <tool_call>
+    {"name": "f", "arguments": {"k": "v"}}
+    </tool_call>
+
+A newline before `<tool_call>` belongs to it. A call ends at the first `</tool_call>`, even inside a string. Its
+arguments arrive typed; a type that the tool's schema does not allow is reported and kept.
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from functools import cached_property
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
+
+from jinja2 import TemplateError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from m2forge.errors import FormatError
 from m2forge.records import JsonValue
-from m2forge.text.json_value import MAX_DEPTH, is_deeper
-from m2forge.text.message import Message, Tool, ToolCall, tool_to_openai
-from m2forge.text.parser import THINK_CLOSE, THINK_OPEN
-from m2forge.text.parser_hermes import CALL_CLOSE, CALL_OPEN, HermesParser
-from m2forge.text.segment import Rendered, Segment, encode_segments, plain
-from m2forge.text.template import ChatTemplate, Data, Guard
+from m2forge.text.argument import type_problem
+from m2forge.text.message import MAX_DEPTH, Message, Tool, ToolCall, is_deeper, parse_json, tool_to_openai
+from m2forge.text.parser import THINK_CLOSE, THINK_OPEN, CompletionParser, ProblemKind, markers_of, snippet
+from m2forge.text.segment import Rendered, Segment, encode_segments, mark, plain
 from m2forge.text.tokenizer import Tokenizer
+from m2forge.text.vocabulary import SpecialNames
+
+Data: TypeAlias = Mapping[str, JsonValue]
+
+_BREAKERS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
+"""Noncharacters and private-use characters."""
+# Exceptions that a template can raise on data it was not written for.
+_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+class Guard:
+    """Breaks the markers inside the texts of one conversation."""
+
+    def __init__(self, markers: re.Pattern[str], texts: Iterable[str]) -> None:
+        used = set().union(*texts)
+        breaker = next((sign for sign in _BREAKERS if sign not in used), None)
+        if breaker is None:
+            raise FormatError(
+                "the messages use every private character of Unicode, so markers cannot be told from text"
+            )
+        self.breaker = breaker
+        self._markers = markers
+
+    def text(self, text: str) -> str:
+        if any(len(found.group()) == 1 for found in self._markers.finditer(text)):
+            raise FormatError("a message holds a special token of one character, which cannot be told from its text")
+        # Breaking a marker may expose one that overlapped it.
+        while self._markers.search(text):
+            text = self._markers.sub(lambda found: found.group()[0] + self.breaker + found.group()[1:], text)
+        return text
+
+    def data(self, data: Data) -> dict[str, JsonValue]:
+        return {self.text(key): self._value(value) for key, value in data.items()}
+
+    def _value(self, value: JsonValue) -> JsonValue:
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return self.data(value)
+        return [self._value(inner) for inner in value] if isinstance(value, Sequence) else value
+
+
+class ChatTemplate:
+    def __init__(self, source: str, names: SpecialNames, specials: Iterable[str]) -> None:
+        """`specials`: all tokens that the template may write by name."""
+        # One time for all renderings: a template that writes the date must not rewrite it at midnight.
+        now = datetime.now()
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = now.strftime
+        try:
+            self._template = environment.from_string(source)
+            variables = meta.find_undeclared_variables(environment.parse(source))
+        except TemplateError as error:
+            raise FormatError(f"the model's chat template cannot be compiled: {error}") from error
+        self.takes_tools = "tools" in variables
+        self.takes_thinking = "reasoning_content" in source
+        parts = {"bos_token": names.bos, "eos_token": names.eos, "pad_token": names.pad, "unk_token": names.unk}
+        self._names = {part: name for part, name in parts.items() if name is not None}
+        ordered = sorted(specials, key=len, reverse=True)
+        self._markers = re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
+
+    def guard(self, data: Sequence[JsonValue]) -> Guard:
+        """A guard for all texts in `data`."""
+        return Guard(self._markers, _texts(data))
+
+    def render(
+        self, messages: Sequence[Data], tools: Sequence[Data], guard: Guard, *, generation: bool
+    ) -> list[Segment]:
+        """Segments of the conversation, none trained; `messages` and `tools` have passed through `guard`."""
+        try:
+            text = self._template.render(
+                messages=messages,
+                tools=tools or None,
+                documents=None,
+                add_generation_prompt=generation,
+                **self._names,
+            )
+        except _FAILURES as error:
+            raise FormatError(f"the model's chat template cannot express these messages: {error}") from error
+        return list(self._split(text, guard.breaker))
+
+    def _split(self, text: str, breaker: str) -> Iterator[Segment]:
+        at = 0
+        for found in self._markers.finditer(text):
+            if at < found.start():
+                yield plain(text[at : found.start()].replace(breaker, ""))
+            yield mark(found.group())
+            at = found.end()
+        if at < len(text):
+            yield plain(text[at:].replace(breaker, ""))
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}`, which marks the assistant's text; it has no effect here."""
+
+    tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: JsonValue,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of jinja2's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _texts(value: JsonValue) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield key
+            yield from _texts(inner)
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _texts(inner)
+
+
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+_EARLY_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"')
+_EARLY_LENGTH = 256
+"""Number of leading characters in which the name is searched while the call is still streaming."""
+
+
+class HermesParser(CompletionParser):
+    def __init__(self, tools: Sequence[Tool], *, end_marker: str, starts_thinking: bool) -> None:
+        super().__init__(
+            tools,
+            end_marker=end_marker,
+            call_markers=(CALL_OPEN, CALL_CLOSE),
+            call_lead="\n",
+            starts_thinking=starts_thinking,
+        )
+        self._body_end = markers_of(CALL_CLOSE)
+        self._parts: list[str] = []
+        self._head = ""
+        self._started: str | None = None
+
+    def _enter_call(self) -> None:
+        self._parts, self._head, self._started = [], "", None
+        self._state = self._body
+
+    def _close_call(self) -> bool:
+        if self._state != self._body:
+            return False
+        # The end marker has no meaning inside JSON, but at the very end of the text it still ends the completion.
+        self._closed = self._closed or "".join(self._parts).endswith(self._end_marker)
+        self._report(ProblemKind.UNCLOSED_CALL, f"the text ended before {CALL_CLOSE}")
+        return True
+
+    def _body(self, final: bool) -> bool:
+        text, marker = self._take(self._body_end, final)
+        self._parts.append(text)
+        if self._started is None and len(self._head) < _EARLY_LENGTH:
+            self._head = (self._head + text)[:_EARLY_LENGTH]
+            found = _EARLY_NAME.match(self._head)
+            if found:
+                self._started = found.group(1)
+                self._start_call(self._started)
+        if marker is None:
+            return False
+        self._read_call("".join(self._parts))
+        self._state = self._after_call
+        return True
+
+    def _read_call(self, body: str) -> None:
+        try:
+            call = parse_json(body.strip())
+            name = call.get("name") if isinstance(call, Mapping) else None
+            arguments = call.get("arguments", {}) if isinstance(call, Mapping) else None
+            if isinstance(arguments, str):
+                arguments = parse_json(arguments)
+        except ValueError as error:
+            self._report(ProblemKind.MALFORMED_CALL, f"not JSON ({error}): {snippet(body)}")
+            return
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            self._report(ProblemKind.MALFORMED_CALL, f"expected a name and an object of arguments: {snippet(body)}")
+            return
+        if self._started != name:
+            # The name came late, or the object has two names and the last counts.
+            self._start_call(name)
+        self._check_types(name, arguments)
+        self._finish_call(name, dict(arguments))
+
+    def _check_types(self, name: str, arguments: Mapping[str, JsonValue]) -> None:
+        tool = self._tools.get(name)
+        for parameter, value in arguments.items() if tool is not None else ():
+            problem = type_problem(value, parameter, tool) if tool is not None else None
+            if problem is not None:
+                self._report(ProblemKind.BAD_ARGUMENT, f"{name}: {problem}")
+
 
 OPEN, END = "<|im_start|>", "<|im_end|>"
 _PROBE = Message("user", "x")

@@ -30,8 +30,7 @@ from m2forge.model.transformer import Transformer
 from m2forge.records import JsonValue
 from m2forge.train.config import CheckpointConfig
 from m2forge.train.engine import TrainEngine
-from m2forge.train.parallel import refuse_drift
-from m2forge.train.shard import whole_model
+from m2forge.train.parallel import refuse_drift, whole_model
 
 MODEL_FOLDER, OPTIMIZER_FILE, POSITION_FILE = "model", "optimizer.safetensors", "position.json"
 PREFIX = "step-"

@@ -21,9 +21,8 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from m2forge.kernels.precision import at_least_float32
-from m2forge.model.router import aux_loss, max_violation
-from m2forge.model.transformer import Output, Transformer
+from m2forge.kernels.arithmetic import at_least_float32
+from m2forge.model.transformer import Output, Transformer, aux_loss, max_violation
 from m2forge.records import FloatArray, Pack
 from m2forge.train.batch import (
     Batch,
@@ -33,22 +32,21 @@ from m2forge.train.batch import (
     bucket_length,
     make_batch,
     make_tree_batch,
+    num_replayed,
     num_targets,
+    refuse_untrainable,
+    replayable,
 )
 from m2forge.train.config import MTPLoss, OptimizerConfig, PolicyConfig, RouterBias
 from m2forge.train.loss.next_token import draft_agreement, next_token_loss
 from m2forge.train.loss.policy import policy_loss
 from m2forge.train.optimizer import Norms, Optimizer
 from m2forge.train.parallel import ALONE, Ranks
-from m2forge.train.policy_logprobs import TokenLogprobs
-from m2forge.train.policy_sums import PolicySums, StepCounts
-from m2forge.train.refusal import num_replayed, refuse_untrainable, replayable
-from m2forge.train.row_sums import RowSums
+from m2forge.train.step_metrics import PolicySums, RowSums, StepCounts, TokenLogprobs
 from m2forge.tree.build import Problem
 from m2forge.tree.flat import FlatTree
 from m2forge.tree.pack import pack_trees
-from m2forge.tree.sample import Sample
-from m2forge.tree.token_tree import TokenTree
+from m2forge.tree.token_tree import Sample, TokenTree
 
 
 class PendingMetrics:

@@ -14,26 +14,51 @@ Only rank 0 writes checkpoints, metrics and the model.
 
 A run whose directory holds a checkpoint resumes from it. Everything a phase changes about the model (context, MTP
 modules, what is frozen) is set again on entry, so a resumed run is in the state of the interrupted one.
+
+FLOPs of a training step, computed from the documents and targets of its packs.
+
+    flops = Σ over documents of  length · (base + slope · length)  +  head · targets
+
+A token attends to half of its document on average, so its cost grows with the document's length, not with the context
+limit of the phase; and the head runs only at positions with a target. `count` gives the cost at two lengths; the cost
+is linear between them, which is exact without attention windows.
+
+Prefetches packs in a thread, each step's with the source's state after them: a checkpoint records what was trained
+on, not what was prefetched.
+
+Schedules over a phase: learning rate and loss weights, as functions of the step alone.
+
+x = step / (steps − 1)                          0 at the first step of the phase, 1 at its last
+linear: start + (end − start) · x               cosine: end + (start − end) · (1 + cos πx) / 2
+warmup multiplies by (step + 1) / warmup_steps until that reaches 1
 """
 
 import logging
 import math
+import queue
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
 
+import numpy as np
 import torch
 
 from m2forge.errors import ConfigError, ExistsError, TrainingError
 from m2forge.files import staged_folder
 from m2forge.model.checkpoint import save_model
+from m2forge.model.config import ModelConfig
+from m2forge.model.count import count
 from m2forge.model.transformer import Transformer
 from m2forge.observe.metrics import MetricsWriter
 from m2forge.observe.progress import Progress, progress
-from m2forge.records import JsonValue
+from m2forge.records import JsonValue, Pack
+from m2forge.train.batch import num_targets
 from m2forge.train.checkpoint import (
     MODEL_FOLDER,
     Best,
@@ -43,16 +68,113 @@ from m2forge.train.checkpoint import (
     read_position,
     restore,
 )
-from m2forge.train.config import PhaseConfig, TrainConfig
-from m2forge.train.cost import TokenCost
+from m2forge.train.config import Curve, PhaseConfig, TrainConfig
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.evaluation import Evaluation, selection_loss
 from m2forge.train.machine import choose_device, choose_dtype, machine_settings, peak_flops, set_up_model
-from m2forge.train.parallel import ALONE, ProcessRanks, Ranks, align, refuse_difference
-from m2forge.train.prefetch import PackSource, Prefetch
+from m2forge.train.parallel import ALONE, ProcessRanks, Ranks, align, refuse_difference, shard_model, whole_model
 from m2forge.train.run_dir import hold_run
-from m2forge.train.schedule import mtp_weight_at, rate_at
-from m2forge.train.shard import shard_model, whole_model
+
+
+class TokenCost:
+    def __init__(self, config: ModelConfig, context: int) -> None:
+        first, *rest = count(config, (1, context) if context > 1 else (1,)).costs
+        self._slope = (rest[0].training_flops - first.training_flops) / (context - 1) if rest else 0.0
+        # Forward (1x) and backward (2x), for the main model and each MTP module.
+        self._head = 3 * 2 * config.vocab_size * config.hidden_size * (1 + config.num_mtp)
+        self._base = first.training_flops - self._slope - self._head
+
+    def training_flops(self, packs: Sequence[Pack]) -> float:
+        """FLOPs of the forward and backward passes over `packs`."""
+        length = np.concatenate([pack.lengths for pack in packs]).astype(np.float64)
+        through_layers = float((length * (self._base + self._slope * length)).sum())
+        return through_layers + self._head * sum(num_targets(pack) for pack in packs)
+
+
+DEPTH = 2
+
+
+class PackSource(Protocol):
+    """A source of packs, such as a corpus or SFT trajectories."""
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Names that `Pack.tags` index into."""
+        ...
+
+    def next_pack(self) -> Pack: ...
+
+    def state(self) -> Mapping[str, JsonValue]:
+        """Small and JSON-serializable; a source created with it resumes exactly here."""
+        ...
+
+
+class Ahead(NamedTuple):
+    packs: list[Pack]
+    state: Mapping[str, JsonValue]
+    """State of the source after these packs."""
+
+
+class Prefetch:
+    """Use as a context manager; `take` returns the packs of one step."""
+
+    def __init__(self, source: PackSource, packs_per_step: int) -> None:
+        self._source, self._packs_per_step = source, packs_per_step
+        self._queue: queue.Queue[Ahead | BaseException] = queue.Queue(DEPTH)
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
+        self.waited_s = 0.0
+        """Seconds the last `take` waited."""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leaving.set()
+        while self._thread.is_alive():
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                self._thread.join(0.01)
+
+    def take(self) -> Ahead:
+        start_s = time.perf_counter()
+        item = self._queue.get()
+        self.waited_s = time.perf_counter() - start_s
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _fill(self) -> None:
+        try:
+            while not self._leaving.is_set():
+                packs = [self._source.next_pack() for _ in range(self._packs_per_step)]
+                self._queue.put(Ahead(packs, self._source.state()))
+        except BaseException as error:  # noqa: BLE001, raised again by `take`
+            self._queue.put(error)
+
+
+def curve_at(curve: Curve, step: int, num_steps: int) -> float:
+    """The value of a curve over `num_steps` at `step`, counted from 0."""
+    if curve.end is None:
+        return curve.start
+    done = step / max(1, num_steps - 1)
+    if curve.shape == "cosine":
+        return curve.end + (curve.start - curve.end) * (1 + math.cos(math.pi * done)) / 2
+    return curve.start + (curve.end - curve.start) * done
+
+
+def rate_at(phase: PhaseConfig, step: int) -> float:
+    rate = curve_at(phase.rate, step, phase.steps)
+    return rate * min(1.0, (step + 1) / phase.warmup_steps) if phase.warmup_steps else rate
+
+
+def mtp_weight_at(phase: PhaseConfig, step: int) -> float:
+    return curve_at(phase.mtp_weight, step, phase.steps)
+
 
 OpenSource = Callable[[int, Mapping[str, JsonValue] | None], PackSource]
 """(phase index, state of the last source: this phase's, an earlier one's, or None) → the phase's packs."""

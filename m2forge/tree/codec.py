@@ -20,9 +20,7 @@ import numpy.typing as npt
 
 from m2forge.errors import RecordError
 from m2forge.records import LOGPROB_SLACK, Asked, FinishReason, FloatArray, IntArray, Sampling
-from m2forge.tree.node import Node
-from m2forge.tree.sample import ExpertArray, Sample
-from m2forge.tree.token_tree import MAX_VOCAB_SIZE, TokenTree
+from m2forge.tree.token_tree import MAX_VOCAB_SIZE, ExpertArray, Node, Sample, TokenTree
 
 MAGIC = b"M2TT"
 FORMAT_VERSION = 4

@@ -3,19 +3,169 @@
 Two calls share a token exactly if they agree on it and on all before it. So the tree depends only on the calls, not on
 their order: nodes end exactly where paths branch. Adding a call costs a few vector comparisons, one per node of its
 path. A call is validated before anything changes: a refused call leaves the tree as it was.
+
+One sample of a token tree: a completion call without its token ids, which the tree stores once for all samples.
+
+A node of a token tree: a run of tokens within which no paths branch.
+
+A node without children grows at its end. Splitting takes constant time: both halves are views of one buffer; the lower
+half, the only one that may still grow, owns the tail.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NoReturn, Self
+from dataclasses import dataclass, field, fields, replace
+from typing import NoReturn, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import RecordError
-from m2forge.records import Call, IntArray
-from m2forge.tree.node import Node
-from m2forge.tree.sample import ExpertArray, Sample, checked_experts
+from m2forge.records import Asked, Call, FinishReason, FloatArray, IntArray, Sampling, plain_sampling
+
+ExpertArray: TypeAlias = npt.NDArray[np.int16]
+"""(tokens, layers, chosen): the experts chosen for each token, in every layer with a router."""
+UNKNOWN_EXPERT = -1
+"""Value of all entries of a token whose routing was not recorded."""
+
+
+def checked_experts(experts: npt.NDArray[np.integer]) -> ExpertArray:
+    """(tokens, layers, chosen) as int16; a token's routing is complete or absent."""
+    if experts.size and not UNKNOWN_EXPERT <= int(experts.min()) <= int(experts.max()) <= np.iinfo(np.int16).max:
+        raise RecordError(f"expected -1 to 32767, received {experts.min()} to {experts.max()}")
+    unknown = experts == UNKNOWN_EXPERT
+    if bool((unknown.any((1, 2)) != unknown.all((1, 2))).any()):
+        raise RecordError("expected all experts of a token or none, received a token routed in part")
+    return experts.astype(np.int16)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    name: str
+    """Name in errors and results; unique in its tree."""
+    num_prompt: int
+    """Prompt tokens of its path; the rest of the path was sampled."""
+    logprobs: FloatArray
+    """Logprob of each sampled token, under the distribution it was sampled from."""
+    versions: IntArray
+    """Policy version (step) that sampled each token."""
+    finish_reason: FinishReason
+    started_s: float
+    finished_s: float
+    episode: str = ""
+    """The attempt it belongs to, if samples of one attempt are weighted together."""
+    advantage: float = 0.0
+    """Advantage of its tokens; 0 until rewards are known."""
+    sampling: Sampling = field(default_factory=plain_sampling)
+    weight: float = 1.0
+    """Weight of each of its tokens, relative to those of other samples in the same optimizer step."""
+    asked: Asked | None = None
+    """The requested sampling, if `sampling` replaced it."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise RecordError("Sample: name: expected text, received ''")
+        if not math.isfinite(self.advantage):
+            raise RecordError(f"Sample {self.name}: advantage: expected a finite number, received {self.advantage!r}")
+        if not 0 <= self.weight < math.inf:
+            raise RecordError(
+                f"Sample {self.name}: weight: expected a finite number, at least 0, received {self.weight!r}"
+            )
+
+    @property
+    def num_response(self) -> int:
+        return self.logprobs.size
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt + self.logprobs.size
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sample):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, item.name), getattr(other, item.name)) for item in fields(self))
+
+
+class Node:
+    __slots__ = ("_experts", "_tokens", "children", "depth", "parent", "size")
+
+    def __init__(self, tokens: IntArray, depth: int, parent: Self | None) -> None:
+        """`tokens` is not copied, and must belong to this node alone."""
+        self._tokens = tokens
+        """At least `size` tokens; the rest is spare capacity."""
+        self._experts: ExpertArray | None = None
+        """As many rows as the token buffer."""
+        self.size = tokens.size
+        self.depth = depth
+        """Number of tokens above this node on its path."""
+        self.parent = parent
+        self.children: dict[int, Self] = {}
+        """Children by first token."""
+
+    @property
+    def end(self) -> int:
+        """Depth after the last token."""
+        return self.depth + self.size
+
+    @property
+    def tokens(self) -> IntArray:
+        return self._tokens[: self.size]
+
+    def experts(self, shape: tuple[int, int]) -> ExpertArray:
+        """One row of `shape` per token, UNKNOWN_EXPERT where no routing was recorded."""
+        if self._experts is None:
+            return np.full((self.size, *shape), UNKNOWN_EXPERT, np.int16)
+        return self._experts[: self.size]
+
+    def match(self, path: IntArray) -> int:
+        """Length of the common prefix of this node and `path` from this node's depth on. `path` reaches deeper."""
+        ahead = path[self.depth : self.depth + self.size]
+        differs = self._tokens[: ahead.size] != ahead
+        first = int(differs.argmax())
+        return first if differs[first] else ahead.size
+
+    def split(self, size: int) -> Self:
+        """Move the first `size` tokens to a new node above, which replaces this one in its parent and is returned."""
+        above = type(self)(self._tokens[:size], self.depth, self.parent)
+        above.children[int(self._tokens[size])] = self
+        if self.parent is not None:
+            self.parent.children[int(self._tokens[0])] = above
+        self._tokens = self._tokens[size:]
+        if self._experts is not None:
+            above._experts, self._experts = self._experts[:size], self._experts[size:]
+        self.size, self.depth, self.parent = self.size - size, self.depth + size, above
+        return above
+
+    def grow(self, tokens: IntArray) -> None:
+        """Append tokens. Capacity doubles, so that a chain of many calls has amortized constant copying cost."""
+        needed = self.size + tokens.size
+        if needed > self._tokens.size:
+            capacity = max(needed, 2 * self.size)
+            self._tokens = _enlarged(self._tokens, self.size, capacity)
+            if self._experts is not None:
+                self._experts = _enlarged(self._experts, self.size, capacity)
+        self._tokens[self.size : needed] = tokens
+        if self._experts is not None:
+            self._experts[self.size : needed] = UNKNOWN_EXPERT
+        self.size = needed
+
+    def learn(self, experts: ExpertArray) -> None:
+        """Record the routing of this node's first tokens where it is unknown; −1 stays unknown."""
+        if self._experts is None:
+            self._experts = np.full((self._tokens.size, *experts.shape[1:]), UNKNOWN_EXPERT, np.int16)
+        known = self._experts[: experts.shape[0]]
+        unknown = known[:, 0, 0] == UNKNOWN_EXPERT
+        known[unknown] = experts[unknown]
+
+
+_Array = TypeVar("_Array", IntArray, ExpertArray)
+
+
+def _enlarged(array: _Array, size: int, capacity: int) -> _Array:
+    larger = np.empty((capacity, *array.shape[1:]), array.dtype)
+    larger[:size] = array[:size]
+    return larger
+
 
 MAX_VOCAB_SIZE = 2**31
 

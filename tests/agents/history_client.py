@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from m2forge.agents.client import Reply
-from m2forge.gateway.divergence import Divergence
-from m2forge.gateway.history import History
+from m2forge.gateway.history.history import Divergence, History
 from m2forge.records import Call, FinishReason
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Tool

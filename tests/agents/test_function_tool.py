@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from m2forge.agents.function_tool import function_tool
+from m2forge.agents.tool import function_tool
 from m2forge.errors import ConfigError
 from m2forge.records import JsonValue
 

@@ -10,12 +10,19 @@ from hypothesis import strategies as st
 
 from m2forge.agents.client import Reply
 from m2forge.agents.config import DropToolOutputConfig, OperationConfig, SlidingWindowConfig, SummariseConfig
-from m2forge.agents.drop_tool_output import DropToolOutput
-from m2forge.agents.operation import Operation, View
-from m2forge.agents.registry import find_operation, make_operation
-from m2forge.agents.sliding_window import SlidingWindow
-from m2forge.agents.summarise import NOTES_HEAD, Summarise
-from m2forge.agents.turns import check_operation, split_turns, task_of
+from m2forge.agents.operation import (
+    NOTES_HEAD,
+    DropToolOutput,
+    Operation,
+    SlidingWindow,
+    Summarise,
+    View,
+    check_operation,
+    find_operation,
+    make_operation,
+    split_turns,
+    task_of,
+)
 from m2forge.config import build
 from m2forge.errors import ConfigError, NotFoundError, RecordError
 from m2forge.text.message import Message, ToolCall

@@ -10,18 +10,14 @@ import pytest
 
 from m2forge.agents.config import DropToolOutputConfig, SlidingWindowConfig, SubAgentConfig, SummariseConfig
 from m2forge.agents.config import WhiteBoxConfig as Settings
-from m2forge.agents.function_tool import function_tool
 from m2forge.agents.log import Applied, read_log
-from m2forge.agents.loop import CUT_OFF, NOTHING
-from m2forge.agents.operation import View
+from m2forge.agents.operation import NOTES_HEAD, SlidingWindow, View
 from m2forge.agents.rebuild import CallState, rebuild
-from m2forge.agents.sliding_window import SlidingWindow
-from m2forge.agents.summarise import NOTES_HEAD
-from m2forge.agents.tool import ToolRunner
-from m2forge.agents.white_box import LOG_FILE, WhiteBoxAgent
+from m2forge.agents.tool import ToolRunner, function_tool
+from m2forge.agents.white_box import CUT_OFF, LOG_FILE, NOTHING, WhiteBoxAgent
 from m2forge.errors import ConfigError
 from m2forge.gateway.config import Budget
-from m2forge.gateway.episode import Episode
+from m2forge.gateway.episodes.episode import Episode
 from m2forge.protocols import Agent, AgentEnd, AgentResult, Endpoint
 from m2forge.records import Call, Domain, JsonValue, Task
 from m2forge.sandbox.process import ProcessSandbox

@@ -10,10 +10,10 @@ import pyarrow.parquet
 import pytest
 from pypdf import PdfReader, PdfWriter
 
-from m2forge.corpus.parquet_page import page_sizes
+from m2forge.corpus.read.file import page_sizes
 from m2forge.errors import DataError
 from tests.bounds import within
-from tests.corpus.test_read import first, read, write_pdf
+from tests.corpus.read.test_file import first, read, write_pdf
 
 LEAST = 1 << 20
 GOOD = json.dumps({"text": "a good line"}).encode() + b"\n"

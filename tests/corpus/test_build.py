@@ -26,7 +26,7 @@ from m2forge.corpus.config import (
 )
 from m2forge.corpus.manifest import Kind, Split, read_manifest
 from m2forge.corpus.reader import CorpusReader
-from m2forge.corpus.shard import ShardView
+from m2forge.corpus.token_set import ShardView
 from m2forge.errors import DataError, ExistsError, NotFoundError
 from m2forge.text.tokenizer import load_tokenizer
 

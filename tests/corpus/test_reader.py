@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.corpus.manifest import Kind, Manifest, Split, read_manifest
-from m2forge.corpus.reader import CorpusReader, ReaderState
-from m2forge.corpus.shard import CorpusWriter, ShardView
-from m2forge.corpus.stream import LOOKAHEAD, StreamPosition
+from m2forge.corpus.reader import LOOKAHEAD, CorpusReader, ReaderState, StreamPosition
+from m2forge.corpus.token_set import CorpusWriter, ShardView
 from m2forge.errors import ConfigError, DataError, NotFoundError
 from m2forge.records import NO_TARGET, Pack
 

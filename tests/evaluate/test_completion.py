@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from m2forge.evaluate.completion import complete
-from m2forge.evaluate.predictor import ModelPredictor
+from m2forge.evaluate.predictor import ModelPredictor, complete
 from m2forge.model.build import build
 from m2forge.model.generate import generate
 from m2forge.model.transformer import Transformer

@@ -6,15 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.evaluate.haystack import RandomFiller
-from m2forge.evaluate.hop import HopTask
-from m2forge.evaluate.needle import NeedleTask
 from m2forge.evaluate.predictor import ModelPredictor, batches
-from m2forge.evaluate.report import wilson
-from m2forge.evaluate.sample import Sample
+from m2forge.evaluate.prompts.sample import Sample
+from m2forge.evaluate.prompts.text_wording import TextWording, noise_filler
+from m2forge.evaluate.prompts.wording import TokenWording, make_alphabet
+from m2forge.evaluate.report.report import wilson
 from m2forge.evaluate.score import score_forced, score_free
-from m2forge.evaluate.text_wording import TextWording, noise_filler
-from m2forge.evaluate.token_wording import TokenWording, make_alphabet
+from m2forge.evaluate.suites.haystack import HopTask, NeedleTask, RandomFiller
 from m2forge.model.build import build
 from m2forge.model.generate import generate
 from m2forge.model.transformer import Transformer

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from m2forge.gateway.history import History, Opening
+from m2forge.gateway.history.history import History, Opening
 from m2forge.records import IntArray, JsonValue
-from m2forge.text.completion import Completion
 from m2forge.text.format import ChatFormat, make_format
 from m2forge.text.message import Message, Tool, ToolCall, message_from_openai, message_to_openai
+from m2forge.text.parser import Completion
 from m2forge.text.tokenizer import Tokenizer, train_tokenizer
 from tests.text.draw import CHATML_SPECIALS, TOOLS, TRAINING_TEXTS, m2_tokenizer
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.gateway.test_retry_http import PATHS
+from tests.gateway.episodes.test_retry_http import PATHS
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"query": {"type": "string"}}}
 CHAT_CALLS = [

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from m2forge.gateway.config import Budget, GatewayConfig
-from m2forge.gateway.episode import Episode
+from m2forge.gateway.episodes.episode import Episode
 from m2forge.gateway.server import GatewayServer
 from m2forge.protocols import Chunk, Prompt, ToolHost
 from m2forge.records import Call

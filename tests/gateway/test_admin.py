@@ -6,12 +6,12 @@ from pathlib import Path
 
 import httpx2
 
-from m2forge.gateway.closed_journal import journal_ids
 from m2forge.gateway.config import GatewayConfig
+from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.tree.codec import decode_tree
 from tests.gateway.dialogue import minimax
+from tests.gateway.episodes.test_retry_http import BODY, post
 from tests.gateway.live import ADMIN_KEY, Live, live
-from tests.gateway.test_retry_http import BODY, post
 
 
 @contextmanager

@@ -17,16 +17,15 @@ import httpx2
 import pytest
 
 from m2forge.errors import ConfigError
-from m2forge.gateway import connection
+from m2forge.gateway.calls.sample import SampleReader
 from m2forge.gateway.config import GatewayConfig
-from m2forge.gateway.openai_chat import OpenAIChat
-from m2forge.gateway.openai_chat_stream import ChatStream
-from m2forge.gateway.sample import SampleReader
+from m2forge.gateway.dialects.openai.chat import ChatStream, OpenAIChat
+from m2forge.gateway.http import connection
 from m2forge.gateway.server import bind
 from tests.gateway.dialogue import minimax
+from tests.gateway.episodes.test_retry_http import BODY, PATHS, post
 from tests.gateway.fuzz_bodies import BODIES, CHAT, long_bodies
 from tests.gateway.live import ADMIN_KEY, Live, check_recorded, live, recorded
-from tests.gateway.test_retry_http import BODY, PATHS, post
 
 SMALL = GatewayConfig(port=0, max_body_bytes=20_000, max_header_bytes=4000, max_depth=20, read_timeout_s=0.4)
 

@@ -20,23 +20,23 @@ import torch
 
 from m2forge import cli
 from m2forge.errors import ConfigError, EngineError
-from m2forge.gateway import serve
+from m2forge.gateway import server as serve
+from m2forge.gateway.calls.sample import StopCutter
 from m2forge.gateway.config import Budget, GatewayConfig
-from m2forge.gateway.sample import StopCutter
 from m2forge.gateway.server import GatewayServer
 from m2forge.model.build import build
 from m2forge.model.checkpoint import save_model
-from m2forge.model.resolve import resolve_config
+from m2forge.model.preset import resolve_config
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
-from m2forge.rollout.native import NativeEngine
-from m2forge.rollout.server import make_app
-from m2forge.rollout.server_config import ServerConfig
+from m2forge.rollout.config import ServerConfig
+from m2forge.rollout.engine import NativeEngine
+from m2forge.rollout.server.app import make_app
 from m2forge.testing.scripted import ScriptedEngine
 from m2forge.text.message import Message
 from tests.gateway.dialogue import minimax
+from tests.gateway.episodes.test_retry_http import BODY, post
 from tests.gateway.live import CONTEXT, Scene, WatchedEngine, live
-from tests.gateway.test_retry_http import BODY, post
 from tests.rollout.fake_core import FakeCore
 from tests.rollout.served import KEY, served
 from tests.text.draw import m2_tokenizer

@@ -17,9 +17,8 @@ import httpx2
 import pytest
 
 from m2forge.gateway.config import GatewayConfig
-from m2forge.gateway.entry import Answered
-from m2forge.gateway.journal import read_entries
-from m2forge.gateway.registry import Episodes
+from m2forge.gateway.episodes.journal import Answered, read_entries
+from m2forge.gateway.episodes.registry import Episodes
 from m2forge.gateway.server import GatewayServer
 from m2forge.records import FinishReason
 from m2forge.text.message import Message

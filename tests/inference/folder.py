@@ -6,7 +6,7 @@ import torch
 
 from m2forge.model.build import build
 from m2forge.model.checkpoint import save_model
-from m2forge.model.resolve import resolve_config
+from m2forge.model.preset import resolve_config
 from m2forge.text.format import ChatFormat
 from tests.gateway.dialogue import FORMATS
 from tests.pretrain.small import NETWORK

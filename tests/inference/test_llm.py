@@ -27,8 +27,8 @@ from m2forge.model.checkpoint import load_model
 from m2forge.model.generate import generate
 from m2forge.records import FinishReason
 from m2forge.testing.scripted import ScriptedEngine
-from m2forge.text.completion import CallFinished, ContentDelta, ThinkingDelta
 from m2forge.text.message import Message, ToolCall, message_to_openai
+from m2forge.text.parser import CallFinished, ContentDelta, ThinkingDelta
 from m2forge.text.tokenizer import train_tokenizer
 from m2forge.text.vocabulary import byte_of_sign
 from tests.gateway.dialogue import FORMATS, minimax

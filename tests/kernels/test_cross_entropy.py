@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.kernels import cross_entropy
-from m2forge.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_plain
+from m2forge.kernels import head_loss as cross_entropy
+from m2forge.kernels.head_loss import linear_cross_entropy, linear_cross_entropy_plain
 
 
 @given(

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from m2forge.kernels.attention import document_attention_plain
-from m2forge.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_plain
 from m2forge.kernels.expert import dispatch, expert_ffn, expert_ffn_plain
 from m2forge.kernels.flex import document_mask, flex
+from m2forge.kernels.head_loss import linear_cross_entropy, linear_cross_entropy_plain
 from m2forge.kernels.linear import linear_float32
 from m2forge.model.build import build
 from m2forge.model.config import WindowConfig

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.kernels.expert import dispatch, expert_ffn, expert_ffn_plain
-from m2forge.kernels.grouped import grouped_rows, grouped_weights
+from m2forge.kernels.expert import dispatch, expert_ffn, expert_ffn_plain, grouped_rows, grouped_weights
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 """Relative to the norm plus 1 per entry, the size of what is summed: an entry may cancel to nothing, its error not."""

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from m2forge.kernels.expert import expert_ffn_plain, expert_ffn_unsorted
-from m2forge.kernels.norm import rms_norm_plain
+from m2forge.kernels.pointwise import rms_norm_plain, rotate_plain
 from m2forge.kernels.residual import Ending, Pairs
-from m2forge.kernels.rotary import rotate_plain
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 

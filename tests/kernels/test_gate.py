@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.kernels.gate import gated, gated_plain
+from m2forge.kernels.pointwise import gated, gated_plain
 
 
 @given(num_rows=st.integers(1, 40), width=st.integers(1, 300), scale=st.integers(-8, 8), seed=st.integers(0, 99))

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from m2forge.kernels import arithmetic as native
 from m2forge.kernels import linear as module
-from m2forge.kernels import native
-from m2forge.kernels.gate import gated_plain
 from m2forge.kernels.linear import KERNELS, linear, native_linear, pack, serves
-from m2forge.kernels.norm import Norm, rms_norm
+from m2forge.kernels.pointwise import Norm, gated_plain, rms_norm
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.kernels.logprob import (
+from m2forge.kernels.head_loss import (
     LogProbs,
     linear_logprob,
     linear_logprob_plain,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.kernels.norm import rms_norm, rms_norm_plain
+from m2forge.kernels.pointwise import rms_norm, rms_norm_plain
 
 
 @given(

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.kernels import native
-from m2forge.kernels.norm import Norm, rms_norm
-from m2forge.kernels.rotary import rotate, rotate_into_cache, rotate_plain
+from m2forge.kernels import arithmetic as native
+from m2forge.kernels.pointwise import Norm, rms_norm, rotate, rotate_into_cache, rotate_plain
 
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(1, 9), st.integers(0, 9))
 """Tokens, heads, rotating pairs, dimensions at rest."""

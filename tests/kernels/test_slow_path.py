@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from m2forge.kernels.grouped import grouped_rows, grouped_weights
+from m2forge.kernels.expert import grouped_rows, grouped_weights
 from m2forge.kernels.slow_path import (
     expert_kernel_problem,
     paged_kernel_problem,

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from m2forge.kernels.precision import raised
-from m2forge.rollout.decode import NUM_FIELDS
-from m2forge.rollout.sampler import tempered
-from m2forge.rollout.speculation import Drafts, Verified, drafted, judged, judged_greedy
+from m2forge.kernels.arithmetic import raised
+from m2forge.rollout.execution.decode import NUM_FIELDS
+from m2forge.rollout.execution.sampler import tempered
+from m2forge.rollout.speculation.verify import Drafts, Verified, drafted, judged, judged_greedy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from m2forge.kernels.linear import linear_float32
 from m2forge.model.build import build
 from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig, WindowConfig
-from m2forge.model.router import Router
-from m2forge.model.transformer import Transformer
+from m2forge.model.transformer import Router, Transformer
 from m2forge.records import Call, FinishReason
 from m2forge.tree.token_tree import TokenTree
 from tests.model.peer import set_router_biases

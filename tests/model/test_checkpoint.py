@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from m2forge.errors import CheckpointError, ExistsError, M2ForgeError
-from m2forge.model import shard
+from m2forge.model import safetensors_file as shard
 from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.config import FamilyName, ModelConfig, WindowConfig

@@ -14,8 +14,8 @@ from m2forge.errors import CheckpointError
 from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
-from m2forge.model.exchange import import_model
-from m2forge.model.fp8 import dequantize
+from m2forge.model.convert import import_model
+from m2forge.model.folder import dequantize
 
 LARGEST = 448.0
 """The largest value of float8_e4m3fn."""

@@ -19,7 +19,7 @@ from m2forge import cli
 from m2forge.errors import CheckpointError, NotFoundError
 from m2forge.model.checkpoint import load_model
 from m2forge.model.config import RopeScaling
-from m2forge.model.exchange import import_model
+from m2forge.model.convert import import_model
 from m2forge.model.generate import generate
 from m2forge.model.gguf_file import GGUFSource
 from m2forge.model.source import refuse_misfits

@@ -6,16 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from m2forge.kernels.cross_entropy import linear_cross_entropy
 from m2forge.kernels.expert import expert_ffn_plain
-from m2forge.model.block import Block
+from m2forge.kernels.head_loss import linear_cross_entropy
 from m2forge.model.build import build
 from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
-from m2forge.model.ffn import MixtureFFN
-from m2forge.model.mtp import MTPModule, MTPSource
 from m2forge.model.plan import Documents
 from m2forge.model.preset import PRESETS
-from m2forge.model.transformer import Transformer
+from m2forge.model.transformer import Block, MixtureFFN, MTPModule, MTPSource, Transformer
 from tests.model.draw import FAMILIES, model_configs
 from tests.model.peer import set_router_biases
 

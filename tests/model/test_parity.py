@@ -6,13 +6,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn import Module
 
-from m2forge.kernels.cross_entropy import linear_cross_entropy
+from m2forge.kernels.head_loss import linear_cross_entropy
 from m2forge.model.build import build
 from m2forge.model.config import FamilyName, ModelConfig
 from m2forge.model.family import from_public, public_parts, to_public
 from m2forge.model.preset import PRESETS
-from m2forge.model.router import Router
-from m2forge.model.transformer import Transformer
+from m2forge.model.transformer import Router, Transformer
 from tests.model.draw import FAMILIES, model_configs
 from tests.model.peer import grad_of, set_router_biases, transformers_twin, twin_gradient
 

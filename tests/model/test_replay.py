@@ -11,9 +11,8 @@ from torch import Tensor
 
 from m2forge.kernels.expert import expert_ffn_plain
 from m2forge.model.config import MoEConfig
-from m2forge.model.ffn import Balance, MixtureFFN
-from m2forge.model.transformer import Transformer
-from m2forge.model.tree_plan import Trees
+from m2forge.model.plan import Trees
+from m2forge.model.transformer import Balance, MixtureFFN, Transformer
 from m2forge.records import Call
 from m2forge.tree.pack import pack_trees
 from tests.model.draw_tree import SMALL_TREE, drawn_network, forests, watched

@@ -9,8 +9,7 @@ from m2forge.config import dump
 from m2forge.errors import CheckpointError, ConfigError, NotFoundError
 from m2forge.model.build import build
 from m2forge.model.checkpoint import save_model
-from m2forge.model.preset import PRESETS
-from m2forge.model.resolve import resolve_config
+from m2forge.model.preset import PRESETS, resolve_config
 
 TINY = PRESETS["m2-tiny"]
 

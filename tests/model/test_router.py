@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from m2forge.kernels.cross_entropy import linear_cross_entropy
 from m2forge.kernels.expert import dispatch
+from m2forge.kernels.head_loss import linear_cross_entropy
 from m2forge.model.build import build
 from m2forge.model.config import ModelConfig, MoEConfig
-from m2forge.model.router import Router, aux_loss, max_violation, update_bias
+from m2forge.model.transformer import Router, aux_loss, max_violation, update_bias
 from tests.model.draw import SMALL
 
 

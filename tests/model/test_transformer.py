@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from m2forge.kernels.cross_entropy import linear_cross_entropy
+from m2forge.kernels.head_loss import linear_cross_entropy
 from m2forge.model.build import build
 from m2forge.model.config import AttentionConfig, FamilyName, ModelConfig, MoEConfig, WindowConfig
 from m2forge.model.plan import Documents
 from m2forge.model.preset import PRESETS
-from m2forge.model.router import aux_loss
-from m2forge.model.transformer import Output, Transformer
+from m2forge.model.transformer import Output, Transformer, aux_loss
 from tests.model.draw import FAMILIES, model_configs
 from tests.model.peer import set_router_biases
 

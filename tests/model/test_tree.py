@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from m2forge.model.config import WindowConfig
-from m2forge.model.plan import Documents
-from m2forge.model.router import aux_loss
-from m2forge.model.transformer import Output, Transformer
-from m2forge.model.tree_plan import Trees
+from m2forge.model.plan import Documents, Trees
+from m2forge.model.transformer import Output, Transformer, aux_loss
 from m2forge.records import Call
-from m2forge.tree.flat import FlatTree
-from m2forge.tree.flatten import flatten
+from m2forge.tree.flat import FlatTree, flatten
 from m2forge.tree.pack import pack_trees
 from tests.model.draw_tree import (
     MIN_MARGIN,

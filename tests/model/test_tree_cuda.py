@@ -5,15 +5,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from m2forge.kernels.cross_entropy import linear_cross_entropy
+from m2forge.kernels.head_loss import linear_cross_entropy
 from m2forge.model.build import build
 from m2forge.model.config import ModelConfig
-from m2forge.model.plan import AttentionPlan, Documents
+from m2forge.model.plan import AttentionPlan, Documents, Trees
 from m2forge.model.preset import preset
 from m2forge.model.transformer import Transformer
-from m2forge.model.tree_plan import Trees
-from m2forge.tree.flat import FlatTree
-from m2forge.tree.flatten import flatten
+from m2forge.tree.flat import FlatTree, flatten
 from tests.model.draw_tree import branching_tree, watched
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

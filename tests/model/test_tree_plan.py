@@ -12,10 +12,10 @@ from m2forge.kernels.flex import BLOCK, tree_mask
 from m2forge.kernels.tree_attention import TreeLayout
 from m2forge.kernels.tree_schedule import make_schedule
 from m2forge.model.config import WindowConfig
-from m2forge.model.tree_plan import ScheduledTreeAttend, Trees
+from m2forge.model.plan import ScheduledTreeAttend, Trees
 from m2forge.observe import log
 from m2forge.records import Call
-from m2forge.tree.flatten import flatten
+from m2forge.tree.flat import flatten
 from m2forge.tree.pack import pack_trees
 from tests.kernels.draw import exit_of, layout_of, layouts, position_of, seen
 from tests.model.draw_tree import forests, windows

@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 from sqlalchemy import select
 
-from m2forge.forge.learner import make_trees
-from m2forge.forge.ratio import read_ratios
-from m2forge.page.guard import POLICY
+from m2forge.page.app import POLICY
 from m2forge.page.pool_reader import PoolReader
 from m2forge.page.serve import find_key
 from m2forge.pool.config import PoolConfig
@@ -26,6 +24,8 @@ from m2forge.pool.schema import unit_table
 from m2forge.pool.stored import read_units
 from m2forge.records import Task
 from m2forge.reward.config import AdvantageConfig
+from m2forge.rl.importance_ratio import read_ratios
+from m2forge.rl.learner import make_trees
 from m2forge.tasks.catalog import family_of
 from m2forge.text.format import ChatFormat
 from tests.page.conftest import serving

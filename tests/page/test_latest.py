@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from m2forge.page import latest as page_latest
-from m2forge.page.curve import Curves
 from m2forge.page.latest import LatestMetrics
+from m2forge.page.run import Curves
 
 
 def line(step: int, **values: float | str) -> str:

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from m2forge.errors import NotFoundError
-from m2forge.forge.kept import make_kept, read_kept, write_kept
-from m2forge.page.contrast import find_contrast, find_held_out
 from m2forge.page.pool_reader import PoolReader
-from m2forge.page.report import bundle, collect, json_for_script, write_report
+from m2forge.page.report import bundle, collect, find_contrast, find_held_out, json_for_script, write_report
 from m2forge.page.run import Run
+from m2forge.rl.eval import make_kept, read_kept, write_kept
 from m2forge.text.format import ChatFormat
 from m2forge.tree.token_tree import TokenTree
 from tests.page.scene import Scene, make_call

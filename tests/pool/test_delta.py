@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import RecordError
-from m2forge.pool.delta import MAX_BRANCHES, CallWriter, read_tree
+from m2forge.pool.stored import MAX_BRANCHES, CallWriter, read_tree
 from m2forge.records import Asked, Call, FinishReason, Sampling
 from m2forge.tree.codec import encode_tree
 from m2forge.tree.token_tree import TokenTree

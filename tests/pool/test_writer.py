@@ -7,10 +7,9 @@ import pytest
 
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.dialect import PoolError
-from m2forge.pool.pool import Pool
+from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.state import LeaseLostError
 from m2forge.pool.stored import Lease, Outcome
-from m2forge.pool.writer import PoolWriter
 from tests.pool.scene import VOCAB_SIZE, calls, reward, task, version
 
 NUM_AGENTS, NUM_CALLS = 12, 5

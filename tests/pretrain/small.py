@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from m2forge.config import TomlValue, build
-from m2forge.corpus.shard import CorpusWriter
+from m2forge.corpus.token_set import CorpusWriter
 from m2forge.pretrain.config import PretrainConfig
 
 END = 256

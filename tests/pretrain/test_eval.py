@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from m2forge import cli
 from m2forge.config import TomlValue, write_resolved
 from m2forge.corpus.reader import CorpusReader
-from m2forge.corpus.shard import CorpusWriter
+from m2forge.corpus.token_set import CorpusWriter
 from m2forge.errors import ConfigError
 from m2forge.model.checkpoint import load_model
 from m2forge.model.plan import Documents

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from m2forge.config import TomlValue, write_resolved
-from m2forge.corpus.shard import CorpusWriter
+from m2forge.corpus.token_set import CorpusWriter
 from m2forge.errors import ConfigError, DataError
 from m2forge.model.checkpoint import load_model
 from m2forge.model.transformer import Transformer
@@ -25,7 +25,7 @@ from m2forge.pretrain.stage import run_pretrain
 from m2forge.records import Pack
 from m2forge.text.tokenizer import END_OF_TEXT, train_tokenizer
 from m2forge.train.config import PhaseConfig
-from m2forge.train.prefetch import Ahead, Prefetch
+from m2forge.train.loop import Ahead, Prefetch
 from tests.pretrain.small import NETWORK, make_config, write_corpus, write_numbered
 
 NUM_KILLS = 12 if os.environ.get("M2FORGE_LONG") == "1" else 3

@@ -4,9 +4,9 @@ import numpy as np
 
 from m2forge.records import Call, Domain, Episode, FinishReason, Task
 from m2forge.reward.judge import Attempt, Judged
-from m2forge.reward.step import Step
-from m2forge.text.completion import Completion, Problem, ProblemKind
+from m2forge.reward.rule import Step
 from m2forge.text.message import Message, ToolCall
+from m2forge.text.parser import Completion, Problem, ProblemKind
 
 LS = ToolCall("ls", {"path": "."})
 

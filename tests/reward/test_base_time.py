@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import RecordError
-from m2forge.reward.base_time import BaseTimes
 from m2forge.reward.config import SpeedConfig
+from m2forge.reward.judge import BaseTimes
 
 TIMES_S = st.lists(st.floats(0, 1e6), max_size=20)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.reward.composition import compose, process_rewards
 from m2forge.reward.config import RulesConfig
+from m2forge.reward.judge import compose, process_rewards
 from m2forge.reward.rule import StructureRule, make_rules
 
 RULES = make_rules(RulesConfig())

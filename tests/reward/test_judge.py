@@ -13,9 +13,8 @@ from m2forge.errors import ConfigError, RecordError
 from m2forge.records import FinishReason, Reward
 from m2forge.reward.config import RewardConfig, RulesConfig, SpeedConfig
 from m2forge.reward.judge import Attempt, Judge, Judged
-from m2forge.reward.rule import StructureRule
-from m2forge.reward.step import Step
-from m2forge.text.completion import ProblemKind
+from m2forge.reward.rule import Step, StructureRule
+from m2forge.text.parser import ProblemKind
 from tests.reward.sample import LS, attempt, call, episode, step
 
 CONFIG = RewardConfig()

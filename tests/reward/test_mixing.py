@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.reward.config import MixingConfig
-from m2forge.reward.mixing import foreign_share, mixing
+from m2forge.reward.rule import foreign_share, mixing
 from m2forge.text.message import Message, ToolCall
 from tests.reward.sample import completion
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from m2forge.reward.prose import prose
+from m2forge.reward.rule import prose
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ import pytest
 
 from m2forge.records import FinishReason
 from m2forge.reward.config import RulesConfig
-from m2forge.reward.rule import Rule, make_rules, measure
-from m2forge.reward.step import Step
-from m2forge.text.completion import ProblemKind
+from m2forge.reward.rule import Rule, Step, make_rules, measure
 from m2forge.text.message import Message, Tool
-from m2forge.text.parser_xml import XmlCallParser
+from m2forge.text.minimax_m2 import XmlCallParser
+from m2forge.text.parser import ProblemKind
 from tests.reward.sample import LS, step
 
 RULES = make_rules(RulesConfig())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from m2forge.reward.script import EAST_ASIAN, HANGUL, LATIN, count_letters, count_written, dominant, script_of
+from m2forge.reward.rule import EAST_ASIAN, HANGUL, LATIN, count_letters, count_written, dominant, script_of
 
 
 @pytest.mark.parametrize(

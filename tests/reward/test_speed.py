@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import RecordError
-from m2forge.reward import speed as module
+from m2forge.reward import judge as module
 from m2forge.reward.config import SpeedShape
-from m2forge.reward.speed import SHAPES, speed
+from m2forge.reward.judge import SHAPES, speed
 
 SHAPE_NAMES = st.sampled_from(sorted(SHAPES))
 TIMES_S = st.floats(0, 1e300)

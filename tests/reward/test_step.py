@@ -3,7 +3,7 @@
 import numpy as np
 
 from m2forge.records import Call, FinishReason
-from m2forge.reward.step import episode_time_s, read_step
+from m2forge.reward.rule import episode_time_s, read_step
 from m2forge.text.format import make_format
 from m2forge.text.message import Message, Tool
 from tests.reward.sample import LS, call, episode

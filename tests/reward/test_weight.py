@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import RecordError
-from m2forge.reward.weight import WEIGHTINGS, episode_mean, token_mean
+from m2forge.reward.advantage import WEIGHTINGS, episode_mean, token_mean
 
 SAMPLES = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 6)), max_size=30)
 CLOSE = 1e-12

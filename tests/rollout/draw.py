@@ -14,15 +14,14 @@ from torch import Tensor
 
 from m2forge.model.build import build
 from m2forge.model.config import AttentionConfig, ModelConfig
-from m2forge.model.mtp import MTPModule
-from m2forge.model.transformer import Transformer
+from m2forge.model.transformer import MTPModule, Transformer
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, IntArray, PolicyVersion, Sampling
 from m2forge.rollout.config import OldCache, OnLoad, RolloutConfig
 from m2forge.rollout.core import Core
-from m2forge.rollout.depth import FixedDepth, Moment
+from m2forge.rollout.execution.runner import Lookahead
 from m2forge.rollout.request import Request
-from m2forge.rollout.runner import Lookahead
+from m2forge.rollout.speculation.adaptive_depth import FixedDepth, Moment
 from tests.model.draw import model_configs
 from tests.rollout.plain import all_logits, next_logits, plain_distribution, plain_pick
 

@@ -20,7 +20,7 @@ class Asked:
 
 
 class FakeCore:
-    """See `m2forge.rollout.native.Steps`. `on_step` runs before each step: to wait, to fail."""
+    """See `m2forge.rollout.engine.Steps`. `on_step` runs before each step: to wait, to fail."""
 
     def __init__(
         self, vocab_size: int, context: int, step_s: float = 0.0, on_step: Callable[[], None] | None = None

@@ -6,7 +6,7 @@ import torch
 
 from m2forge.model.build import build
 from m2forge.model.checkpoint import save_model
-from m2forge.model.resolve import resolve_config
+from m2forge.model.preset import resolve_config
 from m2forge.model.transformer import Transformer
 from tests.pretrain.small import NETWORK
 from tests.rollout.engine_contract import CONTEXT, VOCAB_SIZE

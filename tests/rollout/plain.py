@@ -12,7 +12,7 @@ from m2forge.model.config import WindowConfig
 from m2forge.model.plan import Attend, visible
 from m2forge.model.transformer import Transformer
 from m2forge.records import Sampling
-from m2forge.rollout.sampler import uniforms
+from m2forge.rollout.execution.sampler import uniforms
 
 Probabilities = npt.NDArray[np.float64]
 

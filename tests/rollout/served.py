@@ -9,8 +9,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from m2forge.listener import address
-from m2forge.rollout.server import bind, make_server
-from m2forge.rollout.server_config import ServerConfig
+from m2forge.rollout.config import ServerConfig
+from m2forge.rollout.server.app import bind, make_server
 
 KEY = "server-key"
 KEYED = {"Authorization": f"Bearer {KEY}"}

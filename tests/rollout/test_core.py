@@ -12,7 +12,7 @@ from m2forge.protocols import Prompt
 from m2forge.records import FinishReason
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
-from m2forge.rollout.depth import FixedDepth
+from m2forge.rollout.speculation.adaptive_depth import FixedDepth
 from tests.model.draw import SMALL
 from tests.rollout.draw import (
     GREEDY,

@@ -8,9 +8,9 @@ import torch
 from m2forge.protocols import Prompt
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
-from m2forge.rollout.depth import FixedDepth, Moment
+from m2forge.rollout.speculation.adaptive_depth import FixedDepth, Moment
 from tests.rollout.draw import GREEDY, TINY, finish, ids_of, network, version
-from tests.rollout.test_speculation import make_sure
+from tests.rollout.speculation.test_verify import make_sure
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,11 +14,11 @@ from m2forge.protocols import Prompt
 from m2forge.records import PolicyVersion, Sampling
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
-from m2forge.rollout.decode import Network
-from m2forge.rollout.depth import FixedDepth
-from m2forge.rollout.fused import FusedNetwork
-from m2forge.rollout.paged_plan import Bundle, PagedCache, PagedPlan
-from m2forge.rollout.runner import PlainNetwork
+from m2forge.rollout.execution.cuda_network import FusedNetwork
+from m2forge.rollout.execution.decode import Network
+from m2forge.rollout.execution.runner import PlainNetwork
+from m2forge.rollout.kv.paged_plan import Bundle, PagedCache, PagedPlan
+from m2forge.rollout.speculation.adaptive_depth import FixedDepth
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 

@@ -8,8 +8,8 @@ import pyarrow
 import pytest
 
 from m2forge.sft.config import SourceConfig
+from m2forge.sft.dataset import read_source
 from m2forge.sft.report import Problem, Report
-from m2forge.sft.source import read_source
 from tests.bounds import within
 
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}

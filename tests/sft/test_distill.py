@@ -7,7 +7,7 @@ import pytest
 from m2forge.config import build
 from m2forge.errors import ConfigError
 from m2forge.sft.config import PromptPart
-from m2forge.sft.distill import draw_dropped, drop_parts
+from m2forge.sft.dataset import draw_dropped, drop_parts
 from m2forge.text.message import Message
 
 PROMPT = """\

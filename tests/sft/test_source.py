@@ -7,8 +7,8 @@ import pytest
 
 from m2forge.errors import NotFoundError
 from m2forge.sft.config import SourceConfig, SourceKind
+from m2forge.sft.dataset import list_files, read_source
 from m2forge.sft.report import Note, Report
-from m2forge.sft.source import list_files, read_source
 from tests.sft.sample import GOOD, write_lines
 
 ATIF = {

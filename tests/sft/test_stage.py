@@ -21,9 +21,8 @@ from m2forge.sft.synthetic import write_jsonl
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train import loop
 from m2forge.train.config import CheckpointConfig, Curve
-from m2forge.train.cost import TokenCost
 from m2forge.train.engine import PendingMetrics, TrainEngine
-from m2forge.train.loop import TrainLoop
+from m2forge.train.loop import TokenCost, TrainLoop
 from tests.sft.sample import chat_format
 
 

@@ -14,9 +14,8 @@ from m2forge.errors import ConfigError, NotFoundError, RecordError
 from m2forge.records import Domain
 from m2forge.tasks import config as config_module
 from m2forge.tasks.config import CurriculumConfig, PaceConfig
-from m2forge.tasks.curriculum import Curriculum
+from m2forge.tasks.curriculum import Curriculum, Pace
 from m2forge.tasks.family import family_name
-from m2forge.tasks.pace import Pace
 from m2forge.tasks.task_set import split_of
 from tests.tasks.stream import draw_batch
 

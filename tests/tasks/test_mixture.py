@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import ConfigError, RecordError
-from m2forge.tasks.mixture import Mixture
+from m2forge.tasks.curriculum import Mixture
 
 RATIOS = st.lists(st.integers(1, 60), min_size=1, max_size=4).map(
     lambda parts: {name: Fraction(part, sum(parts)) for name, part in zip("abcd", parts, strict=False)}

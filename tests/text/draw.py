@@ -10,9 +10,9 @@ import pytest
 from hypothesis import strategies as st
 
 from m2forge.records import JsonValue
-from m2forge.text.completion import CallFinished, ContentDelta, Event, ThinkingDelta
 from m2forge.text.format import MINIMAX_M2_SPECIALS
 from m2forge.text.message import Message, Tool, ToolCall
+from m2forge.text.parser import CallFinished, ContentDelta, Event, ThinkingDelta
 from m2forge.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 CHATML_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from m2forge.text.argument import argument_problems, read_argument, type_problem
-from m2forge.text.json_value import MAX_DEPTH
-from m2forge.text.message import Tool
+from m2forge.text.message import MAX_DEPTH, Tool
 from tests.text.draw import as_json
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.text.json_value import MAX_DEPTH, is_deeper, parse_json
+from m2forge.text.message import MAX_DEPTH, is_deeper, parse_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),

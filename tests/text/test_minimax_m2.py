@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import FormatError
-from m2forge.text.completion import Completion
 from m2forge.text.format import ChatFormat, Rendered, make_format
 from m2forge.text.message import Message, Tool, ToolCall
+from m2forge.text.parser import Completion
 from m2forge.text.tokenizer import train_tokenizer
 from tests.text.draw import TOOLS, TRAINING_TEXTS, as_json, assistants, conversations, m2_tokenizer, nested
 

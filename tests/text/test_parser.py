@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.text.completion import (
+from m2forge.text.chatml import HermesParser
+from m2forge.text.message import Message, Tool, ToolCall
+from m2forge.text.minimax_m2 import XmlCallParser
+from m2forge.text.parser import (
     CallFinished,
     CallStarted,
     Completion,
+    CompletionParser,
     ContentDelta,
     Event,
     Problem,
     ProblemKind,
     ThinkingDelta,
 )
-from m2forge.text.message import Message, Tool, ToolCall
-from m2forge.text.parser import CompletionParser
-from m2forge.text.parser_hermes import HermesParser
-from m2forge.text.parser_xml import XmlCallParser
 from tests.text.draw import FRAGMENTS, TOOLS, called, cut, joined
 
 F = Tool("f", "", {"type": "object", "properties": {"k": {"type": "string"}, "n": {"type": "integer"}}})

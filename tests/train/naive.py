@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from m2forge.model.router import Router
-from m2forge.model.transformer import Transformer
+from m2forge.model.transformer import Router, Transformer
 from m2forge.records import Call, Sampling
 from m2forge.train.config import PolicyConfig
 from m2forge.train.engine import TrainEngine

@@ -15,8 +15,7 @@ from m2forge.records import JsonValue
 from m2forge.train.checkpoint import Best, CheckpointStore, Position, load_checkpoint_model, read_position, restore
 from m2forge.train.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from m2forge.train.engine import TrainEngine
-from m2forge.train.loop import TrainLoop
-from m2forge.train.prefetch import PackSource
+from m2forge.train.loop import PackSource, TrainLoop
 from tests.train.draw import draw_pack, small_model
 
 CONFIG = OptimizerConfig()

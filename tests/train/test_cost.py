@@ -3,7 +3,7 @@
 import pytest
 
 from m2forge.model.count import count
-from m2forge.train.cost import TokenCost
+from m2forge.train.loop import TokenCost
 from tests.train.draw import draw_pack, small_model
 
 

@@ -10,14 +10,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.kernels.logprob import linear_logprob
+from m2forge.kernels.head_loss import linear_logprob
 from m2forge.train.config import PolicyConfig
-from m2forge.train.loss.cispo import cispo
-from m2forge.train.loss.mtp_topk import TopLoss, mtp_topk
-from m2forge.train.loss.policy import is_clipped, policy_term
-from m2forge.train.loss.ppo_clip import ppo_clip
-from m2forge.train.loss.ratio import MAX_LOG_RATIO, importance_ratio
-from m2forge.train.loss.sft import sft
+from m2forge.train.loss.mtp import TopLoss, mtp_topk
+from m2forge.train.loss.policy import MAX_LOG_RATIO, cispo, importance_ratio, is_clipped, policy_term, ppo_clip, sft
 from tests.train.naive import plain_topk
 
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.train.muon import muon_, orthogonalize
+from m2forge.train.optimizer import muon_, orthogonalize
 
 
 @given(rows=st.integers(1, 24), columns=st.integers(1, 24), seed=st.integers(0, 2**16))

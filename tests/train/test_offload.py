@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.kernels.adamw import AdamWRule, AdamWState, adamw_
-from m2forge.train import offload
+from m2forge.train import optimizer as offload
 from m2forge.train.config import OptimizerConfig
-from m2forge.train.offload import adamw_from_host_, to_host
-from m2forge.train.optimizer import Optimizer
+from m2forge.train.optimizer import Optimizer, adamw_from_host_, to_host
 from tests.train.draw import small_model
 
 RULE = AdamWRule(rate=1e-2, decay=0.1, betas=(0.9, 0.95), eps=1e-15)

@@ -21,8 +21,18 @@ from m2forge.records import Call, FinishReason, Pack
 from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, restore
 from m2forge.train.config import CheckpointConfig, OptimizerConfig, PolicyConfig
 from m2forge.train.engine import TrainEngine
-from m2forge.train.parallel import ALONE, ProcessRanks, Ranks, align, joined_ranks, refuse_difference, refuse_drift
-from m2forge.train.shard import shard_model, sharded_modules, whole_model
+from m2forge.train.parallel import (
+    ALONE,
+    ProcessRanks,
+    Ranks,
+    align,
+    joined_ranks,
+    refuse_difference,
+    refuse_drift,
+    shard_model,
+    sharded_modules,
+    whole_model,
+)
 from m2forge.tree.token_tree import TokenTree
 from tests.train.draw import VOCAB, draw_pack, small_model
 from tests.train.processes import run_ranks

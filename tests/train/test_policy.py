@@ -20,7 +20,7 @@ from m2forge.train.config import CheckpointConfig, OptimizerConfig, PolicyConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.loss.policy import policy_loss
 from m2forge.tree.build import RawCall, build_trees
-from m2forge.tree.flatten import flatten
+from m2forge.tree.flat import flatten
 from m2forge.tree.pack import pack_trees
 from m2forge.tree.token_tree import TokenTree
 from tests.conftest import LONG

@@ -7,7 +7,7 @@ import pytest
 
 from m2forge.errors import DataError
 from m2forge.records import NO_TARGET, JsonValue, Pack
-from m2forge.train.prefetch import Prefetch
+from m2forge.train.loop import Prefetch
 
 
 class Counting:

@@ -3,7 +3,7 @@
 import pytest
 
 from m2forge.train.config import Curve, PhaseConfig
-from m2forge.train.schedule import curve_at, rate_at
+from m2forge.train.loop import curve_at, rate_at
 
 
 def make_phase(**changes: object) -> PhaseConfig:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from m2forge.errors import RecordError
 from m2forge.records import Call, Sampling
 from m2forge.tree.codec import decode_tree, encode_tree
-from m2forge.tree.flatten import flatten
+from m2forge.tree.flat import flatten
 from m2forge.tree.token_tree import TokenTree
 from tests.tree.draw import EXPERTS_SHAPE, VOCAB, build, call_sets, make_call, path_of
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from m2forge.errors import RecordError
 from m2forge.records import Call
-from m2forge.tree.cut import MAX_EXACT_LEAVES, Leaves, cut_tree, partition_by_merging
-from m2forge.tree.flatten import flatten
+from m2forge.tree.flat import flatten
+from m2forge.tree.pack import MAX_EXACT_LEAVES, Leaves, cut_tree, partition_by_merging
 from m2forge.tree.token_tree import TokenTree
 from tests.tree.draw import Prefix, build, call_sets, make_call, naive_multiplicity, path_of
 

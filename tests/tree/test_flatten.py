@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.records import Call
-from m2forge.tree.flat import FlatTree, join
-from m2forge.tree.flatten import flatten
+from m2forge.tree.flat import FlatTree, flatten, join
 from m2forge.tree.token_tree import TokenTree
 from tests.tree.draw import VOCAB, build, call_sets, flat_edges, naive_edges, naive_multiplicity, path_of, prefixes
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from m2forge.errors import RecordError
 from m2forge.records import Call, FinishReason
-from m2forge.tree.flatten import flatten
-from m2forge.tree.sample import UNKNOWN_EXPERT
-from m2forge.tree.token_tree import TokenTree
+from m2forge.tree.flat import flatten
+from m2forge.tree.token_tree import UNKNOWN_EXPERT, TokenTree
 from tests.tree.draw import (
     EXPERTS_SHAPE,
     VOCAB,

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m2forge.kernels.cross_entropy import linear_cross_entropy
-from m2forge.kernels.logprob import TopTokens, linear_logprob
-from m2forge.kernels.precision import at_least_float32
+from m2forge.kernels.arithmetic import at_least_float32
+from m2forge.kernels.head_loss import TopTokens, linear_cross_entropy, linear_logprob
 from m2forge.model.transformer import Output, Transformer
 from m2forge.train.batch import Batch
 from m2forge.train.config import MTPLoss
-from m2forge.train.loss.mtp_topk import TopLoss, mtp_topk
+from m2forge.train.loss.mtp import TopLoss, mtp_topk
 
 
 @dataclass(frozen=True)

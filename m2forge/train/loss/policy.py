@@ -6,6 +6,38 @@ logp is under softmax(z / temperature), the distribution the token was sampled f
 step makes the sum over packs and ranks the weighted mean over the step, however edges are split over them.
 
 Shapes: M loss edges.
+
+The importance ratio of a sampled token: its probability under the current policy over that when it was sampled.
+
+    r = π(token) / π_old(token) = exp( min(logp − old, MAX_LOG_RATIO) )
+
+A ratio that far from 1 means that the old logprob belongs to another policy. The bound prevents an infinity that, times
+0, becomes NaN; it is not a clip: cispo clips far below it, ppo_clip only where A > 0.
+
+CISPO: every token keeps its gradient; only the weight of that gradient is clipped.
+
+    term = − sg( min(r, max_ratio) ) · A · logp,    r = π / π_old of the token
+
+    value = − min(r, max_ratio) · A · logp
+    slope = − min(r, max_ratio) · A
+
+sg: no gradient flows through the ratio. There is no lower bound and no KL term. The loss of a step is the mean of the
+terms over all its sampled tokens, unless samples are weighted otherwise.
+
+PPO's clipped surrogate, for comparison: a token whose ratio leaves the interval in the direction of its advantage
+gets no gradient.
+
+    term = − min( r · A, clip(r, 1 − low, 1 + high) · A ),    r = π / π_old of the token
+
+    value = term
+    slope = − r · A  where r · A is the lesser,  else 0
+
+Imitation of the sampled tokens, whatever model sampled them and whatever reward they earned.
+
+    value = − logp
+    slope = − 1
+
+logp is under the softmax at temperature 1, whatever the sampling temperature: there is no old policy to match.
 """
 
 from dataclasses import dataclass
@@ -13,15 +45,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m2forge.kernels.logprob import LogProbs, TopTokens, linear_logprob
+from m2forge.kernels.head_loss import LogProbs, TopTokens, linear_logprob
 from m2forge.model.transformer import Output, Transformer
 from m2forge.train.batch import TreeBatch
 from m2forge.train.config import MTPLoss, PolicyConfig
-from m2forge.train.loss.cispo import cispo
-from m2forge.train.loss.mtp_ce import mtp_ce
-from m2forge.train.loss.mtp_topk import mtp_topk
-from m2forge.train.loss.ppo_clip import ppo_clip
-from m2forge.train.loss.sft import sft
+from m2forge.train.loss.mtp import mtp_ce, mtp_topk
+
+MAX_LOG_RATIO = 20.0
+
+
+def importance_ratio(logp_M: Tensor, old_M: Tensor) -> Tensor:
+    return (logp_M - old_M).clamp(max=MAX_LOG_RATIO).exp()
+
+
+def cispo(logp_M: Tensor, old_M: Tensor, advantage_M: Tensor, max_ratio: float) -> tuple[Tensor, Tensor]:
+    slope_M = -importance_ratio(logp_M, old_M).clamp(max=max_ratio) * advantage_M
+    return slope_M * logp_M, slope_M
+
+
+def ppo_clip(logp_M: Tensor, old_M: Tensor, advantage_M: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    ratio_M = importance_ratio(logp_M, old_M)
+    free_M = ratio_M * advantage_M
+    bound_M = ratio_M.clamp(1 - low, 1 + high) * advantage_M
+    return -torch.minimum(free_M, bound_M), torch.where(free_M <= bound_M, -free_M, 0.0)
+
+
+def sft(logp_M: Tensor) -> tuple[Tensor, Tensor]:
+    return -logp_M, -torch.ones_like(logp_M)
 
 
 @dataclass(frozen=True)

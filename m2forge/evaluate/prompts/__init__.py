@@ -1,0 +1,4 @@
+"""Builds prompts.
+
+In reading order: sample, wording, text_wording, prompt_file.
+"""

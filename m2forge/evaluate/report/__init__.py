@@ -1,0 +1,4 @@
+"""Writes results.
+
+In reading order: report, table, plot.
+"""

@@ -1,0 +1,173 @@
+"""Haystacks: an exact number of filler tokens, with needles inserted at given depths.
+
+A filler returns tokens and the offsets at which something may be inserted without breaking them: anywhere in random
+ids, between sentences in text. `lay` puts each insert at the offset nearest to its depth.
+
+Needle retrieval: facts hidden in a haystack, some of them queried at the end.
+
+needle        one fact, queried
+multi-key     several facts, one queried: the others are distractors of the same form
+multi-query   several facts, several queried; each answer counts on its own
+
+Multi-hop tracing (RULER's variable tracking): chains of assignments scattered over a haystack.
+
+    x1 = value … x2 = x1 … x3 = x2 …      which variables hold the value?
+
+The assignments of a chain occur in order. Every chain has its own value; the question asks for one of them, and the
+answer is the set of its variables, in chain order if an order is needed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from m2forge.errors import ConfigError
+from m2forge.evaluate.prompts.sample import Sample
+from m2forge.evaluate.prompts.wording import Wording, compose, num_ids
+from m2forge.records import IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filling:
+    ids: IntArray
+    places: IntArray
+    """Offsets into `ids` where something may be inserted: ascending, including 0 and its length."""
+
+
+class Filler(Protocol):
+    def draw(self, rng: np.random.Generator, num_tokens: int) -> Filling: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RandomFiller:
+    """Independent draws from a pool of ids."""
+
+    pool: IntArray
+
+    def draw(self, rng: np.random.Generator, num_tokens: int) -> Filling:
+        return Filling(rng.choice(self.pool, num_tokens).astype(np.int32), _everywhere(num_tokens))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowFiller:
+    """A random window of one long sequence of ids, such as a corpus; it wraps around at the end."""
+
+    ids: IntArray
+
+    def draw(self, rng: np.random.Generator, num_tokens: int) -> Filling:
+        start = int(rng.integers(len(self.ids)))
+        return Filling(np.take(self.ids, np.arange(start, start + num_tokens), mode="wrap"), _everywhere(num_tokens))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentenceFiller:
+    """Consecutive sentences from a random one on, wrapping around at the end. The first is truncated at its start, so
+    that the number of tokens is exact."""
+
+    sentences: tuple[IntArray, ...]
+
+    def draw(self, rng: np.random.Generator, num_tokens: int) -> Filling:
+        start, ends, total = int(rng.integers(len(self.sentences))), [0], 0
+        parts: list[IntArray] = []
+        while total < num_tokens:
+            parts.append(self.sentences[(start + len(parts)) % len(self.sentences)])
+            total += len(parts[-1])
+            ends.append(total)
+        cut = total - num_tokens
+        places = np.array(sorted({max(0, end - cut) for end in ends}), np.int32)
+        ids = np.concatenate(parts)[cut:] if parts else np.zeros(0, np.int32)
+        return Filling(ids, places)
+
+
+@dataclass(frozen=True, slots=True)
+class Insert:
+    ids: Sequence[int]
+    depth: float
+
+
+def lay(filling: Filling, inserts: Sequence[Insert]) -> IntArray:
+    """The filling with every insert at the offset nearest to depth × its length.
+
+    Inserts with the same offset keep the given order.
+    """
+    wanted = [insert.depth * len(filling.ids) for insert in inserts]
+    places = [int(filling.places[np.abs(filling.places - want).argmin()]) for want in wanted]
+    parts: list[IntArray] = []
+    cursor = 0
+    for index in sorted(range(len(inserts)), key=lambda index: places[index]):
+        parts += [filling.ids[cursor : places[index]], np.asarray(inserts[index].ids, np.int32)]
+        cursor = places[index]
+    return np.concatenate([*parts, filling.ids[cursor:]]).astype(np.int32)
+
+
+def filler_tokens(size: int, num_fixed: int, what: str) -> int:
+    """Tokens left for filler in a sample of `size` tokens with `num_fixed` others."""
+    if size < num_fixed:
+        raise ConfigError(f"length {size}: {what} needs at least {num_fixed} tokens; give longer lengths")
+    return size - num_fixed
+
+
+def _everywhere(num_tokens: int) -> IntArray:
+    return np.arange(num_tokens + 1, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class NeedleTask:
+    wording: Wording
+    filler: Filler
+    num_needles: int = 1
+    num_queries: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_queries <= self.num_needles:
+            raise ValueError(f"{self.num_queries} queries of {self.num_needles} needles: expected 1 to all of them")
+
+    def sample(self, rng: np.random.Generator, size: int, depth: float | None = None) -> Sample:
+        """`depth`: depth of the first queried fact; all others have random depths."""
+        keys = self.wording.draw(rng, "key", self.num_needles)
+        values = self.wording.draw(rng, "value", self.num_needles)
+        depths: list[float] = rng.random(self.num_needles).tolist()
+        if depth is not None:
+            depths[0] = depth
+        needles = [self.wording.needle(key, value) for key, value in zip(keys, values, strict=True)]
+        head = self.wording.needle_head()
+        tail = self.wording.needle_tail(keys[: self.num_queries], values[: self.num_queries])
+        num_fixed = len(head) + sum(map(len, needles)) + num_ids(tail)
+        filling = self.filler.draw(rng, filler_tokens(size, num_fixed, f"num_needles = {self.num_needles}"))
+        haystack = lay(filling, _inserts(needles, depths))
+        asked = depths[0] if self.num_queries == 1 else None
+        return compose([*head, *haystack.tolist()], tail, size=size, depth=asked)
+
+
+def _inserts(needles: Sequence[Sequence[int]], depths: Sequence[float]) -> list[Insert]:
+    return [Insert(needle, depth) for needle, depth in zip(needles, depths, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class HopTask:
+    wording: Wording
+    filler: Filler
+    num_chains: int = 1
+    num_hops: int = 4
+    """Assignments from one variable to the next; a chain has one variable more."""
+
+    def sample(self, rng: np.random.Generator, size: int, depth: float | None = None) -> Sample:
+        """The chains are at random depths: `depth` is not used."""
+        per_chain = self.num_hops + 1
+        values = self.wording.draw(rng, "value", self.num_chains)
+        variables = self.wording.draw(rng, "variable", self.num_chains * per_chain)
+        inserts: list[Insert] = []
+        for chain, value in enumerate(values):
+            members = variables[chain * per_chain : (chain + 1) * per_chain]
+            sources = [value, *members[:-1]]
+            depths = np.sort(rng.random(per_chain)).tolist()
+            for variable, source, place in zip(members, sources, depths, strict=True):
+                inserts.append(Insert(self.wording.assignment(variable, source), place))
+        head = self.wording.chain_head()
+        tail = self.wording.chain_tail(values[0], variables[:per_chain])
+        num_fixed = len(head) + sum(len(insert.ids) for insert in inserts) + num_ids(tail)
+        filling = self.filler.draw(rng, filler_tokens(size, num_fixed, f"a task of {len(inserts)} assignments"))
+        haystack = lay(filling, inserts)
+        return compose([*head, *haystack.tolist()], tail, size=size)

@@ -1,0 +1,362 @@
+"""Completion requests, from body to response: admits or deduplicates retries, tokenizes, samples and sends.
+
+    body -> dialect -> Ask -> admitted by the episode, or a retry -> prompt ids -> Generation -> response or events
+
+A client that disconnects leaves its generation, which is aborted when no other connection waits for it. An undelivered
+response is kept for the retry. A request waits while the token budget it needs is reserved by other requests.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from m2forge.errors import EngineError, M2ForgeError
+from m2forge.gateway.calls.body import LONG_BYTES, Bodies, LoopShare
+from m2forge.gateway.calls.body_worker import PromptSizes, Setup
+from m2forge.gateway.calls.generation import Abort, Generation, Pace, Plan, raw_ids, time_limit
+from m2forge.gateway.calls.sample import Reply, play, read_reply
+from m2forge.gateway.config import GatewayConfig
+from m2forge.gateway.dialects.types import Ask, AskError, Dialect, offered
+from m2forge.gateway.episodes.episode import Episode, Request, RequestState, ReservedError
+from m2forge.gateway.history.history import Opening
+from m2forge.gateway.http.limits import (
+    STREAM_HEADERS,
+    Gone,
+    Headers,
+    Receive,
+    Send,
+    id_headers,
+    read_body,
+    read_retry,
+    respond,
+    respond_bytes,
+    status_of,
+)
+from m2forge.gateway.metrics import GatewayCounts, Outcome
+from m2forge.protocols import Engine, Prompt
+from m2forge.records import Asked, IntArray, Sampling
+from m2forge.text.format import ChatFormat
+from m2forge.text.tokenizer import UnencodedError, encoded_ahead
+
+T = TypeVar("T")
+
+_SEED_MASK = (1 << 63) - 1
+"""Maps OpenAI's seeds, which may be negative, to the non-negative seeds that engines take."""
+MAX_CHARS = 16 << 10
+"""Maximum number of characters tokenized on the event loop at a time."""
+NUM_ENCODERS = 2
+"""Threads that tokenize longer texts."""
+_NOTICE_S = 0.002
+"""Seconds in which a busy event loop notices a client's disconnect."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A dialect and the prefixes of its response and tool call ids."""
+
+    name: str
+    dialect: Dialect
+    id_prefix: str
+    call_prefix: str
+
+
+class Calls:
+    def __init__(
+        self, engine: Engine, format: ChatFormat, config: GatewayConfig, context: int, counts: GatewayCounts
+    ) -> None:
+        self._engine, self._format, self._config, self._counts = engine, format, config, counts
+        self._context, self._pace, self.share = context, Pace(), LoopShare()
+        setup = Setup(PromptSizes.of(format, context, config.max_items), config.max_depth, config.max_body_bytes)
+        self._bodies = Bodies(setup, config.num_body_workers, self.share)
+        self._encoders = ThreadPoolExecutor(NUM_ENCODERS, "encode")
+        end = format.tokenizer.end_of_text_id
+        self._raw_stop_ids = tuple(dict.fromkeys((*format.stop_ids, *(() if end is None else (end,)))))
+        self._running: dict[Request, Generation] = {}
+        self._opening: dict[Request, asyncio.Event] = {}
+        """Requests whose prompts are being built; the event is set when building ends."""
+        self.is_draining = False
+        """Whether the gateway refuses new requests because it is shutting down."""
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def running(self) -> tuple[Generation, ...]:
+        return tuple(self._running.values())
+
+    def abort_all(self) -> None:
+        """Abort all generations in flight; streamed ones are recorded as aborted."""
+        for generation in self.running:
+            generation.abort(Abort.SHUTDOWN)
+
+    async def close(self) -> None:
+        """Stop body workers and encoder threads; no request may follow."""
+        await self._bodies.close()
+        self._encoders.shutdown(wait=False)
+
+    async def complete(self, route: Route, episode: Episode, headers: Headers, receive: Receive, send: Send) -> None:
+        """Serve one request. Raises the error to respond with if nothing was sent yet."""
+        num_failed = episode.num_failed
+        try:
+            outcome = await self._complete(route, episode, headers, receive, send)
+        except Gone:
+            outcome = Outcome.HUNG_UP
+        except M2ForgeError as error:
+            if status_of(error) >= 500 and episode.num_failed == num_failed:
+                episode.num_failed += 1
+            self._counts.note_request(route.name, Outcome.FAILED if status_of(error) >= 500 else Outcome.REFUSED)
+            raise
+        self._counts.note_request(route.name, outcome)
+
+    async def _complete(
+        self, route: Route, episode: Episode, headers: Headers, receive: Receive, send: Send
+    ) -> Outcome:
+        body = await read_body(headers, receive, self._config)
+        read = await self._bodies.read(route.dialect.path, body, episode.reading)
+        ask, is_long = read.ask, len(body) > LONG_BYTES
+        if ask.num_samples > self._config.max_samples:
+            raise AskError(f"n: expected at most {self._config.max_samples}, received {ask.num_samples}", "n")
+        del body
+        attempt, retry_token = read_retry(headers)
+        until_s, context = None, episode.context_within(self._context)
+        while True:
+            if self.is_draining:
+                raise EngineError("the gateway is stopping; ask again")
+            try:
+                request, is_repeated = episode.admit(
+                    read.digest,
+                    num_samples=ask.num_samples,
+                    max_tokens=min(ask.max_tokens or context, context),
+                    attempt=attempt,
+                    retry_token=retry_token,
+                )
+            except ReservedError:
+                now_s = time.monotonic()
+                until_s = now_s + time_limit(episode, self._config.call_timeout_s) if until_s is None else until_s
+                watch = asyncio.create_task(_gone(receive))
+                if not await _unless_gone(watch, episode.wait_for_end(), until_s - now_s):
+                    raise
+                continue
+            request.num_waiting += 1
+            try:
+                if not is_repeated:
+                    generation = await self._start(route, ask, episode, request, is_long=is_long)
+                    return await self._follow(route, generation, receive, send)
+                outcome = await self._repeat(route, ask, request, receive, send)
+            finally:
+                request.num_waiting -= 1
+            if outcome is not None:
+                return outcome
+
+    async def count(self, path: str, body: bytes, episode: Episode) -> int:
+        """Return the number of prompt tokens that the request would have."""
+        read = await self._bodies.read(path, body, episode.reading)
+        ask = read.ask
+        return await self._ahead(lambda: episode.count(ask.messages, offered(ask)), is_long=len(body) > LONG_BYTES)
+
+    # -- new requests --------------------------------------------------------------------------------------------------
+
+    async def _start(self, route: Route, ask: Ask, episode: Episode, request: Request, *, is_long: bool) -> Generation:
+        opening: Opening | IntArray | None = None
+        self._opening[request] = asyncio.Event()
+        try:
+            opening = await self._open(ask, episode, is_long)
+            if self.is_draining:
+                raise EngineError("the gateway is stopping; ask again")
+            plan = self._plan(route, ask, episode, request, opening)
+            generation = Generation(plan, self._engine, self._format, episode, request, self._pace, on_end=self._on_end)
+            self._running[request] = generation
+        except BaseException:
+            episode.abandon(request, opening)
+            raise
+        finally:
+            self._opening.pop(request).set()
+        return generation
+
+    def _plan(self, route: Route, ask: Ask, episode: Episode, request: Request, opening: Opening | IntArray) -> Plan:
+        ids = opening.ids if isinstance(opening, Opening) else opening
+        context = episode.context_within(self._context)
+        room = context - ids.size
+        if room < 1:
+            raise route.dialect.too_long(ids.size, context)
+        created_s = time.time()
+        id = route.id_prefix + secrets.token_hex(12)
+        sampling, seed, asked = decide_sampling(ask, episode.sampling)
+        prompt = Prompt(
+            ids=ids,
+            max_tokens=episode.reserve(request, min(ask.max_tokens or room, room)),
+            sampling=sampling,
+            stop_ids=self._format.stop_ids if ask.prompt is None else self._raw_stop_ids,
+            stop_texts=ask.stop_texts,
+            seed=None if seed is None else seed & _SEED_MASK,
+            num_samples=ask.num_samples,
+            timeout_s=time_limit(episode, self._config.call_timeout_s),
+            returns_experts=self._config.records_experts,
+        )
+        stream = route.dialect.stream(ask, id, int(created_s)) if ask.is_streamed else None
+        if self._config.logs_text:
+            _log.info("request %s of %s: %r", id, episode.id, self._format.tokenizer.decode(ids.tolist()))
+        return Plan(id, ask, opening, prompt, asked, route.call_prefix, stream, int(created_s))
+
+    async def _open(self, ask: Ask, episode: Episode, is_long: bool) -> Opening | IntArray:
+        if ask.prompt is None:
+            return await self._ahead(lambda: episode.open(ask.messages, offered(ask)), is_long=is_long)
+        tokenizer, prompt = self._format.tokenizer, ask.prompt
+        if isinstance(prompt, str):
+            text = prompt
+            ids: Sequence[int] = await self._ahead(lambda: tokenizer.encode(text), is_long=is_long)
+        else:
+            ids = prompt
+        if max(ids, default=0) >= tokenizer.vocab_size:
+            raise AskError(f"prompt: expected ids below {tokenizer.vocab_size}, received {max(ids)}", "prompt")
+        return raw_ids(ids)
+
+    async def _ahead(self, make: Callable[[], T], *, is_long: bool) -> T:
+        """Return `make()`. Encoder threads tokenize long texts beforehand, and long requests take turns on the event
+        loop. Awaits nothing if everything is short."""
+        known: dict[str, list[int]] = {}
+
+        def run() -> T:
+            with encoded_ahead(known, MAX_CHARS):
+                return make()
+
+        while True:
+            try:
+                return await self.share.run(run) if is_long else run()
+            except UnencodedError as error:
+                texts = error.texts
+            encode = self._format.tokenizer.encode_batch
+            ids = await asyncio.get_running_loop().run_in_executor(self._encoders, encode, texts)
+            known |= zip(texts, ids, strict=True)
+
+    async def _follow(self, route: Route, generation: Generation, receive: Receive, send: Send) -> Outcome:
+        watch = _watch(generation, receive)
+        try:
+            if generation.plan.stream is None:
+                await generation.end()
+                if generation.reply is not None and not watch.done():
+                    await self._tell(route, generation.plan.ask, generation.reply, send)
+            else:
+                data = await generation.more()
+                if generation.is_begun and not watch.done():
+                    await self._stream(generation, data, send)
+            # Nothing is awaited in between: the end of a response also completes the watch.
+            is_gone = watch.done()
+        finally:
+            watch.cancel()
+        return _outcome(generation, is_gone)
+
+    async def _stream(self, generation: Generation, data: bytes, send: Send) -> None:
+        headers = [*STREAM_HEADERS, *id_headers(generation.plan.id)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while not generation.is_over:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            data = await generation.more(time.monotonic())
+        await send({"type": "http.response.body", "body": data})
+
+    async def _tell(self, route: Route, ask: Ask, reply: Reply, send: Send) -> None:
+        body = route.dialect.answer(ask, reply.id, reply.created_s, reply.answers, reply.usage)
+        await respond(send, 200, body, id_headers(reply.id))
+
+    def _on_end(self, generation: Generation) -> None:
+        self._running.pop(generation.request, None)
+        plan, opening = generation.plan, generation.plan.opening
+        self._counts.note_sampled(generation.num_sampled, generation.first_chunk_s)
+        if isinstance(opening, Opening):
+            self._counts.note_prompt(opening.ids.size, opening.num_encoded, opening.divergence)
+        else:
+            self._counts.note_prompt(opening.size, opening.size, None)
+        self._counts.num_aborted += generation.abort_reason is not None
+        if self._config.logs_text and generation.reply is not None:
+            _log.info("answer %s: %r", plan.id, [answer.completion for answer in generation.reply.answers])
+
+    # -- retries -------------------------------------------------------------------------------------------------------
+
+    async def _repeat(self, route: Route, ask: Ask, request: Request, receive: Receive, send: Send) -> Outcome | None:
+        """Resend the response to an earlier request, waiting until it is there; None if that request got none."""
+        opening = self._opening.get(request)
+        if opening is not None:
+            await _unless_gone(asyncio.create_task(_gone(receive)), opening.wait())
+        generation = self._running.get(request)
+        if generation is not None:
+            await _unless_gone(_watch(generation, receive), generation.end())
+        if request.state is not RequestState.ANSWERED or request.answer is None or not request.answer.digest:
+            return None
+        reply = read_reply(request.answer, ask, self._format.tokenizer)
+        watch = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait((watch,), timeout=_NOTICE_S)
+            if not watch.done():
+                await self._tell_again(route, ask, reply, send)
+            # Nothing is awaited in between: see `_follow`.
+            is_gone = watch.done()
+        finally:
+            watch.cancel()
+        request.is_delivered |= not is_gone
+        return Outcome.HUNG_UP if is_gone else Outcome.REPEATED
+
+    async def _tell_again(self, route: Route, ask: Ask, reply: Reply, send: Send) -> None:
+        if not ask.is_streamed:
+            await self._tell(route, ask, reply, send)
+            return
+        data = play(route.dialect.stream(ask, reply.id, reply.created_s), reply)
+        await respond_bytes(send, 200, data, (*STREAM_HEADERS, *id_headers(reply.id)))
+
+
+def decide_sampling(ask: Ask, decided: Sampling | None) -> tuple[Sampling, int | None, Asked | None]:
+    """Return the sampling parameters, the seed, and what the request asked for if that differs. An episode with fixed
+    sampling ignores the request's seed, which would make all attempts of a group identical."""
+    if decided is None:
+        return ask.sampling, ask.seed, None
+    is_same = ask.sampling == decided and ask.seed is None
+    return decided, None, None if is_same else Asked(ask.sampling, ask.seed)
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _watch(generation: Generation, receive: Receive) -> "asyncio.Task[None]":
+    """Return a task that ends when the client disconnects. Until then the connection counts as a listener."""
+    generation.join()
+    watch = asyncio.get_running_loop().create_task(_gone(receive))
+    watch.add_done_callback(lambda task: generation.leave())
+    return watch
+
+
+async def _unless_gone(
+    watch: "asyncio.Task[None]", coming: Coroutine[object, object, object], limit_s: float | None = None
+) -> bool:
+    """Return whether `coming` finished within the limit. Raises Gone if the client (`watch`) disconnects first."""
+    awaited = asyncio.ensure_future(coming)
+    try:
+        await asyncio.wait((watch, awaited), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if watch.done() and not awaited.done():
+            raise Gone
+        return awaited.done()
+    finally:
+        watch.cancel()
+        awaited.cancel()
+
+
+def _outcome(generation: Generation, is_gone: bool) -> Outcome:
+    """Return the outcome of a request whose response was sent, or could not be."""
+    if generation.reply is not None:
+        generation.request.is_delivered |= not is_gone
+        return Outcome.HUNG_UP if is_gone else Outcome.ANSWERED
+    if is_gone or generation.abort_reason is Abort.HUNG_UP:
+        return Outcome.HUNG_UP
+    if generation.is_begun and generation.plan.stream is not None:
+        return Outcome.FAILED
+    assert generation.failure is not None
+    raise generation.failure

@@ -1,0 +1,5 @@
+"""Vendor APIs: JSON in and out, no network.
+
+In reading order: types (the neutral form and its fields), conversation, opaque_thinking, openai/, anthropic/; route
+lists them by path.
+"""

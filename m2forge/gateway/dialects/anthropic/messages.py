@@ -1,0 +1,592 @@
+"""Anthropic's model list, served on the same routes as OpenAI's (`openai_models.py`) to Anthropic clients.
+
+Anthropic Messages, the conversation: reads system and messages into a `Conversation`, or raises `AskError`.
+
+    user        text, tool_result
+    assistant   text, thinking, tool_use; consecutive messages are one turn, as at the vendor
+    system      text
+
+A result with `is_error` gets the prefix `Error: `, because chat templates show the model no flag. Signatures of
+thinking blocks are not verified: comparing the thinking with the recorded one shows whether it was sampled here. If a
+block's thinking is empty, it is read from the signature, provided it is one of ours (`seal.py`).
+
+`cache_control` is allowed anywhere, because it cannot change the response. Images, documents, citations, blocks of the
+vendor's server-side tools, and redacted thinking are refused: the model cannot read them.
+
+Anthropic Messages, the request: JSON in, `Ask` out, or `AskError` naming the field.
+
+Fields in `READ` are honoured. Fields in `ALLOWED` cannot change the response, or are accepted only with a no-op value.
+Fields in `REFUSED` cannot be honoured. `anthropic_messages_block.py` reads the messages' blocks.
+
+Thinking cannot be disabled or limited: the policy is sampled as it is. `enabled` and `adaptive` are accepted as no-ops
+(the vendor treats `budget_tokens` as a target; `max_tokens` is the limit); `disabled` and `between_tools` are refused.
+`display` is honoured; the "summary" is the full thinking.
+
+Only the client's own tools are accepted. The vendor's server-side tools, response prefill by the client, forced tool
+calls and structured output are refused.
+
+Anthropic Messages, the response as server-sent events, and the parts that both response forms share.
+
+    message_start
+    content_block_start, content_block_delta…, content_block_stop        for each block, one after the other
+        thinking    thinking_delta…, signature_delta                     omitted thinking: the signature alone
+        text        text_delta…
+        tool_use    input_json_delta: the arguments in one piece, once complete
+    message_delta (stop_reason, usage), message_stop                     or error, at any time
+
+A tool call is sent when it is complete, so a call that the model did not finish is never sent. Text after a call gets
+its own text block; a client that sends all blocks back sends the same message.
+
+Anthropic's Messages: `POST /v1/messages`, and `POST /v1/messages/count_tokens`.
+
+`anthropic_messages_read.py` decides what a request may contain. A response's content is a thinking block, a text block
+and one tool_use block per call; empty blocks are left out. Cached prompt tokens are counted separately from
+`input_tokens`, as the vendor does.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Literal, NoReturn
+
+from m2forge.errors import RecordError
+from m2forge.gateway.dialects.conversation import Conversation
+from m2forge.gateway.dialects.opaque_thinking import seal, sign, unseal
+from m2forge.gateway.dialects.types import (
+    Answer,
+    Ask,
+    AskError,
+    Ending,
+    Fields,
+    TokenLogprob,
+    Usage,
+    make_tool,
+    read_list,
+    read_object,
+    read_text,
+    read_tools,
+    refuse_value,
+    shown,
+)
+from m2forge.records import MAX_INT32, JsonValue, Sampling
+from m2forge.text.message import Tool, ToolCall
+from m2forge.text.parser import CallFinished, Completion, ContentDelta, Event, ThinkingDelta
+
+TEXT_FIELDS = frozenset({"type", "text", "cache_control", "citations"})
+THINKING_FIELDS = frozenset({"type", "thinking", "signature"})
+USE_FIELDS = frozenset({"type", "id", "name", "input", "cache_control", "caller", "toolset_name"})
+RESULT_FIELDS = frozenset({"type", "tool_use_id", "content", "is_error", "cache_control", "toolset_name"})
+
+
+def read_conversation(fields: Fields) -> Conversation:
+    conversation = Conversation()
+    if fields.has("system"):
+        conversation.say("system", _text(fields.value("system"), "system"))
+    values = read_list(fields.value("messages"), "messages")
+    if not values:
+        raise AskError("messages: expected at least one message, received none", "messages")
+    for index, value in enumerate(values):
+        message = Fields(value, {"role", "content"}, f"messages[{index}]")
+        role, place = message.choice("role", ("user", "assistant", "system")), message.path("content")
+        content = message.value("content")
+        if role == "assistant":
+            _read_assistant(conversation, content, place)
+        elif role == "user":
+            _read_user(conversation, content, place)
+        elif role == "system":
+            conversation.say("system", _text(content, place))
+        else:
+            refuse_value(message.path("role"), "'user', 'assistant' or 'system'", None)
+    return conversation
+
+
+def check_cache_control(fields: Fields) -> None:
+    control = fields.object("cache_control", {"type", "ttl", "scope"})
+    if control is not None:
+        control.choice("type", ("ephemeral",))
+        control.choice("ttl", ("5m", "1h"))
+
+
+def _read_user(conversation: Conversation, content: JsonValue, place: str) -> None:
+    """Consecutive text blocks become one message."""
+    if isinstance(content, str):
+        conversation.say("user", content)
+        return
+    texts: list[str] = []
+    blocks = read_list(content, place)
+    for index, value in enumerate(blocks):
+        block, at = read_object(value, f"{place}[{index}]"), f"{place}[{index}]"
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(_text_block(block, at))
+            continue
+        if kind != "tool_result":
+            _refuse_block(kind, at, "text or tool_result")
+        if texts:
+            conversation.say("user", "".join(texts))
+            texts.clear()
+        _read_result(conversation, block, at)
+    if texts or not blocks:
+        conversation.say("user", "".join(texts))
+
+
+def _read_result(conversation: Conversation, block: Mapping[str, JsonValue], place: str) -> None:
+    fields = Fields(block, RESULT_FIELDS, place)
+    check_cache_control(fields)
+    _check_toolset(fields)
+    content = _text(fields.value("content"), f"{place}.content") if fields.has("content") else ""
+    if fields.boolean("is_error") and not content.lower().startswith("error"):
+        content = f"Error: {content}" if content else "Error"
+    conversation.answer_call(fields.required_text("tool_use_id"), content, place)
+
+
+def _read_assistant(conversation: Conversation, content: JsonValue, place: str) -> None:
+    conversation.begin_turn()
+    if isinstance(content, str):
+        conversation.write(content)
+        return
+    for index, value in enumerate(read_list(content, place)):
+        block, at = read_object(value, f"{place}[{index}]"), f"{place}[{index}]"
+        kind = block.get("type")
+        if kind == "text":
+            conversation.write(_text_block(block, at))
+        elif kind == "thinking":
+            conversation.think(_thinking(block, at))
+        elif kind == "tool_use":
+            conversation.call(_call(block, at))
+        elif kind == "redacted_thinking":
+            raise AskError(f"{at}: redacted thinking cannot be read by this model; leave it out", at)
+        else:
+            _refuse_block(kind, at, "text, thinking or tool_use")
+
+
+def _thinking(block: Mapping[str, JsonValue], place: str) -> str:
+    fields = Fields(block, THINKING_FIELDS, place)
+    thinking, signature = read_text(fields.value("thinking"), f"{place}.thinking"), fields.text("signature") or ""
+    sealed = "" if thinking or not signature else unseal(signature)
+    if sealed is None:
+        fields.refuse("thinking", "is empty, and the signature is none that this model can read; leave the block out")
+    return thinking or sealed
+
+
+def _call(block: Mapping[str, JsonValue], place: str) -> ToolCall:
+    fields = Fields(block, USE_FIELDS, place)
+    check_cache_control(fields)
+    _check_toolset(fields)
+    caller = fields.object("caller", {"type", "tool_id"})
+    if caller is not None and caller.value("type") != "direct":
+        caller.refuse("type", "only the model calls tools here; leave it out or say 'direct'")
+    arguments = read_object(fields.value("input"), f"{place}.input")
+    return ToolCall(fields.required_text("name"), arguments, fields.required_text("id"))
+
+
+def _check_toolset(fields: Fields) -> None:
+    if fields.has("toolset_name"):
+        fields.refuse("toolset_name", "there are no toolsets here; leave it out")
+
+
+def _text(value: JsonValue, place: str) -> str:
+    """Return a string as it is, or the joined texts of a list of text blocks."""
+    if isinstance(value, str):
+        return value
+    texts = []
+    if not isinstance(value, Sequence):
+        refuse_value(place, "text or a list of text blocks", value)
+    for index, item in enumerate(value):
+        block, at = read_object(item, f"{place}[{index}]"), f"{place}[{index}]"
+        if block.get("type") != "text":
+            _refuse_block(block.get("type"), at, "text")
+        texts.append(_text_block(block, at))
+    return "".join(texts)
+
+
+def _text_block(block: Mapping[str, JsonValue], place: str) -> str:
+    fields = Fields(block, TEXT_FIELDS, place)
+    check_cache_control(fields)
+    if fields.items("citations"):
+        fields.refuse("citations", "the model is shown no citations; leave them out")
+    return read_text(fields.value("text"), f"{place}.text")
+
+
+def _refuse_block(kind: JsonValue, place: str, expected: str) -> NoReturn:
+    path = f"{place}.type"
+    raise AskError(f"{path}: expected {expected}, received {shown(kind)}; the model reads text alone", path)
+
+
+READ = frozenset({"max_tokens", "messages", "model", "stop_sequences", "stream", "system", "temperature", "thinking"})
+READ |= {"tool_choice", "tools", "top_k", "top_p"}
+ALLOWED = frozenset({"cache_control", "context_management", "metadata", "output_config", "service_tier", "speed"})
+REFUSED: Mapping[str, str] = {
+    "container": "there are no containers here; offer a custom tool instead",
+    "diagnostics": "no diagnostics of the prompt cache are kept; leave it out",
+    "inference_geo": "where the model runs cannot be chosen; leave it out",
+    "mcp_servers": "the gateway calls no servers; offer their tools as custom tools",
+    "user_profile_id": "is a header, not a field of the body",
+    "workspace_id": "is a header, not a field of the body",
+}
+FIELDS = READ | ALLOWED | REFUSED.keys()
+NOT_COUNTED = frozenset({"max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p"})
+NOT_COUNTED |= {"container", "diagnostics", "inference_geo", "metadata", "service_tier"}
+COUNT_FIELDS = FIELDS - NOT_COUNTED
+
+DISPLAY = "display"
+"""Key of `Ask.echo`: whether the response shows the thinking, `summarized` or `omitted`."""
+MIN_BUDGET = 1024
+MAX_STOPS = 256
+"""Limits the cost of searching the sampled text for every stop sequence."""
+TOOL_FIELDS = frozenset({"name", "description", "input_schema", "type", "cache_control", "allowed_callers", "strict"})
+TOOL_FIELDS |= {"defer_loading", "eager_input_streaming", "input_examples"}
+
+
+def read_ask(body: Mapping[str, JsonValue]) -> Ask:
+    """Read a POST /v1/messages request."""
+    fields = Fields(body, FIELDS)
+    max_tokens = fields.integer("max_tokens", 1, MAX_INT32)
+    if max_tokens is None:
+        refuse_value("max_tokens", f"an integer from 1 to {MAX_INT32}", None)
+    conversation = read_conversation(fields)
+    if conversation.ends_with_turn():
+        fields.refuse("messages", "the last is the assistant's; to begin its answer for it (prefill) is not supported")
+    _check_allowed(fields)
+    return Ask(
+        messages=conversation.messages(),
+        tools=read_tools(fields, _tool),
+        max_tokens=max_tokens,
+        sampling=_sampling(fields),
+        stop_texts=_stop_texts(fields),
+        is_streamed=bool(fields.boolean("stream")),
+        tool_choice=_tool_choice(fields),
+        model=fields.required_text("model"),
+        echo={DISPLAY: _display(fields)},
+    )
+
+
+def read_count(body: Mapping[str, JsonValue]) -> Ask:
+    """Read a POST /v1/messages/count_tokens request: the prompt without sampling parameters."""
+    fields = Fields(body, COUNT_FIELDS)
+    conversation = read_conversation(fields)
+    _check_allowed(fields)
+    _display(fields)
+    return Ask(
+        messages=conversation.messages(),
+        tools=read_tools(fields, _tool),
+        tool_choice=_tool_choice(fields),
+        model=fields.required_text("model"),
+    )
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def _check_allowed(fields: Fields) -> None:
+    for name, reason in REFUSED.items():
+        if fields.has(name):
+            fields.refuse(name, reason)
+    check_cache_control(fields)
+    metadata = fields.object("metadata", {"user_id"})
+    if metadata is not None:
+        metadata.text("user_id")
+    fields.choice("service_tier", ("auto", "standard_only"))
+    if fields.choice("speed", ("standard", "fast")) == "fast":
+        fields.refuse("speed", "'fast' cannot be had: there is one speed; leave it out")
+    output = fields.object("output_config", {"effort", "format"})
+    if output is not None:
+        if output.has("format"):
+            output.refuse("format", "the answer's form cannot be enforced; leave it out and ask for it in a message")
+        if output.choice("effort", ("low", "medium", "high", "xhigh", "max")) not in (None, "high"):
+            output.refuse("effort", "cannot be set: the model decides; leave it out or say 'high', the default")
+    _check_context_management(fields)
+
+
+def _check_context_management(fields: Fields) -> None:
+    """Accept only edits that keep everything: the gateway never edits the context."""
+    management = fields.object("context_management", {"edits"})
+    for index, value in enumerate(management.items("edits") if management is not None else ()):
+        edit = read_object(value, f"context_management.edits[{index}]")
+        if edit.get("type") != "clear_thinking_20251015" or edit.get("keep") != "all":
+            fields.refuse("context_management", "context is never edited here; leave it out")
+
+
+def _sampling(fields: Fields) -> Sampling:
+    temperature, top_p = fields.number("temperature", 0, 1), fields.number("top_p", 0, 1)
+    try:
+        return Sampling(
+            temperature=1.0 if temperature is None else temperature,
+            top_p=1.0 if top_p is None else top_p,
+            top_k=fields.integer("top_k", 0, MAX_INT32) or 0,
+        )
+    except RecordError:
+        refuse_value("top_p", "a number above 0, at most 1", fields.value("top_p"))
+
+
+def _stop_texts(fields: Fields) -> tuple[str, ...]:
+    texts, values = [], fields.items("stop_sequences")
+    if len(values) > MAX_STOPS:
+        fields.refuse("stop_sequences", f"expected at most {MAX_STOPS} texts, received {len(values)}")
+    for index, value in enumerate(values):
+        if not isinstance(value, str) or not value:
+            refuse_value(f"stop_sequences[{index}]", "text", value)
+        texts.append(value)
+    return tuple(texts)
+
+
+def _display(fields: Fields) -> str:
+    thinking = fields.object("thinking", {"type", "budget_tokens", "display"})
+    if thinking is None:
+        return "summarized"
+    kind = thinking.choice("type", ("enabled", "adaptive", "disabled", "between_tools"))
+    if kind is None:
+        refuse_value("thinking.type", "'enabled' or 'adaptive'", None)
+    if kind in ("disabled", "between_tools"):
+        thinking.refuse("type", f"{kind!r} cannot be had: the model decides when it thinks; leave `thinking` out")
+    budget = thinking.integer("budget_tokens", MIN_BUDGET, MAX_INT32)
+    if (budget is None) == (kind == "enabled"):
+        refuse_value("thinking.budget_tokens", "an integer with 'enabled' and none with 'adaptive'", budget)
+    return thinking.choice("display", ("summarized", "omitted")) or "summarized"
+
+
+def _tool_choice(fields: Fields) -> Literal["auto", "none"]:
+    choice = fields.object("tool_choice", {"type", "name", "disable_parallel_tool_use"})
+    if choice is None:
+        return "auto"
+    kind = choice.choice("type", ("auto", "none", "any", "tool"))
+    if kind is None:
+        refuse_value("tool_choice.type", "'auto' or 'none'", None)
+    if kind in ("any", "tool"):
+        choice.refuse("type", f"{kind!r} cannot be had: a sampled model cannot be forced to call; say 'auto' or 'none'")
+    if choice.has("name"):
+        choice.refuse("name", "a sampled model cannot be forced to call a tool; leave it out")
+    if choice.boolean("disable_parallel_tool_use"):
+        choice.refuse("disable_parallel_tool_use", "the model decides how many tools it calls; leave it out")
+    return "none" if kind == "none" else "auto"
+
+
+def _tool(value: JsonValue, place: str) -> Tool:
+    kind = read_object(value, place).get("type")
+    if kind not in (None, "custom"):
+        raise AskError(f"{place}.type: expected 'custom', received {shown(kind)}; the gateway runs no tools", place)
+    fields = Fields(value, TOOL_FIELDS, place)
+    check_cache_control(fields)
+    fields.boolean("eager_input_streaming")
+    if fields.boolean("strict"):
+        fields.refuse("strict", "arguments cannot be forced into a schema; leave it out")
+    if fields.boolean("defer_loading"):
+        fields.refuse("defer_loading", "there is no search for tools; leave it out")
+    if fields.items("input_examples"):
+        fields.refuse("input_examples", "the model is shown no examples of input; put them into the description")
+    if fields.has("allowed_callers") and list(fields.items("allowed_callers")) != ["direct"]:
+        fields.refuse("allowed_callers", "only the model calls tools here; leave it out or say ['direct']")
+    schema = read_object(fields.value("input_schema"), f"{place}.input_schema")
+    return make_tool(fields, schema, place)
+
+
+_STOP_REASONS: Mapping[Ending, str] = {
+    Ending.STOP: "end_turn",
+    Ending.STOP_TEXT: "stop_sequence",
+    Ending.LENGTH: "max_tokens",
+    Ending.TOOL_CALLS: "tool_use",
+    # The vendor has no such stop reason; this one tells the client that the text was cut off.
+    Ending.ABORT: "max_tokens",
+}
+_ERROR_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+_MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+_quote = json.JSONEncoder(separators=(",", ":")).encode
+"""Escapes to ASCII: Unicode line separators would break event lines for some clients."""
+
+
+class MessagesStream:
+    """See `exchange.Stream`."""
+
+    def __init__(self, model: str, id: str, *, is_omitted: bool) -> None:
+        self._model, self._id, self._is_omitted = model, id, is_omitted
+        self._index = -1
+        """Index of the most recently started block."""
+        self._open: type[ThinkingDelta | ContentDelta] | None = None
+        """Event type that the open block accepts; None while no block is open."""
+        self._prefix = b""
+        """Bytes of the open block's delta events before the text."""
+        self._thinking: list[str] = []
+        """Omitted thinking of the open block."""
+        self._stop: dict[str, JsonValue] = {"stop_reason": None, "stop_sequence": None}
+
+    def begin(self, num_prompt: int, num_cached: int) -> bytes:
+        message: dict[str, JsonValue] = {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_body(Usage(num_prompt, num_cached, 0, 0)),
+        }
+        return _event("message_start", {"message": message})
+
+    def piece(self, sample: int, events: Sequence[Event], logprobs: Sequence[TokenLogprob]) -> bytes:
+        return b"".join(map(self._one, events))
+
+    def end_sample(self, sample: int, answer: Answer) -> bytes:
+        self._stop = stop_body(answer)
+        return self._close()
+
+    def finish(self, usage: Usage) -> bytes:
+        return _event("message_delta", {"delta": self._stop, "usage": usage_body(usage)}) + _MESSAGE_STOP
+
+    def fail(self, status: int, message: str) -> bytes:
+        return _event("error", error_body(status, message))
+
+    def _one(self, event: Event) -> bytes:
+        if isinstance(event, ContentDelta):
+            start = b"" if self._open is ContentDelta else self._start({"type": "text", "text": ""}, "text", event)
+            return b"%b%b%b}}\n\n" % (start, self._prefix, _quote(event.text).encode())
+        if isinstance(event, ThinkingDelta):
+            block: dict[str, JsonValue] = {"type": "thinking", "thinking": "", "signature": ""}
+            start = b"" if self._open is ThinkingDelta else self._start(block, "thinking", event)
+            if self._is_omitted:
+                self._thinking.append(event.text)
+                return start
+            return b"%b%b%b}}\n\n" % (start, self._prefix, _quote(event.text).encode())
+        return self._call(event.call) if isinstance(event, CallFinished) else b""
+
+    def _start(self, block: JsonValue, name: str, event: ThinkingDelta | ContentDelta) -> bytes:
+        closed = self._close()
+        self._index += 1
+        self._open = type(event)
+        self._prefix = (
+            f'event: content_block_delta\ndata: {{"type":"content_block_delta","index":{self._index},'
+            f'"delta":{{"type":"{name}_delta","{name}":'
+        ).encode()
+        return closed + _event("content_block_start", {"index": self._index, "content_block": block})
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        signed = b""
+        if self._open is ThinkingDelta:
+            sign = signature("".join(self._thinking), self._id, self._is_omitted)
+            delta: dict[str, JsonValue] = {"type": "signature_delta", "signature": sign}
+            signed = _event("content_block_delta", {"index": self._index, "delta": delta})
+            self._thinking.clear()
+        self._open = None
+        return signed + _event("content_block_stop", {"index": self._index})
+
+    def _call(self, call: ToolCall) -> bytes:
+        closed = self._close()
+        self._index += 1
+        delta: dict[str, JsonValue] = {"type": "input_json_delta", "partial_json": _quote(call.arguments)}
+        return (
+            closed
+            + _event("content_block_start", {"index": self._index, "content_block": tool_use_body(call, {})})
+            + _event("content_block_delta", {"index": self._index, "delta": delta})
+            + _event("content_block_stop", {"index": self._index})
+        )
+
+
+def signature(thinking: str, id: str, is_omitted: bool) -> str:
+    """Return a thinking block's signature: it contains the thinking if that is omitted; otherwise it is unused."""
+    return seal(thinking) if is_omitted else sign(id)
+
+
+def tool_use_body(call: ToolCall, input: JsonValue) -> dict[str, JsonValue]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": input}
+
+
+def stop_body(answer: Answer) -> dict[str, JsonValue]:
+    return {"stop_reason": _STOP_REASONS[answer.ending], "stop_sequence": answer.stop_text}
+
+
+def usage_body(usage: Usage) -> dict[str, JsonValue]:
+    return {
+        "input_tokens": usage.num_prompt - usage.num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.num_cached,
+        "output_tokens": usage.num_sampled,
+        "output_tokens_details": {"thinking_tokens": usage.num_thinking},
+    }
+
+
+def error_body(status: int, message: str) -> dict[str, JsonValue]:
+    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _event(name: str, fields: Mapping[str, JsonValue]) -> bytes:
+    return f"event: {name}\ndata: {_quote({'type': name, **fields})}\n\n".encode()
+
+
+class AnthropicMessages:
+    path = "/v1/messages"
+    count_path = "/v1/messages/count_tokens"
+
+    def read(self, body: Mapping[str, JsonValue]) -> Ask:
+        return read_ask(body)
+
+    def read_count(self, body: Mapping[str, JsonValue]) -> Ask:
+        """Read a request to count tokens. Raises `AskError`."""
+        return read_count(body)
+
+    def count(self, num_prompt: int) -> dict[str, JsonValue]:
+        """Return the response body; `num_prompt` includes the generation prompt."""
+        return {"input_tokens": num_prompt}
+
+    def answer(
+        self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
+    ) -> dict[str, JsonValue]:
+        (answer,) = answers
+        body: dict[str, JsonValue] = {"id": id, "type": "message", "role": "assistant", "model": ask.model}
+        is_omitted = ask.echo.get(DISPLAY) == "omitted"
+        return (
+            body
+            | {"content": _blocks(answer.completion, id, is_omitted)}
+            | stop_body(answer)
+            | {"usage": usage_body(usage)}
+        )
+
+    def stream(self, ask: Ask, id: str, created_s: int) -> MessagesStream:
+        return MessagesStream(ask.model, id, is_omitted=ask.echo.get(DISPLAY) == "omitted")
+
+    def error(
+        self, status: int, message: str, field: str | None = None, code: str | None = None
+    ) -> dict[str, JsonValue]:
+        """The vendor's error body has no field and code; messages start with the field instead."""
+        return error_body(status, message)
+
+    def too_long(self, num_prompt: int, context: int) -> AskError:
+        return AskError(f"prompt is too long: {num_prompt} tokens > {context} maximum", "messages")
+
+
+def _blocks(completion: Completion, id: str, is_omitted: bool) -> list[JsonValue]:
+    blocks: list[JsonValue] = []
+    if completion.thinking:
+        shown = "" if is_omitted else completion.thinking
+        sign = signature(completion.thinking, id, is_omitted)
+        blocks.append({"type": "thinking", "thinking": shown, "signature": sign})
+    if completion.content:
+        blocks.append({"type": "text", "text": completion.content, "citations": None})
+    blocks.extend(tool_use_body(call, call.arguments) for call in completion.tool_calls)
+    return blocks
+
+
+def models_body(names: Sequence[str], created_s: int) -> dict[str, JsonValue]:
+    data: list[JsonValue] = [model_body(name, created_s) for name in names]
+    first, last = (names[0], names[-1]) if names else (None, None)
+    return {"data": data, "has_more": False, "first_id": first, "last_id": last}
+
+
+def model_body(name: str, created_s: int) -> dict[str, JsonValue]:
+    created_at = datetime.fromtimestamp(created_s, UTC).isoformat().replace("+00:00", "Z")
+    return {"type": "model", "id": name, "display_name": name, "created_at": created_at, "lifecycle": "active"}

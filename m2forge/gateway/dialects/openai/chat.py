@@ -1,0 +1,482 @@
+"""OpenAI's Chat Completions: `POST /v1/chat/completions`.
+
+Every field that the SDK can send is handled. Fields in `READ` are honoured or repeated in the response. Fields in
+`ALLOWED` cannot change the response, or are accepted only with a no-op value. Fields in `REFUSED` cannot be honoured
+and get status 400. So do forced tool calls, JSON mode, and logprobs of tokens that were not sampled: the policy is
+sampled as it is, and nothing is promised beyond that.
+
+Thinking is `reasoning_content`, in messages and deltas, in both directions. Logprobs cover all sampled tokens in order:
+thinking, content, tool calls and the end marker.
+
+Strict reader of messages and tools in OpenAI's Chat Completions format.
+
+    system, developer   content; consecutive ones are merged
+    user                content
+    assistant           content, reasoning_content (thinking; `reasoning` is an alias), tool_calls
+    tool                content, tool_call_id; `name` is redundant
+
+Content is text or a list of text parts, which are joined. Images, audio, files, refusals, custom tools and the calls of
+`functions` are refused: no chat format shows them to the model. A participant's `name` is refused for the same reason.
+
+Allowed because they cannot change the response: cache hints (`prompt_cache_breakpoint`, `cache_control`), and what SDKs
+attach to an assistant message and send back (`annotations`, `provider_specific_fields`, a call's `index`,
+`parsed_arguments`). A function's `strict` is allowed too, though sampling is not constrained by a grammar: arguments
+that violate the schema reach the client unchanged.
+
+A chat completion as server-sent events: `chat.completion.chunk` objects, then `[DONE]`.
+
+For each choice: a chunk with the role, in the order of the choices, because SDKs append choices as they see them; then
+deltas of `reasoning_content`, `content` and `tool_calls`, choices interleaved; then one with the finish reason. The
+usage comes last, if the client asked for it, in a chunk without choices.
+
+A tool call is sent when it is complete: one that has started may turn out malformed, and a delta cannot be retracted.
+Its id and name come first, then all its arguments in a second delta.
+
+The constant part of a request's chunks is encoded once; each delta encodes one small JSON string.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from m2forge.gateway.dialects.conversation import join_systems
+from m2forge.gateway.dialects.openai.shared import (
+    DONE,
+    FINISH_REASONS,
+    SAMPLING_FIELDS,
+    TOO_LONG,
+    arguments_text,
+    error_body,
+    logprobs_body,
+    quote,
+    read_num_samples,
+    read_sampling,
+    read_seed,
+    read_stop,
+    read_stream,
+    read_tool_choice,
+    refuse_bias,
+    usage_body,
+)
+from m2forge.gateway.dialects.types import (
+    Answer,
+    Ask,
+    AskError,
+    Fields,
+    TokenLogprob,
+    Usage,
+    make_tool,
+    order_results,
+    read_list,
+    read_object,
+    read_text,
+    read_tools,
+    refuse_value,
+)
+from m2forge.records import MAX_INT32, JsonValue
+from m2forge.text.message import Message, Role, Tool, ToolCall, parse_json
+from m2forge.text.parser import CallFinished, Completion, ContentDelta, Event, ThinkingDelta
+
+SYSTEM_FIELDS = frozenset({"role", "content", "name"})
+ASSISTANT_FIELDS = SYSTEM_FIELDS | {"reasoning_content", "reasoning", "tool_calls", "refusal", "audio", "function_call"}
+ASSISTANT_FIELDS |= {"annotations", "provider_specific_fields", "parsed", "thinking_blocks", "images"}
+RESULT_FIELDS = SYSTEM_FIELDS | {"tool_call_id"}
+PART_FIELDS = frozenset({"type", "text", "prompt_cache_breakpoint", "cache_control"})
+CALL_FIELDS = frozenset({"id", "type", "function", "index"})
+CALL_FUNCTION_FIELDS = frozenset({"name", "arguments", "parsed_arguments"})
+TOOL_FIELDS = frozenset({"type", "function"})
+FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
+
+_PLAIN_ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles whose messages may have no field besides content."""
+_NAME = "the model is shown no names of participants; write it into the content"
+_ASSISTANT_REFUSED = {
+    "name": _NAME,
+    "refusal": "the model knows no refusals beside its content; send the text as content",
+    "audio": "audio is not supported; send text",
+    "function_call": "replaced by tool_calls",
+    "parsed": "parsed answers are not supported; send content alone",
+    "thinking_blocks": "send the thinking as reasoning_content",
+    "images": "images are not supported; send text",
+}
+
+
+def read_messages(fields: Fields) -> tuple[Message, ...]:
+    place = fields.path("messages")
+    values = read_list(fields.value("messages"), place)
+    if not values:
+        raise AskError(f"{place}: expected at least one message, received none", place)
+    messages, num_systems = [], 0
+    for index, value in enumerate(values):
+        # Fast path for most messages of a long history.
+        if type(value) is dict and len(value) == 2 and type(content := value.get("content")) is str:
+            role = value.get("role")
+            if type(role) is str and (plain := _PLAIN_ROLES.get(role)) is not None:
+                if plain == "system":
+                    num_systems += 1
+                messages.append(Message(plain, content))
+                continue
+        message = _message(value, f"{place}[{index}]")
+        num_systems += message.role == "system"
+        messages.append(message)
+    ordered = order_results(messages, place)
+    return ordered if num_systems < 2 else tuple(join_systems(ordered))
+
+
+def _message(value: JsonValue, place: str) -> Message:
+    role = read_object(value, place).get("role")
+    read = _READERS.get(role) if isinstance(role, str) else None
+    if read is None:
+        refuse_value(f"{place}.role", "one of system, developer, user, assistant, tool", role)
+    return read(value, place)
+
+
+def _system(value: JsonValue, place: str) -> Message:
+    return Message("system", _said(value, place))
+
+
+def _user(value: JsonValue, place: str) -> Message:
+    return Message("user", _said(value, place))
+
+
+def _said(value: JsonValue, place: str) -> str:
+    fields = Fields(value, SYSTEM_FIELDS, place)
+    if fields.has("name"):
+        fields.refuse("name", _NAME)
+    return _content(fields)
+
+
+def _assistant(value: JsonValue, place: str) -> Message:
+    fields = Fields(value, ASSISTANT_FIELDS, place)
+    for name in fields.data.keys() & _ASSISTANT_REFUSED.keys():
+        if fields.has(name):
+            fields.refuse(name, _ASSISTANT_REFUSED[name])
+    values = fields.items("tool_calls")
+    calls = tuple([_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(values)])
+    content = _content(fields) if fields.has("content") else ""
+    return Message("assistant", content, _thinking(fields), calls)
+
+
+def _thinking(fields: Fields) -> str:
+    thinking, other = fields.text("reasoning_content"), fields.text("reasoning")
+    if thinking is not None and other is not None and thinking != other:
+        fields.refuse("reasoning_content", "differs from reasoning, which is another name of it; send one of them")
+    return thinking or other or ""
+
+
+def _result(value: JsonValue, place: str) -> Message:
+    fields = Fields(value, RESULT_FIELDS, place)
+    fields.text("name")
+    return Message("tool", _content(fields), tool_call_id=fields.required_text("tool_call_id"))
+
+
+_READERS: dict[str, Callable[[JsonValue, str], Message]] = {
+    "system": _system,
+    "developer": _system,
+    "user": _user,
+    "assistant": _assistant,
+    "tool": _result,
+}
+
+
+def _content(fields: Fields) -> str:
+    value = fields.value("content")
+    if isinstance(value, str):
+        return value
+    place = fields.path("content")
+    if not isinstance(value, Sequence):
+        refuse_value(place, "text or a list of text parts", value)
+    return "".join(_part(part, f"{place}[{index}]") for index, part in enumerate(value))
+
+
+def _part(value: JsonValue, place: str) -> str:
+    fields = _of_kind("text", value, PART_FIELDS, place)
+    return read_text(fields.value("text"), fields.path("text"))
+
+
+def _call(value: JsonValue, place: str) -> ToolCall:
+    fields = _of_kind("function", value, CALL_FIELDS, place)
+    function = Fields(fields.value("function"), CALL_FUNCTION_FIELDS, fields.path("function"))
+    text = function.text("arguments")
+    if text is None:
+        refuse_value(function.path("arguments"), "the JSON text of an object", None)
+    try:
+        arguments = parse_json(text) if text else {}
+    except ValueError as error:
+        function.refuse("arguments", f"not JSON ({error})")
+    if not isinstance(arguments, dict):
+        refuse_value(function.path("arguments"), "the JSON text of an object", text)
+    return ToolCall(function.required_text("name"), arguments, fields.required_text("id"))
+
+
+def read_tool(value: JsonValue, place: str) -> Tool:
+    fields = _of_kind("function", value, TOOL_FIELDS, place)
+    function = Fields(fields.value("function"), FUNCTION_FIELDS, fields.path("function"))
+    function.boolean("strict")
+    parameters = function.value("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        refuse_value(function.path("parameters"), "a JSON schema", parameters)
+    return make_tool(function, parameters or {}, place)
+
+
+def _of_kind(kind: str, value: JsonValue, known: frozenset[str], place: str) -> Fields:
+    """Check the type before the fields, since other types have other fields."""
+    received = read_object(value, place).get("type")
+    if received != kind:
+        refuse_value(f"{place}.type", f"{kind!r}, the only kind that is supported", received)
+    return Fields(value, known, place)
+
+
+class ChatStream:
+    """Stream of one request; see `exchange.Stream`."""
+
+    def __init__(self, ask: Ask, id: str, created_s: int) -> None:
+        same: dict[str, JsonValue] = {
+            "id": id,
+            "object": "chat.completion.chunk",
+            "created": created_s,
+            "model": ask.model,
+        }
+        if "service_tier" in ask.echo:
+            same["service_tier"] = ask.echo["service_tier"]
+        self._has_usage = bool(ask.echo.get("include_usage"))
+        self._has_logprobs = ask.num_top_logprobs is not None
+        self._head = f"data: {quote(same)[:-1]}, "
+        """Start of every chunk, before its remaining fields."""
+        self._deltas = [f'{self._head}"choices": [{{"index": {n}, "delta": {{' for n in range(ask.num_samples)]
+        """Start of each choice's chunks, before the delta's fields."""
+        self._tail = ', "usage": null}\n\n' if self._has_usage else "}\n\n"
+        self._plain_end = f'}}, "logprobs": null, "finish_reason": null}}]{self._tail}'
+        """End of a chunk after the delta's fields, without logprobs and finish reason."""
+        self._num_calls = [0] * ask.num_samples
+        self._has_said = [False] * ask.num_samples
+
+    def begin(self, num_prompt: int, num_cached: int) -> bytes:
+        role = '"role": "assistant", "content": null, "refusal": null'
+        return "".join(f"{delta}{role}{self._plain_end}" for delta in self._deltas).encode()
+
+    def piece(self, sample: int, events: Sequence[Event], logprobs: Sequence[TokenLogprob]) -> bytes:
+        start, chunks = self._deltas[sample], []
+        # The piece's logprobs go into its first chunk.
+        end = self._end(logprobs_body(logprobs), None) if self._has_logprobs and logprobs else self._plain_end
+        for event in events:
+            match event:
+                case ContentDelta(text):
+                    self._has_said[sample] = True
+                    delta = f'"content": {quote(text)}'
+                case ThinkingDelta(text):
+                    delta = f'"reasoning_content": {quote(text)}'
+                case CallFinished(call):
+                    opened, delta = self._call(sample, call)
+                    chunks.append(f"{start}{opened}{end}")
+                    end = self._plain_end
+                case _:
+                    continue
+            chunks.append(f"{start}{delta}{end}")
+            end = self._plain_end
+        if end is not self._plain_end:
+            chunks.append(f"{start}{end}")
+        return "".join(chunks).encode()
+
+    def end_sample(self, sample: int, answer: Answer) -> bytes:
+        # Clients that concatenate deltas get null if there were none; an empty completion is an empty string.
+        delta = "" if self._has_said[sample] or self._num_calls[sample] else '"content": ""'
+        return f"{self._deltas[sample]}{delta}{self._end(None, FINISH_REASONS[answer.ending])}".encode()
+
+    def finish(self, usage: Usage) -> bytes:
+        if not self._has_usage:
+            return DONE
+        return f'{self._head}"choices": [], "usage": {quote(usage_body(usage))}}}\n\n'.encode() + DONE
+
+    def fail(self, status: int, message: str) -> bytes:
+        return f"data: {quote(error_body(status, message))}\n\n".encode()
+
+    def _end(self, logprobs: JsonValue, finish_reason: str | None) -> str:
+        return f'}}, "logprobs": {quote(logprobs)}, "finish_reason": {quote(finish_reason)}}}]{self._tail}'
+
+    def _call(self, sample: int, call: ToolCall) -> tuple[str, str]:
+        """Return the fields of two deltas: id and name, then the arguments."""
+        index = self._num_calls[sample]
+        self._num_calls[sample] += 1
+        opened = {"index": index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+        filled = {"index": index, "function": {"arguments": arguments_text(call)}}
+        return f'"tool_calls": [{quote(opened)}]', f'"tool_calls": [{quote(filled)}]'
+
+
+READ = SAMPLING_FIELDS | {
+    "messages",
+    "model",
+    "tools",
+    "tool_choice",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "n",
+    "seed",
+    "logprobs",
+    "top_logprobs",
+    "stream",
+    "stream_options",
+    "metadata",
+    "service_tier",
+}
+ALLOWED = frozenset(
+    {
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "store",
+        "modalities",
+        "response_format",
+        "logit_bias",
+        "parallel_tool_calls",
+    }
+)
+REFUSED: Mapping[str, str] = {
+    "audio": "audio is not supported; the model writes text",
+    "function_call": "replaced by tool_choice",
+    "functions": "replaced by tools",
+    "moderation": "there is no moderation here; leave it out",
+    "prediction": "predicted outputs are not supported; leave it out",
+    "reasoning_effort": "how long the model thinks cannot be set; leave it out, or limit max_completion_tokens",
+    "verbosity": "how much the model writes cannot be set; leave it out, or say so in a message",
+    "web_search_options": "there is no web search here; offer a tool that does it",
+}
+FIELDS = READ | ALLOWED | REFUSED.keys()
+
+
+class OpenAIChat:
+    path = "/v1/chat/completions"
+
+    def read(self, body: Mapping[str, JsonValue]) -> Ask:
+        fields = Fields(body, FIELDS)
+        for name, reason in REFUSED.items():
+            if fields.has(name):
+                fields.refuse(name, reason)
+        tools = read_tools(fields, read_tool)
+        _check_allowed(fields, has_tools=bool(tools))
+        is_streamed, echo = read_stream(fields)
+        return Ask(
+            messages=read_messages(fields),
+            tools=tools,
+            max_tokens=_max_tokens(fields),
+            sampling=read_sampling(fields),
+            stop_texts=read_stop(fields),
+            seed=read_seed(fields),
+            num_samples=read_num_samples(fields),
+            is_streamed=is_streamed,
+            tool_choice=read_tool_choice(fields),
+            num_top_logprobs=_num_top_logprobs(fields),
+            model=fields.required_text("model"),
+            echo=echo | _repeated(fields),
+        )
+
+    def answer(
+        self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
+    ) -> dict[str, JsonValue]:
+        choices = [
+            {
+                "index": index,
+                "message": message_body(answer.completion),
+                "logprobs": None if ask.num_top_logprobs is None else logprobs_body(answer.logprobs),
+                "finish_reason": FINISH_REASONS[answer.ending],
+            }
+            for index, answer in enumerate(answers)
+        ]
+        body: dict[str, JsonValue] = {
+            "id": id,
+            "object": "chat.completion",
+            "created": created_s,
+            "model": ask.model,
+            "choices": choices,
+            "usage": usage_body(usage),
+        }
+        return body | {name: ask.echo[name] for name in ("metadata", "service_tier") if name in ask.echo}
+
+    def stream(self, ask: Ask, id: str, created_s: int) -> ChatStream:
+        return ChatStream(ask, id, created_s)
+
+    def error(
+        self, status: int, message: str, field: str | None = None, code: str | None = None
+    ) -> dict[str, JsonValue]:
+        return error_body(status, message, field, code)
+
+    def too_long(self, num_prompt: int, context: int) -> AskError:
+        message = (
+            f"This model's maximum context length is {context} tokens. However, your messages resulted in {num_prompt} "
+            "tokens. Please reduce the length of the messages."
+        )
+        return AskError(message, "messages", TOO_LONG)
+
+
+def message_body(completion: Completion) -> dict[str, JsonValue]:
+    """Encode an assistant message. With tool calls, empty content is null, as SDKs expect."""
+    body: dict[str, JsonValue] = {"role": "assistant", "content": completion.content, "refusal": None}
+    if completion.thinking:
+        body["reasoning_content"] = completion.thinking
+    if completion.tool_calls:
+        body["content"] = completion.content or None
+        body["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
+            for call in completion.tool_calls
+        ]
+    return body
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    """Read both names of the limit; the older one predates thinking."""
+    older, newer = (fields.integer(name, 1, MAX_INT32) for name in ("max_tokens", "max_completion_tokens"))
+    if older is not None and newer is not None and older != newer:
+        fields.refuse(
+            "max_tokens", f"{older} is not max_completion_tokens, {newer}, which replaced it; send that alone"
+        )
+    return older if newer is None else newer
+
+
+def _num_top_logprobs(fields: Fields) -> int | None:
+    num_top = fields.integer("top_logprobs", 0, 20)
+    if not fields.boolean("logprobs"):
+        if num_top is not None:
+            fields.refuse("top_logprobs", "log-probabilities were not asked for; set logprobs to true")
+        return None
+    if num_top:
+        fields.refuse(
+            "top_logprobs", f"expected 0, received {num_top}; the engine tells of the tokens that it sampled alone"
+        )
+    return 0
+
+
+def _check_allowed(fields: Fields, *, has_tools: bool) -> None:
+    """Check that the fields in `ALLOWED`, if present, ask for nothing that the gateway does not do."""
+    for name in ("user", "safety_identifier", "prompt_cache_key"):
+        fields.text(name)
+    fields.choice("prompt_cache_retention", ("in_memory", "24h"))
+    if (cache := fields.object("prompt_cache_options", frozenset({"mode", "ttl"}))) is not None:
+        cache.choice("mode", ("implicit", "explicit"))
+        cache.text("ttl")
+    if fields.boolean("store"):
+        fields.refuse("store", "completions cannot be listed afterwards; send false")
+    if fields.value("modalities") not in (None, ["text"]):
+        fields.refuse("modalities", "expected ['text']; the model writes nothing else")
+    refuse_bias(fields)
+    if fields.boolean("parallel_tool_calls") is False and has_tools:
+        fields.refuse("parallel_tool_calls", "a policy that is sampled cannot be kept to one call; leave it out")
+    _check_format(fields)
+
+
+def _check_format(fields: Fields) -> None:
+    format = fields.object("response_format", frozenset({"type", "json_schema"}))
+    if format is not None and (format.value("type") != "text" or format.has("json_schema")):
+        fields.refuse(
+            "response_format",
+            "expected {'type': 'text'}; what a policy samples is not kept to a grammar, so ask for JSON in a message",
+        )
+
+
+def _repeated(fields: Fields) -> dict[str, JsonValue]:
+    repeated: dict[str, JsonValue] = {}
+    if (metadata := fields.metadata()) is not None:
+        repeated["metadata"] = metadata
+    if fields.choice("service_tier", ("auto", "default")) is not None:
+        repeated["service_tier"] = "default"
+    return repeated

@@ -1,0 +1,346 @@
+"""OpenAI's Responses: `POST /v1/responses`.
+
+`openai_responses_read.py` decides what a request may contain, `openai_responses_item.py` reads the conversation's
+items, `openai_responses_output.py` builds the response's items, and `openai_responses_stream.py` streams them.
+
+OpenAI Responses, the parts of a response: its items, the response object, and the logprobs of its text.
+
+    reasoning       the thinking, as text or as summary; with `encrypted_content` if the client asked for it
+    message         the text
+    function_call   one per tool call
+
+An empty completion becomes a message with empty text, so that a client that sends items back sends an assistant turn.
+
+OpenAI Responses, the response as server-sent events.
+
+    response.created, response.in_progress
+    response.output_item.added … response.output_item.done               for each item, one after the other
+        reasoning       response.content_part.added, response.reasoning_text.delta…, .done, response.content_part.done
+                        or response.reasoning_summary_part.added, …, as a summary
+        message         response.content_part.added, response.output_text.delta…, .done, response.content_part.done
+        function_call   response.function_call_arguments.delta, .done: the arguments in one piece, once complete
+    response.completed, response.incomplete                              or error and response.failed, at any time
+
+`sequence_number` counts the events from 0. A tool call is sent when it is complete, so a call that the model did not
+finish is never sent. Text after a call becomes its own message, whose id names the same response.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from m2forge.gateway.dialects.opaque_thinking import seal
+from m2forge.gateway.dialects.openai.responses_input import HIDDEN, item_id, read_ask
+from m2forge.gateway.dialects.openai.shared import TOO_LONG, arguments_text, error_body, quote, token_bodies
+from m2forge.gateway.dialects.types import Answer, Ask, AskError, Ending, TokenLogprob, Usage
+from m2forge.records import JsonValue
+from m2forge.text.message import ToolCall
+from m2forge.text.parser import CallFinished, ContentDelta, Event, ThinkingDelta
+
+CUT_OFF = frozenset({Ending.LENGTH, Ending.ABORT})
+"""Endings of an incomplete response; the vendor has no status for one that the engine aborted."""
+
+
+def response_body(ask: Ask, id: str, created_s: int) -> dict[str, JsonValue]:
+    """Encode the fields that are known from the start."""
+    body: dict[str, JsonValue] = {"id": id, "object": "response", "created_at": created_s}
+    return body | {name: value for name, value in ask.echo.items() if name not in HIDDEN}
+
+
+def state_body(
+    status: str,
+    output: Sequence[JsonValue] = (),
+    usage: Usage | None = None,
+    *,
+    incomplete: JsonValue = None,
+    error: JsonValue = None,
+) -> dict[str, JsonValue]:
+    """Encode the fields that change while the response is generated."""
+    told = None if usage is None else usage_body(usage)
+    return {"status": status, "error": error, "incomplete_details": incomplete, "output": output, "usage": told}
+
+
+def ending_body(ending: Ending, output: Sequence[JsonValue], usage: Usage) -> dict[str, JsonValue]:
+    if ending in CUT_OFF:
+        return state_body("incomplete", output, usage, incomplete={"reason": "max_output_tokens"})
+    return state_body("completed", output, usage)
+
+
+def usage_body(usage: Usage) -> dict[str, JsonValue]:
+    return {
+        "input_tokens": usage.num_prompt,
+        "input_tokens_details": {"cached_tokens": usage.num_cached, "cache_write_tokens": 0},
+        "output_tokens": usage.num_sampled,
+        "output_tokens_details": {"reasoning_tokens": usage.num_thinking},
+        "total_tokens": usage.num_prompt + usage.num_sampled,
+    }
+
+
+def items_body(ask: Ask, id: str, answer: Answer) -> list[dict[str, JsonValue]]:
+    """Encode all items. If the completion was cut off, the last item is incomplete unless it is a tool call."""
+    completion = answer.completion
+    tokens = SpokenTokens()
+    tokens.add(answer.logprobs)
+    tokens.take(completion.thinking)
+    items: list[dict[str, JsonValue]] = []
+    if completion.thinking:
+        items.append(reasoning_body(ask, item_id("rs", id, 0), completion.thinking, "completed"))
+    if completion.content or not (items or completion.tool_calls):
+        logprobs = token_bodies(tokens.take(completion.content))
+        items.append(message_body(item_id("msg", id, len(items)), completion.content, logprobs, "completed"))
+    if answer.ending in CUT_OFF and not completion.tool_calls:
+        items[-1]["status"] = "incomplete"
+    items.extend(
+        call_body(item_id("fc", id, index), call, arguments_text(call), "completed")
+        for index, call in enumerate(completion.tool_calls, start=len(items))
+    )
+    return items
+
+
+def reasoning_body(ask: Ask, id: str, thinking: str | None, status: str) -> dict[str, JsonValue]:
+    """`thinking` is None before any was sampled."""
+    body: dict[str, JsonValue] = {"id": id, "type": "reasoning", "summary": [], "status": status}
+    if thinking is None:
+        return body
+    if ask.echo.get("is_summarised"):
+        body["summary"] = [{"type": "summary_text", "text": thinking}]
+    else:
+        body["content"] = [{"type": "reasoning_text", "text": thinking}]
+    if ask.echo.get("is_sealed"):
+        body["encrypted_content"] = seal(thinking)
+    return body
+
+
+def message_body(id: str, text: str | None, logprobs: Sequence[JsonValue], status: str) -> dict[str, JsonValue]:
+    """`text` is None before any was sampled."""
+    content: list[JsonValue] = [] if text is None else [text_body(text, logprobs)]
+    return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def text_body(text: str, logprobs: Sequence[JsonValue]) -> dict[str, JsonValue]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def call_body(id: str, call: ToolCall, arguments: str, status: str) -> dict[str, JsonValue]:
+    return {
+        "id": id,
+        "type": "function_call",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": arguments,
+        "status": status,
+    }
+
+
+class SpokenTokens:
+    """Finds the sampled tokens of a piece of text, since a response contains logprobs of its text only.
+
+    Skips tokens of tags, thinking and tool calls in between. Returns no tokens for text that is not found, which
+    happens when invalid UTF-8 was replaced.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[TokenLogprob] = []
+        self._num_passed = 0
+        """Number of bytes of the first token that were already matched; that token is not returned again."""
+
+    def add(self, tokens: Iterable[TokenLogprob]) -> None:
+        self._tokens.extend(tokens)
+
+    def take(self, text: str) -> list[TokenLogprob]:
+        """Return the tokens of the next text; each token once."""
+        data = text.encode(errors="replace")
+        start = b"".join(token.text for token in self._tokens).find(data, self._num_passed)
+        if start < 0 or not data:
+            return []
+        taken, end, position = [], start + len(data), 0
+        for index, token in enumerate(self._tokens):
+            begin, position = position, position + len(token.text)
+            if position > start and begin < end and (index or not self._num_passed):
+                taken.append(token)
+            if position > end:
+                self._tokens, self._num_passed = self._tokens[index:], max(end - begin, 0)
+                return taken
+        self._tokens, self._num_passed = [], 0
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Event and part names for an item's text."""
+
+    part: str
+    """Type of the content part."""
+    part_event: str
+    text_event: str
+    index: str
+
+
+_WORDS = _Form("output_text", "response.content_part", "response.output_text", "content_index")
+_THINKING = _Form("reasoning_text", "response.content_part", "response.reasoning_text", "content_index")
+_SUMMARY = _Form("summary_text", "response.reasoning_summary_part", "response.reasoning_summary_text", "summary_index")
+
+
+@dataclass(slots=True)
+class _Item:
+    """An item whose text is still arriving."""
+
+    form: _Form
+    id: str
+    place: str
+    """JSON fields that locate its text: item id, output index and part index."""
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[JsonValue] = field(default_factory=list)
+
+
+class ResponsesStream:
+    """See `exchange.Stream`."""
+
+    def __init__(self, ask: Ask, id: str, created_s: int) -> None:
+        self._ask, self._id = ask, id
+        self._response = quote(response_body(ask, id, created_s))[:-1]
+        """JSON of the constant fields without the closing brace, encoded once and sent three times."""
+        self._thinking = _SUMMARY if ask.echo.get("is_summarised") else _THINKING
+        self._tokens = SpokenTokens() if ask.num_top_logprobs is not None else None
+        self._num_events = 0
+        self._output: list[JsonValue] = []
+        """Completed items."""
+        self._item: _Item | None = None
+        self._ending = Ending.STOP
+
+    def begin(self, num_prompt: int, num_cached: int) -> bytes:
+        response = self._told(state_body("in_progress"))
+        return self._event("response.created", response) + self._event("response.in_progress", response)
+
+    def piece(self, sample: int, events: Sequence[Event], logprobs: Sequence[TokenLogprob]) -> bytes:
+        if self._tokens is not None:
+            self._tokens.add(logprobs)
+        return b"".join(map(self._one, events))
+
+    def end_sample(self, sample: int, answer: Answer) -> bytes:
+        self._ending = answer.ending
+        opened = b"" if self._item is not None or self._output else self._open(_WORDS)
+        return opened + self._close("incomplete" if answer.ending in CUT_OFF else "completed")
+
+    def finish(self, usage: Usage) -> bytes:
+        body = ending_body(self._ending, self._output, usage)
+        return self._event(f"response.{body['status']}", self._told(body))
+
+    def fail(self, status: int, message: str) -> bytes:
+        code = "rate_limit_exceeded" if status == 429 else "invalid_prompt" if status < 500 else "server_error"
+        error: dict[str, JsonValue] = {"code": code, "message": message}
+        told = self._event("error", f'"code":{quote(code)},"message":{quote(message)},"param":null')
+        return told + self._event("response.failed", self._told(state_body("failed", self._output, error=error)))
+
+    # -- items --------------------------------------------------------------------------------------------------------
+
+    def _one(self, event: Event) -> bytes:
+        if isinstance(event, ContentDelta):
+            return self._more(_WORDS, event.text)
+        if isinstance(event, ThinkingDelta):
+            return self._more(self._thinking, event.text)
+        return self._call(event.call) if isinstance(event, CallFinished) else b""
+
+    def _more(self, form: _Form, text: str) -> bytes:
+        item, opened = self._item, b""
+        if item is None or item.form is not form:
+            opened = self._open(form)
+            item = self._item
+            assert item is not None
+        item.texts.append(text)
+        rest = f'{item.place},"delta":{quote(text)}'
+        if form is _WORDS:
+            rest = f'{rest},"logprobs":{self._logprobs(item, text)}'
+        elif self._tokens is not None:
+            self._tokens.take(text)
+        return opened + self._event(f"{form.text_event}.delta", rest)
+
+    def _logprobs(self, item: _Item, text: str) -> str:
+        if self._tokens is None:
+            return "[]"
+        told = token_bodies(self._tokens.take(text))
+        item.logprobs.extend(told)
+        return quote(told)
+
+    def _open(self, form: _Form) -> bytes:
+        closed = self._close("completed")
+        index = len(self._output)
+        id = item_id("msg" if form is _WORDS else "rs", self._id, index)
+        self._item = _Item(form, id, f'"item_id":{quote(id)},"output_index":{index},"{form.index}":0')
+        if form is _WORDS:
+            body, part = message_body(id, None, [], "in_progress"), text_body("", [])
+        else:
+            body, part = reasoning_body(self._ask, id, None, "in_progress"), {"type": form.part, "text": ""}
+        added = self._event("response.output_item.added", f'"output_index":{index},"item":{quote(body)}')
+        return closed + added + self._event(f"{form.part_event}.added", f'{self._item.place},"part":{quote(part)}')
+
+    def _close(self, status: str) -> bytes:
+        item, self._item = self._item, None
+        if item is None:
+            return b""
+        form, text, index = item.form, "".join(item.texts), len(self._output)
+        done = f'{item.place},"text":{quote(text)}'
+        if form is _WORDS:
+            done = f'{done},"logprobs":{quote(item.logprobs)}'
+            body, part = message_body(item.id, text, item.logprobs, status), text_body(text, item.logprobs)
+        else:
+            body, part = reasoning_body(self._ask, item.id, text, status), {"type": form.part, "text": text}
+        self._output.append(body)
+        return (
+            self._event(f"{form.text_event}.done", done)
+            + self._event(f"{form.part_event}.done", f'{item.place},"part":{quote(part)}')
+            + self._event("response.output_item.done", f'"output_index":{index},"item":{quote(body)}')
+        )
+
+    def _call(self, call: ToolCall) -> bytes:
+        closed = self._close("completed")
+        index, arguments = len(self._output), arguments_text(call)
+        id = item_id("fc", self._id, index)
+        place, text = f'"item_id":{quote(id)},"output_index":{index}', quote(arguments)
+        begun, body = call_body(id, call, "", "in_progress"), call_body(id, call, arguments, "completed")
+        self._output.append(body)
+        name = "response.function_call_arguments"
+        return (
+            closed
+            + self._event("response.output_item.added", f'"output_index":{index},"item":{quote(begun)}')
+            + self._event(f"{name}.delta", f'{place},"delta":{text}')
+            + self._event(f"{name}.done", f'{place},"name":{quote(call.name)},"arguments":{text}')
+            + self._event("response.output_item.done", f'"output_index":{index},"item":{quote(body)}')
+        )
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def _told(self, state: dict[str, JsonValue]) -> str:
+        """Encode the response in its current state as JSON."""
+        return f'"response":{self._response},{quote(state)[1:]}'
+
+    def _event(self, name: str, rest: str) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return f'event: {name}\ndata: {{"type":"{name}","sequence_number":{number},{rest}}}\n\n'.encode()
+
+
+class OpenAIResponses:
+    path = "/v1/responses"
+
+    def read(self, body: Mapping[str, JsonValue]) -> Ask:
+        return read_ask(body)
+
+    def answer(
+        self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
+    ) -> dict[str, JsonValue]:
+        (answer,) = answers
+        return response_body(ask, id, created_s) | ending_body(answer.ending, items_body(ask, id, answer), usage)
+
+    def stream(self, ask: Ask, id: str, created_s: int) -> ResponsesStream:
+        return ResponsesStream(ask, id, created_s)
+
+    def error(
+        self, status: int, message: str, field: str | None = None, code: str | None = None
+    ) -> dict[str, JsonValue]:
+        return error_body(status, message, field, code)
+
+    def too_long(self, num_prompt: int, context: int) -> AskError:
+        message = (
+            "Your input exceeds the context window of this model. Please adjust your input and try again. It is "
+            f"{num_prompt} tokens long, the context window {context}."
+        )
+        return AskError(message, "input", TOO_LONG)

@@ -1,0 +1,388 @@
+"""Reads the tools that a request offers, in any dialect: field names differ, schemas are JSON.
+
+Requests and responses independent of the client's dialect, and the protocol of a dialect.
+
+    body (JSON) -> Dialect.read -> Ask -> the gateway samples -> Answer, Usage -> Dialect.answer -> body (JSON)
+                                                  events, token by token       -> Stream          -> server-sent events
+
+Dialects are pure: no HTTP, no clock, no engine. A request that they cannot honour exactly raises `AskError`, which the
+gateway answers with status 400 and the vendor's error body; nothing is silently ignored.
+
+Tool calls have their ids before a dialect sees them: `CallFinished.call` in a stream and `Completion.tool_calls` in an
+`Answer` are equal, ids included. Neither contains the text that ended a completion (`stop_text`).
+
+Strict reading of JSON objects: a value that is not what its field takes raises `AskError` naming the field.
+
+null is the same as absent, as on the vendors' servers: SDKs serialize unset fields. An unknown key is refused with a
+suggestion, because a misspelt setting that does nothing is worse than an error.
+
+Bodies come from `parse_json`, so their text can be written as UTF-8, their numbers are finite and their depth bounded.
+
+Sorts tool results into the order of their calls.
+
+Clients that run tools concurrently send results as they finish, each with its call's id. Chat formats show the model no
+ids, only the order, so it must match the calls. Every call needs a result, as the vendors require too: if one were
+missing, the model would take the next for it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, NoReturn, Protocol
+
+from m2forge.errors import FormatError, M2ForgeError, suggest
+from m2forge.records import JsonValue, Sampling
+from m2forge.text.message import Message, Tool, ToolCall
+from m2forge.text.parser import Completion, Event
+
+
+class AskError(M2ForgeError, ValueError):
+    """A request that a dialect cannot honour: the message says what and why, the field says where."""
+
+    def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, field, code)
+        self.field = field
+        """Path of the request's field, such as `messages[2].content`; None if the error concerns the whole body."""
+        self.code = code
+        """Error code by which the vendor's clients recognise the error; None if it has none."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of a client."""
+
+    messages: tuple[Message, ...]
+    """The conversation; empty for a raw prompt."""
+    tools: tuple[Tool, ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    """Text or token ids to continue without a chat format; None for a conversation."""
+    max_tokens: int | None = None
+    """Maximum sampled tokens of each completion, thinking included; None: what the context leaves."""
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_texts: tuple[str, ...] = ()
+    seed: int | None = None
+    num_samples: int = 1
+    is_streamed: bool = False
+    tool_choice: Literal["auto", "none"] = "auto"
+    """Whether the model is offered the tools; a sampled policy cannot be forced to call one."""
+    num_top_logprobs: int | None = None
+    """None: no logprobs; 0: logprobs of the sampled tokens only, since engines return no others."""
+    model: str = ""
+    echo: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Request fields that only shape the response, for the dialect that read them."""
+
+
+def offered(ask: Ask) -> tuple[Tool, ...]:
+    """Return the tools that the model is shown: none if it may call none."""
+    return ask.tools if ask.tool_choice == "auto" else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request; sampled tokens are summed over its completions."""
+
+    num_prompt: int
+    num_cached: int
+    """Number of prompt tokens served from the prefix cache."""
+    num_sampled: int
+    num_thinking: int
+    """Number of sampled tokens that are thinking."""
+
+
+class Ending(StrEnum):
+    """Why a completion ended, in the terms of the response."""
+
+    STOP = "stop"
+    """The model sampled its end marker."""
+    STOP_TEXT = "stop_text"
+    """The completion contains one of the client's stop texts."""
+    LENGTH = "length"
+    """The completion reached the token limit or the end of the context."""
+    TOOL_CALLS = "tool_calls"
+    """The model sampled its end marker after at least one tool call."""
+    ABORT = "abort"
+    """The engine aborted the completion, or it timed out."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One sampled token."""
+
+    text: bytes
+    """Bytes of the token, possibly only part of a character."""
+    logprob: float
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One complete completion."""
+
+    completion: Completion
+    ending: Ending
+    stop_text: str | None = None
+    """The stop text that was found, for `Ending.STOP_TEXT`."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Logprobs of every sampled token if the client asked for them, else empty."""
+
+
+class Stream(Protocol):
+    """Encodes one response as server-sent events, in the order that the vendor's SDK expects.
+
+    Called in this order: `begin`; `piece` as tokens arrive, samples interleaved; `end_sample` for each; `finish`.
+    `fail` may follow `begin` at any time and ends the stream. Each returns the bytes to send, possibly none.
+    """
+
+    def begin(self, num_prompt: int, num_cached: int) -> bytes: ...
+
+    def piece(self, sample: int, events: Sequence[Event], logprobs: Sequence[TokenLogprob]) -> bytes:
+        """Encode the next parser events of a sample. All events of its parser pass through here, the final ones too."""
+        ...
+
+    def end_sample(self, sample: int, answer: Answer) -> bytes:
+        """End a sample. Its text was already sent, so this sends only the ending."""
+        ...
+
+    def finish(self, usage: Usage) -> bytes:
+        """Encode the last events. A client that receives them may rely on the call being recorded."""
+        ...
+
+    def fail(self, status: int, message: str) -> bytes:
+        """Encode an error that occurs after status 200 was sent."""
+        ...
+
+
+class Dialect(Protocol):
+    """The request and response format of one vendor's SDK."""
+
+    path: str
+    """Path that requests are posted to, such as `/v1/chat/completions`."""
+
+    def read(self, body: Mapping[str, JsonValue]) -> Ask:
+        """Raises `AskError`, and nothing else, for what cannot be honoured."""
+        ...
+
+    def answer(
+        self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
+    ) -> dict[str, JsonValue]:
+        """Encode the complete response, one completion per sample, in order."""
+        ...
+
+    def stream(self, ask: Ask, id: str, created_s: int) -> Stream: ...
+
+    def error(
+        self, status: int, message: str, field: str | None = None, code: str | None = None
+    ) -> dict[str, JsonValue]:
+        """Encode the vendor's error body for an HTTP status."""
+        ...
+
+    def too_long(self, num_prompt: int, context: int) -> AskError:
+        """Return the vendor's error for a prompt that leaves no room in the context to sample: agents recognise it and
+        shorten their history."""
+        ...
+
+
+MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512
+_NUM_SHOWN = 80
+"""Maximum number of characters of a refused value in an error message."""
+
+
+class Fields:
+    """A JSON object being read. Each method returns None if the field is absent or null."""
+
+    __slots__ = ("data", "place")
+
+    def __init__(self, value: JsonValue, known: AbstractSet[str], place: str = "") -> None:
+        """`place` is the object's own path, empty for the body."""
+        self.data, self.place = read_object(value, place), place
+        if not self.data.keys() <= known:
+            name = next(name for name in self.data if name not in known)
+            path = self.path(name[:_NUM_SHOWN])
+            raise AskError(f"{path}: not a field that is known here; {suggest(name[:_NUM_SHOWN], known)}", path)
+
+    def path(self, name: str) -> str:
+        return f"{self.place}.{name}" if self.place else name
+
+    def has(self, name: str) -> bool:
+        return self.data.get(name) is not None
+
+    def value(self, name: str) -> JsonValue:
+        return self.data.get(name)
+
+    def refuse(self, name: str, reason: str) -> NoReturn:
+        """Raise `AskError`: the field, or its value, cannot be honoured for this reason."""
+        path = self.path(name)
+        raise AskError(f"{path}: {reason}", path)
+
+    def text(self, name: str) -> str | None:
+        value = self.data.get(name)
+        if value is not None and not isinstance(value, str):
+            refuse_value(self.path(name), "text", value)
+        return value
+
+    def required_text(self, name: str) -> str:
+        """Refuses an empty text."""
+        value = self.data.get(name)
+        if not isinstance(value, str) or not value:
+            refuse_value(self.path(name), "text", value)
+        return value
+
+    def boolean(self, name: str) -> bool | None:
+        value = self.data.get(name)
+        if value is not None and not isinstance(value, bool):
+            refuse_value(self.path(name), "true or false", value)
+        return value
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        value = self.data.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            refuse_value(self.path(name), f"an integer from {low} to {high}", value)
+        return value
+
+    def number(self, name: str, low: float, high: float) -> float | None:
+        value = self.data.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            refuse_value(self.path(name), f"a number from {low:g} to {high:g}", value)
+        return float(value)
+
+    def choice(self, name: str, known: Sequence[str]) -> str | None:
+        value = self.data.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, str) or value not in known:
+            refuse_value(self.path(name), " or ".join(map(repr, known)), value)
+        return value
+
+    def items(self, name: str) -> Sequence[JsonValue]:
+        """An absent list has no items."""
+        value = self.data.get(name)
+        return () if value is None else read_list(value, self.path(name))
+
+    def object(self, name: str, known: AbstractSet[str]) -> "Fields | None":
+        value = self.data.get(name)
+        return None if value is None else Fields(value, known, self.path(name))
+
+    def metadata(self, name: str = "metadata") -> Mapping[str, JsonValue] | None:
+        """Return up to 16 short texts by name, which the response repeats."""
+        value = self.data.get(name)
+        if value is None:
+            return None
+        pairs = read_object(value, self.path(name))
+        if len(pairs) > MAX_METADATA:
+            self.refuse(name, f"expected at most {MAX_METADATA} pairs, received {len(pairs)}")
+        for key, text in pairs.items():
+            if len(key) > MAX_KEY_LENGTH:
+                self.refuse(name, f"expected keys of at most {MAX_KEY_LENGTH} characters, received {shown(key)}")
+            if not isinstance(text, str) or len(text) > MAX_VALUE_LENGTH:
+                refuse_value(f"{self.path(name)}.{key}", f"text of at most {MAX_VALUE_LENGTH} characters", text)
+        return pairs
+
+
+def read_object(value: JsonValue, place: str) -> Mapping[str, JsonValue]:
+    # Parsed bodies contain dict and list, for which isinstance is much faster than for the abstract types.
+    if not isinstance(value, dict) and not isinstance(value, Mapping):
+        refuse_value(place, "an object", value)
+    return value
+
+
+def read_list(value: JsonValue, place: str) -> Sequence[JsonValue]:
+    if not isinstance(value, list) and (isinstance(value, str) or not isinstance(value, Sequence)):
+        refuse_value(place, "a list", value)
+    return value
+
+
+def read_text(value: JsonValue, place: str) -> str:
+    if not isinstance(value, str):
+        refuse_value(place, "text", value)
+    return value
+
+
+def refuse_value(place: str, expected: str, value: JsonValue) -> NoReturn:
+    received = "nothing" if value is None else shown(value)
+    raise AskError(f"{place or 'the body'}: expected {expected}, received {received}", place or None)
+
+
+def shown(value: JsonValue) -> str:
+    """Return a shortened repr; long values are not formatted first."""
+    if isinstance(value, str):
+        text = repr(value[:_NUM_SHOWN])
+        return text if len(value) <= _NUM_SHOWN else f"{text}…"
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, Sequence):
+        return f"a list of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 4 * _NUM_SHOWN:
+        return "a very large integer"
+    return repr(value)
+
+
+def order_results(messages: Sequence[Message], place: str = "messages") -> tuple[Message, ...]:
+    """Return the messages, with the results after each assistant turn in the order of its calls.
+
+    Refuses a result for a call that is not in that turn or already has one, and a call without a result.
+    """
+    ordered = list(messages)
+    index, end = 0, len(ordered)
+    while index < end:
+        message = ordered[index]
+        index += 1
+        if message.tool_calls:
+            start = index
+            while index < end and ordered[index].role == "tool":
+                index += 1
+            _order(message.tool_calls, ordered, start, index, place)
+        elif message.role == "tool":
+            _refuse(message.tool_call_id, "the assistant did not make just before", f"{place}[{index - 1}]")
+    return tuple(ordered)
+
+
+def _order(calls: Sequence[ToolCall], messages: list[Message], start: int, end: int, place: str) -> None:
+    """Sort the results of these calls, `messages[start:end]`."""
+    if len(calls) == 1 and end == start + 1 and messages[start].tool_call_id == calls[0].id:
+        return
+    rank_of_id = {call.id: rank for rank, call in enumerate(calls)}
+    if len(rank_of_id) < len(calls):
+        raise AskError(f"{place}: calls of one turn have the same id; give each its own", place)
+    answered: set[str] = set()
+    for index in range(start, end):
+        id = messages[index].tool_call_id
+        if id not in rank_of_id or id in answered:
+            wrong = "was answered before" if id in answered else "the assistant did not make just before"
+            _refuse(id, wrong, f"{place}[{index}]")
+        answered.add(id)
+    missing = [call.id for call in calls if call.id not in answered]
+    if missing:
+        raise AskError(f"{place}: call {shown(missing[0])} has no result; send one for each call, just after", place)
+    messages[start:end] = sorted(messages[start:end], key=lambda result: rank_of_id[result.tool_call_id])
+
+
+def _refuse(id: str, wrong: str, path: str) -> NoReturn:
+    raise AskError(f"{path}: a tool's result answers call {shown(id)}, which {wrong}", path)
+
+
+def read_tools(fields: Fields, read_tool: Callable[[JsonValue, str], Tool]) -> tuple[Tool, ...]:
+    """`read_tool` reads one tool description, given its path."""
+    tools: dict[str, Tool] = {}
+    place = fields.path("tools")
+    for index, value in enumerate(fields.items("tools")):
+        tool = read_tool(value, f"{place}[{index}]")
+        if tool.name in tools:
+            fields.refuse("tools", f"expected names to differ, received {shown(tool.name)} more than once")
+        tools[tool.name] = tool
+    return tuple(tools.values())
+
+
+def make_tool(fields: Fields, schema: Mapping[str, JsonValue], place: str) -> Tool:
+    """Create a tool from its name, description and schema; raises `AskError` at `place` if it is invalid."""
+    try:
+        return Tool(fields.required_text("name"), fields.text("description") or "", schema)
+    except FormatError as error:
+        raise AskError(f"{place}: {error}", place) from error

@@ -1,0 +1,4 @@
+"""Maps a client's messages to recorded tokens.
+
+In reading order: history, turn.
+"""

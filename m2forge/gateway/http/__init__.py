@@ -1,0 +1,4 @@
+"""HTTP connections and their limits.
+
+In reading order: connection, limits.
+"""

@@ -1,0 +1,161 @@
+"""Configuration of an RL run: the initial model, the tasks, agents, reward, trainer, engine, gateway and pool.
+
+name = "demo"
+model = "runs/sft/model"
+num_steps = 60
+group_size = 8
+
+[curriculum]
+batch_groups = 8
+...
+
+[agent]
+command = ["python", "examples/demo_agent.py"]
+
+[pool.window]
+queue = 64
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from m2forge.config import Config
+from m2forge.gateway.config import Budget, GatewayConfig, SamplingConfig
+from m2forge.pool.config import PoolConfig
+from m2forge.reward.config import RewardConfig
+from m2forge.rollout.config import RolloutConfig
+from m2forge.sandbox.config import SandboxConfig
+from m2forge.tasks.config import CurriculumConfig, VerifyConfig
+from m2forge.train.config import Curve, PolicyConfig, TrainConfig
+
+Count = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class AgentConfig(Config):
+    """The agent program. It stays alive across attempts: it reads jobs as lines on standard input and writes answers
+    as lines to standard output (`rl/workers.py` specifies both). Each worker runs in its own folder; words of the
+    command that are file paths are resolved against the folder in which the loop was started."""
+
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    num_workers: Count = 1
+    """Number of agent processes."""
+    jobs_per_worker: Count = 16
+    """Concurrent attempts per worker; 1 for a sequential program."""
+    timeout_s: Seconds = 120.0
+    """Timeout of one attempt; the window would stall behind an attempt that never ends."""
+    cancel_s: Seconds = 5.0
+    """How long a worker may take to confirm a cancel before it is restarted."""
+    budget: Budget = Budget(max_calls=32)
+    """Limits of one attempt in addition to its timeout."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Overrides the sampling parameters of the agent's requests; a call's record holds both. A seed in a request has no
+    effect, because it would make all attempts of a group the same."""
+    sandbox: SandboxConfig = SandboxConfig(timeout_s=7 * 86400.0)
+    """Sandbox of a worker; its timeout covers the worker's whole life."""
+
+    @property
+    def num_jobs(self) -> int:
+        return self.num_workers * self.jobs_per_worker
+
+
+class EngineConfig(Config):
+    """Configuration of the sampler process."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "stored", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of weights and KV cache. auto: as stored, except on a CPU where a probe at startup measures faster decode
+    in float32, which then takes twice the memory."""
+    rollout: RolloutConfig = RolloutConfig()
+    num_threads: Count | None = None
+    """CPU threads; None leaves it to torch."""
+
+
+class CheckConfig(Config):
+    """Periodic evaluation of the current policy on held-out tasks, which are never trained on."""
+
+    every_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0: only before the first step and after the last."""
+    num_tasks: Annotated[int, Field(ge=0)] = 0
+    """Held-out tasks per evaluation; 0: no evaluation."""
+    seed: int = 1
+    share: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Share of the agents' slots, at least one, that an evaluation takes beside training; before the first step and
+    after the last it takes all."""
+    pin: bool = False
+    """Whether weight updates wait for the end of an evaluation, so that it samples from one policy version. Training
+    rollouts meanwhile sample from that version too and lag behind the trainer by the steps it makes. If False, the
+    evaluation reports the share of its tokens that each version sampled."""
+    sampling: SamplingConfig | None = None
+    """Sampling parameters of evaluations; None: `agent.sampling`. Temperature 0 is allowed here."""
+
+
+class RLConfig(Config):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    model: str = Field(min_length=1)
+    """A model folder with its tokenizer."""
+    num_steps: Count
+    group_size: Annotated[int, Field(ge=1, le=4096)] = 8
+    """Attempts per task; an attempt's advantage is relative to the rest of its group."""
+    batch_tokens: Count | None = None
+    """Token limit of a batch; None: a batch is `curriculum.batch_groups` groups. With a limit, a batch is as many
+    groups as fit, at least one and at most `curriculum.batch_groups`, with every domain at its ratio. A token counts
+    once for each attempt that recorded it, so a step computes no more tokens than this, except for prefixes repeated
+    across packs. `policy.pack_tokens` sets the micro-batch size."""
+    rate: Curve = Curve(start=1e-5)
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    keep_versions: Annotated[int, Field(ge=2)] = 2
+    """Published policy versions to keep; at least 2, because the sampler may still be loading the previous one."""
+    keep_ratios: Annotated[int, Field(ge=0)] = 8
+    """Number of last steps whose importance ratios are kept for the run page, at two bytes a token; 0: none."""
+    curriculum: CurriculumConfig
+    agent: AgentConfig
+    verify: VerifyConfig = VerifyConfig()
+    check: CheckConfig = CheckConfig()
+    reward: RewardConfig = RewardConfig()
+    policy: PolicyConfig = PolicyConfig()
+    train: TrainConfig = TrainConfig()
+    engine: EngineConfig = EngineConfig()
+    gateway: GatewayConfig = GatewayConfig(port=0)
+    pool: PoolConfig = PoolConfig()
+    """The data pool; a relative SQLite path is resolved against the run's directory."""
+
+    @property
+    def gateway_port(self) -> int:
+        """The configured port, otherwise 0, which picks a free one: several runs may share a machine."""
+        return self.gateway.port if "port" in self.gateway.model_fields_set else 0
+
+    @property
+    def units_per_group(self) -> int:
+        return self.group_size if self.pool.window.unit == "episode" else 1
+
+    @property
+    def batch_units(self) -> int:
+        """Number of units in a batch of `curriculum.batch_groups` groups."""
+        return self.curriculum.batch_groups * self.units_per_group
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        queue, num_batches = self.pool.window.queue, 1 if self.batch_tokens is None else 2
+        if queue < num_batches * self.batch_units:
+            # A token-limited batch may leave part of a drawn batch in the queue, which must also hold the next one.
+            raise ValueError(
+                f"pool.window.queue ({queue}) must hold {num_batches * self.batch_units} units: {num_batches} x "
+                f"curriculum.batch_groups ({self.curriculum.batch_groups}) groups"
+            )
+        if self.gateway.journal:
+            raise ValueError("gateway.journal is set by the run; leave it out")
+        if self.gateway.records_experts:
+            raise ValueError('gateway.records_experts is set by the run; set policy.replay = "recorded" instead')
+        if self.pool.admit_deployed and self.reward.shuffled:
+            raise ValueError(
+                "reward.shuffled: deployed agents' rewards are taken as they are posted; leave pool.admit_deployed out"
+            )
+        if self.train.machine.parallel != "none":
+            received = self.train.machine.parallel
+            raise ValueError(f'train.machine.parallel: RL trains in one process, received "{received}"; leave it out')
+        problem = self.policy.sampling_problem(self.agent.sampling.record())
+        if problem is not None:
+            raise ValueError(f"agent.sampling: nothing sampled this way can be trained: {problem}")
+        return self

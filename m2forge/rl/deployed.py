@@ -1,0 +1,233 @@
+"""Moves episodes of deployed agents from the gateway into the pool.
+
+    operator: POST /episodes → agent's calls → POST …/close, POST …/reward → loop: stored in the pool → DELETE
+
+An operator opens the episodes with the admin key. Episodes of one task that name the same `group` form a group for the
+advantage. As soon as `group_size` of them are closed and rewarded, the loop stores them in the pool in one transaction,
+syncs it to disk, and then deletes the gateway's copies. If it is killed in between, it finds their names in the pool
+after the restart and only deletes the copies. An episode's name in the pool contains the time at which it was opened,
+so an id may be reused.
+
+    perf of an episode     the sum of its whole-episode rewards
+    r_t of a call          the sum of the rewards for that call, plus perf for the last call
+    total                  the sum of r_t
+
+Rule and speed rewards do not apply: the loop knows neither the tools that a deployed agent offered nor how long it
+waited for its user. An episode that is not stored within `pool.deployed_s` of its opening is deleted with a warning.
+"""
+
+import asyncio
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from m2forge.errors import RecordError
+from m2forge.files import write_atomic
+from m2forge.gateway.episodes.closed_journal import closed_marks
+from m2forge.pool.deployed_groups import DeployedEpisode
+from m2forge.pool.pool import Pool, PoolWriter
+from m2forge.pool.stored import CallWriter
+from m2forge.records import JsonValue, Reward, Task
+from m2forge.rl.attempts import encode_calls
+from m2forge.rl.config import RLConfig
+from m2forge.rl.gateway_admin import GatewayAdmin, RefusedError
+from m2forge.rl.servers import Server
+from m2forge.tree.token_tree import TokenTree
+
+OWN_NAME = re.compile(r"g\d+-\d+-\d+|check-.*")
+"""Matches the ids of the loop's own episodes at the gateway: attempts of the pool and of evaluations. All other ids
+belong to deployed agents."""
+LOOK_S = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A deployed agent's closed episode, as the gateway reports it."""
+
+    id: str
+    created_s: float
+    group: str
+    task: Task | None
+    failure: str | None
+    rewards: tuple[Mapping[str, Any], ...]
+    """The rewards as the operator posted them."""
+
+    @property
+    def name(self) -> str:
+        """Name of the episode in the pool. Names of the loop's own episodes contain no dot."""
+        return f"deployed.{self.id}.{round(self.created_s * 1e6)}"
+
+    @property
+    def is_rewarded(self) -> bool:
+        return any(reward["call"] is None for reward in self.rewards)
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> "Closed":
+        """Parse the response of `GET /episodes/ID`."""
+        task = None if told["task"] is None else Task.read(told["task"])
+        failure = told["closed"]["failure"] or None
+        return cls(told["id"], told["created_s"], told["group"], task, failure, tuple(told["rewards"]))
+
+
+class DeployedEpisodes:
+    def __init__(
+        self,
+        config: RLConfig,
+        journal: Path,
+        gateway: GatewayAdmin,
+        pool: Pool,
+        writer: PoolWriter,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`journal`: the gateway's journal folder. `clock`: returns seconds since the epoch, like the gateway's."""
+        self._config, self._journal, self._gateway, self._pool, self._writer = config, journal, gateway, pool, writer
+        self._clock = clock
+        self._marks: dict[str, tuple[str, int, int]] = {}
+        """The mark of each journal when its episode was last read."""
+        self._closed: dict[str, Closed] = {}
+        self._refused: set[str] = set()
+        """Ids of episodes that cannot be trained on; the reason was logged."""
+
+    async def watch(self) -> None:
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> int:
+        """Store complete groups, delete stored and too old episodes; returns how many groups were stored."""
+        await self._read_changed()
+        rewarded = [found for found in self._closed.values() if found.is_rewarded]
+        names = {found.name: found.id for found in rewarded}
+        known = await self._writer.run(self._pool.known, list(names)) if names else set()
+        await self._forget_stored([names[name] for name in known])
+        await self._forget_old()
+        num_stored = 0
+        for members in self._whole_groups():
+            num_stored += await self._store(members)
+        return num_stored
+
+    async def _read_changed(self) -> None:
+        marks = await asyncio.to_thread(closed_marks, self._journal)
+        for id in [id for id in self._closed if id not in marks]:
+            self._drop(id)
+        for id, mark in marks.items():
+            if OWN_NAME.fullmatch(id) or self._marks.get(id) == mark:
+                continue
+            told = await self._gateway.show(id)
+            # Calls still running may yet be recorded.
+            if told is not None and told["closed"] is not None and not told["num_running"]:
+                self._marks[id], self._closed[id] = mark, Closed.read(told)
+
+    def _whole_groups(self) -> list[list[Closed]]:
+        """Groups with at least `group_size` rewarded episodes, each cut to the `group_size` opened first."""
+        groups: dict[str, list[Closed]] = {}
+        for found in sorted(self._closed.values(), key=lambda found: (found.created_s, found.id)):
+            if not found.is_rewarded or found.id in self._refused:
+                continue
+            if found.task is None or not found.group:
+                self._refuse([found], "it was opened without a task or a group; give both")
+            else:
+                groups.setdefault(found.group, []).append(found)
+        size = self._config.group_size
+        return [group[:size] for group in groups.values() if len(group) >= size]
+
+    async def _store(self, members: Sequence[Closed]) -> bool:
+        task = members[0].task
+        assert task is not None
+        if any(found.task != task for found in members):
+            self._refuse(members, f"the episodes of group {members[0].group!r} have different tasks; give them one")
+            return False
+        if not any(task.domain in stage.domains for stage in self._config.curriculum.stages):
+            self._refuse(members, f"no stage of the curriculum has the domain {task.domain}")
+            return False
+        try:
+            trees = [await self._gateway.close(found.id) for found in members]
+            problem = self._sampling_problem(trees)
+            if problem is not None:
+                raise RecordError(f"{problem}; open episodes with `sampling`")
+            pairs = list(zip(members, trees, strict=True))
+            vocab_size = self._pool.vocab_size
+            episodes = [await asyncio.to_thread(make_episode, *pair, vocab_size) for pair in pairs]
+        except RefusedError as error:
+            # The operator deleted one of the episodes meanwhile.
+            _log.warning("group %s of a deployed agent is not stored yet: %s", members[0].group, error)
+            return False
+        except RecordError as error:
+            self._refuse(members, str(error))
+            return False
+        group = f"deployed.{members[0].group}.{round(members[0].created_s * 1e6)}"
+        await self._writer.run(self._pool.add_deployed, group, task, episodes)
+        rewards = [episode.reward.total for episode in episodes]
+        _log.info("stored %d episodes of a deployed agent, group %s: rewards %s", len(rewards), group, rewards)
+        await self._forget_stored([found.id for found in members])
+        return True
+
+    def _sampling_problem(self, trees: Sequence[TokenTree]) -> str | None:
+        """Why the trainer would refuse calls of these episodes; None if it would not."""
+        used = {call.sampling for tree in trees for call in tree.calls()}
+        if not used:
+            return "the group recorded no completion call"
+        problems = [self._config.policy.sampling_problem(sampling) for sampling in used]
+        return next((problem for problem in problems if problem is not None), None)
+
+    async def _forget_old(self) -> None:
+        before_s = self._clock() - self._config.pool.deployed_s
+        old = [found.id for found in self._closed.values() if found.created_s < before_s]
+        if old:
+            told = (
+                "%d episodes of deployed agents are deleted untrained: their groups were not whole and rewarded within "
+            )
+            _log.warning(f"{told}pool.deployed_s: %s", len(old), ", ".join(old[:8]))
+            await self._forget(old)
+
+    def _refuse(self, members: Sequence[Closed], reason: str) -> None:
+        ids = [found.id for found in members]
+        _log.warning("episodes of a deployed agent cannot be trained (%s): %s", ", ".join(ids), reason)
+        self._refused.update(ids)
+
+    async def _forget_stored(self, ids: Collection[str]) -> None:
+        if ids:
+            # A power loss must not lose the pool's copy once the gateway's is deleted.
+            await self._writer.run(self._pool.flush)
+        await self._forget(ids)
+
+    async def _forget(self, ids: Collection[str]) -> None:
+        if ids:
+            await self._gateway.forget(ids)
+        for id in ids:
+            self._drop(id)
+
+    def _drop(self, id: str) -> None:
+        self._marks.pop(id, None)
+        self._closed.pop(id, None)
+        self._refused.discard(id)
+
+
+def make_episode(found: Closed, tree: TokenTree, vocab_size: int) -> DeployedEpisode:
+    """Convert a rewarded episode to the form that the pool stores."""
+    calls = encode_calls(CallWriter(vocab_size, 0), tree)
+    perf = sum(float(reward["value"]) for reward in found.rewards if reward["call"] is None)
+    steps = [0.0] * len(calls)
+    for reward in found.rewards:
+        if reward["call"] is not None:
+            steps[reward["call"]] += float(reward["value"])
+    total = perf + sum(steps)
+    if steps:
+        steps[-1] += perf
+    evidence: dict[str, JsonValue] = {"posted": [dict(reward) for reward in found.rewards]}
+    return DeployedEpisode(
+        found.name, tuple(calls), Reward(0.0, 0.0, perf, total, evidence), tuple(steps), found.failure
+    )
+
+
+def write_door(path: Path, gateway: Server) -> None:
+    """Write the gateway's URL and admin key for operators; only the file's owner may read it."""
+    write_atomic(path, json.dumps({"url": gateway.url, "key": gateway.key}) + "\n", mode=0o600)
+    _log.info("deployed agents' episodes: the gateway serves on %s, its admin key is in %s", gateway.url, path)

@@ -1,0 +1,138 @@
+"""Paths in the directory of a run.
+
+runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/      the trainer's
+            weights/            published policy versions
+            pool.db             the data pool and the curriculum's state
+            journal/            the gateway's journals
+            checks.jsonl        evaluations on held-out tasks
+            lineage.jsonl       trainer processes and the steps that they resumed from
+            kept/               each evaluation's attempts at a few held-out tasks
+            ratios/             importance ratio of each trained token, for the last steps
+            log/                output of the processes
+            failure.txt         the error that ended the run's last process
+            gateway.json        URL and admin key of the gateway, while a run that admits deployed agents is running
+            model/              the finished model
+
+Branches of a run's weights: which published versions the current weights descend from.
+
+    runs/NAME/lineage.jsonl     {"branch": "9f86d081884c7d65", "step": 8}, a line for each trainer process
+
+Each trainer process publishes under its own branch (`weights/store.py`) and resumes from the step of a checkpoint.
+Later steps that earlier branches had published are lost. So the newest common ancestor of a version (step, branch) and
+the current weights is at
+
+    shared_step = min(step, steps at which later branches began)
+
+and the version itself is an ancestor exactly if that is its own step. A branch that has no line, as in a run that began
+before this file was written, counts as earlier than all that have one.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from m2forge.errors import RecordError
+from m2forge.files import append_line, sync_path, whole_lines
+from m2forge.pool.config import PoolConfig
+from m2forge.rl.config import RLConfig
+from m2forge.weights.store import WeightStore
+
+SQLITE = "sqlite:///"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    run_dir: Path
+
+    @property
+    def weights(self) -> Path:
+        return self.run_dir / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    @property
+    def journal(self) -> Path:
+        return self.run_dir / "journal"
+
+    @property
+    def gateway(self) -> Path:
+        return self.run_dir / "gateway.json"
+
+    @property
+    def log(self) -> Path:
+        return self.run_dir / "log"
+
+    @property
+    def checks(self) -> Path:
+        return self.run_dir / "checks.jsonl"
+
+    @property
+    def lineage(self) -> Path:
+        return self.run_dir / "lineage.jsonl"
+
+    @property
+    def kept(self) -> Path:
+        return self.run_dir / "kept"
+
+    @property
+    def ratios(self) -> Path:
+        return self.run_dir / "ratios"
+
+    @property
+    def model(self) -> Path:
+        return self.run_dir / "model"
+
+    def pool(self, config: PoolConfig) -> PoolConfig:
+        """The pool's configuration with a relative SQLite path resolved against the run's directory."""
+        path = config.url.removeprefix(SQLITE)
+        if path == config.url or path.startswith("/"):
+            return config
+        return config.model_copy(update={"url": f"{SQLITE}{(self.run_dir / path).absolute()}"})
+
+    def weight_store(self, config: RLConfig, companions: tuple[Path, ...] = ()) -> WeightStore:
+        return WeightStore(self.weights, config.name, keep=config.keep_versions, companions=companions)
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    id: str
+    step: int
+    """Step of the checkpoint that the branch resumed from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    branches: tuple[Branch, ...] = ()
+    """Branches in the order in which they began."""
+
+    def shared_step(self, step: int, branch: str) -> int:
+        """Step of the newest version that both this version and the current weights descend from."""
+        places = [place for place, known in enumerate(self.branches) if known.id == branch]
+        later = self.branches[places[-1] + 1 :] if places else self.branches
+        return min([step, *(other.step for other in later)])
+
+    def holds(self, step: int, branch: str) -> bool:
+        """Whether the current weights are this version or descend from it."""
+        return self.shared_step(step, branch) == step
+
+
+def begin_branch(path: Path, branch: str, step: int) -> None:
+    """Record that a trainer resumes from `step`; call it before the trainer publishes anything."""
+    append_line(path, json.dumps({"branch": branch, "step": step}))
+    sync_path(path)
+
+
+def read_lineage(path: Path) -> Lineage:
+    """Skips a partial last line, left by a trainer that died while writing."""
+    if not path.exists():
+        return Lineage()
+    found = []
+    for number, line in enumerate(whole_lines(path.read_bytes()), start=1):
+        try:
+            record = json.loads(line)
+            found.append(Branch(str(record["branch"]), int(record["step"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecordError(f"{path}, line {number}: not a branch ({error}); remove the line") from error
+    return Lineage(tuple(found))

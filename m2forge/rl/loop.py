@@ -1,0 +1,480 @@
+"""The RL loop: keeps the queue filled, the agents busy, the sampler on the newest weights, and the processes alive.
+
+    curriculum → pool → agents → gateway → sampler
+                  ↓                           ↑ weights
+               trainer ───────────────────────┘
+
+Everything that must outlive it is on disk: the pool, the journals, the weights, the checkpoints. If it is killed, the
+other processes and the agents die with it; after a restart, in-flight attempts restart with new API keys, and the old
+keys are refused. Pass rates recorded since the last tasks were queued are lost.
+
+Keeps the queue filled: the curriculum's batches in, units of the pool out.
+
+It draws a batch whenever the queue has room for one. A group that is dropped before training (no signal, too many
+failed attempts, too stale, too slow) is replaced by another task of the same stage and domain. So training takes
+exactly the number of units that were drawn for a stage, and both change the stage after the same batch. The
+curriculum's state is stored in one transaction with the tasks that it drew, so that none is skipped or drawn twice.
+
+The RL stage: a model folder and a configuration in, a trained model folder out; opens or resumes the run.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import httpx2
+
+from m2forge.config import build, load
+from m2forge.errors import EngineError, NotFoundError
+from m2forge.gateway.episodes.closed_journal import journal_ids
+from m2forge.loop_thread import LoopThread
+from m2forge.model.config_file import CONFIG_FILE as WEIGHTS_CONFIG
+from m2forge.model.config_file import read_config
+from m2forge.pool.pool import Pool, PoolWriter
+from m2forge.pool.state import StateError
+from m2forge.pool.stored import Lease, Queued
+from m2forge.records import PolicyVersion, Task
+from m2forge.reward.judge import Judge
+from m2forge.rl.attempts import Agents, Attempts, Slots, cancel_all
+from m2forge.rl.child import Child
+from m2forge.rl.config import RLConfig
+from m2forge.rl.deployed import OWN_NAME, DeployedEpisodes, write_door
+from m2forge.rl.eval import Check, Evaluations, read_checks
+from m2forge.rl.gateway_admin import GatewayAdmin
+from m2forge.rl.layout import Layout, read_lineage
+from m2forge.rl.process import MODULE
+from m2forge.rl.servers import Server, make_servers
+from m2forge.rl.view import View
+from m2forge.rl.workers import Workers
+from m2forge.tasks.curriculum import Curriculum, Draw
+from m2forge.tasks.runner import TaskRunner
+from m2forge.text.format import make_format
+from m2forge.text.tokenizer import load_tokenizer
+from m2forge.train.checkpoint import CheckpointStore, begun_phase, read_position
+from m2forge.train.run_dir import hold_run, open_run
+
+_log = logging.getLogger(__name__)
+
+
+class Supply:
+    def __init__(
+        self,
+        config: RLConfig,
+        pool: Pool,
+        writer: PoolWriter,
+        curriculum: Curriculum,
+        draw: Draw,
+        note: Callable[[], str],
+    ) -> None:
+        """`draw`: draws a task, like `TaskRunner.next_task`. `note`: returns the state to store with the tasks,
+        including the curriculum's."""
+        self._config, self._pool, self._writer, self._note = config, pool, writer, note
+        self.curriculum, self._draw = curriculum, draw
+
+    async def fill(self) -> bool:
+        """Replace dropped groups and queue the batches that fit; returns whether a batch or replacement was queued."""
+        is_filled = await self._replace()
+        while await self._writer.run(self._pool.room) >= self._config.batch_units:
+            before = self.curriculum.state()
+            given = await self.curriculum.draw_batch(self._draw)
+            tasks = [Queued(item.task, self._config.group_size, item.context) for item in given]
+            try:
+                await self._writer.run(self._pool.put, tasks, self._note(), given[0].stage)
+            except StateError:
+                # A trainer that resumed from a checkpoint returned units meanwhile: the batch is drawn again later.
+                self.curriculum.restore(before)
+                break
+            is_filled = True
+        return is_filled
+
+    async def _replace(self) -> bool:
+        owed = await self._writer.run(self._pool.owed)
+        if not owed:
+            return False
+        before = self.curriculum.state()
+        is_whole = self._config.pool.window.unit == "group"
+        given: list[tuple[Task, int]] = []
+        for debt in owed:
+            drawn = await self.curriculum.draw_task(debt.stage, debt.domain, self._draw)
+            given.append((drawn.task, self._config.group_size if is_whole else debt.num_units))
+        pairs = zip(owed, given, strict=True)
+        try:
+            await self._writer.run(self._pool.replace, [(debt, *item) for debt, item in pairs], self._note())
+        except StateError as error:
+            # The trainer may drop units while tasks are drawn; then the replacements are drawn again.
+            _log.info("what is owed has changed, so its replacements are drawn again: %s", error)
+            self.curriculum.restore(before)
+            return False
+        return True
+
+
+WORKER = "loop"
+"""Name under which the loop holds leases; a run has one loop."""
+POLL_S = 0.02
+FAILED = 503
+"""HTTP status of a sampler whose engine has failed."""
+DRY_S = 0.2
+"""How long to wait before asking again for leases from a queue that had fewer than there were free slots."""
+
+
+class Loop:
+    def __init__(self, layout: Layout, config: RLConfig) -> None:
+        self.config, self.layout = config, layout
+        folder = Path(config.model)
+        self.pool = Pool(self.layout.pool(config.pool), read_config(folder).vocab_size)
+        self._refuse_lost_commits()
+        self.weights = self.layout.weight_store(config)
+        state = json.loads(self.pool.note() or "{}")
+        self.curriculum = Curriculum(config.curriculum, state=state.get("curriculum"))
+        self.judge = Judge(config.reward, base_times=state.get("base_times"))
+        self.format = make_format(config.gateway.format, load_tokenizer(folder))
+        self._served: list[PolicyVersion] = []
+        self.slots = Slots(config.agent.num_jobs, config.check.share)
+        self.evaluations = Evaluations(config, layout, self.slots, self._served)
+        self._running: dict[asyncio.Task[None], Lease] = {}
+        command = (MODULE, "trainer", str(self.layout.run_dir))
+        self.trainer = Child("trainer", command, self.layout.log, is_done=lambda: is_trained(layout, config))
+
+    @property
+    def served(self) -> PolicyVersion | None:
+        """The last version that the sampler is known to serve."""
+        return self._served[-1] if self._served else None
+
+    def note_served(self, version: PolicyVersion) -> None:
+        if version != self.served:
+            self._served.append(version)
+
+    def _refuse_lost_commits(self) -> None:
+        newest = CheckpointStore(self.layout.checkpoints, self.config.train.checkpoint).newest()
+        if newest is None:
+            return
+        try:
+            self.pool.refuse_behind(PolicyVersion(self.config.name, read_position(newest).step))
+        except StateError:
+            self.pool.close()
+            raise
+
+    async def run(self) -> None:
+        """Run until the trainer has made all its steps and the last evaluation is done. If interrupted, it stops
+        everything that it started before it raises."""
+        background: set[asyncio.Task[None]] = set()
+        servers = make_servers(self.layout, self.config.gateway.host, self.config.gateway_port)
+        try:
+            with _terminated_as_interrupted():
+                training = self._keep(background, self.trainer.keep())
+                await self._while_alive(background, self._wait_for_weights())
+                self._keep(background, servers.sampler.child.keep())
+                self._keep(background, servers.gateway.child.keep())
+                if self.config.pool.admit_deployed:
+                    write_door(self.layout.gateway, servers.gateway)
+                async with (
+                    GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin,
+                    Workers(self.config.agent, self.layout.run_dir / "agents") as workers,
+                    TaskRunner(
+                        self.config.verify,
+                        self.layout.run_dir / "verify",
+                        self.config.curriculum.family_names,
+                        wrong_on_raise=self.config.curriculum.wrong_on_raise,
+                    ) as runner,
+                    PoolWriter(self.pool) as writer,
+                ):
+                    agents = Agents(self.config.agent, admin, workers, runner, lambda: servers.num_starts)
+                    async with Attempts(
+                        agents, self.pool, writer, self.judge, self.format, self._note_group
+                    ) as attempts:
+                        try:
+                            await self._roll_out(background, training, servers.sampler, attempts, writer)
+                        finally:
+                            # Before the resources that they use are closed.
+                            await cancel_all(background | set(self._running))
+        finally:
+            await cancel_all(background)
+            children = (self.trainer, servers.gateway.child, servers.sampler.child)
+            await asyncio.gather(*(child.stop() for child in children))
+            servers.close()
+            self.layout.gateway.unlink(missing_ok=True)
+            self.pool.close()
+
+    async def _roll_out(
+        self,
+        background: set[asyncio.Task[None]],
+        training: asyncio.Task[None],
+        sampler: Server,
+        attempts: Attempts,
+        writer: PoolWriter,
+    ) -> None:
+        agents = attempts.agents
+        self._keep(background, agents.workers.watch())
+        await self._while_alive(background, agents.gateway.wait_until_up())
+        await self._take_over(writer, agents.gateway)
+        await attempts.judge_whole()
+        self._keep(background, self._push_weights(sampler, writer))
+        await self._while_alive(background, self.evaluations.first(agents))
+        self._keep(background, self._renew(writer))
+        self._keep(background, View(self.layout, self.config, self.pool, attempts.counts).show(writer))
+        self._keep(background, attempts.judge_ended())
+        feeding = {self._keep(background, self._feed(writer, attempts, agents.runner.next_task))}
+        if self.config.pool.admit_deployed:
+            deployed = DeployedEpisodes(self.config, self.layout.journal, agents.gateway, self.pool, writer)
+            feeding.add(self._keep(background, deployed.watch()))
+        self._keep(background, self.evaluations.keep(agents))
+        await self._while_alive(background - {training}, training)
+        await cancel_all(feeding | set(self._running))
+        self.slots.end_training()
+        last = self.evaluations.last(agents, self._serves_newest)
+        await self._while_alive(background - {training, *feeding}, last)
+
+    def _keep(self, background: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        background.add(task)
+        return task
+
+    async def _while_alive(
+        self, background: set[asyncio.Task[None]], work: Coroutine[Any, Any, None] | asyncio.Task[None]
+    ) -> None:
+        """Wait for `work`; raises if a background task fails meanwhile."""
+        task = work if isinstance(work, asyncio.Task) else asyncio.create_task(work)
+        try:
+            while not task.done():
+                await asyncio.wait({task, *background}, return_when=asyncio.FIRST_COMPLETED)
+                for other in [other for other in background if other.done()]:
+                    background.discard(other)
+                    other.result()
+            task.result()
+        finally:
+            await cancel_all({task})
+
+    # -- background tasks ----------------------------------------------------------------------------------------------
+
+    async def _feed(self, writer: PoolWriter, attempts: Attempts, draw: Draw) -> None:
+        """Fill the queue and start attempts on every free slot."""
+        look_at_s = 0.0
+        supply = Supply(self.config, self.pool, writer, self.curriculum, draw, self._note)
+        self.slots.is_training = True
+        while True:
+            is_filled = await supply.fill()
+            if is_filled or time.monotonic() >= look_at_s:
+                num_free, num_leased = self.slots.take(self.config.agent.num_jobs), 0
+                try:
+                    leases = await writer.run(self.pool.lease, WORKER, num_free) if num_free else []
+                    num_leased = len(leases)
+                finally:
+                    self.slots.give_back(num_free - num_leased)
+                for lease in leases:
+                    task = asyncio.create_task(attempts.run(lease))
+                    task.add_done_callback(lambda _: self.slots.give_back())
+                    self._running[task] = lease
+                # An empty queue gets work when it is filled, or when an attempt fails, which is rare.
+                look_at_s = time.monotonic() + (DRY_S if num_leased < num_free else 0.0)
+            for task in [task for task in self._running if task.done()]:
+                del self._running[task]
+                if not task.cancelled():
+                    task.result()
+            await asyncio.sleep(POLL_S)
+
+    def _note(self) -> str:
+        base_times = self.judge.base_times() if self.config.reward.beta else {}
+        return json.dumps({"curriculum": self.curriculum.state(), "base_times": base_times})
+
+    async def _renew(self, writer: PoolWriter) -> None:
+        while True:
+            await asyncio.sleep(self.config.pool.lease_s / 4)
+            lost = await writer.run(self.pool.renew, list(self._running.values()))
+            names = {lease.name for lease in lost}
+            for task, lease in self._running.items():
+                if lease.name in names:
+                    task.cancel()
+            await writer.run(self.pool.requeue_expired)
+            while await writer.run(self.pool.sweep):
+                await asyncio.sleep(0)
+
+    async def _push_weights(self, sampler: Server, writer: PoolWriter) -> None:
+        """Send the newest published version to the sampler whenever it changes. A restarted sampler loads the newest
+        itself, so it is asked for its version first. A sampler whose engine has failed is about to exit; the version
+        goes to its successor."""
+        headers, process = {"Authorization": f"Bearer {sampler.key}"}, sampler.child
+        num_starts = process.num_starts
+        async with httpx2.AsyncClient(
+            base_url=sampler.url, headers=headers, timeout=600.0, trust_env=False, verify=False
+        ) as http:
+            while True:
+                starts = process.num_starts
+                is_asked = starts == num_starts or await self._ask_version(http)
+                if is_asked and (starts != num_starts or not self._serves_newest()):
+                    # A pinned evaluation holds this lock, so look up the version after acquiring it.
+                    async with self.evaluations.pin:
+                        # Read before the version: versions published under an earlier epoch may be lost.
+                        epoch = await writer.run(self.pool.epoch)
+                        newest = self.weights.newest()
+                        if newest is not None and await self._push(http, *newest):
+                            self.note_served(newest[0])
+                            num_starts = starts
+                            await writer.run(self.pool.rejoin, epoch)
+                await asyncio.sleep(POLL_S)
+
+    async def _ask_version(self, http: httpx2.AsyncClient) -> bool:
+        """Ask a restarted sampler which version it serves; returns whether it responded."""
+        try:
+            response = await http.get("/health")
+        except httpx2.TransportError:
+            return False
+        if response.is_success:
+            self.note_served(PolicyVersion(**response.json()["version"]))
+        return response.is_success
+
+    async def _push(self, http: httpx2.AsyncClient, version: PolicyVersion, folder: Path) -> bool:
+        """Send a version to the sampler; returns whether it loaded it."""
+        body = {"folder": str(folder.absolute()), "version": version.to_dict()}
+        try:
+            response = await http.post("/weights", json=body)
+        except httpx2.TransportError:
+            return False
+        # When the trainer removes a version, it deletes its config first; the newest version is sent next.
+        if not response.is_success and response.status_code != FAILED and (folder / WEIGHTS_CONFIG).exists():
+            raise EngineError(
+                f"the sampler refused version {version.step} in {folder} with status {response.status_code}: "
+                f"{response.text[:500]}. See {self.layout.log / 'sampler.log'}, repair the cause, then start the run "
+                "again"
+            )
+        return response.is_success
+
+    # -- on demand -----------------------------------------------------------------------------------------------------
+
+    async def _wait_for_weights(self) -> None:
+        while self.weights.newest() is None:
+            await asyncio.sleep(POLL_S)
+
+    async def _take_over(self, writer: PoolWriter, admin: GatewayAdmin) -> None:
+        """Release the leases of a loop that died, so that its attempts restart, and delete its episodes at the gateway,
+        including those already stored in the pool; their keys are then refused."""
+        await writer.run(self.pool.release, WORKER)
+        left = journal_ids(self.layout.journal)
+        await admin.forget(name for name in left if OWN_NAME.fullmatch(name))
+
+    def _note_group(self, task: Task, pass_rate: float) -> None:
+        self.curriculum.record(task, pass_rate)
+
+    def _serves_newest(self) -> bool:
+        # Compare the whole version: the sampler may still serve a lost version with the same step.
+        newest = self.weights.newest()
+        return newest is not None and newest[0] == self.served
+
+
+def is_trained(layout: Layout, config: RLConfig) -> bool:
+    """Whether the trainer has made the run's last step: the finished model is written, and the newest checkpoint is of
+    that step if the run keeps checkpoints."""
+    if not layout.model.is_dir():
+        return False
+    newest = CheckpointStore(layout.checkpoints, config.train.checkpoint).newest()
+    if newest is None:
+        return not config.train.checkpoint.keep
+    return read_position(newest).step == config.num_steps
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Handle SIGTERM like Ctrl-C, because a shell's background jobs do not receive Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, task, is_terminated = asyncio.get_running_loop(), asyncio.current_task(), False
+    assert task is not None
+
+    def terminate() -> None:
+        nonlocal is_terminated
+        is_terminated = True
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if is_terminated:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+Setting: TypeAlias = str | int | float | bool | Sequence["Setting"] | Mapping[str, "Setting"]
+"""The value of a config key; a mapping sets the keys of a table."""
+
+
+def train_rl(
+    config: str | PathLike[str] | Mapping[str, Setting] | RLConfig,
+    *,
+    runs: str | PathLike[str] = "runs",
+    **overrides: Setting,
+) -> tuple[Path, list[Check]]:
+    """Run `m2forge rl` from Python: `train_rl("rl.toml", num_steps=20, policy={"pack_tokens": 4096})`.
+
+    `config`: a TOML file, its content as a mapping, or a `RLConfig`. `overrides`: config keys, as with `--set`; a
+    mapping overrides keys inside a table. Returns the finished model's folder and the evaluations; a run that already
+    exists in `runs` is resumed. Ctrl-C stops the run; the same call resumes it."""
+    settings = list(_set_options(overrides))
+    if isinstance(config, RLConfig):
+        given = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        resolved = build(RLConfig, given, settings, origin="train_rl")
+    elif isinstance(config, Mapping):
+        resolved = build(RLConfig, {}, [*_set_options(config), *settings], origin="train_rl")
+    else:
+        resolved = load(RLConfig, Path(config), settings)
+    return run_rl(resolved, Path(runs))
+
+
+def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[Check]]:
+    """Start or resume the run that `config` describes; returns the finished model's folder and its evaluations."""
+    if not Path(config.model).is_dir():
+        raise NotFoundError(f"model {config.model!r} is no folder; give one that `m2forge sft` or `import` wrote")
+    run_dir = runs / config.name
+    layout = Layout(run_dir)
+    with hold_run(run_dir):
+        open_run(run_dir, config, begun_phase(layout.checkpoints))
+        if not is_complete(layout, config):
+            _run(Loop(layout, config).run())
+    return layout.model, read_checks(layout.checks)
+
+
+def is_complete(layout: Layout, config: RLConfig) -> bool:
+    """Whether the finished model is written and evaluated; an evaluation of a lost version of the last step does not
+    count."""
+    lineage, step = read_lineage(layout.lineage), config.num_steps
+    is_checked = any(found.step == step and lineage.holds(step, found.branch) for found in read_checks(layout.checks))
+    return layout.model.is_dir() and (is_checked or not config.check.num_tasks)
+
+
+def _run(work: Coroutine[object, object, None]) -> None:
+    """Run a coroutine to its end, also where an event loop already runs in this thread, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(work)
+        return
+    with LoopThread("m2forge-rl") as thread:
+        thread.run(work)
+
+
+def _set_options(settings: Mapping[str, Setting], table: str = "") -> Iterator[str]:
+    """The settings as `--set` takes them: a dotted key and a TOML value each."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _set_options(value, f"{table}{key}.")
+        else:
+            yield f"{table}{key}={_to_toml(value)}"
+
+
+def _to_toml(value: Setting) -> str:
+    """A TOML value in one line. JSON's strings, numbers and booleans are TOML's too."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_to_toml(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(map(_to_toml, value)) + "]"
+    return json.dumps(value, default=str)

@@ -1,0 +1,144 @@
+"""Entry points of the loop's child processes, each configured from the run's directory alone:
+
+    python -m m2forge.rl.process trainer RUN_DIR
+    python -m m2forge.rl.process sampler RUN_DIR SOCKET              serves the newest published weights by HTTP
+    python -m m2forge.rl.process gateway RUN_DIR SOCKET SAMPLER_URL
+
+SOCKET is the file descriptor of a listening socket that stays open in the loop (rl/child.py). Standard input holds
+the API keys, one per line: the server's own, then for the gateway the sampler's.
+
+Executes tasks' tools for the gateway: runs the families' code in worker processes and adds each call's latency.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+
+from m2forge.config import load_resolved
+from m2forge.errors import ConfigError, NotFoundError, TrainingError
+from m2forge.observe.log import set_up_logging
+from m2forge.records import JsonValue, Task
+from m2forge.rl.child import end_with_error
+from m2forge.rl.config import RLConfig
+from m2forge.rl.layout import Layout
+from m2forge.tasks.runner import TaskRunner
+from m2forge.text.message import tool_to_openai
+from m2forge.train.run_dir import CONFIG_FILE
+
+
+class FamilyToolHost:
+    """See `ToolHost`."""
+
+    def __init__(self, runner: TaskRunner) -> None:
+        self._runner = runner
+
+    async def tools(self, task: Task) -> Sequence[Mapping[str, JsonValue]]:
+        return [tool_to_openai(tool) for tool in await self._runner.tools(task)]
+
+    async def call(self, task: Task, name: str, arguments: JsonValue) -> str:
+        answer = await self._runner.call(task, name, arguments)
+        await asyncio.sleep(answer.latency_s)
+        return answer.content
+
+
+@contextlib.asynccontextmanager
+async def open_tool_host(config: RLConfig, folder: Path) -> AsyncGenerator[FamilyToolHost, None]:
+    """`folder`: working directory of the workers."""
+    async with TaskRunner(config.verify, folder, config.curriculum.family_names) as runner:
+        yield FamilyToolHost(runner)
+
+
+MODULE = "m2forge.rl.process"
+MAX_PERF = 1.0
+"""Upper bound of a posted reward, because it counts as the perf of a deployed agent's episode."""
+
+
+def run_trainer(run_dir: Path) -> None:
+    from m2forge.rl.trainer import train
+
+    train(run_dir)
+
+
+def run_sampler(run_dir: Path, descriptor: str) -> None:
+    (key,) = read_keys(1)
+    import torch
+
+    from m2forge.rollout.config import ServeConfig
+    from m2forge.rollout.server.app import serve_model
+
+    config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
+    newest = Layout(run_dir).weight_store(config).newest()
+    if newest is None:
+        raise NotFoundError(f"{run_dir}: no weights are published yet")
+    version, folder = newest
+    if config.engine.num_threads is not None:
+        torch.set_num_threads(config.engine.num_threads)
+    serving = ServeConfig(
+        lineage=version.lineage,
+        step=version.step,
+        branch=version.branch,
+        device=config.engine.device,
+        dtype=config.engine.dtype,
+        rollout=config.engine.rollout,
+    )
+    serve_model(folder, serving, key, _announce, socket.socket(fileno=int(descriptor)))
+
+
+def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
+    admin_key, sampler_key = read_keys(2)
+    from m2forge.gateway.server import serve_gateway
+    from m2forge.model.config_file import read_config
+    from m2forge.rollout.backends.remote import RemoteEngine
+
+    config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
+    layout, folder = Layout(run_dir), Path(config.model)
+    network = read_config(folder)
+    rollout = config.engine.rollout
+    serve_gateway(
+        folder,
+        config.gateway.model_copy(
+            update={
+                "journal": str(layout.journal),
+                "records_experts": config.policy.replay == "recorded",
+                "max_reward": min(config.gateway.max_reward, MAX_PERF),
+            }
+        ),
+        lambda: RemoteEngine(sampler_url, key=sampler_key),
+        _announce,
+        admin_key=admin_key,
+        context=min(rollout.max_context or network.max_context, network.max_context),
+        vocab_size=network.vocab_size,
+        listener=socket.socket(fileno=int(descriptor)),
+        open_tool_host=lambda: open_tool_host(config, layout.run_dir / "tools"),
+    )
+
+
+def read_keys(num_keys: int) -> list[str]:
+    """Read the keys from standard input, up to its end."""
+    keys = sys.stdin.read().split()
+    if len(keys) != num_keys:
+        raise ConfigError(f"standard input: expected {num_keys} keys, a line for each, received {len(keys)}")
+    return keys
+
+
+def _announce(url: str) -> None:
+    print(f"listening on {url}", flush=True)
+
+
+PROCESSES: dict[str, Callable[..., None]] = {"trainer": run_trainer, "sampler": run_sampler, "gateway": run_gateway}
+
+
+if __name__ == "__main__":
+    # As the `m2forge` command does, before torch is loaded.
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
+    set_up_logging()
+    kind, directory, *arguments = sys.argv[1:]
+    try:
+        PROCESSES[kind](Path(directory), *arguments)
+    except (ConfigError, TrainingError) as error:
+        # A restart would fail in the same way.
+        end_with_error(error)

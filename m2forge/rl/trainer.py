@@ -1,0 +1,320 @@
+"""The trainer process: batches of the pool in, policy versions out.
+
+    claim a batch in the window → advantages → a step over its token trees → commit → publish → periodically, checkpoint
+
+All of its state is on disk. Killed at any moment and restarted, it resumes from its newest checkpoint: versions
+published since are discarded, and the pool returns the units that those steps had trained on. So the current weights
+have trained on every committed episode exactly once.
+
+Quotas: how many units of each domain the batch of a step holds. Labels are those of the pool: STAGE/DOMAIN.
+
+Quotas of fixed-size batches come from `tasks/curriculum.py`: a function of the configuration and the step alone, the same
+that the curriculum draws by. So step t trains units that were drawn for batch t's stage, and a stage ends for both
+after `num_batches` batches. The size of a token-limited batch is unknown until it is claimed, so every size m has
+quotas:
+
+    c_d(m) ∈ {⌊m·ratio_d⌋, ⌈m·ratio_d⌉},    Σ_d c_d(m) = m
+
+The domains furthest behind their ratio over the batches so far are rounded up first. No batch crosses the end of its
+stage, and none takes more of a domain than the curriculum drew for the stage, so the last batches of a stage may depart
+from the rounding above. The sizes of the batches so far determine all of this; a restarted trainer reads them from the
+pool.
+"""
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from math import floor
+from pathlib import Path
+
+from m2forge.config import load_resolved
+from m2forge.errors import ConfigError, TrainingError
+from m2forge.model.checkpoint import load_model, save_model
+from m2forge.model.convert import find_companions
+from m2forge.observe.busy import open_busy_log
+from m2forge.observe.metrics import MetricsWriter
+from m2forge.pool.batch import Claim
+from m2forge.pool.pool import Pool
+from m2forge.pool.stored import StoredUnit, make_label
+from m2forge.records import PolicyVersion, Reward
+from m2forge.rl.config import RLConfig
+from m2forge.rl.importance_ratio import forget_ratios, write_ratios
+from m2forge.rl.layout import Layout, begin_branch
+from m2forge.rl.learner import make_trees
+from m2forge.tasks.config import CurriculumConfig, StageConfig
+from m2forge.tasks.curriculum import Mixture
+from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, read_position, restore
+from m2forge.train.config import PhaseConfig
+from m2forge.train.engine import TrainEngine
+from m2forge.train.loop import rate_at
+from m2forge.train.machine import choose_device, choose_dtype, machine_settings, set_up_model
+from m2forge.train.run_dir import CONFIG_FILE, hold_run
+from m2forge.tree.build import Problem
+
+
+def batch_quotas(config: CurriculumConfig, units_per_group: int = 1) -> Iterator[dict[str, int]]:
+    """Yield the quotas of each step, without end."""
+    for stage in config.stages:
+        mixture = Mixture(stage.ratios(), config.batch_groups)
+        while mixture.num_batches != stage.num_batches:
+            counts = mixture.next()
+            yield {make_label(stage.name, domain): num * units_per_group for domain, num in counts.items()}
+
+
+class SizedQuotas:
+    """Quotas of the next batch at any size. A stage has as many units as its `num_batches` batches of `batch_groups`
+    groups."""
+
+    def __init__(self, config: CurriculumConfig, sizes: Iterable[int] = (), units_per_group: int = 1) -> None:
+        """`sizes`: number of units of each batch so far."""
+        self._config, self._units_per_group = config, units_per_group
+        self._left: dict[str, int] | None = None
+        """Units of the stage not yet claimed, by label; None in the last stage, which has no end."""
+        self._enter(0)
+        for num_units in sizes:
+            self.note(num_units)
+
+    @property
+    def max_units(self) -> int:
+        """Units of the largest batch: `batch_groups` groups, or the rest of the stage if smaller."""
+        whole = self._config.batch_groups * self._units_per_group
+        return whole if self._left is None else min(whole, sum(self._left.values()))
+
+    def quotas(self, num_units: int) -> dict[str, int]:
+        exact = {label: ratio * num_units for label, ratio in self._ratios.items()}
+        limits = dict.fromkeys(exact, num_units) if self._left is None else self._left
+        counts = {label: min(floor(due), limits[label]) for label, due in exact.items()}
+        rounded = [label for label, due in exact.items() if counts[label] < due and counts[label] < limits[label]]
+        rounded.sort(key=lambda label: counts[label] - exact[label] - self._due[label])
+        for label in rounded[: num_units - sum(counts.values())]:
+            counts[label] += 1
+        while sum(counts.values()) < num_units:
+            # Near its end the stage has too few units left of some domain.
+            some = [label for label in counts if counts[label] < limits[label]]
+            counts[max(some, key=lambda label: exact[label] + self._due[label] - counts[label])] += 1
+        return counts
+
+    def note(self, num_units: int) -> None:
+        """Record that a batch of `num_units` units was claimed."""
+        given = self.quotas(num_units)
+        for label, ratio in self._ratios.items():
+            self._due[label] += ratio * num_units - given[label]
+        if self._left is not None:
+            self._left = {label: num - given[label] for label, num in self._left.items()}
+            if not any(self._left.values()):
+                self._enter(self._stage + 1)
+
+    def _enter(self, index: int) -> None:
+        self._stage: int = index
+        stage = self._config.stages[index]
+        self._ratios = {make_label(stage.name, domain): ratio for domain, ratio in stage.ratios().items()}
+        self._due: dict[str, Fraction] = dict.fromkeys(self._ratios, Fraction(0))
+        """Units that each domain lacks to its ratio in this stage; negative if it had too many."""
+        self._left = self._drawn(stage)
+
+    def _drawn(self, stage: StageConfig) -> dict[str, int] | None:
+        if stage.num_batches is None:
+            return None
+        mixture, drawn = Mixture(stage.ratios(), self._config.batch_groups), Counter[str]()
+        for _ in range(stage.num_batches):
+            for domain, num in mixture.next().items():
+                drawn[make_label(stage.name, domain)] += num * self._units_per_group
+        return dict(drawn)
+
+
+POLL_S = 0.02
+TRAINER_FOLDER = "trainer"
+
+_log = logging.getLogger(__name__)
+
+
+class Trainer:
+    def __init__(self, run_dir: Path, config: RLConfig) -> None:
+        self.config, self.layout = config, Layout(run_dir)
+        self._companions = find_companions(Path(config.model))
+        self._busy = open_busy_log("trainer")
+        self.checkpoints = CheckpointStore(self.layout.checkpoints, config.train.checkpoint, self._companions)
+        self.weights = self.layout.weight_store(config, self._companions)
+        device = choose_device(config.train.machine)
+        dtype, newest = choose_dtype(config.train.machine, device), self.checkpoints.newest()
+        if newest is None:
+            model, self.position = load_model(Path(config.model), device=device, dtype=dtype), Position()
+        else:
+            model, self.position = load_checkpoint_model(newest, device, dtype), read_position(newest)
+        if config.policy.replay == "recorded" and model.config.moe is None:
+            raise ConfigError(f'policy.replay = "recorded": {config.model} has no experts to replay; leave it out')
+        self.engine = TrainEngine(
+            model,
+            config.train.optimizer,
+            policy=config.policy,
+            offload=config.train.machine.offload,
+            router_bias=config.train.router_bias,
+        )
+        if newest is not None:
+            restore(self.engine, newest)
+            _log.info("going on from %s", newest)
+        set_up_model(model, config.train.machine, device)
+        self._phase = PhaseConfig(
+            name="rl",
+            steps=config.num_steps,
+            context=model.config.max_context,
+            pack_tokens=max(config.policy.pack_tokens, model.config.max_context),
+            rate=config.rate,
+            warmup_steps=min(config.warmup_steps, config.num_steps),
+        )
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self.config.name, self.position.step)
+
+    def run(self) -> None:
+        """Train the remaining steps and write the finished model."""
+        config, device = self.config, self.engine.device
+        with (
+            machine_settings(config.train.machine, device),
+            Pool(self.layout.pool(config.pool), self.engine.model.config.vocab_size) as pool,
+            MetricsWriter(self.layout.run_dir) as metrics,
+        ):
+            self._go_back(pool)
+            waited_from_s = time.perf_counter()
+            for claimed in self._batches(pool):
+                waited_s = time.perf_counter() - waited_from_s
+                figures = self._learn(pool, claimed)
+                waited_from_s = time.perf_counter()
+                metrics.write(self.position.step, figures | {"waited_s": waited_s})
+                if self.position.step % config.train.checkpoint.every_steps == 0:
+                    self._save(pool)
+            self._save(pool)
+        if not self.layout.model.exists():
+            save_model(self.engine.model, self.layout.model, companions=self._companions)
+
+    def _go_back(self, pool: Pool) -> None:
+        """Discard everything that came after the checkpoint."""
+        # First, so that a reader that sees fewer versions than before finds the reason in the lineage.
+        begin_branch(self.layout.lineage, self.weights.branch, self.position.step)
+        forget_ratios(self.layout.ratios, self.position.step)
+        self.weights.go_back(self.position.step)
+        restored = pool.restore(self.version)
+        if restored.num_returned:
+            _log.info("step %d has not learnt %d units, which return", self.position.step, restored.num_returned)
+        newest = self.weights.newest()
+        # A remaining version of this step was published by the process that wrote the checkpoint, from these weights.
+        if newest is None or newest[0].step != self.position.step:
+            self.weights.publish(self.engine.model, self.position.step)
+
+    def _batches(self, pool: Pool) -> Iterator[Claim]:
+        """Yield the batch of each remaining step as soon as the window holds it."""
+        config, left = self.config.curriculum, range(self.position.step, self.config.num_steps)
+        max_tokens, per_group = self.config.batch_tokens, self.config.units_per_group
+        if max_tokens is None:
+            for quotas in itertools.islice(batch_quotas(config, per_group), left.start, left.stop):
+                yield _wait_for(partial(pool.claim, sum(quotas.values()), self.version, quotas))
+            return
+        sized = SizedQuotas(config, pool.batch_sizes(self.version.lineage), per_group)
+        for _ in left:
+            within = partial(pool.claim_within, max_tokens, sized.max_units, self.version, sized.quotas)
+            claimed = _wait_for(within)
+            sized.note(len(claimed.units))
+            yield claimed
+
+    def _learn(self, pool: Pool, claimed: Claim) -> dict[str, float]:
+        started_s = time.perf_counter()
+        units = pool.fetch(claimed)
+        trees = make_trees(units, self.config.reward.advantage, self.engine.model.config.vocab_size)
+        rate = rate_at(self._phase, self.position.step)
+        with self._busy:
+            report = self.engine.step(trees, rate=rate, version=self.position.step)
+            # Host sync.
+            read = report.read()
+        self._busy.flush()
+        for problem in report.problems:
+            _log.warning("not trained: %s", problem.reason)
+        if report.is_empty:
+            raise TrainingError(describe_untrained(units, report.problems, self.version))
+        figures = read | {"rate": rate, "trained_s": time.perf_counter() - started_s}
+        num_tokens = int(figures["tokens_computed"])
+        self.position = replace(
+            self.position, step=self.position.step + 1, num_tokens=self.position.num_tokens + num_tokens
+        )
+        pool.commit(claimed, self.version)
+        published_s = time.perf_counter()
+        self.weights.publish(self.engine.model, self.position.step)
+        figures["published_s"] = time.perf_counter() - published_s
+        log_ratios = {sample.name: logprobs - sample.logprobs for sample, logprobs in report.logprobs()}
+        write_ratios(self.layout.ratios, self.position.step, log_ratios, self.config.keep_ratios)
+        rewards = [episode.reward for unit in units for episode in unit.episodes if episode.reward is not None]
+        figures["reward"] = sum(reward.total for reward in rewards) / max(1, len(rewards))
+        figures["perf"] = sum(reward.perf for reward in rewards) / max(1, len(rewards))
+        figures |= _by_domain(units)
+        figures["num_units"] = len(units)
+        figures["num_flat"] = num_flat = sum(_is_flat(unit) for unit in units)
+        if num_flat and self.config.pool.window.no_signal == "skip":
+            told = (
+                "%d of %d units of step %d teach nothing: pool.window.max_skips tasks before each had equal rewards too"
+            )
+            _log.warning(told, num_flat, len(units), self.position.step)
+        figures["lag"] = max((unit.lag for unit in units if unit.lag is not None), default=0)
+        # Never below 0: the pool dates tokens of a lost version to the step where its branch left the lineage.
+        oldest = [unit.oldest_step for unit in units if unit.oldest_step is not None]
+        figures["staleness"] = self.position.step - 1 - min(oldest, default=self.position.step - 1)
+        return figures
+
+    def _save(self, pool: Pool) -> None:
+        # In this order: after a power loss the pool may have steps that the checkpoint lacks, never the reverse.
+        pool.flush()
+        self.checkpoints.save(self.engine, self.position)
+        if self.config.train.checkpoint.keep:
+            pool.mark_durable(self.version)
+
+
+def describe_untrained(units: Sequence[StoredUnit], problems: Sequence[Problem], version: PolicyVersion) -> str:
+    """Explain why a batch has nothing to train on: the number of refused samples by reason, with an example of each."""
+    reasons = [problem.reason.removeprefix(f"Sample {problem.name}: ") for problem in problems]
+    kinds = {reason.partition(", received")[0]: reason for reason in reversed(reasons)}
+    counts = Counter(reason.partition(", received")[0] for reason in reasons)
+    told = [f"{number} × {kinds[kind]}" for kind, number in counts.most_common()]
+    num_episodes = sum(len(unit.episodes) for unit in units)
+    num_empty = sum(not episode.calls for unit in units for episode in unit.episodes)
+    if num_empty:
+        told.append(f"{num_empty} of {num_episodes} episodes recorded no completion call")
+    why = "; ".join(told) or "every recorded completion is empty"
+    return (
+        f"step {version.step + 1}: nothing in the batch of {num_episodes} episodes can be trained: {why}. Check what "
+        "agents ask for, `agent.sampling`, `agent.budget` and the limits under `policy`, then start the run again"
+    )
+
+
+def _wait_for(claim: Callable[[], Claim | None]) -> Claim:
+    while (claimed := claim()) is None:
+        time.sleep(POLL_S)
+    return claimed
+
+
+def _is_flat(unit: StoredUnit) -> bool:
+    """Whether all rewards of a group are equal, so that its advantages are zero."""
+    totals = {episode.reward.total for episode in unit.episodes if episode.reward is not None}
+    return len(unit.episodes) > 1 and len(totals) == 1
+
+
+def _by_domain(units: Sequence[StoredUnit]) -> dict[str, float]:
+    rewards: dict[str, list[Reward]] = {}
+    for unit in units:
+        given = [episode.reward for episode in unit.episodes if episode.reward is not None]
+        rewards.setdefault(unit.task.domain, []).extend(given)
+    figures = {}
+    for domain, given in rewards.items():
+        figures[f"reward/{domain}"] = sum(reward.total for reward in given) / max(1, len(given))
+        figures[f"perf/{domain}"] = sum(reward.perf for reward in given) / max(1, len(given))
+    return figures
+
+
+def train(run_dir: Path) -> None:
+    """Train the run in `run_dir` from its configuration there; a lock allows one process at a time."""
+    config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
+    with hold_run(run_dir / TRAINER_FOLDER):
+        Trainer(run_dir, config).run()

@@ -1,0 +1,383 @@
+"""Workers, agent programs that stay alive across attempts: jobs in, answers out.
+
+A worker is any program that reads jobs, one JSON object a line, and writes answers:
+
+    {"id": "…", "base_url": "http://…/v1", "api_key": "…", "model": "policy",               to its standard input
+     "task": {"id", "domain", "instruction", "difficulty"}, "tools": […], "tools_url": "…"}
+    {"id": "…", "cancel": true}                                                             the job is over: stop it
+    {"id": "…", "answer": "…"}   or   {"id": "…", "error": "…", "kind": "…"}                from its standard output
+    {"id": "…", "cancelled": true}                                                          confirms a cancel
+
+It may work on several jobs at once and answer them in any order. A job that times out, or whose attempt is cancelled,
+is cancelled in the worker: its slot is free once the worker confirms, by `cancelled` or by any other line for that id.
+A worker that does not confirm within `agent.cancel_s` may be stuck, so it is restarted, and its other jobs end with
+`WorkerDiedError`. A worker that dies is restarted too. A program that dies repeatedly without an answer ends the run.
+
+A program may print other lines; the loop ignores them. A line that looks like JSON but cannot be read, or is nested
+deeper than `MAX_DEPTH`, is dropped with a warning.
+
+A job holds nothing that the task's verifier needs. `tools` are functions as OpenAI's API describes them; a call is
+`POST {"name", "arguments"}` to `tools_url` with the job's key, and answered by `{"content": "…"}`.
+
+An error's `kind` (`ErrorKind`) says whether the policy's tokens or the infrastructure caused it. It may be left out.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import os
+import shlex
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from m2forge.errors import DataError, EngineError
+from m2forge.protocols import Command, Endpoint, Outcome, OutcomeReason, Worker
+from m2forge.records import JsonValue, Task
+from m2forge.rl.config import AgentConfig
+from m2forge.sandbox.process import ProcessSandbox
+from m2forge.text.message import Tool, parse_json, tool_to_openai
+
+RESTART_S = 0.5
+MAX_DEPTH = 32
+"""Maximum JSON nesting depth of a worker's line."""
+MAX_DEATHS = 10
+"""Deaths per configured worker, without an answer in between, after which the program counts as broken."""
+
+NO_MEMORY = ("MemoryError", "bad_alloc", "out of memory", "Cannot allocate memory")
+"""Phrases at the end of stderr that show a failed allocation."""
+
+TASK_VIEW = ("id", "domain", "instruction", "difficulty")
+"""Fields of a task that the agent receives."""
+
+_log = logging.getLogger(__name__)
+
+
+class JobError(EngineError):
+    """An attempt that failed: its worker died or reported an error."""
+
+
+class ErrorKind(StrEnum):
+    """What caused an agent's error."""
+
+    POLICY = "policy"
+    """The policy's tokens: the attempt counts, with perf 0."""
+    INFRA = "infra"
+    """The infrastructure, such as a connection that broke: the attempt is retried."""
+
+
+class AgentError(JobError):
+    """An attempt that the agent ended with an error."""
+
+    def __init__(self, message: str, kind: ErrorKind | None) -> None:
+        super().__init__(message)
+        self.kind = kind
+        """Cause of the error; None if the agent does not report one."""
+
+
+class DeathCause(StrEnum):
+    """What ended a worker."""
+
+    OWN = "own"
+    """It exited, or crashed."""
+    LIMIT = "limit"
+    """It exceeded a limit of `agent.sandbox`: memory, or the length of a line."""
+    LOST = "lost"
+    """It was killed from outside, for instance by the kernel's OOM killer, or it was restarted."""
+
+
+class WorkerDiedError(JobError):
+    """An attempt whose worker died, possibly because of another attempt."""
+
+    def __init__(self, message: str, cause: DeathCause = DeathCause.LOST) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class StuckError(TimeoutError):
+    """An attempt that timed out in a worker that did not confirm the cancel and was restarted."""
+
+
+@dataclass(eq=False, slots=True)
+class _Desk:
+    """One worker: its current process and its jobs."""
+
+    name: str
+    jobs: dict[str, asyncio.Future[str]] = field(default_factory=dict)
+    cancelled: dict[str, asyncio.Future[bool]] = field(default_factory=dict)
+    """Jobs that the worker was asked to cancel; each future resolves to True if it confirmed, False if it died."""
+    reserved: str | None = None
+    """The job that waits for, or has, exclusive use of the worker."""
+    worker: Worker | None = None
+    is_stuck: bool = False
+    """Whether the loop is stopping the worker because it did not confirm a cancel."""
+
+    @property
+    def is_up(self) -> bool:
+        return self.worker is not None and not self.is_stuck
+
+    @property
+    def num_taken(self) -> int:
+        return len(self.jobs) + len(self.cancelled)
+
+
+class Workers:
+    def __init__(self, config: AgentConfig, folder: Path) -> None:
+        """`folder`: parent of the workers' folders."""
+        self._config, self._command = config, Command(from_here(config.command))
+        self._desks = [_Desk(f"worker-{index}") for index in range(config.num_workers)]
+        self._sandboxes = [ProcessSandbox(folder / desk.name, config.sandbox) for desk in self._desks]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._cancels: set[asyncio.Task[bool]] = set()
+        self._has_changed = asyncio.Event()
+        """Set when a slot may have become free."""
+        self._num_dropped = 0
+        """Number of lines that could not be parsed."""
+        self._num_deaths = 0
+        """Worker deaths since the last answer."""
+        self._last_words = ""
+        """End of stderr at the last logged death; consecutive deaths with the same text are logged once."""
+        self._broken: JobError | None = None
+
+    async def __aenter__(self) -> "Workers":
+        self._tasks = [
+            asyncio.create_task(self._keep(desk, sandbox))
+            for desk, sandbox in zip(self._desks, self._sandboxes, strict=True)
+        ]
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        ending = [*self._tasks, *self._cancels]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        for sandbox in self._sandboxes:
+            await sandbox.close()
+
+    async def watch(self) -> None:
+        """Wait until the program counts as broken, then raise."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+
+    async def attempt(
+        self, id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool] = (), *, is_alone: bool = False
+    ) -> str:
+        """Run a job and return its answer; raises `JobError`, or `TimeoutError` after the attempt's timeout, which
+        starts when a worker has a free slot. `is_alone`: give the worker no other job, so that this one is to blame
+        for its death."""
+        job = _job(id, task, endpoint, tools)
+        if is_alone:
+            desk = await self._reserve_desk(id)
+            try:
+                return await self._attempt(desk, id, job)
+            finally:
+                desk.reserved = None
+                self._has_changed.set()
+        return await self._attempt(await self._free_desk(), id, job)
+
+    async def _attempt(self, desk: _Desk, id: str, job: bytes) -> str:
+        # There is no await between choosing the desk and this entry.
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        desk.jobs[id] = future
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                assert desk.worker is not None
+                await desk.worker.send(job)
+                return await future
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                return future.result()  # The answer arrived at the moment of the timeout.
+            if desk.worker is None:
+                # The worker died before the timeout; wait until its process has ended.
+                await asyncio.shield(self._cancel(desk, id))
+                raise WorkerDiedError(f"{desk.name} died") from None
+            has_others = any(other != id for other in (*desk.jobs, *desk.cancelled))
+            if not await asyncio.shield(self._cancel(desk, id)):
+                problem = f"{desk.name} did not confirm that it cancelled the job"
+                # Any of its jobs may be the one that blocks it.
+                raise WorkerDiedError(problem) if has_others else StuckError(problem) from None
+            raise
+        except asyncio.CancelledError:
+            self._cancel(desk, id)
+            raise
+        finally:
+            if desk.jobs.get(id) is future:
+                del desk.jobs[id]
+            self._has_changed.set()
+
+    def _cancel(self, desk: _Desk, id: str) -> asyncio.Task[bool]:
+        """Ask the worker to cancel a job; the task returns whether it confirmed."""
+        task = asyncio.create_task(self._confirm(desk, id))
+        if desk.jobs.pop(id, None) is not None:
+            desk.cancelled[id] = asyncio.get_running_loop().create_future()
+        self._cancels.add(task)
+        task.add_done_callback(self._cancels.discard)
+        return task
+
+    async def _confirm(self, desk: _Desk, id: str) -> bool:
+        confirmed, worker = desk.cancelled.get(id), desk.worker
+        if confirmed is None:
+            return True  # The worker has died, and the job with it.
+        if worker is None:
+            return await asyncio.shield(confirmed)  # The worker is being stopped.
+        line = json.dumps({"id": id, "cancel": True}).encode() + b"\n"
+        try:
+            async with asyncio.timeout(self._config.cancel_s):
+                await worker.send(line)
+                return await asyncio.shield(confirmed)
+        except TimeoutError:
+            # Another job's cancel may have restarted the worker meanwhile.
+            if desk.worker is worker and not confirmed.done():
+                _log.warning("%s did not cancel %s within %g s; restarting it", desk.name, id, self._config.cancel_s)
+                desk.is_stuck = True
+                await worker.stop()
+            return False
+
+    async def _free_desk(self) -> _Desk:
+        """Wait for a worker with a free slot; returns the one with the fewest jobs."""
+        while True:
+            if self._broken is not None:
+                raise self._broken
+            free = [
+                desk
+                for desk in self._desks
+                if desk.is_up and desk.reserved is None and desk.num_taken < self._config.jobs_per_worker
+            ]
+            if free:
+                return min(free, key=lambda desk: desk.num_taken)
+            self._has_changed.clear()
+            await self._has_changed.wait()
+
+    async def _reserve_desk(self, id: str) -> _Desk:
+        """Reserve the worker with the fewest jobs and wait until it has none left; it takes no other jobs."""
+        while not (unreserved := [desk for desk in self._desks if desk.reserved is None]):
+            if self._broken is not None:
+                raise self._broken
+            self._has_changed.clear()
+            await self._has_changed.wait()
+        desk = min(unreserved, key=lambda desk: desk.num_taken)
+        desk.reserved = id
+        try:
+            while not desk.is_up or desk.num_taken:
+                if self._broken is not None:
+                    raise self._broken
+                self._has_changed.clear()
+                await self._has_changed.wait()
+        except BaseException:
+            desk.reserved = None
+            self._has_changed.set()
+            raise
+        return desk
+
+    async def _keep(self, desk: _Desk, sandbox: ProcessSandbox) -> None:
+        while self._broken is None:
+            worker = await sandbox.start(self._command)
+            desk.worker, desk.is_stuck = worker, False
+            self._has_changed.set()
+            is_flood = False
+            try:
+                while line := await worker.receive_line():
+                    self._take(desk, line)
+            except DataError as error:
+                is_flood = True
+                _log.warning("%s: %s", desk.name, error)
+            finally:
+                desk.worker = None
+                outcome = await worker.stop()
+                cause = DeathCause.LIMIT if is_flood else death_cause(outcome)
+                self._fail_jobs(desk, f"{desk.name} ended with status {outcome.status}", cause)
+            if not desk.is_stuck:
+                self._note_death(desk, outcome)
+                await asyncio.sleep(RESTART_S)
+
+    def _note_death(self, desk: _Desk, outcome: Outcome) -> None:
+        self._num_deaths += 1
+        last_words = outcome.stderr.text()[-1000:].strip() or "it said nothing"
+        if self._num_deaths == 1 or last_words != self._last_words:
+            self._last_words = last_words
+            _log.warning("%s ended with status %d: %s", desk.name, outcome.status, last_words)
+        if self._num_deaths >= MAX_DEATHS * len(self._desks) and self._broken is None:
+            self._broken = JobError(
+                f"the agent's program ended {self._num_deaths} times without an answer, at last with status "
+                f"{outcome.status}: {last_words.splitlines()[-1]}; see that `{shlex.join(self._command.argv)}` starts "
+                f"in an empty folder with no environment variables but those of agent.sandbox.inherits"
+            )
+            self._has_changed.set()
+            raise self._broken
+
+    def _take(self, desk: _Desk, line: bytes) -> None:
+        try:
+            told = parse_json(line.decode(), MAX_DEPTH)
+        except (ValueError, MemoryError) as error:
+            if line.lstrip()[:1] in (b"{", b"["):
+                self._note_dropped(desk, line, error)
+            return
+        id = told.get("id") if isinstance(told, dict) else None
+        if not isinstance(told, dict) or not isinstance(id, str):
+            return
+        confirmed, future = desk.cancelled.pop(id, None), desk.jobs.get(id)
+        if confirmed is not None:
+            self._has_changed.set()
+            if not confirmed.done():
+                confirmed.set_result(True)
+        if future is None or future.done():
+            return
+        self._num_deaths = 0
+        answer = told.get("answer")
+        if isinstance(answer, str):
+            future.set_result(answer)
+        else:
+            kind = told.get("kind")
+            known = ErrorKind(kind) if isinstance(kind, str) and kind in list(ErrorKind) else None
+            future.set_exception(AgentError(f"the agent could not go on: {told.get('error')!r}", known))
+
+    def _note_dropped(self, desk: _Desk, line: bytes, error: Exception) -> None:
+        self._num_dropped += 1
+        if math.log10(self._num_dropped).is_integer():
+            _log.warning(
+                "%s: dropped a line of %d bytes (%s); %d so far", desk.name, len(line), error, self._num_dropped
+            )
+
+    def _fail_jobs(self, desk: _Desk, reason: str, cause: DeathCause) -> None:
+        for future in desk.jobs.values():
+            if not future.done():
+                future.set_exception(WorkerDiedError(reason, cause))
+        for confirmed in desk.cancelled.values():
+            if not confirmed.done():
+                confirmed.set_result(False)
+        desk.jobs, desk.cancelled = {}, {}
+        self._has_changed.set()
+
+
+def death_cause(outcome: Outcome) -> DeathCause:
+    """Why a worker died. An allocation over the memory limit fails in the program itself, so the end of its stderr
+    shows it."""
+    if outcome.status == -signal.SIGKILL or outcome.reason not in (OutcomeReason.EXITED, OutcomeReason.SIGNALLED):
+        return DeathCause.LOST
+    last_words = outcome.stderr.text()[-1000:]
+    return DeathCause.LIMIT if any(words in last_words for words in NO_MEMORY) else DeathCause.OWN
+
+
+def _job(id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool]) -> bytes:
+    """The job's line, without the task's metadata, which contains answers or what reveals them."""
+    url = f"{endpoint.url.rstrip('/')}/v1"
+    job: Mapping[str, JsonValue] = {
+        "id": id,
+        "base_url": url,
+        "api_key": endpoint.key,
+        "model": endpoint.model,
+        "task": {name: value for name, value in asdict(task).items() if name in TASK_VIEW},
+        "tools": [tool_to_openai(tool) for tool in tools],
+        "tools_url": f"{url}/tools/call",
+    }
+    return json.dumps(job).encode() + b"\n"
+
+
+def from_here(command: Sequence[str]) -> tuple[str, ...]:
+    """Make relative paths of existing files absolute, because a worker runs in another folder."""
+    # A word may be a whole program, too long for a path, for which pathlib would raise.
+    return tuple(str(Path(word).absolute()) if "/" in word and os.path.isfile(word) else word for word in command)  # noqa: PTH113

@@ -1,0 +1,315 @@
+"""All tensor work of a step: the main model's forward pass, sampling, and the drafts of the MTP modules.
+
+With h_0 the states of the main model, module k predicts the token after n from (model/transformer.py)
+
+    h_k[n] = Block_k( P_k [ norm h_{k−1}[n−1] ; norm embedding[x_n] ] )
+
+When the main model has computed the tokens before e, and x_e is sampled, module 1 runs up to e and drafts x_{e+1},
+module 2 runs up to e+1, over that draft, and drafts x_{e+2}, and so on: one forward pass per module, and one product
+with the LM head per draft.
+
+The paged cache stores the states h_0 … h_{K−1} beside the keys and values, K hidden sizes per token. So a module can
+resume at any position, also after a prefix that another request has prefilled: when speculation is switched on again
+the modules catch up on the tokens that ran without it, and drafts equal those of the whole network run over the whole
+sequence.
+
+Rejected drafts leave stale cache entries from e on, which no token attends to: the next run begins at e or before, or
+after the accepted drafts (decode.py), continues without a gap, writes before it reads, and attends only up to itself.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from m2forge.model.transformer import Transformer
+from m2forge.observe.log import warn_once
+from m2forge.rollout.config import RolloutConfig
+from m2forge.rollout.execution import cpu_network as joined
+from m2forge.rollout.execution import cuda_network as fused
+from m2forge.rollout.execution.cuda_decode import DecodeGraphs, FusedDecoder
+from m2forge.rollout.execution.decode import NUM_FIELDS, Decoder, Network, Shape
+from m2forge.rollout.execution.sampler import Row, Stream, draw, uniforms
+from m2forge.rollout.kv.paged_plan import PagedCache, PagedPlan, Span, arranged, planned
+from m2forge.rollout.kv.scheduler import Copy
+from m2forge.rollout.request import Drawn
+from m2forge.rollout.speculation.verify import Drafts, draft, is_free, verify
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A sequence that samples its next token, after verifying its drafts."""
+
+    last: int
+    """Row of the step that predicts the token after all drafts."""
+    drafts: Sequence[int]
+    slot: int
+    rows: Sequence[Row]
+    """Sampling parameters of each row, one more than there are drafts."""
+
+
+@dataclass(frozen=True)
+class Lookahead:
+    """The tokens of one sequence that the MTP modules run over."""
+
+    ids: Sequence[int]
+    """All known tokens: at least one more than the main model has computed."""
+    starts: Sequence[int]
+    """Position at which each module resumes."""
+    end: int
+    """End of the tokens, all computed by the main model, that the modules run over."""
+    rows: Sequence[Row]
+    """Sampling parameters of the drafts after `end`: one for each draft, or empty."""
+    blocks: npt.NDArray[np.int64]
+    slot: int
+
+    def num_tokens(self, module: int) -> int:
+        num_ahead = module + 1 if module < len(self.rows) else 0
+        return self.end - self.starts[module] + num_ahead
+
+
+@dataclass(frozen=True)
+class Completing:
+    """A decode batch: each sequence runs its last sampled token and the drafts after it. Each list has one entry per
+    sequence."""
+
+    tokens: Sequence[int]
+    starts: Sequence[int]
+    """Positions of `tokens`."""
+    drafts: Sequence[Sequence[int]]
+    rooms: Sequence[int]
+    """Tokens that fit in the sequence's blocks, from its last sampled token on."""
+    table_BS: npt.NDArray[np.int64]
+    slots: Sequence[int]
+    temperatures: Sequence[float]
+    seeds: Sequence[int]
+    samples: Sequence[int]
+    is_seeded: Sequence[bool]
+    places: Sequence[int]
+    """Number of tokens sampled before."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Results of decode steps, by sequence."""
+
+    drawn: list[Drawn]
+    drafts: list[list[int]]
+    """New drafts, made in the last step."""
+    num_accepted_BN: npt.NDArray[np.int64]
+    """Accepted drafts in each step."""
+    num_drafts_BN: npt.NDArray[np.int64]
+    experts_BNJLK: Tensor | None
+    """Experts of every row of each step."""
+    is_token_BNJ: npt.NDArray[np.bool_]
+    """Rows whose token is part of the completion."""
+
+    def drafted(self, num_taken_B: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Number of drafts and of accepted drafts in each step that gave at least one of the first `num_taken_B`
+        tokens."""
+        num_drawn_BN = 1 + self.num_accepted_BN
+        is_wanted_BN = num_drawn_BN.cumsum(1) - num_drawn_BN < num_taken_B[:, None]
+        return self.num_drafts_BN[is_wanted_BN], self.num_accepted_BN[is_wanted_BN]
+
+
+class PlainNetwork:
+    """The training network over the paged cache: the reference for the fused networks in fused.py (CUDA) and joined.py
+    (bfloat16 on a CPU)."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model = model
+
+    def main(self, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
+        output = self._model(token_N, plan, with_mtp=False, returns_experts=True)
+        return output.state_ND, output.hidden_ND, output.experts_NLK
+
+    def module(self, index: int, parent_ND: Tensor, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor]:
+        return self._model.run_module(index, parent_ND, token_N, plan)
+
+
+class Runner:
+    def __init__(self, model: Transformer, config: RolloutConfig) -> None:
+        self.model = model
+        weight, self.num_modules = model.embedding.weight, config.speculation
+        self.cache = PagedCache(
+            model.config, config.num_blocks, config.block_tokens, weight.device, weight.dtype, self.num_modules
+        )
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        # One extra slot for padding sequences.
+        shape = (config.max_running + 1, self.num_modules, model.config.vocab_size)
+        self._logq_SKV = torch.zeros(shape, device=weight.device, dtype=dtype)
+        """Log-probabilities that unverified drafts were sampled from, by the slot of their request."""
+        is_fused = fused.serves(self.cache)
+        self._network: Network = PlainNetwork(model)
+        if is_fused:
+            self._network = fused.FusedNetwork(model, self.cache)
+        elif joined.serves(model, self.cache):
+            self._network = joined.JoinedNetwork(model, self.cache)
+        self._step: DecodeGraphs | Decoder = Decoder(model, self._network, self.cache, self._logq_SKV)
+        if isinstance(self._network, fused.FusedNetwork):
+            decoder = FusedDecoder(model, self._network, self.cache, self._logq_SKV)
+            self._step = DecodeGraphs(decoder, config.max_running, weight.device)
+        self._most_steps = config.ahead_steps
+        self.decodes_whole = is_fused and fused.is_capturable(model)
+        """Whether `decode` is faster than the separate calls."""
+        reason = fused.slow_reason(model.config, weight.device.type, weight.dtype, config.block_tokens)
+        if reason is not None and weight.dtype != torch.float64:
+            warn_once(_log, reason)
+
+    @property
+    def num_captured(self) -> int:
+        """Number of captured CUDA graphs; it grows in a step that spent time on a capture."""
+        return self._step.num_captured if isinstance(self._step, DecodeGraphs) else 0
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        self.cache.copy(copies)
+
+    def decode(self, batch: Completing, depth: int, num_steps: int) -> "Decoded":
+        """Runs `num_steps` decode steps; returns each sequence's next tokens and `depth` new drafts. All sequences are
+        greedy or none is; none uses penalties or truncation; the modules have run over all tokens the main model has
+        computed."""
+        nums = [len(drafts) for drafts in batch.drafts]
+        num_drafts, num_blocks = max(depth, *nums), batch.table_BS.shape[1]
+        shape = Shape(len(nums), num_drafts, depth, num_blocks, batch.temperatures[0] == 0, self._most_steps)
+        integers = np.zeros((len(nums), shape.num_integers), np.int64)
+        fields = (batch.tokens, batch.starts, nums, batch.rooms, batch.slots, batch.is_seeded, batch.starts)
+        # The last field stays 0: the blocks that held only drafts were freed, and the depth may have changed.
+        integers[:, : len(fields)] = np.array(fields, np.int64).T
+        if num_drafts:
+            padded = [[*drafts, *[0] * (num_drafts - num)] for drafts, num in zip(batch.drafts, nums, strict=True)]
+            integers[:, NUM_FIELDS:-num_blocks] = padded
+        integers[:, -num_blocks:] = batch.table_BS
+        reals = torch.from_numpy(_reals(shape, batch))
+        outs, experts = self._step(shape, torch.from_numpy(integers), reals, num_steps)
+        tokens, counts, drafts_there, new_drafts, logprobs, raw_logprobs = np.split(
+            outs.cpu().numpy().swapaxes(0, 1), np.cumsum(shape.widths_of_output)[:-1], axis=2
+        )
+        count_BN = counts[..., 0].astype(np.int64)
+        is_token = np.arange(shape.num_rows) < count_BN[..., None]
+        columns = [
+            [row[mask].tolist() for row, mask in zip(rows, is_token, strict=True)]
+            for rows in (tokens.astype(np.int64), logprobs, raw_logprobs)
+        ]
+        if experts is not None:
+            experts = experts.unflatten(1, (len(nums), -1)).transpose(0, 1)
+        return Decoded(
+            [Drawn(*drawn) for drawn in zip(*columns, strict=True)],
+            new_drafts[:, -1].astype(np.int64).tolist(),
+            count_BN - 1,
+            drafts_there[..., 0].astype(np.int64),
+            experts,
+            is_token,
+        )
+
+    def main(self, tokens: Sequence[int], spans: Sequence[Span]) -> tuple[Tensor, Tensor | None]:
+        """Runs the main model over `tokens`, whose `spans` are in the order of `arranged`; returns the LM head's input
+        and the experts."""
+        plan = planned(self.cache, spans)
+        state_ND, hidden_ND, experts_NLK = self._network.main(self._put(tokens), plan)
+        if self.num_modules:
+            self.cache.keep_states(0, plan, state_ND)
+        return hidden_ND, experts_NLK
+
+    def sample(self, hidden_ND: Tensor, candidates: Sequence[Candidate]) -> list[Drawn]:
+        """Samples the next tokens of each candidate: its accepted drafts and one more."""
+        rows = [row for candidate in candidates for row in candidate.rows]
+        hidden_rows = [
+            candidate.last - back for candidate in candidates for back in range(len(candidate.drafts), -1, -1)
+        ]
+        logits_RV = self.model.logits(hidden_ND[self._put(hidden_rows)])
+        if len(rows) == len(candidates):
+            drawn = draw(logits_RV, rows)
+            return [Drawn(*([x] for x in token)) for token in zip(*(column.tolist() for column in drawn), strict=True)]
+        most = max(len(candidate.drafts) for candidate in candidates)
+        places, end = [], 0
+        for candidate in candidates:
+            places += [end + min(place, len(candidate.drafts)) for place in range(most + 1)]
+            end += len(candidate.rows)
+        is_even = len(places) == len(rows)
+        logits_BJV = (logits_RV if is_even else logits_RV[self._put(places)]).unflatten(0, (-1, most + 1))
+        verified = verify(logits_BJV, [rows[place] for place in places], self._drafts(candidates, most))
+        columns = (column.tolist() for column in verified)
+        return [
+            Drawn(tokens[:num], logprobs[:num], raw_logprobs[:num])
+            for tokens, logprobs, raw_logprobs, num in zip(*columns, strict=True)
+        ]
+
+    def _drafts(self, candidates: Sequence[Candidate], most: int) -> Drafts:
+        tokens = [[*candidate.drafts, *[0] * (most - len(candidate.drafts))] for candidate in candidates]
+        logq_BKV = None
+        if any(is_free(candidate.rows[0]) for candidate in candidates):
+            logq_BKV = self._logq_SKV[self._put([candidate.slot for candidate in candidates]), :most]
+        return Drafts(self._put(tokens), self._put([len(candidate.drafts) for candidate in candidates]), logq_BKV)
+
+    def look_ahead(self, sequences: Sequence[Lookahead], depth: int) -> list[list[int]]:
+        """Run the first `depth` MTP modules; returns the drafts of each sequence."""
+        draft_BK = torch.zeros((len(sequences), depth), dtype=torch.int64, device=self.cache.device)
+        for module in range(depth):
+            self._run_module(module, sequences, draft_BK)
+        return [drafts[: len(sequence.rows)] for drafts, sequence in zip(draft_BK.tolist(), sequences, strict=True)]
+
+    def _run_module(self, module: int, sequences: Sequence[Lookahead], draft_BK: Tensor) -> None:
+        members = [place for place, sequence in enumerate(sequences) if sequence.num_tokens(module)]
+        if not members:
+            return
+        spans = [
+            Span(sequences[place].starts[module], sequences[place].num_tokens(module), sequences[place].blocks)
+            for place in members
+        ]
+        order = arranged(spans)
+        members, spans = [members[place] for place in order], [spans[place] for place in order]
+        plan = planned(self.cache, spans, self.model.config.num_layers + module)
+        token_N, drafters, drafter_B, last_row_B = self._tokens(module, sequences, members, draft_BK)
+        parent_ND = self.cache.parent_states(module, plan)
+        state_ND, hidden_ND = self._network.module(module, parent_ND, token_N, plan)
+        if module + 1 < self.num_modules:
+            self.cache.keep_states(module + 1, plan, state_ND)
+        if drafters:
+            logits_BV = self.model.logits(hidden_ND[last_row_B])
+            token_B, logq_BV = draft(logits_BV, [sequences[place].rows[module] for place in drafters])
+            draft_BK[drafter_B, module] = token_B
+            if logq_BV is not None:
+                self._logq_SKV[self._put([sequences[place].slot for place in drafters]), module] = logq_BV
+
+    def _tokens(
+        self, module: int, sequences: Sequence[Lookahead], members: Sequence[int], draft_BK: Tensor
+    ) -> tuple[Tensor, list[int], Tensor, Tensor]:
+        """Returns the tokens that a module runs, including drafts of earlier modules; which sequences draft, as list
+        and tensor; and the row of each draft."""
+        tokens: list[int] = []
+        drafters, last_rows = [], []
+        for place in members:
+            sequence = sequences[place]
+            drafts = module < len(sequence.rows)
+            tokens += sequence.ids[sequence.starts[module] : sequence.end + drafts]
+            if drafts:
+                tokens += [0] * module
+                drafters.append(place)
+                last_rows.append(len(tokens) - 1)
+        token_N, (drafter_B, last_row_B) = self._put(tokens), self._put([drafters, last_rows])
+        if module and drafters:
+            back_K = torch.arange(1 - module, 1, device=token_N.device)
+            token_N[last_row_B[:, None] + back_K] = draft_BK[drafter_B, :module]
+        return token_N, drafters, drafter_B, last_row_B
+
+    def _put(self, integers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(integers, dtype=torch.int64, device=self.cache.device)
+
+
+def _reals(shape: Shape, batch: Completing) -> npt.NDArray[np.float64]:
+    """The float inputs of a decode step: temperatures and random numbers."""
+    temperature_B1 = np.array(batch.temperatures, np.float64)[:, None]
+    if shape.is_greedy:
+        return temperature_B1
+    _, num_tokens, num_verdicts, num_drafts = shape.widths_of_reals
+    counts: dict[Stream, int] = {"token": num_tokens, "verdict": num_verdicts, "draft": num_drafts}
+    streams = [stream for stream, num in counts.items() for _ in range(num)]
+    ahead_X = np.concatenate([np.arange(num) for num in counts.values()])
+    place_BX = np.array(batch.places)[:, None] + ahead_X
+    return np.concatenate((temperature_B1, uniforms(batch.seeds, batch.samples, place_BX, streams)), 1)

@@ -1,0 +1,4 @@
+"""The paged KV cache.
+
+In reading order: scheduler, block_pool, paged_plan.
+"""

@@ -1,0 +1,4 @@
+"""The inference server.
+
+In reading order: app, wire, metrics.
+"""

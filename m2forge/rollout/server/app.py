@@ -1,0 +1,410 @@
+"""Serves a model folder or GGUF file until the process is asked to stop.
+
+Access control of the inference server: an ASGI layer around the whole application.
+
+    421   the Host header names another machine: a site that points its own name here (DNS rebinding)
+    403   the Origin header is that of another site
+    401   without the key (`Authorization: Bearer KEY`), on every route, `/health` and unknown ones included
+    415   a body whose content type is not application/json, which browsers send to other sites without asking first
+
+The body of a rejected request stays unread, so its connection is closed.
+
+HTTP server of an engine.
+
+    POST /generate   a prompt in (see `wire`), its chunks out: one line of JSON each, as server-sent events if the
+                     client accepts those, or {"samples": [...]} at the end if it asks for "stream": false
+    POST /weights    {"folder", "version": {"lineage", "step", "branch"}}: load the weights of a folder of this machine
+    GET  /health     the version and the number of running requests; 503 once the engine has failed, until `serve` ends
+    GET  /metrics    counters, in the text format of Prometheus
+
+Every route requires the server's key and passes the other checks of `guard`. A prompt that cannot be served gets 400
+before streaming begins, a failed engine 503. If the client disconnects, its request is aborted.
+"""
+
+import asyncio
+import contextlib
+import gc
+import hmac
+import ipaddress
+import json
+import logging
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+import torch
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from m2forge.errors import ConfigError, EngineError, M2ForgeError, NotFoundError, RequestError
+from m2forge.listener import LOOPBACK, address, host_name, listen
+from m2forge.model.checkpoint import load_model
+from m2forge.model.transformer import Transformer
+from m2forge.observe.prometheus import TEXT_TYPE
+from m2forge.protocols import Chunk, Engine
+from m2forge.records import JsonValue, PolicyVersion
+from m2forge.rollout.config import ServeConfig, ServerConfig
+from m2forge.rollout.core import Core
+from m2forge.rollout.engine import NativeEngine, merge_chunks
+from m2forge.rollout.execution.cpu_dtype import fastest_dtype
+from m2forge.rollout.request import Decode
+from m2forge.rollout.server import wire
+from m2forge.rollout.server.metrics import Outcome, ServerCounts
+from m2forge.text.tokenizer import Tokenizer, load_tokenizer
+
+ANY_ADDRESS = ("0.0.0.0", "::", "")
+JSON_TYPE = "application/json"
+
+
+ErrorBody: TypeAlias = Callable[[int, str], Mapping[str, JsonValue]]
+
+
+def error_body(status: int, message: str) -> dict[str, JsonValue]:
+    return {"error": {"type": "HTTPException", "message": message}}
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, config: ServerConfig, key: str, error_body: ErrorBody = error_body) -> None:
+        """`error_body`: makes the body of a refusal from its status and message."""
+        self._app, self._expected, self._error_body = app, key.encode(), error_body
+        self._hosts = {_own_name(entry) for entry in (*LOOPBACK, config.host, *config.hosts)} - {""}
+        self._takes_addresses = config.host in ANY_ADDRESS
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        status, message = refusal
+        await JSONResponse(self._error_body(status, message), status, headers={"connection": "close"})(
+            scope, receive, send
+        )
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host, origin = headers.get(b"host", ""), headers.get(b"origin")
+        if not self._is_own(host_name(host)):
+            return 421, f"the Host header names {host[:200]!r}, not this server; add the name to server.hosts"
+        if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
+            return 403, f"the Origin header names {origin[:200]!r}; other sites may not use this server"
+        # Constant-time comparison.
+        scheme, _, sent = headers.get(b"authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode("latin-1"), self._expected):
+            return 401, "the server's key is needed: send Authorization: Bearer KEY"
+        content_type = headers.get(b"content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and content_type != JSON_TYPE:
+            return 415, f"the content type is {content_type[:200]!r}; send JSON as {JSON_TYPE}"
+        return None
+
+    def _is_own(self, name: str) -> bool:
+        return name in self._hosts or (self._takes_addresses and _is_address(name))
+
+
+def _own_name(entry: str) -> str:
+    """The name of a configured host in the form that `host_name` gives for a request: without a port, which a proxy may
+    change."""
+    return entry.lower() if _is_address(entry) else host_name(entry)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+T = TypeVar("T")
+
+EVENT_STREAM, LINES = "text/event-stream", "application/x-ndjson"
+CLIENT_GONE = 499
+"""Logged status of a response to a client that has disconnected."""
+GRACE_S = 5
+"""Time that requests in flight get to finish after the server is asked to stop."""
+
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """An engine with its own metrics."""
+
+    async def metrics(self) -> dict[str, float]: ...
+
+
+class HungUp(Exception):
+    """The client has disconnected."""
+
+
+def make_app(engine: Engine, config: ServerConfig, key: str) -> Guard:
+    """The application, for clients that send `key`. The caller closes the engine."""
+    service = _Service(engine, config)
+    app = Starlette(
+        routes=[
+            Route("/generate", service.generate, methods=["POST"]),
+            Route("/weights", service.load_weights, methods=["POST"]),
+            Route("/health", service.show_health),
+            Route("/metrics", service.show_metrics),
+        ],
+        exception_handlers={M2ForgeError: _on_error, HTTPException: _on_http_error, HungUp: _on_hung_up},
+    )
+    return Guard(app, config, key)
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A listening socket at the configured address."""
+    return listen(config.host, config.port, backlog=1024)
+
+
+def make_server(app: ASGIApp) -> uvicorn.Server:
+    """Run it with `serve(sockets=[listener])`."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app, ws="none", lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S
+        )
+    )
+
+
+class _Service:
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self._engine, self._config, self._counts = engine, config, ServerCounts()
+
+    async def generate(self, request: Request) -> Response:
+        started_s = time.monotonic()
+        try:
+            body = wire.read_body(wire.PromptBody, await self._read(request))
+            if body.num_samples > self._config.max_samples:
+                expected = f"expected at most {self._config.max_samples}"
+                raise RequestError(f"num_samples: {expected}, received {body.num_samples}")
+            chunks = self._engine.generate(body.prompt())
+            if not body.stream:
+                return JSONResponse(await _unless_gone(request, self._answer(chunks, body.num_samples, started_s)))
+            # Wait for the first chunk: once the stream has begun, an error can no longer set the status.
+            first = await _unless_gone(request, anext(chunks))
+        except Exception as error:
+            self._note_failure(error)
+            raise
+        self._counts.note_first_chunk(time.monotonic() - started_s)
+        events = EVENT_STREAM in request.headers.get("accept", "")
+        media_type = EVENT_STREAM if events else LINES
+        return StreamingResponse(
+            self._stream(first, chunks, "data: {}\n\n" if events else "{}\n"), media_type=media_type
+        )
+
+    async def load_weights(self, request: Request) -> Response:
+        body = wire.read_body(wire.WeightsBody, await self._read(request))
+        version = body.version.version()
+        await self._engine.load(Path(body.folder), version)
+        _log.info("the weights of %s sample as %s, step %d", body.folder, version.lineage, version.step)
+        return JSONResponse({"version": version.to_dict()})
+
+    async def show_health(self, request: Request) -> Response:
+        state = await self._engine.state()
+        version = state.version.to_dict()
+        return JSONResponse({"version": version, "num_running": state.num_running, "num_waiting": state.num_waiting})
+
+    async def show_metrics(self, request: Request) -> Response:
+        figures = await self._engine.metrics() if isinstance(self._engine, Measured) else {}
+        return Response(self._counts.to_text(await self._engine.state(), figures), media_type=TEXT_TYPE)
+
+    async def _stream(self, first: Chunk, chunks: AsyncGenerator[Chunk, None], line: str) -> AsyncIterator[str]:
+        outcome = Outcome.HUNG_UP
+        try:
+            async with contextlib.aclosing(chunks):
+                self._counts.note_chunk(first)
+                yield line.format(json.dumps(wire.write_chunk(first)))
+                async for chunk in chunks:
+                    self._counts.note_chunk(chunk)
+                    yield line.format(json.dumps(wire.write_chunk(chunk)))
+            outcome = Outcome.ANSWERED
+        except M2ForgeError as error:
+            outcome = Outcome.FAILED
+            yield line.format(json.dumps(wire.write_error(error)))
+        finally:
+            self._counts.note_request(outcome)
+
+    async def _answer(
+        self, chunks: AsyncGenerator[Chunk, None], num_samples: int, started_s: float
+    ) -> dict[str, JsonValue]:
+        samples: list[list[Chunk]] = [[] for _ in range(num_samples)]
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                if not any(samples):
+                    self._counts.note_first_chunk(time.monotonic() - started_s)
+                self._counts.note_chunk(chunk)
+                samples[chunk.sample].append(chunk)
+        self._counts.note_request(Outcome.ANSWERED)
+        return {"samples": [wire.write_chunk(merge_chunks(found)) for found in samples]}
+
+    async def _read(self, request: Request) -> bytes:
+        """Reads the body, up to `max_body_bytes`."""
+        body = bytearray()
+        try:
+            async for piece in request.stream():
+                body += piece
+                if len(body) > self._config.max_body_bytes:
+                    raise HTTPException(413, f"the body exceeds {self._config.max_body_bytes} bytes; send less")
+        except ClientDisconnect as error:
+            raise HungUp from error
+        return bytes(body)
+
+    def _note_failure(self, error: Exception) -> None:
+        if isinstance(error, HungUp):
+            self._counts.note_request(Outcome.HUNG_UP)
+        else:
+            refused = isinstance(error, M2ForgeError | HTTPException) and not isinstance(error, EngineError)
+            self._counts.note_request(Outcome.REFUSED if refused else Outcome.FAILED)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client disconnects."""
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise HungUp
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, M2ForgeError)
+    return JSONResponse(wire.write_error(error), 503 if isinstance(error, EngineError) else 400)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = {"error": {"type": "HTTPException", "message": error.detail}}
+    return JSONResponse(body, error.status_code, headers=error.headers)
+
+
+async def _on_hung_up(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+DTYPES = {
+    "auto": None,
+    "stored": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def serve_model(
+    folder: Path, config: ServeConfig, key: str, announce: Callable[[str], None], listener: socket.socket | None = None
+) -> None:
+    """Serve `folder` to clients that send `key`; calls `announce` with the address once the server listens. `listener`:
+    a listening socket to use instead of the configured address. Raises the `EngineError` of a failed engine after every
+    request has received it, so that the process ends and can be restarted."""
+    # Bind before loading the weights, so that an address in use fails at once.
+    with bind(config.server) if listener is None else listener as listener:
+        engine = NativeEngine(make_core(folder, config))
+        spare_collector()
+        app: ASGIApp = make_app(engine, config.server, key)
+        serve_engine(engine, lambda: contextlib.nullcontext(app), listener, announce)
+
+
+def serve_engine(
+    engine: NativeEngine,
+    open_app: Callable[[], AbstractAsyncContextManager[ASGIApp]],
+    listener: socket.socket,
+    announce: Callable[[str], None],
+) -> None:
+    """Serve an application over `engine`, which is closed at the end; see `serve_model`. The application is opened in
+    the server's event loop."""
+
+    async def run() -> None:
+        announce(address(listener))
+        watching = asyncio.create_task(engine.watch())
+        try:
+            async with open_app() as app:
+                server = make_server(app)
+
+                def stop(task: asyncio.Task[None]) -> None:
+                    server.should_exit = True
+
+                watching.add_done_callback(stop)
+                await server.serve(sockets=[listener])
+            if watching.done():
+                watching.result()
+        finally:
+            watching.cancel()
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def spare_collector() -> None:
+    """Exclude permanent objects (libraries, network, cache) from garbage collection, which would scan all of them from
+    time to time, for 0.14 s, while a batch waits."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+def make_core(path: Path, config: ServeConfig) -> Core:
+    """The engine core of the model in a folder or GGUF file, with its tokenizer if it has one."""
+    model = load_model(path, device=find_device(config), dtype=DTYPES[config.dtype])
+    return core_of(model, config, path.absolute().name, _find_decode(path))
+
+
+def core_of(model: Transformer, config: ServeConfig, lineage: str, decode: Decode | None) -> Core:
+    """The engine core of a loaded model; `lineage` names its weights unless the config does."""
+    if config.dtype == "auto" and model.embedding.weight.device.type == "cpu":
+        model = model.to(fastest_dtype(model))
+    version = PolicyVersion(config.lineage or lineage, config.step, config.branch)
+    return Core(model.eval(), config.rollout, version, decode)
+
+
+def find_device(config: ServeConfig) -> str:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: torch sees no GPU; serve on the CPU with device = cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
+
+
+def _find_decode(path: Path) -> Decode | None:
+    """The decode function for stop texts, which are rejected without one."""
+    try:
+        return decoder(load_tokenizer(path))
+    except NotFoundError:
+        return None
+    except M2ForgeError as error:
+        _log.warning("prompts with stop texts will be refused: %s", error)
+        return None
+
+
+def decoder(tokenizer: Tokenizer) -> Decode:
+    """A tokenizer's decode function. Exact, because only byte-level vocabularies are loaded: the text of a token
+    sequence is the concatenation of each token's bytes."""
+
+    def decode(ids: Sequence[int]) -> bytes:
+        return b"".join(_bytes_of(tokenizer, id) for id in ids)
+
+    return decode
+
+
+def _bytes_of(tokenizer: Tokenizer, id: int) -> bytes:
+    """A token's bytes; empty for ids beyond the tokenizer, which pad a network's vocabulary to a round size."""
+    try:
+        return tokenizer.decode_bytes((id,))
+    except NotFoundError:
+        return b""

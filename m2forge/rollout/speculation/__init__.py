@@ -1,0 +1,4 @@
+"""Speculative decoding.
+
+In reading order: verify, adaptive_depth.
+"""

@@ -1,0 +1,301 @@
+"""Which failures count as the policy's doing, with perf 0, and which are retried."""
+
+import asyncio
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from m2forge.errors import EngineError
+from m2forge.gateway.config import GatewayConfig
+from m2forge.pool.config import PoolConfig
+from m2forge.pool.pool import Pool, PoolWriter
+from m2forge.pool.stored import Outcome, read_units
+from m2forge.protocols import Chunk, Prompt
+from m2forge.records import Reward
+from m2forge.reward.config import RewardConfig
+from m2forge.reward.judge import Judge
+from m2forge.rl.attempts import (
+    ANSWER,
+    DEATHS_BEFORE_ALONE,
+    Agents,
+    AttemptCounts,
+    Attempts,
+    Interrupted,
+    Tried,
+    WorkerLost,
+)
+from m2forge.rl.config import AgentConfig
+from m2forge.rl.gateway_admin import GatewayAdmin
+from m2forge.rl.workers import JobError, Workers
+from m2forge.tasks.agent import Chain
+from m2forge.tasks.catalog import find_family
+from m2forge.tasks.config import VerifyConfig
+from m2forge.tasks.gym import GymFamily
+from m2forge.tasks.runner import BrokenVerifierError, TaskRunner
+from tests.gateway.dialogue import minimax
+from tests.gateway.live import ADMIN_KEY, Live, live
+from tests.rl.test_eval_attempts import agents_of
+from tests.tasks.hostile_worker import Hostile
+from tests.tasks.test_runner import COMMAND as HOSTILE
+
+# The words of a task's instruction are what it does: `call`s the policy, dies, or ends with an error of that kind.
+PROGRAM = """
+import json, os, sys, urllib.error, urllib.request
+for line in sys.stdin:
+    job = json.loads(line)
+    for word in job["task"]["instruction"].split():
+        if word == "call":
+            body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+            headers = {"Authorization": "Bearer " + job["api_key"], "Content-Type": "application/json"}
+            url = job["base_url"] + "/chat/completions"
+            try:
+                urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+            except urllib.error.HTTPError:
+                pass
+        elif word == "die":
+            os._exit(9)
+        elif word == "killed":
+            os.kill(os.getpid(), 9)
+        elif word == "grow":
+            bytearray(1 << 44)
+        else:
+            told = {"id": job["id"], "error": "no arguments in the call"}
+            told |= {"kind": word} if word != "error" else {}
+            print(json.dumps(told), flush=True)
+"""
+# Answers with its job and its environment.
+TELLING = """
+import json, os, sys
+for line in sys.stdin:
+    told = line + json.dumps(dict(os.environ)) + repr(sys.argv)
+    print(json.dumps({"id": json.loads(line)["id"], "answer": told}), flush=True)
+"""
+TASK = Chain().draw(1, 0)
+
+
+def attempt(gateway: Live, folder: Path, does: str, *, num_deaths: int = 0, starts: list[int] | None = None) -> Tried:
+    config = AgentConfig(command=(sys.executable, "-c", PROGRAM), timeout_s=30.0)
+
+    def num_starts() -> int:
+        return starts.pop(0) if starts and len(starts) > 1 else (starts or [0])[0]
+
+    async def scene() -> Tried:
+        async with agents_of(gateway, config, folder) as make_agents:
+            agents = make_agents(num_starts)
+            tried = await agents.attempt("g0-0-1", replace(TASK, instruction=does), "g0", num_deaths)
+            await agents.gateway.forget(["g0-0-1"])
+            return tried
+
+    return asyncio.run(scene())
+
+
+@pytest.mark.parametrize("does", ["call error", "call policy", "call call error", "call unknown"])
+def test_an_error_after_the_policys_tokens_counts(tmp_path: Path, does: str) -> None:
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+        tried = attempt(gateway, tmp_path, does)
+    assert (tried.answer, len(tried.tree.samples)) == ("", does.count("call"))
+    assert tried.failure is not None
+    assert "no arguments in the call" in tried.failure
+
+
+@pytest.mark.parametrize("does", ["error", "policy", "infra", "call infra"])
+def test_an_error_of_the_infrastructure_is_retried(tmp_path: Path, does: str) -> None:
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway, pytest.raises(JobError, match="no arguments"):
+        attempt(gateway, tmp_path, does)
+
+
+def test_an_error_after_a_call_that_the_engine_failed_is_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = iter([False, True])
+
+    async def fail(prompt: Prompt) -> AsyncGenerator[Chunk, None]:
+        if next(fails):
+            raise EngineError("out of memory")
+        async for chunk in generate(prompt):
+            yield chunk
+
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+        generate = gateway.engine.generate
+        monkeypatch.setattr(gateway.engine, "generate", fail)
+        with pytest.raises(JobError, match="no arguments"):
+            attempt(gateway, tmp_path, "call call error")
+
+
+def test_an_error_while_a_process_was_restarted_is_retried_at_no_cost(tmp_path: Path) -> None:
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway, pytest.raises(Interrupted):
+        attempt(gateway, tmp_path, "call error", starts=[0, 1])
+
+
+def test_an_attempt_that_kills_every_worker_counts_once_it_has_one_for_itself(tmp_path: Path) -> None:
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+        for num_deaths in range(DEATHS_BEFORE_ALONE):
+            with pytest.raises(WorkerLost):
+                attempt(gateway, tmp_path, "call die", num_deaths=num_deaths)
+        tried = attempt(gateway, tmp_path, "call die", num_deaths=DEATHS_BEFORE_ALONE)
+        with pytest.raises(WorkerLost):
+            attempt(gateway, tmp_path, "die", num_deaths=DEATHS_BEFORE_ALONE)
+    assert len(tried.tree.samples) == 1
+    assert "status 9" in (tried.failure or "")
+
+
+def test_an_attempt_whose_worker_is_killed_from_outside_is_never_a_reward(tmp_path: Path) -> None:
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+        with pytest.raises(WorkerLost):
+            attempt(gateway, tmp_path, "call killed")
+        # It breaks the attempt, which a group survives `pool.max_failures` times, and so is not retried for ever.
+        with pytest.raises(JobError, match=r"no other attempt was killed.*status -9") as caught:
+            attempt(gateway, tmp_path, "call killed", num_deaths=DEATHS_BEFORE_ALONE)
+    assert not isinstance(caught.value, Interrupted)
+
+
+def test_an_attempt_that_exceeds_the_memory_of_its_worker_has_the_reason_limit(tmp_path: Path) -> None:
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+        tried = attempt(gateway, tmp_path, "call grow", num_deaths=DEATHS_BEFORE_ALONE)
+    assert len(tried.tree.samples) == 1
+    assert (tried.failure or "").startswith("limit: worker-0 ended with status 1")
+
+
+def test_nothing_that_an_agent_gets_holds_the_verifiers_data(tmp_path: Path) -> None:
+    """Neither its jobs nor its environment; but the tools work, which need it."""
+    task = find_family("copies").draw(2, 7)
+    config = AgentConfig(command=(sys.executable, "-c", TELLING), timeout_s=30.0)
+
+    async def scene(gateway: Live) -> str:
+        async with agents_of(gateway, config, tmp_path) as make_agents:
+            return (await make_agents(lambda: 0).attempt("g0-0-1", task, "g0")).answer
+
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+        told = asyncio.run(scene(gateway))
+    for name, value in task.metadata.items():
+        assert f'"{name}"' not in told, name
+        assert name in ("family", "start", "num_links") or str(value) not in told, name
+    job = json.loads(told.splitlines()[0])
+    assert job["task"] == {
+        "id": task.id,
+        "domain": "agent",
+        "instruction": task.instruction,
+        "difficulty": task.difficulty,
+    }
+    assert [tool["function"]["name"] for tool in job["tools"]] == ["look", "recall"]
+    assert job["tools_url"] == f"{job['base_url']}/tools/call"
+
+
+@contextlib.asynccontextmanager
+async def attempts_of(
+    gateway_url: str, key: str, pool: Pool, folder: Path, command: Sequence[str] = ()
+) -> AsyncGenerator[Attempts, None]:
+    """`command`: of the workers that run families' code."""
+    config = AgentConfig(command=(sys.executable, "-c", PROGRAM), timeout_s=30.0)
+    verify, families = VerifyConfig(timeout_s=0.5), {"command": command} if command else {}
+    async with (
+        PoolWriter(pool) as writer,
+        GatewayAdmin(gateway_url, key) as admin,
+        Workers(config, folder / "agents") as workers,
+        TaskRunner(verify, folder / "verify", **families) as runner,
+    ):
+        agents = Agents(config, admin, workers, runner, lambda: 0)
+        yield Attempts(agents, pool, writer, Judge(RewardConfig()), minimax(), lambda task, rate: None)
+
+
+def open_pool(folder: Path, **fields: object) -> Pool:
+    url = f"sqlite:///{folder}/pool.db"
+    return Pool(PoolConfig.model_validate({"url": url, **fields}), minimax().tokenizer.vocab_size)
+
+
+def test_a_group_whose_agent_errs_on_the_policys_tokens_is_rewarded_with_0(tmp_path: Path) -> None:
+    """And not dropped, though no attempt may break."""
+
+    async def scene(gateway: Live, pool: Pool) -> None:
+        pool.put([(replace(TASK, instruction="call error"), 2)], "queued")
+        async with attempts_of(gateway.url, ADMIN_KEY, pool, tmp_path) as attempts:
+            for lease in pool.lease("loop", 2):
+                await attempts.run(lease)
+            await attempts.judge_whole()
+        assert (attempts.counts.num_errors, attempts.counts.num_broken, attempts.counts.num_groups) == (2, 0, 1)
+
+    with (
+        live(minimax(), config=GatewayConfig(port=0)) as gateway,
+        open_pool(tmp_path, max_failures=1, window={"no_signal": "train"}) as pool,
+    ):
+        asyncio.run(scene(gateway, pool))
+        with pool.database.read() as connection:
+            (unit,) = read_units(connection, [1], pool.vocab_size)
+    assert [len(episode.calls) for episode in unit.episodes] == [1, 1]
+    assert all("no arguments in the call" in (episode.failure or "") for episode in unit.episodes)
+    assert [episode.reward and episode.reward.perf for episode in unit.episodes] == [0.0, 0.0]
+
+
+def test_an_attempt_whose_worker_died_begins_again_at_no_cost(tmp_path: Path) -> None:
+    async def scene(gateway: Live, pool: Pool) -> AttemptCounts:
+        pool.put([(replace(TASK, instruction="die"), 1)], "queued")
+        async with attempts_of(gateway.url, ADMIN_KEY, pool, tmp_path) as attempts:
+            for _ in range(2):
+                (lease,) = pool.lease("loop", 1)
+                await attempts.run(lease)
+            assert pool.lease("loop", 1), "the group was dropped"
+        return attempts.counts
+
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway, open_pool(tmp_path, max_failures=1) as pool:
+        counts = asyncio.run(scene(gateway, pool))
+    assert (counts.num_interrupted, counts.num_broken) == (2, 0)
+
+
+def test_a_verifier_that_raises_too_often_ends_the_judging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m2forge.tasks.runner.NUM_WATCHED", 20)  # of which more than one raises
+
+    async def scene(pool: Pool) -> None:
+        pool.put([(Hostile().draw(1, seed), 1) for seed in range(2)], "queued")
+        for lease in pool.lease("loop", 2):
+            pool.finish(lease, Outcome(artifacts={ANSWER: "raise"}))
+        async with attempts_of("http://127.0.0.1:1", "key", pool, tmp_path, HOSTILE) as attempts:
+            await attempts.judge_whole()
+
+    with open_pool(tmp_path) as pool, pytest.raises(BrokenVerifierError, match="raised at 2 of the last 2 answers"):
+        asyncio.run(scene(pool))
+
+
+def test_a_hostile_answer_is_judged_in_time_again_after_a_restart(tmp_path: Path) -> None:
+    """What a loop that died had stored: the next loop judges it, and an answer that no verifier finishes is wrong."""
+    task = GymFamily("coin_flip").draw(0, 1)
+    right = str(GymFamily("coin_flip").verify(task, "").evidence["expected"])
+    format, before = minimax(), set(threading.enumerate())
+    config = AgentConfig(command=("true",))
+
+    async def judge() -> list[Reward | None]:
+        with Pool(PoolConfig(url=f"sqlite:///{tmp_path}/pool.db"), format.tokenizer.vocab_size) as pool:
+            if not pool.note():
+                pool.put([(task, 3)], "queued")
+                ended = (("1e99999999", None), (right, None), (right, "time ran out"))
+                for lease, (answer, failure) in zip(pool.lease("loop", 3), ended, strict=True):
+                    pool.finish(lease, Outcome(failure=failure, artifacts={ANSWER: answer}))
+            async with (
+                PoolWriter(pool) as writer,
+                GatewayAdmin("http://127.0.0.1:1", "key") as admin,
+                Workers(config, tmp_path / "agents") as workers,
+                TaskRunner(VerifyConfig(), tmp_path / "verify") as runner,
+            ):
+                agents = Agents(config, admin, workers, runner, lambda: 0)
+                judge = Judge(RewardConfig())
+                async with Attempts(agents, pool, writer, judge, format, lambda task, rate: None) as attempts:
+                    await attempts.judge_whole()
+            assert not {thread for thread in threading.enumerate() if thread.name.startswith("episodes")} - before
+            assert attempts.counts.num_groups == 1
+            with pool.database.read() as connection:
+                (unit,) = read_units(connection, [1], pool.vocab_size)
+        return [episode.reward for episode in unit.episodes]
+
+    hostile, fine, failed = asyncio.run(judge())
+    assert hostile is not None
+    assert fine is not None
+    assert failed is not None
+    assert (hostile.perf, fine.perf, failed.perf) == (0.0, 1.0, 0.0)
+    verifier = hostile.evidence["verifier"]
+    assert isinstance(verifier, Mapping)
+    assert verifier["reason"] == "limit"

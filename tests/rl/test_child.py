@@ -1,0 +1,46 @@
+"""A server that dies is started again, and nobody who connects meanwhile is refused."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from m2forge.listener import listen
+from m2forge.rl.child import Child
+
+ROOT = Path(__file__).parents[2]
+NUM_KILLS, TIMEOUT_S = 2, 30.0
+
+
+def test_who_connects_while_a_server_is_dead_is_answered_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    async def ask(port: int) -> int:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        told = await reader.read()
+        writer.close()
+        return int(told)
+
+    async def main() -> list[int]:
+        with listen("127.0.0.1", 0) as listener:
+            command = ("tests.rl.pid_server", str(listener.fileno()))
+            child = Child("server", command, tmp_path, listener)
+            keeping, port = asyncio.create_task(child.keep()), listener.getsockname()[1]
+            pids = [await ask(port)]
+            for _ in range(NUM_KILLS):
+                os.kill(pids[-1], signal.SIGKILL)
+                while Path(f"/proc/{pids[-1]}/fd/{listener.fileno()}").exists():
+                    await asyncio.sleep(0.01)
+                pids += await asyncio.gather(ask(port), ask(port))
+            await child.stop()
+            await keeping
+            assert child.num_starts == 1 + NUM_KILLS
+        return pids
+
+    pids = asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+    assert len(set(pids)) == 1 + NUM_KILLS
+    assert pids[1::2] == pids[2::2]

@@ -1,0 +1,141 @@
+"""Long episodes: the event loop goes on while they are stored, read back and judged."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from m2forge.pool.config import PoolConfig
+from m2forge.pool.pool import Pool, PoolWriter
+from m2forge.records import Call, FinishReason, PolicyVersion, Task
+from m2forge.reward.config import RewardConfig
+from m2forge.reward.judge import Judge
+from m2forge.rl.attempts import Agents, Attempts, Tried
+from m2forge.tasks.catalog import family_of, find_family
+from m2forge.tasks.family import Verdict
+from m2forge.tasks.task_set import TaskSet
+from m2forge.text.message import Tool
+from m2forge.tree.token_tree import TokenTree
+from tests.gateway.dialogue import minimax
+
+NUM_CALLS, NUM_NEW = 2000, 20
+
+
+class OneLongEpisode:
+    """In place of agents, their gateway and the families' workers: hands over what was recorded."""
+
+    def __init__(self, tree: TokenTree) -> None:
+        self._tree = tree
+        self.gateway = self.runner = self
+
+    async def attempt(self, *args: object, **kwargs: object) -> Tried:
+        return Tried("an answer", self._tree)
+
+    def forget_soon(self, name: str) -> None:
+        pass
+
+    async def tools(self, task: Task) -> tuple[Tool, ...]:
+        return tuple(family_of(task).tools(task))
+
+    async def verify(self, task: Task, answer: str) -> Verdict:
+        return family_of(task).verify(task, answer)
+
+
+def long_tree(vocab_size: int) -> TokenTree:
+    tree, rng = TokenTree(vocab_size), np.random.default_rng(0)
+    path = rng.integers(0, vocab_size, NUM_NEW).astype(np.int32)
+    for index in range(NUM_CALLS):
+        response, added = (rng.integers(0, vocab_size, NUM_NEW).astype(np.int32) for _ in range(2))
+        logprobs, versions = np.full(NUM_NEW, -1.0, np.float32), np.zeros(NUM_NEW, np.int32)
+        call = Call(path, response, logprobs, versions, FinishReason.STOP, float(index), index + 0.5)
+        tree.add(call, f"e/{index}", episode="e")
+        path = np.concatenate((path, response, added))
+    return tree
+
+
+def longest_stall_s(folder: Path) -> float:
+    """The longest stall of the event loop while an episode of 2,000 calls is stored and judged."""
+    format = minimax()
+    vocab_size = format.tokenizer.vocab_size
+    tree, judged = long_tree(vocab_size), list[tuple[Task, float]]()
+    task = TaskSet(find_family("chain"), "train", 0).next(1, 3)
+    stalls: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            before_s = time.perf_counter()
+            await asyncio.sleep(0.005)
+            stalls.append(time.perf_counter() - before_s - 0.005)
+
+    async def scene(pool: Pool) -> None:
+        async with PoolWriter(pool) as writer:
+            agents = cast(Agents, OneLongEpisode(tree))
+            attempts = Attempts(
+                agents, pool, writer, Judge(RewardConfig()), format, lambda *group: judged.append(group)
+            )
+            pool.put([(task, 1)])
+            (lease,) = pool.lease("loop", 1)
+            watching = asyncio.create_task(watch())
+            await attempts.run(lease)
+            await attempts.judge_whole()
+            watching.cancel()
+
+    with Pool(PoolConfig(url=f"sqlite:///{folder / 'pool.db'}"), vocab_size) as pool:
+        asyncio.run(scene(pool))
+        claimed = pool.claim(1, PolicyVersion("run", 0))
+        assert claimed is not None
+        (unit,) = pool.fetch(claimed)
+    assert [found.id for found, _ in judged] == [task.id]
+    assert unit.episodes[0].tree().calls() == tree.calls()
+    assert len(stalls) > 20, "the work was too short to tell"
+    return max(stalls)
+
+
+def test_an_episode_of_2000_calls_is_stored_and_judged_beside_a_running_event_loop(tmp_path: Path) -> None:
+    # Other processes may hold the processor once; work on the event loop would stall it every time.
+    folders = [tmp_path / str(number) for number in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    assert any(longest_stall_s(folder) < 0.1 for folder in folders)
+
+
+class SlowVerifier(OneLongEpisode):
+    """Gives its verdict when it may."""
+
+    def __init__(self, tree: TokenTree, may_judge: asyncio.Event) -> None:
+        super().__init__(tree)
+        self._may_judge = may_judge
+
+    async def verify(self, task: Task, answer: str) -> Verdict:
+        await self._may_judge.wait()
+        return await super().verify(task, answer)
+
+
+def test_an_attempt_ends_before_its_group_is_judged(tmp_path: Path) -> None:
+    """Its lease is over when it is stored, and renewing leases must not cancel a slow verdict."""
+    format, judged = minimax(), list[tuple[Task, float]]()
+    task = TaskSet(find_family("chain"), "train", 0).next(1, 3)
+
+    async def scene(pool: Pool) -> None:
+        may_judge = asyncio.Event()
+        agents = cast(Agents, SlowVerifier(TokenTree(pool.vocab_size), may_judge))
+        async with PoolWriter(pool) as writer:
+            attempts = Attempts(
+                agents, pool, writer, Judge(RewardConfig()), format, lambda *group: judged.append(group)
+            )
+            pool.put([(task, 1)])
+            (lease,) = pool.lease("loop", 1)
+            judging = asyncio.create_task(attempts.judge_ended())
+            async with asyncio.timeout(5.0):
+                await attempts.run(lease)
+                assert not judged
+                may_judge.set()
+                while not judged:
+                    await asyncio.sleep(0.01)
+            judging.cancel()
+
+    with Pool(PoolConfig(url=f"sqlite:///{tmp_path / 'pool.db'}"), format.tokenizer.vocab_size) as pool:
+        asyncio.run(scene(pool))
+    assert [found.id for found, _ in judged] == [task.id]

@@ -1,0 +1,310 @@
+"""Evaluations beside training: their share of the slots, the versions they saw, and what a death leaves of them."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from m2forge.files import append_line
+from m2forge.pool.pool import PoolWriter
+from m2forge.pool.stored import Lease
+from m2forge.records import Call, FinishReason, PolicyVersion, Task
+from m2forge.rl.attempts import Agents, Attempts, Tried
+from m2forge.rl.config import RLConfig
+from m2forge.rl.eval import Check, make_kept, note_check, read_checks, read_kept, write_kept
+from m2forge.rl.layout import Layout, begin_branch
+from m2forge.rl.loop import Loop, is_complete
+from m2forge.tasks.catalog import family_of, find_family
+from m2forge.tasks.family import Verdict
+from m2forge.tasks.task_set import Split, TaskSet
+from m2forge.tree.token_tree import TokenTree
+from tests.rl.scene import make_config, make_model
+from tests.tasks.stream import distinct, draw_here
+
+NUM_JOBS, NUM_TASKS = 8, 24
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("scene"))
+
+
+def make_run(model: Path, **check: object) -> RLConfig:
+    agent = {"command": ["true"], "jobs_per_worker": NUM_JOBS}
+    return make_config(model, agent=agent, check={"num_tasks": NUM_TASKS, "every_steps": 2, **check})
+
+
+class Policy:
+    """In place of agents, gateway and trainer: attempts take a moment, and sample from the version that is served."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.gateway = self.runner = self
+        self.num_running = self.most_running = self.num_trained = 0
+        self.most_evaluating = self.num_evaluated = 0
+        self.step = 0
+        self.on_attempt: Callable[[], Awaitable[None]] | None = None
+
+    def serve(self, step: int, branch: str = "") -> None:
+        self.step = step
+        self.loop.note_served(PolicyVersion("run", step, branch))
+
+    async def push(self, step: int) -> None:
+        async with self.loop.evaluations.pin:
+            self.serve(step)
+
+    async def attempt(self, *args: object, **kwargs: object) -> Tried:
+        """At a held-out task."""
+        self.most_evaluating = max(self.most_evaluating, self.loop.slots.num_evaluating)
+        await self._work()
+        if self.on_attempt is not None:
+            await self.on_attempt()
+        tree, versions = TokenTree(300), np.full(2, self.step, np.int32)
+        ids, logprobs = np.arange(2, dtype=np.int32), np.full(2, -1.0, np.float32)
+        tree.add(Call(ids, ids, logprobs, versions, FinishReason.STOP, 0.0, 1.0), "s")
+        self.num_evaluated += 1
+        return Tried("?", tree)
+
+    def forget_soon(self, name: str) -> None:
+        pass
+
+    async def distinct(self, family: str, split: Split, seed: int, num: int, lowest: int, highest: int) -> list[Task]:
+        return distinct(TaskSet(find_family(family), split, seed), num, lowest, highest)
+
+    async def verify(self, task: Task, answer: str) -> Verdict:
+        return family_of(task).verify(task, answer)
+
+    async def run(self, lease: Lease) -> None:
+        """An attempt of training; its group stays unfinished."""
+        await self._work()
+        self.num_trained += 1
+        self.loop.pool.interrupt(lease, "again")
+
+    async def _work(self) -> None:
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        await asyncio.sleep(0.01)
+        self.num_running -= 1
+
+
+def play(config: RLConfig, run_dir: Path, scene: Callable[[Loop, Policy], Awaitable[None]]) -> Policy:
+    """`scene` runs beside training."""
+    loop = Loop(Layout(run_dir), config)
+    policy = Policy(loop)
+    policy.serve(0)
+
+    async def run() -> None:
+        async with PoolWriter(loop.pool) as writer:
+            await loop.evaluations.first(cast(Agents, policy))
+            background = [
+                asyncio.create_task(loop._feed(writer, cast(Attempts, policy), draw_here)),
+                asyncio.create_task(loop.evaluations.keep(cast(Agents, policy))),
+            ]
+            try:
+                await scene(loop, policy)
+            finally:
+                for task in (*background, *loop._running):
+                    task.cancel()
+                await asyncio.gather(*background, *loop._running, return_exceptions=True)
+        loop.pool.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    return policy
+
+
+async def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_an_evaluation_shares_the_slots_with_training_and_reports_the_versions_it_saw(
+    model: Path, tmp_path: Path
+) -> None:
+    checks = Layout(tmp_path).checks
+
+    async def scene(loop: Loop, policy: Policy) -> None:
+        assert policy.most_evaluating == NUM_JOBS, "before training, all slots are the evaluation's"
+        policy.most_evaluating = 0
+        await wait_for(lambda: policy.num_trained > NUM_JOBS)
+        await policy.push(2)
+        await wait_for(lambda: policy.most_evaluating > 0)
+        before = policy.num_trained
+        await asyncio.sleep(0.05)
+        await policy.push(3)
+        await wait_for(lambda: len(read_checks(checks)) == 2)
+        assert policy.num_trained > before + NUM_JOBS, "training goes on"
+
+    policy = play(make_run(model), tmp_path, scene)
+    assert policy.most_evaluating == 2, "a quarter of eight"
+    assert policy.most_running <= NUM_JOBS
+    first, second = read_checks(checks)
+    assert (first.step, first.versions) == (0, {"0": 1.0})
+    assert second.step == 2
+    assert set(second.versions) == {"2", "3"}
+    assert sum(second.versions.values()) == pytest.approx(1.0)
+
+
+def test_a_pinned_evaluation_sees_one_version(model: Path, tmp_path: Path) -> None:
+    checks = Layout(tmp_path).checks
+
+    async def scene(loop: Loop, policy: Policy) -> None:
+        await policy.push(2)
+        await wait_for(lambda: loop.slots.num_evaluating > 0)
+        before = policy.num_trained
+        await policy.push(3)
+        assert policy.num_evaluated == 2 * NUM_TASKS, "the weight update waits until every attempt is over"
+        assert policy.num_trained > before, "training goes on"
+        await wait_for(lambda: len(read_checks(checks)) == 2)
+
+    play(make_run(model, pin=True), tmp_path, scene)
+    assert [(found.step, found.versions) for found in read_checks(checks)] == [(0, {"0": 1.0}), (2, {"2": 1.0})]
+
+
+def test_a_pinned_evaluation_is_repeated_when_a_restarted_sampler_changed_its_version(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checks = Layout(tmp_path).checks
+
+    async def scene(loop: Loop, policy: Policy) -> None:
+        num_attempts = 0
+
+        async def restart() -> None:
+            nonlocal num_attempts
+            num_attempts += 1
+            if num_attempts == 5:
+                policy.serve(3)
+
+        policy.on_attempt = restart
+        await policy.push(2)
+        await wait_for(lambda: len(read_checks(checks)) == 2)
+
+    play(make_run(model, pin=True), tmp_path, scene)
+    assert [(found.step, found.versions) for found in read_checks(checks)] == [(0, {"0": 1.0}), (3, {"3": 1.0})]
+    assert "a pinned evaluation sampled from versions 2, 3; it is repeated" in caplog.text
+
+
+def test_a_pinned_evaluation_is_repeated_when_the_step_it_samples_is_of_another_branch(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trainer went back and reached the step again; the sampler that was restarted serves its version of it."""
+    checks = Layout(tmp_path).checks
+
+    async def scene(loop: Loop, policy: Policy) -> None:
+        async def restart() -> None:
+            if policy.num_evaluated == NUM_TASKS + 5:
+                policy.serve(2, "bb")
+
+        policy.on_attempt = restart
+        policy.serve(2, "aa")
+        await wait_for(lambda: len(read_checks(checks)) == 2)
+
+    play(make_run(model, pin=True), tmp_path, scene)
+    last = read_checks(checks)[-1]
+    assert (last.step, last.branch, last.versions, last.branches) == (2, "bb", {"2": 1.0}, {"2": ["bb"]})
+    assert "a pinned evaluation sampled from versions 2-aa, 2-bb; it is repeated" in caplog.text
+
+
+def test_evaluations_of_weights_that_the_trainer_lost_are_made_again(model: Path, tmp_path: Path) -> None:
+    """Also the last one; and a lost version that is still served is not evaluated."""
+    layout = Layout(tmp_path)
+    begin_branch(layout.lineage, "aa", 0)
+
+    async def scene(loop: Loop, policy: Policy) -> None:
+        async with asyncio.timeout(20):
+            policy.serve(2, "aa")
+            await wait_for(lambda: len(read_checks(layout.checks)) == 2)
+            begin_branch(layout.lineage, "bb", 1)
+            policy.serve(4, "aa")
+            await asyncio.sleep(0.1)
+            policy.serve(1, "aa")
+            policy.serve(2, "bb")
+            await wait_for(lambda: len(read_checks(layout.checks)) == 3)
+            policy.serve(4, "bb")
+            await wait_for(lambda: len(read_checks(layout.checks)) == 4)
+            begin_branch(layout.lineage, "cc", 3)
+            policy.serve(4, "cc")
+            for task in loop._running:
+                task.cancel()
+            loop.slots.end_training()
+            await loop.evaluations.last(cast(Agents, policy), lambda: True)
+
+    play(make_run(model), tmp_path, scene)
+    found = [(found.step, found.branch) for found in read_checks(layout.checks)]
+    assert found == [(0, ""), (2, "aa"), (2, "bb"), (4, "bb"), (4, "cc")]
+
+
+def test_a_run_is_complete_only_once_its_own_last_weights_are_evaluated(model: Path, tmp_path: Path) -> None:
+    config, layout = make_run(model), Layout(tmp_path)
+    layout.model.mkdir()
+    assert not is_complete(layout, config)
+    of_before = {"step": 4, "num_tasks": 4, "success": 0.5, "margin": 0.1, "by_family": {}, "num_broken": 0}
+    append_line(layout.checks, json.dumps(of_before | {"seconds": 1.0}))
+    assert is_complete(layout, config), "a line without a branch, of a run that noted none"
+    begin_branch(layout.lineage, "aa", 3)
+    assert not is_complete(layout, config), "the trainer went back"
+    note_check(layout.checks, Check(4, 4, 0.5, 0.1, {}, 0, 1.0, branch="aa"))
+    assert is_complete(layout, config)
+
+
+def test_held_out_trajectories_are_encoded_and_written_away_from_the_event_loop(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, set[str]] = {}
+
+    def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread().name)
+            return work(*args)
+
+        return run
+
+    monkeypatch.setattr("m2forge.rl.eval.make_kept", watched("encode", make_kept))
+    monkeypatch.setattr("m2forge.rl.eval.write_kept", watched("write", write_kept))
+
+    async def scene(loop: Loop, policy: Policy) -> None:
+        assert read_kept(Layout(tmp_path).kept)
+
+    play(make_run(model), tmp_path, scene)
+    assert set(threads) == {"encode", "write"}
+    assert threading.current_thread().name not in threads["encode"] | threads["write"]
+
+
+def test_an_evaluation_that_was_cut_short_is_made_again(model: Path, tmp_path: Path) -> None:
+    checks = Layout(tmp_path).checks
+
+    async def die(loop: Loop, policy: Policy) -> None:
+        policy.serve(2)
+        await wait_for(lambda: loop.slots.num_evaluating > 0)
+
+    async def go_on(loop: Loop, policy: Policy) -> None:
+        policy.serve(3)
+        await wait_for(lambda: len(read_checks(checks)) == 2)
+
+    play(make_run(model), tmp_path, die)
+    assert [found.step for found in read_checks(checks)] == [0]
+    play(make_run(model), tmp_path, go_on)
+    assert [found.step for found in read_checks(checks)] == [0, 3]
+
+
+def test_the_last_evaluation_waits_for_one_that_runs_and_takes_all_slots(model: Path, tmp_path: Path) -> None:
+    checks = Layout(tmp_path).checks
+
+    async def scene(loop: Loop, policy: Policy) -> None:
+        policy.serve(2)
+        await wait_for(lambda: loop.slots.num_evaluating > 0)
+        policy.serve(4)
+        for task in loop._running:
+            task.cancel()
+        loop.slots.end_training()
+        policy.most_evaluating = 0
+        await loop.evaluations.last(cast(Agents, policy), lambda: True)
+
+    policy = play(make_run(model), tmp_path, scene)
+    assert [found.step for found in read_checks(checks)] == [0, 2, 4]
+    assert policy.most_running <= NUM_JOBS
+    assert policy.most_evaluating > 2

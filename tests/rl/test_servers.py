@@ -1,0 +1,88 @@
+"""Sampler and gateway of a run, as the loop starts them: their keys are in no place that an agent can read."""
+
+import asyncio
+import socket
+from pathlib import Path
+
+import httpx2
+
+from m2forge.config import write_resolved
+from m2forge.gateway.config import Budget
+from m2forge.model.checkpoint import load_model
+from m2forge.model.convert import find_companions
+from m2forge.rl.config import RLConfig
+from m2forge.rl.gateway_admin import GatewayAdmin
+from m2forge.rl.layout import Layout
+from m2forge.rl.servers import Servers, make_servers
+from m2forge.tasks.agent import Chain
+from m2forge.train.run_dir import CONFIG_FILE
+from tests.rl.ring import processes_of, running
+from tests.rl.scene import make_config, make_model
+
+TIMEOUT_S = 60.0
+
+
+def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "scene")
+    config, layout = make_config(model), Layout(tmp_path / "run")
+    layout.run_dir.mkdir()
+    write_resolved(config, layout.run_dir / CONFIG_FILE)
+    layout.weight_store(config, find_companions(model)).publish(load_model(model), 0)
+    servers = make_servers(layout)
+
+    async def run() -> None:
+        keeping = [asyncio.create_task(server.child.keep()) for server in (servers.sampler, servers.gateway)]
+        try:
+            async with GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin:
+                await admin.wait_until_up()
+                await admin.open("episode", Chain().draw(1, 0), "group", Budget())
+            await check_doors(servers)
+            await check_version(servers, layout, config)
+            check_no_key_is_visible(servers, layout.run_dir)
+        finally:
+            await asyncio.gather(*(server.child.stop() for server in (servers.sampler, servers.gateway)))
+            await asyncio.gather(*keeping)
+            servers.close()
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    assert not processes_of(layout.run_dir)
+    assert not keys_in(servers, *(path.read_bytes() for path in layout.run_dir.rglob("*") if path.is_file()))
+
+
+def test_the_gateway_listens_where_the_run_says(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = taken.getsockname()[1]
+    servers = make_servers(Layout(tmp_path), "127.0.0.2", port)
+    assert servers.gateway.url == f"http://127.0.0.2:{port}"
+    assert servers.sampler.url.startswith("http://127.0.0.1:")
+    servers.close()
+
+
+async def check_doors(servers: Servers) -> None:
+    async with httpx2.AsyncClient(base_url=servers.sampler.url, timeout=20.0) as client:
+        for key, status in ((servers.sampler.key, 200), (servers.gateway.key, 401), ("", 401)):
+            headers = {"Authorization": f"Bearer {key}".strip()}
+            assert (await client.get("/health", headers=headers)).status_code == status
+
+
+async def check_version(servers: Servers, layout: Layout, config: RLConfig) -> None:
+    """A sampler that starts serves the newest published version, by its branch too."""
+    newest = layout.weight_store(config).newest()
+    assert newest is not None
+    assert newest[0].branch
+    headers = {"Authorization": f"Bearer {servers.sampler.key}"}
+    async with httpx2.AsyncClient(base_url=servers.sampler.url, timeout=20.0, headers=headers) as client:
+        assert (await client.get("/health")).json()["version"] == newest[0].to_dict()
+
+
+def check_no_key_is_visible(servers: Servers, run_dir: Path) -> None:
+    pids = [pid for pid, words in running() if str(run_dir) in words]
+    assert len(pids) == 2
+    for pid in pids:
+        shown = [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("environ", "cmdline")]
+        assert all(shown)
+        assert not keys_in(servers, *shown)
+
+
+def keys_in(servers: Servers, *texts: bytes) -> list[str]:
+    return [key for key in (servers.sampler.key, servers.gateway.key) if any(key.encode() in text for text in texts)]
