@@ -46,7 +46,8 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FREE_FLOORS = (0, len(FLOORS) - 1)
 
 CODE_FOLDERS = (PACKAGE, "benchmarks", "examples", "tests")
-MAX_FILE_LINES = 400
+LONG_FILE_LINES = 600
+"""A longer file is reported, not refused: one idea may need it."""
 MAX_FUNCTION_LINES = 80
 FORBIDDEN_WORDS = {"util", "utils", "helper", "helpers", "common", "misc", "manager"}
 MAX_HELP_S = 0.5
@@ -199,13 +200,18 @@ def name_breaches(root: Path) -> list[str]:
     return breaches
 
 
-def size_breaches(root: Path) -> list[str]:
-    breaches = []
+def long_files(root: Path) -> list[str]:
+    found = []
     for pattern in ("*.py", "*.[ch]"):
         for path in sources(root, *CODE_FOLDERS, pattern=pattern):
             num_lines = len(path.read_text(encoding="utf-8").splitlines())
-            if num_lines > MAX_FILE_LINES:
-                breaches.append(f"{path.relative_to(root)}: {num_lines} lines, at most {MAX_FILE_LINES}")
+            if num_lines > LONG_FILE_LINES:
+                found.append(f"{path.relative_to(root)}: {num_lines} lines, usually at most {LONG_FILE_LINES}")
+    return found
+
+
+def function_breaches(root: Path) -> list[str]:
+    breaches = []
     for path in sources(root, *CODE_FOLDERS):
         place = path.relative_to(root)
         for node in ast.walk(parse(path)):
@@ -252,7 +258,7 @@ RULES: list[Callable[[Path], list[str]]] = [
     init_breaches,
     docstring_breaches,
     name_breaches,
-    size_breaches,
+    function_breaches,
     torch_breaches,
     target_breaches,
 ]
@@ -304,9 +310,9 @@ PLANTED = [
     (docstring_breaches, "examples/a.py", "x = 1\n", "examples/a.py: no module docstring"),
     (name_breaches, "m2forge/model/tensor_utils.py", "", "'tensor_utils' names no thing"),
     (name_breaches, "m2forge/model/a.py", "class CacheManager:\n    pass\n", "'CacheManager' names no thing"),
-    (size_breaches, "m2forge/model/a.py", "x = 1\n" * (MAX_FILE_LINES + 1), "401 lines, at most 400"),
-    (size_breaches, "m2forge/kernels/a.c", "int x;\n" * (MAX_FILE_LINES + 1), "a.c: 401 lines, at most 400"),
-    (size_breaches, "m2forge/model/a.py", LONG_FUNCTION, "f has 81 lines, at most 80"),
+    (long_files, "m2forge/model/a.py", "x = 1\n" * (LONG_FILE_LINES + 1), "601 lines, usually at most 600"),
+    (long_files, "m2forge/kernels/a.c", "int x;\n" * (LONG_FILE_LINES + 1), "a.c: 601 lines, usually at most 600"),
+    (function_breaches, "m2forge/model/a.py", LONG_FUNCTION, "f has 81 lines, at most 80"),
     (torch_breaches, "m2forge/model/__init__.py", "import torch\n", "m2forge.model.config imports torch"),
     (target_breaches, "README.md", "```\nmake demo ARGS=1\n```\n", "README.md: make demo does not exist"),
 ]
@@ -327,6 +333,12 @@ def test_a_planted_breach_is_caught(
     plant(tmp_path, {name: text})
     (found,) = rule(tmp_path)
     assert breach in found
+
+
+def test_long_files_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        for line in long_files(ROOT):
+            print(f"\nwarning: {line}", end="")
 
 
 def test_help_answers_at_once() -> None:

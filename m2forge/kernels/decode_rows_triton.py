@@ -1,8 +1,8 @@
 """The rows of a decode step on CUDA: their positions and network inputs, and the update after verification.
 
-Four kernels replace what rollout/execution/decode.py computes between its networks and products. `begin` and `begin_module`
-compute every row's position, cache slot, rotary angles and normed input of the first product. `settle` counts the
-accepted drafts and writes the step's output and the integer inputs of the next step. Drafting follows
+Four kernels replace what rollout/execution/decode.py computes between its networks and products. `begin` and
+`begin_module` compute every row's position, cache slot, rotary angles and normed input of the first product. `settle`
+counts the accepted drafts and writes the step's output and the integer inputs of the next step. Drafting follows
 (verdict_triton.py).
 
     known      per sequence: the previous token, those of all rows, the new drafts

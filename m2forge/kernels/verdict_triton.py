@@ -5,7 +5,7 @@ is no other pass over a vocabulary. Probabilities are summed in float64. Inverse
 which the cumulative weight exceeds the random number, then the token in it; a token without weight is never sampled.
 
     greedy     the argmax token, the lowest id of equals; a draft is accepted if it is that token
-    sampled    p = softmax(x / temperature); rollout/speculation/verify.py defines acceptance and the replacement of drafts
+    sampled    p = softmax(x / temperature); rollout/speculation/verify.py defines acceptance and replacement of drafts
 
 The references are `judged_greedy`, `judged` and `drafted` there. The layouts of integers and reals are those of
 rollout/execution/decode.py, that of course of decode_rows_triton.py.

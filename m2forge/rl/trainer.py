@@ -8,9 +8,9 @@ have trained on every committed episode exactly once.
 
 Quotas: how many units of each domain the batch of a step holds. Labels are those of the pool: STAGE/DOMAIN.
 
-Quotas of fixed-size batches come from `tasks/curriculum.py`: a function of the configuration and the step alone, the same
-that the curriculum draws by. So step t trains units that were drawn for batch t's stage, and a stage ends for both
-after `num_batches` batches. The size of a token-limited batch is unknown until it is claimed, so every size m has
+Quotas of fixed-size batches come from `tasks/curriculum.py`: a function of the configuration and the step alone, the
+same that the curriculum draws by. So step t trains units that were drawn for batch t's stage, and a stage ends for
+both after `num_batches` batches. The size of a token-limited batch is unknown until it is claimed, so every size m has
 quotas:
 
     c_d(m) ∈ {⌊m·ratio_d⌋, ⌈m·ratio_d⌉},    Σ_d c_d(m) = m

@@ -120,8 +120,8 @@ class VerifyConfig(Config):
 
     num_workers: Count = 1
     timeout_s: Annotated[float, Field(gt=0)] = 1.5
-    """Limit of CPU time plus sleep (`tasks/time_limit.py`) for one verdict or one tool call; equal to wall-clock time on a
-    machine with idle CPUs. A slower verdict is perf 0 with reason `limit`."""
+    """Limit of CPU time plus sleep (`tasks/time_limit.py`) for one verdict or one tool call; equal to wall-clock time
+    on a machine with idle CPUs. A slower verdict is perf 0 with reason `limit`."""
     draw_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """The same limit for drawing a task and for loading its verifier's data; exceeding it ends the run."""
     max_memory_bytes: Annotated[int, Field(ge=256 << 20)] = 512 << 20

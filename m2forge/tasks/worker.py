@@ -17,9 +17,9 @@ and the request runs once more in a fresh one:
     refused           an error of m2forge/errors.py in anything but `verify`, or a task whose data cannot be loaded: the
                       text says what is wrong
 
-The time limit covers the executor's own use (`tasks/time_limit.py`): CPU time and sleep. Time that it waits for a CPU on a
-loaded machine does not count, up to `MAX_WAIT` times the limit; then the outcome is `infra`. An executor that mostly
-slept gets a second try.
+The time limit covers the executor's own use (`tasks/time_limit.py`): CPU time and sleep. Time that it waits for a CPU
+on a loaded machine does not count, up to `MAX_WAIT` times the limit; then the outcome is `infra`. An executor that
+mostly slept gets a second try.
 """
 
 import json
