@@ -1,4 +1,4 @@
-"""Metrics of a run by step: `metrics.jsonl` for programs and TensorBoard events for viewing.
+"""Metrics of a run by step: `metrics.jsonl` for programs; TensorBoard events, Weights & Biases or MLflow for viewing.
 
 A line of `metrics.jsonl` is one JSON object `{"step": 7, "time_s": 1790000000.0, "loss": 2.5, ...}`, `time_s` in
 seconds since the epoch. NaN and the infinities, which JSON lacks, are the strings "NaN", "Infinity" and "-Infinity",
@@ -17,10 +17,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from m2forge.errors import NotFoundError, RecordError
 from m2forge.files import open_lines, whole_lines, write_line
+from m2forge.observe.config import MetricsConfig
+from m2forge.observe.tracker import close_trackers, open_trackers, require_writers
+
+if TYPE_CHECKING:
+    from tensorboardX import SummaryWriter
 
 FILE_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -40,12 +45,13 @@ class StepMetrics:
 class MetricsWriter:
     """Appends the metrics of a run to its directory. Safe to reopen after any crash."""
 
-    def __init__(self, run_dir: Path) -> None:
-        # tensorboardX takes seconds to import if torch is installed.
-        from tensorboardX import SummaryWriter
-
+    def __init__(self, run_dir: Path, config: MetricsConfig | None = None) -> None:
+        """`config`: None writes `metrics.jsonl` and TensorBoard events."""
+        config = config or MetricsConfig()
+        require_writers(config)
         self._descriptor = open_lines(run_dir / FILE_NAME)
-        self._events = SummaryWriter(logdir=str(run_dir / TENSORBOARD_FOLDER), flush_secs=_FLUSH_S)
+        self._events = _open_events(run_dir / TENSORBOARD_FOLDER) if "tensorboard" in config.writers else None
+        self._trackers = open_trackers(run_dir, config)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` under `step`. The line survives a crash of this process once this returns."""
@@ -56,12 +62,18 @@ class MetricsWriter:
         numbers = {name: float(value) for name, value in values.items()}
         record = {"step": step, "time_s": time_s} | {name: _to_json(value) for name, value in numbers.items()}
         write_line(self._descriptor, json.dumps(record, allow_nan=False))
-        for name, value in numbers.items():
-            self._events.add_scalar(name, value, step, walltime=time_s)
+        if self._events is not None:
+            for name, value in numbers.items():
+                self._events.add_scalar(name, value, step, walltime=time_s)
+        for tracker in self._trackers:
+            tracker.log(step, time_s, numbers)
 
-    def close(self) -> None:
-        self._events.close()
+    def close(self, *, is_failed: bool = False) -> None:
+        """`is_failed`: an error ended the run, which trackers show."""
         os.close(self._descriptor)
+        if self._events is not None:
+            self._events.close()
+        close_trackers(self._trackers, is_failed=is_failed)
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +81,14 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(is_failed=kind is not None)
+
+
+def _open_events(folder: Path) -> "SummaryWriter":
+    # tensorboardX takes seconds to import if torch is installed.
+    from tensorboardX import SummaryWriter
+
+    return SummaryWriter(logdir=str(folder), flush_secs=_FLUSH_S)
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:

@@ -20,6 +20,7 @@ from m2forge.model.config import ModelConfig
 from m2forge.model.convert import find_companions
 from m2forge.model.preset import PRESETS, resolve_config
 from m2forge.model.transformer import Transformer
+from m2forge.observe.tracker import require_writers
 from m2forge.pretrain.config import PretrainConfig, PretrainEvalConfig
 from m2forge.records import JsonValue, Pack
 from m2forge.text.tokenizer import load_tokenizer
@@ -43,6 +44,7 @@ _PROBE = "def area(width):\n    return width * 1234567890  # Äpfel, 東京 🙂
 
 def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
     """Start or resume the run of `config`; returns the finished model's folder."""
+    require_writers(config.train.metrics)
     corpus = Path(config.corpus)
     network = network_config(config)
     end_id = read_manifest(corpus).end_of_text_id

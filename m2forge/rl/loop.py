@@ -38,6 +38,7 @@ from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.loop_thread import LoopThread
 from m2forge.model.config_file import CONFIG_FILE as WEIGHTS_CONFIG
 from m2forge.model.config_file import read_config
+from m2forge.observe.tracker import require_writers
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.state import StateError
 from m2forge.pool.stored import Lease, Queued
@@ -432,6 +433,7 @@ def train_rl(
 
 def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[Check]]:
     """Start or resume the run that `config` describes; returns the finished model's folder and its evaluations."""
+    require_writers(config.train.metrics)
     if not Path(config.model).is_dir():
         raise NotFoundError(f"model {config.model!r} is no folder; give one that `m2forge sft` or `import` wrote")
     run_dir = runs / config.name

@@ -178,7 +178,7 @@ class Trainer:
         with (
             machine_settings(config.train.machine, device),
             Pool(self.layout.pool(config.pool), self.engine.model.config.vocab_size) as pool,
-            MetricsWriter(self.layout.run_dir) as metrics,
+            MetricsWriter(self.layout.run_dir, config.train.metrics) as metrics,
         ):
             self._go_back(pool)
             waited_from_s = time.perf_counter()

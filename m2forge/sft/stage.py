@@ -14,6 +14,7 @@ from m2forge.errors import NotFoundError
 from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
 from m2forge.model.transformer import Transformer
+from m2forge.observe.tracker import require_writers
 from m2forge.records import JsonValue, Pack
 from m2forge.sft.config import SFTConfig, SFTEvalConfig
 from m2forge.sft.dataset import prepare
@@ -36,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 def run_sft(config: SFTConfig, runs: Path) -> Path:
     """Start or resume the run of `config`; returns the finished model's folder."""
+    require_writers(config.train.metrics)
     start = Path(config.model)
     if not start.is_dir():
         raise NotFoundError(f"model {config.model!r} is no folder; give one that `m2forge pretrain` or `import` wrote")

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from m2forge.config import Config
+from m2forge.observe.config import MetricsConfig
 from m2forge.records import Sampling
 
 Count = Annotated[int, Field(gt=0)]
@@ -188,5 +189,6 @@ class TrainConfig(Config):
     to experts that never saw them: a trained policy may lose its format for a whole family of prompts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     machine: MachineConfig = MachineConfig()
+    metrics: MetricsConfig = MetricsConfig()
     agreement_every: Count = 20
     """Steps between measurements of draft agreement, which needs extra logits."""

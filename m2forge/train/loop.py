@@ -253,7 +253,7 @@ class TrainLoop:
             if self.store.newest() != self._loaded:
                 raise ExistsError(f"another process went on with {self.run_dir} meanwhile; start again")
             self._peak_flops = self.ranks.num_ranks * peak_flops(self.device, self.dtype)
-            with MetricsWriter(self.run_dir) if leads else nullcontext() as writer:
+            with MetricsWriter(self.run_dir, self.config.metrics) if leads else nullcontext() as writer:
                 for index in range(self.position.phase, len(self.phases)):
                     self._run_phase(index, writer)
             return self._write_model()

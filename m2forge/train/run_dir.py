@@ -1,7 +1,7 @@
 """The directory of a run: created on the first start, checked on resume, locked by one process at a time.
 
 It holds the resolved configuration. A resumed run must have the same configuration, except for the machine, the
-checkpoint settings, which weights to export, and phases that have not begun.
+checkpoint settings, the metrics writers, which weights to export, and phases that have not begun.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ FAILURE_FILE = "failure.txt"
 """The error that ended the run's last process, in one line; absent while a process runs and after an interrupt."""
 MODE = 0o700
 """A run's directory is private to its owner: it holds the pool and what agents and models wrote."""
-FREE = ("train.machine", "train.checkpoint", "eval.export")
+FREE = ("train.machine", "train.checkpoint", "train.metrics", "eval.export")
 """Config tables and keys that may change on resume."""
 IMPLIED = {"train.router_bias": "balanced"}
 """Values that older runs used implicitly, before their configuration recorded the key."""
