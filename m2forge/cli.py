@@ -268,7 +268,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="the TOML file that describes what to do")
+    parser.add_argument(
+        "config", type=Path, nargs="+", metavar="CONFIG", help="TOML files; later ones override keys of earlier ones"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
 
 
@@ -352,6 +354,24 @@ COMMANDS = {
 }
 
 
+class _Help(argparse.Action):
+    """Prints a command's usage, then the schema of its config."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, const: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, const=const, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from rich.console import Console
+
+        from m2forge.command_config import config_kinds
+        from m2forge.config_help import render_schema
+
+        kinds = config_kinds(str(self.const))
+        schemas = [render_schema(kind, option, Console()) for option, kind in kinds.items()]
+        print(parser.format_help(), *schemas, sep="\n", end="", flush=True)
+        parser.exit()
+
+
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="m2forge", description="Train M2-style mixture-of-experts models.", allow_abbrev=False
@@ -359,8 +379,11 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"m2forge {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.summary, description=command.summary, allow_abbrev=False)
+        subparser = commands.add_parser(
+            name, help=command.summary, description=command.summary, allow_abbrev=False, add_help=False
+        )
         command.add_arguments(subparser)
+        subparser.add_argument("-h", "--help", action=_Help, const=name, help="show this help and the config keys")
         subparser.set_defaults(run=command.run)
     return parser
 

@@ -84,6 +84,22 @@ def test_shard_size_must_be_a_size(size: str, capsys: pytest.CaptureFixture[str]
     assert "expected a finite size above 0" in capsys.readouterr().err
 
 
+def test_files_stack_and_an_error_names_the_one_with_the_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, mine = tmp_path / "base.toml", tmp_path / "mine.toml"
+    base.write_text(f'model = "m2-nano"\noutput = "{tmp_path}/out"\n[held_out]\ncorpus = "c"\nnum_pack = 1\n')
+    mine.write_text("seed = -1\n[held_out]\nnum_packs = 3\n")
+    assert cli.main(["eval", str(base), str(mine), "--set", "dtype=int8"]) == 2
+    lines = capsys.readouterr().err.replace(f"{tmp_path}/", "").splitlines()
+    assert "base.toml: held_out.num_pack: unknown key, value 1; did you mean 'num_packs'?" in lines[-1] + lines[-2]
+    assert any("mine.toml: seed: expected greater than or equal to 0, received -1" in line for line in lines)
+    assert any("--set dtype: dtype: expected 'auto', 'bfloat16' or 'float32'" in line for line in lines)
+    assert lines[0] == "m2forge: error: base.toml + mine.toml: 3 problems"
+    assert cli.main(["corpus", str(base), str(mine), str(tmp_path / "dest")]) == 2
+    assert "base.toml + mine.toml: sources: missing" in capsys.readouterr().err.replace(f"{tmp_path}/", "")
+
+
 def test_reader_that_leaves_early_is_no_error() -> None:
     program = (
         "import sys; from m2forge import cli; c = cli.COMMANDS['presets'];"
