@@ -7,7 +7,7 @@ from typing import Literal
 
 from m2forge.corpus.manifest import Kind, Manifest
 from m2forge.evaluate.report.report import EvalReport
-from m2forge.page.latest import Latest
+from m2forge.page.latest import HELD_OUT_LOSS, Latest
 from m2forge.records import JsonValue
 
 
@@ -33,8 +33,8 @@ def _run_figures(stage: str, latest: Latest, checks: Sequence[JsonValue]) -> Ite
     successes = [rate for rate in rates if isinstance(rate, float)]
     if successes:
         yield Figure("held-out success", successes[-1], "percent", successes[0] if len(successes) > 1 else None)
-    if "eval/loss" in values:
-        yield Figure("held-out loss", values["eval/loss"])
+    if HELD_OUT_LOSS in values:
+        yield Figure("held-out loss", values[HELD_OUT_LOSS])
     if "reward" in values:
         yield Figure("reward", values["reward"])
     if "perf" in values:

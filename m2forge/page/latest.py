@@ -2,8 +2,8 @@
 
 `Curves` stores every row for the charts; a list of runs needs only the last step. Each call reads what was appended
 since the last, and only complete lines. Of a line before the last, only step and time are read, which the writer puts
-first; a line with one of the `SPARSE` metrics, which most steps lack, is parsed whole. A step that goes back, as after
-a resume, drops the values of later steps.
+first; a line with the held-out loss, which most steps lack, is parsed whole. A step that goes back, as after a resume,
+drops the values of later steps.
 """
 
 import json
@@ -16,9 +16,10 @@ from pathlib import Path
 
 from m2forge.observe.metrics import RESERVED
 
-SPARSE = ("eval/loss",)
-"""Metrics that only some steps record: their newest value may be far above the last line."""
+HELD_OUT_LOSS = "eval/loss"
+"""Only some steps record it: its newest value may be far above the last line."""
 BLOCK_BYTES = 1 << 23
+_HELD_OUT_KEY = f'"{HELD_OUT_LOSS}"'.encode()
 _HEAD = re.compile(rb'\{"step": (\d{1,15}), "time_s": (\d{1,15}(?:\.\d{1,20})?)[,}]')
 
 
@@ -32,7 +33,7 @@ class Latest:
     step_s: float | None = None
     """Seconds between the last two steps; None unless they are consecutive."""
     values: Mapping[str, float] = field(default_factory=dict)
-    """Finite values of the last step, and the newest finite value of each sparse metric."""
+    """Finite values of the last step, and the newest held-out loss."""
 
 
 class LatestMetrics:
@@ -40,7 +41,6 @@ class LatestMetrics:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._sparse_keys = tuple(f'"{name}"'.encode() for name in SPARSE)
         self._lock = threading.Lock()
         self._forget()
 
@@ -50,7 +50,7 @@ class LatestMetrics:
         self._before: tuple[int, float] | None = None
         self._last: tuple[int, float] | None = None
         self._last_lines: list[bytes] = []
-        self._sparse: dict[str, list[tuple[int, float]]] = {name: [] for name in SPARSE}
+        self._held_out: list[tuple[int, float]] = []
         self._latest = Latest()
 
     def read(self) -> Latest:
@@ -95,21 +95,17 @@ class LatestMetrics:
             # After a resume, the step before this one is not the line before this one.
             self._before = last if last is not None and last[0] < step else None
             self._last, self._last_lines = (step, time_s), []
-        if last is not None and step < last[0]:
-            for history in self._sparse.values():
-                while history and history[-1][0] > step:
-                    history.pop()
+        while self._held_out and self._held_out[-1][0] > step:
+            self._held_out.pop()
         self._last_lines.append(line)
-        if any(key in line for key in self._sparse_keys):
-            for name, value in (_parse(line) or {}).items():
-                if name in self._sparse and math.isfinite(value):
-                    self._sparse[name].append((step, value))
+        if _HELD_OUT_KEY in line and math.isfinite(loss := (_parse(line) or {}).get(HELD_OUT_LOSS, math.nan)):
+            self._held_out.append((step, loss))
 
     def _summarise(self) -> Latest:
         merged: dict[str, float] = {}
         for line in self._last_lines:
             merged |= _parse(line) or {}
-        values = {name: history[-1][1] for name, history in self._sparse.items() if history}
+        values = {HELD_OUT_LOSS: self._held_out[-1][1]} if self._held_out else {}
         values |= {name: value for name, value in merged.items() if math.isfinite(value) and name not in RESERVED}
         if self._last is None:
             return Latest()

@@ -97,6 +97,14 @@ class RunList:
         self._next_walk_s = 0.0
         self._open: dict[str, Run] = {}
 
+    def is_empty(self) -> bool:
+        with self._lock:
+            self._walk()
+            found = self._found
+            return not (
+                found.runs or found.evals or found.builds or any(file.read() for file in found.corpora.values())
+            )
+
     def describe(self) -> dict[str, JsonValue]:
         with self._lock:
             self._walk()

@@ -1,6 +1,7 @@
 """Serves the page of a run's directory, or of a folder of runs, until interrupted."""
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -21,6 +22,8 @@ KEY_VARIABLE = "M2FORGE_PAGE_KEY"
 MAX_PORT = 65535
 GRACE_S = 2
 
+_log = logging.getLogger(__name__)
+
 
 def serve_page(folder: Path, host: str, port: int, announce: Callable[[str], None]) -> None:
     """`announce` is called with the URL once the socket listens."""
@@ -33,7 +36,14 @@ def serve_page(folder: Path, host: str, port: int, announce: Callable[[str], Non
 def make_page(folder: Path, key: str | None = None) -> ASGIApp:
     """The page of the run if `folder` is the directory of one, else the list of the runs below it."""
     run = Run(folder)
-    return make_app(run, key) if is_run(run) else make_list_app(RunList(folder), key)
+    if is_run(run):
+        return make_app(run, key)
+    runs = RunList(folder)
+    if runs.is_empty():
+        _log.warning(
+            "%s holds no runs yet; one that `m2forge pretrain CONFIG --runs %s` starts appears", folder, folder
+        )
+    return make_list_app(runs, key)
 
 
 def find_key(host: str) -> str | None:

@@ -46,7 +46,7 @@ def test_a_run_is_shown_and_moves_by_itself(open_page: Callable[..., Page], form
         expect(step).to_have_text("3 of 9")
         expect(page.locator(".cell")).to_have_count(8)
         expect(page.locator(".cell.inside")).to_have_count(6)
-        expect(page.locator(".facts").first).to_contain_text("head at place 12")
+        expect(page.locator(".facts").first).to_contain_text("head at position 12")
         for title in (
             "Held-out success",
             "Reward by domain",
@@ -66,7 +66,7 @@ def test_a_run_is_shown_and_moves_by_itself(open_page: Callable[..., Page], form
         (scene.run_dir / "metrics.jsonl").write_text(text[: text.rfind("\n") + 1])
         scene.train(4)
         expect(step).to_have_text("4 of 9")
-        expect(page.locator(".facts").first).to_contain_text("head at place 16")
+        expect(page.locator(".facts").first).to_contain_text("head at position 16")
         expect(reward).not_to_have_attribute("points", before)
         page.locator("section[aria-label='Reward'] svg").focus()
         page.keyboard.press("ArrowLeft")

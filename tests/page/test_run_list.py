@@ -167,8 +167,10 @@ def test_ids_are_plain_and_differ(tmp_path: Path) -> None:
 
 def test_a_hundred_runs_are_listed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_list, "WALK_SHARE", 1.0)
+    config = (ROOT / "configs" / "rl" / "demo.toml").read_text()
     for index in range(100):
-        write_run(tmp_path, f"sweep/run-{index}", num_steps=300)
+        folder = write_run(tmp_path, f"sweep/run-{index}", "rl", num_steps=300)
+        (folder / "config.toml").write_text(config)
     runs = RunList(tmp_path)
     assert len(listed(runs)) == 100
     times_s = []
@@ -274,6 +276,15 @@ def test_the_list_is_guarded_as_a_run_is(demo: Path) -> None:
         for path in ("/", "/api/runs", "/runs/demo:rl/", "/runs/demo:rl/api/run", "/static/runs.js"):
             assert status(url + path)[0] == 401
             assert status(url + path, {"Cookie": "m2forge_page=abc"})[0] == 200
+
+
+def test_a_folder_without_runs_says_how_to_start_one(
+    demo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_page(demo)
+    assert not caplog.records
+    make_page(tmp_path)
+    assert f"`m2forge pretrain CONFIG --runs {tmp_path}`" in caplog.text
 
 
 def test_a_run_gets_its_page_and_a_folder_its_list(demo: Path, tmp_path: Path) -> None:

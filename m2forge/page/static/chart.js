@@ -185,7 +185,7 @@ export class Chart {
     const items = this.lines();
     const points = items.map((item) => item.points[nearest(item.points, wanted)]);
     const x = points.reduce((best, point) => (Math.abs(point[0] - wanted) < Math.abs(best - wanted) ? point[0] : best), points[0][0]);
-    // Curves of several runs have points at different places: each shows its own nearest, unless it has ended before.
+    // Curves of several runs have points at different steps: each shows its own nearest, unless it has ended before.
     const { isNearest } = this.options;
     const isInside = (item) => isNearest && item.points[0][0] <= x && x <= item.points.at(-1)[0];
     const rows = items.map((item, index) => [item, points[index]]).filter(([item, point]) => point[0] === x || isInside(item));
@@ -217,14 +217,16 @@ export function niceTicks(low, high, wanted) {
   return ticks.length ? ticks : [low, high];
 }
 
-// Values whose first digit is 1, 2 or 5, or only powers of ten if those are many.
+// Values whose first digit is 1, 2 or 5; only powers of ten if those are many, evenly spaced values if they are too few.
 function logTicks(low, high) {
   const powers = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)) && powers.length < 40; power += 1) powers.push(power);
   const inside = (ticks) => ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
   const fine = inside(powers.flatMap((power) => [1, 2, 5].map((digit) => Number((digit * 10 ** power).toPrecision(3)))));
   const ticks = fine.length <= 7 ? fine : inside(powers.filter((_, index) => index % Math.ceil(powers.length / 7) === 0).map((power) => 10 ** power));
-  return ticks.length > 1 ? ticks : [low, high];
+  if (ticks.length > 1) return ticks;
+  const even = inside(niceTicks(low, high, 3));
+  return even.length > 1 ? even : [low, high];
 }
 
 // At most MAX_POINTS points, more than a chart has pixels: the lowest and the highest of each bucket, so that no spike is

@@ -17,8 +17,8 @@ const PANELS = [
   { title: "Staleness and lag", names: ["staleness", "lag", "version_lag"], note: "versions; units" },
   { title: "Tokens per second", names: ["tokens_per_s"] },
   { title: "Gradient norm", names: ["grad_norm"] },
-  { title: "Prediction modules, loss", names: ["mtp_loss/", "eval/mtp_loss/"] },
-  { title: "Prediction modules, agreement", names: ["draft_agreement/"], format: percent },
+  { title: "MTP loss", names: ["mtp_loss/", "eval/mtp_loss/"] },
+  { title: "MTP draft agreement", names: ["draft_agreement/"], format: percent },
   { title: "Learning rate", names: ["rate"], smooth: false },
 ];
 

@@ -52,7 +52,7 @@ export function showEpisodes(home, parameters) {
     if (!total) {
       const isNarrow = FILTERS.some((name) => wanted[name] && name !== "order");
       holder.replaceChildren(el("div", { class: "card" }, isNarrow
-        ? empty("Nothing fits", "Change the filters, or take them away.")
+        ? empty("No episode matches", "Change the filters, or remove them.")
         : empty("No episodes yet", "They appear as soon as the loop has queued tasks.")));
       return;
     }

@@ -115,7 +115,7 @@ function makeParts() {
   parts.pool = el("div", { class: "two section hidden" },
     el("section", { class: "card", "aria-label": "The window now" }, el("header", {}, el("h2", {}, "The window now"), parts.poolNote), parts.strip.node, parts.tally),
     el("section", { class: "card", "aria-label": "The window as it moved" },
-      el("header", {}, el("h2", {}, "The window as it moved"), el("span", { class: "faint" }, "places in the queue, by the step that trained them")), parts.past.node));
+      el("header", {}, el("h2", {}, "The window as it moved"), el("span", { class: "faint" }, "queue positions, by the step that trained them")), parts.past.node));
   parts.time = el("section", { class: "card section hidden", "aria-label": "Where the time went" }, el("header", {}, el("h2", {}, "Where the trainer's time went")), parts.bar);
   parts.curves = el("div", { class: "section" },
     el("header", {}, el("h2", {}, "Curves"), parts.unread, el("span", { class: "grow" }),

@@ -35,7 +35,7 @@ function drawReport() {
   return [
     el("div", { class: "stats" }, makeStats(data.run, columns)),
     lead.length ? el("div", { class: "grid section" }, lead.map((chart) => chart.node)) : "",
-    data.past ? card("The window as it moved", `places in the queue, by the step that trained them; W = ${count(data.past.window)}`, drawWindow()) : "",
+    data.past ? card("The window as it moved", `queue positions, by the step that trained them; W = ${count(data.past.window)}`, drawWindow()) : "",
     bar ? card("Where the trainer's time went", columns.steps.length ? `${count(columns.steps.length)} steps in ${duration(columns.times.at(-1) - columns.times[0])}` : "", bar) : "",
     data.run.has_pool ? card("Before and after", data.sides ? data.sides.note : "", data.sides ? drawSides() : empty("Nothing to compare", data.why)) : "",
     el("div", { class: "section" }, el("header", {}, el("h2", {}, "Curves")), grid.node),

@@ -103,7 +103,7 @@ export function explainTokens(home) {
       tipRow("transparent", "log-probability", number(fact.logprob)), tipRow("transparent", "probability", number(Math.exp(fact.logprob))),
       fact.ratio === null ? "" : tipRow("transparent", "ratio when trained", number(fact.ratio)),
       fact.advantage === null ? "" : tipRow("transparent", "advantage of its call", signed(fact.advantage)),
-      tipRow("transparent", "place in the context", count(fact.place)));
+      tipRow("transparent", "position in the context", count(fact.place)));
   });
   home.addEventListener("pointerleave", hideTip);
 }

@@ -1,4 +1,4 @@
-// The queue and its window: units as cells in their current state, and places over steps, as they were trained.
+// The queue and its window: units as cells in their current state, and positions over steps, as they were trained.
 
 import { el, hideTip, showTip, tipRow } from "./dom.js";
 import { count, number } from "./format.js";
@@ -9,7 +9,7 @@ export class QueueStrip {
     this.cells = new Map();
     this.strip = el("div", { class: "queue", role: "img" });
     this.facts = el("div", { class: "facts" });
-    this.key = el("div", { class: "key" }, [["ready", "ready"], ["open", "at work, filled as attempts end"], ["", "waiting"],
+    this.key = el("div", { class: "key" }, [["ready", "ready"], ["open", "in progress, filled as attempts end"], ["", "waiting"],
       ["head", "head"], ["inside", "inside the window"]].map(([name, label]) => el("span", {}, el("i", { class: name }), label)));
     this.node = el("div", {}, this.facts, this.strip, this.key);
   }
@@ -18,7 +18,7 @@ export class QueueStrip {
     const head = queue.units.length ? queue.units[0].place : queue.next_place;
     const inside = queue.units.filter((unit) => unit.place < head + queue.window);
     const ready = inside.filter((unit) => unit.state === "ready").length;
-    const facts = [["N", count(queue.queue)], ["W", count(queue.window)], ["head at place", count(head)], ["queued", count(queue.num_queued)],
+    const facts = [["N", count(queue.queue)], ["W", count(queue.window)], ["head at position", count(head)], ["queued", count(queue.num_queued)],
       ["ready in the window", `${ready} of ${inside.length}`], ["being trained", count(queue.num_training)]];
     this.facts.replaceChildren(...facts.map(([name, value]) => el("span", { class: "soft" }, `${name} `, el("b", {}, value))));
     const nodes = queue.units.map((unit) => this.cell(unit, unit.place === head, unit.place < head + queue.window, queue.unit));
@@ -36,7 +36,7 @@ export class QueueStrip {
     node.firstChild.style.height = `${100 * share}%`;
     node.onpointerleave = hideTip;
     node.onpointerenter = (event) => showTip(event.clientX, event.clientY,
-      el("div", { class: "head" }, `place ${count(unit.place)}, ${kind} ${unit.group}`),
+      el("div", { class: "head" }, `position ${count(unit.place)}, ${kind} ${unit.group}`),
       ...[["state", unit.state], ["domain", unit.domain], ["difficulty", number(unit.difficulty)],
         ["attempts ended", `${unit.num_ended} of ${unit.size}`], ["oldest version", unit.oldest_step ?? "–"]]
         .map(([name, value]) => tipRow("transparent", name, String(value))));
@@ -65,7 +65,7 @@ export class WindowChart {
     this.colours = new Map(domains.map((name, index) => [name, `--c${(index % 8) + 1}`]));
     this.legend.replaceChildren(
       ...domains.map((name, index) => el("span", {}, el("i", { style: { background: COLOURS[index % 8], "border-color": "transparent", "border-radius": "50%" } }), name)),
-      past.lost.length ? el("span", {}, el("b", {}, "×"), "given up") : "",
+      past.lost.length ? el("span", {}, el("b", {}, "×"), "dropped") : "",
       el("span", {}, el("i", { style: { background: "var(--accent-soft)", "border-color": "var(--accent)" } }), "reached by the window"));
     const lags = past.taken.map((unit) => unit[3]).filter((lag) => lag !== null);
     this.canvas.setAttribute("aria-label", `The window as it moved: ${past.taken.length} units trained in ${past.steps.length} steps, largest lag ${lags.length ? Math.max(...lags) : 0}`);
@@ -143,7 +143,7 @@ export class WindowChart {
     }
   }
 
-  // From the head when a batch was taken, to W places from the head afterwards.
+  // From the head when a batch was taken, to W positions from the head afterwards.
   drawBand(pen, scale, colour) {
     const { steps, heads, window } = this.past;
     pen.beginPath();
@@ -173,7 +173,7 @@ export class WindowChart {
     const units = past.taken.filter((unit) => unit[0] === step);
     const lags = units.map((unit) => unit[3]).filter((lag) => lag !== null);
     showTip(event.clientX, event.clientY, el("div", { class: "head" }, `step ${count(step)}`),
-      tipRow("transparent", "head at place", count(past.heads[index])), tipRow("transparent", "units trained", count(units.length)),
+      tipRow("transparent", "head at position", count(past.heads[index])), tipRow("transparent", "units trained", count(units.length)),
       tipRow("transparent", "largest lag", lags.length ? count(Math.max(...lags)) : "–"),
       ...[...this.colours.keys()].map((name) => [name, units.filter((unit) => unit[2] === name).length]).filter(([, number]) => number)
         .map(([name, number]) => tipRow(`var(${this.colours.get(name)})`, name, count(number))));
