@@ -263,7 +263,8 @@ class Core:
         self._runner = Runner(model, config)
         pack_weights(model, model.head_weight)
         self._decodes_whole = self._runner.decodes_whole if decodes_whole is None else decodes_whole
-        self._depth = depth or MeasuredDepth(config.speculation)
+        self._depth = depth or (MeasuredDepth(config.speculation) if config.speculation else None)
+        """Chooses the number of drafts; None without speculation."""
         self._scheduler = Scheduler(config, self.max_context)
         self._requests: dict[str, list[Request]] = {}
         """Unfinished requests, by the id of their prompt."""
@@ -332,32 +333,43 @@ class Core:
         self._load_if_due()
 
     def _run(self, batch: Mapping[Request, int]) -> None:
-        start_s, num_captured = self._clock(), self._runner.num_captured
         self._runner.copy(self._scheduler.copies)
-        num_drafts = sum(max(num_tokens - request.num_left, 0) for request, num_tokens in batch.items())
-        reads = is_reading(batch)
         could_be_whole = self._decodes_whole and complete_alike(batch)
+        if self._depth is None:
+            self._run_at(batch, 0, could_be_whole)
+        else:
+            self._run_measured(batch, self._depth, could_be_whole)
+
+    def _run_at(self, batch: Mapping[Request, int], depth: int, is_whole: bool) -> int:
+        """Run the batch with up to `depth` drafts per sequence; returns the number of steps run."""
+        num_steps = self._decode_whole(batch, depth) if is_whole else self._run_parts(batch, depth)
+        self._totals["steps"] += num_steps
+        return num_steps
+
+    def _run_measured(self, batch: Mapping[Request, int], chooser: DepthChooser, could_be_whole: bool) -> None:
+        """Run the batch at the depth that `chooser` picks, and report to it how long that took."""
+        start_s, num_captured, reads = self._clock(), self._runner.num_captured, is_reading(batch)
+        num_drafts = sum(max(num_tokens - request.num_left, 0) for request, num_tokens in batch.items())
         num_coming = self._scheduler.num_coming if reads else 0
         most_behind = CATCH_UP_STEPS * self.config.step_tokens
-        moment = moment_of(batch, self.config.speculation, num_coming, could_be_whole, most_behind)
-        depth = self._depth.choose(moment)
+        depth = chooser.choose(moment_of(batch, self.config.speculation, num_coming, could_be_whole, most_behind))
         is_whole = could_be_whole and has_kept_up(batch, depth)
-        num_steps = (self._decode_whole if is_whole else self._run_parts)(batch, depth)
-        self._totals["steps"] += num_steps
+        num_steps = self._run_at(batch, depth, is_whole)
         if could_be_whole and not is_whole:
-            self._depth.note_catch_up(len(batch), self._clock() - start_s)
+            chooser.note_catch_up(len(batch), self._clock() - start_s)
         # A depth's cost is measured only on steps that verify about as many drafts as they make, prefill no prompts and
         # capture no CUDA graph.
         is_even = 3 * depth * len(batch) <= 4 * num_drafts <= 4 * depth * len(batch)
         if is_even and not reads and self._runner.num_captured == num_captured:
-            self._depth.note_steps(depth, len(batch), num_steps, self._clock() - start_s)
+            chooser.note_steps(depth, len(batch), num_steps, self._clock() - start_s)
 
     def _decode_whole(self, batch: Mapping[Request, int], depth: int) -> int:
         """Verify, sample and draft without host syncs; returns the number of steps run."""
         # A batch with more drafts than `depth` would need its own CUDA graph for one step, which is not worth the
         # capture.
         requests, drafts = list(batch), [request.drafts[: min(num - 1, depth)] for request, num in batch.items()]
-        num_steps = num_steps_ahead(self._scheduler, requests, depth, self._depth.tokens_per_step(depth))
+        tokens_per_step = 1.0 if self._depth is None else self._depth.tokens_per_step(depth)
+        num_steps = num_steps_ahead(self._scheduler, requests, depth, tokens_per_step)
         granted = [1 + len(tokens) for tokens in drafts]
         rooms = lend_room(self._scheduler, requests, granted, depth, num_steps)
         num_places = max(request.num_computed + room for request, room in zip(requests, rooms, strict=True))
@@ -410,7 +422,7 @@ class Core:
         if is_broken:
             self._drop_cache()
         elif depth:
-            self._look_ahead([request for request in requests if request.blocks], depth, reads)
+            self._draft([request for request in requests if request.blocks], depth, reads)
         return 1
 
     def _draw(
@@ -470,7 +482,7 @@ class Core:
             self._outbox.append((request.id, request.chunk()))
         return is_whole
 
-    def _look_ahead(self, requests: Sequence[Request], depth: int, reads: bool) -> None:
+    def _draft(self, requests: Sequence[Request], depth: int, reads: bool) -> None:
         """Run the MTP modules over the tokens that the main model has computed, and draft. Modules that are far behind,
         because speculation was off, catch up first, some tokens in each step."""
         start_s, budget, sequences = self._clock(), CATCH_UP_STEPS * self.config.step_tokens, []
@@ -495,7 +507,7 @@ class Core:
             self._scheduler.trim(request)
         num_read = CATCH_UP_STEPS * self.config.step_tokens - budget
         # A request that drafts has sampled a token, for which the host synced: since then only the modules took time.
-        if reads and num_read > READING * (1 + depth) * len(requests) and any(drafts):
+        if self._depth is not None and reads and num_read > READING * (1 + depth) * len(requests) and any(drafts):
             num_sequences = max(len(requests), self._scheduler.num_coming)
             self._depth.note_reading(depth, num_sequences, num_read, self._clock() - start_s)
 
@@ -503,7 +515,8 @@ class Core:
         """Counts drafts by index: `num_drafts_R` verified and `num_accepted_R` accepted in each row."""
         place_K1 = np.arange(self.config.speculation)[:, None]
         drafted, accepted = ((place_K1 < num_R).sum(1).tolist() for num_R in (num_drafts_R, num_accepted_R))
-        self._depth.note_drafts(drafted, accepted)
+        if self._depth is not None:
+            self._depth.note_drafts(drafted, accepted)
         for place, (num, num_stood) in enumerate(zip(drafted, accepted, strict=True), 1):
             self._totals[f"drafted_{place}"] += num
             self._totals[f"accepted_{place}"] += num_stood
@@ -520,7 +533,8 @@ class Core:
         self._scheduler.remove(request)
         self._outbox.append((request.id, request.chunk()))
         self._totals[f"{reason}_samples"] += 1
-        self._depth.note_end(request.num_read, request.num_sampled)
+        if self._depth is not None:
+            self._depth.note_end(request.num_read, request.num_sampled)
         left = self._requests[request.id]
         left.remove(request)
         if not left:
