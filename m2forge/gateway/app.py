@@ -24,7 +24,10 @@ import logging
 import secrets
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 from m2forge.errors import EngineError, M2ForgeError
 from m2forge.gateway import admin
@@ -109,7 +112,7 @@ def _read(body: Mapping[str, JsonValue]) -> tuple[str, JsonValue]:
     return name, fields.value("arguments")
 
 
-_ROUTES = (
+_DIALECTS = (
     Route("chat", CHAT, "chatcmpl-", "call_"),
     Route("responses", RESPONSES, "resp_", "call_"),
     Route("completions", COMPLETIONS, "cmpl-", "call_"),
@@ -117,10 +120,23 @@ _ROUTES = (
 )
 _TIDY_S = 0.5
 """Maximum seconds of journal compaction per call of `tidy`, after which the gateway can check whether to stop."""
-_EPISODE_ACTIONS = ("reward", "close", "take")
-"""Actions on an episode that an admin may POST."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """One HTTP request."""
+
+    scope: Scope
+    headers: Headers
+    name: str
+    """The NAME or ID in its path; empty if its route has none."""
+    receive: Receive
+    send: Send
+
+
+Handler: TypeAlias = Callable[[Incoming], Awaitable[None]]
 
 
 class GatewayApp:
@@ -142,24 +158,54 @@ class GatewayApp:
         self.owners = Owners(hash_key, self._admin_hash, episodes.is_key)
         self._admin = admin.Admin(episodes, self.counts, config.max_reward)
         self._tools = tools.EpisodeTools(tool_host, config)
-        self._routes = {route.dialect.path: route for route in _ROUTES}
         self._started_s = int(time.time())
+        self._routes = self._make_routes()
+
+    def _make_routes(self) -> dict[str, dict[str, Handler]]:
+        """The handler of each method of each route."""
+        act, control = self._act, self._admin
+        return {
+            **{route.dialect.path: {"POST": partial(self._complete, route)} for route in _DIALECTS},
+            MESSAGES.count_path: {"POST": self._count},
+            openai_models.PATH: {"GET": self._list_models},
+            f"{openai_models.PATH}/NAME": {"GET": self._list_models},
+            tools.PATH: {"GET": self._list_tools},
+            tools.CALL_PATH: {"POST": self._call_tool},
+            "/health": {"GET": self._tell_health},
+            "/metrics": {"GET": self._tell_metrics},
+            admin.PATH: {
+                "POST": partial(act, lambda _, body: control.create(body), status=201),
+                "DELETE": partial(act, lambda _, body: control.delete_all(body)),
+            },
+            f"{admin.PATH}/ID": {
+                "GET": partial(act, lambda id, _: control.show(id), takes_body=False),
+                "DELETE": partial(act, lambda id, _: control.delete(id), takes_body=False),
+            },
+            f"{admin.PATH}/ID/tree": {"GET": partial(act, lambda id, _: control.tree(id), takes_body=False)},
+            f"{admin.PATH}/ID/reward": {"POST": partial(act, control.reward)},
+            f"{admin.PATH}/ID/close": {"POST": partial(act, control.close)},
+            f"{admin.PATH}/ID/take": {"POST": partial(act, control.take)},
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        path: str = scope["path"]
         self.calls.share.num_requests += 1
         try:
             if REFUSAL in scope:
                 raise scope[REFUSAL]
             headers = read_headers(scope, self._config.max_header_bytes)
-            route = self._routes.get(path)
-            if route is not None:
-                _require_method(scope, "POST")
-                await self.calls.complete(route, self._episode(headers), headers, receive, send)
-            else:
-                await self._answer_other(scope, path, headers, receive, send)
+            path, name = _match(scope["path"])
+            if path == admin.PATH or path.startswith(f"{admin.PATH}/"):
+                self._require_admin(headers)
+            handlers = self._routes.get(path, {})
+            if not handlers:
+                raise Refusal(404, "there is no such route here")
+            handle = handlers.get(scope["method"])
+            if handle is None:
+                methods = f"the route takes {' and '.join(handlers)} alone"
+                raise Refusal(405, methods, allowed=", ".join(handlers))
+            await handle(Incoming(scope, headers, name, receive, send))
         except Gone:
             pass
         except M2ForgeError as error:
@@ -171,37 +217,6 @@ class GatewayApp:
             await respond(send, 500, _dialect_of(scope).error(500, "the gateway failed; its log says where"))
         finally:
             self.calls.share.num_requests -= 1
-
-    async def _answer_other(self, scope: Scope, path: str, headers: Headers, receive: Receive, send: Send) -> None:
-        if path == MESSAGES.count_path:
-            _require_method(scope, "POST")
-            await respond(send, 200, await self._count(headers, receive), _request_id())
-        elif _is_models(scope):
-            _require_method(scope, "GET")
-            self._episode(headers)
-            await respond(send, 200, self._models(scope, path), _request_id())
-        elif path == tools.PATH:
-            _require_method(scope, "GET")
-            await respond(send, 200, await self._tools.list(self._episode(headers)))
-        elif path == tools.CALL_PATH:
-            _require_method(scope, "POST")
-            episode = self._episode(headers)
-            await respond(send, 200, await self._tools.call(episode, await read_body(headers, receive, self._config)))
-        elif path == admin.PATH or path.startswith(f"{admin.PATH}/"):
-            status, body = await self._administer(scope, path, headers, receive)
-            if isinstance(body, bytes):
-                await respond_bytes(send, status, body, [(b"content-type", b"application/octet-stream")])
-            else:
-                await respond(send, status, body)
-        elif path == "/health":
-            _require_method(scope, "GET")
-            await respond(send, 200, await self._health())
-        elif path == "/metrics":
-            _require_method(scope, "GET")
-            text = self.counts.to_text(len(self.episodes), self.calls.num_running)
-            await respond_bytes(send, 200, text.encode(), [(b"content-type", TEXT_TYPE.encode())])
-        else:
-            raise Refusal(404, "there is no such route here")
 
     async def tidy(self) -> None:
         """Runs every second: closes expired episodes and compacts journals of closed ones."""
@@ -231,61 +246,81 @@ class GatewayApp:
         if not hmac.compare_digest(sent, self._admin_hash):
             raise Refusal(401, "the admin key is needed: send Authorization: Bearer KEY")
 
-    # -- the smaller routes --------------------------------------------------------------------------------------------
+    # -- the routes of an episode's key --------------------------------------------------------------------------------
 
-    async def _administer(
-        self, scope: Scope, path: str, headers: Headers, receive: Receive
-    ) -> tuple[int, dict[str, JsonValue] | bytes]:
-        self._require_admin(headers)
-        id, _, action = path.removeprefix(admin.PATH).removeprefix("/").partition("/")
-        if id and not action:
-            _require_method(scope, "GET", "DELETE")
-            return 200, self._admin.show(id) if scope["method"] == "GET" else self._admin.delete(id)
-        if id and action == "tree":
-            _require_method(scope, "GET")
-            return 200, self._admin.tree(id)
-        if action not in (_EPISODE_ACTIONS if id else ("",)):
-            raise Refusal(404, "there is no such route here")
-        _require_method(scope, *(("POST",) if id else ("POST", "DELETE")))
-        sent = await read_body(headers, receive, self._config)
-        body = parse_body(sent, self._config.max_depth) if sent else {}
-        if not id:
-            return (201, self._admin.create(body)) if scope["method"] == "POST" else (200, self._admin.delete_all(body))
-        if action == "take":
-            return 200, self._admin.take(id, body)
-        return 200, self._admin.reward(id, body) if action == "reward" else self._admin.close(id, body)
+    async def _complete(self, route: Route, incoming: Incoming) -> None:
+        headers = incoming.headers
+        await self.calls.complete(route, self._episode(headers), headers, incoming.receive, incoming.send)
 
-    async def _count(self, headers: Headers, receive: Receive) -> dict[str, JsonValue]:
-        episode = self._episode(headers)
-        body = await read_body(headers, receive, self._config)
-        return MESSAGES.count(await self.calls.count(MESSAGES.count_path, body, episode))
+    async def _count(self, incoming: Incoming) -> None:
+        episode = self._episode(incoming.headers)
+        num_tokens = await self.calls.count(MESSAGES.count_path, await self._read(incoming), episode)
+        await respond(incoming.send, 200, MESSAGES.count(num_tokens), _request_id())
 
-    def _models(self, scope: Scope, path: str) -> dict[str, JsonValue]:
-        name = path.removeprefix(openai_models.PATH).removeprefix("/")
-        if name and name not in self._config.models:
+    async def _list_models(self, incoming: Incoming) -> None:
+        self._episode(incoming.headers)
+        name, names = incoming.name, self._config.models
+        if name and name not in names:
             raise Refusal(404, "there is no model of that name; GET /v1/models tells them")
-        if _is_anthropic(scope):
-            tell, tell_all = anthropic_models.model_body, anthropic_models.models_body
-        else:
-            tell, tell_all = openai_models.model_body, openai_models.models_body
-        return tell(name, self._started_s) if name else tell_all(self._config.models, self._started_s)
+        vendor = anthropic_models if _is_anthropic(incoming.scope) else openai_models
+        body = vendor.model_body(name, self._started_s) if name else vendor.models_body(names, self._started_s)
+        await respond(incoming.send, 200, body, _request_id())
 
-    async def _health(self) -> dict[str, JsonValue]:
+    async def _list_tools(self, incoming: Incoming) -> None:
+        await respond(incoming.send, 200, await self._tools.list(self._episode(incoming.headers)))
+
+    async def _call_tool(self, incoming: Incoming) -> None:
+        episode = self._episode(incoming.headers)
+        await respond(incoming.send, 200, await self._tools.call(episode, await self._read(incoming)))
+
+    async def _read(self, incoming: Incoming) -> bytes:
+        return await read_body(incoming.headers, incoming.receive, self._config)
+
+    # -- other routes --------------------------------------------------------------------------------------------------
+
+    async def _act(
+        self,
+        action: Callable[[str, Mapping[str, JsonValue]], dict[str, JsonValue] | bytes],
+        incoming: Incoming,
+        *,
+        status: int = 200,
+        takes_body: bool = True,
+    ) -> None:
+        """Answer an admin's request with what `action` returns for the episode's id and the body."""
+        sent = await self._read(incoming) if takes_body else b""
+        told = action(incoming.name, parse_body(sent, self._config.max_depth) if sent else {})
+        if isinstance(told, bytes):
+            await respond_bytes(incoming.send, status, told, [(b"content-type", b"application/octet-stream")])
+        else:
+            await respond(incoming.send, status, told)
+
+    async def _tell_health(self, incoming: Incoming) -> None:
         if self.calls.is_draining:
             raise EngineError("the gateway is stopping")
         state = await self._engine.state()
-        return {
+        body: dict[str, JsonValue] = {
             "version": state.version.to_dict(),
             "num_episodes": len(self.episodes),
             "num_requests": self.calls.num_running,
             "num_running": state.num_running,
             "num_waiting": state.num_waiting,
         }
+        await respond(incoming.send, 200, body)
+
+    async def _tell_metrics(self, incoming: Incoming) -> None:
+        text = self.counts.to_text(len(self.episodes), self.calls.num_running)
+        await respond_bytes(incoming.send, 200, text.encode(), [(b"content-type", TEXT_TYPE.encode())])
 
 
-def _require_method(scope: Scope, *methods: str) -> None:
-    if scope["method"] not in methods:
-        raise Refusal(405, f"the route takes {' and '.join(methods)} alone", allowed=", ".join(methods))
+def _match(path: str) -> tuple[str, str]:
+    """The route of a path, and the NAME or ID in it. A model's name may contain slashes."""
+    if path.startswith(f"{openai_models.PATH}/"):
+        name = path.removeprefix(f"{openai_models.PATH}/")
+        return f"{openai_models.PATH}/NAME" if name else openai_models.PATH, name
+    if path.startswith(f"{admin.PATH}/"):
+        id, _, action = path.removeprefix(f"{admin.PATH}/").partition("/")
+        return f"{admin.PATH}{'/ID' if id else ''}{f'/{action}' if action else ''}", id
+    return path, ""
 
 
 def _dialect_of(scope: Scope) -> Dialect:

@@ -41,6 +41,36 @@ def test_a_tree_is_told_and_an_episode_that_is_deleted_is_gone(tmp_path: Path) -
         assert httpx2.delete(f"{gateway.url}/episodes/three", headers={"x-api-key": made[2]["key"]}).status_code == 401
 
 
+ROUTES = {
+    "/v1/chat/completions": "POST",
+    "/v1/messages/count_tokens": "POST",
+    "/v1/models": "GET",
+    "/v1/models/": "GET",
+    "/v1/models/a/b": "GET",
+    "/v1/tools": "GET",
+    "/v1/tools/call": "POST",
+    "/health": "GET",
+    "/metrics": "GET",
+    "/episodes": "POST, DELETE",
+    "/episodes/": "POST, DELETE",
+    "/episodes/one": "GET, DELETE",
+    "/episodes/one/": "GET, DELETE",
+    "/episodes/one/reward": "POST",
+    "/episodes/one/take": "POST",
+}
+
+
+def test_routes_refuse_other_methods_and_paths(tmp_path: Path) -> None:
+    with three_episodes(tmp_path) as (gateway, client, _):
+        for path, methods in ROUTES.items():
+            answer = client.put(path)
+            assert (answer.status_code, answer.headers["allow"]) == (405, methods), path
+        for path in ("/", "/v1", "/v1/tools/", "/episodesone", "/episodes//take", "/episodes/one/take/", "/health/"):
+            assert client.get(path).status_code == 404, path
+        for path in ("/episodes", "/episodes/none", "/episodes/one/nothing"):
+            assert httpx2.get(gateway.url + path).status_code == 401, "only an admin learns what there is"
+
+
 def test_one_request_closes_and_tells_the_tree_and_one_lets_many_go(tmp_path: Path) -> None:
     with three_episodes(tmp_path) as (gateway, client, made):
         for episode in made:
