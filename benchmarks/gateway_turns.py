@@ -16,9 +16,9 @@ from typing import Any
 
 from gateway_work import body_of, messages_of
 
+from m2forge.gateway.calls.body import digest_of
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.dialects.openai.chat import OpenAIChat
-from m2forge.gateway.dialects.route import digest_of
 from m2forge.gateway.http.limits import parse_body
 from m2forge.gateway.server import GatewayServer, spare_collector
 from m2forge.rollout.backends.remote import RemoteEngine

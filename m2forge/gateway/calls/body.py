@@ -1,50 +1,303 @@
-"""Reads request bodies without blocking the event loop: small ones inline, large ones in worker processes.
+"""The body of a completion request: bytes in, an `Ask` out, without blocking the event loop.
+
+    small body        read inline
+    long body         read inline, in its turn (`LoopShare`)
+    large body        read in a worker process (`body_worker.py`)
 
 A body is large if it has many bytes or many JSON values: parsing, validating and counting it would block other requests
 too long. Workers start at the first large body and read one body at a time; each episode may have one body in a worker
 at a time, so that one key cannot starve the others. A body that exceeds a worker's memory limit is refused. A worker
-that dies or exceeds its time limit is replaced, and its request gets a retryable error.
+that dies or exceeds its time limit is replaced, and its request gets a retryable error. All run `read_body`, so the
+result is the same.
 
-Both paths run `body_worker.read_body`, so the result is the same.
-
-Limits the share of the event loop that long requests may take, however many arrive.
-
-Their work cannot be interrupted, so it runs in pieces, one at a time and in order of arrival, and the loop serves other
-requests between two pieces. A piece that took t seconds, more than `FREE_S`, is followed by a pause of
-`PAUSES` * (t - `FREE_S`), at most `MAX_PAUSE_S`, while other requests are in flight. A short piece with no other
-waiting costs no extra iteration of the loop.
+Prompts that cannot fit the context are refused before they are tokenized. A message costs at least the markers and the
+template text around its content: `measure_overhead` finds the number of these tokens for each role. So more messages
+than the context can hold are refused by count alone. If the text, names of tools and calls included, has so many bytes
+that it probably exceeds the context, it is tokenized piece by piece until it is known to be too long; what passes is
+then encoded like any prompt.
 """
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import pickle
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
 
-from m2forge.errors import EngineError
-from m2forge.gateway.calls.body_worker import LENGTH, Failed, Head, Read, Refused, Setup, check_text, read_body
+from m2forge.errors import EngineError, FormatError
+from m2forge.gateway.dialects.route import DIALECTS, MESSAGES
+from m2forge.gateway.dialects.types import Ask, AskError, offered
+from m2forge.gateway.history.turn import keeps_thinking
+from m2forge.gateway.http.limits import Refusal, parse_body
+from m2forge.text.format import ChatFormat
+from m2forge.text.message import Message, Role, ToolCall
+from m2forge.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
+LONG_BYTES = 16 << 10
+"""Requests with shorter bodies run without taking turns."""
+SMALL_BYTES = 128 << 10
+SMALL_VALUES = 8192
+"""Maximum number of JSON delimiters in a body that is not large; a message of a conversation has about ten."""
+WORKER_S = 30.0
+"""Seconds after which a worker that is still reading a body is killed."""
+LENGTH = struct.Struct("<Q")
+"""Precedes each frame between the gateway and a worker."""
 FREE_S = 0.005
 """Seconds that a turn in a conversation of a few hundred messages takes."""
 PAUSES = 7.0
 MAX_PAUSE_S = 0.5
-LONG_BYTES = 16 << 10
-"""Requests with shorter bodies run without taking turns."""
+LEAST_MAX_ITEMS = 1024
+"""Number of messages, tools and tool calls that a request may have whatever the context is."""
+_PLAIN_BYTES = 8
+"""Bytes per token that most texts stay below."""
+_PIECE_CHARS = 1 << 16
+"""Number of characters tokenized at a time."""
+_SEAM = 16
+"""Tokens by which a piece may exceed its share of the whole text's count, since it is cut anywhere."""
+_DIGEST_LENGTH = 32
+_PIECE_BYTES = 256 << 10
+"""Number of bytes sent to a worker at a time."""
+_BRACKET_BIT = ord("[") ^ ord("{")
+_KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV")
+"""Environment variables that workers inherit; others are withheld because they may contain API keys."""
+
+_calls_of = attrgetter("tool_calls")
+_log = logging.getLogger(__name__)
+
+
+# -- refusing what cannot fit -----------------------------------------------------------------------------------------
+
+
+class PromptTooLongError(AskError):
+    """The prompt is longer than the context; `body.too_long` converts it to the vendor's error."""
+
+    def __init__(self, num_tokens: int, context: int, field: str) -> None:
+        super().__init__(f"the text is more than {num_tokens} tokens long and the context {context}; send less", field)
+        self.num_tokens = num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSizes:
+    """Computes lower bounds of a prompt's size; picklable."""
+
+    tokenizer: Tokenizer
+    context: int
+    max_items: int
+    """Maximum messages, tools and tool calls of one request together."""
+    has_thinking: bool
+    overhead: Mapping[Role, int]
+    """Minimum number of tokens of a message, by role."""
+
+    @classmethod
+    def of(cls, format: ChatFormat, context: int, max_items: int | None) -> "PromptSizes":
+        """`max_items`: None derives it from the context and the cheapest message."""
+        overhead = measure_overhead(format)
+        if max_items is None:
+            max_items = max(LEAST_MAX_ITEMS, context // min((cost for cost in overhead.values() if cost), default=1))
+        return cls(format.tokenizer, context, max_items, keeps_thinking(format), overhead)
+
+    def check_counts(self, ask: Ask) -> None:
+        """Raises AskError for more messages than the context holds, or more items than one request may have."""
+        num_tokens = 0
+        # Most conversations fit even if every message cost the maximum: for those, roles need not be checked.
+        if len(ask.messages) * max(self.overhead.values()) > self.context:
+            num_tokens = sum(self.overhead[message.role] for message in ask.messages)
+        if isinstance(ask.prompt, tuple):
+            num_tokens = len(ask.prompt)
+        if num_tokens > self.context:
+            raise self._too_long(ask, num_tokens)
+        tools = offered(ask)
+        num_items = len(ask.messages) + len(tools) + sum(map(len, map(_calls_of, ask.messages)))
+        if num_items > self.max_items:
+            raise AskError(
+                f"the request has {num_items} messages, tools and calls, expected at most {self.max_items}; send "
+                "fewer, or raise gateway.max_items",
+                "messages" if len(tools) < self.max_items else "tools",
+            )
+
+    def needs_count(self, ask: Ask, num_body_bytes: int) -> bool:
+        """Return whether the text has so many bytes that it probably exceeds the context."""
+        most_bytes = _PLAIN_BYTES * self.context
+        return num_body_bytes > most_bytes and sum(len(text.encode()) for text in self._texts(ask)) > most_bytes
+
+    def check_text(self, ask: Ask) -> None:
+        """Raises AskError if the text is longer than the context."""
+        num_tokens = 0
+        for text in self._texts(ask):
+            for start in range(0, len(text), _PIECE_CHARS):
+                piece = text[start : start + _PIECE_CHARS]
+                # Each token has at least one byte, so a short text has no more tokens than the seam.
+                if len(piece) * 4 > _SEAM:
+                    num_tokens += max(0, len(self.tokenizer.encode(piece)) - _SEAM)
+                if num_tokens > self.context:
+                    raise self._too_long(ask, num_tokens)
+
+    def _too_long(self, ask: Ask, num_tokens: int) -> "PromptTooLongError":
+        return PromptTooLongError(num_tokens, self.context, "messages" if ask.prompt is None else "prompt")
+
+    def _texts(self, ask: Ask) -> Iterator[str]:
+        if isinstance(ask.prompt, str):
+            yield ask.prompt
+        for message in ask.messages:
+            yield message.content
+            if self.has_thinking:
+                yield message.thinking
+            if message.tool_calls:
+                yield "".join(call.name + _json(call.arguments) for call in message.tool_calls)
+        if tools := offered(ask):
+            yield "".join(tool.name + tool.description + _json(tool.parameters) for tool in tools)
+
+
+def measure_overhead(format: ChatFormat) -> dict[Role, int]:
+    """Return the minimum tokens that a message of each role adds; 0 if the format cannot render it."""
+    user, answer = Message("user"), Message("assistant")
+    calling, result = Message("assistant", tool_calls=(ToolCall("f", {}),)), Message("tool")
+    both = _marginal(format, [user, answer], [user, answer])
+    alone = min(_marginal(format, [user], [user]) or both, both)
+    called = _marginal(format, [user, calling, result], [calling, result])
+    answered = _marginal(format, [user, Message("assistant", tool_calls=2 * calling.tool_calls), result], [result])
+    assistant = min(both, called) - max(alone, answered)
+    return {"system": 0, "user": alone, "assistant": max(assistant, 0), "tool": min(answered, called)}
+
+
+def _marginal(format: ChatFormat, before: Sequence[Message], new: Sequence[Message]) -> int:
+    """Return the minimum tokens that `new` adds, whatever its content: each text between markers counts as one."""
+    try:
+        counts = [_num_runs(format, messages) for messages in (before, [*before, *new])]
+    except FormatError:
+        return 0
+    return max(counts[1] - counts[0], 0)
+
+
+def _num_runs(format: ChatFormat, messages: Sequence[Message]) -> int:
+    """Count special tokens and the runs of text between them: each run has at least one token."""
+    special = set(format.tokenizer.special_ids.values())
+    count, was_text = 0, False
+    for id in format.extend((), messages).ids:
+        is_text = id not in special
+        count += not (is_text and was_text)
+        was_text = is_text
+    return count
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+# -- what the gateway and a worker exchange ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    sizes: PromptSizes
+    max_depth: int
+    max_body_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Precedes each body."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    ask: Ask
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Picklable form of `Refusal` and `AskError`, whose constructors take more than a message."""
+
+    message: str
+    status: int | None = None
+    field: str | None = None
+    code: str | None = None
+
+    def error(self) -> Refusal | AskError:
+        return (
+            AskError(self.message, self.field, self.code) if self.status is None else Refusal(self.status, self.message)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A failure of the gateway, without the error message, which may contain prompt text."""
+
+    kind: str
+    frames: str
+
+
+# -- reading a body, in the gateway or in a worker --------------------------------------------------------------------
+
+
+def read_body(setup: Setup, path: str, body: bytes) -> Read:
+    """Raises `Refusal` and `AskError`. Does not check the length of the text."""
+    ask = read_ask(path, body, setup.max_depth)
+    try:
+        setup.sizes.check_counts(ask)
+    except PromptTooLongError as error:
+        raise too_long(path, error.num_tokens, setup.sizes.context) from None
+    return Read(ask, digest_of(path, body))
+
+
+def check_text(setup: Setup, path: str, ask: Ask) -> None:
+    """Raises the vendor's error if the text is longer than the context."""
+    try:
+        setup.sizes.check_text(ask)
+    except PromptTooLongError as error:
+        raise too_long(path, error.num_tokens, setup.sizes.context) from None
+
+
+def read_ask(path: str, body: bytes, max_depth: int) -> Ask:
+    """Raises `Refusal` if the body is not a JSON object and `AskError` if its dialect cannot honour it."""
+    read = MESSAGES.read_count if path == MESSAGES.count_path else DIALECTS[path].read
+    return read(parse_body(body, max_depth))
+
+
+def digest_of(path: str, body: bytes) -> str:
+    """Return a hash that identifies a request within its episode."""
+    hashed = hashlib.sha256(b"%b " % path.encode())
+    hashed.update(body)
+    return hashed.hexdigest()[:_DIGEST_LENGTH]
+
+
+def too_long(path: str, num_tokens: int, context: int) -> AskError:
+    """Return the vendor's error for a prompt of at least `num_tokens`, on which its clients truncate their history."""
+    return DIALECTS.get(path, MESSAGES).too_long(num_tokens, context)
+
+
+# -- the event loop's share -------------------------------------------------------------------------------------------
 
 
 class LoopShare:
+    """Limits the share of the event loop that long requests may take, however many arrive.
+
+    Their work cannot be interrupted, so it runs in pieces, one at a time and in order of arrival, and the loop serves
+    other requests between two pieces. A piece that took t seconds, more than `FREE_S`, is followed by a pause of
+    `PAUSES` * (t - `FREE_S`), at most `MAX_PAUSE_S`, while other requests are in flight. A short piece with no other
+    waiting costs no extra iteration of the loop.
+    """
+
     def __init__(self) -> None:
         self.num_requests = 0
         """Number of requests in flight in the whole gateway, short ones included; the gateway updates it."""
@@ -92,17 +345,7 @@ class LoopShare:
         self._is_taken = False
 
 
-SMALL_BYTES = 128 << 10
-SMALL_VALUES = 8192
-"""Maximum number of JSON delimiters in a small body; a message of a conversation has about ten."""
-WORKER_S = 30.0
-"""Seconds after which a worker that is still reading a body is killed."""
-_PIECE = 256 << 10
-_BRACKET_BIT = ord("[") ^ ord("{")
-_KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV")
-"""Environment variables that workers inherit; others are withheld because they may contain API keys."""
-
-_log = logging.getLogger(__name__)
+# -- choosing where it is read ----------------------------------------------------------------------------------------
 
 
 def is_large(body: bytes) -> bool:
@@ -231,8 +474,8 @@ class _Worker:
     async def _send(self, data: bytes, *, is_frame: bool = False) -> None:
         if is_frame:
             self._writer.write(LENGTH.pack(len(data)))
-        for start in range(0, len(data), _PIECE):
-            self._writer.write(memoryview(data)[start : start + _PIECE])
+        for start in range(0, len(data), _PIECE_BYTES):
+            self._writer.write(memoryview(data)[start : start + _PIECE_BYTES])
             await self._writer.drain()
 
     def end(self) -> None:

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from m2forge.errors import EngineError, M2ForgeError
-from m2forge.gateway.calls.body import LONG_BYTES, Bodies, LoopShare
-from m2forge.gateway.calls.body_worker import PromptSizes, Setup
+from m2forge.gateway.calls.body import LONG_BYTES, Bodies, LoopShare, PromptSizes, Setup
 from m2forge.gateway.calls.generation import Abort, Generation, Pace, Plan, raw_ids, time_limit
 from m2forge.gateway.calls.sample import Reply, play, read_reply
 from m2forge.gateway.config import GatewayConfig

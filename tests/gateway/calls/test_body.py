@@ -14,8 +14,7 @@ import pytest
 from m2forge.errors import EngineError, M2ForgeError
 from m2forge.gateway.calls import body as body_module
 from m2forge.gateway.calls import calls
-from m2forge.gateway.calls.body import Bodies, LoopShare, is_large
-from m2forge.gateway.calls.body_worker import PromptSizes, Read, Setup, check_text, read_body
+from m2forge.gateway.calls.body import Bodies, LoopShare, PromptSizes, Read, Setup, check_text, is_large, read_body
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.dialects.types import AskError
 from m2forge.gateway.http.limits import Refusal

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from m2forge.gateway.calls.body_worker import PromptSizes, measure_overhead
+from m2forge.gateway.calls.body import PromptSizes, measure_overhead
 from m2forge.gateway.config import Budget
 from m2forge.gateway.dialects.types import Ask, AskError
 from m2forge.gateway.episodes.episode import ClosedError
