@@ -2,6 +2,9 @@
 
     python dev/paths.py [PATH ...] [--json]        all four by default; about a minute on one core
 
+A path's first file lists the path's files in reading order, in a comment that begins with `# Reading path: NAME`. The
+command fails if a list and what runs differ.
+
 A file is on a path if code of one of its functions runs during the traced step, in any thread of this process, in
 steady state: earlier steps have filled caches, compiled kernels and imported modules. Module and class bodies do not
 count, nor do the base (m2forge/*.py and observe/) and the scripted engine of testing/. Everything runs on the CPU:
@@ -11,8 +14,8 @@ count, nor do the base (m2forge/*.py and observe/) and the scripted engine of te
     decode   Core.step over a batch of two requests that both decode: the third step of an MoE model in float32,
              without drafts
     chat     a chat completion until it is in the pool: the second completion of an agent's second episode, from the
-             gateway's socket to the journal and the response, sampled by a scripted engine; then the loop encodes the
-             episode's calls and stores the attempt. How the loop fetches them over HTTP is part of the next path
+             gateway's socket to the journal and the response, sampled by a scripted engine; then the attempt's calls
+             are encoded and stored, as the loop does it. How the loop fetches them over HTTP is part of the next path
     rl       the loop's process of `m2forge rl` while the trainer makes steps 2 to 4, since attempts and weight updates
              overlap with steps: tasks drawn, attempts run, episodes stored and rewarded, weights pushed. The trainer,
              the sampler, the gateway, agents and verifiers run in processes of their own; no evaluation and no lease
@@ -24,8 +27,10 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -36,6 +41,7 @@ from types import CodeType, FrameType
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "m2forge"
+MAX_FILES = {"train": 22, "decode": 14, "chat": 24, "rl": 18}
 EXCLUDED = ("observe", "testing")
 """Folders whose files are never on a path."""
 RL_ROOM = "rl/"
@@ -124,7 +130,7 @@ async def _chat(tracer: Tracer, folder: Path) -> None:
     from m2forge.pool.config import PoolConfig
     from m2forge.pool.pool import Pool, PoolWriter
     from m2forge.pool.stored import Outcome
-    from m2forge.rl.attempts import ANSWER, encode_calls
+    from m2forge.rl.attempts import ANSWER
     from m2forge.rl.gateway_admin import GatewayAdmin
     from m2forge.tasks.catalog import find_family
     from m2forge.tasks.task_set import TaskSet
@@ -157,7 +163,7 @@ async def _chat(tracer: Tracer, folder: Path) -> None:
                     messages += [message, {"role": "user", "content": "Sure?"}]
             tree = await admin.close(lease.name)
             with tracer.on() if attempt else contextlib.nullcontext():
-                calls = encode_calls(lease.writer(pool.vocab_size), tree)
+                calls = lease.writer(pool.vocab_size).write_tree(tree)
                 await writer.end(lease, calls, Outcome(artifacts={ANSWER: "2"}))
 
 
@@ -205,6 +211,19 @@ PATHS: dict[str, Callable[[Tracer, Path], None]] = {
 }
 
 
+def listed() -> dict[str, list[str]]:
+    """The files of each path as the comment in its first file lists them."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        lines = iter(path.read_text("utf-8").splitlines())
+        for line in lines:
+            title = re.match(r"# Reading path: (\w+)", line)
+            if title is not None:
+                entries = itertools.takewhile(bool, (re.match(r"#     (\S+\.py)\b", entry) for entry in lines))
+                found[title[1]] = [entry[1] for entry in entries if entry is not None]
+    return found
+
+
 @functools.cache
 def trace(name: str) -> list[str]:
     tracer = Tracer()
@@ -227,10 +246,17 @@ def main() -> None:
     found = {name: trace(name) for name in PATHS if not arguments.paths or name in arguments.paths}
     if arguments.json:
         print(json.dumps(found))
-        return
+    else:
+        for name, files in found.items():
+            print(f"{name}: {len(files)} files")
+            print("".join(f"    {file}\n" for file in files))
+    lists = listed()
     for name, files in found.items():
-        print(f"{name}: {len(files)} files")
-        print("".join(f"    {file}\n" for file in files))
+        wrong = set(files) ^ set(lists.get(name, ()))
+        if wrong:
+            sys.exit(f"{name}: the list in the code and what runs differ: {', '.join(sorted(wrong))}")
+        if len(files) > MAX_FILES[name]:
+            sys.exit(f"{name}: {len(files)} files, at most {MAX_FILES[name]}")
 
 
 if __name__ == "__main__":

@@ -151,6 +151,10 @@ class CallWriter:
             oldest_step=int(runs[:, 0].min()) if runs.size else None,
         )
 
+    def write_tree(self, tree: TokenTree) -> list[StoredCall]:
+        """Encode all calls of a tree; `read_tree` rebuilds it."""
+        return [self.write(call, tree.routing(index)) for index, call in enumerate(tree.calls())]
+
 
 def read_tree(calls: Iterable[bytes], vocab_size: int, name: str) -> TokenTree:
     """Rebuild the tree of an attempt's calls; its samples are named `name/0`, `name/1`, … in the episode `name`."""

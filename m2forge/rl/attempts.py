@@ -43,7 +43,7 @@ from m2forge.gateway.config import SamplingConfig
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.record import Rewarding
 from m2forge.pool.state import EpisodeState, LeaseLostError, StateError
-from m2forge.pool.stored import CallWriter, Lease, Outcome, StoredCall, StoredEpisode, StoredUnit
+from m2forge.pool.stored import Lease, Outcome, StoredEpisode, StoredUnit
 from m2forge.records import Episode, Task
 from m2forge.reward.judge import Attempt, Judge, Judged
 from m2forge.reward.rule import Step, read_step
@@ -379,7 +379,7 @@ class Attempts:
 
     async def _store(self, lease: Lease, tried: Tried) -> bool:
         """Store the attempt; returns whether its group may now be complete."""
-        calls = await self._aside(encode_calls, lease.writer(self._pool.vocab_size), tried.tree)
+        calls = await self._aside(lease.writer(self._pool.vocab_size).write_tree, tried.tree)
         return await self._writer.end(lease, calls, Outcome(failure=tried.failure, artifacts={ANSWER: tried.answer}))
 
     async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -406,11 +406,6 @@ def _death_kind(error: WorkerDiedError, *, is_alone: bool) -> ErrorKind | None:
     if not is_alone or error.cause is DeathCause.LOST:
         return ErrorKind.INFRA
     return ErrorKind.POLICY if error.cause is DeathCause.LIMIT else None
-
-
-def encode_calls(writer: CallWriter, tree: TokenTree) -> list[StoredCall]:
-    """The calls of a tree as the pool stores them."""
-    return [writer.write(call, tree.routing(index)) for index, call in enumerate(tree.calls())]
 
 
 def _read(stored: StoredEpisode, format: ChatFormat, tools: Sequence[Tool]) -> tuple[Episode, tuple[Step, ...]]:

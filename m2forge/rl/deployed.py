@@ -33,7 +33,6 @@ from m2forge.pool.deployed_groups import DeployedEpisode
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.stored import CallWriter
 from m2forge.records import JsonValue, Reward, Task
-from m2forge.rl.attempts import encode_calls
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import GatewayAdmin, RefusedError
 from m2forge.rl.servers import Server
@@ -212,7 +211,7 @@ class DeployedEpisodes:
 
 def make_episode(found: Closed, tree: TokenTree, vocab_size: int) -> DeployedEpisode:
     """Convert a rewarded episode to the form that the pool stores."""
-    calls = encode_calls(CallWriter(vocab_size, 0), tree)
+    calls = CallWriter(vocab_size).write_tree(tree)
     perf = sum(float(reward["value"]) for reward in found.rewards if reward["call"] is None)
     steps = [0.0] * len(calls)
     for reward in found.rewards:
