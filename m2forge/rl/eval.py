@@ -266,19 +266,19 @@ class Evaluations:
             await self._evaluate(agents)
 
     async def keep(self, agents: Agents) -> None:
-        """Evaluate whenever it is due, beside training."""
-        seen = None
-        while not self._is_over:
+        """Evaluate whenever it is due, beside training; returns at once if the configuration never lets it be due."""
+        seen, every = None, self._config.check.every_steps
+        while every and self._config.check.num_tasks and not self._is_over:
             if self._served and self._served[-1] != seen:
                 seen = self._served[-1]
-                if self._is_due(seen):
+                if self._is_due(seen, every):
                     await self._evaluate(agents)
             await asyncio.sleep(POLL_S)
 
-    def _is_due(self, served: PolicyVersion) -> bool:
+    def _is_due(self, served: PolicyVersion, every: int) -> bool:
         """False for a version that the trainer has lost but the sampler still serves."""
-        every, last = self._config.check.every_steps, self._last_step()
-        if not every or not read_lineage(self._layout.lineage).holds(served.step, served.branch):
+        last = self._last_step()
+        if not read_lineage(self._layout.lineage).holds(served.step, served.branch):
             return False
         return last is None or served.step // every > last // every
 

@@ -78,12 +78,12 @@ class Supply:
         """`draw`: draws a task, like `TaskRunner.next_task`. `note`: returns the state to store with the tasks,
         including the curriculum's."""
         self._config, self._pool, self._writer, self._note = config, pool, writer, note
-        self.curriculum, self._draw = curriculum, draw
+        self.curriculum, self._draw, self._batch_units = curriculum, draw, config.batch_units
 
     async def fill(self) -> bool:
         """Replace dropped groups and queue the batches that fit; returns whether a batch or replacement was queued."""
         is_filled = await self._replace()
-        while await self._writer.run(self._pool.room) >= self._config.batch_units:
+        while await self._writer.run(self._pool.room) >= self._batch_units:
             before = self.curriculum.state()
             given = await self.curriculum.draw_batch(self._draw)
             tasks = [Queued(item.task, self._config.group_size, item.context) for item in given]
@@ -263,7 +263,7 @@ class Loop:
         while True:
             is_filled = await supply.fill()
             if is_filled or time.monotonic() >= look_at_s:
-                num_free, num_leased = self.slots.take(self.config.agent.num_jobs), 0
+                num_free, num_leased = self.slots.take(self.slots.total), 0
                 try:
                     leases = await writer.run(self.pool.lease, WORKER, num_free) if num_free else []
                     num_leased = len(leases)

@@ -22,6 +22,7 @@ TAIL_BYTES = 1 << 18
 class View:
     def __init__(self, layout: Layout, config: RLConfig, pool: Pool, counts: AttemptCounts) -> None:
         self._layout, self._config, self._pool, self._counts = layout, config, pool, counts
+        self._window_size = config.pool.window.size
 
     async def show(self, writer: PoolWriter) -> None:
         with progress(self._config.num_steps, self._config.name) as bar:
@@ -44,9 +45,8 @@ class View:
                 shown = max(shown, done)
 
     async def _queue_fields(self, writer: PoolWriter) -> dict[str, float | str]:
-        window = self._config.pool.window
-        places = await writer.run(self._pool.places, window.queue)
-        inside = [state for place, state in places if place < places[0][0] + window.size]
+        places = await writer.run(self._pool.places, self._config.pool.window.queue)
+        inside = [state for place, state in places if place < places[0][0] + self._window_size]
         num_ready = sum(state == UnitState.READY for state in inside)
         return {"queue": f"{len(places)}", "window": f"{num_ready}/{len(inside)} ready"}
 
