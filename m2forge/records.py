@@ -272,27 +272,6 @@ class Episode:
             _require_text(f"Episode {self.id}", "failure", self.failure)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Several attempts at one task, compared with each other."""
-
-    task: Task
-    episodes: tuple[Episode, ...]
-
-    def __post_init__(self) -> None:
-        record = f"Group of task {self.task.id}"
-        object.__setattr__(self, "episodes", tuple(self.episodes))
-        if not self.episodes:
-            _refuse(record, "episodes", (), "expected at least one")
-        strangers = sorted({episode.task.id for episode in self.episodes} - {self.task.id})
-        if strangers:
-            _refuse(record, "episodes", strangers, f"expected attempts at {self.task.id} alone")
-        ids = [episode.id for episode in self.episodes]
-        repeated = sorted({id for id in ids if ids.count(id) > 1})
-        if repeated:
-            _refuse(record, "episodes", repeated, "expected each episode once")
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
     """Concatenated documents, the input of a model: each attends only to itself."""

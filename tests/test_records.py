@@ -18,7 +18,6 @@ from m2forge.records import (
     Domain,
     Episode,
     FinishReason,
-    Group,
     Pack,
     PolicyVersion,
     Reward,
@@ -188,20 +187,6 @@ def test_broken_reward_and_version_are_refused_by_field() -> None:
         Reward(process=0.0, speed=0.0, perf=1.0, total=math.nan)
     with pytest.raises(RecordError, match="PolicyVersion: step: expected 0 to 2147483647, received -1"):
         PolicyVersion("run", -1)
-
-
-def test_group_holds_distinct_attempts_at_its_task() -> None:
-    task = make_task()
-    first, second = Episode("e1", task, (make_call(),)), Episode("e2", task, (), failure="time limit")
-    assert Group(task, (first, second)).episodes == (first, second)
-    with pytest.raises(
-        RecordError, match="Group of task t1: episodes: expected each episode once, received \\['e1'\\]"
-    ):
-        Group(task, (first, first))
-    with pytest.raises(RecordError, match="expected attempts at t2 alone, received \\['t1'\\]"):
-        Group(make_task(id="t2"), (first,))
-    with pytest.raises(RecordError, match="expected at least one"):
-        Group(task, ())
 
 
 def test_episode_needs_a_name_for_its_failure() -> None:

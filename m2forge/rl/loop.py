@@ -361,7 +361,11 @@ class Loop:
         await admin.forget(name for name in left if OWN_NAME.fullmatch(name))
 
     def _note_group(self, task: Task, pass_rate: float) -> None:
+        before = self.curriculum.levels()
         self.curriculum.record(task, pass_rate)
+        for name, (lowest, highest) in self.curriculum.levels().items():
+            if before[name] != (lowest, highest):
+                _log.info("%s: tasks of difficulty %d to %d are drawn from here on", name, lowest, highest)
 
     def _serves_newest(self) -> bool:
         # Compare the whole version: the sampler may still serve a lost version with the same step.

@@ -38,6 +38,7 @@ class View:
                     if perfs:
                         fields[domain] = f"{sum(perfs) / len(perfs):.0%}"
                         del perfs[:-256]
+                fields |= _failure_fields(self._counts)
                 if last is not None:
                     fields |= _step_fields(last)
                 done = 0 if last is None else last.step
@@ -64,6 +65,17 @@ def read_last_step(path: Path) -> StepMetrics | None:
         return None
     step, time_s = int(record.pop("step")), float(record.pop("time_s"))
     return StepMetrics(step, time_s, {name: float(value) for name, value in record.items()})
+
+
+def _failure_fields(counts: AttemptCounts) -> dict[str, float | str]:
+    """Numbers of attempts since the start that failed, by what became of them; those above 0."""
+    nums = {
+        "timeouts": counts.num_timeouts,
+        "errors": counts.num_errors,
+        "broken": counts.num_broken,
+        "retried": counts.num_interrupted,
+    }
+    return {name: f"{num}" for name, num in nums.items() if num}
 
 
 def _step_fields(last: StepMetrics) -> dict[str, float | str]:

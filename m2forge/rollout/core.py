@@ -2,8 +2,8 @@
 
 A step computes the tokens that the scheduler chose, all sequences in one batch, and samples the next token of each
 sequence whose tokens are all computed, or several where drafts of the MTP modules are accepted. Chunked prefill, prefix
-sharing, preemption and speculative decoding do not change a completion: it equals that of the plain loop
-(model/generate.py) up to rounding, and with a seed its sampled tokens do too.
+sharing, preemption and speculative decoding do not change a completion: it equals that of a loop that runs the whole
+sequence through the network for every token, up to rounding, and with a seed its sampled tokens do too.
 
 Every sample of an accepted prompt ends in exactly one chunk with a finish reason.
 

@@ -245,9 +245,6 @@ class ProcessWorker:
         self._num_searched = 0
         return line
 
-    async def end_input(self) -> None:
-        self._pipes.stdin.close()
-
     async def wait(self) -> Outcome:
         return await asyncio.shield(self.ended)
 

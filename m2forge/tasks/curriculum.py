@@ -119,11 +119,6 @@ class Pace:
         """The lowest and highest level to draw from."""
         return self._lowest, min(self._lowest + self._config.width - 1, self._bounds[1])
 
-    @property
-    def pass_rate(self) -> float | None:
-        """Mean pass rate of the groups counted at these levels; None before the first."""
-        return sum(self._rates) / len(self._rates) if self._rates else None
-
     def bound(self, bounds: tuple[int, int]) -> None:
         """Set the bounds and clamp the current range to them."""
         self._bounds = bounds
@@ -215,10 +210,6 @@ class Curriculum:
         """The current difficulty range of each family of the stage."""
         names = [family.name for domain in self.stage.domains.values() for family in domain.families]
         return {name: self._paces[name].levels for name in names}
-
-    def pass_rates(self) -> dict[str, float | None]:
-        """Pass rate of each family of the stage at these difficulties; None before the first counted group."""
-        return {name: self._paces[name].pass_rate for name in self.levels()}
 
     async def draw_batch(self, draw: Draw) -> list[Assignment]:
         """Draw the next batch with `draw`, such as `TaskRunner.next_task`. Its content is chosen before the first

@@ -14,7 +14,7 @@ half, the only one that may still grow, owns the tail.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import NoReturn, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -253,18 +253,6 @@ class TokenTree:
         if routed is not None:
             self._learn(node, routed)
         return self._enter(sample, node)
-
-    def set_advantages(self, advantages: Sequence[float], weights: Sequence[float] | None = None) -> None:
-        """Set one number per sample, in order; weights are unchanged unless given. All or nothing."""
-        if weights is None:
-            weights = [sample.weight for sample in self._samples]
-        for name, numbers in (("advantages", advantages), ("weights", weights)):
-            if len(numbers) != len(self._samples):
-                raise RecordError(f"expected {len(self._samples)} {name}, one per sample, received {len(numbers)}")
-        self._samples = [
-            replace(sample, advantage=float(advantage), weight=float(weight))
-            for sample, advantage, weight in zip(self._samples, advantages, weights, strict=True)
-        ]
 
     def path(self, sample: int) -> IntArray:
         """Token ids of a sample, prompt and response."""

@@ -1,5 +1,7 @@
 """A tokenizer of bytes: enough for tasks in English, and every length can be checked by hand."""
 
+from m2forge.evaluate.prompts.sample import Sample
+
 
 class ByteEncoder:
     vocab_size = 256
@@ -10,3 +12,8 @@ class ByteEncoder:
 
 def decode(ids: list[int]) -> str:
     return bytes(ids).decode(errors="replace")
+
+
+def answer_ids(sample: Sample) -> list[int]:
+    """All answers of a sample, one after another."""
+    return [token for answer in sample.answers for token in answer]

@@ -8,9 +8,9 @@ import torch
 
 from m2forge.evaluate.predictor import ModelPredictor, complete
 from m2forge.model.build import build
-from m2forge.model.generate import generate
 from m2forge.model.transformer import Transformer
 from tests.model.draw import SMALL
+from tests.model.generate import generate
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [3], [5, 8]]
 

@@ -14,11 +14,11 @@ from m2forge.evaluate.report.report import wilson
 from m2forge.evaluate.score import score_forced, score_free
 from m2forge.evaluate.suites.haystack import HopTask, NeedleTask, RandomFiller
 from m2forge.model.build import build
-from m2forge.model.generate import generate
 from m2forge.model.transformer import Transformer
-from tests.evaluate.letters import ByteEncoder, decode
+from tests.evaluate.letters import ByteEncoder, answer_ids, decode
 from tests.evaluate.oracle import Oracle
 from tests.model.draw import SMALL
+from tests.model.generate import generate
 
 ALPHABET = make_alphabet(256, num_symbols=64)
 QUERIES = NeedleTask(TokenWording(ALPHABET), RandomFiller(ALPHABET.filler), num_needles=4, num_queries=4)
@@ -64,7 +64,9 @@ def test_free_completions_count_answers_wherever_they_stand() -> None:
     oracle = Oracle(samples, vocab_size=256, is_right=lambda index, answer: answer != 1 or index < 2)
     assert [outcome.recall for outcome in score_free(oracle, samples)] == [1.0, 1.0, 0.75, 0.75]
     backwards = [
-        Sample(np.concatenate((sample.prompt_ids, sample.answer_ids[::-1])).astype(np.int32), sample.spans, sample.size)
+        Sample(
+            np.concatenate((sample.prompt_ids, answer_ids(sample)[::-1])).astype(np.int32), sample.spans, sample.size
+        )
         for sample in samples
     ]
     reader = Oracle(backwards, vocab_size=256)

@@ -24,7 +24,6 @@ from m2forge.errors import ConfigError, EngineError, FormatError, M2ForgeError, 
 from m2forge.inference import llm as llm_module
 from m2forge.inference.llm import RawPrompt
 from m2forge.model.checkpoint import load_model
-from m2forge.model.generate import generate
 from m2forge.records import FinishReason
 from m2forge.testing.scripted import ScriptedEngine
 from m2forge.text.message import Message, ToolCall, message_to_openai
@@ -34,6 +33,7 @@ from m2forge.text.vocabulary import byte_of_sign
 from tests.gateway.dialogue import FORMATS, minimax
 from tests.gateway.live import Scene
 from tests.inference.folder import CONTEXT, write_model
+from tests.model.generate import generate
 from tests.text.draw import TOOLS
 
 ROOT = Path(__file__).parent.parent.parent

@@ -20,10 +20,10 @@ from m2forge.errors import CheckpointError, NotFoundError
 from m2forge.model.checkpoint import load_model
 from m2forge.model.config import RopeScaling
 from m2forge.model.convert import import_model
-from m2forge.model.generate import generate
 from m2forge.model.gguf_file import GGUFSource
 from m2forge.model.source import refuse_misfits
 from m2forge.text.tokenizer import load_tokenizer
+from tests.model.generate import generate
 
 
 def smollm2_file() -> Path:

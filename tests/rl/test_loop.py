@@ -1,6 +1,7 @@
 """The whole ring in its own processes: agents act, the trainer learns, weights go back."""
 
 import asyncio
+import logging
 import os
 import signal
 import stat
@@ -30,7 +31,7 @@ from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.queue import count
 from m2forge.pool.schema import fork_table, unit_table
 from m2forge.pool.state import UnitState
-from m2forge.records import PolicyVersion
+from m2forge.records import Domain, PolicyVersion, Task
 from m2forge.rl.attempts import Agents
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import Check, read_checks, read_kept
@@ -285,3 +286,18 @@ def test_a_version_that_is_removed_while_it_is_pushed_is_passed_over(model: Path
         loop.pool.close()
 
     asyncio.run(run())
+
+
+def test_a_change_of_difficulty_is_logged(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    (tmp_path / "run").mkdir()
+    loop = Loop(Layout(tmp_path / "run"), make_run(model, num_steps=3))
+    levels = loop.curriculum.levels()
+    task = Task("t", Domain.AGENT, "Do it.", difficulty=1.0, metadata={"family": "chain"})
+    num_groups = loop.config.curriculum.pace.num_groups
+    for _ in range(num_groups):
+        assert "difficulty" not in caplog.text
+        loop._note_group(task, 1.0)
+    assert loop.curriculum.levels() != levels
+    assert "chain: tasks of difficulty 2 to 3 are drawn from here on" in caplog.text
+    loop.pool.close()

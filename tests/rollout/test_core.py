@@ -6,7 +6,6 @@ import torch
 from hypothesis import given
 
 from m2forge.errors import RequestError
-from m2forge.model.generate import generate
 from m2forge.model.plan import Documents
 from m2forge.protocols import Prompt
 from m2forge.records import FinishReason
@@ -14,6 +13,7 @@ from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 from m2forge.rollout.speculation.adaptive_depth import FixedDepth
 from tests.model.draw import SMALL
+from tests.model.generate import generate
 from tests.rollout.draw import (
     GREEDY,
     Completion,

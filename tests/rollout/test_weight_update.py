@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from m2forge.errors import CheckpointError
 from m2forge.model.checkpoint import save_model
-from m2forge.model.generate import generate
 from m2forge.protocols import Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.config import OldCache, OnLoad
+from tests.model.generate import generate
 from tests.rollout.draw import (
     GREEDY,
     TINY,

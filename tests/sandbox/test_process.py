@@ -135,7 +135,10 @@ def test_limits_are_the_kernels(tmp_path: Path) -> None:
 def test_a_worker_is_fed_and_read_line_by_line(tmp_path: Path) -> None:
     async def talk() -> Outcome:
         sandbox = ProcessSandbox(tmp_path)
-        code = "import sys\nfor line in sys.stdin:\n    print(line.strip()[::-1], flush=True)\nprint('bye', end='')"
+        code = (
+            "import sys\nfor line in iter(sys.stdin.readline, 'end\\n'):\n"
+            "    print(line.strip()[::-1], flush=True)\nprint('bye', end='')"
+        )
         worker = await sandbox.start(Command((sys.executable, "-c", code)))
         for number in range(5):
             await worker.send(f"abc{number}\n".encode())
@@ -144,7 +147,7 @@ def test_a_worker_is_fed_and_read_line_by_line(tmp_path: Path) -> None:
             await worker.receive_line(0.05)
         await worker.send(b"late\n")
         assert await worker.receive_line(10) == b"etal\n"
-        await worker.end_input()
+        await worker.send(b"end\n")
         assert await worker.receive_line(10) == b"bye"
         assert await worker.receive_line(10) == b""
         await worker.send(b"nobody hears this")

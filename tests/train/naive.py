@@ -39,7 +39,9 @@ def forests(
     ]
 
 
-def make_tree(calls: Sequence[Call], name: str = "t", spread: float = 1.0, vocab_size: int = VOCAB) -> TokenTree:
+def make_tree(
+    calls: Sequence[Call], name: str = "t", spread: float = 1.0, vocab_size: int = VOCAB, weight: float = 1.0
+) -> TokenTree:
     tree = TokenTree(vocab_size)
     for index, call in enumerate(calls):
         sampling = Sampling(TEMPERATURES[index % len(TEMPERATURES)])
@@ -47,7 +49,7 @@ def make_tree(calls: Sequence[Call], name: str = "t", spread: float = 1.0, vocab
             replace(call, sampling=sampling, logprobs=call.logprobs * spread * 4),
             f"{name}s{index}",
             advantage=(-1) ** index * (0.3 + index / 5),
-            weight=1 + index % 3,
+            weight=weight * (1 + index % 3),
         )
     return tree
 

@@ -33,9 +33,11 @@ from tests.tree.draw import make_call
 MOE = {"num_experts": 4, "top_k": 2, "intermediate_size": 8}
 
 
-def some_forest() -> list[TokenTree]:
+def some_forest(weight: float = 1.0) -> list[TokenTree]:
     calls = [([1, 2], [3, 4, 0]), ([1, 2, 3, 4, 0, 2], [1, 1]), ([1, 2], [3, 1]), ([4], [2, 2, 2]), ([1, 2], [3, 4, 0])]
-    return [make_tree([make_call(prompt, response, seed) for seed, (prompt, response) in enumerate(calls)])]
+    return [
+        make_tree([make_call(prompt, response, seed) for seed, (prompt, response) in enumerate(calls)], weight=weight)
+    ]
 
 
 @given(
@@ -116,12 +118,10 @@ def test_padding_changes_nothing(mtp_loss: str) -> None:
 
 
 def test_the_ratio_of_weights_matters_not_their_size() -> None:
-    trees, engines = some_forest(), [TrainEngine(small_model(), CONFIG) for _ in range(2)]
+    engines = [TrainEngine(small_model(), CONFIG) for _ in range(2)]
     gradients = [watch_gradients(engine) for engine in engines]
-    engines[0].step(trees, rate=0.0)
-    weights = [sample.weight / 300 for sample in trees[0].samples]
-    trees[0].set_advantages([sample.advantage for sample in trees[0].samples], weights)
-    engines[1].step(trees, rate=0.0)
+    for engine, weight in zip(engines, (1.0, 1 / 300), strict=True):
+        engine.step(some_forest(weight), rate=0.0)
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-14)
 

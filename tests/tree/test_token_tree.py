@@ -130,29 +130,6 @@ def test_a_tree_needs_a_vocabulary() -> None:
         TokenTree(0)
 
 
-def test_advantages_are_set_for_all_samples_or_none() -> None:
-    tree = build([make_call([1], [2]), make_call([1], [3])])
-    tree.set_advantages([0.5, -0.5])
-    assert [sample.advantage for sample in tree.samples] == [0.5, -0.5]
-    with pytest.raises(RecordError, match="Sample s1: advantage: expected a finite number"):
-        tree.set_advantages([1.0, math.inf])
-    with pytest.raises(RecordError, match="expected 2 advantages, one per sample, received 1"):
-        tree.set_advantages([1.0])
-    with pytest.raises(RecordError, match=r"Sample s0: weight: expected a finite number, at least 0, received -1\.0"):
-        tree.set_advantages([1.0, 2.0], [-1.0, 1.0])
-    with pytest.raises(RecordError, match="expected 2 weights, one per sample, received 3"):
-        tree.set_advantages([1.0, 2.0], [1.0, 1.0, 1.0])
-    assert [sample.advantage for sample in tree.samples] == [0.5, -0.5]
-
-
-def test_weights_stay_unless_they_are_given() -> None:
-    tree = build([make_call([1], [2]), make_call([1], [3])])
-    tree.set_advantages([0.5, -0.5])
-    assert [sample.weight for sample in tree.samples] == [1.0, 0.5]
-    tree.set_advantages([0.5, -0.5], np.array([3.0, 0.0]).tolist())
-    assert [sample.weight for sample in tree.samples] == [3.0, 0.0]
-
-
 @given(call_sets(), st.data())
 def test_the_first_routing_recorded_for_a_token_stays(calls: list[Call], data: st.DataObject) -> None:
     tree = TokenTree(VOCAB)

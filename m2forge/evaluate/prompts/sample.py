@@ -1,17 +1,15 @@
 """Samples: token ids in which some spans are answers, to be predicted from everything before them.
 
-A task (needle.py, hop.py, word_count.py, shot.py) draws samples from a random generator; score.py scores them. The same
-sample is a training document: `targets` gives the token that each one should predict. A task draws new keys, values and
-filler for every sample, so only the seed separates training from evaluation.
+A task (needle.py, hop.py, word_count.py, shot.py) draws samples from a random generator; score.py scores them. A task
+draws new keys, values and filler for every sample, so only the seed separates two sets of samples.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from m2forge.records import NO_TARGET, IntArray, Pack
+from m2forge.records import IntArray
 
 Span: TypeAlias = tuple[int, int]
 
@@ -45,23 +43,9 @@ class Sample:
         return tuple(tuple(self.ids[start:stop].tolist()) for start, stop in self.spans)
 
     @property
-    def answer_ids(self) -> tuple[int, ...]:
-        """All answers concatenated."""
-        return tuple(token for answer in self.answers for token in answer)
-
-    @property
     def predicting(self) -> IntArray:
         """Positions whose next token belongs to an answer."""
         return np.concatenate([np.arange(start - 1, stop - 1, dtype=np.int32) for start, stop in self.spans])
-
-    def targets(self, loss: Literal["answers", "all"] = "answers") -> IntArray:
-        """For each token the one it should predict, or NO_TARGET, like `Pack.targets`."""
-        following = np.append(self.ids[1:], np.int32(NO_TARGET)).astype(np.int32)
-        if loss == "all":
-            return following
-        targets = np.full(len(self.ids), NO_TARGET, np.int32)
-        targets[self.predicting] = following[self.predicting]
-        return targets
 
 
 class Task(Protocol):
@@ -71,13 +55,3 @@ class Task(Protocol):
         """A sample of exactly `size` tokens, or at most `size` if the material consists of indivisible items; for
         many-shot tasks, of `size` shots. If `depth` is None, it is drawn."""
         ...
-
-
-def pack_samples(samples: Sequence[Sample], *, loss: Literal["answers", "all"] = "answers", tag: int = 0) -> Pack:
-    """Concatenate samples as training documents."""
-    return Pack(
-        tokens=np.concatenate([sample.ids for sample in samples]),
-        targets=np.concatenate([sample.targets(loss) for sample in samples]),
-        lengths=np.array([len(sample.ids) for sample in samples], np.int32),
-        tags=np.full(len(samples), tag, np.int32),
-    )

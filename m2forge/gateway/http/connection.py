@@ -92,10 +92,6 @@ class ConnectionLimits:
         self._of_owner: dict[str, dict[Connection, None]] = {}
         """Connections of each owner, in the same order."""
 
-    def num_of(self, key: str) -> int:
-        """Return the number of connections whose last request had this key; an empty key counts those without one."""
-        return len(self._of_owner.get(self._owners.find(key), ()))
-
     def open(self, connection: Connection) -> None:
         self._move(connection, _NOBODY)
         keyless = self._of_owner[_NOBODY]

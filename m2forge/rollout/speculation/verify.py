@@ -38,15 +38,6 @@ class Drafts(NamedTuple):
         return torch.arange(self.token_BK.shape[1], device=self.token_BK.device) < self.num_B[:, None]
 
 
-class Numbers(NamedTuple):
-    """Random numbers in [0, 1), by what they decide."""
-
-    token_BJ: Tensor
-    verdict_BJ: Tensor
-    draft_BX: Tensor
-    """Indexed by the draft's position after the sampled tokens, however many drafts before it are accepted."""
-
-
 class Verified(NamedTuple):
     token_BJ: Tensor
     logprob_BJ: Tensor

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from m2forge.errors import ConfigError
-from m2forge.model.generate import generate
 from m2forge.model.transformer import MTPModule, Transformer
 from m2forge.protocols import Prompt
 from m2forge.records import FinishReason, Sampling
@@ -19,6 +18,7 @@ from m2forge.rollout.config import OldCache, OnLoad, RolloutConfig
 from m2forge.rollout.core import Core
 from m2forge.rollout.speculation import verify as speculation
 from m2forge.rollout.speculation.adaptive_depth import FixedDepth
+from tests.model.generate import generate
 from tests.rollout.draw import (
     GREEDY,
     TINY,
