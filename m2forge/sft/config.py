@@ -6,10 +6,11 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from m2forge.config import Config
+from m2forge.sft.row import RowFormat
 from m2forge.train.config import Count, Curve, EvalConfig, TrainConfig
 from m2forge.unpack import UnpackConfig
 
-SourceKind = Literal["auto", "jsonl", "atif"]
+SourceKind = Literal["auto", "jsonl", "atif", "parquet", "arrow"]
 Rate = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -18,11 +19,22 @@ class SourceConfig(Config):
 
     path: str = Field(min_length=1)
     kind: SourceKind = "auto"
-    """auto: *.jsonl files hold OpenAI-style messages, *.json files hold ATIF; either may end with .gz or .zst."""
+    """auto: *.jsonl files hold rows, *.json files hold ATIF, and either may end with .gz or .zst; *.parquet and *.arrow
+    files hold rows. A folder that `save_to_disk` of the datasets library wrote is recognized."""
+    row_format: RowFormat | None = None
+    """What the columns of a row are (row.py); None: detected from their names. ATIF files have no rows."""
+    split: str | None = Field(default=None, min_length=1)
+    """Split of a dataset folder to read, such as "train"; None: the folder has only one, or no tables."""
     weight: float = Field(default=1.0, ge=0.01, le=1000)
     """Repetitions of each trajectory per epoch; the fractional part is a probability, resampled each epoch."""
     unpack: UnpackConfig = UnpackConfig()
     """Limits on the decompressed size of its .gz and .zst files."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "atif" and self.row_format is not None:
+            raise ValueError(f"row_format ({self.row_format!r}) is of rows, which ATIF files do not have; leave it out")
+        return self
 
 
 class PromptPart(Config):

@@ -5,7 +5,17 @@ hash of these: a folder with a store of the same key is reused, nothing is encod
 report; with `strict` they raise a `DataError` and nothing is left behind. A `Selection` limits the store to the trained
 or to the held-out trajectories.
 
-All trajectories of one source: a file, or a folder with files of either kind, in path order.
+All trajectories of one source: a file, or a folder, in path order.
+
+A folder is one of these:
+
+    saved by datasets      `Dataset.save_to_disk`: state.json lists the Arrow files; `DatasetDict.save_to_disk`:
+                           dataset_dict.json lists the splits, each a folder of the former kind
+    anything else          all files of known kinds in it, at any depth, such as data/train-00000-of-00002.parquet
+
+A file name says its split as on the Hugging Face hub: NAME-00000-of-00002, or the words train, validation or test in it
+or in its folder's name. `split` selects one; tables of several splits are refused without it, so that no run trains on
+a test split by accident. Folders of JSONL and ATIF files are read whole unless `split` is set.
 
 Prompt distillation: drops parts of the system prompt at their rates, so that the model learns to do without.
 
@@ -22,9 +32,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from m2forge.errors import DataError, FormatError, NotFoundError
+from m2forge.errors import ConfigError, DataError, FormatError, NotFoundError
 from m2forge.files import staged_folder
 from m2forge.sft.archive import plain_suffix
+from m2forge.sft.arrow import read_arrow, read_parquet
 from m2forge.sft.atif import read_atif
 from m2forge.sft.config import PromptPart, SFTDataConfig, SourceConfig
 from m2forge.sft.encode import Encoded, encode
@@ -36,16 +47,44 @@ from m2forge.sft.trajectory import Trajectory
 from m2forge.text.format import ChatFormat, Rendered
 from m2forge.text.message import Message, Tool, ToolCall
 
-_KIND_OF: dict[str, Literal["jsonl", "atif"]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "atif"}
+_KIND_OF: dict[str, Literal["jsonl", "atif", "parquet", "arrow"]] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "atif",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_TABLES = ("parquet", "arrow")
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+_SHARD = re.compile(r"([\w.]+)-\d{5}-of-\d{5}$")
+_SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
 
 
 def list_files(source: SourceConfig) -> list[Path]:
     """The files of `source`. A folder yields its files of the requested kind, except hidden ones."""
     path = Path(source.path)
     if path.is_file():
+        if source.split is not None:
+            raise ConfigError(f"{path}: split {source.split!r} selects among the files of a folder; leave it out")
         return [path]
     if not path.is_dir():
-        raise NotFoundError(f"{path}: no such file or folder; give the path of trajectories as JSONL or ATIF")
+        raise NotFoundError(f"{path}: no such file or folder; give the path of trajectories as JSONL, ATIF or a table")
+    if source.kind in ("auto", "arrow"):
+        if (path / _SPLITS).is_file():
+            return _saved_files(path / _pick(path, source.split, _saved_splits(path)))
+        if (path / _STATE).is_file():
+            return _saved_files(path, source.split)
     wanted = {suffix for suffix, kind in _KIND_OF.items() if source.kind in ("auto", kind)}
     files = sorted(
         file
@@ -56,7 +95,7 @@ def list_files(source: SourceConfig) -> list[Path]:
     )
     if not files:
         raise NotFoundError(f"{path}: the folder holds no {' or '.join(sorted(wanted))} file")
-    return files
+    return _of_split(path, files, source.split)
 
 
 def read_source(source: SourceConfig, report: Report) -> Iterator[Trajectory]:
@@ -64,10 +103,87 @@ def read_source(source: SourceConfig, report: Report) -> Iterator[Trajectory]:
     is_folder = Path(source.path).is_dir()
     for file in list_files(source):
         kind = _KIND_OF.get(plain_suffix(file), "jsonl") if source.kind == "auto" else source.kind
-        if kind == "atif":
-            yield from read_atif(file, report, source.unpack, foreign=is_folder)
-        else:
-            yield from read_jsonl(file, report, source.unpack)
+        match kind:
+            case "atif":
+                yield from read_atif(file, report, source.unpack, foreign=is_folder)
+            case "parquet":
+                yield from read_parquet(file, report, source.unpack, source.row_format)
+            case "arrow":
+                yield from read_arrow(file, report, source.unpack, source.row_format)
+            case _:
+                yield from read_jsonl(file, report, source.unpack, source.row_format)
+
+
+# -- folders that datasets has saved ----------------------------------------------------------------------------------
+
+
+def _saved_splits(folder: Path) -> list[str]:
+    splits = _read_json(folder / _SPLITS).get("splits")
+    if not isinstance(splits, list) or not all(isinstance(name, str) for name in splits):
+        raise DataError(f"{folder / _SPLITS}: expected a list of splits, received {splits!r}; save the dataset again")
+    return splits
+
+
+def _saved_files(folder: Path, split: str | None = None) -> list[Path]:
+    """The Arrow files of one saved dataset. `split`: the split that it must be."""
+    state = _read_json(folder / _STATE)
+    if split is not None and state.get("_split") != split:
+        raise NotFoundError(f"{folder}: the dataset's split is {state.get('_split')!r}, not {split!r}")
+    entries = state.get("_data_files")
+    names = [entry.get("filename") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise DataError(f"{folder / _STATE}: expected names of data files, received {entries!r}; save it again")
+    if state.get("_indices_data_files"):
+        raise DataError(f"{folder}: saved with an index by an old datasets library; load it and save it again")
+    files = [folder / str(name) for name in names]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise NotFoundError(f"{folder}: {missing[0]} is missing, which {_STATE} lists; save the dataset again")
+    return files
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); save the dataset again") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: expected an object, received {value!r}; save the dataset again")
+    return value
+
+
+# -- splits -----------------------------------------------------------------------------------------------------------
+
+
+def _of_split(folder: Path, files: list[Path], split: str | None) -> list[Path]:
+    by_file = {file: _split_of(file.relative_to(folder)) for file in files}
+    tables = {by_file[file] for file in files if _KIND_OF[plain_suffix(file)] in _TABLES} - {None}
+    if split is None and len(tables) < 2:
+        return files
+    names = sorted({name for name in by_file.values() if name is not None})
+    chosen = _pick(folder, split, names)
+    return [file for file in files if by_file[file] == chosen]
+
+
+def _pick(folder: Path, split: str | None, splits: list[str]) -> str:
+    found = ", ".join(splits) or "none"
+    if split is None and len(splits) != 1:
+        raise ConfigError(f"{folder}: the folder has the splits {found}; set split to the one to read")
+    if split is not None and split not in splits:
+        raise NotFoundError(f"{folder}: the folder has no split {split!r}; it has {found}")
+    return splits[0] if split is None else split
+
+
+def _split_of(path: Path) -> str | None:
+    """The split that a path below a source names, the file before its folders."""
+    stem = path.name.removesuffix("".join(path.suffixes[-2:]) if path.suffix in (".gz", ".zst") else path.suffix)
+    if shard := _SHARD.search(stem):
+        return _SPLIT_WORDS.get(shard[1], shard[1])
+    for name in (stem, *reversed(path.parent.parts)):
+        for word in re.split(r"[^a-z0-9]+", name.lower()):
+            if word in _SPLIT_WORDS:
+                return _SPLIT_WORDS[word]
+    return None
 
 
 _FENCE = re.compile(r" {0,3}(```+|~~~+)")
@@ -318,7 +434,7 @@ def _render_probe(chat_format: ChatFormat) -> Rendered:
 def _key(config: SFTDataConfig, chat_format: ChatFormat, seed: int, selection: Selection | None) -> str:
     """A hash of everything the store depends on."""
     probe = _render_probe(chat_format)
-    identity = [LAYOUT, seed, config.model_dump(mode="json"), chat_format.tokenizer.fingerprint]
+    identity = [LAYOUT, seed, config.model_dump(mode="json", exclude_none=True), chat_format.tokenizer.fingerprint]
     identity += [chat_format.name, probe.ids, probe.trained]
     if selection is not None:
         identity.append(selection.identity())

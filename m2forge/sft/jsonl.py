@@ -1,4 +1,5 @@
-"""Trajectories from JSON Lines: one OpenAI-style object `{"messages": [...], "tools": [...]}` per line.
+"""Trajectories from JSON Lines: one OpenAI-style object `{"messages": [...], "tools": [...]}` per line, or a row of
+another format (row.py).
 
 Assistant messages may have `reasoning_content` and `tool_calls`. A message with `"train": false`, or with weight 0 as
 in OpenAI's fine-tuning files, is context without loss. `tools` may also be a JSON string, as tables store it. A broken
@@ -14,17 +15,20 @@ from typing import NoReturn
 from m2forge.errors import FormatError
 from m2forge.records import JsonValue
 from m2forge.sft.archive import READ_ERRORS, read_lines
-from m2forge.sft.report import Problem, Rejection, Report
+from m2forge.sft.report import Problem, Rejection, Report, show
+from m2forge.sft.row import RowFormat, to_openai
 from m2forge.sft.trajectory import Trajectory, check_order, sort_results
 from m2forge.text.message import MAX_DOCUMENT_DEPTH, Message, Tool, message_from_openai, parse_json, tool_from_openai
 from m2forge.unpack import UnpackConfig, UnpackError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_LONGEST_VALUE = 60
 
 
-def read_jsonl(path: Path, report: Report, config: UnpackConfig | None = None) -> Iterator[Trajectory]:
-    """The trajectories of one file, in order. `config`: limits on decompression."""
+def read_jsonl(
+    path: Path, report: Report, config: UnpackConfig | None = None, row_format: RowFormat | None = None
+) -> Iterator[Trajectory]:
+    """The trajectories of one file, in order. `config`: limits on decompression. `row_format`: that of all lines; None:
+    each line's is detected."""
     config = config or UnpackConfig()
     number = 0
     try:
@@ -36,7 +40,8 @@ def read_jsonl(path: Path, report: Report, config: UnpackConfig | None = None) -
                     raise Rejection(Problem.TOO_LARGE, place, f"over unpack.max_line_bytes = {config.max_line_bytes}")
                 if not (line := line.strip()):
                     continue
-                trajectory = trajectory_from_openai(parse_object(line, place), place)
+                row = to_openai(parse_object(line, place), place, row_format)
+                trajectory = trajectory_from_openai(row, place)
             except Rejection as rejection:
                 report.add_problem(rejection)
                 continue
@@ -95,11 +100,6 @@ def parse_object(data: bytes, place: str) -> Mapping[str, JsonValue]:
     if not isinstance(value, Mapping):
         _reject(Problem.BAD_VALUE, place, f"expected an object, received {show(value)}")
     return value
-
-
-def show(value: JsonValue) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
 def _message(item: JsonValue, name: str, place: str) -> tuple[Message, bool]:

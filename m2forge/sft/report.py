@@ -6,6 +6,7 @@ JSON-serializable, so it is saved with the encoded data and loaded back with it.
 """
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from m2forge.records import JsonValue
 
 NUM_FIRST_PLACES = 5
 """Maximum number of examples per kind."""
+
+_LONGEST_VALUE = 60
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,12 @@ class Rejection(DataError):
         self.problem = problem
         self.place = place
         self.what = what
+
+
+def show(value: JsonValue) -> str:
+    """A received value for an error message, shortened."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
 @dataclass

@@ -9,9 +9,7 @@ import torch
 from m2forge import cli
 from m2forge.config import TomlValue, build, write_resolved
 from m2forge.errors import ConfigError
-from m2forge.model.build import build as build_model
-from m2forge.model.checkpoint import load_model, save_model
-from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
+from m2forge.model.checkpoint import load_model
 from m2forge.observe.metrics import read_metrics
 from m2forge.records import Pack
 from m2forge.sft.config import SFTConfig
@@ -19,24 +17,14 @@ from m2forge.sft.stage import HeldOutTrajectories, TrajectorySource, run_sft
 from m2forge.sft.synthetic import write_jsonl
 from m2forge.train.checkpoint import read_position
 from m2forge.train.engine import TrainEngine
-from tests.sft.sample import chat_format
+from tests.sft.start import write_start
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and trajectories a, b to train on and c, of which a holds copies, to evaluate."""
     folder = tmp_path_factory.mktemp("start")
-    tokenizer = chat_format().tokenizer
-    network = ModelConfig(
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=16,
-        num_layers=1,
-        attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, rotary_dim=4, rope_theta=1e4),
-        moe=MoEConfig(num_experts=4, top_k=2, intermediate_size=8),
-        max_context=512,
-    )
-    save_model(build_model(network), folder / "model")
-    tokenizer.save(folder / "model")
+    write_start(folder / "model")
     for seed, name in enumerate("abc"):
         write_jsonl(folder / f"{name}.jsonl", 8, seed, "train")
     with (folder / "a.jsonl").open("a") as file:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from m2forge.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pyarrow import CompressedInputStream
+    from pyarrow import CompressedInputStream, RecordBatchStreamReader
     from pyarrow.parquet import ParquetFile
     from pypdf import PdfReader
 
@@ -18,8 +18,19 @@ if TYPE_CHECKING:
 class Parquet:
     def __init__(self, arrow: ModuleType, module: ModuleType) -> None:
         self.ParquetFile: type[ParquetFile] = module.ParquetFile
-        # The library accepts only UTF-8 paths.
-        self.errors: tuple[type[Exception], ...] = (arrow.lib.ArrowException, OSError, UnicodeEncodeError)
+        # Paths and names of columns must be UTF-8.
+        self.errors: tuple[type[Exception], ...] = (arrow.lib.ArrowException, OSError, UnicodeError)
+
+
+class Arrow:
+    def __init__(self, arrow: ModuleType, compute: ModuleType) -> None:
+        self.types, self.compute, self._arrow = arrow.types, compute, arrow
+        # Paths and names of columns must be UTF-8.
+        self.errors: tuple[type[Exception], ...] = (arrow.lib.ArrowException, OSError, UnicodeError)
+
+    def open_stream(self, path: str) -> "RecordBatchStreamReader":
+        """An Arrow file in the streaming format, memory-mapped."""
+        return self._arrow.ipc.open_stream(self._arrow.memory_map(path, "r"))
 
 
 class Zstd:
@@ -51,6 +62,10 @@ class Pdf:
 
 def parquet() -> Parquet:
     return Parquet(_library("pyarrow", "Parquet files"), _library("pyarrow.parquet", "Parquet files"))
+
+
+def arrow() -> Arrow:
+    return Arrow(_library("pyarrow", "Arrow files"), _library("pyarrow.compute", "Arrow files"))
 
 
 def zstd() -> Zstd:

@@ -3,7 +3,7 @@
 Compressed files are read in blocks within the limits of `Source.unpack`: a decompression bomb costs no more memory than
 an ordinary file.
 
-Page sizes of a Parquet column chunk, read from the page headers without decompressing.
+Page sizes of Parquet column chunks, read from the page headers without decompressing.
 
 The library allocates the size in a page's header before it decompresses the page, and the file's footer, which it does
 check, need not agree with it. A header is a Thrift struct in the compact protocol,
@@ -16,7 +16,7 @@ followed by the page's bytes. Anything else is a ValueError.
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -28,13 +28,37 @@ from m2forge.unpack import UnpackConfig, Unpacked, UnpackError, read_blocks, spl
 
 if TYPE_CHECKING:
     from pyarrow import Array
-    from pyarrow.parquet import ParquetFile
+    from pyarrow.parquet import ParquetFile, RowGroupMetaData
 
 
 _UNCOMPRESSED, _COMPRESSED = 2, 3
 _STOP, _BYTE, _VARINTS, _DOUBLE, _BINARY, _LISTS, _MAP, _STRUCT = 0, 3, (4, 5, 6), 7, 8, (9, 10), 11, 12
 _BOOLEANS = (1, 2)
 _MAX_DEPTH = 8
+
+
+def checked_page_sizes(
+    path: Path, group: "RowGroupMetaData", columns: Collection[str], unpacked: Unpacked
+) -> list[int]:
+    """Uncompressed size of each page of these columns in a row group, nested fields included. Raises `UnpackError` if
+    they exceed the limit, OSError if they cannot be read."""
+    all_chunks = [group.column(index) for index in range(group.num_columns)]
+    chunks = [
+        chunk
+        for chunk in all_chunks
+        if any(chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}.") for name in columns)
+    ]
+    unpacked.refuse(sum(chunk.total_uncompressed_size for chunk in chunks))
+    sizes: list[int] = []
+    try:
+        with path.open("rb") as file:
+            for chunk in chunks:
+                offsets = [chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset]
+                sizes += page_sizes(file, min(offsets), chunk.total_compressed_size)
+    except ValueError as error:
+        raise OSError(str(error)) from error
+    unpacked.refuse(sum(sizes))
+    return sizes
 
 
 def page_sizes(file: BinaryIO, begin: int, num_bytes: int) -> list[int]:
@@ -310,17 +334,7 @@ def _read_group(
 def _find_batch_rows(file: "ParquetFile", span: FileSpan, group: int, key: str, unpacked: Unpacked) -> int:
     """Batch size in rows such that a batch takes at most `_BATCH_BYTES`, or one row: no value is larger than its page,
     and one dictionary page may hold the values of all rows."""
-    metadata = file.metadata.row_group(group)
-    columns = [metadata.column(index) for index in range(metadata.num_columns)]
-    column = next(column for column in columns if column.path_in_schema == key)
-    unpacked.refuse(column.total_uncompressed_size)
-    offsets = [column.data_page_offset, column.dictionary_page_offset or column.data_page_offset]
-    try:
-        with Path(span.path).open("rb") as pages:
-            sizes = page_sizes(pages, min(offsets), column.total_compressed_size)
-    except ValueError as error:
-        raise OSError(str(error)) from error
-    unpacked.refuse(sum(sizes))
+    sizes = checked_page_sizes(Path(span.path), file.metadata.row_group(group), (key,), unpacked)
     return max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, *sizes)))
 
 

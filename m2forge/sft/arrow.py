@@ -1,0 +1,243 @@
+"""Trajectories from tables: Parquet files and Arrow stream files, as Hugging Face's datasets library writes them.
+
+    file → batches of rows → rows as JSON values → to_openai (row.py) → trajectories
+
+A row becomes what the same row in a JSONL file would be: a null field of a struct is a missing key, because a table has
+every key in every row, and a JSON column is parsed. Nested fields that JSON cannot express, such as times, are ignored
+like other unknown keys. The row format is detected from the columns of the file.
+
+Memory is bounded: a Parquet page is checked by its header before it is decompressed, repeated text stays
+dictionary-encoded until the size of its expansion is checked, and `unpack` limits that size.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from m2forge.corpus.read.extra import Arrow, arrow, parquet
+from m2forge.corpus.read.file import checked_page_sizes
+from m2forge.errors import DataError
+from m2forge.records import JsonValue
+from m2forge.sft.jsonl import trajectory_from_openai
+from m2forge.sft.report import Problem, Rejection, Report
+from m2forge.sft.row import ACCEPTED, REQUIRED, RowFormat, columns_of, detect_format, to_openai
+from m2forge.sft.trajectory import Trajectory
+from m2forge.text.message import parse_json
+from m2forge.unpack import UnpackConfig, Unpacked, UnpackError
+
+if TYPE_CHECKING:
+    from pyarrow import Array, DataType, RecordBatch, Schema
+
+_BATCH_ROWS, _BATCH_BYTES = 256, 64 << 20
+_VALUE_BYTES = 8
+"""Minimum size that a value counts for: millions of empty ones take only a few bytes in a file."""
+_NEEDED = frozenset(
+    (
+        "role",
+        "content",
+        "from",
+        "value",
+        "reasoning",
+        "reasoning_content",
+        "tool_calls",
+        "function",
+        "name",
+        "arguments",
+    )
+)
+"""Fields of a message that may not be ignored."""
+
+
+def read_parquet(
+    path: Path, report: Report, config: UnpackConfig, row_format: RowFormat | None = None
+) -> Iterator[Trajectory]:
+    library = parquet()
+    try:
+        with library.ParquetFile(path) as file:
+            rows = _Rows.open(path, file.schema_arrow, report, config, row_format)
+            metadata = file.metadata
+        leaves = [metadata.schema.column(index) for index in range(len(metadata.schema))]
+        texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+        with library.ParquetFile(path, read_dictionary=texts) as file:
+            for group in range(metadata.num_row_groups):
+                sizes = checked_page_sizes(path, metadata.row_group(group), rows.columns, rows.unpacked)
+                batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, *sizes)))
+                for batch in file.iter_batches(batch_rows, row_groups=[group], columns=rows.columns):
+                    yield from rows.read(batch)
+    except UnpackError as error:
+        report.add_problem(Rejection(Problem.TOO_LARGE, str(path), f"{error}; the rows before it stand"))
+    except library.errors as error:
+        report.add_problem(Rejection(Problem.TRUNCATED, str(path), f"{_first_line(error)}; the rows before it stand"))
+
+
+def read_arrow(
+    path: Path, report: Report, config: UnpackConfig, row_format: RowFormat | None = None
+) -> Iterator[Trajectory]:
+    library = arrow()
+    try:
+        with library.open_stream(str(path)) as stream:
+            rows = _Rows.open(path, stream.schema, report, config, row_format)
+            for whole in stream:
+                batch = whole.select(rows.columns)
+                # The library maps the file as it is: offsets of a broken one may point anywhere.
+                batch.validate(full=True)
+                for start in range(0, batch.num_rows, _BATCH_ROWS):
+                    yield from rows.read(batch.slice(start, _BATCH_ROWS))
+    except UnpackError as error:
+        report.add_problem(Rejection(Problem.TOO_LARGE, str(path), f"{error}; the rows before it stand"))
+    except library.errors as error:
+        report.add_problem(Rejection(Problem.TRUNCATED, str(path), f"{_first_line(error)}; the rows before it stand"))
+
+
+@dataclass
+class _Rows:
+    """Converts the batches of one file."""
+
+    path: Path
+    row_format: RowFormat
+    columns: list[str]
+    """Columns that the format reads."""
+    report: Report
+    config: UnpackConfig
+    unpacked: Unpacked
+    library: Arrow
+    num_read: int = 0
+
+    @classmethod
+    def open(
+        cls, path: Path, schema: "Schema", report: Report, config: UnpackConfig, row_format: RowFormat | None
+    ) -> "_Rows":
+        """Raises `DataError` if the file has none of the known formats, or not the requested one."""
+        names = list(schema.names)
+        found = detect_format(names) if row_format is None else row_format
+        if found is None:
+            raise DataError(
+                f"{path}: columns {', '.join(names) or '(none)'} are no known row format; accepted are {ACCEPTED}"
+            )
+        if not any(all(name in names for name in needed) for needed in REQUIRED[found]):
+            needed = " or ".join(", ".join(alternative) for alternative in REQUIRED[found])
+            raise DataError(f"{path}: row format {found} needs the columns {needed}, found {', '.join(names)}")
+        columns = [name for name in names if name in columns_of(found)]
+        if len(set(columns)) < len(columns):
+            raise DataError(f"{path}: columns {', '.join(columns)} occur more than once; rename the copies")
+        library = arrow()
+        for name in columns:
+            _check_type(library, schema.field(name).type, f"{path}: {name}", is_needed=True)
+        return cls(path, found, columns, report, config, Unpacked(path, config), library)
+
+    def read(self, batch: "RecordBatch") -> Iterator[Trajectory]:
+        size = sum(_expanded_bytes(self.library, column) for column in batch.columns)
+        self.unpacked.add(size)
+        for index in range(batch.num_rows):
+            self.num_read += 1
+            place = f"{self.path}:row {self.num_read}"
+            try:
+                if size > self.config.max_line_bytes:
+                    self._refuse_large(batch.slice(index, 1), place)
+                row = {name: self._value(batch, name, index, place) for name in self.columns}
+                trajectory = trajectory_from_openai(to_openai(row, place, self.row_format), place)
+            except Rejection as rejection:
+                self.report.add_problem(rejection)
+                continue
+            yield trajectory
+
+    def _value(self, batch: "RecordBatch", name: str, index: int, place: str) -> JsonValue:
+        column = batch.column(name)
+        try:
+            return _to_json(self.library, column[index].as_py(), column.type)
+        except UnicodeDecodeError as error:
+            raise Rejection(Problem.BROKEN_JSON, place, f"{name} is not UTF-8 ({error.reason})") from error
+        except ValueError as error:
+            raise Rejection(Problem.BROKEN_JSON, place, f"{name}: {error}") from error
+
+    def _refuse_large(self, row: "RecordBatch", place: str) -> None:
+        if sum(_expanded_bytes(self.library, column) for column in row.columns) > self.config.max_line_bytes:
+            limit = self.config.max_line_bytes
+            raise Rejection(Problem.TOO_LARGE, place, f"over unpack.max_line_bytes = {limit}")
+
+
+def _check_type(library: Arrow, kind: "DataType", name: str, *, is_needed: bool) -> None:
+    """Raise if a column is stored in a way that this reader cannot bound, or JSON cannot express what is needed."""
+    types = library.types
+    if types.is_struct(kind):
+        for field in kind:
+            _check_type(library, field.type, f"{name}.{field.name}", is_needed=field.name in _NEEDED)
+    elif _is_list(library, kind):
+        _check_type(library, kind.value_type, f"{name}[]", is_needed=is_needed)
+    elif not _is_json_leaf(library, kind) and (is_needed or not _is_ignored(library, kind)):
+        raise DataError(f"{name} is stored as {kind}; write it as text, numbers, lists and structs")
+
+
+def _is_list(library: Arrow, kind: "DataType") -> bool:
+    types = library.types
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _is_text(library: Arrow, kind: "DataType") -> bool:
+    return bool(library.types.is_string(kind) or library.types.is_large_string(kind))
+
+
+def _is_json_column(kind: "DataType") -> bool:
+    """Whether it is Arrow's extension type for JSON text."""
+    return getattr(kind, "extension_name", "") == "arrow.json"
+
+
+def _is_json_leaf(library: Arrow, kind: "DataType") -> bool:
+    types = library.types
+    if types.is_dictionary(kind):
+        return _is_text(library, kind.value_type)
+    is_number = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_null(kind)
+    return bool(is_number or _is_text(library, kind) or _is_json_column(kind))
+
+
+def _is_ignored(library: Arrow, kind: "DataType") -> bool:
+    """Whether a value has no JSON form but a bounded size."""
+    types = library.types
+    if types.is_dictionary(kind):
+        return _is_ignored(library, kind.value_type)
+    return bool(
+        types.is_temporal(kind) or types.is_decimal(kind) or types.is_binary(kind) or types.is_large_binary(kind)
+    )
+
+
+def _expanded_bytes(library: Arrow, array: "Array") -> int:
+    """Bytes that the values take once dictionaries are expanded, at least `_VALUE_BYTES` each."""
+    kind, types, compute = array.type, library.types, library.compute
+    if _is_json_column(kind):
+        return _expanded_bytes(library, array.storage)
+    size = _VALUE_BYTES * len(array)
+    if types.is_struct(kind):
+        return size + sum(_expanded_bytes(library, array.field(index)) for index in range(kind.num_fields))
+    if _is_list(library, kind):
+        return size + _expanded_bytes(library, array.flatten())
+    if types.is_dictionary(kind):
+        lengths = compute.binary_length(array.dictionary).take(array.indices)
+        return size + int(compute.sum(lengths).as_py() or 0)
+    if _is_text(library, kind) or types.is_binary(kind) or types.is_large_binary(kind):
+        return size + int(compute.sum(compute.binary_length(array)).as_py() or 0)
+    return size
+
+
+def _to_json(library: Arrow, value: object, kind: "DataType") -> JsonValue:
+    """Raises ValueError for a number or a text that JSON cannot express."""
+    types = library.types
+    if value is None:
+        return None
+    if types.is_struct(kind) and isinstance(value, Mapping):
+        fields = [field for field in kind if value[field.name] is not None and not _is_ignored(library, field.type)]
+        return {field.name: _to_json(library, value[field.name], field.type) for field in fields}
+    if _is_list(library, kind) and isinstance(value, list):
+        return [_to_json(library, item, kind.value_type) for item in value]
+    if _is_json_column(kind) and isinstance(value, str):
+        return parse_json(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is no JSON number")
+    if isinstance(value, str | bool | int | float):
+        return value
+    raise ValueError(f"a value of type {kind} has no JSON form")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
