@@ -1,4 +1,4 @@
-"""The page as an ASGI application: the package's static files, and a run's output as JSON.
+"""The page as an ASGI application: the package's static files, and the output of a run, or of several, as JSON.
 
     GET /  /static/NAME                              the page
     GET /api/run                                     stage, state, evaluations
@@ -6,6 +6,12 @@
     GET /api/queue, /api/past                        the window: current state, and history
     GET /api/episodes?domain=&state=&task=&text=&least=&most=&order=&upto=&offset=&limit=
     GET /api/episodes/ID, …/outline, …/calls?start=&end=, …/tokens?call=&start=&end=, …/search?text=
+
+The page of a folder of runs, whose IDs are only looked up in its list and never become a path:
+
+    GET /  /static/NAME                              the list, and the curves of chosen runs in common charts
+    GET /api/runs                                    the rows of the list
+    GET /runs/ID/…                                   the page of one run, with the routes above
 
 Responses are JSON, never markup; the browser inserts them as text. Handlers read files and a database, so they run in
 threads.
@@ -28,10 +34,11 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from m2forge.errors import M2ForgeError, NotFoundError
@@ -41,6 +48,7 @@ from m2forge.page.episode_list import ORDERS, Filter, list_episodes
 from m2forge.page.pool_reader import PoolMissing, PoolReader
 from m2forge.page.queue_view import queue_now, queue_past
 from m2forge.page.run import Run
+from m2forge.page.run_list import RunList
 from m2forge.pool.state import EpisodeState
 from m2forge.records import Domain, JsonValue
 
@@ -103,6 +111,8 @@ def _cookie(header: str) -> str:
 
 STATIC = Path(__file__).parent / "static"
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+LIST_URL = "../../"
+"""The list of runs, from the page of one."""
 MAX_TEXT = 500
 MAX_LIST = 200
 MAX_CALLS = 200
@@ -135,6 +145,40 @@ def run_app(run: Run, list_url: str | None = None) -> Starlette:
         ("/api/episodes/{id:int}/search", service.search),
     ]
     return Starlette(routes=[Route(path, handler) for path, handler in paths], exception_handlers=HANDLERS)
+
+
+def make_list_app(runs: RunList, key: str | None = None) -> ASGIApp:
+    """`key`: required of every request if other machines can reach the page."""
+
+    def list_runs(request: Request) -> Response:
+        return answer(runs.describe())
+
+    routes = [
+        Route("/", lambda request: static_file("runs.html")),
+        Route("/static/{name:str}", serve_static),
+        Route("/api/runs", list_runs),
+        Mount("/runs/{id}", app=_RunPages(runs)),
+    ]
+    return Guard(Starlette(routes=routes, exception_handlers=HANDLERS), key)
+
+
+class _RunPages:
+    """Forwards a request to the page of the run that its path names."""
+
+    def __init__(self, runs: RunList) -> None:
+        self._runs = runs
+        self._apps: dict[str, tuple[Run, ASGIApp]] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        id = scope["path_params"]["id"]
+        run = await run_in_threadpool(self._runs.find, id)
+        if run is None:
+            self._apps.pop(id, None)
+            raise HTTPException(404, f"no run has the id {id[:200]!r}; the list of runs is at {LIST_URL}")
+        known = self._apps.get(id)
+        if known is None or known[0] is not run:
+            known = self._apps[id] = (run, run_app(run, LIST_URL))
+        await known[1](scope, receive, send)
 
 
 class _Service:

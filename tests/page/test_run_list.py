@@ -247,7 +247,7 @@ def test_the_pages_of_listed_runs_show_their_pools(done: Path, format: ChatForma
         "/runs/demo:rl/static/..%2f..%2fapp.py",
         "/runs/demo:rl/config.toml",
         "/runs/~/api/run",
-        "/static/..%2flist_app.py",
+        "/static/..%2frun_list.py",
         "/api/run",
     ],
 )
