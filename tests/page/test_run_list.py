@@ -8,21 +8,25 @@ import sys
 import time
 import urllib.parse
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from m2forge.errors import NotFoundError
+from m2forge.config import TomlValue
+from m2forge.errors import NotFoundError, TrainingError
 from m2forge.evaluate import run as evaluate_run
 from m2forge.page import run_list
 from m2forge.page.run_list import RunList, id_of, work_folder
 from m2forge.page.serve import make_page
+from m2forge.pretrain.stage import run_pretrain
 from m2forge.text.format import ChatFormat
 from tests.page.conftest import serving_app
 from tests.page.run_folder import make_demo, metrics_line, write_corpus, write_evaluation, write_run
 from tests.page.scene import Scene
 from tests.page.test_app import ROOT, get, status
+from tests.pretrain import small
 
 HOSTILE = 'a <img src=x onerror=window.pwned=1> & "b"\':~%2e..é'
 
@@ -80,6 +84,25 @@ def test_every_stage_is_listed_with_its_figures(demo: Path) -> None:
     assert (rows["demo/pretrain"]["model"], rows["demo/sft"]["model"]) == ("m2-nano", "demo/pretrain/model")
     assert rows["demo/sft"]["started_s"] == 1_790_000_002.0
     assert [name for name, row in rows.items() if row["has_page"]] == ["demo/pretrain", "demo/rl", "demo/sft"]
+
+
+def test_real_runs_are_listed_as_they_ended(tmp_path: Path) -> None:
+    pages = small.write_corpus(tmp_path / "pages")
+    for name, rate, num_steps in (("good", 1e-3, 2), ("diverged", 1e30, 14)):
+        phase: dict[str, TomlValue] = {"name": "a", "pack_tokens": 32, "context": 32, "steps": num_steps}
+        config = small.make_config(pages, name=name, phases=[phase | {"rate": {"start": rate}}])
+        with pytest.raises(TrainingError) if name == "diverged" else nullcontext():
+            run_pretrain(config, tmp_path / "runs")
+    rows = rows_of(tmp_path)
+    assert [(name, row["stage"], row["state"]) for name, row in rows.items()] == [
+        ("pages", "corpus", "finished"),
+        ("runs/diverged", "pretrain", "failed"),
+        ("runs/good", "pretrain", "finished"),
+    ]
+    assert "had no finite gradient" in rows["runs/diverged"]["failure"]
+    assert "loss" not in figures_of(rows["runs/diverged"])
+    assert (rows["runs/good"]["step"], rows["runs/good"]["model"]) == (2, "m2-nano")
+    assert set(figures_of(rows["runs/good"])) == {"loss", "tokens/s", "tokens"}
 
 
 def test_the_file_of_an_evaluation_is_the_one_that_it_writes() -> None:
