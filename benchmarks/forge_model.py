@@ -119,7 +119,7 @@ def fine_tune(base: Path, folder: Path, families: Sequence[Shown], num_steps: in
             "model": str(base),
             "data": {"sources": [{"path": str(path)}], "context": CONTEXT, "too_long": "drop", "strict": True},
             "pack_tokens": PACK_TOKENS,
-            "rate": {"start": RATE},
+            "lr": {"start": RATE},
             "warmup_steps": 4,
             "train": {
                 "optimizer": {"eps": 1e-8, "weight_decay": 0.0},

@@ -60,7 +60,7 @@ class Workload:
     extend_steps: int
     module_tokens: int
     module_steps: int
-    rate: float
+    lr: float
     num_samples: int
     """Per length and depth."""
 
@@ -79,7 +79,7 @@ GPU = Workload(
     extend_steps=120,
     module_tokens=32_768,
     module_steps=120,
-    rate=1.5e-3,
+    lr=1.5e-3,
     num_samples=20,
 )
 CPU = Workload(
@@ -96,7 +96,7 @@ CPU = Workload(
     extend_steps=150,
     module_tokens=512,
     module_steps=120,
-    rate=4e-3,
+    lr=4e-3,
     num_samples=20,
 )
 QUICK = replace(CPU, fact_tokens=0, base_tokens=512, base_steps=100, extend_steps=0, module_steps=50)
@@ -164,7 +164,7 @@ def train_base(load: Workload, corpus: Path, runs: Path) -> Path:
         "context": load.short,
         "pack_tokens": load.base_tokens,
         "warmup_steps": 50,
-        "rate": {"start": load.rate, "end": load.rate / 4},
+        "lr": {"start": load.lr, "end": load.lr / 4},
         "mtp_weight": {"start": 0.3},
     }
     return run(load, corpus, runs, "base", load.model, phase, "muon")
@@ -176,7 +176,7 @@ def extend(load: Workload, corpus: Path, runs: Path, model: Path) -> Path:
         "context": load.long,
         "pack_tokens": load.extend_tokens,
         "warmup_steps": 10,
-        "rate": {"start": load.rate / 2, "end": load.rate / 20},
+        "lr": {"start": load.lr / 2, "end": load.lr / 20},
         "mtp_weight": {"start": 0.1},
         "long_share": 0.6,
     }
@@ -203,7 +203,7 @@ def module_losses(load: Workload, corpus: Path, runs: Path, model: Path, source:
         "steps": load.module_steps,
         "context": load.short,
         "pack_tokens": load.module_tokens,
-        "rate": {"start": load.rate / 2},
+        "lr": {"start": load.lr / 2},
         "warmup_steps": 10,
         "mtp_weight": {"start": 1.0},
         "num_mtp": 3,

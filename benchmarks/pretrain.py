@@ -31,7 +31,7 @@ from m2forge.model.transformer import Transformer, fastest_attention
 from m2forge.records import NO_TARGET, Pack
 from m2forge.train.config import Curve, OptimizerConfig, PhaseConfig
 from m2forge.train.engine import TrainEngine
-from m2forge.train.loop import Prefetch, rate_at
+from m2forge.train.loop import Prefetch, lr_at
 
 OPTIMIZER = OptimizerConfig(eps=1e-8)
 
@@ -59,13 +59,11 @@ class Result:
 def workload(quick: bool) -> Workload:
     if torch.cuda.is_available() and not quick:
         phase = PhaseConfig(
-            name="speed", steps=120, context=4096, pack_tokens=32768, rate=Curve(start=4e-4), warmup_steps=20
+            name="speed", steps=120, context=4096, pack_tokens=32768, lr=Curve(start=4e-4), warmup_steps=20
         )
         return Workload(_plain(preset("m2-mini")), "cuda", torch.bfloat16, phase, 60, 60_000_000)
     steps = 40 if quick else 150
-    phase = PhaseConfig(
-        name="speed", steps=steps, context=256, pack_tokens=1024, rate=Curve(start=2e-3), warmup_steps=10
-    )
+    phase = PhaseConfig(name="speed", steps=steps, context=256, pack_tokens=1024, lr=Curve(start=2e-3), warmup_steps=10)
     return Workload(_plain(preset("m2-tiny")), "cpu", torch.float32, phase, steps // 2, 2_000_000)
 
 
@@ -135,7 +133,7 @@ def run_ours(load: Workload, folder: Path, *, documents: bool = False) -> Result
         def step(index: int) -> Callable[[], float]:
             packs = ahead.take().packs
             sizes[0] = packs[0].tokens.size
-            metrics = engine.step_rows(packs, rate=rate_at(load.phase, index), pack_tokens=load.phase.pack_tokens)
+            metrics = engine.step_rows(packs, lr=lr_at(load.phase, index), pack_tokens=load.phase.pack_tokens)
             return lambda: metrics.read()["loss"]
 
         return timed(load, step, lambda: ahead.waited_s, lambda: sizes[0])
@@ -174,7 +172,7 @@ def run_peer(load: Workload, folder: Path, start: Transformer, compiled: str) ->
 
     def step(index: int) -> torch.Tensor:
         for group in optimizer.param_groups:
-            group["lr"] = rate_at(load.phase, index)
+            group["lr"] = lr_at(load.phase, index)
         # The attention backend that ours has.
         with fastest_attention(torch.device(load.device)):
             loss = function(*next(rows))

@@ -65,7 +65,7 @@ class Load:
     """and how many are written at once."""
     module_steps: int
     """Of either loss."""
-    rate: float
+    lr: float
     batches: tuple[int, ...]
     num_prompt: int
     num_new: int
@@ -84,7 +84,7 @@ GPU = Load(
     num_written=256,
     writers=512,
     module_steps=600,
-    rate=1.5e-3,
+    lr=1.5e-3,
     batches=(1, 2, 4, 8, 32, 128, 256),
     num_prompt=256,
     num_new=128,
@@ -101,7 +101,7 @@ CPU = Load(
     num_written=48,
     writers=16,
     module_steps=20,
-    rate=4e-3,
+    lr=4e-3,
     batches=(1, 8),
     num_prompt=32,
     num_new=48,
@@ -153,14 +153,14 @@ def train(load: Load, folder: Path) -> Path:
         "name": "base",
         "steps": load.base_steps,
         "warmup_steps": load.base_steps // 10,
-        "rate": {"start": load.rate, "end": load.rate / 10},
+        "lr": {"start": load.lr, "end": load.lr / 10},
         "mtp_weight": {"start": 0.3},
     }
     modules: dict[str, TomlValue] = common | {
         "name": "modules",
         "steps": load.module_steps,
         "warmup_steps": load.module_steps // 10,
-        "rate": {"start": load.rate / 2, "end": load.rate / 5},
+        "lr": {"start": load.lr / 2, "end": load.lr / 5},
         "mtp_weight": {"start": 1.0},
         "mtp_loss": "topk_kl",
         "mtp_top_k": TOP_K,
@@ -170,7 +170,7 @@ def train(load: Load, folder: Path) -> Path:
     }
     accepted: dict[str, TomlValue] = modules | {
         "name": "accepted",
-        "rate": {"start": load.rate / 5, "end": load.rate / 20},
+        "lr": {"start": load.lr / 5, "end": load.lr / 20},
         "mtp_loss": "topk_acceptance",
     }
     model = load.model

@@ -95,7 +95,7 @@ def trace_train(tracer: Tracer, folder: Path) -> None:
     for step in range(2):
         trees = [branching_tree(VOCAB, seed) for seed in (2 * step, 2 * step + 1)]
         with tracer.on() if step else contextlib.nullcontext():
-            report = engine.step(trees, rate=1e-3, version=step)
+            report = engine.step(trees, lr=1e-3, version=step)
             report.read()
             report.logprobs()
 

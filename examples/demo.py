@@ -185,7 +185,7 @@ class Demo:
         config = load(RLConfig, path)
         settings = told(model=str(agent), agent__command=command, curriculum__seed=self.seed)
         settings += told(num_steps=self._scaled(config.num_steps), warmup_steps=min(3, self._scaled(config.num_steps)))
-        settings += told(check__num_tasks=self._scaled(config.check.num_tasks))
+        settings += told(eval__num_tasks=self._scaled(config.eval.num_tasks))
         if self.is_control:
             settings += told(name="control", reward__shuffled=True)
         return run_rl(load(RLConfig, path, settings), self.runs)[1]

@@ -2,10 +2,10 @@
 
     g  = scale · gradient
     m ← β1 m + (1 − β1) g              v ← β2 v + (1 − β2) g²
-    w ← (1 − rate·decay) w − rate · ( m / (1 − β1^t) ) / ( √( v / (1 − β2^t) ) + ε )
+    w ← (1 − lr·decay) w − lr · ( m / (1 − β1^t) ) / ( √( v / (1 − β2^t) ) + ε )
     weight ← w, rounded to its own precision
 
-`rate` is the learning rate. A scale that is not finite changes nothing: a step whose gradients overflowed is skipped.
+`lr` is the learning rate. A scale that is not finite changes nothing: a step whose gradients overflowed is skipped.
 """
 
 import math
@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 @dataclass(frozen=True)
 class AdamWRule:
-    rate: float
+    lr: float
     decay: float
     betas: tuple[float, float]
     eps: float
@@ -61,7 +61,7 @@ def adamw_(
                 grad,
                 time,
                 scale,
-                rate=rule.rate,
+                lr=rule.lr,
                 decay=rule.decay,
                 betas=rule.betas,
                 eps=rule.eps,
@@ -82,7 +82,7 @@ def adamw_(
         amsgrad=False,
         beta1=rule.betas[0],
         beta2=rule.betas[1],
-        lr=rule.rate,
+        lr=rule.lr,
         weight_decay=rule.decay,
         eps=rule.eps,
         maximize=False,
@@ -98,6 +98,6 @@ def adamw_plain_(state: AdamWState, grad: Tensor, time: int, scale: float, rule:
     state.mean.mul_(beta1).add_(g, alpha=1 - beta1)
     state.square.mul_(beta2).add_(g * g, alpha=1 - beta2)
     mean, square = state.mean / (1 - beta1**time), state.square / (1 - beta2**time)
-    state.exact.mul_(1 - rule.rate * rule.decay).sub_(rule.rate * mean / (square.sqrt() + rule.eps))
+    state.exact.mul_(1 - rule.lr * rule.decay).sub_(rule.lr * mean / (square.sqrt() + rule.eps))
     if state.master is not None:
         state.weight.copy_(state.master)

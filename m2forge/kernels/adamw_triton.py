@@ -20,7 +20,7 @@ def _adamw_kernel(
     scale,
     num_elements,
     keep,
-    rate,
+    lr,
     beta1,
     beta2,
     eps,
@@ -40,7 +40,7 @@ def _adamw_kernel(
         m = tl.fma(beta1, tl.load(mean + index, mask=mask, other=0.0), (1 - beta1) * g)
         v = tl.fma(beta2, tl.load(square + index, mask=mask, other=0.0), (1 - beta2) * g * g)
         w = tl.load(master + index, mask=mask, other=0.0)
-        w = tl.fma(keep, w, -rate * (m * unbias1) / (tl.sqrt(v * unbias2) + eps))
+        w = tl.fma(keep, w, -lr * (m * unbias1) / (tl.sqrt(v * unbias2) + eps))
         tl.store(mean + index, m, mask=mask)
         tl.store(square + index, v, mask=mask)
         tl.store(master + index, w, mask=mask)
@@ -57,7 +57,7 @@ def adamw_one_(
     time: int,
     scale: Tensor,
     *,
-    rate: float,
+    lr: float,
     decay: float,
     betas: tuple[float, float],
     eps: float,
@@ -75,8 +75,8 @@ def adamw_one_(
         grad.contiguous(),
         scale,
         num_elements,
-        1 - rate * decay,
-        rate,
+        1 - lr * decay,
+        lr,
         *betas,
         eps,
         1 / (1 - betas[0] ** time),

@@ -291,8 +291,9 @@ class Run:
             return None
 
     def _is_check_due(self, checks: list[JsonValue]) -> bool:
-        check = self.config().get("check")
-        if not isinstance(check, dict) or not check.get("num_tasks"):
+        config = self.config()
+        held_out = config.get("eval", config.get("check"))  # `check` in runs of earlier versions
+        if not isinstance(held_out, dict) or not held_out.get("num_tasks"):
             return False
         last = checks[-1] if checks else None
         return not isinstance(last, dict) or last.get("step") != self.num_steps()

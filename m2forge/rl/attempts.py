@@ -23,7 +23,7 @@ Asyncio tasks that are cancelled together.
 
 Slots for concurrent attempts, shared by training and evaluation: never more than `agent.num_jobs` in all.
 
-While an evaluation runs, training leaves `check.share` of the slots to it and uses the rest; training attempts that
+While an evaluation runs, training leaves `eval.share` of the slots to it and uses the rest; training attempts that
 already hold one of those slots finish first. Before the first training step and after the last, an evaluation may take
 all slots.
 """

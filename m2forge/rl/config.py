@@ -16,7 +16,8 @@ command = ["python", "examples/demo_agent.py"]
 queue = 64
 """
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -72,7 +73,7 @@ class EngineConfig(Config):
     """CPU threads; None leaves it to torch."""
 
 
-class CheckConfig(Config):
+class RLEvalConfig(Config):
     """Periodic evaluation of the current policy on held-out tasks, which are never trained on."""
 
     every_steps: Annotated[int, Field(ge=0)] = 0
@@ -92,6 +93,8 @@ class CheckConfig(Config):
 
 
 class RLConfig(Config):
+    renamed_keys: ClassVar[Mapping[str, str]] = {"rate": "lr", "check": "eval"}
+
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     model: str = Field(min_length=1)
     """A model folder with its tokenizer."""
@@ -103,7 +106,8 @@ class RLConfig(Config):
     groups as fit, at least one and at most `curriculum.batch_groups`, with every domain at its ratio. A token counts
     once for each attempt that recorded it, so a step computes no more tokens than this, except for prefixes repeated
     across packs. `policy.pack_tokens` sets the micro-batch size."""
-    rate: Curve = Curve(start=1e-5)
+    lr: Curve = Curve(start=1e-5)
+    """Learning rate over the run's steps."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     keep_versions: Annotated[int, Field(ge=2)] = 2
     """Published policy versions to keep; at least 2, because the sampler may still be loading the previous one."""
@@ -112,7 +116,7 @@ class RLConfig(Config):
     curriculum: CurriculumConfig
     agent: AgentConfig
     verify: VerifyConfig = VerifyConfig()
-    check: CheckConfig = CheckConfig()
+    eval: RLEvalConfig = RLEvalConfig()
     reward: RewardConfig = RewardConfig()
     policy: PolicyConfig = PolicyConfig()
     train: TrainConfig = TrainConfig()

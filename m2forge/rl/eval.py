@@ -1,8 +1,8 @@
-"""Schedules evaluations on held-out tasks: before the first step, every `check.every_steps`, and after the last.
+"""Schedules evaluations on held-out tasks: before the first step, every `eval.every_steps`, and after the last.
 
 Evaluations between the first and the last run beside training, on their share of the slots. By default weight updates
 continue meanwhile, and the evaluation reports the share of its tokens that each policy version sampled. With
-`check.pin` weight updates wait until it ends, so that it samples from one version; training rollouts then sample from
+`eval.pin` weight updates wait until it ends, so that it samples from one version; training rollouts then sample from
 that version too and lag behind the trainer by the steps it makes meanwhile. An evaluation that dies with its loop wrote
 nothing to `checks.jsonl`, so it runs again; so does one of a version that the trainer lost (`rl/layout.py`).
 
@@ -135,8 +135,8 @@ async def held_out_tasks(config: RLConfig, runner: TaskRunner) -> list[Task]:
     wanted = [family for domain in config.curriculum.stages[-1].domains.values() for family in domain.families]
     tasks: list[Task] = []
     for index, family in enumerate(wanted):
-        num = config.check.num_tasks // len(wanted) + (index < config.check.num_tasks % len(wanted))
-        tasks += await runner.distinct(family.name, "held_out", config.check.seed, num, *family.difficulty)
+        num = config.eval.num_tasks // len(wanted) + (index < config.eval.num_tasks % len(wanted))
+        tasks += await runner.distinct(family.name, "held_out", config.eval.seed, num, *family.difficulty)
     return tasks
 
 
@@ -188,7 +188,7 @@ def _count_versions(tree: TokenTree) -> Counter[int]:
 
 def terms_of(config: RLConfig, task: Task) -> Terms:
     """The context limit is that of the last stage, from which the tasks come."""
-    return Terms(config.check.sampling, config.curriculum.stages[-1].domains[task.domain].context)
+    return Terms(config.eval.sampling, config.curriculum.stages[-1].domains[task.domain].context)
 
 
 async def _try(agents: Agents, task: Task, name: str, terms: Terms) -> Tried | None:
@@ -267,8 +267,8 @@ class Evaluations:
 
     async def keep(self, agents: Agents) -> None:
         """Evaluate whenever it is due, beside training; returns at once if the configuration never lets it be due."""
-        seen, every = None, self._config.check.every_steps
-        while every and self._config.check.num_tasks and not self._is_over:
+        seen, every = None, self._config.eval.every_steps
+        while every and self._config.eval.num_tasks and not self._is_over:
             if self._served and self._served[-1] != seen:
                 seen = self._served[-1]
                 if self._is_due(seen, every):
@@ -300,7 +300,7 @@ class Evaluations:
             await self._evaluate(agents)
 
     async def _evaluate(self, agents: Agents) -> None:
-        if not self._config.check.num_tasks:
+        if not self._config.eval.num_tasks:
             return
         async with self._running:
             while not self._served:
@@ -318,7 +318,7 @@ class Evaluations:
         note_check(self._layout.checks, found)
 
     async def _attempt_all(self, agents: Agents) -> tuple[Check, list[Kept]]:
-        config = self._config.check
+        config = self._config.eval
         for repeat in range(MAX_REPEATS):
             async with self.pin if config.pin else contextlib.nullcontext():
                 first = len(self._served) - 1

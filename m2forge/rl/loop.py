@@ -138,7 +138,7 @@ class Loop:
         self.judge = Judge(config.reward, base_times=state.get("base_times"))
         self.format = make_format(config.gateway.format, load_tokenizer(folder))
         self._served: list[PolicyVersion] = []
-        self.slots = Slots(config.agent.num_jobs, config.check.share)
+        self.slots = Slots(config.agent.num_jobs, config.eval.share)
         self.evaluations = Evaluations(config, layout, self.slots, self._served)
         self._running: dict[asyncio.Task[None], Lease] = {}
         command = (MODULE, "trainer", str(self.layout.run_dir))
@@ -454,7 +454,7 @@ def is_complete(layout: Layout, config: RLConfig) -> bool:
     count."""
     lineage, step = read_lineage(layout.lineage), config.num_steps
     is_checked = any(found.step == step and lineage.holds(step, found.branch) for found in read_checks(layout.checks))
-    return layout.model.is_dir() and (is_checked or not config.check.num_tasks)
+    return layout.model.is_dir() and (is_checked or not config.eval.num_tasks)
 
 
 def _run(work: Coroutine[object, object, None]) -> None:

@@ -51,7 +51,7 @@ from m2forge.tasks.curriculum import Mixture
 from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, read_position, restore
 from m2forge.train.config import PhaseConfig
 from m2forge.train.engine import TrainEngine
-from m2forge.train.loop import rate_at
+from m2forge.train.loop import lr_at
 from m2forge.train.machine import choose_device, choose_dtype, machine_settings, set_up_model
 from m2forge.train.run_dir import CONFIG_FILE, hold_run
 from m2forge.tree.build import Problem
@@ -164,7 +164,7 @@ class Trainer:
             steps=config.num_steps,
             context=model.config.max_context,
             pack_tokens=max(config.policy.pack_tokens, model.config.max_context),
-            rate=config.rate,
+            lr=config.lr,
             warmup_steps=min(config.warmup_steps, config.num_steps),
         )
 
@@ -226,9 +226,9 @@ class Trainer:
         started_s = time.perf_counter()
         units = pool.fetch(claimed)
         trees = make_trees(units, self.config.reward.advantage, self.engine.model.config.vocab_size)
-        rate = rate_at(self._phase, self.position.step)
+        lr = lr_at(self._phase, self.position.step)
         with self._busy:
-            report = self.engine.step(trees, rate=rate, version=self.position.step)
+            report = self.engine.step(trees, lr=lr, version=self.position.step)
             # Host sync.
             read = report.read()
         self._busy.flush()
@@ -236,7 +236,7 @@ class Trainer:
             _log.warning("not trained: %s", problem.reason)
         if report.is_empty:
             raise TrainingError(describe_untrained(units, report.problems, self.version))
-        figures = read | {"rate": rate, "trained_s": time.perf_counter() - started_s}
+        figures = read | {"lr": lr, "trained_s": time.perf_counter() - started_s}
         num_tokens = int(figures["tokens_computed"])
         self.position = replace(
             self.position, step=self.position.step + 1, num_tokens=self.position.num_tokens + num_tokens

@@ -2,7 +2,7 @@
 
 [rollout]
 num_blocks = 4096
-on_load = "continue"
+on_weight_update = "continue"
 
 Config of the HTTP inference server and of the engine behind it.
 
@@ -11,7 +11,8 @@ port = 8400
 max_body_bytes = 1_000_000
 """
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,11 +21,17 @@ from m2forge.records import MAX_INT32
 
 Count = Annotated[int, Field(gt=0, le=1 << 31)]
 
-OnLoad = Literal["finish", "continue", "restart"]
-OldCache = Literal["drop", "keep"]
+OnWeightUpdate = Literal["finish", "continue", "restart"]
+StaleCache = Literal["drop", "keep"]
 
 
 class RolloutConfig(Config):
+    renamed_keys: ClassVar[Mapping[str, str]] = {
+        "ahead_steps": "steps_per_sync",
+        "on_load": "on_weight_update",
+        "old_cache": "stale_cache",
+    }
+
     block_tokens: Count = 16
     """Tokens per block, the unit of KV cache storage and sharing."""
     num_blocks: Count = 2048
@@ -36,19 +43,19 @@ class RolloutConfig(Config):
     """Largest number of completions that run at once."""
     max_context: Count | None = None
     """Largest number of tokens of prompt and completion together; by default the model's context length."""
-    on_load: OnLoad = "continue"
+    on_weight_update: OnWeightUpdate = "continue"
     """How a weight update treats completions in flight. finish: they end on the old weights, which stay until then; new
     prompts wait. continue: they go on with the new weights, and every token records the policy version that sampled it.
     restart: they start over. Tokens already sent cannot be taken back, so with restart the engine sends a completion
     whole, at its end, and all its tokens have one version."""
-    old_cache: OldCache = "drop"
+    stale_cache: StaleCache = "drop"
     """How a weight update treats KV cache entries of older weights. drop: all are recomputed when needed. keep:
     completions that continue keep theirs, mixed with entries of the new weights; after a preemption the new weights
     alone prefill. In neither case does a prompt hit the prefix cache of another version than the one it starts on."""
     speculation: Annotated[int, Field(ge=0, le=3)] = 0
     """Largest number of draft tokens per completion and step that the MTP modules make; the engine tunes the number as
     it runs. The output distribution does not change. 0: the modules do not run and take no cache memory."""
-    ahead_steps: Annotated[int, Field(ge=1, le=64)] = 8
+    steps_per_sync: Annotated[int, Field(ge=1, le=64)] = 8
     """Decode steps that a GPU runs between host syncs: arrivals, ends and aborts take effect after this many steps. The
     host's work, which grows with the batch, is done once for all of them."""
     seed: int | None = None

@@ -71,7 +71,7 @@ def num_steps_ahead(scheduler: Scheduler, requests: Sequence[Request], depth: in
     shortest needs while requests wait; and one where blocks are scarce."""
     last = min if scheduler.waiting else max
     num_wanted = last(request.num_wanted for request in requests)
-    num_steps = min(scheduler.config.ahead_steps, math.ceil(num_wanted / tokens_per_step))
+    num_steps = min(scheduler.config.steps_per_sync, math.ceil(num_wanted / tokens_per_step))
     num_missing = 0
     for request in requests:
         num_tokens = request.num_computed + _num_useful(request, depth, num_steps)
@@ -478,7 +478,7 @@ class Core:
             self._end(request, FinishReason.ABORT)
         elif request.finish_reason is not None:
             self._end(request, request.finish_reason)
-        elif drawn is not None and self.config.on_load != "restart":
+        elif drawn is not None and self.config.on_weight_update != "restart":
             self._outbox.append((request.id, request.chunk()))
         return is_whole
 
@@ -545,8 +545,8 @@ class Core:
 
     def load(self, source: Path | Mapping[str, Tensor], version: PolicyVersion) -> None:
         """Load weights from a model folder, or from tensors named as in the network's state dict. They are validated at
-        once (CheckpointError) and take effect between two steps, as `on_load` says. A version names one state of the
-        weights. If several loads are pending, only the last takes effect."""
+        once (CheckpointError) and take effect between two steps, as `on_weight_update` says. A version names one state
+        of the weights. If several loads are pending, only the last takes effect."""
         if isinstance(source, Path):
             self._pending = from_folder(self.model, source, version)
         else:
@@ -556,15 +556,17 @@ class Core:
     @property
     def _is_busy(self) -> bool:
         """Whether a weight update must wait."""
-        return self.config.on_load == "finish" and any(self._scheduler.has_started(id) for id in self._requests)
+        return self.config.on_weight_update == "finish" and any(
+            self._scheduler.has_started(id) for id in self._requests
+        )
 
     def _load_if_due(self) -> None:
         if self._pending is None or self._is_busy:
             return
         update, self._pending = self._pending, None
-        if self.config.old_cache == "drop":
+        if self.config.stale_cache == "drop":
             self._drop_cache()
-        if self.config.on_load == "restart":
+        if self.config.on_weight_update == "restart":
             self._scheduler.preempt_all()
             for request in (request for requests in self._requests.values() for request in requests):
                 request.restart()

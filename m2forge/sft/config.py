@@ -1,7 +1,8 @@
 """Configuration of SFT: the trajectories, how they fit the context, and which prompt parts are dropped."""
 
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -95,6 +96,8 @@ class SFTEvalConfig(EvalConfig):
 class SFTConfig(Config):
     """An SFT run: a model, its trajectories, and the training schedule."""
 
+    renamed_keys: ClassVar[Mapping[str, str]] = {"rate": "lr"}
+
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """The run's directory is RUNS/NAME; starting it again resumes it."""
     model: str = Field(min_length=1)
@@ -108,7 +111,8 @@ class SFTConfig(Config):
     pack_tokens: Count
     """Tokens per forward pass (micro-batch); at least the context."""
     packs_per_step: Count = 1
-    rate: Curve
+    lr: Curve
+    """Learning rate over the run's steps."""
     warmup_steps: int = Field(default=0, ge=0)
     mtp_weight: Curve = Curve(start=0.1)
     train: TrainConfig = TrainConfig()

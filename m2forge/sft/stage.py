@@ -141,7 +141,7 @@ def _phase(config: SFTConfig, store: Store) -> PhaseConfig:
         context=config.data.context,
         pack_tokens=config.pack_tokens,
         packs_per_step=config.packs_per_step,
-        rate=config.rate,
+        lr=config.lr,
         warmup_steps=min(config.warmup_steps, steps),
         mtp_weight=config.mtp_weight,
     )

@@ -97,6 +97,8 @@ class Curve(Config):
 class PhaseConfig(Config):
     """A period of training with one context length and one set of schedules."""
 
+    renamed_keys: ClassVar[Mapping[str, str]] = {"rate": "lr"}
+
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     steps: Count
     context: Count
@@ -105,7 +107,7 @@ class PhaseConfig(Config):
     """Tokens per forward pass (micro-batch)."""
     packs_per_step: Count = 1
     """Gradient accumulation: packs (micro-batches) per optimizer step."""
-    rate: Curve
+    lr: Curve
     """Learning rate."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of steps over which the learning rate warms up from near 0."""

@@ -143,7 +143,7 @@ class TrainEngine:
         self,
         packs: Sequence[Pack],
         *,
-        rate: float,
+        lr: float,
         pack_tokens: int | None = None,
         mtp_weight: float = 0.0,
         mtp_loss: MTPLoss = "ce",
@@ -181,7 +181,7 @@ class TrainEngine:
             return output.load_LE
 
         load_LE = self._sum_loads(train(pack) for pack in micro_batches)
-        norms = self._update(load_LE, rate)
+        norms = self._update(load_LE, lr)
         return PendingMetrics(sums.figures(num_edges, self.ranks) | _shared_figures(norms, load_LE))
 
     @torch.no_grad()
@@ -223,7 +223,7 @@ class TrainEngine:
 
     # -- trees --------------------------------------------------------------------------------------------------------
 
-    def step(self, trees: Sequence[TokenTree], *, rate: float, version: int | None = None) -> StepReport:
+    def step(self, trees: Sequence[TokenTree], *, lr: float, version: int | None = None) -> StepReport:
         """Run one optimizer step over all loss edges of `trees`. Untrainable samples are refused and reported by name;
         the rest is trained. Each rank passes its own trees. `version`: the current policy version, to measure
         staleness."""
@@ -255,7 +255,7 @@ class TrainEngine:
             return output.load_LE
 
         load_LE = self._sum_loads(train(pack) for pack in micro_batches)
-        norms = self._update(load_LE, rate)
+        norms = self._update(load_LE, lr)
         logprobs = TokenLogprobs(trainable, packs, sums.logp)
         figures = sums.figures(counts, self.ranks) | _shared_figures(norms, load_LE)
         return StepReport(figures, _token_figures(counts), problems, logprobs)
@@ -337,10 +337,10 @@ class TrainEngine:
                 total_LE = load_LE if total_LE is None else total_LE + load_LE
         return None if total_LE is None else self.ranks.sum(total_LE)
 
-    def _update(self, load_LE: Tensor | None, rate: float) -> Norms:
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"rate {rate}: expected a finite number, 0 or above")
-        norms = self.optimizer.step(rate)
+    def _update(self, load_LE: Tensor | None, lr: float) -> Norms:
+        if not 0 <= lr < math.inf:
+            raise ValueError(f"learning rate {lr}: expected a finite number, 0 or above")
+        norms = self.optimizer.step(lr)
         if load_LE is not None and self.router_bias == "balanced":
             # Zero loads move no bias: a step with non-finite gradients is skipped entirely, without a host sync.
             self.model.update_router_biases(load_LE * norms.overall.isfinite())

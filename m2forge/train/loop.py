@@ -167,9 +167,9 @@ def curve_at(curve: Curve, step: int, num_steps: int) -> float:
     return curve.start + (curve.end - curve.start) * done
 
 
-def rate_at(phase: PhaseConfig, step: int) -> float:
-    rate = curve_at(phase.rate, step, phase.steps)
-    return rate * min(1.0, (step + 1) / phase.warmup_steps) if phase.warmup_steps else rate
+def lr_at(phase: PhaseConfig, step: int) -> float:
+    lr = curve_at(phase.lr, step, phase.steps)
+    return lr * min(1.0, (step + 1) / phase.warmup_steps) if phase.warmup_steps else lr
 
 
 def mtp_weight_at(phase: PhaseConfig, step: int) -> float:
@@ -323,10 +323,10 @@ class TrainLoop:
     def _step(self, phase: PhaseConfig, ahead: Prefetch, cost: TokenCost | None) -> _Pending:
         packs, state = ahead.take()
         done = self.position.step_in_phase
-        rate, mtp_weight = rate_at(phase, done), mtp_weight_at(phase, done)
+        lr, mtp_weight = lr_at(phase, done), mtp_weight_at(phase, done)
         metrics = self.engine.step_rows(
             packs[self.ranks.rank :: self.ranks.num_ranks],
-            rate=rate,
+            lr=lr,
             pack_tokens=phase.pack_tokens,
             mtp_weight=mtp_weight,
             mtp_loss=phase.mtp_loss,
@@ -342,7 +342,7 @@ class TrainLoop:
             source=state,
         )
         extra = {
-            "rate": rate,
+            "lr": lr,
             "num_tokens": float(self.position.num_tokens),
             "padding_share": _padding_share(phase, 1, num_tokens),
         }
@@ -364,7 +364,8 @@ class TrainLoop:
         if self._bad_steps >= MAX_BAD_STEPS:
             raise TrainingError(
                 f"{MAX_BAD_STEPS} steps in a row had no finite gradient, up to step {pending.step} "
-                f"(loss {values['loss']}); lower the rate, or resume from an older checkpoint of {self.run_dir}"
+                f"(loss {values['loss']}); lower the learning rate, or resume from an "
+                f"older checkpoint of {self.run_dir}"
             )
 
     def _due_evaluation(self, phase: PhaseConfig) -> Evaluation | None:

@@ -14,7 +14,7 @@ Muon: momentum with an orthogonalized update, for the hidden matrices of the mod
 
     buf ← μ buf + (1 − μ) g               u = (1 − μ) g + μ buf            (Nesterov)
     O = NewtonSchulz(u) ≈ U Vᵀ, where u = U Σ Vᵀ
-    w ← (1 − rate·decay) w − rate · 0.2 √max(a, b) · O                     for w of shape (a, b)
+    w ← (1 − lr·decay) w − lr · 0.2 √max(a, b) · O                     for w of shape (a, b)
 
 The factor gives the update the same RMS as AdamW's, so both share one learning rate. A matrix stored stacked in another
 tensor (q, k and v; the two halves of an expert; the experts of a layer) is orthogonalized on its own.
@@ -58,7 +58,7 @@ def muon_(
     buffers: Sequence[Tensor],
     grads: Sequence[Tensor],
     *,
-    rate: float,
+    lr: float,
     decay: float,
     momentum: float,
     iterations: int,
@@ -68,7 +68,7 @@ def muon_(
         buffer.lerp_(grad, 1 - momentum)
         update = orthogonalize(grad.lerp(buffer, momentum), iterations)
         size = max(master.shape[-2:]) ** 0.5
-        master.mul_(1 - rate * decay).add_(update.to(master.dtype), alpha=-rate * RMS_FACTOR * size)
+        master.mul_(1 - lr * decay).add_(update.to(master.dtype), alpha=-lr * RMS_FACTOR * size)
 
 
 def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
@@ -242,7 +242,7 @@ class Optimizer:
                 slot.weight.grad = None
 
     @torch.no_grad()
-    def step(self, rate: float) -> Norms:
+    def step(self, lr: float) -> Norms:
         """Update the weights that have gradients on any rank, then clear the gradients."""
         self._reshard()
         if self.ranks.num_ranks > 1:
@@ -257,8 +257,8 @@ class Optimizer:
         scale = torch.where(norms.overall.isfinite(), scale, torch.nan)
         for slot in active.values():
             slot.num_steps += 1
-        self._step_adamw(active, scale, rate)
-        self._step_muon(active, scale, rate)
+        self._step_adamw(active, scale, lr)
+        self._step_muon(active, scale, lr)
         for slot in active.values():
             slot.clear()
         return norms
@@ -279,7 +279,7 @@ class Optimizer:
                 slot.clear()
                 slot.total = total.view_as(grad)
 
-    def _step_adamw(self, active: Mapping[str, Slot], scale: Tensor, rate: float) -> None:
+    def _step_adamw(self, active: Mapping[str, Slot], scale: Tensor, lr: float) -> None:
         by_decay: dict[float, list[Slot]] = defaultdict(list)
         for name, slot in active.items():
             if "mean" in slot.tensors and slot.local.numel():
@@ -287,11 +287,11 @@ class Optimizer:
         for decay, slots in by_decay.items():
             states = [AdamWState(slot.local, slot.master, **slot.tensors) for slot in slots]
             grads = [slot.gradient for slot in slots if slot.gradient is not None]
-            rule = AdamWRule(rate, decay, self.config.betas, self.config.eps)
+            rule = AdamWRule(lr, decay, self.config.betas, self.config.eps)
             update = adamw_from_host_ if self.offload == "host" else adamw_
             update(states, grads, [slot.num_steps for slot in slots], scale, rule)
 
-    def _step_muon(self, active: Mapping[str, Slot], scale: Tensor, rate: float) -> None:
+    def _step_muon(self, active: Mapping[str, Slot], scale: Tensor, lr: float) -> None:
         slots = {name: slot for name, slot in active.items() if "momentum" in slot.tensors}
         if not slots or not bool(scale.isfinite()):
             return
@@ -307,7 +307,7 @@ class Optimizer:
                 self._matrices(name, exact),
                 self._matrices(name, momentum),
                 self._matrices(name, grad),
-                rate=rate,
+                lr=lr,
                 decay=self._decay(name, slot.weight),
                 momentum=self.config.muon_momentum,
                 iterations=self.config.muon_iterations,

@@ -39,7 +39,7 @@ def test_fast_paths_equal_the_formula(device: str, dtype: torch.dtype, seed: int
     generator = torch.Generator().manual_seed(seed)
     states = [draw_state(generator, (size,), dtype) for size in sizes]
     grads = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
-    rule = AdamWRule(rate=1e-2, decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    rule = AdamWRule(lr=1e-2, decay=0.1, betas=(0.9, 0.95), eps=1e-8)
     ours = [moved(state, device) for state in states]
     times = [time + index for index in range(len(sizes))]
     adamw_(ours, [grad.to(device) for grad in grads], times, torch.tensor(0.5, device=device), rule)
@@ -58,7 +58,7 @@ def test_a_scale_that_is_not_finite_changes_nothing(device: str, scale: float) -
     before = moved(draw_state(torch.Generator().manual_seed(0), (100,), torch.bfloat16), device)
     after = moved(before, device)
     grad = torch.ones(100, dtype=torch.bfloat16, device=device)
-    rule = AdamWRule(rate=1e-2, decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    rule = AdamWRule(lr=1e-2, decay=0.1, betas=(0.9, 0.95), eps=1e-8)
     adamw_([after], [grad], [1], torch.tensor(scale, device=device), rule)
     assert torch.equal(after.weight, before.weight)
     assert torch.equal(after.exact, before.exact)
@@ -72,7 +72,7 @@ def test_many_steps_equal_torchs_optimizer() -> None:
     peer = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     zeros = torch.zeros_like(theirs.data)
     ours = AdamWState(theirs.data.clone(), None, zeros, zeros.clone())
-    rule = AdamWRule(rate=1e-2, decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+    rule = AdamWRule(lr=1e-2, decay=0.1, betas=(0.9, 0.95), eps=1e-8)
     for time in range(1, 11):
         theirs.grad = torch.randn(7, 5, generator=generator, dtype=torch.float64)
         peer.step()

@@ -176,7 +176,7 @@ class Scene:
             "grad_norm": 0.5 + 0.2 * wave,
             "mtp_loss/1": 0.9 - 0.3 * done,
             "tokens_computed": 4000 + 300 * wave,
-            "rate": 1e-4 * (1 - done),
+            "lr": 1e-4 * (1 - done),
             "reward": 0.25 + 0.65 * done + 0.04 * wave,
             "perf": 0.24 + 0.66 * done + 0.04 * wave,
             "lag": float(step % 5),

@@ -53,7 +53,7 @@ def make_config(corpus: Path, **changes: TomlValue) -> PretrainConfig:
     phase: dict[str, TomlValue] = {
         "pack_tokens": 64,
         "context": 32,
-        "rate": {"start": 3e-3},
+        "lr": {"start": 3e-3},
         "mtp_weight": {"start": 0.3},
         "steps": 6,
     }
@@ -65,7 +65,7 @@ def make_config(corpus: Path, **changes: TomlValue) -> PretrainConfig:
         "train": {"checkpoint": {"every_steps": 4, "keep": 2}, "machine": {"device": "cpu", "num_threads": 1}},
         "phases": [
             phase | {"name": "constant", "warmup_steps": 3, "packs_per_step": 2},
-            phase | {"name": "decay", "context": 64, "rate": {"start": 3e-3, "end": 1e-3}},
+            phase | {"name": "decay", "context": 64, "lr": {"start": 3e-3, "end": 1e-3}},
             phase | {"name": "modules", "num_mtp": 3, "trains": "mtp", "steps": 5},
             phase | {"name": "joint", "mtp_weight": {"start": 0.3, "end": 0.1}, "steps": 5},
         ],

@@ -52,9 +52,9 @@ def test_all_phases_run_and_report(corpus: Path, tmp_path: Path) -> None:
     assert [step.step for step in steps] == list(range(1, 23))
     first, last = steps[0].values, steps[-1].values
     assert {"loss/code", "loss/web", "mtp_loss/1", "grad_norm", "grad_norm/layer_1", "max_vio", "mfu"} <= first.keys()
-    assert {"draft_agreement/1", "tokens_per_s", "data_share", "rate", "expert_load_max/0", "max_vio/2"} <= first.keys()
+    assert {"draft_agreement/1", "tokens_per_s", "data_share", "lr", "expert_load_max/0", "max_vio/2"} <= first.keys()
     assert {"mtp_loss/3", "grad_norm/mtp_2"} <= last.keys()
-    assert first["rate"] == pytest.approx(1e-3)
+    assert first["lr"] == pytest.approx(1e-3)
     assert last["mtp_weight"] == pytest.approx(0.1)
     assert last["loss"] < first["loss"]
 
@@ -154,7 +154,7 @@ def test_two_phases_of_half_a_corpus_read_every_document_once(
     tokens = write_numbered(tmp_path / "corpus", 40)
     total = sum(map(len, tokens.values()))
     num_steps = total // 2 // 64
-    phase: dict[str, TomlValue] = {"context": 32, "pack_tokens": 64, "rate": {"start": 1e-3}, "steps": num_steps}
+    phase: dict[str, TomlValue] = {"context": 32, "pack_tokens": 64, "lr": {"start": 1e-3}, "steps": num_steps}
     # The second phase reads more than its half, so that domains end one after the other.
     phases: list[TomlValue] = [phase | {"name": "a"}, phase | {"name": "b", "steps": 2 * num_steps} | second]
     config = make_config(tmp_path / "corpus", phases=phases)

@@ -45,7 +45,7 @@ def make_config(model: Path, **fields: object) -> RLConfig:
         "model": str(model),
         "num_steps": 4,
         "group_size": 2,
-        "rate": {"start": 1e-3},
+        "lr": {"start": 1e-3},
         "curriculum": {
             "batch_groups": 2,
             "stages": [

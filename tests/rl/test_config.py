@@ -1,10 +1,13 @@
 """Configurations of a run that cannot do what they say are refused when they are loaded."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from m2forge.config import build, dump, load_resolved
 from m2forge.errors import ConfigError
+from m2forge.rl.config import RLConfig
 from tests.rl.scene import make_config
 
 
@@ -31,3 +34,24 @@ def test_the_gateway_takes_a_free_port_unless_one_is_given(tmp_path: Path) -> No
 def test_what_the_run_sets_itself_is_refused(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"gateway.{name} is set by the run"):
         make_config(tmp_path, gateway={"port": 0, name: value})
+
+
+FORMER = {"rate": "lr", "check": "eval", "engine.rollout.on_load": "engine.rollout.on_weight_update"}
+
+
+def test_former_keys_are_refused_with_their_names_now(tmp_path: Path) -> None:
+    values = {"rate": "{ start = 1e-3 }", "check": "{ num_tasks = 3 }", "engine.rollout.on_load": "finish"}
+    config = make_config(tmp_path)
+    for key, name in FORMER.items():
+        with pytest.raises(ConfigError, match=rf"{key}: unknown key.* now '{name}'"):
+            build(RLConfig, tomllib.loads(dump(config)), [f"{key}={values[key]}"])
+
+
+def test_a_run_of_former_keys_is_read_under_their_names_now(tmp_path: Path) -> None:
+    config = make_config(tmp_path, lr={"start": 1e-3}, eval={"num_tasks": 3})
+    text = dump(config)
+    for name, key in (("[lr]", "[rate]"), ("[eval]", "[check]"), ("on_weight_update", "on_load")):
+        assert name in text
+        text = text.replace(name, key)
+    (tmp_path / "config.toml").write_text(text, encoding="utf-8")
+    assert load_resolved(RLConfig, tmp_path / "config.toml") == config

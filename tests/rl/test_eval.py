@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_run(model: Path, **check: object) -> RLConfig:
     agent = {"command": ["true"], "jobs_per_worker": NUM_JOBS}
-    return make_config(model, agent=agent, check={"num_tasks": NUM_TASKS, "every_steps": 2, **check})
+    return make_config(model, agent=agent, eval={"num_tasks": NUM_TASKS, "every_steps": 2, **check})
 
 
 class Policy:

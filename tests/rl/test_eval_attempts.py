@@ -117,8 +117,8 @@ def test_time_that_ran_out_in_a_stuck_worker_before_any_call_is_not_the_policys(
 
 def test_attempts_at_held_out_tasks_have_the_context_of_their_domain(tmp_path: Path) -> None:
     task: Task = TaskSet(find_family("chain"), "held_out", 1).next(1, 3)
-    config = make_config(tmp_path, check={"sampling": {"temperature": 0.5}})
-    assert terms_of(config, task) == Terms(config.check.sampling, 2048)
+    config = make_config(tmp_path, eval={"sampling": {"temperature": 0.5}})
+    assert terms_of(config, task) == Terms(config.eval.sampling, 2048)
 
 
 def test_a_torn_last_line_is_left_out_and_cut_before_the_next_one(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ def test_struck_a_few_times_a_run_learns_everything_once(tmp_path: Path, kind: s
         # A random policy solves nothing: what it is rewarded for is the form alone, and groups are trained as they are.
         pool = {"url": url, "window": {"queue": 8, "no_signal": "train"}}
         model = make_model(tmp_path / "scene")
-        config = make_config(model, num_steps=1 + num_faults, agent=agent, pool=pool, check={"num_tasks": 4})
+        config = make_config(model, num_steps=1 + num_faults, agent=agent, pool=pool, eval={"num_tasks": 4})
         run_disturbed(config, tmp_path, num_faults, max_gap_s=0.6, stopped_s=2.0, seed=seed)
 
 

@@ -31,7 +31,7 @@ def fresh_logprobs(model: Transformer, call: Call) -> FloatArray:
 def test_they_are_1_on_policy_and_those_of_a_fresh_forward_once_the_policy_has_moved(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "scene")
     # One batch for each step, and a rate that moves the policy far.
-    config = make_config(folder, num_steps=2, rate={"start": 3e-2})
+    config = make_config(folder, num_steps=2, lr={"start": 3e-2})
     sampled_by = load_model(folder)
     layout = Layout(tmp_path)
     with Pool(layout.pool(config.pool), sampled_by.config.vocab_size) as pool:

@@ -67,7 +67,7 @@ def make_run(model: Path, num_steps: int) -> RLConfig:
         },
         # A random policy solves nothing: what it is rewarded for is the form alone, and groups are trained as they are.
         pool={"window": {"queue": 8, "no_signal": "train"}},
-        check={"num_tasks": 4},
+        eval={"num_tasks": 4},
     )
 
 
@@ -132,9 +132,9 @@ def test_an_agent_that_cannot_start_ends_the_run_with_one_error(
     monkeypatch.setattr("m2forge.rl.workers.RESTART_S", 0.0)
     config = make_run(model, num_steps=3)
     broken = config.agent.model_copy(update={"command": (sys.executable, "-c", "import no_such_module")})
-    check = config.check.model_copy(update={"num_tasks": num_tasks})
+    check = config.eval.model_copy(update={"num_tasks": num_tasks})
     with pytest.raises(EngineError, match="No module named 'no_such_module'"):
-        run_rl(config.model_copy(update={"agent": broken, "check": check}), tmp_path)
+        run_rl(config.model_copy(update={"agent": broken, "eval": check}), tmp_path)
     assert not processes_of(tmp_path), "a process outlived its loop"
     assert not read_checks(Layout(tmp_path / "run").checks), "nobody was checked"
 
@@ -154,9 +154,9 @@ def test_a_verifier_that_raises_too_often_ends_the_run_with_its_traceback(
     )
     config = make_run(model, num_steps=3)
     agent = config.agent.model_copy(update={"command": (sys.executable, "-u", "-c", answering)})
-    check = config.check.model_copy(update={"num_tasks": num_tasks})
+    check = config.eval.model_copy(update={"num_tasks": num_tasks})
     with pytest.raises(BrokenVerifierError) as raised:
-        run_rl(config.model_copy(update={"agent": agent, "check": check}), tmp_path)
+        run_rl(config.model_copy(update={"agent": agent, "eval": check}), tmp_path)
     told = str(raised.value)
     assert told.startswith("chain: its verifier raised at 11 of the last 11 answers, more than 5% of 200; repair it")
     assert "KeyError: 'a verifier that its author broke'" in told

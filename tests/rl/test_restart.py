@@ -44,7 +44,7 @@ def test_processes_that_end_are_started_again_and_the_run_completes(
     # A random policy solves nothing: groups without signal are trained as they are.
     pool = {"window": {"queue": 8, "no_signal": "train"}}
     model = make_model(tmp_path / "scene")
-    config = make_config(model, num_steps=3, agent=agent, pool=pool, check={"num_tasks": 2})
+    config = make_config(model, num_steps=3, agent=agent, pool=pool, eval={"num_tasks": 2})
     run_dir, log = tmp_path / config.name, tmp_path / "loop.log"
     with started(command_of(config, tmp_path, "tests.rl.breakable"), log) as loop:
         pids = wait_for_first_step(run_dir, loop, signals.keys())

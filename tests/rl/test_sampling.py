@@ -59,7 +59,7 @@ def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     stages = (stage.model_copy(update={"domains": domains}),)
     changes = {
         "agent": config.agent.model_copy(update={"command": (sys.executable, str(GREEDY), str(AGENT))}),
-        "check": config.check.model_copy(update={"num_tasks": 0}),
+        "eval": config.eval.model_copy(update={"num_tasks": 0}),
         "curriculum": config.curriculum.model_copy(update={"stages": stages}),
         "policy": config.policy.model_copy(update={"replay": "recorded"}),
     }

@@ -17,7 +17,7 @@ from m2forge.model.config import AttentionConfig, ModelConfig
 from m2forge.model.transformer import MTPModule, Transformer
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, IntArray, PolicyVersion, Sampling
-from m2forge.rollout.config import OldCache, OnLoad, RolloutConfig
+from m2forge.rollout.config import OnWeightUpdate, RolloutConfig, StaleCache
 from m2forge.rollout.core import Core
 from m2forge.rollout.execution.runner import Lookahead
 from m2forge.rollout.request import Request
@@ -118,8 +118,8 @@ def prompts(draw: st.DrawFn, vocab_size: int, samplings: Sequence[Sampling], see
 def traffics(
     draw: st.DrawFn,
     samplings: Sequence[Sampling] = SAMPLINGS,
-    on_load: OnLoad = "continue",
-    old_cache: OldCache = "drop",
+    on_weight_update: OnWeightUpdate = "continue",
+    stale_cache: StaleCache = "drop",
     max_loads: int = 0,
     max_depth: int = 0,
 ) -> Traffic:
@@ -139,10 +139,10 @@ def traffics(
         num_blocks=num_blocks,
         max_running=max_running,
         step_tokens=max_running + draw(st.integers(0, 12 + 8 * speculation)),
-        on_load=on_load,
-        old_cache=old_cache,
+        on_weight_update=on_weight_update,
+        stale_cache=stale_cache,
         speculation=speculation,
-        ahead_steps=draw(st.integers(1, 4)),
+        steps_per_sync=draw(st.integers(1, 4)),
     )
     depths = draw(st.lists(st.integers(0, speculation), min_size=1, max_size=8)) if draw(st.booleans()) else ()
     steps = st.integers(0, 15)

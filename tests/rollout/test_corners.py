@@ -82,7 +82,7 @@ def test_a_step_in_which_modules_catch_up_is_told_apart_where_it_costs(decodes_w
             caught_up.append(len(moments))
 
     model = network(TINY.model_copy(update={"num_mtp": 2}))
-    config = RolloutConfig(num_blocks=64, max_running=4, step_tokens=64, speculation=2, ahead_steps=1)
+    config = RolloutConfig(num_blocks=64, max_running=4, step_tokens=64, speculation=2, steps_per_sync=1)
     core = Core(model, config, version(0), depth=Watched(2), decodes_whole=decodes_whole)
     core.add("a", Prompt(ids_of(1, 2, 3), 40, GREEDY))
     for _ in range(6):
@@ -183,7 +183,7 @@ def test_what_modules_run_to_catch_up_is_no_reading() -> None:
             caught_up.append(num_sequences)
 
     model = network(TINY.model_copy(update={"num_mtp": 2, "max_context": 256}))
-    config = RolloutConfig(num_blocks=64, max_running=4, step_tokens=256, speculation=2, ahead_steps=1)
+    config = RolloutConfig(num_blocks=64, max_running=4, step_tokens=256, speculation=2, steps_per_sync=1)
     core = Core(model, config, version(0), depth=Watched(2), decodes_whole=True)
     core.add("a", Prompt(ids_of(*([1] * 100)), 40, GREEDY))
     finish(core)

@@ -11,7 +11,7 @@ from m2forge.errors import CheckpointError
 from m2forge.model.checkpoint import save_model
 from m2forge.protocols import Prompt
 from m2forge.records import FinishReason, PolicyVersion
-from m2forge.rollout.config import OldCache, OnLoad
+from m2forge.rollout.config import OnWeightUpdate, StaleCache
 from tests.model.generate import generate
 from tests.rollout.draw import (
     GREEDY,
@@ -30,10 +30,12 @@ from tests.rollout.draw import (
 )
 
 
-@pytest.mark.parametrize("on_load", ["finish", "continue", "restart"])
-@given(data=st.data(), old_cache=st.sampled_from(("drop", "keep")))
-def test_weights_that_arrive_leave_every_token_exact(on_load: OnLoad, old_cache: OldCache, data: st.DataObject) -> None:
-    traffic = data.draw(traffics(on_load=on_load, old_cache=old_cache, max_loads=2))
+@pytest.mark.parametrize("on_weight_update", ["finish", "continue", "restart"])
+@given(data=st.data(), stale_cache=st.sampled_from(("drop", "keep")))
+def test_weights_that_arrive_leave_every_token_exact(
+    on_weight_update: OnWeightUpdate, stale_cache: StaleCache, data: st.DataObject
+) -> None:
+    traffic = data.draw(traffics(on_weight_update=on_weight_update, stale_cache=stale_cache, max_loads=2))
     served = serve(traffic)
     for place, arrival in enumerate(traffic.arrivals):
         for sample in range(arrival.prompt.num_samples):
@@ -42,18 +44,18 @@ def test_weights_that_arrive_leave_every_token_exact(on_load: OnLoad, old_cache:
             check_end(completion, arrival.prompt, arrival.abort_step is not None)
             check_completion(served, key, arrival.prompt)
             assert completion.versions == sorted(completion.versions)
-            if on_load != "continue":
+            if on_weight_update != "continue":
                 assert len(set(completion.versions)) <= 1
-            if on_load == "restart":
+            if on_weight_update == "restart":
                 assert completion.num_chunks == 1
-            if (on_load, old_cache) != ("continue", "keep"):
+            if (on_weight_update, stale_cache) != ("continue", "keep"):
                 assert all(len(runs) == 1 for runs in served.computed_by[key])
     assert served.core.version.step == len(traffic.load_steps)
 
 
 def test_a_completion_keeps_its_cache_across_a_load_if_so_configured() -> None:
-    for old_cache, num_recomputed in (("keep", 0), ("drop", 6)):
-        core = tiny(old_cache=old_cache)
+    for stale_cache, num_recomputed in (("keep", 0), ("drop", 6)):
+        core = tiny(stale_cache=stale_cache)
         core.add("a", Prompt(ids_of(1, 2, 3, 4, 5), 4, GREEDY))
         core.step()
         core.step()
@@ -63,9 +65,9 @@ def test_a_completion_keeps_its_cache_across_a_load_if_so_configured() -> None:
         assert core.metrics()["total_computed_tokens"] == 5 + 3 + num_recomputed
 
 
-@pytest.mark.parametrize(("old_cache", "num_cached"), [("drop", 0), ("keep", 9)])
-def test_weights_that_come_back_find_their_cache_if_it_was_kept(old_cache: OldCache, num_cached: int) -> None:
-    core = tiny(old_cache=old_cache)
+@pytest.mark.parametrize(("stale_cache", "num_cached"), [("drop", 0), ("keep", 9)])
+def test_weights_that_come_back_find_their_cache_if_it_was_kept(stale_cache: StaleCache, num_cached: int) -> None:
+    core = tiny(stale_cache=stale_cache)
     for step in (0, 1, 0):
         core.load(network(TINY, step).state_dict(), version(step))
         core.add("a", Prompt(ids_of(*range(10)), 3, GREEDY))
@@ -80,7 +82,7 @@ def test_weights_that_come_back_find_their_cache_if_it_was_kept(old_cache: OldCa
 
 
 def test_a_step_that_comes_again_with_other_weights_reuses_no_cache_of_the_lost_one() -> None:
-    core, prompt = tiny(old_cache="keep"), Prompt(ids_of(*range(10)), 3, GREEDY)
+    core, prompt = tiny(stale_cache="keep"), Prompt(ids_of(*range(10)), 3, GREEDY)
     for seed, branch in ((1, "lost"), (2, "again")):
         core.load(network(TINY, seed).state_dict(), PolicyVersion("run", 5, branch))
         core.add("a", prompt)
@@ -95,7 +97,7 @@ def test_a_step_that_comes_again_with_other_weights_reuses_no_cache_of_the_lost_
 
 
 def test_loads_wait_for_what_is_in_flight_and_what_is_not_waits_for_them() -> None:
-    core = tiny(on_load="finish", max_running=1)
+    core = tiny(on_weight_update="finish", max_running=1)
     core.add("a", Prompt(ids_of(1, 2), 3, GREEDY, num_samples=2))
     core.add("b", Prompt(ids_of(3), 2, GREEDY))
     completions: Completions = {}
@@ -113,7 +115,7 @@ def test_loads_wait_for_what_is_in_flight_and_what_is_not_waits_for_them() -> No
 
 
 def test_an_abort_of_all_in_flight_lets_a_load_happen() -> None:
-    core = tiny(on_load="finish")
+    core = tiny(on_weight_update="finish")
     core.add("a", Prompt(ids_of(1, 2), 3))
     core.step()
     core.load(network(TINY, 1).state_dict(), version(1))
@@ -147,9 +149,9 @@ def test_weights_of_another_network_are_refused_and_nothing_changes(tmp_path: Pa
     assert core.version == version(0)
 
 
-@pytest.mark.parametrize("old_cache", ["drop", "keep"])
-def test_broken_weights_end_what_they_serve_and_do_no_lasting_harm(old_cache: OldCache) -> None:
-    core = tiny(old_cache=old_cache, num_blocks=2)  # all of which they spoil
+@pytest.mark.parametrize("stale_cache", ["drop", "keep"])
+def test_broken_weights_end_what_they_serve_and_do_no_lasting_harm(stale_cache: StaleCache) -> None:
+    core = tiny(stale_cache=stale_cache, num_blocks=2)  # all of which they spoil
     core.load(
         {name: torch.full_like(tensor, torch.nan) for name, tensor in core.model.state_dict().items()}, version(1)
     )

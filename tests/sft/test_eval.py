@@ -38,7 +38,7 @@ def configure(start: Path, evaluation: dict[str, TomlValue], **changes: TomlValu
         "model": str(start / "model"),
         "num_epochs": 2,
         "pack_tokens": 512,
-        "rate": {"start": 1e-2},
+        "lr": {"start": 1e-2},
         "data": {"context": 512, "sources": [{"path": str(start / name)} for name in ("a.jsonl", "b.jsonl")]},
         "train": {"checkpoint": {"every_steps": 3, "keep": 1}, "machine": {"device": "cpu", "num_threads": 1}},
         "eval": evaluation,

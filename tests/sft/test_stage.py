@@ -1,6 +1,7 @@
 """Fine-tuning end to end on a few made-up trajectories: what is written, and going on after a stop."""
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
             "model": str(folder / "model"),
             "num_epochs": 2,
             "pack_tokens": 700,
-            "rate": {"start": 3e-3, "end": 1e-3},
+            "lr": {"start": 3e-3, "end": 1e-3},
             "data": {"context": 512, "sources": [{"path": str(path)} for path in sources]},
             "train": {"checkpoint": {"every_steps": 2, "keep": 2}, "machine": {"device": "cpu", "num_threads": 1}},
         },
@@ -152,7 +153,7 @@ def test_a_hundred_steps_at_learning_rate_0_leave_every_weight_and_router_bias_a
     config: SFTConfig, tmp_path: Path
 ) -> None:
     train = config.train.model_copy(update={"checkpoint": CheckpointConfig(keep=0)})
-    changes = {"rate": Curve(start=0.0), "num_epochs": 10, "pack_tokens": 512, "train": train}
+    changes = {"lr": Curve(start=0.0), "num_epochs": 10, "pack_tokens": 512, "train": train}
     still = config.model_copy(update=changes)
     folder = run_sft(still, tmp_path)
     assert len(read_metrics(tmp_path / "small" / "metrics.jsonl")) >= 100
@@ -165,4 +166,14 @@ def test_a_model_that_is_not_there_and_a_changed_configuration_are_refused(confi
     with pytest.raises(NotFoundError, match="model 'none' is no folder"):
         run_sft(config.model_copy(update={"model": "none"}), runs)
     with pytest.raises(ConfigError, match="was started with"):
-        run_sft(config.model_copy(update={"rate": config.rate.model_copy(update={"start": 1e-3})}), runs)
+        run_sft(config.model_copy(update={"lr": config.lr.model_copy(update={"start": 1e-3})}), runs)
+
+
+def test_a_run_folder_under_former_keys_resumes(config: SFTConfig, runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "small", tmp_path / "small")
+    path = tmp_path / "small" / "config.toml"
+    current = path.read_text(encoding="utf-8")
+    path.write_text(current.replace("[lr]", "[rate]"), encoding="utf-8")
+    assert path.read_text(encoding="utf-8") != current
+    assert run_sft(config, tmp_path) == tmp_path / "small" / "model"
+    assert path.read_text(encoding="utf-8") == current

@@ -155,10 +155,10 @@ def watch_gradients(engine: TrainEngine) -> dict[str, torch.Tensor]:
     seen: dict[str, torch.Tensor] = {}
     step = engine.optimizer.step
 
-    def watched(rate: float):  # type: ignore[no-untyped-def]  # as the optimizer's
+    def watched(lr: float):  # type: ignore[no-untyped-def]  # as the optimizer's
         slots = engine.optimizer.slots.items()
         seen.update({name: slot.gradient.clone() for name, slot in slots if slot.gradient is not None})
-        return step(rate)
+        return step(lr)
 
     engine.optimizer.step = watched  # type: ignore[method-assign]
     return seen

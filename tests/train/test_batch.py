@@ -74,7 +74,7 @@ def test_padding_of_packs_counts_nowhere(
     assert_same_step(
         aux_loss_weight,
         lambda engine: engine.step_rows(
-            packs, rate=1e-2, pack_tokens=pack_tokens, mtp_weight=0.3, measure_agreement=True
+            packs, lr=1e-2, pack_tokens=pack_tokens, mtp_weight=0.3, measure_agreement=True
         ),
     )
 
@@ -83,7 +83,7 @@ def test_padding_of_packs_counts_nowhere(
 def test_padding_of_trees_counts_nowhere(trees: list[TokenTree], bucket: int, aux_loss_weight: float) -> None:
     longest = max(sample.num_tokens for tree in trees for sample in tree.samples)
     policy = PolicyConfig(pack_tokens=longest + 7, bucket_tokens=bucket, mtp_weight=0.4, mtp_gradient="all")
-    assert_same_step(aux_loss_weight, lambda engine: engine.step(trees, rate=1e-2), policy=policy)
+    assert_same_step(aux_loss_weight, lambda engine: engine.step(trees, lr=1e-2), policy=policy)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 30))

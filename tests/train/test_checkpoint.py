@@ -34,7 +34,7 @@ def test_training_goes_on_with_the_same_bits(tmp_path: Path, dtype: torch.dtype)
     engine.model.token_ids = {"eos_token_id": 7}
     packs = [draw_pack(seed, [9, 5]) for seed in range(6)]
     for pack in packs[:3]:
-        engine.step_rows([pack], rate=1e-2)
+        engine.step_rows([pack], lr=1e-2)
     position = Position(phase=1, step_in_phase=2, step=3, num_tokens=42, source={"epoch": 1, "waiting": [3, 4]})
     store = CheckpointStore(tmp_path, CheckpointConfig())
     store.save(engine, position)
@@ -45,8 +45,8 @@ def test_training_goes_on_with_the_same_bits(tmp_path: Path, dtype: torch.dtype)
     assert read_position(folder) == position
     assert again.model.token_ids == {"eos_token_id": 7}
     for pack in packs[3:]:
-        engine.step_rows([pack], rate=1e-2)
-        again.step_rows([pack], rate=1e-2)
+        engine.step_rows([pack], lr=1e-2)
+        again.step_rows([pack], lr=1e-2)
     theirs = again.model.state_dict()
     assert all(torch.equal(weight, theirs[name]) for name, weight in engine.model.state_dict().items())
 

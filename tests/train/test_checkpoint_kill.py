@@ -46,7 +46,7 @@ def dies_at(number: int, action: Callable[[], object]) -> bool:
 def trained(num_steps: int) -> TrainEngine:
     engine = TrainEngine(small_model(torch.float32), CONFIG, router_bias="balanced")
     for step in range(num_steps):
-        engine.step_rows([draw_pack(step, [8])], rate=1e-2)
+        engine.step_rows([draw_pack(step, [8])], lr=1e-2)
     return engine
 
 

@@ -63,13 +63,13 @@ def test_a_step_follows_the_gradient_of_the_plain_loss(
     engine = TrainEngine(model, CONFIG)
     seen: dict[str, torch.Tensor] = {}
     step = engine.optimizer.step
-    engine.optimizer.step = lambda rate: (  # type: ignore[method-assign]
+    engine.optimizer.step = lambda lr: (  # type: ignore[method-assign]
         seen.update(
             {name: slot.gradient for name, slot in engine.optimizer.slots.items() if slot.gradient is not None}
         ),
-        step(rate),
+        step(lr),
     )[1]
-    engine.step_rows(packs, rate=0.0, mtp_weight=0.3, mtp_loss=mtp_loss, mtp_top_k=TOP_K)
+    engine.step_rows(packs, lr=0.0, mtp_weight=0.3, mtp_loss=mtp_loss, mtp_top_k=TOP_K)
     for name, gradient in expected.items():
         if gradient is not None:
             torch.testing.assert_close(seen[name], gradient, rtol=1e-9, atol=1e-12)
@@ -79,7 +79,7 @@ def test_losses_are_counted_by_tag() -> None:
     pack = draw_pack(0, [5, 6, 7, 3], num_tags=3)
     engine = TrainEngine(small_model(), CONFIG, ("web", "code", "books"))
     alone = copy.deepcopy(engine.model)
-    values = engine.step_rows([pack], rate=0.0).read()
+    values = engine.step_rows([pack], lr=0.0).read()
     for tag, name in enumerate(engine.tag_names):
         chosen = pack.targets.copy()
         chosen[(pack.tags != tag).repeat(pack.lengths)] = NO_TARGET
@@ -93,7 +93,7 @@ def test_losses_are_counted_by_tag() -> None:
 def test_clipping_scales_the_whole_gradient_and_reports_it_as_it_was() -> None:
     pack = draw_pack(0, [9, 9])
     engines = [TrainEngine(small_model(), OptimizerConfig(max_norm=limit)) for limit in (1e-3, 1e9)]
-    norms = [engine.step_rows([pack], rate=1e-3).read()["grad_norm"] for engine in engines]
+    norms = [engine.step_rows([pack], lr=1e-3).read()["grad_norm"] for engine in engines]
     assert norms[0] == norms[1] > 1e-3
     # The first mean is a tenth of what was left of the gradient.
     clipped, whole = (
@@ -111,7 +111,7 @@ def test_the_balance_loss_is_a_mean_over_packs() -> None:
     once, twice = (TrainEngine(small_model(moe=moe), CONFIG) for _ in range(2))
     plain = TrainEngine(small_model(), CONFIG)
     for engine, packs in ((once, [pack]), (twice, [pack, pack]), (plain, [pack])):
-        engine.step_rows(packs, rate=1e-3, mtp_weight=0.3)
+        engine.step_rows(packs, lr=1e-3, mtp_weight=0.3)
     name = "blocks.0.ffn.router.weight"
     means = [engine.optimizer.slots[name].tensors["mean"] for engine in (once, twice, plain)]
     torch.testing.assert_close(means[0], means[1], rtol=1e-9, atol=1e-15)
@@ -126,8 +126,8 @@ def test_the_balance_loss_takes_the_loads_of_the_whole_step() -> None:
         *(np.concatenate([getattr(pack, name) for pack in packs]) for name in ("tokens", "targets", "lengths", "tags"))
     )
     together, apart = (TrainEngine(small_model(moe=moe), CONFIG) for _ in range(2))
-    together.step_rows([joined], rate=1e-3, mtp_weight=0.3)
-    apart.step_rows(packs, rate=1e-3, mtp_weight=0.3)
+    together.step_rows([joined], lr=1e-3, mtp_weight=0.3)
+    apart.step_rows(packs, lr=1e-3, mtp_weight=0.3)
     for name, slot in together.optimizer.slots.items():
         torch.testing.assert_close(
             apart.optimizer.slots[name].tensors["mean"], slot.tensors["mean"], rtol=1e-9, atol=1e-15
@@ -141,7 +141,7 @@ def test_a_step_without_finite_gradients_changes_no_weight_and_no_bias(kind: str
     engine = TrainEngine(model, OptimizerConfig.model_validate({"kind": kind}), router_bias="balanced")
     before = copy.deepcopy(model.state_dict())
     assert any(name.endswith("router.bias") for name in before)
-    values = engine.step_rows([draw_pack(0, [9, 9])], rate=1e-2).read()
+    values = engine.step_rows([draw_pack(0, [9, 9])], lr=1e-2).read()
     assert not math.isfinite(values["grad_norm"])
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
@@ -154,7 +154,7 @@ def test_selection_biases_move_only_where_they_are_balanced(bias_update: str, ro
     # As the loop does when it enters a phase, after the engine exists.
     engine.model.freeze_main(False)
     before = copy.deepcopy(engine.model.state_dict())
-    engine.step_rows([draw_pack(0, [9, 9])], rate=1e-3, mtp_weight=0.3)
+    engine.step_rows([draw_pack(0, [9, 9])], lr=1e-3, mtp_weight=0.3)
     moved = {name for name, value in engine.model.state_dict().items() if not torch.equal(value, before[name])}
     biases = {name for name in before if name.endswith("router.bias")}
     assert len(biases) == 4
@@ -167,7 +167,7 @@ def test_selection_biases_move_only_where_they_are_balanced(bias_update: str, ro
 def test_training_lowers_the_loss(kind: str, dtype: torch.dtype) -> None:
     engine = TrainEngine(small_model(dtype), OptimizerConfig.model_validate({"kind": kind}))
     pack = draw_pack(0, [16, 16])
-    losses = [engine.step_rows([pack], rate=1e-2, mtp_weight=0.3).read()["loss"] for _ in range(30)]
+    losses = [engine.step_rows([pack], lr=1e-2, mtp_weight=0.3).read()["loss"] for _ in range(30)]
     assert losses[-1] < losses[0] - 1
 
 
@@ -176,24 +176,24 @@ def test_small_steps_survive_in_the_master_of_bfloat16_weights() -> None:
     engine = TrainEngine(small_model(torch.bfloat16), OptimizerConfig(weight_decay=0.0))
     before = engine.model.embedding.weight.detach().clone()
     for _ in range(40):
-        engine.step_rows([draw_pack(0, [16])], rate=1e-4)
+        engine.step_rows([draw_pack(0, [16])], lr=1e-4)
     large = before.abs() > 0.1
     assert (engine.model.embedding.weight != before)[large].float().mean() > 0.2
 
 
 def test_agreement_is_measured_when_asked() -> None:
     engine = TrainEngine(small_model(), CONFIG)
-    values = engine.step_rows([draw_pack(0, [9])], rate=0.0, measure_agreement=True).read()
+    values = engine.step_rows([draw_pack(0, [9])], lr=0.0, measure_agreement=True).read()
     assert 0 <= values["draft_agreement/1"] <= 1
     assert "draft_agreement/2" in values
-    assert not any(name.startswith("draft") for name in engine.step_rows([draw_pack(0, [9])], rate=0.0).read())
+    assert not any(name.startswith("draft") for name in engine.step_rows([draw_pack(0, [9])], lr=0.0).read())
 
 
 def test_a_frozen_step_without_module_loss_changes_nothing() -> None:
     engine = TrainEngine(small_model(), CONFIG)
     engine.model.freeze_main()
     before = copy.deepcopy(dict(engine.model.named_parameters()))
-    values = engine.step_rows([draw_pack(0, [9])], rate=1e-2, mtp_weight=0.0).read()
+    values = engine.step_rows([draw_pack(0, [9])], lr=1e-2, mtp_weight=0.0).read()
     assert values["grad_norm"] == 0
     assert values["loss"] > 0
     assert all(torch.equal(weight, before[name]) for name, weight in engine.model.named_parameters())
@@ -201,5 +201,5 @@ def test_a_frozen_step_without_module_loss_changes_nothing() -> None:
 
 def test_a_pack_without_targets_is_no_error() -> None:
     engine = TrainEngine(small_model(), CONFIG)
-    values = engine.step_rows([draw_pack(0, [9], share_trained=0.0)], rate=1e-3, mtp_weight=0.3).read()
+    values = engine.step_rows([draw_pack(0, [9], share_trained=0.0)], lr=1e-3, mtp_weight=0.3).read()
     assert values["loss"] == 0

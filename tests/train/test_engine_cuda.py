@@ -37,12 +37,12 @@ def tiny() -> ModelConfig:
 
 def over_trees(engine: TrainEngine) -> PendingMetrics:
     trees = [branching_tree(engine.model.config.vocab_size, seed, 2, 2) for seed in (0, 1)]
-    return engine.step(trees, rate=1e-2, version=1)
+    return engine.step(trees, lr=1e-2, version=1)
 
 
 def over_rows(engine: TrainEngine) -> PendingMetrics:
     packs = [draw_pack(0, [100, 7, 300]), draw_pack(1, [128, 128])]
-    return engine.step_rows(packs, rate=1e-2, pack_tokens=512, mtp_weight=0.4)
+    return engine.step_rows(packs, lr=1e-2, pack_tokens=512, mtp_weight=0.4)
 
 
 class Stepped:

@@ -20,7 +20,7 @@ def draw_packs() -> list[Pack]:
 def test_the_loss_is_that_of_a_training_step(mtp_loss: MTPLoss) -> None:
     engine = TrainEngine(small_model(), OptimizerConfig(), TAGS)
     evaluated = engine.eval_rows(draw_packs(), tag_names=TAGS, mtp_loss=mtp_loss, mtp_top_k=4)
-    trained = engine.step_rows(draw_packs(), rate=1e-2, mtp_weight=0.3, mtp_loss=mtp_loss, mtp_top_k=4).read()
+    trained = engine.step_rows(draw_packs(), lr=1e-2, mtp_weight=0.3, mtp_loss=mtp_loss, mtp_top_k=4).read()
     assert evaluated.keys() == {"loss", "loss/a", "loss/b", "mtp_loss/1", "mtp_loss/2"}
     # Float64: only the order of the sum over packs differs.
     assert evaluated == pytest.approx({name: trained[name] for name in evaluated}, rel=1e-14)
@@ -45,7 +45,7 @@ def test_padding_changes_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_frozen_phases_select_by_the_loss_of_the_modules() -> None:
     metrics = {"eval/loss": 3.0, "eval/loss/a": 3.5, "eval/mtp_loss/1": 4.0, "eval/mtp_loss/2": 5.0}
     phase = PhaseConfig.model_validate(
-        {"name": "a", "steps": 1, "context": 8, "pack_tokens": 8, "rate": {"start": 1e-3}, "mtp_weight": {"start": 0.1}}
+        {"name": "a", "steps": 1, "context": 8, "pack_tokens": 8, "lr": {"start": 1e-3}, "mtp_weight": {"start": 0.1}}
     )
     assert selection_loss(phase, metrics) == 3.0
     assert selection_loss(phase.model_copy(update={"trains": "mtp"}), metrics) == 4.5

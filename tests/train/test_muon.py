@@ -25,7 +25,7 @@ def test_steps_equal_torchs_muon() -> None:
     for _ in range(5):
         theirs.grad = torch.randn(12, 20, generator=generator)
         peer.step()
-        muon_([ours], [buffer], [theirs.grad], rate=1e-2, decay=0.1, momentum=0.95, iterations=5)
+        muon_([ours], [buffer], [theirs.grad], lr=1e-2, decay=0.1, momentum=0.95, iterations=5)
     # torch iterates in bfloat16, which is good to two or three digits of an update of size 5 · 1e-2 · 0.2 · √20.
     torch.testing.assert_close(ours, theirs.data, rtol=0, atol=2e-3)
 

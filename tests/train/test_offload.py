@@ -14,7 +14,7 @@ from m2forge.train.config import OptimizerConfig
 from m2forge.train.optimizer import Optimizer, adamw_from_host_, to_host
 from tests.train.draw import small_model
 
-RULE = AdamWRule(rate=1e-2, decay=0.1, betas=(0.9, 0.95), eps=1e-15)
+RULE = AdamWRule(lr=1e-2, decay=0.1, betas=(0.9, 0.95), eps=1e-15)
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),

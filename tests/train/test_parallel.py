@@ -165,9 +165,9 @@ def train(engine: TrainEngine, steps: Sequence[int], over: str = "rows") -> dict
     """All that these steps leave behind; weights and state on rank 0."""
     ranks = engine.ranks
     metrics = [
-        engine.step_rows(packs_of(step, ranks), rate=1e-2, mtp_weight=0.3).read()
+        engine.step_rows(packs_of(step, ranks), lr=1e-2, mtp_weight=0.3).read()
         if over == "rows"
-        else engine.step(trees_of(step, ranks), rate=1e-2).read()
+        else engine.step(trees_of(step, ranks), lr=1e-2).read()
         for step in steps
     ]
     refuse_drift(engine.model, ranks)
@@ -201,7 +201,7 @@ def skip(ranks: ProcessRanks) -> tuple[float, bool]:
     before = {name: slot.local.clone() for name, slot in engine.optimizer.slots.items()}
     biases = {name: bias.clone() for name, bias in engine.model.named_buffers()}
     assert biases
-    norm = engine.step_rows(packs_of(0, ranks), rate=1e-2).read()["grad_norm"]
+    norm = engine.step_rows(packs_of(0, ranks), lr=1e-2).read()["grad_norm"]
     is_same = all(torch.equal(slot.local, before[name]) for name, slot in engine.optimizer.slots.items())
     return norm, is_same and all(torch.equal(bias, biases[name]) for name, bias in engine.model.named_buffers())
 

@@ -87,7 +87,7 @@ def test_drafts_that_train_alone_leave_the_policy_what_it_would_learn_without_th
     def gradients(**changes: float | str) -> dict[str, torch.Tensor]:
         engine = TrainEngine(small_model(), CONFIG, policy=PolicyConfig.model_validate(changes))
         found = watch_gradients(engine)
-        engine.step(some_forest(), rate=1e-2)
+        engine.step(some_forest(), lr=1e-2)
         return found
 
     without, alone = gradients(mtp_weight=0.0), gradients(mtp_weight=0.4)
@@ -121,7 +121,7 @@ def test_the_ratio_of_weights_matters_not_their_size() -> None:
     engines = [TrainEngine(small_model(), CONFIG) for _ in range(2)]
     gradients = [watch_gradients(engine) for engine in engines]
     for engine, weight in zip(engines, (1.0, 1 / 300), strict=True):
-        engine.step(some_forest(weight), rate=0.0)
+        engine.step(some_forest(weight), lr=0.0)
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-9, atol=1e-14)
 
@@ -135,7 +135,7 @@ def test_recorded_routing_is_repeated_and_can_be_ignored() -> None:
     loads = {}
     for replay in ("none", "recorded"):
         policy = PolicyConfig.model_validate({"replay": replay})
-        values = TrainEngine(copy.deepcopy(model), CONFIG, policy=policy).step([tree], rate=0.0).read()
+        values = TrainEngine(copy.deepcopy(model), CONFIG, policy=policy).step([tree], lr=0.0).read()
         loads[replay] = [values[f"expert_load_max/{layer}"] for layer in range(2)]
     # Four of five tokens have both their choices recorded; the last one chooses for itself.
     assert all(share >= 0.4 for share in loads["recorded"])
@@ -157,11 +157,11 @@ def test_broken_calls_are_refused_by_name_and_the_rest_trains() -> None:
     trees, problems = build_trees(calls, vocab_size=VOCAB)
     assert [problem.name for problem in problems] == ["foreign", "short", "nan"]
     engine, alone = (TrainEngine(small_model(), CONFIG) for _ in range(2))
-    report = engine.step(list(trees.values()), rate=1e-2)
+    report = engine.step(list(trees.values()), lr=1e-2)
     assert report.problems == ()
     assert report.read()["num_edges"] == 4
     whole, _ = build_trees([calls[0], calls[4]], vocab_size=VOCAB)
-    alone.step(list(whole.values()), rate=1e-2)
+    alone.step(list(whole.values()), lr=1e-2)
     assert_same_weights(engine, alone)
 
 
@@ -204,7 +204,7 @@ def test_what_cannot_be_trained_is_refused_by_name_and_the_rest_trains() -> None
     policy = PolicyConfig(pack_tokens=20, replay="recorded")
     engine, alone = (TrainEngine(small_model(), CONFIG, policy=policy) for _ in range(2))
     empty, mixed = TokenTree(VOCAB), mixed_tree()
-    report = engine.step([empty, mixed], rate=1e-2)
+    report = engine.step([empty, mixed], lr=1e-2)
     assert {problem.name for problem in report.problems} == set(REFUSED)
     for problem in report.problems:
         assert problem.group == "1"
@@ -215,7 +215,7 @@ def test_what_cannot_be_trained_is_refused_by_name_and_the_rest_trains() -> None
         sample = mixed.samples[index]
         experts = np.tile(np.array([1, 2]), (3, 2, 1))
         good.add(mixed.call(index), sample.name, advantage=sample.advantage, weight=sample.weight, experts=experts)
-    alone.step([good], rate=1e-2)
+    alone.step([good], lr=1e-2)
     assert_same_weights(engine, alone)
     assert mixed == mixed_tree()
 
@@ -225,20 +225,18 @@ def test_truncated_sampling_may_be_allowed_and_imitation_takes_all() -> None:
     tree.add(sampled(make_call([1], [2, 3]), Sampling(top_k=4)), "truncated")
     tree.add(sampled(make_call([1], [2, 4]), Sampling(0.0)), "greedy")
     allow = PolicyConfig(truncated_sampling="allow")
-    report = TrainEngine(small_model(), CONFIG, policy=allow).step([tree], rate=0.0)
+    report = TrainEngine(small_model(), CONFIG, policy=allow).step([tree], lr=0.0)
     assert [problem.name for problem in report.problems] == ["greedy"]
-    assert TrainEngine(small_model(), CONFIG, policy=PolicyConfig(loss="sft")).step([tree], rate=0.0).problems == ()
+    assert TrainEngine(small_model(), CONFIG, policy=PolicyConfig(loss="sft")).step([tree], lr=0.0).problems == ()
 
 
 def test_routing_recorded_of_another_network_is_refused() -> None:
     tree = TokenTree(VOCAB)
     tree.add(make_call([1], [2, 3]), "a", experts=np.zeros((2, 3, 2), np.int64))
-    (problem,) = (
-        TrainEngine(small_model(), CONFIG, policy=PolicyConfig(replay="recorded")).step([tree], rate=0).problems
-    )
+    (problem,) = TrainEngine(small_model(), CONFIG, policy=PolicyConfig(replay="recorded")).step([tree], lr=0).problems
     assert "experts: expected (2, 2) (layers, chosen) per token, received (3, 2)" in problem.reason
     # Nobody reads it without replay.
-    assert TrainEngine(small_model(), CONFIG).step([tree], rate=0.0).problems == ()
+    assert TrainEngine(small_model(), CONFIG).step([tree], lr=0.0).problems == ()
 
 
 @pytest.mark.parametrize("bad", [[0, 4], [1, 1]])
@@ -253,7 +251,7 @@ def test_routing_that_no_router_chooses_is_unknown_and_hurts_no_neighbour(bad: l
         tree.add(make_call([1, 2], [6, 7, 5]), "b", advantage=-1.0, experts=right)
         trees.append(tree)
     engines = [TrainEngine(small_model(), CONFIG, policy=policy) for _ in trees]
-    reports = [engine.step([tree], rate=1e-2) for engine, tree in zip(engines, trees, strict=True)]
+    reports = [engine.step([tree], lr=1e-2) for engine, tree in zip(engines, trees, strict=True)]
     assert all(report.problems == () for report in reports)
     # Of eight tokens two are shared and two more are b's.
     assert [report.read()["replayed_share"] for report in reports] == [0.5, 0.5]
@@ -266,7 +264,7 @@ def test_an_empty_step_changes_nothing_and_says_so() -> None:
     actionless, refused = TokenTree(VOCAB), TokenTree(VOCAB)
     actionless.add(make_call([1, 2], []), "a")
     refused.add(make_call([1, 2], [3]), "b", weight=0.0)
-    report = engine.step([actionless, refused], rate=1e-2)
+    report = engine.step([actionless, refused], lr=1e-2)
     assert report.is_empty
     assert [problem.name for problem in report.problems] == ["b"]
     assert report.read()["num_edges"] == 0
@@ -285,17 +283,17 @@ def test_a_step_that_was_broken_off_leaves_no_gradient_behind() -> None:
 
     handle = engine.model.register_forward_pre_hook(fail_in_the_second_pack)
     with pytest.raises(MemoryError):
-        engine.step(some_forest(), rate=1e-2)
+        engine.step(some_forest(), lr=1e-2)
     handle.remove()
-    engine.step(some_forest(), rate=1e-2)
-    other.step(some_forest(), rate=1e-2)
+    engine.step(some_forest(), lr=1e-2)
+    other.step(some_forest(), lr=1e-2)
     assert_same_weights(engine, other)
 
 
-@pytest.mark.parametrize("rate", [math.nan, math.inf, -1.0])
-def test_a_rate_that_is_no_rate_is_refused(rate: float) -> None:
+@pytest.mark.parametrize("lr", [math.nan, math.inf, -1.0])
+def test_an_invalid_learning_rate_is_refused(lr: float) -> None:
     with pytest.raises(ValueError, match="rate"):
-        TrainEngine(small_model(), CONFIG).step(some_forest(), rate=rate)
+        TrainEngine(small_model(), CONFIG).step(some_forest(), lr=lr)
 
 
 # -- the run around it ------------------------------------------------------------------------------------------------
@@ -313,7 +311,7 @@ def test_training_on_trees_goes_on_with_the_same_bits(tmp_path: Path, dtype: tor
     trees = some_forest()
     assert len(pack_trees(trees, policy.pack_tokens)) > 1
     for _ in range(2):
-        engine.step(trees, rate=1e-2)
+        engine.step(trees, lr=1e-2)
     store = CheckpointStore(tmp_path, CheckpointConfig())
     store.save(engine, Position(step=2))
     folder = store.newest()
@@ -321,7 +319,7 @@ def test_training_on_trees_goes_on_with_the_same_bits(tmp_path: Path, dtype: tor
     again = TrainEngine(load_checkpoint_model(folder, torch.device("cpu"), dtype), OptimizerConfig(), policy=policy)
     restore(again, folder)
     for _ in range(2):
-        values = [each.step(trees, rate=1e-2).read() for each in (engine, again)]
+        values = [each.step(trees, lr=1e-2).read() for each in (engine, again)]
         assert values[0] == values[1]
     assert_same_weights(engine, again)
 
@@ -343,7 +341,7 @@ def test_training_raises_what_did_well(loss: str) -> None:
 
     before = chance()
     for _ in range(20):
-        values = engine.step([tree], rate=3e-3, version=3).read()
+        values = engine.step([tree], lr=3e-3, version=3).read()
     assert chance() > before + 1
     assert values["version_lag"] == pytest.approx(
         float((3 - np.concatenate([s.versions for s in tree.samples])).mean())
@@ -354,6 +352,6 @@ def test_drafts_come_nearer_to_the_policy() -> None:
     tree = TokenTree(VOCAB)
     tree.add(make_call([1, 2], [3, 4, 7, 8]), "a", advantage=0.0)
     engine = TrainEngine(small_model(), OptimizerConfig(), policy=PolicyConfig(mtp_weight=1.0))
-    losses = [engine.step([tree], rate=1e-2).read() for _ in range(20)]
+    losses = [engine.step([tree], lr=1e-2).read() for _ in range(20)]
     assert losses[-1]["mtp_loss/1"] < losses[0]["mtp_loss/1"] / 3
     assert losses[-1]["mtp_loss/2"] < losses[0]["mtp_loss/2"] / 3

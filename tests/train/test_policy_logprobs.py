@@ -21,7 +21,7 @@ def test_they_are_those_of_independent_rows_however_trees_are_packed(slack: int)
     model = small_model()
     ratios = naive_step(model, trees, config).ratios.split([sample.num_response for sample in samples])
     expected = {sample.name: ratio.log().numpy() for sample, ratio in zip(samples, ratios, strict=True)}
-    report = TrainEngine(model, OptimizerConfig(), policy=config).step(trees, rate=0.1)
+    report = TrainEngine(model, OptimizerConfig(), policy=config).step(trees, lr=0.1)
     found = {sample.name: logprobs - sample.logprobs for sample, logprobs in report.logprobs()}
     assert found.keys() == expected.keys()
     for name, log_ratios in found.items():
@@ -32,10 +32,10 @@ def test_they_are_those_of_independent_rows_however_trees_are_packed(slack: int)
 def test_what_is_refused_has_none_and_neither_has_an_empty_step() -> None:
     calls = [make_call([1, 2], [3, 4], 0), make_call([1, 2, 3, 4, 0, 1, 2, 3], [1, 1], 1)]
     engine = TrainEngine(small_model(), OptimizerConfig(), policy=PolicyConfig(pack_tokens=4))
-    (found,) = engine.step([make_tree(calls)], rate=0.0).logprobs()
+    (found,) = engine.step([make_tree(calls)], lr=0.0).logprobs()
     assert found[0].name == "ts0"
     assert found[1].shape == (2,)
-    assert engine.step([], rate=0.0).logprobs() == []
+    assert engine.step([], lr=0.0).logprobs() == []
 
 
 def test_packs_stay_apart_from_the_weights_that_follow() -> None:
@@ -43,9 +43,9 @@ def test_packs_stay_apart_from_the_weights_that_follow() -> None:
     trees = [make_tree([make_call([1, 2], [3, 4, 0], 0), make_call([4], [2, 2], 1)])]
     model = small_model()
     engine = TrainEngine(model, OptimizerConfig(), policy=PolicyConfig())
-    first = engine.step(trees, rate=0.0)
-    second = engine.step(trees, rate=1.0)
-    third = engine.step(trees, rate=0.0)
+    first = engine.step(trees, lr=0.0)
+    second = engine.step(trees, lr=1.0)
+    third = engine.step(trees, lr=0.0)
     for (_, one), (_, other), (_, moved) in zip(first.logprobs(), second.logprobs(), third.logprobs(), strict=True):
         assert torch.equal(torch.tensor(one), torch.tensor(other))
         assert (np.abs(moved - one) > 0.01).any()

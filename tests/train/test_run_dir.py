@@ -25,7 +25,7 @@ class Run(Config):
 
 
 def make_run(num_phases: int = 3, **changes: object) -> Run:
-    phase = {"steps": 4, "context": 8, "pack_tokens": 8, "rate": {"start": 1e-3}}
+    phase = {"steps": 4, "context": 8, "pack_tokens": 8, "lr": {"start": 1e-3}}
     phases = tuple(PhaseConfig.model_validate(phase | {"name": f"p{index}"}) for index in range(num_phases))
     return Run.model_validate({"phases": phases} | changes)
 

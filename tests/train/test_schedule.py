@@ -3,11 +3,11 @@
 import pytest
 
 from m2forge.train.config import Curve, PhaseConfig
-from m2forge.train.loop import curve_at, rate_at
+from m2forge.train.loop import curve_at, lr_at
 
 
 def make_phase(**changes: object) -> PhaseConfig:
-    data = {"name": "a", "steps": 11, "context": 8, "pack_tokens": 8, "rate": {"start": 1.0}}
+    data = {"name": "a", "steps": 11, "context": 8, "pack_tokens": 8, "lr": {"start": 1.0}}
     return PhaseConfig.model_validate(data | changes)
 
 
@@ -24,7 +24,7 @@ def test_a_curve_without_end_is_constant() -> None:
 
 
 def test_the_rate_warms_up() -> None:
-    rates = [rate_at(make_phase(warmup_steps=4), step) for step in range(6)]
+    rates = [lr_at(make_phase(warmup_steps=4), step) for step in range(6)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
@@ -35,7 +35,7 @@ def test_the_rate_warms_up() -> None:
         ({"pack_tokens": 4}, "pack_tokens"),
         ({"trains": "mtp"}, "learns nothing"),
         ({"trains": "mtp", "mtp_weight": {"start": 0.0, "end": 0.0}}, "learns nothing"),
-        ({"rate": {"start": -1.0}}, "greater than or equal to 0"),
+        ({"lr": {"start": -1.0}}, "greater than or equal to 0"),
     ],
 )
 def test_phases_that_cannot_be_meant_are_refused(change: dict[str, object], message: str) -> None:

@@ -31,7 +31,7 @@ def assert_same_step(model: Transformer, trees: list[TokenTree], config: PolicyC
 
     engine = TrainEngine(model, CONFIG, policy=config, router_bias=router_bias)
     ours = watch_gradients(engine)
-    report = engine.step(trees, rate=1e-2)
+    report = engine.step(trees, lr=1e-2)
     values = report.read()
     event(f"packs: {min(3, len(pack_trees(trees, config.pack_tokens)))}")
     assert report.problems == ()

@@ -19,7 +19,7 @@ const PANELS = [
   { title: "Gradient norm", names: ["grad_norm"] },
   { title: "MTP loss", names: ["mtp_loss/", "eval/mtp_loss/"] },
   { title: "MTP draft agreement", names: ["draft_agreement/"], format: percent },
-  { title: "Learning rate", names: ["rate"], smooth: false },
+  { title: "Learning rate", names: ["lr", "rate"], smooth: false },
 ];
 
 // Where a metric stands among the panels, null if it is in none, and how its values are written.

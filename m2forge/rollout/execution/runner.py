@@ -155,7 +155,7 @@ class Runner:
         if isinstance(self._network, fused.FusedNetwork):
             decoder = FusedDecoder(model, self._network, self.cache, self._logq_SKV)
             self._step = DecodeGraphs(decoder, config.max_running, weight.device)
-        self._most_steps = config.ahead_steps
+        self._most_steps = config.steps_per_sync
         self.decodes_whole = is_fused and fused.is_capturable(model)
         """Whether `decode` is faster than the separate calls."""
         reason = fused.slow_reason(model.config, weight.device.type, weight.dtype, config.block_tokens)

@@ -14,7 +14,7 @@ from m2forge.errors import ConfigError
 from m2forge.model.transformer import MTPModule, Transformer
 from m2forge.protocols import Prompt
 from m2forge.records import FinishReason, Sampling
-from m2forge.rollout.config import OldCache, OnLoad, RolloutConfig
+from m2forge.rollout.config import OnWeightUpdate, RolloutConfig, StaleCache
 from m2forge.rollout.core import Core
 from m2forge.rollout.speculation import verify as speculation
 from m2forge.rollout.speculation.adaptive_depth import FixedDepth
@@ -66,11 +66,13 @@ def test_greedy_completions_equal_the_plain_loop_and_drafts_the_whole_network(tr
 
 @given(
     data=st.data(),
-    on_load=st.sampled_from(("finish", "continue", "restart")),
-    old_cache=st.sampled_from(("drop", "keep")),
+    on_weight_update=st.sampled_from(("finish", "continue", "restart")),
+    stale_cache=st.sampled_from(("drop", "keep")),
 )
-def test_weights_that_arrive_leave_every_token_exact(on_load: OnLoad, old_cache: OldCache, data: st.DataObject) -> None:
-    traffic = data.draw(traffics(on_load=on_load, old_cache=old_cache, max_loads=2, max_depth=3))
+def test_weights_that_arrive_leave_every_token_exact(
+    on_weight_update: OnWeightUpdate, stale_cache: StaleCache, data: st.DataObject
+) -> None:
+    traffic = data.draw(traffics(on_weight_update=on_weight_update, stale_cache=stale_cache, max_loads=2, max_depth=3))
     served = serve(traffic)
     for place, arrival in enumerate(traffic.arrivals):
         for sample in range(arrival.prompt.num_samples):
@@ -203,7 +205,7 @@ def test_drafts_that_are_right_save_steps(depth: int, decodes_whole: bool) -> No
     model = network(TINY.model_copy(update={"num_mtp": depth}))
     make_sure(model)
     config = RolloutConfig(
-        block_tokens=4, num_blocks=16, max_running=8, step_tokens=64, speculation=depth, ahead_steps=1
+        block_tokens=4, num_blocks=16, max_running=8, step_tokens=64, speculation=depth, steps_per_sync=1
     )
     core = Core(model, config, version(0), depth=FixedDepth(depth), decodes_whole=decodes_whole)
     core.add("a", Prompt(ids_of(1, 2, 3), 25, GREEDY))
