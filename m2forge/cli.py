@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 DTYPES = ("bfloat16", "float32", "float16")
 BYTES_PER_GB = 10**9
+SHELLS = ("bash", "zsh")
+COMPLETE = "__complete"
+"""The hidden command that completion scripts ask for candidates."""
 ENGINES = ("native", "m2forge", "vllm", "sglang")
 
 
@@ -29,6 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        if arguments[:1] == [COMPLETE]:
+            from m2forge.completion import complete
+
+            commands = {name: command.add_arguments for name, command in COMMANDS.items()}
+            print(*complete(arguments[1:], commands), sep="\n", flush=True)
+            return 0
         _refuse_unknown_command(arguments)
         args = _make_parser().parse_args(arguments)
         # torch's CPU allocator reads this on import: keep freed memory for a second, since a training step allocates
@@ -211,6 +220,12 @@ def command_page(args: argparse.Namespace) -> None:
     serve_page(args.run_dir, args.host, args.port, lambda url: print(f"{args.run_dir} on {url}", flush=True))
 
 
+def command_completion(args: argparse.Namespace) -> None:
+    from m2forge.completion import script
+
+    print(script(args.shell), end="")
+
+
 def _find_key(path: Path | None, name: str) -> tuple[str, list[str]]:
     """The key from a file, or a random one; and the lines to print if the user does not know it yet."""
     from m2forge.key import make_key, read_key_file
@@ -329,6 +344,10 @@ def _add_page(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, help='the shell, as in: eval "$(m2forge completion bash)"')
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """One row of the command table."""
@@ -351,6 +370,7 @@ COMMANDS = {
     "serve": Command("serve a model by HTTP: the vendors' APIs, and token ids", _add_serve, command_serve),
     "gateway": Command("serve agents: the vendors' APIs in, every token recorded", _add_gateway, command_gateway),
     "page": Command("show a run, or a folder of runs, in the browser", _add_page, command_page),
+    "completion": Command("print a completion script for a shell", _add_completion, command_completion),
 }
 
 

@@ -94,6 +94,11 @@ def inner_models(annotation: object) -> list[tuple[TablePath, list[type[Config]]
     return found
 
 
+def is_plain(annotation: object) -> bool:
+    """Whether a value of this type can be written as one key, not only as tables."""
+    return bool(_plain(annotation))
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +134,7 @@ def _fields_of(
 def _describe(model: type[Config], name: str) -> Key | None:
     """One key; None if the model has none of this name, or one that holds tables alone."""
     field = model.model_fields.get(name)
-    if field is None or (inner_models(field.annotation) and not _plain(field.annotation)):
+    if field is None or (inner_models(field.annotation) and not is_plain(field.annotation)):
         return None
     default = None if field.is_required() else to_toml(field.get_default(call_default_factory=True))
     text = " or ".join(dict.fromkeys(_name(member) for member in _plain(field.annotation)))
