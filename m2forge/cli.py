@@ -178,6 +178,20 @@ def command_serve(args: argparse.Namespace) -> None:
     )
 
 
+def command_chat(args: argparse.Namespace) -> None:
+    from m2forge.config import build
+    from m2forge.inference.config import LLMConfig
+    from m2forge.inference.output import SamplingParams
+
+    config = build(LLMConfig, {}, args.set, origin="chat")
+    params = build(SamplingParams, {}, args.sampling, origin="chat")
+    if params.n != 1:
+        raise ConfigError(f"--sampling n={params.n}: an answer is one completion; leave n out")
+    from m2forge.inference.chat import run_chat
+
+    run_chat(args.model, config, params, system=args.system, workspace=args.workspace, has_tools=args.tools)
+
+
 def command_gateway(args: argparse.Namespace) -> None:
     from m2forge.config import build
     from m2forge.gateway.config import GatewayConfig
@@ -312,6 +326,21 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
 
 
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a model folder, a GGUF file, or a preset (random weights)")
+    parser.add_argument("--system", metavar="TEXT", help="the system message (default: the chat format's)")
+    parser.add_argument("--tools", action="store_true", help="offer a shell and files; each call is confirmed first")
+    parser.add_argument("--workspace", type=Path, metavar="DIR", help="where tools work (default: the current folder)")
+    parser.add_argument(
+        "--sampling",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a sampling parameter, such as temperature=0.7, top_p=0.95, max_tokens=512 or seed=1",
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the engine")
+
+
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="the model folder: tokenizer, chat format, weights")
     parser.add_argument(
@@ -368,6 +397,7 @@ COMMANDS = {
     "rl": Command("train a model by what its agents do, or go on with it", _add_run, command_rl),
     "eval": Command("measure a model: a table and plots", _add_config, command_eval),
     "serve": Command("serve a model by HTTP: the vendors' APIs, and token ids", _add_serve, command_serve),
+    "chat": Command("talk with a model in the terminal", _add_chat, command_chat),
     "gateway": Command("serve agents: the vendors' APIs in, every token recorded", _add_gateway, command_gateway),
     "page": Command("show a run, or a folder of runs, in the browser", _add_page, command_page),
     "completion": Command("print a completion script for a shell", _add_completion, command_completion),

@@ -1,7 +1,6 @@
 """`LLM`: prompts and conversations, one and many, streamed and not; in notebooks, interrupted, closed and dropped."""
 
 import asyncio
-import functools
 import gc
 import logging
 import os
@@ -21,18 +20,16 @@ import torch
 
 from m2forge import LLM, SamplingParams
 from m2forge.errors import ConfigError, EngineError, FormatError, M2ForgeError, NotFoundError, RequestError
-from m2forge.inference import llm as llm_module
 from m2forge.inference.llm import RawPrompt
 from m2forge.model.checkpoint import load_model
 from m2forge.records import FinishReason
-from m2forge.testing.scripted import ScriptedEngine
 from m2forge.text.message import Message, ToolCall, message_to_openai
 from m2forge.text.parser import CallFinished, ContentDelta, ThinkingDelta
 from m2forge.text.tokenizer import train_tokenizer
 from m2forge.text.vocabulary import byte_of_sign
-from tests.gateway.dialogue import FORMATS, minimax
-from tests.gateway.live import Scene
-from tests.inference.folder import CONTEXT, write_model
+from tests.gateway.dialogue import FORMATS
+from tests.inference.folder import write_model
+from tests.inference.scripted import script_engine
 from tests.model.generate import generate
 from tests.text.draw import TOOLS
 
@@ -91,24 +88,9 @@ def test_a_conversation_is_rendered_by_its_chat_format(name: str, tmp_path: Path
         assert llm.chat(as_json, GREEDY, tools=TOOLS).token_ids == output.token_ids
 
 
-class _Scripted(ScriptedEngine):
-    """Says what a scene says, in place of the native engine."""
-
-    def __init__(self, scene: Scene, core: object) -> None:
-        tokenizer = minimax().tokenizer
-        super().__init__(tokenizer.vocab_size, script=scene, context=CONTEXT, decode=tokenizer.decode_bytes)
-
-    def stop(self) -> None:
-        pass
-
-    def join(self) -> None:
-        pass
-
-
 def test_thinking_content_and_calls_are_parsed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = Message("assistant", "Looking.", "First a.", (ToolCall("search", {"query": "a", "limit": 2}),))
-    scene = Scene(minimax(), [said, said])
-    monkeypatch.setattr(llm_module, "NativeEngine", functools.partial(_Scripted, scene))
+    script_engine(monkeypatch, [said, said])
     with LLM(folder) as llm:
         output = llm.chat("Find a.", tools=TOOLS)
         message = output.message
