@@ -44,6 +44,7 @@ def count_of(trees: list[ast.Module]) -> tuple[int, int]:
 def lone_modules(trees: dict[str, ast.Module]) -> list[str]:
     """Modules with one importer, which lies in their own room."""
     importers: dict[str, set[str]] = {name: set() for name in trees}
+    packages = {name.rpartition(".")[0] for name in trees}
     for importer, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
@@ -58,12 +59,12 @@ def lone_modules(trees: dict[str, ast.Module]) -> list[str]:
     return sorted(
         name
         for name, users in importers.items()
-        if len(users) == 1 and name.count(".") > 1 and _room(next(iter(users))) == _room(name)
+        if len(users) == 1 and name.count(".") > 1 and _room(next(iter(users))) == _room(name) and name not in packages
     )
 
 
 def _room(module: str) -> str:
-    return module.split(".")[1]
+    return ".".join(module.split(".")[1:2])
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     return model
 
 
-def test_bars_of_training_speed_are_against_the_peer_that_is_best_at_each(benchmark: Any) -> None:
+def test_bars_of_training_speed_use_the_best_peer_for_each(benchmark: Any) -> None:
     whole, by_layer = benchmark.Measured(0.231, 33.8, 10.5780), benchmark.Measured(0.182, 42.2, 10.5980)
     mine = benchmark.Measured(0.142, 17.3, 10.5780)
     speed, memory, loss = benchmark.mini_bars(mine, {"whole": whole, "by layer": by_layer})
@@ -31,9 +31,7 @@ def test_bars_of_training_speed_are_against_the_peer_that_is_best_at_each(benchm
     assert (loss.value, loss.met) == (pytest.approx(0.02), False)
 
 
-def test_the_peer_runs_with_the_attention_backends_of_our_network(
-    benchmark: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peer_runs_with_our_networks_attention_backends(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []
     seen: list[int] = []
 

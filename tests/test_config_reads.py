@@ -71,7 +71,7 @@ def test_a_read_counts_for_the_class_that_is_read_alone() -> None:
     assert found == ["Inner.seed", "Outer.checked", "Outer.inner"]
 
 
-def test_reads_are_followed_through_attributes_closures_and_copies() -> None:
+def test_reads_are_followed_through_attributes_and_copies() -> None:
     code = """
 class Holder:
     def __init__(self, config: Outer) -> None:
@@ -154,7 +154,7 @@ def test_a_value_that_is_only_copied_is_not_used(line: str, is_used: bool) -> No
     assert ("Outer.checked" not in unused_by(COPIED.replace("FIRST", line))) == is_used
 
 
-def test_a_property_of_a_configuration_uses_what_it_reads_where_it_is_loaded() -> None:
+def test_a_property_of_a_configuration_uses_the_fields_it_reads() -> None:
     code = """
 class Own(Config):
     one: int = 0

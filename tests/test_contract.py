@@ -50,6 +50,7 @@ CODE_FOLDERS = (PACKAGE, "benchmarks", "examples", "tests")
 LONG_FILE_LINES = 600
 """A longer file is reported, not refused: one idea may need it."""
 MAX_FUNCTION_LINES = 80
+MAX_TEST_NAME = 60
 FORBIDDEN_WORDS = {"util", "utils", "helper", "helpers", "common", "misc", "manager"}
 MAX_HELP_S = 0.5
 
@@ -211,6 +212,17 @@ def long_files(root: Path) -> list[str]:
     return found
 
 
+def long_test_names(root: Path) -> list[str]:
+    return [
+        f"{path.relative_to(root)}: {node.name} has {len(node.name)} characters, at most {MAX_TEST_NAME}"
+        for path in sources(root, "tests")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+        and len(node.name) > MAX_TEST_NAME
+    ]
+
+
 def function_breaches(root: Path) -> list[str]:
     breaches = []
     for path in sources(root, *CODE_FOLDERS):
@@ -260,6 +272,7 @@ RULES: list[Callable[[Path], list[str]]] = [
     docstring_breaches,
     name_breaches,
     function_breaches,
+    long_test_names,
     torch_breaches,
     target_breaches,
 ]
@@ -314,6 +327,7 @@ PLANTED = [
     (long_files, "m2forge/model/a.py", "x = 1\n" * (LONG_FILE_LINES + 1), "601 lines, usually at most 600"),
     (long_files, "m2forge/kernels/a.c", "int x;\n" * (LONG_FILE_LINES + 1), "a.c: 601 lines, usually at most 600"),
     (function_breaches, "m2forge/model/a.py", LONG_FUNCTION, "f has 81 lines, at most 80"),
+    (long_test_names, "tests/test_a.py", f"def test_{'a' * 56}(): pass\n", "has 61 characters, at most 60"),
     (torch_breaches, "m2forge/model/__init__.py", "import torch\n", "m2forge.model.config imports torch"),
     (target_breaches, "README.md", "```\nmake demo ARGS=1\n```\n", "README.md: make demo does not exist"),
 ]

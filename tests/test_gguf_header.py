@@ -92,9 +92,7 @@ def test_headers_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
         (file(field("a", STRING, struct.pack("<Q", 2) + b"\xff\xff")), "codec can't decode"),
     ],
 )
-def test_a_header_that_promises_more_than_the_file_holds_is_refused(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_a_header_that_promises_more_than_the_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(content)
     with within(), pytest.raises(CheckpointError, match=f"is not a whole GGUF file: .*{message}"):

@@ -145,7 +145,7 @@ def test_broken_sampling_is_refused_by_field(changes: dict[str, Any], message: s
         Sampling(**changes)
 
 
-def test_sampling_is_truncated_where_some_tokens_could_not_be_drawn() -> None:
+def test_sampling_is_truncated_where_tokens_could_not_be_drawn() -> None:
     assert not Sampling().is_truncated
     assert not Sampling(temperature=0.3).is_truncated
     for sampling in (Sampling(0.0), Sampling(top_p=0.9), Sampling(top_k=40), Sampling(min_p=0.05)):

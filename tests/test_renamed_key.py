@@ -109,7 +109,7 @@ def test_every_former_key_is_refused_with_its_current_one(tmp_path: Path) -> Non
     }
 
 
-def test_a_former_key_is_one_problem_though_the_current_is_required() -> None:
+def test_a_former_key_is_one_problem_if_the_current_is_missing() -> None:
     table: dict[str, TomlValue] = {"training": {}, "phases": [{"steps": 1, "rate": {"start": 1.0}}]}
     with pytest.raises(ConfigError, match=r"^x: phases\.0\.rate: unknown key.*is now 'phases\.0\.lr'$"):
         build(Stage, table, origin="x")

@@ -20,7 +20,7 @@ def test_lines_are_those_of_the_whole_and_long_ones_are_left_out() -> None:
         assert list(split_lines(iter(blocks), most)) == expected
 
 
-def test_a_file_may_give_its_size_times_the_ratio_and_always_the_least(tmp_path: Path) -> None:
+def test_a_file_may_unpack_to_the_ratio_and_always_the_minimum(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(bytes(1000))
     small = Unpacked(path, UnpackConfig(max_ratio=2.0))

@@ -205,7 +205,7 @@ def test_a_policy_that_repeats_itself_in_other_tokens_is_rebuilt(name: str) -> N
         assert rebuild(log, format, client.calls)
 
 
-def test_the_formats_are_those_that_rewrite_history_and_those_that_do_not() -> None:
+def test_the_formats_split_by_whether_they_rewrite_history() -> None:
     rng = random.Random(0)
     seen = []
     for format in (minimax(), chatml(drop_thinking=True)):

@@ -313,7 +313,7 @@ def test_turns_and_time_and_budget_have_an_end(tmp_path: Path) -> None:
         scene.gateway.wait_until(lambda: scene.gateway.engine.num_aborted == 1)
 
 
-def test_an_operation_that_fails_ends_the_attempt_and_the_log_is_kept(tmp_path: Path) -> None:
+def test_an_operation_that_fails_ends_the_attempt_with_its_log(tmp_path: Path) -> None:
     class Broken(SlidingWindow):
         def is_due(self, view: View) -> bool:
             return len(view.messages) > 2 and bool(1 / 0)

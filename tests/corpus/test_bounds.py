@@ -42,7 +42,7 @@ def write_archive(path: Path, num_bytes: int, piece: bytes = bytes(1 << 20)) -> 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 @pytest.mark.parametrize("piece", [bytes(1 << 20), (b'{"text": "' + b"x" * 10_000 + b'"}\n') * 100])
-def test_an_archive_that_unpacks_to_too_much_is_read_to_the_bound(tmp_path: Path, kind: str, piece: bytes) -> None:
+def test_an_archive_that_unpacks_to_too_much_stops_at_the_bound(tmp_path: Path, kind: str, piece: bytes) -> None:
     path = tmp_path / f"a.jsonl.{kind}"
     write_archive(path, 200 << 20, piece)
     assert path.stat().st_size < 2 << 20
@@ -58,7 +58,7 @@ def test_an_archive_that_unpacks_to_too_much_is_read_to_the_bound(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
-def test_a_line_that_is_too_long_is_left_out_and_the_next_is_read(tmp_path: Path, kind: str) -> None:
+def test_a_line_that_is_too_long_is_skipped_and_the_next_is_read(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.jsonl.{kind}"
     data = GOOD + b"x" * (40 << 20) + b"\n" + GOOD
     path.write_bytes(gzip.compress(data, 1) if kind == "gz" else pyarrow.compress(data, codec="zstd", asbytes=True))
@@ -105,7 +105,7 @@ def test_a_parquet_page_that_unpacks_to_too_much_is_not_unpacked(tmp_path: Path,
     assert place.startswith(f"{path}:row 2: row group 1 is left out from here, 1 rows: it unpacks to {100 << 20}"[:60])
 
 
-def test_a_dictionary_gives_few_rows_at_a_time_and_no_more_than_the_bound(tmp_path: Path) -> None:
+def test_a_dictionary_yields_few_rows_at_a_time_within_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_column(path, ["x" * 900_000] * 300, use_dictionary=True, lines=300)
     assert path.stat().st_size < 10_000

@@ -186,7 +186,7 @@ def test_sources_that_are_refused_leave_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_file_names_that_are_no_text_and_links_to_nothing_are_no_obstacle(tmp_path: Path) -> None:
+def test_odd_file_names_and_dead_links_are_accepted(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     name = os.fsdecode(b"caf\xe9")

@@ -126,7 +126,7 @@ def test_a_reader_resumed_at_any_pack_goes_on_exactly(
         assert second.state() == whole.state()
 
 
-def test_a_reader_resumes_exactly_where_more_documents_wait_than_the_lookahead_holds(tmp_path: Path) -> None:
+def test_a_reader_resumes_exactly_beyond_its_lookahead(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     write(tmp_path, {"web": rng.integers(1, 90, 3 * LOOKAHEAD).tolist()}, shard_tokens=3000)
     whole = CorpusReader(tmp_path, context=32, pack_tokens=64, seed=0)
@@ -179,7 +179,7 @@ def test_readers_after_one_another_read_every_token_once(web: list[int], code: l
                 assert target == (NO_TARGET if token == END else token + 1 if token + 1 in every else END)
 
 
-def test_a_reader_after_another_reads_whole_what_that_one_has_not_begun(tmp_path: Path) -> None:
+def test_a_second_reader_reads_all_that_the_first_did_not_begin(tmp_path: Path) -> None:
     write(tmp_path, {"web": [100] * 600}, shard_tokens=10**6, vocab_size=VOCAB + 5000)
     short = CorpusReader(tmp_path, context=10, pack_tokens=20, seed=0)
     for _ in range(40):

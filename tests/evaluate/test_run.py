@@ -99,7 +99,7 @@ def test_everything_is_measured_and_written(tmp_path: Path, tokenizer: Tokenizer
         ElementTree.parse(tmp_path / "out" / name)
 
 
-def test_a_seed_decides_every_sample_and_suites_do_not_depend_on_each_other(tmp_path: Path) -> None:
+def test_a_seed_decides_every_sample_independently_of_suites(tmp_path: Path) -> None:
     material = Material(512, AlphabetConfig())
 
     def samples(seed: int, suites: list[dict[str, JsonValue]]) -> list[list[int]]:
@@ -181,7 +181,7 @@ def test_things_can_be_hidden_in_a_text_of_ones_own(tmp_path: Path, tokenizer: T
         ({"tool_calls": {"prompts": "no"}}, ConfigError, "tool_calls needs a tokenizer"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_is_written(
+def test_what_cannot_be_measured_is_refused_before_writing(
     tmp_path: Path, fields: dict[str, object], kind: type[M2ForgeError], message: str
 ) -> None:
     if fields.get("device") == "cuda" and torch.cuda.is_available():

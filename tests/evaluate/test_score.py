@@ -49,7 +49,7 @@ def test_an_oracle_scores_all_and_its_opposite_nothing() -> None:
 @given(
     right=st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=8), bound=st.integers(1, 600)
 )
-def test_each_answer_counts_by_itself_however_samples_share_passes(right: list[list[bool]], bound: int) -> None:
+def test_each_answer_counts_by_itself_in_shared_passes(right: list[list[bool]], bound: int) -> None:
     samples = draw(QUERIES, len(right))
     oracle = Oracle(samples, vocab_size=256, is_right=lambda index, answer: right[index][answer])
     outcomes = score_forced(oracle, samples, max_pack_tokens=bound)
@@ -92,7 +92,7 @@ def test_batches_hold_everything_once_within_the_bound(lengths: list[int], bound
         assert len(group) == 1 or len(group) * max(lengths[index] for index in group) <= bound
 
 
-def test_one_forced_pass_is_right_exactly_where_greedy_decoding_gives_the_answer(model: Transformer) -> None:
+def test_one_forced_pass_is_right_where_greedy_decoding_is(model: Transformer) -> None:
     """Answers of greedy decoding, and ones that differ from it in one token, packed with unlike lengths."""
     rng, samples, expected = np.random.default_rng(0), [], []
     for number in range(12):

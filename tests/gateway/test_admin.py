@@ -71,7 +71,7 @@ def test_routes_refuse_other_methods_and_paths(tmp_path: Path) -> None:
             assert httpx2.get(gateway.url + path).status_code == 401, "only an admin learns what there is"
 
 
-def test_one_request_closes_and_tells_the_tree_and_one_lets_many_go(tmp_path: Path) -> None:
+def test_one_request_closes_with_the_tree_and_one_deletes_many(tmp_path: Path) -> None:
     with three_episodes(tmp_path) as (gateway, client, made):
         for episode in made:
             assert post(gateway, episode["key"], BODY).status_code == 200

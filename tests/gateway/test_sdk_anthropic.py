@@ -71,7 +71,7 @@ def test_messages_with_tools_are_recorded_as_they_were_sampled(
         assert not any(episode.num_divergences.values())
 
 
-def test_counted_tokens_are_those_of_the_prompt_and_nothing_is_recorded() -> None:
+def test_token_counts_equal_the_prompts_and_record_nothing() -> None:
     with live(minimax(), SAYS) as gateway:
         episode, key = gateway.episode()
         with connected(gateway, key) as client:
@@ -102,7 +102,7 @@ def test_errors_are_the_exceptions_of_the_client() -> None:
             assert told.content[-1].text == "one "
 
 
-def test_models_and_ids_of_requests_are_told_as_the_vendor_tells_them() -> None:
+def test_models_and_request_ids_have_the_vendors_form() -> None:
     with live(minimax(), [Message("assistant", "Hello", "t")] * 2, GatewayConfig(port=0, models=("a", "b"))) as gateway:
         _, key = gateway.episode()
         hello: list[Any] = [{"role": "user", "content": "x"}]

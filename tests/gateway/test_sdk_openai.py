@@ -104,7 +104,7 @@ def test_responses_with_tools_are_recorded_as_they_were_sampled(name: str, is_st
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_raw_completions_are_recorded_and_their_end_token_is_no_text(is_streamed: bool) -> None:
+def test_raw_completions_are_recorded_without_end_token_text(is_streamed: bool) -> None:
     format = minimax()
     with live(format, [Message("assistant", "abc ß💥", "t")]) as gateway:
         episode, key = gateway.episode()

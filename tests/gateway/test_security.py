@@ -184,7 +184,7 @@ def texts_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("place", ["read", "answer", "stream", "piece", "end_sample", "generate", "parser"])
-def test_a_failure_of_ours_is_logged_without_the_words_of_a_prompt(
+def test_an_internal_failure_is_logged_without_prompt_text(
     place: str, is_streamed: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = "sesame-open"
@@ -361,7 +361,7 @@ def test_a_client_that_reads_nothing_is_hung_up_on(parser: str) -> None:
         assert post(gateway, key, BODY).status_code == 200
 
 
-def test_requests_that_are_sent_ahead_are_answered_in_their_order(parser: str) -> None:
+def test_pipelined_requests_are_answered_in_order(parser: str) -> None:
     with live(minimax(), delay_s=0.002) as gateway:
         episode, key = gateway.episode()
         body = json.dumps(BODY | {"max_tokens": 3}).encode()

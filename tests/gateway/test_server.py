@@ -76,7 +76,7 @@ def key_file(folder: Path, key: str) -> str:
     return str(path)
 
 
-def test_the_command_serves_a_model_by_its_own_engine_or_a_servers(model: Path, tmp_path: Path) -> None:
+def test_the_command_serves_by_its_own_engine_or_a_servers(model: Path, tmp_path: Path) -> None:
     def check(url: str) -> None:
         with httpx2.Client(base_url=url, headers=ADMIN, timeout=30, verify=False) as client:
             made = client.post("/episodes", json={"task_id": "t"}).json()
@@ -150,9 +150,7 @@ class FailingEngine(WatchedEngine):
                 yield chunk
 
 
-def test_a_gateway_whose_own_engine_fails_answers_its_clients_and_ends(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gateway_whose_engine_fails_answers_clients_and_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     statuses: list[int] = []
 
     def fail() -> None:
@@ -184,7 +182,7 @@ def test_a_gateway_whose_own_engine_fails_answers_its_clients_and_ends(
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("num_chunks", [0, 3])
 @pytest.mark.parametrize("failure", [EngineError("the engine failed"), ZeroDivisionError("sesame")])
-def test_a_failed_engine_is_told_and_what_it_had_streamed_is_recorded_at_no_cost(
+def test_a_failed_engine_is_reported_and_its_tokens_are_free(
     num_chunks: int, is_streamed: bool, failure: Exception
 ) -> None:
     format = minimax()
@@ -298,7 +296,7 @@ def test_a_call_that_takes_too_long_is_aborted_recorded_and_told() -> None:
         assert 0 < call.response_ids.size == told["usage"]["completion_tokens"]
 
 
-def test_samples_beyond_the_limit_and_wrong_conversations_are_refused() -> None:
+def test_samples_over_the_limit_are_refused() -> None:
     with live(minimax(), config=GatewayConfig(port=0, max_samples=130)) as gateway:
         episode, key = gateway.episode()
         assert len(post(gateway, key, BODY | {"n": 130, "max_tokens": 1}).json()["choices"]) == 130

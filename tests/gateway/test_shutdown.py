@@ -73,7 +73,7 @@ def text_of(events: list[str]) -> str:
     return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
 
 
-def test_what_clients_were_told_outlives_a_kill_and_episodes_go_on(tmp_path: Path) -> None:
+def test_responses_survive_a_kill_and_episodes_go_on(tmp_path: Path) -> None:
     finished: dict[str, str] = {}
     """Key of the episode by the id of an answer whose end was received."""
     with process(tmp_path, delay_s=0.0005) as gateway:
@@ -139,7 +139,7 @@ def test_a_gateway_that_is_told_to_stop_finishes_or_records(tmp_path: Path, num_
     assert (call.finish_reason is not FinishReason.ABORT) == is_finished
 
 
-def test_in_process_the_loop_makes_episodes_and_reads_their_trees() -> None:
+def test_in_process_the_loop_creates_episodes_and_reads_trees() -> None:
     format = minimax()
 
     async def run() -> None:

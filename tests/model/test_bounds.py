@@ -110,9 +110,7 @@ def test_our_own_config_is_bounded_too(tmp_path: Path) -> None:
         ({"vocab_size": 1 << 24}, "tensors do not fit"),
     ],
 )
-def test_gguf_metadata_that_asks_for_more_than_the_tensors_is_refused(
-    tmp_path: Path, numbers: Numbers, message: str
-) -> None:
+def test_gguf_metadata_that_asks_for_more_tensors_is_refused(tmp_path: Path, numbers: Numbers, message: str) -> None:
     write_small(tmp_path / "a.gguf", small_tensors(), numbers=numbers)
     with within(), pytest.raises(CheckpointError, match=message):
         import_model(tmp_path / "a.gguf", tmp_path / "m")
@@ -134,7 +132,7 @@ def test_gguf_metadata_that_asks_for_more_than_the_tensors_is_refused(
         ),
     ],
 )
-def test_a_safetensors_header_that_promises_more_than_the_file_holds_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_safetensors_header_beyond_its_file_is_refused(tmp_path: Path, content: bytes) -> None:
     folder = folder_of(tmp_path / "m", LLAMA, {})
     (folder / WEIGHTS_FILE).write_bytes(content + bytes(4))
     with within(), pytest.raises(CheckpointError, match="is not a whole safetensors file"):

@@ -116,7 +116,7 @@ def test_weights_are_as_readable_as_the_folder(saved: Path) -> None:
     assert (saved / "model.safetensors").stat().st_mode & 0o777 == saved.stat().st_mode & 0o666
 
 
-def test_dtype_is_kept_and_can_be_changed_but_the_bias_stays_float32(tmp_path: Path) -> None:
+def test_the_dtype_can_be_changed_but_the_bias_stays_float32(tmp_path: Path) -> None:
     model = small_model(dtype=torch.bfloat16)
     save_model(model, tmp_path / "a")
     assert_same_weights(load_model(tmp_path / "a"), model)
@@ -140,7 +140,7 @@ def test_public_only_holds_nothing_of_ours(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, main[name]) for name, tensor in loaded.state_dict().items())
 
 
-def test_a_network_the_family_cannot_express_is_saved_for_us_alone(tmp_path: Path) -> None:
+def test_a_network_the_family_cannot_express_is_saved_for_us(tmp_path: Path) -> None:
     attention = SMALL.attention.model_copy(update={"window": WindowConfig(size=8, layers=(0, 2), num_sinks=2)})
     model = small_model(SMALL.model_copy(update={"attention": attention}))
     with pytest.raises(CheckpointError, match=r"cannot express attention\.window"):

@@ -144,7 +144,7 @@ def test_documents_do_not_leak_through_the_chain() -> None:
         assert (ours[:5] - theirs[:5]).abs().max() > 1e-3
 
 
-def test_each_module_looks_one_token_further_back_for_the_main_state() -> None:
+def test_each_module_reads_the_main_state_one_token_further_back() -> None:
     """The gradient of module i at token n reaches main states up to n − i, and every embedding up to n."""
     model, tokens = small_model(num_mtp=3), random_tokens(1, 8)
     states: list[Tensor] = []
@@ -170,7 +170,7 @@ def weights_of(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("source", ["main", "mtp1"])
-def test_expansion_copies_its_sources_and_leaves_the_first_module(source: MTPSource) -> None:
+def test_expansion_copies_its_sources_and_keeps_the_first_module(source: MTPSource) -> None:
     model, tokens = small_model(num_mtp=1), random_tokens(2, 6)
     before, first = model(tokens), weights_of(model.mtp[0])
     model.expand_mtp(3, source)

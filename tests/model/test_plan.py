@@ -200,9 +200,7 @@ NEAR_BLOCK = st.integers(1, 3) | st.integers(BLOCK - 2, BLOCK + 2) | st.integers
     size=st.none() | NEAR_BLOCK | st.integers(1, 700),
     num_sinks=st.integers(0, 4) | NEAR_BLOCK,
 )
-def test_block_masks_hold_every_visible_pair_and_promise_nothing_more(
-    lengths: list[int], size: int | None, num_sinks: int
-) -> None:
+def test_block_masks_hold_exactly_the_visible_pairs(lengths: list[int], size: int | None, num_sinks: int) -> None:
     start_N = Documents(lengths).start_N
     num_tokens = sum(lengths)
     mask = document_mask(start_N, size, num_sinks)

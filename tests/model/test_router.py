@@ -78,7 +78,7 @@ def test_scores_are_at_least_float32() -> None:
 
 
 @pytest.mark.parametrize("update", ["sign", "gradient"])
-def test_the_bias_keeps_its_exact_value_when_the_model_falls_to_bfloat16(update: str) -> None:
+def test_the_bias_keeps_its_value_in_a_bfloat16_model(update: str) -> None:
     moe = MoEConfig.model_validate(
         {"num_experts": 8, "top_k": 2, "intermediate_size": 8, "bias_update": update, "aux_loss_weight": 0.01}
     )
@@ -213,7 +213,7 @@ def violation_after(num_steps: int, *, rate: float) -> float:
     return max_violation(load_E[None]).item()
 
 
-def test_the_bias_update_balances_shifted_tokens_within_400_steps() -> None:
+def test_the_bias_update_balances_shifted_tokens_in_400_steps() -> None:
     # Unbalanced, the load does not change from step to step, so a few steps tell.
     assert violation_after(5, rate=0.0) > 1
     assert violation_after(400, rate=1e-3) < 0.5

@@ -115,7 +115,7 @@ def test_two_backward_passes_are_equal_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("num_mtp", [0, 2])
-def test_recomputed_blocks_give_the_same_gradients_and_count_their_load_once(num_mtp: int) -> None:
+def test_recomputed_blocks_give_equal_gradients_and_one_load(num_mtp: int) -> None:
     config = small_config(num_mtp=num_mtp)
     model, tokens = small_model(config), random_tokens(config, 3, 17)
     kept, kept_gradients = backward(model, tokens)
@@ -178,7 +178,7 @@ def test_compiled_blocks_give_the_same_logits_and_gradients(monkeypatch: pytest.
 
 
 @given(data=st.data())
-def test_loads_count_top_k_rows_for_every_token_in_every_mixture_layer(data: st.DataObject) -> None:
+def test_loads_count_top_k_rows_per_token_in_every_moe_layer(data: st.DataObject) -> None:
     config = data.draw(model_configs(num_mtp=data.draw(st.integers(0, 2))))
     shape = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
     output = build(config)(random_tokens(config, *shape))
@@ -200,7 +200,7 @@ def test_one_token_reaches_the_experts_that_the_load_names() -> None:
     assert sorted(load_LE[0].tolist()) == [0, 0, 0, 0, 1, 1]
 
 
-def test_a_float32_head_gives_float32_logits_from_bfloat16_weights() -> None:
+def test_a_float32_head_gives_float32_logits_of_bfloat16_weights() -> None:
     rounded = small_model(small_config(), torch.bfloat16)
     exact = small_model(small_config(float32_head=True), torch.bfloat16)
     hidden = rounded(random_tokens(rounded.config, 2, 5)).hidden_ND
@@ -282,7 +282,7 @@ def test_presets_can_be_sliced(name: str) -> None:
     assert PRESETS[name].with_layers(1).num_layers == 1
 
 
-def test_a_dense_slice_of_a_windowed_network_loses_only_what_lies_beyond() -> None:
+def test_a_dense_slice_of_a_windowed_network_loses_only_the_rest() -> None:
     attention = small_config().attention.model_copy(update={"window": WindowConfig(size=4, layers=(0, 2), num_sinks=1)})
     moe = MoEConfig(num_experts=4, top_k=2, intermediate_size=8, dense_layers=(1, 3))
     config = small_config(num_layers=4, attention=attention, moe=moe, intermediate_size=16)

@@ -92,14 +92,14 @@ def test_bfloat16_trees_are_as_exact_as_bfloat16_rows() -> None:
     assert np.mean(tree) <= np.mean(rows)
 
 
-def test_bfloat16_prediction_modules_over_trees_are_as_exact_as_over_rows() -> None:
+def test_bfloat16_mtp_modules_over_trees_are_exact_as_over_rows() -> None:
     rows, tree = gradient_errors(WITH_MODULES, of="mtp.")
     # The same in the mean, save for a tenth: a module that took another token's state would be off by its whole size.
     assert np.mean(tree) <= 1.1 * np.mean(rows)
     assert np.mean(tree) < 0.1
 
 
-def test_float32_states_over_a_tree_are_those_of_its_paths_through_every_module() -> None:
+def test_float32_states_over_a_tree_equal_those_of_its_paths() -> None:
     assert CONFIG.moe is not None
     # Few experts, few tokens and large weights: choices lie apart, and rounding turns none of them.
     moe = CONFIG.moe.model_copy(update={"num_experts": 16, "top_k": 4})

@@ -78,7 +78,7 @@ def test_a_parent_learns_from_all_its_children() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_parents_keep_precision_and_pass_no_infinity_on_to_a_first_token(dtype: torch.dtype) -> None:
+def test_parents_keep_precision_and_pass_no_infinity_down(dtype: torch.dtype) -> None:
     plan = Trees(flatten(build(two_branches())), length=7)
     out_ND = plan.to_parent(torch.full((7, 2), torch.inf, dtype=dtype))
     assert out_ND.dtype == dtype
@@ -114,9 +114,7 @@ def test_a_plan_shorter_than_its_tree_is_refused(length: int) -> None:
     size=st.none() | NEAR_BLOCK | st.integers(1, 500),
     num_sinks=st.integers(0, 4) | NEAR_BLOCK,
 )
-def test_block_masks_hold_every_visible_pair_and_promise_nothing_more(
-    layout: TreeLayout, size: int | None, num_sinks: int
-) -> None:
+def test_block_masks_hold_exactly_the_visible_pairs(layout: TreeLayout, size: int | None, num_sinks: int) -> None:
     mask = tree_mask(exit_of(layout), position_of(layout), size, num_sinks)
     partial = listed_blocks(mask.kv_num_blocks, mask.kv_indices)
     full = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices)
@@ -154,7 +152,7 @@ def test_block_masks_skip_what_nobody_sees() -> None:
     ("dtype", "expected"),
     [(torch.float32, "head_dim 16, 32, 64 or 128, the network has 8"), (torch.float64, None)],
 )
-def test_trees_that_the_cuda_kernel_does_not_take_are_exact_and_warn_once(
+def test_trees_the_cuda_kernel_refuses_are_exact_and_warn_once(
     dtype: torch.dtype,
     expected: str | None,
     caplog: pytest.LogCaptureFixture,

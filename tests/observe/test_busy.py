@@ -86,7 +86,7 @@ def test_nothing_is_noted_unless_the_environment_asks(tmp_path: Path, monkeypatc
     assert read_busy(tmp_path / "busy", "trainer") == []
 
 
-def test_processes_of_a_name_are_read_together_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+def test_processes_of_a_name_are_read_without_a_torn_line(tmp_path: Path) -> None:
     (tmp_path / "engine-1.txt").write_text("1.0 2.0\n5.0 6.0\n7.0 9")
     (tmp_path / "engine-2.txt").write_text("1.5 3.0\n")
     (tmp_path / "trainer-3.txt").write_text("0.0 9.0\n")

@@ -156,7 +156,7 @@ def test_what_the_restored_weights_have_not_learnt_returns(config: PoolConfig) -
         assert pool.counts()["trained"] == 0
 
 
-def test_old_episodes_are_deleted_a_few_at_a_time_once_a_checkpoint_holds_them(config: PoolConfig) -> None:
+def test_old_episodes_are_deleted_gradually_after_a_checkpoint(config: PoolConfig) -> None:
     kept = config.model_copy(update={"retention": RetentionConfig(versions=2, sweep_episodes=2)})
     with Pool(kept, VOCAB_SIZE) as pool:
         pool.put([(task(n), 2) for n in range(6)])
@@ -191,7 +191,7 @@ def test_bytes_may_be_the_limit(config: PoolConfig) -> None:
         assert [pool.sweep() for _ in range(2)] == [4, 0]
 
 
-def test_tokens_of_a_lost_version_count_from_where_it_left_the_lineage(config: PoolConfig) -> None:
+def test_tokens_of_a_lost_version_count_from_their_branch_point(config: PoolConfig) -> None:
     """Steps 2 and 3 are lost; their numbers come again with other weights."""
     with Pool(windowed(config, queue=16, window=16, max_staleness=2), VOCAB_SIZE) as pool:
         pool.put([(task(n), 1) for n in range(9)])

@@ -106,7 +106,7 @@ def test_damage_is_refused_with_the_call() -> None:
         read_tree([stored[0], stored[2]], VOCAB_SIZE, NAME)
 
 
-def test_ids_beyond_the_vocabulary_are_refused_before_anything_is_stored() -> None:
+def test_ids_beyond_the_vocabulary_are_refused_before_storing() -> None:
     writer = CallWriter(10)
     with pytest.raises(RecordError, match="below 10"):
         writer.write(calls(0, 1)[0])

@@ -22,7 +22,7 @@ def deployed(seed: int, total: float) -> DeployedEpisode:
 
 
 @pytest.mark.parametrize("unit", ["group", "episode"])
-def test_a_deployed_agents_group_takes_the_slots_of_a_task_of_its_domain(config: PoolConfig, unit: str) -> None:
+def test_a_deployed_agents_group_takes_slots_of_its_domain(config: PoolConfig, unit: str) -> None:
     num_units = 1 if unit == "group" else 2
     admitting = windowed(config, queue=2 * num_units, unit=unit).model_copy(update={"admit_deployed": True})
     with Pool(admitting, VOCAB_SIZE) as pool:
@@ -42,7 +42,7 @@ def test_a_deployed_agents_group_takes_the_slots_of_a_task_of_its_domain(config:
         assert episodes[1].episode().calls == tuple(calls(1, 2))
 
 
-def test_a_deployed_agents_episode_is_stored_once_and_its_group_whole_or_not_at_all(config: PoolConfig) -> None:
+def test_a_deployed_episode_is_stored_once_in_a_whole_group(config: PoolConfig) -> None:
     admitting = config.model_copy(update={"admit_deployed": True})
     with Pool(admitting, VOCAB_SIZE) as pool:
         pool.add_deployed("deployed.a.1", task(), [deployed(0, 1.0), deployed(1, 0.0)])
@@ -55,7 +55,7 @@ def test_a_deployed_agents_episode_is_stored_once_and_its_group_whole_or_not_at_
         assert pool.known(names) == set(names[:2])
 
 
-def test_deployed_agents_groups_are_left_out_by_default_and_without_signal(config: PoolConfig) -> None:
+def test_deployed_groups_are_excluded_by_default(config: PoolConfig) -> None:
     with Pool(config, VOCAB_SIZE) as pool:
         pool.add_deployed("deployed.a.1", task(), [deployed(0, 1.0), deployed(1, 0.0)])
         assert pool.put([(task(), 2)]) == ["g0"]

@@ -26,7 +26,7 @@ def rewarding(lease: Lease, total: float, num_calls: int = NUM_CALLS) -> Rewardi
     return Rewarding(lease, reward(total), (0.0,) * (num_calls - 1) + (total,))
 
 
-def test_attempts_end_together_and_what_is_repeated_changes_nothing(config: PoolConfig) -> None:
+def test_attempts_end_together_and_repeats_change_nothing(config: PoolConfig) -> None:
     with Pool(config, VOCAB_SIZE) as pool:
         pool.put([(task(0), 2), (task(1), 2)])
         leases = pool.lease("worker", 4)

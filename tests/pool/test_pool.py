@@ -114,7 +114,7 @@ def test_quotas_fill_a_batch_by_domain(config: PoolConfig) -> None:
         assert [unit.place for unit in pool.fetch(claimed)] == [0, 2]
 
 
-def test_a_rare_label_is_found_beyond_the_window_and_beyond_what_is_read_of_the_queue(config: PoolConfig) -> None:
+def test_a_rare_label_is_found_beyond_window_and_queue_page(config: PoolConfig) -> None:
     with Pool(windowed(config, queue=64, window=2), VOCAB_SIZE) as pool:
         domains = [Domain.CODING] * 20 + [Domain.AGENT] + [Domain.CODING] * 5 + [Domain.AGENT]
         pool.put([(task(n, domain=domain), 2) for n, domain in enumerate(domains)], stage="early")
@@ -126,7 +126,7 @@ def test_a_rare_label_is_found_beyond_the_window_and_beyond_what_is_read_of_the_
         assert taken == [[0, 1, 2, 20], [3, 4, 5, 26]], "the third batch waits: no other domain fills its share"
 
 
-def test_a_dropped_unit_of_a_stage_is_owed_until_another_task_of_its_domain_replaces_it(config: PoolConfig) -> None:
+def test_a_dropped_unit_is_owed_until_its_domain_replaces_it(config: PoolConfig) -> None:
     with Pool(windowed(config, queue=1, max_skips=2), VOCAB_SIZE) as pool:
         pool.put([(task(), 2)], stage="early")
         for num_skips in (1, 2):
@@ -146,7 +146,7 @@ def test_a_dropped_unit_of_a_stage_is_owed_until_another_task_of_its_domain_repl
         assert pool.claim(1, version(0), {"early/agent": 1}) is not None
 
 
-def test_the_context_of_a_group_goes_with_its_leases_and_to_what_replaces_it(config: PoolConfig) -> None:
+def test_a_groups_context_goes_with_its_leases_and_replacements(config: PoolConfig) -> None:
     limited = windowed(config, queue=8)
     with Pool(limited, VOCAB_SIZE) as pool:
         pool.put([Queued(task(0), 2, 512), (task(1), 2)], stage="only")
@@ -183,7 +183,7 @@ def test_episodes_may_be_units_of_their_own(config: PoolConfig) -> None:
 # -- attempts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_dead_workers_episode_is_attempted_anew_and_the_old_attempt_refused(config: PoolConfig) -> None:
+def test_a_dead_workers_episode_restarts_under_a_new_attempt(config: PoolConfig) -> None:
     clock = Clock()
     with Pool(config, VOCAB_SIZE, clock=clock, monotonic=clock) as pool:
         pool.put([(task(), 2)])
@@ -228,7 +228,7 @@ def test_a_lease_that_was_renewed_in_time_is_kept(config: PoolConfig) -> None:
 
 
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
-def test_a_clock_that_is_set_by_an_hour_loses_no_lease_and_hides_no_death(config: PoolConfig, jump_s: float) -> None:
+def test_a_clock_set_by_an_hour_loses_no_lease(config: PoolConfig, jump_s: float) -> None:
     clock, monotonic = Clock(), Clock()
 
     def pass_time(seconds: float) -> list[str]:
@@ -262,7 +262,7 @@ def test_the_database_tells_the_time_of_leases(config: PoolConfig, monkeypatch: 
         assert abs(until_s - time.time() - config.lease_s) < 30
 
 
-def test_workers_that_die_do_not_use_up_what_an_episode_may_break(config: PoolConfig) -> None:
+def test_dead_workers_do_not_use_up_an_episodes_failures(config: PoolConfig) -> None:
     config = config.model_copy(update={"max_deaths": 5})
     with Pool(config, VOCAB_SIZE) as pool:
         pool.put([(task(), 1)])
@@ -277,7 +277,7 @@ def test_workers_that_die_do_not_use_up_what_an_episode_may_break(config: PoolCo
         assert pool.counts()["failed"] == 1
 
 
-def test_a_group_with_an_episode_that_always_breaks_is_dropped_whole(config: PoolConfig) -> None:
+def test_a_group_with_an_always_failing_episode_is_dropped_whole(config: PoolConfig) -> None:
     with Pool(config, VOCAB_SIZE) as pool:
         pool.put([(task(0, difficulty=3.2), 2), (task(1), 2)])
         bad, good = pool.lease("worker", 2)

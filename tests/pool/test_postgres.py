@@ -13,7 +13,7 @@ from tests.pool.scene import VOCAB_SIZE, task
 NUM_TRAINED = NUM_QUEUED = 5000
 
 
-def test_the_window_is_not_found_by_walking_over_all_that_was_trained(server_url: str) -> None:
+def test_the_window_is_found_without_scanning_trained_units(server_url: str) -> None:
     """By the order of all places it looks as near: every second unit is a queued one, but these come last."""
     with fresh_database(server_url, "plans") as url, Pool(PoolConfig(url=url), VOCAB_SIZE) as pool:
         pool.put([(task(), 2)])

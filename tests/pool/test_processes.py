@@ -29,9 +29,7 @@ def start(role: str, config: PoolConfig, folder: Path, argument: str) -> subproc
     return process
 
 
-def test_a_loop_that_is_killed_anywhere_loses_nothing_and_trains_nothing_twice(
-    config: PoolConfig, tmp_path: Path
-) -> None:
+def test_a_loop_killed_anywhere_loses_and_repeats_nothing(config: PoolConfig, tmp_path: Path) -> None:
     config = windowed(config, queue=8, window=0.5)
     moments = random.Random(0)
     for _ in range(NUM_KILLS):

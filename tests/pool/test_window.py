@@ -59,7 +59,7 @@ def test_nothing_beyond_the_window_is_taken_even_if_finished() -> None:
     assert window.take(1) == []
 
 
-def test_a_batch_may_be_larger_than_the_window_if_its_units_end_in_order() -> None:
+def test_a_batch_may_exceed_the_window_if_its_units_end_in_order() -> None:
     assert places(filled(8, 1, finished={0, 1, 2, 3, 5}).take(4)) == [0, 1, 2, 3]
     assert filled(8, 1, finished={0, 1, 2, 3, 5}).take(5) == []
 
@@ -94,7 +94,7 @@ def test_quotas_are_kept_while_units_of_the_label_are_under_way() -> None:
     assert places(window.take(2, {"a": 1, "b": 1})) == [0, 5]
 
 
-def test_a_label_that_the_window_does_not_hold_is_served_from_beyond_it_and_never_by_others() -> None:
+def test_a_label_outside_the_window_is_served_from_beyond_it() -> None:
     window = labelled("aaaab", 4, finished={0, 1, 2, 3, 4})
     # The b at place 4 comes into sight once 0 is chosen.
     assert places(window.take(2, {"a": 1, "b": 1})) == [0, 4]
@@ -215,7 +215,7 @@ def test_one_by_one_the_lag_is_bounded_by_queue_and_window(
 
 
 @given(st.sets(st.integers(0, 15)), st.integers(1, 16))
-def test_a_window_of_one_is_strict_fifo_and_of_all_takes_whatever_is_finished(finished: set[int], num: int) -> None:
+def test_a_window_of_1_is_fifo_and_of_all_takes_any_unit(finished: set[int], num: int) -> None:
     strict = places(filled(16, 1, finished).take(num))
     assert strict == (list(range(num)) if set(range(num)) <= finished else [])
     greedy = places(filled(16, 16, finished).take(num))
@@ -223,7 +223,7 @@ def test_a_window_of_one_is_strict_fifo_and_of_all_takes_whatever_is_finished(fi
 
 
 @given(st.text("abc", min_size=1, max_size=20), st.integers(1, 8), st.integers(1, 4), st.data())
-def test_every_batch_has_its_quotas_and_waits_only_for_what_is_not_queued(
+def test_every_batch_waits_only_for_quotas_not_yet_queued(
     labels: str, size: int, num_each: int, data: st.DataObject
 ) -> None:
     quotas = {"a": num_each, "b": data.draw(st.integers(1, 4))}
@@ -310,7 +310,7 @@ def test_a_bounded_batch_is_the_largest_that_the_order_allows(
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 20), st.data())
-def test_bounded_batches_of_a_full_queue_train_all_once_and_keep_the_lag(
+def test_bounded_batches_of_a_full_queue_train_all_once(
     num_queued: int, max_units: int, max_tokens: int, data: st.DataObject
 ) -> None:
     max_units, size = min(max_units, num_queued), data.draw(st.integers(1, num_queued))

@@ -22,7 +22,7 @@ async def play(writer: PoolWriter, pool: Pool, lease: Lease) -> None:
     await writer.run(pool.finish, lease, Outcome(reward=reward(float(lease.episode % 2))))
 
 
-def test_calls_of_many_agents_share_transactions_and_keep_their_order(config: PoolConfig) -> None:
+def test_calls_of_many_agents_share_transactions_in_order(config: PoolConfig) -> None:
     async def main(pool: Pool) -> None:
         async with PoolWriter(pool) as writer:
             leases = await writer.run(pool.lease, "worker", NUM_AGENTS)
@@ -38,7 +38,7 @@ def test_calls_of_many_agents_share_transactions_and_keep_their_order(config: Po
             assert episode.episode().calls == tuple(calls(number, NUM_CALLS))
 
 
-def test_an_attempt_that_lost_its_episode_is_told_so_and_the_others_go_on(config: PoolConfig) -> None:
+def test_an_attempt_that_lost_its_episode_ends_alone(config: PoolConfig) -> None:
     async def main(pool: Pool) -> None:
         async with PoolWriter(pool) as writer:
             lost, kept = await writer.run(pool.lease, "worker", 2)

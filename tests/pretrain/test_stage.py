@@ -59,7 +59,7 @@ def test_all_phases_run_and_report(corpus: Path, tmp_path: Path) -> None:
     assert last["loss"] < first["loss"]
 
 
-def test_pre_training_moves_the_router_biases_unless_they_are_frozen(corpus: Path, tmp_path: Path) -> None:
+def test_pre_training_moves_router_biases_unless_frozen(corpus: Path, tmp_path: Path) -> None:
     config = make_config(corpus)
     config = config.model_copy(update={"phases": config.phases[:1]})
     frozen = config.model_copy(update={"train": config.train.model_copy(update={"router_bias": "frozen"})})
@@ -293,7 +293,7 @@ def test_a_model_of_another_tokenizer_is_refused(corpus: Path, tmp_path: Path) -
         ({"corpus": "nowhere"}, "nowhere"),
     ],
 )
-def test_bad_configurations_are_refused_before_anything_is_written(
+def test_bad_configurations_are_refused_before_any_write(
     corpus: Path, tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     data = make_config(corpus).model_dump(mode="json", exclude_none=True)

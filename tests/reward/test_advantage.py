@@ -146,14 +146,14 @@ def test_the_spread_by_hand() -> None:
     assert values == [[1 / spread], [-1 / spread], [2 / spread], [-2 / spread]]
 
 
-def test_a_reward_taken_as_it_is_is_divided_by_the_spread_of_the_batch_too() -> None:
+def test_an_absolute_reward_is_divided_by_the_batch_spread_too() -> None:
     config = AdvantageConfig(normalisation="batch_std", single="zero_baseline")
     spread = float(np.std([4.0, 1.0], ddof=1))
     assert [value.tolist() for value in episode_advantages([[[4.0]], [[1.0]]], config)] == [[4 / spread], [1 / spread]]
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8), st.floats(1.0, 50))
-def test_normalised_advantages_do_not_depend_on_the_unit_of_the_reward(returns: list[float], unit: float) -> None:
+def test_normalised_advantages_ignore_the_unit_of_the_reward(returns: list[float], unit: float) -> None:
     config = AdvantageConfig(normalisation="group_std", min_std=1e-3)
     if np.std(returns, ddof=1) < 1e-2:
         return

@@ -34,7 +34,7 @@ def test_tasks_have_times_of_their_own() -> None:
     assert (times.base_s("a"), times.base_s("b"), times.base_s("c")) == (1.0, 6.0, None)
 
 
-def test_an_unknown_task_is_measured_by_the_group_at_hand_and_a_known_one_is_not() -> None:
+def test_an_unknown_task_is_measured_by_its_present_group() -> None:
     times = BaseTimes(SpeedConfig())
     assert times.base_s("t", [2.0, 8.0]) == 5.0
     assert times.base_s("t") is None
@@ -67,7 +67,7 @@ def test_a_smaller_window_keeps_the_latest_times() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
-def test_a_time_that_cannot_be_is_refused_and_leaves_nothing_behind(bad: float) -> None:
+def test_an_impossible_time_is_refused_and_leaves_nothing_behind(bad: float) -> None:
     times = BaseTimes(SpeedConfig())
     with pytest.raises(RecordError, match=r"task t: .* received"):
         times.add("t", [1.0, bad])

@@ -46,7 +46,7 @@ def test_more_steps_earn_no_more_credit(num_steps: int) -> None:
 
 
 @given(MEASURES, st.integers(1, 10))
-def test_further_faultless_steps_neither_thin_out_a_penalty_nor_exceed_the_credit(
+def test_faultless_steps_neither_dilute_penalties_nor_add_credit(
     measures: list[dict[str, float]], num_more: int
 ) -> None:
     more = [*measures, *[{"structured_step": 1.0}] * num_more]

@@ -68,7 +68,7 @@ def test_a_fast_failure_earns_nothing_by_it(time_s: float, perf: float, base_s: 
     assert judged.step_rewards == (perf,)
 
 
-def test_an_attempt_that_broke_is_not_paid_for_its_speed_and_is_no_baseline() -> None:
+def test_a_failed_attempt_earns_no_speed_reward_and_no_baseline() -> None:
     judge = Judge(CONFIG)
     judged = only(judge.judge([attempt(time_s=1.0, failure="crashed")]))
     assert judged.episode.reward is not None
@@ -103,7 +103,7 @@ def test_a_control_deals_the_rewards_of_a_group_at_random() -> None:
     assert sum(totals[:2]) > sum(totals) / 4 + 1
 
 
-def test_a_control_leaves_the_evidence_and_the_baseline_times_where_they_belong() -> None:
+def test_a_control_keeps_evidence_and_baseline_times_in_place() -> None:
     group = [attempt("a", time_s=4.0), *[attempt(f"{n}", time_s=9.0, perf=0.0) for n in range(7)]]
     plain, control = Judge(CONFIG), Judge(RewardConfig(shuffled=True))
     pairs = list(zip(plain.judge(group), control.judge(group), strict=True))
@@ -111,7 +111,7 @@ def test_a_control_leaves_the_evidence_and_the_baseline_times_where_they_belong(
     assert plain.base_times() == control.base_times() == {"t": [4.0]}
 
 
-def test_an_unknown_task_is_measured_by_the_passing_attempts_of_its_group() -> None:
+def test_an_unknown_task_is_measured_by_its_passing_attempts() -> None:
     attempts = [
         attempt("a", time_s=4.0),
         attempt("b", time_s=8.0),
@@ -159,7 +159,7 @@ def test_the_baseline_follows_the_policy() -> None:
     assert judged.episode.reward.speed == 0.5
 
 
-def test_an_episode_without_steps_keeps_its_verdict_and_moves_no_baseline() -> None:
+def test_an_episode_without_steps_keeps_its_verdict_alone() -> None:
     judge = Judge(CONFIG)
     judged = only(judge.judge([attempt(steps=(), perf=1.0)]))
     assert judged.step_rewards == ()
@@ -210,7 +210,7 @@ class BrokenRule:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -0.5, 1.5])
-def test_a_rule_that_measures_nonsense_is_refused_by_name_and_leaves_no_trace(bad: float) -> None:
+def test_a_rule_with_an_invalid_measure_is_refused_by_name(bad: float) -> None:
     judge = Judge(CONFIG, rules=(BrokenRule(bad),))
     with pytest.raises(RecordError, match="Episode e: call 0: rule broken_rule: expected a measure from 0 to 1"):
         judge.judge([attempt()])

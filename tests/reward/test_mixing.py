@@ -111,7 +111,7 @@ def test_what_is_no_mixing_is_not_taken_for_it(user: str, content: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["Let Δ = β² − 4αγ; then λ ≥ 0 and μ ± 2σ.", "The letter Ж, or ש, stands alone."])
-def test_single_letters_of_an_alphabet_are_symbols_however_few_are_allowed(content: str) -> None:
+def test_single_letters_of_an_alphabet_are_symbols(content: str) -> None:
     assert share(content, config=MixingConfig(min_letters=1)) == 0.0
 
 
@@ -128,7 +128,7 @@ def test_a_bilingual_user_is_answered_in_either_language() -> None:
     assert share("Статья говорит о тестах и ошибках.", user=user) == 1.0
 
 
-def test_with_home_in_the_completion_another_language_is_fine_and_a_mixture_is_not() -> None:
+def test_with_home_in_the_completion_mixing_alone_is_penalised() -> None:
     config = MixingConfig(home="completion")
     assert share(CHINESE, config=config, thinking=ENGLISH) == 0.0
     assert share(CHINESE) == 1.0
@@ -146,7 +146,7 @@ def test_without_a_user_the_system_message_decides() -> None:
     assert foreign_share(completion("I look at it first.", ""), context, DEFAULT) == 0.0
 
 
-def test_the_measure_grows_from_the_allowed_share_to_the_full_one() -> None:
+def test_the_measure_grows_from_the_allowed_to_the_full_share() -> None:
     context = (Message("user", ENGLISH),)
     config = MixingConfig(allowed_share=0.1, full_share=0.3, min_letters=1)
     found = [

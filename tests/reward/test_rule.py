@@ -29,7 +29,7 @@ def called(name: str, parameters: str) -> str:
 GOOD_CALL = called("ls", '<parameter name="path">.</parameter>\n')
 
 
-def test_a_well_formed_call_after_thinking_earns_credit_and_no_penalty() -> None:
+def test_a_well_formed_call_after_thinking_earns_credit_alone() -> None:
     assert measure(RULES, parsed(GOOD_CALL)) == {"structured_step": 1.0}
 
 
@@ -57,13 +57,13 @@ def test_what_a_real_parser_finds_reaches_its_rule(text: str, rules: set[str]) -
     assert measure(RULES, parsed(text)).keys() == rules
 
 
-def test_a_call_cut_off_by_the_token_limit_is_malformed_and_one_that_was_aborted_is_not() -> None:
+def test_a_truncated_call_is_malformed_and_an_aborted_one_is_not() -> None:
     cut = GOOD_CALL[:60]
     assert measure(RULES, parsed(cut, FinishReason.LENGTH)) == {"malformed_call": 1.0}
     assert measure(RULES, parsed(cut, FinishReason.ABORT)) == {}
 
 
-def test_an_answer_cut_off_by_the_token_limit_is_not_well_structured() -> None:
+def test_an_answer_truncated_by_the_limit_is_not_well_structured() -> None:
     assert measure(RULES, step(finish_reason=FinishReason.LENGTH)) == {}
 
 
@@ -84,7 +84,7 @@ def test_mixing_languages_is_measured_beside_the_rest() -> None:
     assert found["language_mixing"] == 1.0
 
 
-def test_rules_carry_the_configured_weights_and_those_of_weight_zero_are_left_out() -> None:
+def test_rules_carry_configured_weights_and_skip_zero() -> None:
     rules: tuple[Rule, ...] = make_rules(RulesConfig(bad_argument=0.0, structured_step=0.0, unknown_tool=-2.0))
     assert {rule.name: rule.weight for rule in rules} == {
         "malformed_call": -1.0,

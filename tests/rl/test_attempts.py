@@ -128,12 +128,12 @@ def test_an_error_after_a_call_that_the_engine_failed_is_retried(
             attempt(gateway, tmp_path, "call call error")
 
 
-def test_an_error_while_a_process_was_restarted_is_retried_at_no_cost(tmp_path: Path) -> None:
+def test_an_error_during_a_process_restart_is_retried_free(tmp_path: Path) -> None:
     with live(minimax(), config=GatewayConfig(port=0)) as gateway, pytest.raises(Interrupted):
         attempt(gateway, tmp_path, "call error", starts=[0, 1])
 
 
-def test_an_attempt_that_kills_every_worker_counts_once_it_has_one_for_itself(tmp_path: Path) -> None:
+def test_an_attempt_that_kills_workers_counts_once_it_ran_alone(tmp_path: Path) -> None:
     with live(minimax(), config=GatewayConfig(port=0)) as gateway:
         for num_deaths in range(DEATHS_BEFORE_ALONE):
             with pytest.raises(WorkerLost):
@@ -145,7 +145,7 @@ def test_an_attempt_that_kills_every_worker_counts_once_it_has_one_for_itself(tm
     assert "status 9" in (tried.failure or "")
 
 
-def test_an_attempt_whose_worker_is_killed_from_outside_is_never_a_reward(tmp_path: Path) -> None:
+def test_an_attempt_whose_worker_is_killed_has_no_reward(tmp_path: Path) -> None:
     with live(minimax(), config=GatewayConfig(port=0)) as gateway:
         with pytest.raises(WorkerLost):
             attempt(gateway, tmp_path, "call killed")
@@ -155,7 +155,7 @@ def test_an_attempt_whose_worker_is_killed_from_outside_is_never_a_reward(tmp_pa
     assert not isinstance(caught.value, Interrupted)
 
 
-def test_an_attempt_that_exceeds_the_memory_of_its_worker_has_the_reason_limit(tmp_path: Path) -> None:
+def test_an_attempt_over_its_workers_memory_has_the_reason_limit(tmp_path: Path) -> None:
     with live(minimax(), config=GatewayConfig(port=0)) as gateway:
         tried = attempt(gateway, tmp_path, "call grow", num_deaths=DEATHS_BEFORE_ALONE)
     assert len(tried.tree.samples) == 1
@@ -209,7 +209,7 @@ def open_pool(folder: Path, **fields: object) -> Pool:
     return Pool(PoolConfig.model_validate({"url": url, **fields}), minimax().tokenizer.vocab_size)
 
 
-def test_a_group_whose_agent_errs_on_the_policys_tokens_is_rewarded_with_0(tmp_path: Path) -> None:
+def test_an_agent_error_on_the_policys_tokens_is_rewarded_with_0(tmp_path: Path) -> None:
     """And not dropped, though no attempt may break."""
 
     async def scene(gateway: Live, pool: Pool) -> None:
@@ -261,7 +261,7 @@ def test_a_verifier_that_raises_too_often_ends_the_judging(tmp_path: Path, monke
         asyncio.run(scene(pool))
 
 
-def test_a_hostile_answer_is_judged_in_time_again_after_a_restart(tmp_path: Path) -> None:
+def test_a_hostile_answer_is_judged_in_time_after_a_restart(tmp_path: Path) -> None:
     """What a loop that died had stored: the next loop judges it, and an answer that no verifier finishes is wrong."""
     task = GymFamily("coin_flip").draw(0, 1)
     right = str(GymFamily("coin_flip").verify(task, "").evidence["expected"])

@@ -14,9 +14,7 @@ ROOT = Path(__file__).parents[2]
 NUM_KILLS, TIMEOUT_S = 2, 30.0
 
 
-def test_who_connects_while_a_server_is_dead_is_answered_by_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connections_to_a_dead_server_are_answered_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     async def ask(port: int) -> int:

@@ -18,7 +18,7 @@ def test_a_trainer_over_several_processes_is_refused(tmp_path: Path, parallel: s
     make_config(tmp_path, train={"machine": {"parallel": "none"}})
 
 
-def test_shuffled_rewards_are_refused_where_deployed_agents_are_admitted(tmp_path: Path) -> None:
+def test_shuffled_rewards_are_refused_with_deployed_agents(tmp_path: Path) -> None:
     make_config(tmp_path, pool={"admit_deployed": True})
     with pytest.raises(ConfigError, match=r"reward.shuffled: deployed agents' rewards are taken as they are posted"):
         make_config(tmp_path, pool={"admit_deployed": True}, reward={"shuffled": True})

@@ -160,7 +160,7 @@ def ids_of(pool: Pool) -> list[str]:
 
 
 @pytest.mark.parametrize("moment", ["before it stores", "before it deletes", "while it deletes"])
-def test_a_loop_that_dies_stores_each_episode_once_and_loses_none(
+def test_a_loop_that_dies_stores_each_episode_exactly_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     forget = GatewayAdmin.forget
@@ -204,9 +204,7 @@ def test_a_loop_that_dies_stores_each_episode_once_and_loses_none(
     looking(tmp_path, scene)
 
 
-def test_the_gateways_copies_are_deleted_when_the_disk_has_the_pools(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gateways_copies_are_deleted_once_the_pool_is_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_left = list[tuple[int, int]]()
     flush = Pool.flush
 
@@ -252,7 +250,7 @@ def test_rewards_of_calls_are_credited_to_them(tmp_path: Path) -> None:
         ("without a task or a group", {"group": ""}, {"group": ""}),
     ],
 )
-def test_a_group_that_cannot_be_trained_is_kept_with_a_warning_until_it_is_too_old(
+def test_an_untrainable_group_stays_with_a_warning_until_too_old(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, problem: str, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     def scene(operator: Operator, pool: Pool, look: Look) -> None:
@@ -266,9 +264,7 @@ def test_a_group_that_cannot_be_trained_is_kept_with_a_warning_until_it_is_too_o
     looking(tmp_path, scene)
 
 
-def test_an_episode_whose_group_is_not_rewarded_in_time_is_deleted_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_episode_of_an_unrewarded_group_is_deleted_in_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def scene(operator: Operator, pool: Pool, look: Look) -> None:
         operator.play("a", 1.0)
         time.sleep(0.05)

@@ -93,7 +93,7 @@ def longest_stall_s(folder: Path) -> float:
     return max(stalls)
 
 
-def test_an_episode_of_2000_calls_is_stored_and_judged_beside_a_running_event_loop(tmp_path: Path) -> None:
+def test_an_episode_of_2000_calls_does_not_block_the_event_loop(tmp_path: Path) -> None:
     # Other processes may hold the processor once; work on the event loop would stall it every time.
     folders = [tmp_path / str(number) for number in range(3)]
     for folder in folders:

@@ -122,9 +122,7 @@ async def wait_for(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_an_evaluation_shares_the_slots_with_training_and_reports_the_versions_it_saw(
-    model: Path, tmp_path: Path
-) -> None:
+def test_an_evaluation_shares_slots_and_reports_versions(model: Path, tmp_path: Path) -> None:
     checks = Layout(tmp_path).checks
 
     async def scene(loop: Loop, policy: Policy) -> None:
@@ -165,7 +163,7 @@ def test_a_pinned_evaluation_sees_one_version(model: Path, tmp_path: Path) -> No
     assert [(found.step, found.versions) for found in read_checks(checks)] == [(0, {"0": 1.0}), (2, {"2": 1.0})]
 
 
-def test_a_pinned_evaluation_is_repeated_when_a_restarted_sampler_changed_its_version(
+def test_a_pinned_evaluation_repeats_if_a_version_changes(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checks = Layout(tmp_path).checks
@@ -188,7 +186,7 @@ def test_a_pinned_evaluation_is_repeated_when_a_restarted_sampler_changed_its_ve
     assert "a pinned evaluation sampled from versions 2, 3; it is repeated" in caplog.text
 
 
-def test_a_pinned_evaluation_is_repeated_when_the_step_it_samples_is_of_another_branch(
+def test_a_pinned_evaluation_repeats_if_its_step_changes_branch(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The trainer went back and reached the step again; the sampler that was restarted serves its version of it."""
@@ -209,7 +207,7 @@ def test_a_pinned_evaluation_is_repeated_when_the_step_it_samples_is_of_another_
     assert "a pinned evaluation sampled from versions 2-aa, 2-bb; it is repeated" in caplog.text
 
 
-def test_evaluations_of_weights_that_the_trainer_lost_are_made_again(model: Path, tmp_path: Path) -> None:
+def test_evaluations_of_lost_weights_are_repeated(model: Path, tmp_path: Path) -> None:
     """Also the last one; and a lost version that is still served is not evaluated."""
     layout = Layout(tmp_path)
     begin_branch(layout.lineage, "aa", 0)
@@ -238,7 +236,7 @@ def test_evaluations_of_weights_that_the_trainer_lost_are_made_again(model: Path
     assert found == [(0, ""), (2, "aa"), (2, "bb"), (4, "bb"), (4, "cc")]
 
 
-def test_a_run_is_complete_only_once_its_own_last_weights_are_evaluated(model: Path, tmp_path: Path) -> None:
+def test_a_run_is_complete_once_its_last_weights_are_evaluated(model: Path, tmp_path: Path) -> None:
     config, layout = make_run(model), Layout(tmp_path)
     layout.model.mkdir()
     assert not is_complete(layout, config)
@@ -251,7 +249,7 @@ def test_a_run_is_complete_only_once_its_own_last_weights_are_evaluated(model: P
     assert is_complete(layout, config)
 
 
-def test_held_out_trajectories_are_encoded_and_written_away_from_the_event_loop(
+def test_held_out_trajectories_are_encoded_off_the_event_loop(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: dict[str, set[str]] = {}
@@ -291,7 +289,7 @@ def test_an_evaluation_that_was_cut_short_is_made_again(model: Path, tmp_path: P
     assert [found.step for found in read_checks(checks)] == [0, 3]
 
 
-def test_the_last_evaluation_waits_for_one_that_runs_and_takes_all_slots(model: Path, tmp_path: Path) -> None:
+def test_the_last_evaluation_waits_and_takes_all_slots(model: Path, tmp_path: Path) -> None:
     checks = Layout(tmp_path).checks
 
     async def scene(loop: Loop, policy: Policy) -> None:

@@ -88,7 +88,7 @@ def test_tasks_that_the_agent_cannot_do_are_broken(tmp_path: Path) -> None:
     assert run_check(COMPLAINING, tmp_path).num_broken == 4
 
 
-def test_time_that_ran_out_counts_unless_a_process_was_started_again_meanwhile(tmp_path: Path) -> None:
+def test_a_timeout_counts_unless_a_process_restarted_meanwhile(tmp_path: Path) -> None:
     config = AgentConfig(command=(sys.executable, "-c", SILENT), timeout_s=1.0)
     task: Task = TaskSet(find_family("chain"), "held_out", 1).next(1, 3)
 
@@ -102,7 +102,7 @@ def test_time_that_ran_out_counts_unless_a_process_was_started_again_meanwhile(t
         assert asyncio.run(scene(gateway)).failure == TIMEOUT
 
 
-def test_time_that_ran_out_in_a_stuck_worker_before_any_call_is_not_the_policys(tmp_path: Path) -> None:
+def test_a_timeout_in_a_stuck_worker_before_any_call_is_infra(tmp_path: Path) -> None:
     config = AgentConfig(command=(sys.executable, "-c", STUCK), timeout_s=1.0, cancel_s=0.2)
     task: Task = TaskSet(find_family("chain"), "held_out", 1).next(1, 3)
 
@@ -115,13 +115,13 @@ def test_time_that_ran_out_in_a_stuck_worker_before_any_call_is_not_the_policys(
         asyncio.run(scene(gateway))
 
 
-def test_attempts_at_held_out_tasks_have_the_context_of_their_domain(tmp_path: Path) -> None:
+def test_attempts_at_held_out_tasks_have_their_domains_context(tmp_path: Path) -> None:
     task: Task = TaskSet(find_family("chain"), "held_out", 1).next(1, 3)
     config = make_config(tmp_path, eval={"sampling": {"temperature": 0.5}})
     assert terms_of(config, task) == Terms(config.eval.sampling, 2048)
 
 
-def test_a_torn_last_line_is_left_out_and_cut_before_the_next_one(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_ignored_and_cut_before_the_next(tmp_path: Path) -> None:
     path = tmp_path / "checks.jsonl"
     first, second = (Check(step, 4, 0.5, 0.1, {"chain": 0.5}, 0, 1.0) for step in (0, 5))
     note_check(path, first)

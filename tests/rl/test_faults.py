@@ -300,7 +300,7 @@ def test_struck_a_few_times_a_run_learns_everything_once(tmp_path: Path, kind: s
 
 
 @pytest.mark.long
-def test_struck_fifty_times_a_run_learns_everything_once_and_as_well(tmp_path: Path) -> None:
+def test_struck_fifty_times_a_run_learns_everything_once(tmp_path: Path) -> None:
     if find_programs() is None:
         pytest.skip(NO_POSTGRES)
     seeds = range(NUM_SEEDS)

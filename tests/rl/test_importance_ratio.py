@@ -28,7 +28,7 @@ def fresh_logprobs(model: Transformer, call: Call) -> FloatArray:
     return found
 
 
-def test_they_are_1_on_policy_and_those_of_a_fresh_forward_once_the_policy_has_moved(tmp_path: Path) -> None:
+def test_ratios_are_1_on_policy_and_equal_a_fresh_forward_later(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "scene")
     # One batch for each step, and a rate that moves the policy far.
     config = make_config(folder, num_steps=2, lr={"start": 3e-2})
@@ -83,7 +83,7 @@ def test_a_broken_file_is_none(tmp_path: Path, content: bytes) -> None:
     assert read_ratios(tmp_path, 3) is None
 
 
-def test_an_archive_that_states_or_packs_more_than_it_has_is_left_alone(tmp_path: Path) -> None:
+def test_an_archive_that_states_or_packs_too_much_is_skipped(tmp_path: Path) -> None:
     write_ratios(tmp_path, 1, {"a/0": np.zeros(3, np.float32)}, keep=2)
     assert read_ratios(tmp_path, 1) is not None
     path = path_of(tmp_path, 1)

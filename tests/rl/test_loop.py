@@ -140,7 +140,7 @@ def test_an_agent_that_cannot_start_ends_the_run_with_one_error(
 
 
 @pytest.mark.parametrize("num_tasks", [12, 0], ids=["while it evaluates", "while it learns"])
-def test_a_verifier_that_raises_too_often_ends_the_run_with_its_traceback(
+def test_a_verifier_that_raises_too_often_ends_the_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tasks: int
 ) -> None:
     """At the eleventh error of 200 verdicts that are watched: 5% are ten."""
@@ -167,7 +167,7 @@ def test_a_verifier_that_raises_too_often_ends_the_run_with_its_traceback(
 
 
 @pytest.mark.parametrize("moment", ["inside", "after"])
-def test_a_loop_that_dies_while_it_queues_leaves_no_task_out_and_gives_none_twice(
+def test_a_loop_that_dies_while_queueing_repeats_no_task(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Inside the transaction of its second batch of tasks, or right after it."""
@@ -205,7 +205,7 @@ def test_a_loop_that_dies_while_it_queues_leaves_no_task_out_and_gives_none_twic
         assert {lease.context for lease in leases} == {2048}, "that of the domain's configuration"
 
 
-def test_a_step_that_comes_again_after_a_restore_is_pushed_and_checked(model: Path, tmp_path: Path) -> None:
+def test_a_step_repeated_after_a_restore_is_pushed_and_evaluated(model: Path, tmp_path: Path) -> None:
     """The sampler serves a lost step, and the loop waits for its successor of the same number."""
     config, network = make_run(model, num_steps=5), load_model(model)
 
@@ -264,7 +264,7 @@ def test_a_step_that_comes_again_after_a_restore_is_pushed_and_checked(model: Pa
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_a_version_that_is_removed_while_it_is_pushed_is_passed_over(model: Path, tmp_path: Path) -> None:
+def test_a_version_removed_during_its_push_is_skipped(model: Path, tmp_path: Path) -> None:
     """The trainer publishes the next ones meanwhile, and keeps only those. A folder that is whole and still refused
     ends the run."""
     config = make_run(model, num_steps=5)

@@ -46,7 +46,7 @@ def test_quotas_of_any_size_follow_the_stages_too() -> None:
     assert (sized.max_units, sized.quotas(3)) == (3, {"last/agent": 3})
 
 
-def test_episodes_that_are_units_of_their_own_make_a_batch_of_whole_groups() -> None:
+def test_single_episode_units_make_a_batch_of_whole_groups() -> None:
     config = make_curriculum(3, [1.0, 2.0])
     assert next(batch_quotas(config, 4)) == {"first/agent": 4, "first/reasoning": 8}
     assert SizedQuotas(config, units_per_group=4).max_units == 12
@@ -56,7 +56,7 @@ DOMAINS = ("agent", "reasoning", "coding", "general")
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.lists(st.integers(1, 12), min_size=1, max_size=60))
-def test_every_batch_is_mixed_within_rounding_and_so_are_all_together(weights: list[int], sizes: list[int]) -> None:
+def test_every_batch_is_mixed_within_rounding_and_so_are_all(weights: list[int], sizes: list[int]) -> None:
     # A stage that outlasts the batches.
     config = make_curriculum(1000, [float(weight) for weight in weights])
     shares = [weight / sum(weights) for weight in weights]
@@ -80,7 +80,7 @@ def test_every_batch_is_mixed_within_rounding_and_so_are_all_together(weights: l
     st.integers(1, 3),
     st.lists(st.integers(1, 30), min_size=200, max_size=200),
 )
-def test_a_stage_is_trained_with_exactly_the_units_it_was_drawn_with(
+def test_a_stage_trains_exactly_the_units_drawn_for_it(
     weights: list[int], beyond: int, num_batches: int, units_per_group: int, sizes: list[int]
 ) -> None:
     config = make_curriculum(sum(weights) + beyond, [float(weight) for weight in weights], num_batches)

@@ -32,7 +32,7 @@ TIMEOUT_S, POLL_S = 150.0, 0.05
     ],
     ids=["terminated", "failed"],
 )
-def test_processes_that_end_are_started_again_and_the_run_completes(
+def test_ended_processes_are_restarted_and_the_run_completes(
     tmp_path: Path, signals: dict[str, signal.Signals]
 ) -> None:
     agent = {

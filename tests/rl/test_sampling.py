@@ -83,7 +83,7 @@ def test_completions_end_where_the_context_of_their_domain_does(model: Path, run
     assert max(sample.num_tokens for sample in samples) == CONTEXT
 
 
-def test_recorded_experts_are_those_of_the_engine_and_a_step_replays_them(model: Path, run_dir: Path) -> None:
+def test_recorded_experts_are_the_engines_and_are_replayed(model: Path, run_dir: Path) -> None:
     (step,) = read_metrics(run_dir / "metrics.jsonl")
     # The last token of a path is not run, nor what only a request for another group had computed.
     assert step.values["replayed_share"] > 0.5
@@ -149,7 +149,7 @@ def fill_untrainable(pool: Pool) -> None:
         pool.finish(lease, Outcome(reward=reward, step_rewards=(0.0,) * len(given)))
 
 
-def test_a_batch_of_which_nothing_can_be_trained_is_an_error_and_no_version(model: Path, tmp_path: Path) -> None:
+def test_a_batch_without_trainable_samples_is_an_error(model: Path, tmp_path: Path) -> None:
     config = make_config(model)
     with Pool(Layout(tmp_path).pool(config.pool), read_config(model).vocab_size) as pool:
         fill_untrainable(pool)

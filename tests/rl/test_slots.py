@@ -10,7 +10,7 @@ from m2forge.rl.attempts import Slots
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("total", "share"), [(1, 0.25), (3, 0.01), (8, 0.25), (8, 1.0)])
-def test_no_more_attempts_run_than_there_are_slots_and_both_kinds_go_on(total: int, share: float, seed: int) -> None:
+def test_attempts_never_exceed_the_slots_and_both_kinds_go_on(total: int, share: float, seed: int) -> None:
     rng, slots, num_trained = random.Random(seed), Slots(total, share), 0
     reserved = max(1, round(total * share))
     most = {"all": 0, "evaluating": 0}
@@ -77,7 +77,7 @@ def test_an_evaluation_that_is_cancelled_gives_its_slots_back() -> None:
     asyncio.run(scene())
 
 
-def test_training_that_begins_beside_an_evaluation_on_all_slots_waits_for_them() -> None:
+def test_training_waits_for_an_evaluation_on_all_slots() -> None:
     async def scene() -> None:
         slots, ends = Slots(4, 0.5), asyncio.Event()
 

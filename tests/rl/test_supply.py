@@ -113,7 +113,7 @@ def test_skipped_groups_change_neither_ratios_nor_stages(tmp_path: Path, unit: s
         assert abs(trained["early/reasoning"] - due) < config.units_per_group
 
 
-def test_batches_that_tokens_bound_end_a_stage_with_the_units_it_was_drawn_with(tmp_path: Path) -> None:
+def test_token_limited_batches_train_a_stage_with_its_own_units(tmp_path: Path) -> None:
     config = two_stages(batch_tokens=250, pool={"window": {"queue": 16, "window": 4}})
     batches = asyncio.run(Run(config, tmp_path, 0).train())
     assert len(batches) == NUM_STEPS
@@ -128,7 +128,7 @@ def test_batches_that_tokens_bound_end_a_stage_with_the_units_it_was_drawn_with(
         assert abs(trained["early/reasoning"] - due) <= 1
 
 
-def test_a_domain_without_any_signal_slows_training_down_and_never_stops_it(
+def test_a_domain_without_signal_slows_but_never_stops_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(FLAT, Domain.REASONING, 1.0)
@@ -165,7 +165,7 @@ def test_a_batch_that_finds_no_room_is_drawn_again(tmp_path: Path, monkeypatch: 
     run.pool.close()
 
 
-def test_replacements_are_drawn_again_when_the_trainer_drops_more_meanwhile(tmp_path: Path) -> None:
+def test_replacements_are_redrawn_when_the_trainer_drops_more(tmp_path: Path) -> None:
     """Another unit of the same group, which a restore had returned, becomes owed while the replacement is drawn."""
     config = two_stages(pool={"window": {"queue": 8, "unit": "episode"}})
     run = Run(config, tmp_path, 0)

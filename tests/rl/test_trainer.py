@@ -78,9 +78,7 @@ def test_it_learns_all_that_is_there_and_publishes_every_step(
 
 
 @pytest.mark.parametrize("router_bias", ["frozen", "balanced"])
-def test_router_biases_stay_as_they_are_unless_the_run_balances_them(
-    model: Path, tmp_path: Path, router_bias: str
-) -> None:
+def test_router_biases_stay_unless_the_run_balances_them(model: Path, tmp_path: Path, router_bias: str) -> None:
     machine = {"num_threads": 1}
     train = {"machine": machine} | ({"router_bias": router_bias} if router_bias == "balanced" else {})
     config = make_config(model, num_steps=1, train=train)
@@ -93,7 +91,7 @@ def test_router_biases_stay_as_they_are_unless_the_run_balances_them(
     assert all(torch.equal(before[name], after[name]) == (router_bias == "frozen") for name in biases)
 
 
-def test_a_run_is_trained_when_its_last_checkpoint_and_its_model_are_there(model: Path, tmp_path: Path) -> None:
+def test_a_run_is_trained_with_its_last_checkpoint_and_model(model: Path, tmp_path: Path) -> None:
     config, layout = make_config(model, num_steps=2), Layout(tmp_path)
     assert not is_trained(layout, config)
     with open_pool(config, tmp_path) as pool:
@@ -130,7 +128,7 @@ def test_a_step_holds_no_more_than_its_tokens(model: Path, tmp_path: Path) -> No
     assert all(step.values["tokens_computed"] <= 60 for step in found)
 
 
-def test_batches_of_so_many_tokens_enter_the_next_stage_when_one_is_used_up(model: Path, tmp_path: Path) -> None:
+def test_token_limited_batches_enter_the_next_stage_when_used_up(model: Path, tmp_path: Path) -> None:
     family = {"name": "chain", "difficulty": [1, 3]}
     domains = {"agent": {"ratio": 1.0, "context": 512, "families": [family]}}
     stages = [{"name": "early", "domains": domains, "num_batches": 1}, {"name": "late", "domains": domains}]
@@ -234,7 +232,7 @@ class Disk:
             (folder / self._log.name).write_bytes(self._synced)
 
 
-def test_a_loss_of_power_behind_a_checkpoint_loses_no_commit_of_its_steps(
+def test_power_loss_after_a_checkpoint_loses_no_commit(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(model, num_steps=4)

@@ -98,7 +98,7 @@ def test_deadlines_end_what_runs_and_what_waits() -> None:
     assert completions["stays", 0].finish_reason is FinishReason.LENGTH
 
 
-def test_higher_priorities_are_served_first_and_push_out_lower_ones() -> None:
+def test_higher_priorities_run_first_and_preempt_lower_ones() -> None:
     core = tiny(max_running=1)
     for id, priority in (("low", 0), ("middle", 1), ("high", 2)):
         core.add(id, Prompt(ids_of(1, 2), 3, GREEDY, priority=priority))
@@ -111,7 +111,7 @@ def test_higher_priorities_are_served_first_and_push_out_lower_ones() -> None:
 
 
 @pytest.mark.parametrize("speculation", [0, 3])
-def test_stop_texts_end_a_completion_with_the_token_that_completes_them(speculation: int) -> None:
+def test_stop_texts_end_a_completion_at_the_completing_token(speculation: int) -> None:
     plain = generate(tiny(speculation=speculation).model, [1, 2], max_new_tokens=8)
     text = "".join(f"<{token}>" for token in plain)
 
@@ -128,7 +128,7 @@ def test_stop_texts_end_a_completion_with_the_token_that_completes_them(speculat
         assert completion.finish_reason is (FinishReason.LENGTH if stop == "none" else FinishReason.STOP)
 
 
-def test_experts_are_those_of_a_fresh_forward_and_minus_one_where_cached() -> None:
+def test_experts_equal_a_fresh_forward_or_minus_1_where_cached() -> None:
     model = network(SMALL)
     config = RolloutConfig(block_tokens=4, num_blocks=6, max_running=4, step_tokens=5)
     core = Core(network(SMALL), config, version(0))
@@ -231,13 +231,13 @@ def test_a_crowd_is_served_and_nothing_stays_behind(speculation: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("speculation", [0, 2])
-def test_ten_thousand_prompts_are_served_and_nothing_stays_behind(speculation: int) -> None:
+def test_ten_thousand_prompts_leave_nothing_behind(speculation: int) -> None:
     crowd(10_000, speculation)
 
 
 @pytest.mark.parametrize("speculation", [0, 1, 3])
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
-def test_lower_precision_takes_a_token_that_is_as_good_as_the_likeliest(
+def test_lower_precision_takes_a_token_as_good_as_the_argmax(
     dtype: torch.dtype, slack: float, speculation: int
 ) -> None:
     """Products of another batch size round otherwise, so a token may differ where two are equally likely; bfloat16 has

@@ -22,7 +22,7 @@ def test_sampling_with_drafts_runs_as_one_in_every_precision(dtype: torch.dtype)
     assert len(finish(core)["a", 0].ids) == 10
 
 
-def test_modules_are_not_said_to_have_run_over_a_block_of_another_request() -> None:
+def test_modules_do_not_claim_prefill_of_another_requests_block() -> None:
     wide = TINY.model_copy(update={"num_mtp": 3, "max_context": 512})
     model, depth = network(wide), FixedDepth(0)
     make_sure(model)
@@ -42,7 +42,7 @@ def test_modules_are_not_said_to_have_run_over_a_block_of_another_request() -> N
                     assert k_PTGK[request.blocks[place // 16].index, place % 16].any(), (module, place, num)
 
 
-def test_nobody_is_pushed_out_for_one_who_cannot_enter_all_the_same() -> None:
+def test_no_request_is_preempted_for_one_that_cannot_run() -> None:
     core = Core(network(TINY), RolloutConfig(block_tokens=4, num_blocks=10, max_running=8, step_tokens=64), version(0))
     shared = [token % 5 for token in range(12)]
     core.add("warm", Prompt(ids_of(*shared), 2, GREEDY))
@@ -68,7 +68,7 @@ def test_a_high_priority_does_not_wait_until_a_low_one_is_read() -> None:
 
 
 @pytest.mark.parametrize("decodes_whole", [True, False])
-def test_a_step_in_which_modules_catch_up_is_told_apart_where_it_costs(decodes_whole: bool) -> None:
+def test_a_step_with_module_prefill_is_told_apart_where_it_costs(decodes_whole: bool) -> None:
     """What a chooser hears: catching up costs nothing in a step that reads, and of the others the one after steps
     without drafts is not like them. Where every step is run in parts, it never does."""
     moments, caught_up = list[Moment](), list[int]()
@@ -99,7 +99,7 @@ def test_a_step_in_which_modules_catch_up_is_told_apart_where_it_costs(decodes_w
     assert caught_up == ([5] if decodes_whole else [])
 
 
-def test_a_chooser_hears_how_many_will_run_while_prompts_are_read() -> None:
+def test_the_depth_chooser_gets_the_batch_size_during_prefill() -> None:
     """Two prompts are read in a step; of five in all four have seats."""
     heard: list[tuple[int, int]] = []
 
@@ -143,7 +143,7 @@ def test_a_chooser_hears_what_was_read_for_each_request() -> None:
 
 
 @pytest.mark.parametrize("decodes_whole", [True, False])
-def test_a_chooser_hears_what_modules_read_and_not_what_they_draft(decodes_whole: bool) -> None:
+def test_the_depth_chooser_gets_prefilled_not_drafted_tokens(decodes_whole: bool) -> None:
     """Three prompts are read in two steps. Steps that decode are no reading, and where nothing is drafted nobody knows
     what the time went by with: of a long prompt only the last part is told."""
     heard: list[tuple[int, int, int, float]] = []

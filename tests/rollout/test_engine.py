@@ -70,9 +70,7 @@ def test_the_thread_sleeps_while_there_is_nothing_to_do() -> None:
     asyncio.run(run())
 
 
-def test_steps_are_noted_as_work_of_the_device_and_pauses_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_recorded_as_device_work_and_pauses_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
 
     async def run() -> None:
@@ -112,9 +110,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, Panic])
-def test_a_failing_step_fails_everyone_who_waits_and_everyone_who_comes(
-    kind: type[BaseException], tmp_path: Path
-) -> None:
+def test_a_failing_step_fails_waiting_and_later_requests(kind: type[BaseException], tmp_path: Path) -> None:
     num_steps = 0
 
     def fail_at_5() -> None:

@@ -53,7 +53,7 @@ def test_weights_that_arrive_leave_every_token_exact(
     assert served.core.version.step == len(traffic.load_steps)
 
 
-def test_a_completion_keeps_its_cache_across_a_load_if_so_configured() -> None:
+def test_a_completion_keeps_its_cache_across_an_update_if_set() -> None:
     for stale_cache, num_recomputed in (("keep", 0), ("drop", 6)):
         core = tiny(stale_cache=stale_cache)
         core.add("a", Prompt(ids_of(1, 2, 3, 4, 5), 4, GREEDY))
@@ -81,7 +81,7 @@ def test_weights_that_come_back_find_their_cache_if_it_was_kept(stale_cache: Sta
     assert chunk.num_cached == num_cached
 
 
-def test_a_step_that_comes_again_with_other_weights_reuses_no_cache_of_the_lost_one() -> None:
+def test_a_repeated_step_with_other_weights_reuses_no_lost_cache() -> None:
     core, prompt = tiny(stale_cache="keep"), Prompt(ids_of(*range(10)), 3, GREEDY)
     for seed, branch in ((1, "lost"), (2, "again")):
         core.load(network(TINY, seed).state_dict(), PolicyVersion("run", 5, branch))
@@ -96,7 +96,7 @@ def test_a_step_that_comes_again_with_other_weights_reuses_no_cache_of_the_lost_
         assert completions["a", 0].ids == generate(network(TINY, seed), range(10), max_new_tokens=3)
 
 
-def test_loads_wait_for_what_is_in_flight_and_what_is_not_waits_for_them() -> None:
+def test_loads_wait_for_requests_in_flight_and_block_later_ones() -> None:
     core = tiny(on_weight_update="finish", max_running=1)
     core.add("a", Prompt(ids_of(1, 2), 3, GREEDY, num_samples=2))
     core.add("b", Prompt(ids_of(3), 2, GREEDY))
@@ -134,7 +134,7 @@ def test_weights_come_from_a_folder_too(tmp_path: Path) -> None:
     assert completion.versions == [5, 5, 5]
 
 
-def test_weights_of_another_network_are_refused_and_nothing_changes(tmp_path: Path) -> None:
+def test_weights_of_another_network_are_refused_unchanged(tmp_path: Path) -> None:
     core = tiny()
     save_model(network(TINY.model_copy(update={"norm_eps": 1e-5})), tmp_path / "model")
     with pytest.raises(CheckpointError, match="holds another network"):
@@ -150,7 +150,7 @@ def test_weights_of_another_network_are_refused_and_nothing_changes(tmp_path: Pa
 
 
 @pytest.mark.parametrize("stale_cache", ["drop", "keep"])
-def test_broken_weights_end_what_they_serve_and_do_no_lasting_harm(stale_cache: StaleCache) -> None:
+def test_broken_weights_end_their_requests_and_no_others(stale_cache: StaleCache) -> None:
     core = tiny(stale_cache=stale_cache, num_blocks=2)  # all of which they spoil
     core.load(
         {name: torch.full_like(tensor, torch.nan) for name, tensor in core.model.state_dict().items()}, version(1)

@@ -86,7 +86,7 @@ def test_copied_context_and_steps_without_a_model_carry_no_loss() -> None:
     assert trained == {"go": False, "copied": False, "on": False, "dispatched": False, "fresh": True}
 
 
-def test_results_that_name_no_call_answer_the_open_ones_or_come_from_the_user() -> None:
+def test_unmatched_results_answer_open_calls_or_are_the_users() -> None:
     data = document(
         user("go"),
         agent("a", **calls("c1", "c2"), **observed({"content": "to c1"}, {"content": "to c2"}, {"content": "more"})),
@@ -111,7 +111,7 @@ def test_ids_that_are_numbers_still_name_their_calls() -> None:
     assert not report.problems
 
 
-def test_parts_other_than_text_and_references_are_left_out_and_counted() -> None:
+def test_parts_other_than_text_are_left_out_and_counted() -> None:
     picture = {"type": "image", "source": {"media_type": "image/png", "path": "a.png"}}
     sound = {"type": "audio", "source": {"media_type": "audio/wav", "path": "a.wav"}}
     reference = [{"trajectory_id": "t2", "trajectory_path": "b.json"}]
@@ -172,7 +172,7 @@ def test_an_appended_context_is_a_message() -> None:
     assert [message.content for message in trajectory.messages] == ["go", "hint", "two"]
 
 
-def test_embedded_agents_are_trajectories_and_a_broken_one_loses_itself_only() -> None:
+def test_embedded_agents_are_trajectories_and_fail_alone() -> None:
     child = document(user("sub"), agent("done"), trajectory_id="t2")
     del child["schema_version"]
     broken = document(user("sub"), {"source": "robot", "message": ""}, trajectory_id="t3")
@@ -228,7 +228,7 @@ def test_broken_json_is_reported_with_its_line(tmp_path: Path) -> None:
     assert report.problems[Problem.BROKEN_JSON].places[0].startswith(f"{path}:3: ")
 
 
-def test_other_json_is_passed_over_in_folders_and_refused_by_name(tmp_path: Path) -> None:
+def test_other_json_is_skipped_in_folders_and_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text(json.dumps({"reward": 1}))
     report = Report()

@@ -29,7 +29,7 @@ def read(path: Path, **unpack: float) -> tuple[int, Report]:
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_an_archive_that_unpacks_to_too_much_is_read_to_the_bound(
+def test_an_archive_that_unpacks_to_too_much_stops_at_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
     monkeypatch.setattr("m2forge.unpack.MIN_BYTES", 1 << 20)
@@ -44,7 +44,7 @@ def test_an_archive_that_unpacks_to_too_much_is_read_to_the_bound(
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
-def test_a_line_that_is_too_long_is_left_out_and_the_next_is_read(tmp_path: Path, kind: str) -> None:
+def test_a_line_that_is_too_long_is_skipped_and_the_next_is_read(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"a.jsonl.{kind}"
     pack(path, LINE + b"x" * (40 << 20) + b"\n" + LINE)
     with within(megabytes=16):

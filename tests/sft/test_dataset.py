@@ -96,7 +96,7 @@ def test_long_trajectories_are_cut_or_dropped_and_said(tmp_path: Path, caplog: p
     assert dropped.report.count(Note.CUT) == 0
 
 
-def test_a_store_is_made_once_and_again_when_anything_it_depends_on_changes(tmp_path: Path) -> None:
+def test_a_store_is_rebuilt_when_anything_it_depends_on_changes(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [GOOD])
     folder = tmp_path / "store"
 
@@ -137,7 +137,7 @@ def test_a_store_of_another_tokenizer_is_made_again(tmp_path: Path) -> None:
     assert made[0] != made[1]
 
 
-def test_a_format_without_tools_serves_conversations_that_use_none(tmp_path: Path) -> None:
+def test_a_format_without_tools_serves_toolless_conversations(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [talk("hello", "HI"), GOOD])
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
@@ -159,7 +159,7 @@ def test_a_report_survives_the_disk(tmp_path: Path) -> None:
     assert Report.from_json(made.to_json()) == made == Store(tmp_path / "store").report
 
 
-def test_prompt_parts_are_dropped_by_epoch_and_each_prompt_is_encoded_once(tmp_path: Path) -> None:
+def test_prompt_parts_are_dropped_by_epoch_and_encoded_once(tmp_path: Path) -> None:
     prompt = "BASE\n\n## Rules\nRULES"
     path = write_lines(tmp_path / "a.jsonl", [talk("a", "b", prompt=prompt) for _ in range(200)])
     parts = (
@@ -183,7 +183,7 @@ def test_prompt_parts_are_dropped_by_epoch_and_each_prompt_is_encoded_once(tmp_p
     assert other.fingerprint != store.fingerprint
 
 
-def test_a_draw_that_is_too_long_shows_the_trajectory_with_a_prompt_that_fits(tmp_path: Path) -> None:
+def test_a_too_long_draw_uses_a_prompt_that_fits(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [talk("a", "b", prompt="x1" * 300) for _ in range(20)])
     parts = (PromptPart(kind="regex", match="(x1)+", rate=0.5),)
     config = configure(path, prompt_parts=parts, num_prompt_draws=8, context=200)

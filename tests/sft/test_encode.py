@@ -25,7 +25,7 @@ def last_trained(trajectory: Trajectory) -> int:
 
 
 @given(trajectories())
-def test_the_mask_is_exactly_what_the_assistant_samples_after_its_prompt(trajectory: Trajectory) -> None:
+def test_the_mask_is_exactly_what_the_assistant_samples(trajectory: Trajectory) -> None:
     end = last_trained(trajectory)
     encoded = encode(trajectory, chat_format(), PLENTY)
     if not end:
@@ -71,7 +71,7 @@ def test_thinking_content_calls_and_end_marker_are_trained() -> None:
 
 
 @given(trajectories(), st.integers(1, 400))
-def test_a_long_trajectory_keeps_the_longest_beginning_of_whole_turns(trajectory: Trajectory, context: int) -> None:
+def test_a_long_trajectory_keeps_its_longest_whole_turns(trajectory: Trajectory, context: int) -> None:
     end = last_trained(trajectory)
     ends = [
         index
@@ -93,7 +93,7 @@ def test_a_long_trajectory_keeps_the_longest_beginning_of_whole_turns(trajectory
     assert isinstance(dropped, Encoded) == (bool(ends) and fitting == ends)
 
 
-def test_a_format_that_drops_thinking_trains_what_follows_the_last_user() -> None:
+def test_a_format_that_drops_thinking_trains_the_last_turn() -> None:
     dropping = make_format("minimax_m2", chat_format().tokenizer, drop_thinking=True)
     roles = ("user", "assistant", "user", "assistant", "assistant")
     messages = tuple(
@@ -110,7 +110,7 @@ def test_a_format_that_drops_thinking_trains_what_follows_the_last_user() -> Non
         assert "SAID4" in text
 
 
-def test_messages_without_loss_are_told_apart_where_a_template_drops_thinking() -> None:
+def test_messages_without_loss_differ_where_thinking_is_dropped() -> None:
     specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
@@ -134,7 +134,7 @@ def test_messages_without_loss_are_told_apart_where_a_template_drops_thinking() 
     assert text == "<think>\nTHOUGHT\n</think>\n\nSAID5<|im_end|>"
 
 
-def test_messages_that_the_format_cannot_express_are_rejected_with_their_place() -> None:
+def test_inexpressible_messages_are_refused_with_their_index() -> None:
     messages = (Message("tool", "RESULT", tool_call_id="c1"), Message("assistant", "x"))
     with pytest.raises(Rejection, match=r"a\.jsonl:7") as caught:
         encode(Trajectory(messages, (), (True, True), "a.jsonl:7"), chat_format(), PLENTY)

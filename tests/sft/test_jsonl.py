@@ -63,7 +63,7 @@ def test_results_are_put_in_the_order_of_their_calls(tmp_path: Path) -> None:
     assert [message.content for message in trajectory.messages] == ["go", "", "c1", "c2", "c3"]
 
 
-def test_tools_may_be_json_text_and_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path: Path) -> None:
+def test_tools_may_be_json_text_and_blank_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     line = json.dumps({**GOOD, "tools": json.dumps(GOOD["tools"])})
     path.write_bytes(b"\xef\xbb\xbf" + f"{line}\n\n  \n{line}\n".encode())
@@ -108,7 +108,7 @@ BROKEN: list[tuple[object, Problem, str]] = [
 
 
 @pytest.mark.parametrize(("line", "problem", "what"), BROKEN)
-def test_a_broken_line_is_reported_with_its_place_and_the_rest_is_read(
+def test_a_broken_line_is_reported_with_its_number_and_skipped(
     tmp_path: Path, line: dict[str, Any] | str, problem: Problem, what: str
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", [GOOD, line, GOOD])
@@ -129,9 +129,7 @@ def test_bytes_that_are_no_text_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_compressed_file_gives_all_lines_and_a_truncated_one_those_before_its_end(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_a_truncated_archive_yields_the_lines_before_its_end(tmp_path: Path, suffix: str) -> None:
     item = {**GOOD, "noise": noise(2000)}
     lines = [json.dumps({**item, "number": number}) + "\n" for number in range(500)]
     plain = "".join(lines).encode()

@@ -58,7 +58,7 @@ lengths_of_documents = st.lists(st.integers(1, CONTEXT), min_size=1, max_size=15
 
 
 @given(lengths_of_documents, st.integers(CONTEXT, 40), st.integers(1, 3), st.integers(0, 99))
-def test_an_epoch_shows_every_trajectory_once_whole_and_with_its_targets(
+def test_an_epoch_shows_every_trajectory_once_with_its_targets(
     lengths: list[int], pack_tokens: int, num_draws: int, seed: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -49,7 +49,7 @@ def test_a_folder_gives_its_files_in_order(folder: Path, kind: SourceKind, sourc
     assert report.count(Note.NOT_ATIF) == (kind != "jsonl")
 
 
-def test_a_file_is_read_as_what_its_name_or_the_configuration_says(folder: Path) -> None:
+def test_a_file_is_read_as_its_name_or_the_configuration_says(folder: Path) -> None:
     path = folder / "trial" / "agent" / "trajectory.json"
     assert len(list(read_source(SourceConfig(path=str(path)), Report()))) == 1
     renamed = path.rename(path.with_name("trajectory.dat"))
@@ -112,7 +112,7 @@ def test_words_in_file_and_folder_names_say_the_split(tmp_path: Path, name: str,
                 names(tmp_path, split=word)
 
 
-def test_a_folder_of_jsonl_files_is_read_whole_unless_a_split_is_set(tmp_path: Path) -> None:
+def test_a_folder_of_jsonl_is_read_whole_unless_a_split_is_set(tmp_path: Path) -> None:
     for name in ("train.jsonl", "test.jsonl"):
         write_lines(tmp_path / name, [GOOD])
     assert names(tmp_path) == ["test.jsonl", "train.jsonl"]

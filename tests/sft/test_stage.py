@@ -149,9 +149,7 @@ def test_tokens_per_second_and_mfu_count_no_padding(
         assert step.values["mfu"] == pytest.approx(cost.training_flops(given) / 2e9)
 
 
-def test_a_hundred_steps_at_learning_rate_0_leave_every_weight_and_router_bias_as_it_was(
-    config: SFTConfig, tmp_path: Path
-) -> None:
+def test_a_hundred_steps_at_learning_rate_0_change_no_weight(config: SFTConfig, tmp_path: Path) -> None:
     train = config.train.model_copy(update={"checkpoint": CheckpointConfig(keep=0)})
     changes = {"lr": Curve(start=0.0), "num_epochs": 10, "pack_tokens": 512, "train": train}
     still = config.model_copy(update=changes)
@@ -162,7 +160,7 @@ def test_a_hundred_steps_at_learning_rate_0_leave_every_weight_and_router_bias_a
     assert [name for name, weight in before.items() if not torch.equal(weight, after[name])] == []
 
 
-def test_a_model_that_is_not_there_and_a_changed_configuration_are_refused(config: SFTConfig, runs: Path) -> None:
+def test_a_missing_model_and_a_changed_configuration_are_refused(config: SFTConfig, runs: Path) -> None:
     with pytest.raises(NotFoundError, match="model 'none' is no folder"):
         run_sft(config.model_copy(update={"model": "none"}), runs)
     with pytest.raises(ConfigError, match="was started with"):

@@ -53,7 +53,7 @@ def test_all_tools_and_shapes_of_conversation_occur(tmp_path: Path) -> None:
     assert all(item[-1].content and not item[-1].tool_calls for item in turns)
 
 
-def test_the_held_out_split_uses_values_that_training_never_shows() -> None:
+def test_the_held_out_split_uses_values_training_never_shows() -> None:
     values: dict[str, dict[str, set[str]]] = {split: defaultdict(set) for split in ("train", "held_out")}
     splits: tuple[Split, ...] = ("train", "held_out")
     for split in splits:
@@ -74,7 +74,7 @@ def test_it_is_the_same_every_time() -> None:
     assert list(generate(20, 3, "train")) != list(generate(20, 4, "train"))
 
 
-def test_trajectories_fit_a_small_context_and_are_short_where_the_tokenizer_knows_their_like(tmp_path: Path) -> None:
+def test_trajectories_fit_a_small_context_and_are_short(tmp_path: Path) -> None:
     trajectories = read(tmp_path, 200, "train")
     texts = [inspect.getsource(module) for module in (statistics, json.decoder, json.encoder)]
     strange = train_tokenizer(texts, vocab_size=1024, specials=MINIMAX_M2_SPECIALS)

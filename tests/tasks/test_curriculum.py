@@ -32,7 +32,7 @@ def test_the_documented_example_loads_and_survives_toml() -> None:
     assert [stage.name for stage in config.stages] == ["early", "late"]
 
 
-def test_every_batch_holds_its_stage_s_domains_and_stages_follow_each_other() -> None:
+def test_every_batch_holds_its_stages_domains_in_stage_order() -> None:
     curriculum = Curriculum(make())
     for _ in range(40):
         batch = draw_batch(curriculum)

@@ -26,7 +26,7 @@ def test_fine_tuning_reads_what_was_written(tmp_path: Path) -> None:
         assert family.verify(task, trajectory.messages[-1].content).perf == 1
 
 
-def test_they_are_the_same_every_time_and_others_for_another_seed() -> None:
+def test_they_repeat_exactly_and_differ_for_another_seed() -> None:
     tasks = [TaskSet(EMBEDDED[3], "train", seed).next(4, 4) for seed in range(10)]
     assert list(demonstrations(tasks, 1)) == list(demonstrations(tasks, 1))
     assert list(demonstrations(tasks, 1)) != list(demonstrations(tasks, 2))

@@ -69,7 +69,7 @@ def test_gathering_is_shown_one_by_one_and_all_at_once() -> None:
 
 
 @given(st.integers(0, 16), st.integers(0, 1000))
-def test_a_copy_is_out_of_date_at_as_many_links_as_the_task_is_difficult(difficulty: int, seed: int) -> None:
+def test_a_copy_is_stale_at_as_many_links_as_the_difficulty(difficulty: int, seed: int) -> None:
     task = Copies().draw(difficulty, seed)
     key, num_old = str(task.metadata["start"]), 0
     for _ in range(read_int(task, "num_links")):
@@ -92,7 +92,7 @@ def test_whoever_trusts_the_copy_fails_and_nobody_notices_before() -> None:
     assert num_solved < 15
 
 
-def test_demonstrations_take_the_copy_where_it_is_right_two_times_of_three() -> None:
+def test_demonstrations_use_a_correct_copy_two_times_of_three() -> None:
     counts: Counter[str] = Counter()
     for seed in range(300):
         task = Copies().draw(seed % 2, seed)

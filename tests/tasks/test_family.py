@@ -73,7 +73,7 @@ def test_a_demonstration_solves_its_task(family: Family, data: st.DataObject) ->
 
 @every_family
 @given(data=st.data())
-def test_demonstrated_calls_are_answered_as_the_tool_answers_them(family: Family, data: st.DataObject) -> None:
+def test_demonstrated_calls_have_the_tools_real_results(family: Family, data: st.DataObject) -> None:
     task = draw(family, data)
     messages = family.demonstrate(task, random.Random(data.draw(SEEDS)))
     calls = {call.id: call for message in messages for call in message.tool_calls}
@@ -204,7 +204,7 @@ def test_a_task_without_its_metadata_is_refused() -> None:
         Verdict(1.5)
 
 
-def test_instructions_are_few_tokens_and_conversations_fit_a_small_context() -> None:
+def test_instructions_are_few_tokens_and_fit_a_small_context() -> None:
     conversations = []
     for family in EMBEDDED:
         for seed in range(60):

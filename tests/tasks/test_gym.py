@@ -75,7 +75,7 @@ def test_unknown_datasets_are_refused_with_the_near_name() -> None:
         GymFamily("chain_sums")
 
 
-def test_every_dataset_whose_scorer_evaluates_the_answer_is_refused() -> None:
+def test_every_dataset_whose_scorer_evaluates_answers_is_refused() -> None:
     found = set()
     for name, (dataset, _) in factory.DATASETS.items():
         if "score_answer" in vars(dataset):

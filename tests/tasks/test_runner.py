@@ -73,7 +73,7 @@ def test_a_verifier_on_the_event_loop_would_be_seen(block: Callable[[], object])
 
 
 @pytest.mark.parametrize("answer", ["loop", "power", "sleep", "grow", "drip", "flood"])
-def test_a_verifier_over_a_limit_has_perf_0_and_the_worker_goes_on(tmp_path: Path, answer: str) -> None:
+def test_a_verifier_over_a_limit_has_perf_0_and_a_live_worker(tmp_path: Path, answer: str) -> None:
     async def scene(runner: TaskRunner) -> tuple[Verdict, float, Verdict, int]:
         await runner.verify(TASK, "fine")
         started_s = time.monotonic()
@@ -89,7 +89,7 @@ def test_a_verifier_over_a_limit_has_perf_0_and_the_worker_goes_on(tmp_path: Pat
 
 
 @pytest.mark.parametrize("answer", ["raise", "exit", "crash", "evidence", "forge"])
-def test_a_verifier_that_raises_twice_has_perf_0_and_its_traceback_is_kept(tmp_path: Path, answer: str) -> None:
+def test_a_verifier_that_raises_twice_has_perf_0_and_a_traceback(tmp_path: Path, answer: str) -> None:
     verdict = run(tmp_path, lambda runner: runner.verify(TASK, answer))
     assert (verdict.perf, verdict.reason) == (0.0, VerdictReason.VERIFIER_ERROR)
     expected = {
@@ -122,7 +122,7 @@ def test_a_verifier_that_waits_for_a_processor_is_given_the_time(tmp_path: Path)
     assert run(tmp_path, scene).perf == 1.0
 
 
-def test_a_verifier_that_gets_no_processor_is_retried_and_never_a_verdict(
+def test_a_verifier_without_cpu_is_retried_and_gives_no_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("m2forge.tasks.runner.MAX_LOST", 2)
@@ -164,7 +164,7 @@ def test_a_lost_worker_is_retried_and_never_a_verdict(tmp_path: Path, monkeypatc
     run(tmp_path, scene)
 
 
-def test_a_verifier_that_raises_at_more_than_a_twentieth_ends_the_run(tmp_path: Path) -> None:
+def test_a_verifier_that_raises_for_over_5_percent_ends_the_run(tmp_path: Path) -> None:
     async def scene(runner: TaskRunner) -> None:
         for _ in range(195):
             await runner.verify(TASK, "fine")
@@ -208,7 +208,7 @@ def test_what_a_runner_gives_is_what_the_family_gives(tmp_path: Path) -> None:
     run(tmp_path, scene)
 
 
-def test_a_batch_that_a_runner_draws_is_the_batch_of_the_curriculum(tmp_path: Path) -> None:
+def test_a_runner_draws_the_batch_of_the_curriculum(tmp_path: Path) -> None:
     config: CurriculumConfig = make()
 
     async def scene(runner: TaskRunner) -> None:
@@ -221,9 +221,7 @@ def test_a_batch_that_a_runner_draws_is_the_batch_of_the_curriculum(tmp_path: Pa
 
 
 @pytest.mark.parametrize("is_accepted", [False, True])
-def test_a_scorer_of_the_library_that_raises_is_a_verifier_error_unless_the_family_accepts_it(
-    tmp_path: Path, is_accepted: bool
-) -> None:
+def test_a_raising_library_scorer_is_a_verifier_error_by_default(tmp_path: Path, is_accepted: bool) -> None:
     name = "reasoning-gym:prime_factorization"
     family = {"name": name, "difficulty": [0, 0], **({"on_raise": "wrong"} if is_accepted else {})}
     domain = {"ratio": 1.0, "context": 512, "families": [family]}
@@ -241,7 +239,7 @@ def test_a_scorer_of_the_library_that_raises_is_a_verifier_error_unless_the_fami
     assert "ValueError" in str(verdict.evidence["error" if is_accepted else "traceback"])
 
 
-def test_only_families_of_the_library_accept_that_their_verifier_raises() -> None:
+def test_only_library_families_accept_a_raising_verifier() -> None:
     with pytest.raises(ValueError, match="is for families reasoning-gym"):
         FamilyConfig(name="chain", difficulty=(1, 2), on_raise="wrong")
 

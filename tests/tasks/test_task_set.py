@@ -47,7 +47,7 @@ def test_all_difficulties_asked_for_come_alike() -> None:
 
 
 @pytest.mark.parametrize("family", EMBEDDED, ids=lambda family: family.name)
-def test_every_family_has_two_hundred_held_out_tasks_over_its_easier_levels(family: Family) -> None:
+def test_every_family_has_two_hundred_easier_held_out_tasks(family: Family) -> None:
     held_out = distinct(TaskSet(family, "held_out", 0), 200, 1, 3)
     train = distinct(TaskSet(family, "train", 0), 2000, 1, 3)
     assert len({task.id for task in held_out}) == 200

@@ -122,7 +122,7 @@ def test_a_stop_text_ends_with_the_token_that_completes_it() -> None:
     assert chunks[-1].finish_reason == FinishReason.STOP
 
 
-def test_weights_that_change_on_the_way_change_the_tokens_after_them(tmp_path: Path) -> None:
+def test_weights_changed_midway_change_the_tokens_after_them(tmp_path: Path) -> None:
     async def run() -> tuple[list[float], list[float]]:
         engine = ScriptedEngine(64)
         plain = await complete(engine, make_prompt(seed=1))

@@ -178,7 +178,7 @@ def test_no_message_can_write_a_special_token(messages: list[Message]) -> None:
 
 
 @given(conversations(ASSISTANT))
-def test_dropping_thinking_extends_only_where_nothing_is_rewritten(messages: list[Message]) -> None:
+def test_dropping_thinking_extends_only_unrewritten_history(messages: list[Message]) -> None:
     whole = DROPPING.render(messages)
     for at in range(len(messages) + 1):
         history = DROPPING.render(messages[:at])

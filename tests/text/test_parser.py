@@ -116,7 +116,7 @@ def test_a_hermes_call_is_named_before_it_ends() -> None:
     assert parser.finish() == Completion("", "Sure.", (ToolCall("f", {"n": 1}),), (), True)
 
 
-def test_text_that_only_looked_like_a_marker_comes_out_at_the_end() -> None:
+def test_text_that_only_looked_like_a_marker_comes_out_last() -> None:
     parser = xml()
     assert parser.feed("</think>a <minimax:tool") == [ContentDelta("a ")]
     completion = parser.finish()

@@ -35,7 +35,7 @@ def test_blocks_on_lines_of_their_own_leave_no_space() -> None:
     assert rendered("  {% if true %}\na\n  {% endif %}\nb", "") == [("a\nb", False)]
 
 
-def test_markers_of_the_template_are_special_and_those_of_messages_are_not() -> None:
+def test_template_markers_are_special_and_message_texts_are_not() -> None:
     parts = rendered("<a>{{ messages[0].content }}<a>", "x<a>y")
     assert parts == [("<a>", True), ("x<a>y", False), ("<a>", True)]
 

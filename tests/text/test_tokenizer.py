@@ -65,7 +65,7 @@ def test_text_that_is_no_unicode_is_refused() -> None:
         train_tokenizer(["\udfff"], 300, [])
 
 
-def test_a_copy_for_another_process_keeps_special_tokens_out_of_text() -> None:
+def test_a_copy_for_another_process_escapes_special_tokens() -> None:
     for copied in (pickle.loads(pickle.dumps(m2_tokenizer())), copy.deepcopy(m2_tokenizer())):
         assert copied.encode("]~b]ai") == m2_tokenizer().encode("]~b]ai")
         assert copied.special_ids == m2_tokenizer().special_ids
@@ -152,7 +152,7 @@ def edit(path: Path, change: Callable[[Any], object]) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_added_tokens_that_are_not_called_special_are_kept_out_of_text_too(tmp_path: Path) -> None:
+def test_added_tokens_that_are_not_special_are_escaped_too(tmp_path: Path) -> None:
     m2_tokenizer().save(tmp_path)
     edit(
         tmp_path / "tokenizer.json", lambda content: [token.update(special=False) for token in content["added_tokens"]]

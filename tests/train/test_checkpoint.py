@@ -79,7 +79,7 @@ def test_a_run_without_evaluation_writes_no_best(tmp_path: Path) -> None:
     assert list(content["position"]) == ["phase", "step_in_phase", "step", "num_tokens", "source"]
 
 
-def test_what_a_killed_save_or_removal_left_is_no_checkpoint_and_goes(tmp_path: Path) -> None:
+def test_the_rest_of_a_killed_save_is_no_checkpoint(tmp_path: Path) -> None:
     store, engine = CheckpointStore(tmp_path, CheckpointConfig(keep=3)), make_engine()
     assert begun_phase(tmp_path) is None
     store.save(engine, Position(step=1, phase=2))

@@ -117,7 +117,7 @@ def test_the_best_checkpoint_is_whole_whenever_a_writer_dies(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_finished_model_is_whole_or_not_there_whenever_its_writer_dies(tmp_path: Path) -> None:
+def test_a_finished_model_is_complete_or_absent_after_a_kill(tmp_path: Path) -> None:
     def open_source(index: int, state: Mapping[str, JsonValue] | None) -> PackSource:
         raise AssertionError("no phase is left")
 
@@ -133,7 +133,7 @@ def test_a_finished_model_is_whole_or_not_there_whenever_its_writer_dies(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_what_is_left_of_a_removal_does_not_stand_for_a_checkpoint(tmp_path: Path) -> None:
+def test_the_rest_of_a_removal_is_no_checkpoint(tmp_path: Path) -> None:
     store, engine = make_store(tmp_path), trained(1)
     (tmp_path / "step-00000001" / "model").mkdir(parents=True)
     assert store.newest() is None

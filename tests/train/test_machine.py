@@ -27,7 +27,7 @@ def test_settings_end_with_the_run(device: str) -> None:
     assert settings() == before
 
 
-def test_a_run_on_cuda_does_not_inherit_what_a_run_on_cpu_asked_for() -> None:
+def test_a_run_on_cuda_does_not_inherit_cpu_settings() -> None:
     with (
         machine_settings(MachineConfig(), torch.device("cpu")),
         machine_settings(MachineConfig(), torch.device("cuda")),

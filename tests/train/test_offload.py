@@ -48,7 +48,7 @@ def tensors_of(state: AdamWState) -> list[torch.Tensor]:
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
     scale=st.sampled_from([1.0, 0.3, math.nan, math.inf]),
 )
-def test_a_step_from_host_memory_gives_the_bits_of_a_step_on_the_device(
+def test_a_step_from_host_memory_equals_one_on_the_device(
     device: str, seed: int, shapes: list[list[int]], chunk: int, dtype: torch.dtype, scale: float
 ) -> None:
     if device == "cuda":

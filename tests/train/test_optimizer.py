@@ -115,7 +115,7 @@ def test_every_gradient_is_in_one_bucket_of_its_precision(sizes: list[tuple[int,
         assert len(bucket) == 1 or sum(slot.exact.numel() for slot in bucket) <= limit
 
 
-def test_weights_that_are_added_get_slots_and_the_others_keep_theirs() -> None:
+def test_added_weights_get_slots_and_the_others_keep_theirs() -> None:
     model = small_model(num_mtp=1)
     optimizer = Optimizer(model, OptimizerConfig())
     draw_gradients(model, 0)

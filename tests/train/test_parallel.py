@@ -314,7 +314,7 @@ def test_a_bias_of_higher_precision_is_not_split(outcomes: Any) -> None:
         torch.testing.assert_close(ours["weights"][name], expected["weights"][name], rtol=0, atol=1e-3)
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(outcomes: Any) -> None:
+def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(outcomes: Any) -> None:
     for outcome in outcomes:
         norm, is_same = outcome["skip"]
         assert not math.isfinite(norm)

@@ -68,7 +68,7 @@ def test_a_step_over_trees_is_a_step_over_independent_rows(
     slack=st.integers(0, 6),
     seed=st.integers(0, 2**16),
 )
-def test_a_step_of_m2_tiny_with_two_modules_over_trees_is_a_step_over_independent_rows(
+def test_a_tree_step_of_m2_tiny_equals_independent_rows(
     trees: list[TokenTree], loss: str, mtp_loss: str, slack: int, seed: int
 ) -> None:
     longest = max(sample.num_tokens for tree in trees for sample in tree.samples)
@@ -83,7 +83,7 @@ def test_a_step_of_m2_tiny_with_two_modules_over_trees_is_a_step_over_independen
     assert_same_step(model, trees, config, "balanced")
 
 
-def test_drafts_that_train_alone_leave_the_policy_what_it_would_learn_without_them() -> None:
+def test_drafts_trained_alone_leave_the_policy_unchanged() -> None:
     def gradients(**changes: float | str) -> dict[str, torch.Tensor]:
         engine = TrainEngine(small_model(), CONFIG, policy=PolicyConfig.model_validate(changes))
         found = watch_gradients(engine)
@@ -200,7 +200,7 @@ def sampled(call: Call, sampling: Sampling) -> Call:
     return replace(call, sampling=sampling)
 
 
-def test_what_cannot_be_trained_is_refused_by_name_and_the_rest_trains() -> None:
+def test_untrainable_samples_are_refused_and_the_rest_trains() -> None:
     policy = PolicyConfig(pack_tokens=20, replay="recorded")
     engine, alone = (TrainEngine(small_model(), CONFIG, policy=policy) for _ in range(2))
     empty, mixed = TokenTree(VOCAB), mixed_tree()
@@ -220,7 +220,7 @@ def test_what_cannot_be_trained_is_refused_by_name_and_the_rest_trains() -> None
     assert mixed == mixed_tree()
 
 
-def test_truncated_sampling_may_be_allowed_and_imitation_takes_all() -> None:
+def test_truncated_sampling_may_be_allowed_and_sft_takes_all() -> None:
     tree = TokenTree(VOCAB)
     tree.add(sampled(make_call([1], [2, 3]), Sampling(top_k=4)), "truncated")
     tree.add(sampled(make_call([1], [2, 4]), Sampling(0.0)), "greedy")
@@ -240,7 +240,7 @@ def test_routing_recorded_of_another_network_is_refused() -> None:
 
 
 @pytest.mark.parametrize("bad", [[0, 4], [1, 1]])
-def test_routing_that_no_router_chooses_is_unknown_and_hurts_no_neighbour(bad: list[int]) -> None:
+def test_impossible_routing_is_unknown_and_hurts_no_neighbour(bad: list[int]) -> None:
     right, wrong = (np.tile(np.array(row), (4, 2, 1)) for row in ([0, 3], bad))
     prefix = np.tile(np.array([0, 3]), (2, 2, 1))
     policy = PolicyConfig(replay="recorded")

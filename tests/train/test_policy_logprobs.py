@@ -12,7 +12,7 @@ from tests.tree.draw import make_call
 
 
 @pytest.mark.parametrize("slack", [0, 3, 100])
-def test_they_are_those_of_independent_rows_however_trees_are_packed(slack: int) -> None:
+def test_they_equal_independent_rows_however_trees_are_packed(slack: int) -> None:
     calls = [([1, 2], [3, 4, 0]), ([1, 2, 3, 4, 0, 2], [1, 1]), ([1, 2], [3, 1]), ([4], []), ([1, 2], [3, 4, 0])]
     made = [make_call(prompt, response, seed) for seed, (prompt, response) in enumerate(calls)]
     trees = [make_tree(made), make_tree(made[::-1], "u")]

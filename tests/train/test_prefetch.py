@@ -29,7 +29,7 @@ class Counting:
         return {"num_packs": self.num_packs}
 
 
-def test_states_belong_to_the_packs_taken_not_to_those_made_ahead() -> None:
+def test_states_belong_to_consumed_packs_not_prefetched_ones() -> None:
     with Prefetch(Counting(), packs_per_step=3) as ahead:
         for step in range(1, 20):
             packs, state = ahead.take()

@@ -53,7 +53,7 @@ def test_phases_that_have_begun_may_not(tmp_path: Path, index: int) -> None:
         open_run(tmp_path, make_run(num_phases=1), 1)
 
 
-def test_the_machine_and_the_checkpoints_may_change_and_nothing_else(tmp_path: Path) -> None:
+def test_machine_and_checkpoint_settings_alone_may_change(tmp_path: Path) -> None:
     open_run(tmp_path, make_run(), None)
     open_run(tmp_path, make_run(train=TrainConfig.model_validate({"machine": {"num_threads": 3}})), 0)
     open_run(tmp_path, make_run(train=TrainConfig.model_validate({"checkpoint": {"keep": 5}})), 0)
@@ -184,7 +184,7 @@ def test_the_directory_is_its_owners_alone(tmp_path: Path, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
-def test_a_directory_that_is_open_to_others_is_closed_with_a_message(
+def test_a_directory_open_to_others_is_closed_with_a_message(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
 ) -> None:
     run_dir = tmp_path / "run"

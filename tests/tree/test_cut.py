@@ -67,7 +67,7 @@ def test_repeated_ancestors_are_within_a_tenth_of_brute_force(calls: list[Call],
 
 
 @given(call_sets(), st.data())
-def test_merging_keeps_the_budget_and_cuts_no_more_than_one_path_each(calls: list[Call], data: st.DataObject) -> None:
+def test_merging_keeps_the_budget_and_cuts_at_most_one_path_each(calls: list[Call], data: st.DataObject) -> None:
     """The way for trees of many leaves, here on small ones."""
     tree, budget = build(calls), draw_budget(data, calls)
     leaves = Leaves.of(flatten(tree))
@@ -84,13 +84,13 @@ def star(prompt: int, answers: list[int]) -> TokenTree:
     return tree
 
 
-def test_answers_to_one_prompt_fill_subtrees_whatever_their_order() -> None:
+def test_answers_to_one_prompt_fill_subtrees_in_any_order() -> None:
     # One answer of each length fills a budget exactly; in the order given none would be full.
     subtrees = cut_tree(star(50, [40, 40, 25, 25, 35, 35]), 150)
     assert [subtree.num_tokens for subtree in subtrees] == [150, 150]
 
 
-def test_many_answers_to_one_prompt_take_hardly_more_subtrees_than_they_must() -> None:
+def test_many_answers_to_one_prompt_take_few_extra_subtrees() -> None:
     answers = np.random.default_rng(0).integers(10, 60, 120)
     subtrees = cut_tree(star(50, answers.tolist()), 200)
     # Best fit, largest first, never takes more than 11/9 of the fewest bins and one.

@@ -42,7 +42,7 @@ def test_packs_hold_every_edge_and_every_count_once(sets: list[list[Call]], room
     assert counts == sum((naive_multiplicity(calls) for calls in sets), start=Counter())
 
 
-def test_small_trees_share_a_pack_and_say_whose_their_samples_are() -> None:
+def test_small_trees_share_a_pack_that_names_their_samples() -> None:
     trees = [build([make_call([1, 2], [3])]), build([make_call([1, 2], [3]), make_call([1, 2], [4])])]
     (flat,) = pack_trees(trees, 7)
     assert sorted(zip(flat.tree_S.tolist(), flat.sample_S.tolist(), strict=True)) == [(0, 0), (1, 0), (1, 1)]
@@ -50,7 +50,7 @@ def test_small_trees_share_a_pack_and_say_whose_their_samples_are() -> None:
     assert len(pack_trees(trees, 6)) == 2
 
 
-def test_routing_travels_into_packs_and_is_unknown_where_a_tree_has_none() -> None:
+def test_routing_travels_into_packs_and_is_unknown_where_absent() -> None:
     routed, plain = TokenTree(5), build([make_call([2], [3])])
     routed.add(make_call([1], [4]), "s0", experts=np.full((1, 2, 3), 7))
     (flat,) = pack_trees([routed, plain], 10)

@@ -37,7 +37,7 @@ def test_a_tree_holds_each_prefix_once_and_every_call(calls: list[Call]) -> None
 
 
 @given(call_sets(), st.randoms(use_true_random=False))
-def test_the_order_of_calls_changes_nothing_but_the_order_of_samples(calls: list[Call], random: Random) -> None:
+def test_the_order_of_calls_changes_only_the_order_of_samples(calls: list[Call], random: Random) -> None:
     order = list(range(len(calls)))
     random.shuffle(order)
     names = [f"s{index}" for index in order]
@@ -59,7 +59,7 @@ def test_a_tree_may_be_read_between_calls(calls: list[Call]) -> None:
         )
 
 
-def test_a_chain_of_calls_is_one_node_and_identical_calls_share_it() -> None:
+def test_a_chain_of_calls_is_one_node_shared_by_identical_calls() -> None:
     tree = build([make_call([1, 2], [3]), make_call([1, 2, 3, 0], [4]), make_call([1, 2, 3, 0], [4], seed=9)])
     flat = flatten(tree)
     assert flat.node_start_V.tolist() == [0]

@@ -73,7 +73,7 @@ def test_a_version_means_one_state_until_the_trainer_went_back(tmp_path: Path) -
     store.publish(model, 2)
 
 
-def test_a_step_that_is_published_again_after_going_back_is_another_version(tmp_path: Path) -> None:
+def test_a_step_republished_after_going_back_is_another_version(tmp_path: Path) -> None:
     lost, again, model = (
         WeightStore(tmp_path / "weights", "run"),
         WeightStore(tmp_path / "weights", "run"),

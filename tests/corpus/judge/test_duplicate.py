@@ -145,7 +145,7 @@ def test_a_forest_joins_as_sets_do(pairs: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.7, 0.8, 0.9])
-def test_bands_let_pairs_at_the_threshold_meet_and_strangers_do_not(threshold: float) -> None:
+def test_bands_match_pairs_at_the_threshold_and_no_strangers(threshold: float) -> None:
     num_bands = bands_for(threshold, NUM_PERM)
     num_rows = NUM_PERM // num_bands
 

@@ -128,7 +128,7 @@ def test_documents_on_one_topic_fall_into_one_group() -> None:
     assert likeness.min() > 0.5
 
 
-def test_the_classifier_learns_is_deterministic_and_survives_saving(tmp_path: Path) -> None:
+def test_the_classifier_learns_and_survives_saving(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     words = PROSE.split()
     good = [" ".join(rng.choice(words, 60)).encode() for _ in range(40)]

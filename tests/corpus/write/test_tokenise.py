@@ -57,9 +57,7 @@ def test_ordinary_texts_in_stretches_give_the_same_tokens(
 
 
 @pytest.mark.parametrize("sizes", [[4_000_000] * 4, [2000] * 8000])
-def test_a_tokenizer_learns_from_the_text_asked_for_however_long_documents_are(
-    tmp_path: Path, sizes: list[int]
-) -> None:
+def test_a_tokenizer_trains_on_the_configured_amount_of_text(tmp_path: Path, sizes: list[int]) -> None:
     with TableWriter(tmp_path) as table:
         table.append("hash", np.random.default_rng(0).integers(0, 1 << 63, len(sizes), np.uint64))
         table.append_stretches("text", "é".encode() * (sum(sizes) // 2), np.array(sizes))

@@ -66,7 +66,7 @@ def needles_of(sample: Sample) -> dict[tuple[int, ...], tuple[int, tuple[int, ..
 
 @pytest.mark.parametrize("name", TASKS)
 @given(seed=st.integers(0, 10_000), size=st.integers(620, 1500))
-def test_samples_have_the_length_asked_for_and_repeat_with_the_seed(name: str, seed: int, size: int) -> None:
+def test_samples_have_the_requested_length_and_repeat_by_seed(name: str, seed: int, size: int) -> None:
     sample = TASKS[name].sample(rng(seed), size, 0.5)
     assert len(sample.ids) == size == sample.size
     assert 0 <= sample.ids.min() <= sample.ids.max() < VOCAB
@@ -117,7 +117,7 @@ def test_every_query_is_answered_by_the_needle_of_its_key(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 10_000), num_chains=st.integers(1, 3), num_hops=st.integers(1, 4))
-def test_following_the_assignments_gives_the_variables_of_the_chain(seed: int, num_chains: int, num_hops: int) -> None:
+def test_following_the_assignments_gives_the_chains_variables(seed: int, num_chains: int, num_hops: int) -> None:
     sample = HopTask(TOKENS, RANDOM, num_chains, num_hops).sample(rng(seed), 200)
     set_, is_, end, ask = (ALPHABET.markers[each] for each in (Marker.SET, Marker.IS, Marker.END, Marker.ASK))
     row = sample.prompt_ids.tolist()
@@ -158,7 +158,7 @@ def test_the_examples_decide_the_answer(seed: int, num_shots: int) -> None:
 
 
 @given(seed=st.integers(0, 10_000), depth=st.floats(0, 1))
-def test_a_needle_of_text_stands_between_sentences_near_its_depth(seed: int, depth: float) -> None:
+def test_a_text_needle_is_between_sentences_near_its_depth(seed: int, depth: float) -> None:
     sample = NeedleTask(TEXT, NOISE).sample(rng(seed), 2000, depth)
     text = decode(sample.ids.tolist())
     (value,) = sample.references

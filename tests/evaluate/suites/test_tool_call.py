@@ -153,7 +153,7 @@ def test_a_file_without_a_usable_line_is_refused(tmp_path: Path) -> None:
         read_prompts(tmp_path / "none", parse_tool_prompt)
 
 
-def test_lines_that_the_format_cannot_express_are_told_and_the_rest_is_asked(tmp_path: Path, chat: ChatFormat) -> None:
+def test_inexpressible_lines_are_reported_and_skipped(tmp_path: Path, chat: ChatFormat) -> None:
     path = tmp_path / "prompts.jsonl"
     records: list[JsonValue] = [
         {"messages": [USER, {"role": "system", "content": "late"}], "tools": TOOLS},

@@ -43,7 +43,7 @@ def told(error: M2ForgeError) -> tuple[object, ...]:
     return type(error), str(error), status, error.field if isinstance(error, AskError) else None
 
 
-def test_a_body_is_large_by_its_bytes_or_by_the_signs_that_part_its_values() -> None:
+def test_a_body_is_large_by_its_bytes_or_its_json_values() -> None:
     rng = random.Random(3)
     for _ in range(200):
         size = rng.choice((10, body_module.SMALL_VALUES, 60_000, body_module.SMALL_BYTES, body_module.SMALL_BYTES + 1))
@@ -126,7 +126,7 @@ def test_encoding_ahead_changes_no_ids() -> None:
     assert tokenizer.encode_batch(texts) == plain
 
 
-def test_a_retry_waits_while_the_prompt_of_the_first_attempt_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retry_waits_while_the_first_prompt_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     with live(minimax()) as gateway:
         episode, key = gateway.episode()
         encode, is_encoding, goes_on = Tokenizer._encode, threading.Event(), threading.Event()
@@ -159,7 +159,7 @@ def test_a_retry_waits_while_the_prompt_of_the_first_attempt_is_encoded(monkeypa
         assert episode.num_calls == 1
 
 
-def test_more_items_than_a_request_may_have_are_refused_with_what_to_do() -> None:
+def test_too_many_items_are_refused_with_what_to_do() -> None:
     with live(minimax(), config=GatewayConfig(port=0, max_items=50)) as gateway:
         _, key = gateway.episode()
         user = {"role": "user", "content": "a"}
@@ -204,7 +204,7 @@ def test_others_are_served_while_a_key_sends_many_tiny_messages() -> None:
 # -- workers -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_dies_is_replaced_and_its_request_told_to_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_worker_is_replaced_and_its_request_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("M2FORGE_GATEWAY_ADMIN_KEY", "secret-key")
     setup, large = make_setup(minimax()), json.dumps(BODY | {"user": "x" * 300_000}).encode()
     assert is_large(large)

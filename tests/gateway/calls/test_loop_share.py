@@ -17,7 +17,7 @@ def work(seconds: float) -> float:
     return start_s
 
 
-def test_a_piece_that_no_other_request_waits_for_costs_no_pass_through_the_loop() -> None:
+def test_a_piece_without_waiting_requests_costs_no_loop_pass() -> None:
     async def run() -> None:
         share, passed = LoopShare(), []
         share.num_requests = 1
@@ -32,7 +32,7 @@ def test_a_piece_that_no_other_request_waits_for_costs_no_pass_through_the_loop(
 
 
 @pytest.mark.parametrize("num_requests", [1, 2])
-def test_long_pieces_pause_only_while_other_requests_are_in_flight(num_requests: int) -> None:
+def test_long_pieces_pause_only_while_other_requests_wait(num_requests: int) -> None:
     async def run() -> float:
         share = LoopShare()
         share.num_requests = num_requests
@@ -44,7 +44,7 @@ def test_long_pieces_pause_only_while_other_requests_are_in_flight(num_requests:
     assert (waited_s > 15 * FREE_S) == (num_requests > 1)
 
 
-def test_the_loop_runs_others_between_pieces_and_pieces_keep_their_order() -> None:
+def test_the_loop_serves_others_between_ordered_pieces() -> None:
     async def run() -> None:
         share, order = LoopShare(), []
 

@@ -27,7 +27,7 @@ def test_chunks_that_came_meanwhile_are_read_at_once() -> None:
     assert naps.after(3, WAITED_S) == MOST_GAP_S
 
 
-def test_an_engine_that_waits_for_its_reader_is_hardly_slowed_down() -> None:
+def test_an_engine_waiting_for_its_reader_is_hardly_slowed_down() -> None:
     naps = Naps(late_pace())
     slept_s = sum(naps.after(1, WAITED_S) for _ in range(200))
     assert 0 < slept_s <= (200 / AWAKE_CHUNKS + 1) * MOST_GAP_S

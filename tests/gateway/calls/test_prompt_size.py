@@ -27,9 +27,7 @@ LONG = "some words " * (20 * CONTEXT)
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
-def test_a_text_far_beyond_the_context_is_refused_before_it_is_made_tokens(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_far_beyond_the_context_is_refused_untokenized(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[threading.Thread] = set()
     encode = Tokenizer.encode
 
@@ -146,7 +144,7 @@ def test_a_closed_episode_counts_nothing() -> None:
 
 
 @pytest.mark.parametrize("format", [minimax(), minimax(drop_thinking=True), chatml(), chatml(drop_thinking=True)])
-def test_a_conversation_has_at_least_the_tokens_that_its_messages_count(format: ChatFormat) -> None:
+def test_a_conversation_has_the_tokens_its_messages_count(format: ChatFormat) -> None:
     rng = random.Random(3)
     overhead = measure_overhead(format)
     assert min(overhead["user"], overhead["assistant"]) >= 2
@@ -163,7 +161,7 @@ def test_a_conversation_has_at_least_the_tokens_that_its_messages_count(format: 
         assert 0 < least <= len(format.render(messages).ids)
 
 
-def test_more_messages_than_the_context_holds_are_refused_unrendered() -> None:
+def test_more_messages_than_the_context_are_refused_unrendered() -> None:
     format = Watched(minimax())
     with live(format) as gateway:
         episode, key = gateway.episode()
@@ -176,7 +174,7 @@ def test_more_messages_than_the_context_holds_are_refused_unrendered() -> None:
         assert not episode.history._beginnings
 
 
-def test_the_number_of_items_is_bounded_by_what_the_context_can_hold() -> None:
+def test_the_number_of_items_is_bounded_by_the_context() -> None:
     format = minimax()
     least = min(cost for cost in measure_overhead(format).values() if cost)
     for context in (100, 32_768, 1_000_000):

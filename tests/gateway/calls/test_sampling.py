@@ -45,7 +45,7 @@ def calls_of(gateway: Live, id: str) -> list[Call]:
 
 
 @pytest.mark.parametrize("path", WISHES)
-def test_the_sampling_of_the_episode_replaces_what_requests_ask_for(path: str) -> None:
+def test_the_episodes_sampling_replaces_what_requests_ask_for(path: str) -> None:
     with live(minimax()) as gateway:
         made = create(gateway, id="own", sampling={"temperature": 0.8}).json()
         assert post(gateway, made["key"], PATHS[path] | WISHES[path], path).status_code == 200
@@ -55,7 +55,7 @@ def test_the_sampling_of_the_episode_replaces_what_requests_ask_for(path: str) -
         assert (call.sampling, call.asked) == (DECIDED, ASKED[path])
 
 
-def test_a_gateway_without_a_decision_serves_requests_as_they_ask() -> None:
+def test_a_gateway_without_set_sampling_serves_requests_as_asked() -> None:
     path = "/v1/chat/completions"
     with live(minimax()) as gateway:
         made = create(gateway, id="own").json()
@@ -67,7 +67,7 @@ def test_a_gateway_without_a_decision_serves_requests_as_they_ask() -> None:
         assert (call.sampling, call.asked) == (ASKED[path].sampling, None)
 
 
-def test_nothing_is_noted_of_a_request_that_asks_for_what_is_decided() -> None:
+def test_a_request_that_asks_for_what_is_set_leaves_no_note() -> None:
     with live(minimax()) as gateway:
         made = create(gateway, id="own", sampling={}).json()
         assert post(gateway, made["key"], PATHS["/v1/chat/completions"] | {"temperature": 1}).status_code == 200

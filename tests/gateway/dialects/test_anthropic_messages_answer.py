@@ -103,9 +103,7 @@ def test_the_client_accumulates_a_stream_to_the_whole_answer(data: st.DataObject
 
 
 @given(st.data(), answers(), DISPLAYS)
-def test_what_a_client_sends_back_is_the_message_that_was_sampled(
-    data: st.DataObject, answer: Answer, display: str
-) -> None:
+def test_what_a_client_sends_back_is_the_sampled_message(data: st.DataObject, answer: Answer, display: str) -> None:
     pieces = data.draw(arrivals([answer]))
     with connected() as (client, wire):
         asks = serve(wire, answer, pieces)

@@ -129,7 +129,7 @@ def test_system_messages_in_a_row_are_one() -> None:
     )
 
 
-def test_system_messages_that_stand_together_are_joined_in_one_pass() -> None:
+def test_adjacent_system_messages_are_joined_in_one_pass() -> None:
     rng = random.Random(4)
     for _ in range(50):
         messages = [Message(rng.choice(["system", "system", "user"]), str(number)) for number in range(12)]
@@ -142,7 +142,7 @@ def test_system_messages_that_stand_together_are_joined_in_one_pass() -> None:
         assert join_systems(messages) == joined
 
 
-def test_as_many_system_messages_as_a_body_holds_are_joined_in_time() -> None:
+def test_the_most_system_messages_of_a_body_are_joined_in_time() -> None:
     messages = [Message("system", "Be brief.")] * 300_000
     started_s = time.process_time()
     (joined,) = join_systems(messages)

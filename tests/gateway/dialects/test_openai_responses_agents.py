@@ -62,7 +62,7 @@ async def run(*, is_streamed: bool) -> tuple[str, list[Ask]]:
         return str(result.final_output), asks
 
 
-def test_the_agents_sdk_calls_tools_and_sends_the_turn_back_whole() -> None:
+def test_the_agents_sdk_calls_tools_and_resends_the_turn() -> None:
     for is_streamed in (False, True):
         output, asks = asyncio.run(run(is_streamed=is_streamed))
         assert output == "The cat is on the roof."

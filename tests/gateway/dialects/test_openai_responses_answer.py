@@ -119,7 +119,7 @@ def test_the_client_accumulates_a_stream_to_the_whole_answer(
 
 
 @given(st.data(), answers(), settings)
-def test_what_a_client_sends_back_is_the_message_that_was_sampled(
+def test_what_a_client_sends_back_is_the_sampled_message(
     data: st.DataObject, answer: Answer, setting: dict[str, Any]
 ) -> None:
     pieces = data.draw(arrivals([answer]))

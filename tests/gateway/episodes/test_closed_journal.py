@@ -189,7 +189,7 @@ def test_a_start_opens_the_journals_of_open_episodes_alone(tmp_path: Path, monke
     assert (found.id, len(opened)) == ("e4321", 6)
 
 
-def test_what_runs_when_an_episode_is_closed_is_recorded_before_it_is_compacted(tmp_path: Path) -> None:
+def test_calls_in_flight_at_close_are_recorded_before_compaction(tmp_path: Path) -> None:
     format = minimax()
     episodes = Episodes(format, folder=tmp_path)
     episode, key = episodes.create(id="one")
@@ -205,9 +205,7 @@ def test_what_runs_when_an_episode_is_closed_is_recorded_before_it_is_compacted(
     assert record(again) == record(episode)
 
 
-def test_a_reward_that_comes_while_a_journal_is_compacted_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_posted_during_compaction_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     format = minimax()
     episodes = Episodes(format, folder=tmp_path)
     episode, key = episodes.create(id="one")

@@ -105,7 +105,7 @@ def test_an_episode_that_was_never_told_is_dropped_on_restart(tmp_path: Path) ->
 # -- retries ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_body_again_is_another_sample_unless_it_is_a_retry() -> None:
+def test_an_equal_body_is_a_new_sample_unless_it_is_a_retry() -> None:
     format = minimax()
     episode, _ = Episodes(format).create()
     first = answer(episode, format, [USER], "One")
@@ -121,14 +121,14 @@ def test_the_same_body_again_is_another_sample_unless_it_is_a_retry() -> None:
     assert episode.admit("other", attempt=2)[1] is False
 
 
-def test_a_token_names_one_request_whatever_else_has_the_same_body() -> None:
+def test_a_token_names_one_request_even_among_equal_bodies() -> None:
     episode, _ = Episodes(minimax()).create()
     named, _ = episode.admit("d", retry_token="k1")
     episode.admit("d", retry_token="k2")
     assert episode.admit("d", retry_token="k1", attempt=0) == (named, True)
 
 
-def test_a_retry_waits_for_the_call_in_flight_and_a_failed_one_is_asked_again() -> None:
+def test_a_retry_waits_for_the_call_in_flight_or_calls_again() -> None:
     format = minimax()
     episode, _ = Episodes(format).create()
     request, _ = episode.admit("d")
@@ -203,7 +203,7 @@ def test_a_call_that_cannot_be_written_is_not_recorded(tmp_path: Path) -> None:
     assert restored.tree == episode.tree
 
 
-def test_ids_that_no_tokenizer_made_are_refused_before_they_are_written(tmp_path: Path) -> None:
+def test_ids_of_no_tokenizer_are_refused_before_writing(tmp_path: Path) -> None:
     format = minimax()
     episode, _ = Episodes(format, folder=tmp_path).create()
     size = (tmp_path / f"{episode.id}.journal").stat().st_size
@@ -306,7 +306,7 @@ def drawn(format: ChatFormat, opening: Opening, step: int, rng: random.Random) -
     return samples
 
 
-def test_what_is_not_charged_is_recorded_and_leaves_the_budget_as_it_was(tmp_path: Path) -> None:
+def test_uncharged_calls_are_recorded_and_leave_the_budget(tmp_path: Path) -> None:
     format = minimax()
     episode, key = Episodes(format, folder=tmp_path).create(budget=Budget(max_calls=2, max_tokens=500))
     answer(episode, format, [USER], "Broken", digest="0", is_charged=False)
@@ -322,7 +322,7 @@ def test_what_is_not_charged_is_recorded_and_leaves_the_budget_as_it_was(tmp_pat
         restored.admit("3")
 
 
-def test_a_journal_grows_with_what_is_said_and_not_with_how_often_it_is_sent(tmp_path: Path) -> None:
+def test_a_journal_grows_with_content_not_with_resends(tmp_path: Path) -> None:
     format = minimax()
     episode, _ = Episodes(format, folder=tmp_path).create()
     path = tmp_path / f"{episode.id}.journal"
@@ -337,7 +337,7 @@ def test_a_journal_grows_with_what_is_said_and_not_with_how_often_it_is_sent(tmp
     assert grown[-1] < 1.1 * grown[2]
 
 
-def test_the_config_survives_toml_and_refuses_what_makes_no_sense() -> None:
+def test_the_config_survives_toml_and_refuses_nonsense() -> None:
     config = build(GatewayConfig, {"port": 0, "budget": {"max_calls": 5}}, ["sync=disk"])
     assert config.budget == Budget(max_calls=5)
     assert build(GatewayConfig, {"host": config.host}).host == "127.0.0.1"

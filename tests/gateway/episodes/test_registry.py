@@ -51,7 +51,7 @@ def test_closed_episodes_leave_memory_and_come_back_as_they_were(tmp_path: Path)
 
 
 @pytest.mark.parametrize("damage", ["header", "middle"])
-def test_a_damaged_journal_is_set_aside_and_costs_no_other_episode(
+def test_a_damaged_journal_is_set_aside_and_other_episodes_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     episodes = Episodes(minimax(), folder=tmp_path)
@@ -72,7 +72,7 @@ def test_a_damaged_journal_is_set_aside_and_costs_no_other_episode(
     assert fresh.id == "hurt"
 
 
-def test_a_closed_episode_whose_journal_is_damaged_since_is_lost_alone(tmp_path: Path) -> None:
+def test_a_closed_episode_with_a_damaged_journal_is_lost_alone(tmp_path: Path) -> None:
     episodes = Episodes(minimax(), folder=tmp_path, max_closed=0)
     hurt, key = episodes.create("task", id="hurt")
     hurt.close()
@@ -145,9 +145,7 @@ def test_the_turns_of_an_episode_that_is_let_go_are_free_at_once(tmp_path: Path)
         gc.enable()
 
 
-def test_a_journal_that_cannot_be_read_is_set_aside_and_the_others_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_journal_is_set_aside_and_others_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     episodes = Episodes(minimax(), folder=tmp_path)
     _, key = episodes.create("task", id="sound")
     (tmp_path / "folder.journal").mkdir()  # reading it is an error of the system, also for root
@@ -157,9 +155,7 @@ def test_a_journal_that_cannot_be_read_is_set_aside_and_the_others_go_on(
     assert "folder.journal.damaged" in caplog.text
 
 
-def test_a_closed_journal_that_cannot_be_moved_stays_and_can_be_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_closed_journal_that_cannot_be_moved_stays_readable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "closed").touch()  # no folder, so that nothing can be moved there
     episodes = Episodes(minimax(), folder=tmp_path)
     closed, key = episodes.create("task", id="over")

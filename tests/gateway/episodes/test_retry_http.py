@@ -168,7 +168,7 @@ def test_half_an_answer_is_nobodys_after_a_restart_either(tmp_path: Path) -> Non
     assert [request is not None for request in claimed] == [True]
 
 
-def test_a_conversation_goes_on_from_what_was_shown_before_the_hang_up() -> None:
+def test_a_conversation_continues_from_what_was_sent() -> None:
     format = minimax()
     says = [Message("assistant", "one two three four five six seven eight", "t"), Message("assistant", "ok", "t")]
     with live(format, says, delay_s=0.02) as gateway:

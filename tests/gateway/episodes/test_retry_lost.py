@@ -87,7 +87,7 @@ def test_what_a_retry_was_told_is_nobody_elses(is_streamed: bool) -> None:
         check_recorded(gateway, episode)
 
 
-def test_a_retry_of_one_of_two_equal_requests_is_not_told_the_others_sample() -> None:
+def test_a_retry_of_one_of_two_equal_requests_gets_its_sample() -> None:
     says = [Message("assistant", "One " * 20, "t"), Message("assistant", "Two " * 20, "t")]
     with live(minimax(), [*says, Message("assistant", "Three", "t")], delay_s=0.005) as gateway:
         episode, key = gateway.episode()
@@ -138,7 +138,7 @@ OPEN_END: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content
 """Says nothing about how long the answer may be."""
 
 
-def test_parallel_calls_wait_for_what_the_budget_has_promised_to_others() -> None:
+def test_parallel_calls_wait_for_budget_promised_to_others() -> None:
     with live(minimax(), [Message("assistant", "word " * 10, "t")] * 3, delay_s=0.005) as gateway:
         episode, key = gateway.episode(budget=Budget(max_tokens=4000))
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -164,7 +164,7 @@ def test_what_is_spent_is_refused_to_those_who_waited_too() -> None:
         assert "30 of 30 sampled tokens are spent" in told.json()["error"]["message"]
 
 
-def test_who_waits_may_leave_and_waits_no_longer_than_a_call_may_take() -> None:
+def test_a_waiting_client_may_leave_and_waits_a_calls_time() -> None:
     config = GatewayConfig(port=0, call_timeout_s=0.5)
     with live(minimax(), config=config, delay_s=0.02) as gateway:
         episode, key = gateway.episode(budget=Budget(max_tokens=4000))

@@ -28,7 +28,7 @@ def answer(
 
 
 @BOTH
-def test_the_work_for_an_edited_conversation_grows_with_its_length_alone(
+def test_work_for_an_edited_conversation_is_linear_in_its_length(
     format: ChatFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call rewrites the system's message, as agents with a clock do, and the model says the same each time."""
@@ -60,7 +60,7 @@ def test_the_work_for_an_edited_conversation_grows_with_its_length_alone(
 
 
 @BOTH
-def test_answers_that_read_the_same_keep_their_own_tokens_in_an_edited_conversation(format: ChatFormat) -> None:
+def test_equal_answers_keep_their_tokens_in_an_edited_history(format: ChatFormat) -> None:
     history, messages, sampled = History(format), [], []
     for number in range(6):
         messages.append(Message("user", "Go on."))

@@ -48,7 +48,7 @@ def openings(draw: st.DrawFn) -> list[Message]:
     texts=st.lists(hostile_text, min_size=5),
     data=st.data(),
 )
-def test_a_conversation_keeps_every_token_and_encodes_new_messages_alone(
+def test_a_conversation_keeps_tokens_and_encodes_new_messages(
     format: ChatFormat, beginning: list[Message], answers: list[Message], texts: list[str], data: st.DataObject
 ) -> None:
     rng = random.Random(data.draw(st.integers(0, 1000)))
@@ -77,7 +77,7 @@ def test_a_conversation_keeps_every_token_and_encodes_new_messages_alone(
 
 @BOTH
 @pytest.mark.parametrize("num_kept", [0, 3, 9, 20])
-def test_a_completion_that_was_cut_off_is_ended_by_the_stop_token_alone(format: ChatFormat, num_kept: int) -> None:
+def test_a_truncated_completion_is_ended_by_the_stop_token_alone(format: ChatFormat, num_kept: int) -> None:
     """Inside the thinking, the content or a call: what was sampled stays, and reads as what the client was sent."""
     history = History(format)
     dialogue = Dialogue(format, history, [USER], TOOLS)
@@ -110,7 +110,7 @@ def test_a_stop_text_is_sampled_but_not_sent(format: ChatFormat) -> None:
 
 
 @BOTH
-def test_a_conversation_that_the_format_cannot_express_is_refused_and_leaves_no_trace(format: ChatFormat) -> None:
+def test_an_inexpressible_conversation_leaves_no_trace(format: ChatFormat) -> None:
     history = History(format)
     dialogue = tool_loop(format, history, 2)
     bad = Message("assistant", "".join(MARKERS))
@@ -129,7 +129,7 @@ def test_a_conversation_that_the_format_cannot_express_is_refused_and_leaves_no_
 
 
 @BOTH
-def test_samples_of_one_prompt_are_told_apart_by_ids_then_thinking_then_age(format: ChatFormat) -> None:
+def test_samples_of_one_prompt_match_by_id_thinking_then_age(format: ChatFormat) -> None:
     history = History(format)
     rng = random.Random(1)
     opening = history.open([USER], TOOLS)
@@ -189,7 +189,7 @@ def test_a_sub_agent_shares_the_system_prompt_and_is_counted(format: ChatFormat)
 
 
 @BOTH
-def test_thinking_that_is_not_restored_branches_where_it_is_missing(format: ChatFormat) -> None:
+def test_thinking_that_is_not_restored_branches_where_missing(format: ChatFormat) -> None:
     history = History(format, restores_thinking=False)
     dialogue = tool_loop(format, history, 3)
     whole = dialogue.open()
@@ -203,7 +203,7 @@ def test_thinking_that_is_not_restored_branches_where_it_is_missing(format: Chat
 
 @BOTH
 @given(answers=st.lists(ANSWERS, min_size=1, max_size=4), data=st.data())
-def test_an_edit_branches_at_its_message_and_answers_behind_it_keep_their_tokens(
+def test_an_edit_branches_and_later_answers_keep_their_tokens(
     format: ChatFormat, answers: list[Message], data: st.DataObject
 ) -> None:
     rng = random.Random(data.draw(st.integers(0, 1000)))
@@ -268,7 +268,7 @@ def test_other_tools_are_another_beginning(format: ChatFormat) -> None:
 
 
 @BOTH
-def test_a_truncated_conversation_keeps_the_models_tokens_and_its_thinking(format: ChatFormat) -> None:
+def test_a_truncated_conversation_keeps_tokens_and_thinking(format: ChatFormat) -> None:
     history = History(format)
     dialogue = tool_loop(format, history, 5, drops_thinking=True)
     sent = [*dialogue.sent[:2], *dialogue.sent[-4:]]

@@ -30,7 +30,7 @@ BOTH = pytest.mark.parametrize("format", [minimax(), chatml()], ids=list(FORMATS
 
 
 @pytest.mark.parametrize("format", [minimax(drop_thinking=True), chatml(drop_thinking=True)], ids=list(FORMATS))
-def test_a_format_that_drops_old_thinking_branches_once_for_each_user(format: ChatFormat) -> None:
+def test_dropping_old_thinking_branches_once_per_user_message(format: ChatFormat) -> None:
     history = History(format)
     dialogue = tool_loop(format, history, 3)
     assert dialogue.open().divergence is None
@@ -46,7 +46,7 @@ def test_a_format_that_drops_old_thinking_branches_once_for_each_user(format: Ch
     assert following.ids[: opening.ids.size + ids.size].tolist() == opening.ids.tolist() + ids.tolist()
 
 
-def test_a_result_that_joins_others_after_they_were_sent_is_the_templates_fault() -> None:
+def test_a_result_joined_to_sent_ones_is_the_templates_fault() -> None:
     format = chatml()
     history = History(format)
     message = Message("assistant", "", "", (call(query="a"), call(query="b")))
@@ -110,7 +110,7 @@ def test_a_template_that_counts_messages_is_shown_them_all() -> None:
         dialogue.say(USER)
 
 
-def test_an_answer_that_the_format_could_not_write_back_is_continued_all_the_same() -> None:
+def test_an_answer_the_format_cannot_rewrite_is_still_continued() -> None:
     """A model may write what no message can be rendered to, such as a thinking tag at the head of the content."""
     format = chatml()
     history = History(format)
@@ -152,7 +152,7 @@ class Watched:
 
 
 @BOTH
-def test_what_a_format_is_given_does_not_grow_with_the_conversation(format: ChatFormat) -> None:
+def test_a_formats_input_does_not_grow_with_the_conversation(format: ChatFormat) -> None:
     watched = Watched(format)
     history = History(watched)
     sent = [SYSTEM, USER]

@@ -87,7 +87,7 @@ def test_a_refused_connection_whose_body_does_not_come_is_closed(drip: bytes, is
         gateway.wait_until(lambda: not gateway.server._server.server_state.connections)
 
 
-def test_a_refused_body_that_comes_whole_leaves_the_connection_open(parser: str) -> None:
+def test_a_refused_body_that_arrives_whole_keeps_the_connection(parser: str) -> None:
     with live(minimax(), config=GatewayConfig(port=0, linger_s=0.4)) as gateway, connected(gateway) as client:
         client.sendall(head("m2f-unknown", 100).replace(b"connection: close\r\n", b""))
         assert response(client).startswith(b"HTTP/1.1 401")
@@ -103,9 +103,7 @@ def test_a_refused_body_that_comes_whole_leaves_the_connection_open(parser: str)
         gateway.wait_until(lambda: ours.timeout_keep_alive_task is not None)
 
 
-def test_a_body_may_come_for_longer_than_an_idle_connection_is_kept(
-    parser: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_may_take_longer_than_an_idle_connection_lasts(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("m2forge.gateway.server.KEEP_ALIVE_S", 0.2)
     with live(minimax(), config=GatewayConfig(port=0, linger_s=5)) as gateway, connected(gateway) as client:
         client.sendall(head("m2f-unknown", 100).replace(b"connection: close\r\n", b""))
@@ -116,7 +114,7 @@ def test_a_body_may_come_for_longer_than_an_idle_connection_is_kept(
         assert seconds_until_closed(client) < 2, "an idle connection is kept only so long"
 
 
-def test_a_client_that_sends_all_before_it_reads_finds_the_final_refusal(parser: str) -> None:
+def test_a_client_that_sends_before_reading_sees_the_refusal(parser: str) -> None:
     config = GatewayConfig(port=0, max_body_bytes=1000)
     with live(minimax(), config=config) as gateway:
         _, key = gateway.episode()
@@ -142,7 +140,7 @@ def test_two_thousand_requests_sent_ahead_are_answered(offer: bytes, parser: str
         assert gateway.server._server.server_state.total_requests == 2001
 
 
-def test_connections_without_a_key_are_limited_and_the_loop_gets_through(parser: str) -> None:
+def test_keyless_connections_are_limited_and_the_loop_is_not(parser: str) -> None:
     config = GatewayConfig(port=0, max_keyless_connections=8)
     with live(minimax(), config=config) as gateway, ExitStack() as stack:
         _, key = gateway.episode()
@@ -250,7 +248,7 @@ def test_connections_are_as_many_as_the_process_may_open_files(
 
 
 @pytest.mark.parametrize("num_files", [208, 256, 1024, 2560, 4096, 10_000])
-def test_a_low_limit_of_open_files_lowers_the_connections_and_lets_the_gateway_start(
+def test_a_low_limit_of_open_files_lowers_the_connections(
     num_files: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (num_files, num_files))

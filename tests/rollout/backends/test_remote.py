@@ -141,7 +141,7 @@ def test_a_server_that_is_not_there_is_told() -> None:
     asyncio.run(run())
 
 
-def test_a_server_that_does_not_answer_any_more_is_left_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_is_abandoned_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer_never(request: Request) -> Response:
         await asyncio.sleep(60)
         return Response()

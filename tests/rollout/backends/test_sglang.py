@@ -137,7 +137,7 @@ def test_every_seed_is_one_the_server_takes(seed: int) -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_a_load_that_breaks_off_stops_requests_until_one_succeeds(tmp_path: Path) -> None:
+def test_a_load_that_breaks_off_stops_requests_until_a_success(tmp_path: Path) -> None:
     class Broken(FakeSGLang):
         is_broken = True
 

@@ -57,7 +57,7 @@ def test_ids_are_read_from_older_servers_too(tells_ids: bool) -> None:
 @pytest.mark.parametrize(
     "sampling", [Sampling(temperature=0.7), Sampling(top_p=0.9), Sampling(top_k=3), Sampling(presence_penalty=1)]
 )
-def test_what_was_drawn_from_is_told_by_a_server_in_processed_mode(sampling: Sampling) -> None:
+def test_a_server_in_processed_mode_reports_what_it_sampled_from(sampling: Sampling) -> None:
     fake = FakeVLLM(VOCAB_SIZE, CONTEXT, mode="processed")
 
     async def run() -> None:
@@ -78,7 +78,7 @@ def test_what_was_drawn_from_is_told_by_a_server_in_processed_mode(sampling: Sam
     asyncio.run(run())
 
 
-def test_every_parameter_is_sent_so_that_no_default_of_the_model_counts() -> None:
+def test_every_sampling_parameter_is_sent_explicitly() -> None:
     fake = FakeVLLM(VOCAB_SIZE, CONTEXT)
 
     async def run() -> None:
@@ -152,7 +152,7 @@ def test_a_server_outside_development_mode_cannot_reload(weights: Path) -> None:
         ("/reset_prefix_cache", Response('{"success": false}'), "keeps a cache of the old weights"),
     ],
 )
-def test_a_load_that_breaks_off_stops_requests_until_one_succeeds(
+def test_a_load_that_breaks_off_stops_requests_until_a_success(
     weights: Path, path: str, answer: Response, problem: str
 ) -> None:
     class Broken(FakeVLLM):
@@ -180,7 +180,7 @@ def test_a_load_that_breaks_off_stops_requests_until_one_succeeds(
     asyncio.run(run())
 
 
-def test_a_load_that_is_cancelled_while_the_server_pauses_lets_it_go_on(weights: Path) -> None:
+def test_a_cancelled_load_lets_the_paused_server_continue(weights: Path) -> None:
     class Slow(FakeVLLM):
         async def administer(self, request: Request) -> Response:
             response = await super().administer(request)

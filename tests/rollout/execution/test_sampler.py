@@ -27,7 +27,7 @@ rows_of = st.builds(Row, samplings, st.integers(0, 2**64 - 1), st.integers(0, 9)
 
 
 @given(rows=st.lists(rows_of, min_size=1, max_size=5), seed=st.integers(0, 2**20))
-def test_rows_of_any_kind_are_drawn_as_each_alone_by_the_plain_rules(rows: list[Row], seed: int) -> None:
+def test_rows_of_any_kind_are_sampled_as_each_alone(rows: list[Row], seed: int) -> None:
     logits = 2 * torch.randn((len(rows), VOCAB), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     before = logits.clone()
     drawn = draw(logits, rows)
@@ -67,7 +67,7 @@ def test_the_generator_gives_the_published_numbers() -> None:
         assert tuple(int(word[0]) for word in words) == answer
 
 
-def test_numbers_depend_on_seed_sample_and_place_and_fill_the_unit_interval() -> None:
+def test_random_numbers_depend_on_seed_sample_and_position() -> None:
     seeds, samples, places = zip(
         *((s, n, t) for s in (0, 1, 2**63) for n in range(20) for t in range(100)), strict=True
     )

@@ -114,7 +114,7 @@ def test_no_block_shares_more_first_tokens_than_the_tail(others: list[list[int]]
         assert list(match.tail.content[1][: match.num_tail]) == tokens[: match.num_tail]
 
 
-def test_the_longest_unused_goes_first_and_leaves_before_what_they_lie_behind() -> None:
+def test_least_recently_used_leaves_are_evicted_before_parents() -> None:
     pool = BlockPool(4, SIZE)
     old, young = [1, 1, 1, 2, 2, 2], [5, 5, 5, 6, 6, 6]
     for tokens in (old, young, old):  # the first is used again, so the second is the oldest

@@ -167,7 +167,7 @@ def test_foreign_hosts_origins_and_content_types_are_refused(headers: dict[str, 
     ask(check, ServerConfig(hosts=("sampler.example", "Ported.Example:8400", "fd00::7", "")))
 
 
-def test_on_every_address_the_host_may_be_any_address_but_no_foreign_name() -> None:
+def test_on_every_address_any_address_but_no_name_is_a_host() -> None:
     async def check(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
         for host, status in (("10.0.0.7:8400", 200), ("[fe80::1]", 200), ("evil.example", 421)):
             assert (await client.get("/health", headers={"Host": host})).status_code == status
@@ -214,7 +214,7 @@ def test_weights_that_cannot_be_read_do_not_end_the_engine() -> None:
     asyncio.run(run())
 
 
-def test_a_body_with_countless_mistakes_is_refused_as_fast_as_another() -> None:
+def test_a_body_with_many_mistakes_is_refused_quickly() -> None:
     for body in (b'{"max_tokens": 1, "ids": [%s]}' % b",".join([b"-1"] * 1_000_000), b"{%s}" % many_keys(20_000)):
         started_s = time.process_time()
         with pytest.raises(RequestError, match="the body cannot be used") as caught:

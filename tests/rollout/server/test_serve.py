@@ -40,9 +40,7 @@ def test_a_core_has_the_version_that_it_is_started_with(tmp_path: Path) -> None:
     assert core.version == PolicyVersion("run", 3, "ab")
 
 
-def test_stop_texts_are_refused_where_the_tokenizer_cannot_be_used_and_the_log_says_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stop_texts_without_a_usable_tokenizer_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_network(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     with caplog.at_level(logging.WARNING):
@@ -54,9 +52,7 @@ def test_stop_texts_are_refused_where_the_tokenizer_cannot_be_used_and_the_log_s
     assert len(finish(core)["b", 0].ids) == 1
 
 
-def test_a_server_whose_engine_fails_answers_its_clients_and_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_whose_engine_fails_answers_clients_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_network(tmp_path / "model")
     statuses: list[int] = []
 

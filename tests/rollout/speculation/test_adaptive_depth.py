@@ -51,7 +51,7 @@ def test_each_size_of_a_batch_has_its_own_depth() -> None:
     assert Counter(many)[0] > 0.9 * len(many)
 
 
-def test_what_is_read_for_a_batch_that_grows_is_read_at_the_depth_of_the_whole_batch() -> None:
+def test_prefill_for_a_growing_batch_uses_the_whole_batchs_depth() -> None:
     chooser = MeasuredDepth(3)
     for _ in range(3):
         run(chooser, 300, 2, lambda depth: 1 + 0.1 * depth, 0.8)
@@ -75,7 +75,7 @@ def test_text_that_changes_changes_the_depth() -> None:
     assert Counter(run(chooser, 12000, 1, seconds, 0.9)[9000:]).most_common(1)[0][0] == 3
 
 
-def test_three_drafts_are_tried_where_the_first_alone_does_not_pay() -> None:
+def test_three_drafts_are_tried_where_one_does_not_pay() -> None:
     """The first draft has a price of its own, the others come almost for nothing."""
 
     def seconds(depth: int) -> float:
@@ -153,7 +153,7 @@ def served(chooser: MeasuredDepth, num_read: int, reading_s: float, num_batches:
 
 
 @pytest.mark.parametrize(("reading_s", "best"), [(0.0, 3), (1e-3, 3), (4e-3, 1), (1e-2, 0)])
-def test_of_the_depths_that_pay_prompts_included_the_fastest_is_chosen(reading_s: float, best: int) -> None:
+def test_the_fastest_depth_that_pays_with_prompts_is_chosen(reading_s: float, best: int) -> None:
     steps_s = [(1 + 0.1 * depth) / sum(0.8**place for place in range(depth + 1)) / 16 for depth in range(4)]
     whole_s = [step_s + 256 / 64 * reading_s * depth for depth, step_s in enumerate(steps_s)]
     paying = [0, *(depth for depth in range(1, 4) if MARGIN * whole_s[depth] < whole_s[0])]
@@ -170,7 +170,7 @@ def test_drafts_are_made_again_where_no_more_prompts_are_read() -> None:
     assert depths[3] > 0.9 * depths.total()
 
 
-def test_a_size_at_which_nothing_was_read_is_judged_by_the_nearest() -> None:
+def test_a_size_without_measurements_uses_the_nearest() -> None:
     chooser = MeasuredDepth(3)
     served(chooser, 256, 1e-2)
     assert Counter(run(chooser, 1000, 100, lambda depth: 1 + 0.1 * depth, 0.8)).most_common(1)[0][0] == 0

@@ -10,7 +10,7 @@ NEAR_TIMES = (1.0, 1.25, 1.5, 1.75)
 """With drafts of which 0.7 are right, two are as good as three within a hundredth."""
 
 
-def test_where_catching_up_is_dear_depths_that_are_as_good_do_not_take_turns() -> None:
+def test_equal_depths_do_not_alternate_where_prefill_is_slow() -> None:
     cheap, dear = (run_dear(MeasuredDepth(3), NEAR_TIMES, price, [0.7] * 10) for price in (0.0, 30.0))
     assert dear[1] <= 8
     assert dear[1] < cheap[1] / 2
@@ -24,7 +24,7 @@ def test_a_deeper_depth_waits_for_a_step_that_reads() -> None:
     assert speed > 0.95 * max(rate(depth, NEAR_TIMES.__getitem__, 0.7) for depth in range(4))
 
 
-def test_a_depth_that_soon_makes_up_for_catching_up_waits_for_nothing() -> None:
+def test_a_depth_that_soon_repays_its_prefill_is_used_at_once() -> None:
     times = (1.0, 1.1, 1.2, 1.3)
     speed, num_dear = run_dear(MeasuredDepth(3), times, 30.0, [0.9] * 10)
     assert 1 <= num_dear <= 12
@@ -33,7 +33,7 @@ def test_a_depth_that_soon_makes_up_for_catching_up_waits_for_nothing() -> None:
 
 @pytest.mark.parametrize("num_parts", [4, 64])
 @pytest.mark.parametrize("module_s", [0.5, 1.0, 2.0, 3.0, 3.4, 3.8, 4.2, 5.0, 8.0])
-def test_wherever_drafts_begin_to_pay_little_is_lost_by_finding_out(module_s: float, num_parts: int) -> None:
+def test_finding_where_drafts_begin_to_pay_costs_little(module_s: float, num_parts: int) -> None:
     """Also where it is a near thing: steps are never much slower than without drafts, nor is the whole; and where it is
     not, drafts are made."""
     found = serve_batches(40, module_s, num_parts)[4:]
@@ -42,7 +42,7 @@ def test_wherever_drafts_begin_to_pay_little_is_lost_by_finding_out(module_s: fl
     assert np.mean([whole for _, whole in found]) < (0.93 if module_s < 3 else 1.025)
 
 
-def test_behind_a_trial_without_drafts_they_are_made_again_whatever_that_costs() -> None:
+def test_drafts_resume_after_a_trial_without_them_at_any_cost() -> None:
     """It was reckoned before the trial: nobody who samples on and on stays where a trial has left him."""
     chooser, times = MeasuredDepth(1), (1.0, 1.3)
     speed, num_dear = run_dear(chooser, times, 80.0, [0.8] * 50)
@@ -50,7 +50,7 @@ def test_behind_a_trial_without_drafts_they_are_made_again_whatever_that_costs()
     assert speed > 0.97 * rate(1, times.__getitem__, 0.8)
 
 
-def test_a_first_trial_waits_until_prompts_are_read_and_lasts_until_they_are() -> None:
+def test_a_first_trial_waits_for_prefill_and_lasts_as_long() -> None:
     """Where modules have more to catch up on than is left to sample."""
     chooser, far_behind = MeasuredDepth(3), [4 * 400] * 3
     for _ in range(50):
@@ -77,7 +77,7 @@ def test_what_modules_catch_up_on_in_several_steps_costs_several(is_catching_up:
     assert chooser.choose(Moment(4, num_behind=[num_behind] * 3, most_behind=100)) == (0 if is_catching_up else 3)
 
 
-def test_whatever_trials_cost_they_are_repeated_as_often_as_a_small_share_of_time_allows() -> None:
+def test_trials_repeat_as_often_as_a_small_share_of_time_allows() -> None:
     # Where modules that catch up take long,
     _, num_dear = run_dear(MeasuredDepth(3), NEAR_TIMES, 300.0, [0.7] * 100)
     assert 300.0 * (num_dear - 5) < 0.03 * 40_000 * NEAR_TIMES[2]
@@ -99,7 +99,7 @@ def test_what_trials_might_have_cost_is_not_saved_up() -> None:
 
 
 @pytest.mark.parametrize("num_sequences", [4, 20])
-def test_a_depth_gives_way_to_a_deeper_one_unless_modules_are_far_behind(num_sequences: int) -> None:
+def test_a_depth_yields_to_a_deeper_one_unless_modules_lag_far(num_sequences: int) -> None:
     """At a size that is known, and at one that does as another."""
     chooser = MeasuredDepth(3)
     run_dear(chooser, (1.0, 1.1, 1.2, 1.3), 1.0, [0.9])

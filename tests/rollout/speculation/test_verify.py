@@ -49,7 +49,7 @@ def test_every_token_is_what_the_plain_computation_draws(traffic: Traffic) -> No
 
 
 @given(traffics(samplings=(GREEDY,), max_depth=3))
-def test_greedy_completions_equal_the_plain_loop_and_drafts_the_whole_network(traffic: Traffic) -> None:
+def test_greedy_completions_equal_the_plain_loop_with_any_drafts(traffic: Traffic) -> None:
     """After prefix hits, copies of tails, preemption, and steps without drafts: the modules never miss a token."""
     served = serve(traffic)
     check_drafts(served)
@@ -150,7 +150,7 @@ def joint(model: Transformer, sampling: Sampling) -> dict[tuple[int, ...], float
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.6, top_p=0.95)])
-def test_three_tokens_in_a_row_have_the_distribution_of_the_policy(sampling: Sampling, depth: int) -> None:
+def test_three_tokens_in_a_row_have_the_policys_distribution(sampling: Sampling, depth: int) -> None:
     found, most = chi_square(sampling, depth)
     assert found < most
 
@@ -170,7 +170,7 @@ def residual_without_total(logp_BKV: Tensor, logq_BKV: Tensor) -> Tensor:
     return (logp_BKV.exp() - logq_BKV.exp()).clamp(min=0).log()
 
 
-def test_a_rejected_draft_that_is_replaced_from_the_wrong_distribution_is_found(
+def test_a_draft_replaced_from_a_wrong_distribution_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
