@@ -196,10 +196,10 @@ class FunctionTool:
             return f"error: {self.tool.name} was not called: {'; '.join(problems)}"
         values = {name: getattr(checked, name) for name in type(checked).model_fields}
         if inspect.iscoroutinefunction(self._function):
-            told = await self._function(**values)
+            output = await self._function(**values)
         else:
-            told = await _in_thread(functools.partial(self._function, **values))
-        return told if isinstance(told, str) else json.dumps(told, ensure_ascii=False, default=str)
+            output = await _in_thread(functools.partial(self._function, **values))
+        return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False, default=str)
 
 
 def function_tool(function: Callable[..., object]) -> FunctionTool:

@@ -286,5 +286,5 @@ def _totals(scanned: Tables, repeat: npt.NDArray[np.uint8]) -> tuple[Problems, d
 def _nothing_left(scanned: Tables, repeat: npt.NDArray[np.uint8]) -> str:
     problems, dropped = _totals(scanned, repeat)
     reasons = {**dropped, **{kind.value: count for kind, count in problems.counts.items()}}
-    told = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "the sources are empty"
-    return f"no training document is left: {told}; change quality, dedup, held_out or the sources"
+    summary = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "the sources are empty"
+    return f"no training document is left: {summary}; change quality, dedup, held_out or the sources"

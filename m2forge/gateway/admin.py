@@ -140,12 +140,12 @@ def _read(kind: type[ConfigT], fields: Fields, name: str) -> ConfigT | None:
 
 def _call(episode: Episode, fields: Fields) -> int | None:
     """Return the index of the rewarded call; None for the whole episode."""
-    told = fields.value("call")
-    if not isinstance(told, str):
+    call_name = fields.value("call")
+    if not isinstance(call_name, str):
         if fields.has("choice"):
             fields.refuse("choice", "is one of an answer's; give the id of that as call")
         return fields.integer("call", 0, MAX_INT32)
-    request = episode.requests.named(told)
+    request = episode.requests.named(call_name)
     if request is None:
         raise AskError("call: no answer of this episode has that id", "call")
     choice = fields.integer("choice", 0, request.num_samples - 1)

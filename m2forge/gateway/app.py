@@ -288,11 +288,11 @@ class GatewayApp:
     ) -> None:
         """Answer an admin's request with what `action` returns for the episode's id and the body."""
         sent = await self._read(incoming) if takes_body else b""
-        told = action(incoming.name, parse_body(sent, self._config.max_depth) if sent else {})
-        if isinstance(told, bytes):
-            await respond_bytes(incoming.send, status, told, [(b"content-type", b"application/octet-stream")])
+        result = action(incoming.name, parse_body(sent, self._config.max_depth) if sent else {})
+        if isinstance(result, bytes):
+            await respond_bytes(incoming.send, status, result, [(b"content-type", b"application/octet-stream")])
         else:
-            await respond(incoming.send, status, told)
+            await respond(incoming.send, status, result)
 
     async def _tell_health(self, incoming: Incoming) -> None:
         if self.calls.is_draining:

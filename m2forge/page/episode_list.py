@@ -9,7 +9,7 @@ from m2forge.pool.schema import episode_table, unit_table
 from m2forge.pool.stored import attempt_name
 from m2forge.records import JsonValue
 
-MAX_TOLD = 300
+MAX_INSTRUCTION = 300
 """Maximum characters of an instruction in a list."""
 
 
@@ -76,8 +76,8 @@ def _conditions(wanted: Filter) -> list[ColumnElement[bool]]:
         where.append(unit.task.icontains(_as_json(wanted.task), autoescape=True))
     if wanted.text:
         plain = [column.icontains(wanted.text, autoescape=True) for column in (episode.name, episode.failure)]
-        told = (unit.task, episode.artifacts, episode.reward)
-        where.append(or_(*plain, *(column.icontains(_as_json(wanted.text), autoescape=True) for column in told)))
+        searched = (unit.task, episode.artifacts, episode.reward)
+        where.append(or_(*plain, *(column.icontains(_as_json(wanted.text), autoescape=True) for column in searched)))
     return where
 
 
@@ -98,7 +98,7 @@ def summary(row: Row[tuple[object, ...]]) -> dict[str, JsonValue]:
         "domain": row.domain,
         "difficulty": row.difficulty,
         "family": str(task.get("metadata", {}).get("family", "")),
-        "instruction": str(task.get("instruction", ""))[:MAX_TOLD],
+        "instruction": str(task.get("instruction", ""))[:MAX_INSTRUCTION],
         "num_calls": row.num_calls,
         "num_tokens": row.num_tokens,
         "reward": row.reward_total,

@@ -242,7 +242,7 @@ class Run:
         model, group_size = config.get("model"), config.get("group_size")
         checks, num_unread = self.checks()
         state = self.state()
-        problems = [] if config else [f"{CONFIG_FILE} is missing or cannot be read; what the run was told is not known"]
+        problems = [] if config else [f"{CONFIG_FILE} is missing or cannot be read; the run's settings are unknown"]
         if num_unread:
             problems.append(f"checks.jsonl: {num_unread} lines are no checks and are left out")
         return {

@@ -466,17 +466,17 @@ class _Gathering(Generic[Item, T]):
             self._flushing = None
 
     async def _store_batch(self, batch: list[tuple[Item, asyncio.Future[T]]]) -> None:
-        told: Sequence[T | M2ForgeError]
+        results: Sequence[T | M2ForgeError]
         try:
-            told = await self._store([item for item, _ in batch])
+            results = await self._store([item for item, _ in batch])
         except M2ForgeError as error:
             # The database failed: nothing of the batch is stored.
-            told = [error] * len(batch)
+            results = [error] * len(batch)
         except BaseException:
             for _, future in batch:
                 future.cancel()
             raise
-        for (_, future), answer in zip(batch, told, strict=True):
+        for (_, future), answer in zip(batch, results, strict=True):
             if future.done():
                 continue
             if isinstance(answer, M2ForgeError):

@@ -212,17 +212,17 @@ def end(
     over = _end_all(connection, [endings[n] for n in order], now_s)
     if over is not None:
         return [ending.lease.unit in over for ending in endings]
-    told: list[bool | M2ForgeError] = [True] * len(endings)
+    results: list[bool | M2ForgeError] = [True] * len(endings)
     for n in order:
         savepoint = connection.begin_nested()
         try:
             _end_one(connection, config, endings[n], now_s)
         except M2ForgeError as error:
             savepoint.rollback()
-            told[n] = error
+            results[n] = error
         else:
             savepoint.commit()
-    return told
+    return results
 
 
 def _end_all(connection: Connection, endings: Sequence[Ending], now_s: float) -> set[int] | None:

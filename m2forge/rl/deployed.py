@@ -68,11 +68,11 @@ class Closed:
         return any(reward["call"] is None for reward in self.rewards)
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> "Closed":
+    def read(cls, state: Mapping[str, Any]) -> "Closed":
         """Parse the response of `GET /episodes/ID`."""
-        task = None if told["task"] is None else Task.read(told["task"])
-        failure = told["closed"]["failure"] or None
-        return cls(told["id"], told["created_s"], told["group"], task, failure, tuple(told["rewards"]))
+        task = None if state["task"] is None else Task.read(state["task"])
+        failure = state["closed"]["failure"] or None
+        return cls(state["id"], state["created_s"], state["group"], task, failure, tuple(state["rewards"]))
 
 
 class DeployedEpisodes:
@@ -119,10 +119,10 @@ class DeployedEpisodes:
         for id, mark in marks.items():
             if OWN_NAME.fullmatch(id) or self._marks.get(id) == mark:
                 continue
-            told = await self._gateway.show(id)
+            state = await self._gateway.show(id)
             # Calls still running may yet be recorded.
-            if told is not None and told["closed"] is not None and not told["num_running"]:
-                self._marks[id], self._closed[id] = mark, Closed.read(told)
+            if state is not None and state["closed"] is not None and not state["num_running"]:
+                self._marks[id], self._closed[id] = mark, Closed.read(state)
 
     def _whole_groups(self) -> list[list[Closed]]:
         """Groups with at least `group_size` rewarded episodes, each cut to the `group_size` opened first."""
@@ -180,10 +180,10 @@ class DeployedEpisodes:
         before_s = self._clock() - self._config.pool.deployed_s
         old = [found.id for found in self._closed.values() if found.created_s < before_s]
         if old:
-            told = (
+            message = (
                 "%d episodes of deployed agents are deleted untrained: their groups were not whole and rewarded within "
             )
-            _log.warning(f"{told}pool.deployed_s: %s", len(old), ", ".join(old[:8]))
+            _log.warning(f"{message}pool.deployed_s: %s", len(old), ", ".join(old[:8]))
             await self._forget(old)
 
     def _refuse(self, members: Sequence[Closed], reason: str) -> None:

@@ -86,9 +86,9 @@ def read_kept(folder: Path) -> list[Kept]:
 
 
 def _read(record: dict[str, Any]) -> Kept:
-    told = {name: record[name] for name in ("step", "perf", "answer", "failure", "vocab_size")}
+    fields = {name: record[name] for name in ("step", "perf", "answer", "failure", "vocab_size")}
     calls = tuple(base64.b64decode(call, validate=True) for call in record["calls"])
-    return Kept(task=read_task(json.dumps(record["task"])), calls=calls, **told)
+    return Kept(task=read_task(json.dumps(record["task"])), calls=calls, **fields)
 
 
 P = ParamSpec("P")

@@ -84,13 +84,13 @@ class GatewayAdmin:
         body["budget"] = budget.model_dump(exclude_none=True)
         if sampling is not None:
             body["sampling"] = sampling.model_dump()
-        told = await self._ask("POST", "/episodes", body, (CREATED,))
-        return Endpoint(self.url, json.loads(told)["key"])
+        response = await self._ask("POST", "/episodes", body, (CREATED,))
+        return Endpoint(self.url, json.loads(response)["key"])
 
     async def show(self, id: str) -> dict[str, Any] | None:
         """The response of `GET /episodes/ID`; None if there is no such episode."""
-        told: dict[str, Any] = json.loads(await self._ask("GET", f"/episodes/{id}", None, (OK, NOT_FOUND)))
-        return told if "id" in told else None
+        response: dict[str, Any] = json.loads(await self._ask("GET", f"/episodes/{id}", None, (OK, NOT_FOUND)))
+        return response if "id" in response else None
 
     async def num_failed(self, id: str) -> int:
         """Number of the episode's calls that failed in the engine or the gateway, or were aborted."""
@@ -155,7 +155,7 @@ class GatewayAdmin:
 
 def _reason(status: int, content: bytes) -> str:
     try:
-        told: Any = json.loads(content)
-        return str(told["error"]["message"])
+        response: Any = json.loads(content)
+        return str(response["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return f"status {status}"

@@ -254,10 +254,10 @@ class Trainer:
         figures["num_units"] = len(units)
         figures["num_flat"] = num_flat = sum(_is_flat(unit) for unit in units)
         if num_flat and self.config.pool.window.no_signal == "skip":
-            told = (
+            message = (
                 "%d of %d units of step %d teach nothing: pool.window.max_skips tasks before each had equal rewards too"
             )
-            _log.warning(told, num_flat, len(units), self.position.step)
+            _log.warning(message, num_flat, len(units), self.position.step)
         figures["lag"] = max((unit.lag for unit in units if unit.lag is not None), default=0)
         # Never below 0: the pool dates tokens of a lost version to the step where its branch left the lineage.
         oldest = [unit.oldest_step for unit in units if unit.oldest_step is not None]
@@ -277,12 +277,12 @@ def describe_untrained(units: Sequence[StoredUnit], problems: Sequence[Problem],
     reasons = [problem.reason.removeprefix(f"Sample {problem.name}: ") for problem in problems]
     kinds = {reason.partition(", received")[0]: reason for reason in reversed(reasons)}
     counts = Counter(reason.partition(", received")[0] for reason in reasons)
-    told = [f"{number} × {kinds[kind]}" for kind, number in counts.most_common()]
+    lines = [f"{number} × {kinds[kind]}" for kind, number in counts.most_common()]
     num_episodes = sum(len(unit.episodes) for unit in units)
     num_empty = sum(not episode.calls for unit in units for episode in unit.episodes)
     if num_empty:
-        told.append(f"{num_empty} of {num_episodes} episodes recorded no completion call")
-    why = "; ".join(told) or "every recorded completion is empty"
+        lines.append(f"{num_empty} of {num_episodes} episodes recorded no completion call")
+    why = "; ".join(lines) or "every recorded completion is empty"
     return (
         f"step {version.step + 1}: nothing in the batch of {num_episodes} episodes can be trained: {why}. Check what "
         "agents ask for, `agent.sampling`, `agent.budget` and the limits under `policy`, then start the run again"

@@ -311,13 +311,13 @@ class Workers:
 
     def _take(self, desk: _Desk, line: bytes) -> None:
         try:
-            told = parse_json(line.decode(), MAX_DEPTH)
+            message = parse_json(line.decode(), MAX_DEPTH)
         except (ValueError, MemoryError) as error:
             if line.lstrip()[:1] in (b"{", b"["):
                 self._note_dropped(desk, line, error)
             return
-        id = told.get("id") if isinstance(told, dict) else None
-        if not isinstance(told, dict) or not isinstance(id, str):
+        id = message.get("id") if isinstance(message, dict) else None
+        if not isinstance(message, dict) or not isinstance(id, str):
             return
         confirmed, future = desk.cancelled.pop(id, None), desk.jobs.get(id)
         if confirmed is not None:
@@ -327,13 +327,13 @@ class Workers:
         if future is None or future.done():
             return
         self._num_deaths = 0
-        answer = told.get("answer")
+        answer = message.get("answer")
         if isinstance(answer, str):
             future.set_result(answer)
         else:
-            kind = told.get("kind")
+            kind = message.get("kind")
             known = ErrorKind(kind) if isinstance(kind, str) and kind in list(ErrorKind) else None
-            future.set_exception(AgentError(f"the agent could not go on: {told.get('error')!r}", known))
+            future.set_exception(AgentError(f"the agent could not go on: {message.get('error')!r}", known))
 
     def _note_dropped(self, desk: _Desk, line: bytes, error: Exception) -> None:
         self._num_dropped += 1

@@ -140,7 +140,7 @@ class Keeper:
                 self._tell_to_end()
                 continue
             ready, _, _ = select.select([self._control, self._woken], [], [], min(left_s, PARENT_CHECK_S))
-            if self._control in ready or os.getppid() != self._parent or self._is_told():
+            if self._control in ready or os.getppid() != self._parent or self._has_command():
                 self.is_asked = True
                 return
             self._reap()
@@ -153,14 +153,14 @@ class Keeper:
             for process in descendants(os.getpid()):
                 _signal(process, signal.SIGKILL)
             select.select([self._woken], [], [], 0.01)
-            self._is_told()
+            self._has_command()
             self._reap()
 
     def _tell_to_end(self) -> None:
         for process in descendants(os.getpid()):
             _signal(process, signal.SIGTERM)
 
-    def _is_told(self) -> bool:
+    def _has_command(self) -> bool:
         """Whether this process received a termination signal."""
         try:
             numbers = os.read(self._woken, 4096)

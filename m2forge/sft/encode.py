@@ -100,7 +100,7 @@ def _mask(trajectory: Trajectory, rendered: Rendered, end: int) -> BoolArray:
     if len(spans) > len(flags):
         raise FormatError(
             f"{len(flags)} assistant messages are rendered as {len(spans)} stretches of sampled tokens, so those "
-            "without loss cannot be told from the others; train all messages or use another chat format"
+            "without loss cannot be distinguished from the others; train all messages or use another chat format"
         )
     # A format that drops thinking has no sampled tokens in the first messages, up to the last one it rewrote.
     for (start, stop), trained in zip(spans, flags[len(flags) - len(spans) :], strict=True):

@@ -141,8 +141,8 @@ def _reply(request: Fields) -> bytes:
 
 def _encode(outcome: RequestOutcome, value: JsonValue, text: str = "") -> bytes:
     memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    told = {"outcome": outcome, "value": value, "text": text, "memory_bytes": memory_bytes}
-    return json.dumps(told, allow_nan=False).encode() + b"\n"
+    reply = {"outcome": outcome, "value": value, "text": text, "memory_bytes": memory_bytes}
+    return json.dumps(reply, allow_nan=False).encode() + b"\n"
 
 
 def _trace(error: BaseException) -> str:
@@ -207,21 +207,21 @@ class Executor:
         if not (is_over or is_starved or is_flood):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         status, usage = self.kill()
-        told: dict[str, JsonValue] = {"memory_bytes": usage.ru_maxrss << 10, "value": None, "text": ""}
+        reply: dict[str, JsonValue] = {"memory_bytes": usage.ru_maxrss << 10, "value": None, "text": ""}
         if is_flood:
             text = f"a reply of over {MAX_REPLY_BYTES} bytes"
-            return told | {"outcome": RequestOutcome.LIMIT, "text": text, "was_busy": True}
+            return reply | {"outcome": RequestOutcome.LIMIT, "text": text, "was_busy": True}
         if is_over:
             text = f"no result after {use.own_s:.1f} s"
             was_busy = use.cpu_s >= BUSY_SHARE * use.own_s
-            return told | {"outcome": RequestOutcome.LIMIT, "text": text, "was_busy": was_busy}
+            return reply | {"outcome": RequestOutcome.LIMIT, "text": text, "was_busy": was_busy}
         if is_starved:
             text = f"starved: {use.own_s:.1f} s of its own in {use.passed_s:.1f} s, {MAX_WAIT} times its limit"
-            return told | {"outcome": RequestOutcome.INFRA, "text": text}
+            return reply | {"outcome": RequestOutcome.INFRA, "text": text}
         code = os.waitstatus_to_exitcode(status)
         if code == -signal.SIGKILL:
-            return told | {"outcome": RequestOutcome.INFRA, "text": "the executor was killed"}
-        return told | {
+            return reply | {"outcome": RequestOutcome.INFRA, "text": "the executor was killed"}
+        return reply | {
             "outcome": RequestOutcome.RAISED,
             "value": f"the process of the family's code ended with status {code}",
         }

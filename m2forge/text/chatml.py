@@ -74,14 +74,16 @@ class Guard:
         breaker = next((sign for sign in _BREAKERS if sign not in used), None)
         if breaker is None:
             raise FormatError(
-                "the messages use every private character of Unicode, so markers cannot be told from text"
+                "the messages use every private character of Unicode, so markers cannot be distinguished from text"
             )
         self.breaker = breaker
         self._markers = markers
 
     def text(self, text: str) -> str:
         if any(len(found.group()) == 1 for found in self._markers.finditer(text)):
-            raise FormatError("a message holds a special token of one character, which cannot be told from its text")
+            raise FormatError(
+                "a message holds a special token of one character, which cannot be distinguished from its text"
+            )
         # Breaking a marker may expose one that overlapped it.
         while self._markers.search(text):
             text = self._markers.sub(lambda found: found.group()[0] + self.breaker + found.group()[1:], text)

@@ -48,11 +48,11 @@ class Problems:
     def add(self, kind: ProblemKind, place: str, detail: str) -> None:
         """`place` is FILE or FILE:LINE."""
         # File names may be bytes that are not valid UTF-8.
-        told = f"{place}: {detail}".encode(errors="backslashreplace").decode()
+        message = f"{place}: {detail}".encode(errors="backslashreplace").decode()
         if self._strict:
-            raise DataError(f"{told}; mend or remove it, or set strict = false to leave such input out")
+            raise DataError(f"{message}; mend or remove it, or set strict = false to leave such input out")
         self.counts[kind] += 1
-        self._keep(kind, [told])
+        self._keep(kind, [message])
 
     def merge(self, other: "Problems") -> None:
         self.counts.update(other.counts)

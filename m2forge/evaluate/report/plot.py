@@ -52,10 +52,10 @@ def heat_map(
         x, y = left + column * cell_w, top + row * cell_h
         red, green, blue = _colour(share)
         ink = "#111" if 0.3 * red + 0.59 * green + 0.11 * blue > 140 else "#fff"
-        told = escape(f"{rows[row]}, {columns[column]}: {share:.1%}")
+        tooltip = escape(f"{rows[row]}, {columns[column]}: {share:.1%}")
         parts.append(
             f'<rect class="cell" x="{x + 1}" y="{y + 1}" width="{cell_w - 2}" height="{cell_h - 2}" rx="3" '
-            f'fill="rgb({red},{green},{blue})"><title>{told}</title></rect>'
+            f'fill="rgb({red},{green},{blue})"><title>{tooltip}</title></rect>'
         )
         place = f'x="{x + cell_w / 2}" y="{y + cell_h / 2 + 5}" text-anchor="middle"'
         parts.append(f'<text {place} style="fill:{ink}">{share * 100:.0f}</text>')

@@ -15,7 +15,7 @@ from m2forge.text.json_schema import argument_violations
 from m2forge.text.message import Message, Tool, ToolCall, message_from_openai, tool_from_openai
 from m2forge.text.parser import Completion, ProblemKind
 
-_TOLD_BY_PARSER = (ProblemKind.UNKNOWN_TOOL, ProblemKind.BAD_ARGUMENT)
+_PARSER_PROBLEMS = (ProblemKind.UNKNOWN_TOOL, ProblemKind.BAD_ARGUMENT)
 """Problems for which the parser's message is enough. It checks the arguments, but not values nested in them."""
 
 
@@ -60,7 +60,7 @@ def judge(completion: Completion, tools: Sequence[Tool], reference: Sequence[Too
         reasons.append("no tool call")
     if not completion.closed:
         reasons.append("the completion does not end")
-    if not any(problem.kind in _TOLD_BY_PARSER for problem in completion.problems):
+    if not any(problem.kind in _PARSER_PROBLEMS for problem in completion.problems):
         reasons += _call_violations(completion.tool_calls, tools)
     made = [(call.name, call.arguments) for call in completion.tool_calls]
     return Verdict(tuple(reasons), made == [(call.name, call.arguments) for call in reference])

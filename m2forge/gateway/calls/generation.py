@@ -317,10 +317,10 @@ class Generation:
 
     def _break_off(self, failure: M2ForgeError) -> None:
         """Record what was sampled; send it if the request timed out, else send the failure."""
-        is_told = self.abort_reason is Abort.TIMED_OUT
+        is_delivered = self.abort_reason is Abort.TIMED_OUT
         self._read()
         stays = self.plan.stream is not None or self.abort_reason is Abort.HUNG_UP
-        if not is_told and not (stays and self.num_sampled):
+        if not is_delivered and not (stays and self.num_sampled):
             self._fail(failure)
             return
         if not self.is_begun:
@@ -329,9 +329,9 @@ class Generation:
             if reader.answer is None:
                 reader.finished_s = self._clock()
                 events = reader.finish(FinishReason.ABORT)
-                if is_told and self.plan.stream is not None:
+                if is_delivered and self.plan.stream is not None:
                     self._outbox.append(self.plan.stream.piece(sample, events, ()))
-        self._commit(None if is_told else failure)
+        self._commit(None if is_delivered else failure)
 
     def _commit(self, failure: M2ForgeError | None = None) -> None:
         """Record the response; its end, or the failure, may be sent after that."""
@@ -353,7 +353,7 @@ class Generation:
                 *(self.request, plan.opening, samples),
                 id=plan.id,
                 reply=write_reply(reply),
-                is_told=failure is None,
+                is_delivered=failure is None,
                 is_charged=failure is None or self.abort_reason is Abort.HUNG_UP,
             )
         except RecordError as error:

@@ -99,7 +99,7 @@ class SampleReader:
         self._logprobs: list[FloatArray] = []
         self._versions: list[IntArray] = []
         self._experts: list[ExpertArray] = []
-        self._told_logprobs: list[TokenLogprob] = []
+        self._sent_logprobs: list[TokenLogprob] = []
         self._call_ids: list[str] = []
         self.finish_reason: FinishReason | None = None
         self.finished_s = 0.0
@@ -122,7 +122,7 @@ class SampleReader:
         if self._has_logprobs:
             drawn = zip(ids, (number for chunk in chunks for number in chunk.logprobs.tolist()), strict=True)
             logprobs = [TokenLogprob(text_of(self._tokenizer, id), logprob, id) for id, logprob in drawn]
-            self._told_logprobs += logprobs
+            self._sent_logprobs += logprobs
         if self._is_raw and ids and ids[-1] in self._stop_ids:
             ids.pop()
         data = text_of(self._tokenizer, *ids)
@@ -140,7 +140,7 @@ class SampleReader:
         stop_text = None if self._cutter is None else self._cutter.found
         self.finish_reason = finish_reason
         ending = _ending(finish_reason, has_calls=bool(calls), stop_text=stop_text)
-        self.answer = Answer(completion, ending, stop_text, tuple(self._told_logprobs))
+        self.answer = Answer(completion, ending, stop_text, tuple(self._sent_logprobs))
         return events
 
     def call(self, prompt_ids: IntArray, sampling: Sampling, asked: Asked | None, started_s: float) -> Call:
@@ -230,7 +230,7 @@ class Reply:
     usage: Usage
 
 
-class _Told(TypedDict):
+class _StoredReply(TypedDict):
     """A reply in the journal."""
 
     created_s: int
@@ -248,24 +248,24 @@ def write_reply(reply: Reply) -> dict[str, JsonValue]:
 
 
 def read_reply(recorded: Answered, ask: Ask, tokenizer: Tokenizer) -> Reply:
-    told = cast("_Told", recorded.reply)
+    stored = cast("_StoredReply", recorded.reply)
     answers = []
-    for sample, (ending, stop_text) in zip(recorded.samples, told["endings"], strict=True):
+    for sample, (ending, stop_text) in zip(recorded.samples, stored["endings"], strict=True):
         logprobs: tuple[TokenLogprob, ...] = ()
         if ask.num_top_logprobs is not None:
             drawn = zip(sample.response_ids.tolist(), sample.logprobs.tolist(), strict=True)
             logprobs = tuple(TokenLogprob(text_of(tokenizer, id), logprob, id) for id, logprob in drawn)
         answers.append(Answer(sample.completion, Ending(ending), stop_text, logprobs))
-    return Reply(recorded.id, told["created_s"], tuple(answers), Usage(*told["usage"]))
+    return Reply(recorded.id, stored["created_s"], tuple(answers), Usage(*stored["usage"]))
 
 
 def play(stream: Stream, reply: Reply) -> bytes:
     """Encode the whole stream of a response."""
-    told = [stream.begin(reply.usage.num_prompt, reply.usage.num_cached)]
+    chunks = [stream.begin(reply.usage.num_prompt, reply.usage.num_cached)]
     for sample, answer in enumerate(reply.answers):
-        told.append(stream.piece(sample, list(_events(answer.completion)), answer.logprobs))
-    told += [stream.end_sample(sample, answer) for sample, answer in enumerate(reply.answers)]
-    return b"".join([*told, stream.finish(reply.usage)])
+        chunks.append(stream.piece(sample, list(_events(answer.completion)), answer.logprobs))
+    chunks += [stream.end_sample(sample, answer) for sample, answer in enumerate(reply.answers)]
+    return b"".join([*chunks, stream.finish(reply.usage)])
 
 
 def _events(completion: Completion) -> Iterator[Event]:

@@ -107,5 +107,5 @@ def _digested(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     """Replace the tools by one whose name is their hash: conversations with different tools share no prefix."""
     if not tools:
         return ()
-    told = json.dumps([[tool.name, tool.description, tool.parameters] for tool in tools])
-    return (Tool(hashlib.sha256(told.encode()).hexdigest()[:32]),)
+    definitions = json.dumps([[tool.name, tool.description, tool.parameters] for tool in tools])
+    return (Tool(hashlib.sha256(definitions.encode()).hexdigest()[:32]),)

@@ -272,12 +272,12 @@ class Episode:
         *,
         id: str,
         reply: Mapping[str, JsonValue] | None = None,
-        is_told: bool = True,
+        is_delivered: bool = True,
         is_charged: bool = True,
     ) -> None:
         """Record the engine's output. `prompt` is the opening, or the ids of a raw prompt; `id` and `reply` are needed
-        to resend the response. `is_told`: whether the client gets the whole response; if not, a retry is a new request.
-        `is_charged`: whether the request counts against the budget."""
+        to resend the response. `is_delivered`: whether the client gets the whole response; if not, a retry is a new
+        request. `is_charged`: whether the request counts against the budget."""
         if request not in self._running:
             raise RecordError(f"request {id}: expected one that runs, received one that is {request.state}")
         entry = replace(
@@ -285,14 +285,14 @@ class Episode:
             is_charged=is_charged,
             elapsed_s=round(self.elapsed_s, 3),
         )
-        if not is_told:
+        if not is_delivered:
             # No body has an empty digest, so no retry finds this entry, not even after a restart.
             entry = replace(entry, digest="", retry_token="")
         if self.journal is not None:
             self.journal.append(entry)
         self._enter(request, entry, prompt if isinstance(prompt, Opening) else None, samples)
         self.num_failed += any(sample.call.finish_reason is FinishReason.ABORT for sample in samples)
-        if not is_told:
+        if not is_delivered:
             self.requests.remove(request)
         self._end(request, prompt, RequestState.ANSWERED)
 
@@ -483,8 +483,10 @@ class Episode:
 
     def _enter(self, request: Request, entry: Answered, opening: Opening | None, samples: Sequence[Sampled]) -> None:
         # Drops the prompt, which the history holds; a view would keep its memory alive.
-        told = tuple(sample if sample.experts is None else replace(sample, experts=None) for sample in entry.samples)
-        request.answer = replace(entry, path=None, prompt_ids=np.empty(0, np.int32), samples=told)
+        recorded = tuple(
+            sample if sample.experts is None else replace(sample, experts=None) for sample in entry.samples
+        )
+        request.answer = replace(entry, path=None, prompt_ids=np.empty(0, np.int32), samples=recorded)
         request.first_call, request.num_reserved = self.num_calls, 0
         self.requests.name(request, entry.id)
         for sample, written in zip(samples, entry.samples, strict=True):

@@ -77,20 +77,20 @@ def read_key(headers: Headers) -> str:
 
 def read_retry(headers: Headers) -> tuple[int, str]:
     """Return the attempt number that the client reports, 0 for the first, and its idempotency key."""
-    told = headers.get(b"x-stainless-retry-count", b"")
-    attempt = min(int(told), _MAX_ATTEMPT) if told.isdigit() and len(told) < 10 else 0
+    retry_count = headers.get(b"x-stainless-retry-count", b"")
+    attempt = min(int(retry_count), _MAX_ATTEMPT) if retry_count.isdigit() and len(retry_count) < 10 else 0
     return attempt, headers.get(b"idempotency-key", b"").decode("latin-1")
 
 
 async def read_body(headers: Headers, receive: Receive, config: GatewayConfig) -> bytes:
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise Refusal(415, "the body is compressed; send it as it is", is_final=True)
-    told = headers.get(b"content-length", b"")
-    if told.isdigit() and (len(told) > 18 or int(told) > config.max_body_bytes):
+    length = headers.get(b"content-length", b"")
+    if length.isdigit() and (len(length) > 18 or int(length) > config.max_body_bytes):
         # A client that reads only after sending would miss the response if the connection were closed early.
-        is_final = len(told) > 18 or int(told) > PASSED_OVER * config.max_body_bytes
+        is_final = len(length) > 18 or int(length) > PASSED_OVER * config.max_body_bytes
         raise _too_large(config, is_final=is_final)
-    message = await _receive_within(receive, config) if told or b"transfer-encoding" in headers else {}
+    message = await _receive_within(receive, config) if length or b"transfer-encoding" in headers else {}
     body = message.get("body", b"")
     if not message.get("more_body", False):
         if len(body) > config.max_body_bytes:

@@ -144,7 +144,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> str:
         timeout = httpx2.Timeout(timeout_s, connect=CONNECT_S)
-        with self._told():
+        with self._translated_errors():
             response = await self._http.request(method, path, json=body, params=parameters, timeout=timeout)
         if response.is_error:
             raise self._refusal(path, response.status_code, response.content)
@@ -166,14 +166,14 @@ class Client:
 
     def _refusal(self, path: str, status: int, content: bytes) -> M2ForgeError:
         try:
-            told: object = json.loads(content)
+            body: object = json.loads(content)
         except ValueError:
-            told = content.decode(errors="replace")
-        error = self._read_error(told, status)
+            body = content.decode(errors="replace")
+        error = self._read_error(body, status)
         return type(error)(f"{self.url}{path}: {error}")
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         if self._is_closed:
             raise EngineError(f"the engine at {self.url} is closed; make another")
         try:

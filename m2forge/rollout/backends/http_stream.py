@@ -165,8 +165,8 @@ class Answer(asyncio.Protocol):
             self._num_left = int(headers[b"content-length"])
         if status in (204, 304):
             self._num_left = 0
-        is_told = self._is_chunked or self._num_left is not None
-        self._stays = is_told and version == b"HTTP/1.1" and headers.get(b"connection", b"").lower() != b"close"
+        has_end = self._is_chunked or self._num_left is not None
+        self._stays = has_end and version == b"HTTP/1.1" and headers.get(b"connection", b"").lower() != b"close"
         self.status, self.is_ended = status, self._num_left == 0
 
     def _read_body(self) -> None:

@@ -33,11 +33,11 @@ class RemoteEngine:
         await self._client.post("/weights", {"folder": str(folder.absolute()), "version": version.to_dict()})
 
     async def state(self) -> EngineState:
-        told = self._client.parse(await self._client.get("/health"))
+        health = self._client.parse(await self._client.get("/health"))
         try:
-            return EngineState(PolicyVersion(**told["version"]), told["num_running"], told["num_waiting"])
+            return EngineState(PolicyVersion(**health["version"]), health["num_running"], health["num_waiting"])
         except (KeyError, TypeError) as error:
-            raise EngineError(f"{self._client.url}/health is no state of an engine: {told!r}") from error
+            raise EngineError(f"{self._client.url}/health is no state of an engine: {health!r}") from error
 
     async def close(self) -> None:
         """Closes the connections. The server and its engine keep running."""

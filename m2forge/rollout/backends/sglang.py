@@ -71,17 +71,17 @@ class SGLangEngine:
         async with self._turns.load(version):
             body: JsonValue = {"model_path": str(folder.absolute()), "weight_version": str(version.step)}
             with self._turns.changing(folder):
-                told = self._client.parse(await self._client.post("/update_weights_from_disk", body))
-                if not told.get("success"):
-                    raise RequestError(f"{self._client.url} did not load {folder}: {told.get('message')}")
+                response = self._client.parse(await self._client.post("/update_weights_from_disk", body))
+                if not response.get("success"):
+                    raise RequestError(f"{self._client.url} did not load {folder}: {response.get('message')}")
 
     async def state(self) -> EngineState:
-        told = self._client.parse(await self._client.get("/v1/loads", {"include": "core"}))
+        response = self._client.parse(await self._client.get("/v1/loads", {"include": "core"}))
         try:
-            loads = told["loads"]
+            loads = response["loads"]
             running, waiting = (sum(load[f"num_{name}_reqs"] for load in loads) for name in ("running", "waiting"))
         except (KeyError, TypeError) as error:
-            raise EngineError(f"{self._client.url}/v1/loads cannot be read ({error!r}): {told}") from error
+            raise EngineError(f"{self._client.url}/v1/loads cannot be read ({error!r}): {response}") from error
         return EngineState(self._turns.version, running, waiting)
 
     async def close(self) -> None:
@@ -109,11 +109,11 @@ class SGLangEngine:
 
     def _chunk(self, event: Mapping[str, Any], prompt: Prompt, version: PolicyVersion, num_read: list[int]) -> Chunk:
         try:
-            told, sample, sampling = event["meta_info"], event["index"], prompt.sampling
-            reason = _read_reason(told["finish_reason"], prompt.stop_ids)
+            meta, sample, sampling = event["meta_info"], event["index"], prompt.sampling
+            reason = _read_reason(meta["finish_reason"], prompt.stop_ids)
             # The last `num_fresh` entries, whether the event reports all tokens so far or only the latest.
-            num_fresh = told["completion_tokens"] - num_read[sample]
-            reported = told.get("output_token_logprobs") or []
+            num_fresh = meta["completion_tokens"] - num_read[sample]
+            reported = meta.get("output_token_logprobs") or []
             fresh = reported[len(reported) - num_fresh :]
             if len(fresh) != num_fresh:
                 raise ValueError(f"{num_fresh} tokens with {len(fresh)} log-probabilities")
@@ -129,7 +129,7 @@ class SGLangEngine:
                 logprobs=np.zeros_like(drawn) if is_greedy else drawn,
                 raw_logprobs=drawn if is_greedy or sampling.temperature == 1 else np.full_like(drawn, np.nan),
                 versions=np.full(num_fresh, version.step, np.int32),
-                num_cached=told.get("cached_tokens") or 0,
+                num_cached=meta.get("cached_tokens") or 0,
                 finish_reason=reason,
             )
         except (AttributeError, KeyError, IndexError, OverflowError, TypeError, ValueError) as error:
@@ -188,27 +188,27 @@ def _refuse_unsupported(prompt: Prompt) -> None:
         raise RequestError(f"priority {prompt.priority}: SGLang takes none unless it schedules by it; leave it out")
 
 
-def _read_reason(told: Mapping[str, Any] | None, stop_ids: tuple[int, ...]) -> FinishReason | None:
+def _read_reason(finish: Mapping[str, Any] | None, stop_ids: tuple[int, ...]) -> FinishReason | None:
     """Reads None or {"type": "stop" | "length" | "abort", ...}; an abort with a status is a rejection or a failure."""
-    if told is None:
+    if finish is None:
         return None
-    if told["type"] == "abort" and told.get("status_code"):
-        raise _read_error(told.get("message"), int(told["status_code"]))
-    if told["type"] == "stop" and told.get("matched") not in stop_ids:
+    if finish["type"] == "abort" and finish.get("status_code"):
+        raise _read_error(finish.get("message"), int(finish["status_code"]))
+    if finish["type"] == "stop" and finish.get("matched") not in stop_ids:
         # The model's EOS token, or "NaN happened".
         raise EngineError(
-            f"SGLang ended a completion at {told.get('matched')!r}, which is none of the prompt's stop ids "
+            f"SGLang ended a completion at {finish.get('matched')!r}, which is none of the prompt's stop ids "
             f"{list(stop_ids)}; if it is the model's end token, add it to them"
         )
-    return FinishReason(told["type"])
+    return FinishReason(finish["type"])
 
 
 def _read_error(body: object, status: int) -> M2ForgeError:
     """SGLang answers {"error": {"message", "type", "code"}}."""
-    told = body.get("error", body) if isinstance(body, Mapping) else body
-    if isinstance(told, Mapping):
-        status = told["code"] if isinstance(told.get("code"), int) else status
-        told = told.get("message", told)
+    message = body.get("error", body) if isinstance(body, Mapping) else body
+    if isinstance(message, Mapping):
+        status = message["code"] if isinstance(message.get("code"), int) else status
+        message = message.get("message", message)
     if status in (400, 413, 422):
-        return RequestError(str(told))
-    return EngineError(f"answered {status}: {told}")
+        return RequestError(str(message))
+    return EngineError(f"answered {status}: {message}")

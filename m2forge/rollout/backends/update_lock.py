@@ -67,8 +67,8 @@ class Turns:
         except RequestError:
             raise
         except BaseException as error:
-            told = f"loading {folder} broke off ({type(error).__name__}: {error})"
-            self._doubt = f"it is not known which weights the server has: {told}; load again"
+            reason = f"loading {folder} broke off ({type(error).__name__}: {error})"
+            self._doubt = f"it is not known which weights the server has: {reason}; load again"
             raise
 
 

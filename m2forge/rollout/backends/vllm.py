@@ -78,8 +78,8 @@ class VLLMEngine:
     async def _reload(self, folder: Path) -> None:
         kwargs: JsonValue = {"weights_path": str(folder.absolute())}
         await self._admin("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
-        told = await self._admin("/reset_prefix_cache")
-        if told and not self._client.parse(told).get("success", True):
+        response = await self._admin("/reset_prefix_cache")
+        if response and not self._client.parse(response).get("success", True):
             raise EngineError(f"{self._client.url} loaded {folder} but keeps a cache of the old weights; restart it")
 
     async def state(self) -> EngineState:
@@ -136,11 +136,11 @@ class VLLMEngine:
 
     def _chunk(self, choice: Mapping[str, Any], sampling: Sampling, version: PolicyVersion) -> Chunk:
         try:
-            told, reason = choice.get("logprobs") or {"tokens": [], "token_logprobs": []}, choice["finish_reason"]
+            logprobs, reason = choice.get("logprobs") or {"tokens": [], "token_logprobs": []}, choice["finish_reason"]
             ids = choice.get("token_ids")
             if ids is None:
-                ids = [int(token.removeprefix(_ID_PREFIX)) for token in told["tokens"]]
-            reported = np.array(told["token_logprobs"], np.float32)
+                ids = [int(token.removeprefix(_ID_PREFIX)) for token in logprobs["tokens"]]
+            reported = np.array(logprobs["token_logprobs"], np.float32)
             if reported.size != len(ids):
                 raise ValueError(f"{len(ids)} tokens with {reported.size} log-probabilities")
             logprobs, raw_logprobs = self._figures(reported, sampling)
@@ -205,13 +205,13 @@ def _is_plain(sampling: Sampling) -> bool:
 
 def _read_error(body: object, status: int) -> M2ForgeError:
     """vLLM answers {"error": {"message", "type", "param", "code"}}."""
-    told = body.get("error", body) if isinstance(body, Mapping) else body
-    if isinstance(told, Mapping):
-        status = told["code"] if isinstance(told.get("code"), int) else status
-        told = told.get("message", told)
+    message = body.get("error", body) if isinstance(body, Mapping) else body
+    if isinstance(message, Mapping):
+        status = message["code"] if isinstance(message.get("code"), int) else status
+        message = message.get("message", message)
     if status == 404:
-        return NotFoundError(str(told))
-    return RequestError(str(told)) if status in (400, 413, 422) else EngineError(f"answered {status}: {told}")
+        return NotFoundError(str(message))
+    return RequestError(str(message)) if status in (400, 413, 422) else EngineError(f"answered {status}: {message}")
 
 
 def _read_gauge(text: str, name: str) -> int:

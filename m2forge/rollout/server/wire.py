@@ -214,11 +214,11 @@ def write_error(error: M2ForgeError) -> dict[str, JsonValue]:
 
 def read_error(body: object, status: int) -> M2ForgeError:
     """The error in a response, of the original type if it is one of ours."""
-    told = body.get("error") if isinstance(body, Mapping) else None
-    if not isinstance(told, Mapping):
+    error = body.get("error") if isinstance(body, Mapping) else None
+    if not isinstance(error, Mapping):
         return EngineError(f"the server answered {status}: {str(body)[:200]}")
-    kind = _ERRORS.get(str(told.get("type")), RequestError if 400 <= status < 500 else EngineError)
-    return kind(str(told.get("message")))
+    kind = _ERRORS.get(str(error.get("type")), RequestError if 400 <= status < 500 else EngineError)
+    return kind(str(error.get("message")))
 
 
 def _known(kind: type[Config], place: Iterable[str | int]) -> Iterable[str]:

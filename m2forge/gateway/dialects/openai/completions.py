@@ -125,8 +125,8 @@ class CompletionStream:
         assert all(isinstance(event, ContentDelta) for event in events), "a raw prompt has no parser"
         text = "".join(event.text for event in events if isinstance(event, ContentDelta))
         if self._offsets is not None and logprobs:
-            told = quote(self._offsets[sample].body(logprobs))
-            end = f', "logprobs": {told}, "finish_reason": null}}{self._tail}'
+            logprob_body = quote(self._offsets[sample].body(logprobs))
+            end = f', "logprobs": {logprob_body}, "finish_reason": null}}{self._tail}'
             return f"{self._starts[sample]}{quote(text)}{end}".encode()
         return f"{self._starts[sample]}{quote(text)}{self._plain_end}".encode() if text else b""
 

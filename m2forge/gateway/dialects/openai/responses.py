@@ -55,8 +55,8 @@ def state_body(
     error: JsonValue = None,
 ) -> dict[str, JsonValue]:
     """Encode the fields that change while the response is generated."""
-    told = None if usage is None else usage_body(usage)
-    return {"status": status, "error": error, "incomplete_details": incomplete, "output": output, "usage": told}
+    rendered = None if usage is None else usage_body(usage)
+    return {"status": status, "error": error, "incomplete_details": incomplete, "output": output, "usage": rendered}
 
 
 def ending_body(ending: Ending, output: Sequence[JsonValue], usage: Usage) -> dict[str, JsonValue]:
@@ -208,7 +208,7 @@ class ResponsesStream:
         self._ending = Ending.STOP
 
     def begin(self, num_prompt: int, num_cached: int) -> bytes:
-        response = self._told(state_body("in_progress"))
+        response = self._response_json(state_body("in_progress"))
         return self._event("response.created", response) + self._event("response.in_progress", response)
 
     def piece(self, sample: int, events: Sequence[Event], logprobs: Sequence[TokenLogprob]) -> bytes:
@@ -223,13 +223,15 @@ class ResponsesStream:
 
     def finish(self, usage: Usage) -> bytes:
         body = ending_body(self._ending, self._output, usage)
-        return self._event(f"response.{body['status']}", self._told(body))
+        return self._event(f"response.{body['status']}", self._response_json(body))
 
     def fail(self, status: int, message: str) -> bytes:
         code = "rate_limit_exceeded" if status == 429 else "invalid_prompt" if status < 500 else "server_error"
         error: dict[str, JsonValue] = {"code": code, "message": message}
-        told = self._event("error", f'"code":{quote(code)},"message":{quote(message)},"param":null')
-        return told + self._event("response.failed", self._told(state_body("failed", self._output, error=error)))
+        rendered = self._event("error", f'"code":{quote(code)},"message":{quote(message)},"param":null')
+        return rendered + self._event(
+            "response.failed", self._response_json(state_body("failed", self._output, error=error))
+        )
 
     # -- items --------------------------------------------------------------------------------------------------------
 
@@ -257,9 +259,9 @@ class ResponsesStream:
     def _logprobs(self, item: _Item, text: str) -> str:
         if self._tokens is None:
             return "[]"
-        told = token_bodies(self._tokens.take(text))
-        item.logprobs.extend(told)
-        return quote(told)
+        rendered = token_bodies(self._tokens.take(text))
+        item.logprobs.extend(rendered)
+        return quote(rendered)
 
     def _open(self, form: _Form) -> bytes:
         closed = self._close("completed")
@@ -309,7 +311,7 @@ class ResponsesStream:
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    def _told(self, state: dict[str, JsonValue]) -> str:
+    def _response_json(self, state: dict[str, JsonValue]) -> str:
         """Encode the response in its current state as JSON."""
         return f'"response":{self._response},{quote(state)[1:]}'
 
