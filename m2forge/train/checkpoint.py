@@ -1,5 +1,5 @@
-"""Checkpoints of a run: model, optimizer state and position, written atomically; the newest few are kept, and the one
-with the lowest held-out loss.
+"""Checkpoints of a run: model, optimizer state and position, written atomically. The store keeps the newest few and the
+one with the lowest held-out loss.
 
     checkpoints/step-00001200/
         model/                  an ordinary model folder, tokenizer included

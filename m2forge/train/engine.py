@@ -212,6 +212,8 @@ class TrainEngine:
             mine = RowSums(tag_names, len(self.model.mtp), self.device)
             mine.add(batch, found)
             sums_PW += [mine.sums() if rank == self.ranks.rank else blank.sums() for rank in range(len(group))]
+        # Frees the weights that FSDP gathered, as the end of a step does.
+        self.optimizer.reshard()
         if not sums_PW:
             return {}
         columns = self.ranks.sum(torch.stack(sums_PW)).T.tolist()

@@ -204,7 +204,7 @@ class Optimizer:
         """Add slots for weights of `model` that this optimizer does not have yet."""
         self._attention, self._device = model.config.attention, model.embedding.weight.device
         self._sharded_modules = sharded_modules(model)
-        self._reshard()
+        self.reshard()
         # In the model's order, whenever a weight was added: norms are summed in slot order.
         self.slots = {
             name: self.slots.get(name) or self._fresh_slot(name, weight) for name, weight in model.named_parameters()
@@ -219,7 +219,7 @@ class Optimizer:
     def _keep(self, tensor: Tensor) -> Tensor:
         return to_host(tensor) if self.offload == "host" else tensor
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         """Free the gathered weights of FSDP modules: the update changes the shards."""
         for module in self._sharded_modules:
             module.reshard()
@@ -244,7 +244,7 @@ class Optimizer:
     @torch.no_grad()
     def step(self, lr: float) -> Norms:
         """Update the weights that have gradients on any rank, then clear the gradients."""
-        self._reshard()
+        self.reshard()
         if self.ranks.num_ranks > 1:
             self._add_up_ranks()
         active = {name: slot for name, slot in self.slots.items() if slot.gradient is not None}

@@ -46,7 +46,7 @@ def write_split(folder: Path, *, seed: int = 0) -> Path:
 
 
 def configure(path: Path, **evaluation: TomlValue) -> PretrainConfig:
-    """Two phases of which the second evaluates at an odd step, at its end, and not only where a checkpoint is due."""
+    """Two phases; the second evaluates at an odd step and at its end, so also where no checkpoint is due."""
     phase: dict[str, TomlValue] = {"context": 16, "pack_tokens": 32, "lr": {"start": 1e-2}}
     phases: list[TomlValue] = [phase | {"name": "a", "steps": 3}, phase | {"name": "b", "context": 32, "steps": 6}]
     return make_config(path, phases=phases, eval={"every": 5} | evaluation)

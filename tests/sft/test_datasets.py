@@ -39,7 +39,7 @@ def weights(folder: Path, tmp_path: Path, name: str, source: dict[str, TomlValue
         "name": name,
         "model": str(folder / "model"),
         "pack_tokens": 512,
-        "rate": {"start": 1e-2},
+        "lr": {"start": 1e-2},
         "data": {"context": 512, "strict": True, "sources": [source | {"path": str(folder / name)}]},
         "train": {"checkpoint": {"keep": 0}, "machine": {"device": "cpu", "num_threads": 1}},
     }
@@ -65,7 +65,7 @@ def test_a_folder_of_splits_without_a_choice_ends_with_one_error(
                 "name": "x",
                 "model": str(folder / "model"),
                 "pack_tokens": 512,
-                "rate": {"start": 1e-2},
+                "lr": {"start": 1e-2},
                 "data": {"context": 512, "sources": [{"path": str(folder / "saved")}]},
             },
         ),

@@ -22,7 +22,7 @@ from tests.sft.start import write_start
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and trajectories a, b to train on and c, of which a holds copies, to evaluate."""
+    """A model, trajectories a and b to train on, and c to evaluate; a holds copies of some of c."""
     folder = tmp_path_factory.mktemp("start")
     write_start(folder / "model")
     for seed, name in enumerate("abc"):

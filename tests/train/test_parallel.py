@@ -41,6 +41,7 @@ _T = TypeVar("_T")
 
 CPU = torch.device("cpu")
 LENGTHS = [[5, 4], [7], [2, 9]]
+PARALLEL: tuple[Literal["data"], Literal["fsdp"]] = ("data", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,18 @@ def evaluate(parallel: Literal["data", "fsdp"], ranks: Ranks) -> dict[str, float
     return engine.eval_rows(packs, tag_names=("a", "b"))
 
 
+def train_and_evaluate(parallel: Literal["data", "fsdp"], ranks: Ranks) -> list[dict[str, float]]:
+    """Metrics of two steps and of the evaluation after each; the second step freezes the main model, as a phase may."""
+    engine = make_engine(Case(parallel), ranks)
+    packs = [draw_pack(index, lengths) for index, lengths in enumerate(LENGTHS)]
+    found = []
+    for step, is_frozen in enumerate((False, True)):
+        engine.model.freeze_main(is_frozen)
+        found.append(engine.step_rows(packs_of(step, ranks), lr=1e-2, mtp_weight=0.3).read())
+        found.append(engine.eval_rows(packs))
+    return found
+
+
 def drift(ranks: ProcessRanks) -> str:
     model = small_model()
     align(model, ranks)
@@ -233,7 +246,9 @@ def scenario(ranks: ProcessRanks, folder: Path) -> dict[str, Any]:
     cases = CASES | {f"planted in {name}": case for name, case in PLANTED.items()} | {"bfloat16": LOW_PRECISION}
     outcomes: dict[str, Any] = {name: run_case(case, ranks) for name, case in cases.items()}
     outcomes |= {"drift": drift(ranks), "misfit": misfit(ranks), "skip": skip(ranks)}
-    outcomes |= {"evaluation, data": evaluate("data", ranks), "evaluation, fsdp": evaluate("fsdp", ranks)}
+    for parallel in PARALLEL:
+        outcomes[f"evaluation, {parallel}"] = evaluate(parallel, ranks)
+        outcomes[f"evaluation between steps, {parallel}"] = train_and_evaluate(parallel, ranks)
     return outcomes | {"resumed": resume(ranks, folder)}
 
 
@@ -271,7 +286,15 @@ def test_two_ranks_train_as_one_process_does(outcomes: Any, name: str) -> None:
     assert distance(both[0]["state"], expected["state"]) <= 1e-12
 
 
-@pytest.mark.parametrize("parallel", ["data", "fsdp"])
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_ranks_evaluate_between_steps_as_one_process_does(outcomes: Any, parallel: Literal["data", "fsdp"]) -> None:
+    expected = train_and_evaluate(parallel, ALONE)
+    for outcome in outcomes:
+        for ours, theirs in zip(outcome[f"evaluation between steps, {parallel}"], expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
 def test_the_held_out_loss_has_the_same_bits_on_two_ranks(outcomes: Any, parallel: Literal["data", "fsdp"]) -> None:
     expected = evaluate(parallel, ALONE)
     assert {"loss", "loss/a", "loss/b", "mtp_loss/2"} <= expected.keys()
