@@ -2,22 +2,40 @@
 
     POST /v1/chat/completions, /v1/responses, /v1/completions, /v1/messages, /v1/messages/count_tokens
     GET  /v1/models, /v1/models/NAME          with the key of an episode (`Authorization: Bearer KEY` or `x-api-key`)
-    GET  /v1/tools, POST /v1/tools/call       with the same key; see `tools`
+    GET  /v1/tools, POST /v1/tools/call       with the same key; see `EpisodeTools`
     /episodes…                                with the admin key; see `admin`
     GET  /health, /metrics                    without a key
 
 An episode's key gives access to that episode only. A vendor's routes use that vendor's error bodies, all others use
 OpenAI's. Request text is logged only if the configuration allows it.
-
-Serves the tools of an episode's task at the gateway's address, with the episode's key.
-
-    GET  /v1/tools                                     {"tools": [{"type": "function", "function": {…}}, …]}
-    POST /v1/tools/call  {"name": "…", "arguments": …}  {"content": "…"}
-
-A `ToolHost` runs them on the whole task that the episode was created with; an agent sees neither. Each request waits
-out its tool's latency here, so the calls of one turn wait concurrently. Tool calls do not count as `max_calls` of the
-budget, but are refused beyond `max_tool_calls` per episode, after its time budget, and once it is closed.
 """
+
+# Reading path: chat. A chat completion until it is in the pool.
+# The files that run, in reading order; dev/paths.py compares this list with a trace:
+#     gateway/http/connection.py        the socket: HTTP, and limits on connections
+#     gateway/app.py                    routes and keys
+#     gateway/http/limits.py            headers and body within limits; the response
+#     gateway/episodes/registry.py      the episode of a key
+#     gateway/calls/calls.py            the request, from body to response
+#     gateway/calls/body.py             the body, off the event loop if it is large
+#     gateway/dialects/openai/chat.py   OpenAI's JSON in and out
+#     gateway/dialects/types.py         the neutral request and answer
+#     text/message.py                   messages, tools, JSON values
+#     gateway/episodes/episode.py       budget, retries, what is recorded
+#     gateway/history/history.py        messages to recorded tokens
+#     gateway/history/turn.py           one recorded message; the ids that follow it
+#     text/minimax_m2.py                the chat format
+#     text/tokenizer.py                 text to ids
+#     gateway/calls/generation.py       sampling, shared by the request's connections
+#     gateway/calls/sample.py           chunks to a completion
+#     text/parser.py                    ids to thinking, content and tool calls
+#     gateway/episodes/journal.py       the completion on disk, before the client has its end
+#     gateway/metrics.py                counters
+#     tree/token_tree.py                the episode's calls as a tree, as the loop fetches it
+#     pool/stored.py                    a call as the pool stores it
+#     pool/pool.py                      the pool, and its writer for asyncio
+#     pool/dialect.py                   SQLite and PostgreSQL
+#     pool/record.py                    an attempt's calls and outcome in one transaction
 
 import hmac
 import logging
@@ -31,11 +49,11 @@ from typing import TypeAlias
 
 from m2forge.errors import EngineError, M2ForgeError
 from m2forge.gateway import admin
-from m2forge.gateway import app as tools
 from m2forge.gateway.calls.calls import Calls, Route
 from m2forge.gateway.config import GatewayConfig
-from m2forge.gateway.dialects.anthropic import messages as anthropic_models
-from m2forge.gateway.dialects.openai import shared as openai_models
+from m2forge.gateway.dialects.anthropic import messages as anthropic
+from m2forge.gateway.dialects.openai import chat as openai
+from m2forge.gateway.dialects.openai.chat import MODELS_PATH
 from m2forge.gateway.dialects.route import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from m2forge.gateway.dialects.types import Dialect, Fields, refuse_value
 from m2forge.gateway.episodes.episode import BudgetError, ClosedError, Episode
@@ -67,51 +85,8 @@ from m2forge.protocols import Engine, ToolHost
 from m2forge.records import JsonValue, Task
 from m2forge.text.format import ChatFormat
 
-PATH = "/v1/tools"
-CALL_PATH = f"{PATH}/call"
+_TOOLS_PATH = "/v1/tools"
 _CALL_FIELDS = frozenset({"name", "arguments"})
-
-
-class EpisodeTools:
-    def __init__(self, host: ToolHost | None, config: GatewayConfig) -> None:
-        self._host, self._config = host, config
-
-    async def list(self, episode: Episode) -> dict[str, JsonValue]:
-        host, task = self._find(episode)
-        return {"tools": [dict(tool) for tool in await host.tools(task)]}
-
-    async def call(self, episode: Episode, body: bytes) -> dict[str, JsonValue]:
-        host, task = self._find(episode)
-        if len(body) > self._config.max_tool_bytes:
-            raise Refusal(413, f"the body exceeds max_tool_bytes ({self._config.max_tool_bytes}); send less")
-        name, arguments = _read(parse_body(body, self._config.max_depth))
-        if episode.closed is not None:
-            raise ClosedError(f"episode {episode.id} is closed; make another")
-        if episode.seconds_left <= 0:
-            raise BudgetError(f"episode {episode.id}: its {episode.budget.max_s} seconds are over")
-        if episode.num_tool_calls >= self._config.max_tool_calls:
-            raise BudgetError(f"episode {episode.id}: its {self._config.max_tool_calls} calls of tools are spent")
-        episode.num_tool_calls += 1
-        try:
-            return {"content": await host.call(task, name, arguments)}
-        except EngineError:
-            episode.num_failed += 1
-            raise
-
-    def _find(self, episode: Episode) -> tuple[ToolHost, Task]:
-        if self._host is None or episode.task is None:
-            raise Refusal(404, "the episode has no tools; it was made without a task")
-        return self._host, episode.task
-
-
-def _read(body: Mapping[str, JsonValue]) -> tuple[str, JsonValue]:
-    fields = Fields(body, _CALL_FIELDS)
-    name = fields.text("name")
-    if not name:
-        refuse_value("name", "the name of a tool", name)
-    return name, fields.value("arguments")
-
-
 _DIALECTS = (
     Route("chat", CHAT, "chatcmpl-", "call_"),
     Route("responses", RESPONSES, "resp_", "call_"),
@@ -157,7 +132,7 @@ class GatewayApp:
         self._admin_hash = None if admin_key is None else hash_key(admin_key)
         self.owners = Owners(hash_key, self._admin_hash, episodes.is_key)
         self._admin = admin.Admin(episodes, self.counts, config.max_reward)
-        self._tools = tools.EpisodeTools(tool_host, config)
+        self._tools = EpisodeTools(tool_host, config)
         self._started_s = int(time.time())
         self._routes = self._make_routes()
 
@@ -167,10 +142,10 @@ class GatewayApp:
         return {
             **{route.dialect.path: {"POST": partial(self._complete, route)} for route in _DIALECTS},
             MESSAGES.count_path: {"POST": self._count},
-            openai_models.PATH: {"GET": self._list_models},
-            f"{openai_models.PATH}/NAME": {"GET": self._list_models},
-            tools.PATH: {"GET": self._list_tools},
-            tools.CALL_PATH: {"POST": self._call_tool},
+            MODELS_PATH: {"GET": self._list_models},
+            f"{MODELS_PATH}/NAME": {"GET": self._list_models},
+            _TOOLS_PATH: {"GET": self._list_tools},
+            f"{_TOOLS_PATH}/call": {"POST": self._call_tool},
             "/health": {"GET": self._tell_health},
             "/metrics": {"GET": self._tell_metrics},
             admin.PATH: {
@@ -262,7 +237,7 @@ class GatewayApp:
         name, names = incoming.name, self._config.models
         if name and name not in names:
             raise Refusal(404, "there is no model of that name; GET /v1/models tells them")
-        vendor = anthropic_models if _is_anthropic(incoming.scope) else openai_models
+        vendor = anthropic if _is_anthropic(incoming.scope) else openai
         body = vendor.model_body(name, self._started_s) if name else vendor.models_body(names, self._started_s)
         await respond(incoming.send, 200, body, _request_id())
 
@@ -314,9 +289,9 @@ class GatewayApp:
 
 def _match(path: str) -> tuple[str, str]:
     """The route of a path, and the NAME or ID in it. A model's name may contain slashes."""
-    if path.startswith(f"{openai_models.PATH}/"):
-        name = path.removeprefix(f"{openai_models.PATH}/")
-        return f"{openai_models.PATH}/NAME" if name else openai_models.PATH, name
+    if path.startswith(f"{MODELS_PATH}/"):
+        name = path.removeprefix(f"{MODELS_PATH}/")
+        return f"{MODELS_PATH}/NAME" if name else MODELS_PATH, name
     if path.startswith(f"{admin.PATH}/"):
         id, _, action = path.removeprefix(f"{admin.PATH}/").partition("/")
         return f"{admin.PATH}{'/ID' if id else ''}{f'/{action}' if action else ''}", id
@@ -330,7 +305,7 @@ def _dialect_of(scope: Scope) -> Dialect:
 
 def _is_models(scope: Scope) -> bool:
     path: str = scope["path"]
-    return path == openai_models.PATH or path.startswith(f"{openai_models.PATH}/")
+    return path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/")
 
 
 def _is_anthropic(scope: Scope) -> bool:
@@ -340,3 +315,57 @@ def _is_anthropic(scope: Scope) -> bool:
 
 def _request_id() -> Pairs:
     return id_headers(f"req_{secrets.token_hex(12)}")
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+class EpisodeTools:
+    """Serves the tools of an episode's task, with the episode's key.
+
+        GET  /v1/tools                                       {"tools": [{"type": "function", "function": {…}}, …]}
+        POST /v1/tools/call  {"name": "…", "arguments": …}   {"content": "…"}
+
+    A `ToolHost` runs them on the whole task that the episode was created with; an agent sees neither. Each request
+    waits out its tool's latency here, so the calls of one turn wait concurrently. Tool calls do not count as
+    `max_calls` of the budget, but are refused beyond `max_tool_calls` per episode, after its time budget, and once it
+    is closed.
+    """
+
+    def __init__(self, host: ToolHost | None, config: GatewayConfig) -> None:
+        self._host, self._config = host, config
+
+    async def list(self, episode: Episode) -> dict[str, JsonValue]:
+        host, task = self._find(episode)
+        return {"tools": [dict(tool) for tool in await host.tools(task)]}
+
+    async def call(self, episode: Episode, body: bytes) -> dict[str, JsonValue]:
+        host, task = self._find(episode)
+        if len(body) > self._config.max_tool_bytes:
+            raise Refusal(413, f"the body exceeds max_tool_bytes ({self._config.max_tool_bytes}); send less")
+        name, arguments = _read_call(parse_body(body, self._config.max_depth))
+        if episode.closed is not None:
+            raise ClosedError(f"episode {episode.id} is closed; make another")
+        if episode.seconds_left <= 0:
+            raise BudgetError(f"episode {episode.id}: its {episode.budget.max_s} seconds are over")
+        if episode.num_tool_calls >= self._config.max_tool_calls:
+            raise BudgetError(f"episode {episode.id}: its {self._config.max_tool_calls} calls of tools are spent")
+        episode.num_tool_calls += 1
+        try:
+            return {"content": await host.call(task, name, arguments)}
+        except EngineError:
+            episode.num_failed += 1
+            raise
+
+    def _find(self, episode: Episode) -> tuple[ToolHost, Task]:
+        if self._host is None or episode.task is None:
+            raise Refusal(404, "the episode has no tools; it was made without a task")
+        return self._host, episode.task
+
+
+def _read_call(body: Mapping[str, JsonValue]) -> tuple[str, JsonValue]:
+    fields = Fields(body, _CALL_FIELDS)
+    name = fields.text("name")
+    if not name:
+        refuse_value("name", "the name of a tool", name)
+    return name, fields.value("arguments")

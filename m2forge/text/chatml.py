@@ -54,8 +54,7 @@ from m2forge.records import JsonValue
 from m2forge.text.argument import type_problem
 from m2forge.text.message import MAX_DEPTH, Message, Tool, ToolCall, is_deeper, parse_json, tool_to_openai
 from m2forge.text.parser import THINK_CLOSE, THINK_OPEN, CompletionParser, ProblemKind, markers_of, snippet
-from m2forge.text.segment import Rendered, Segment, encode_segments, mark, plain
-from m2forge.text.tokenizer import Tokenizer
+from m2forge.text.tokenizer import Rendered, Segment, Tokenizer, encode_segments, mark, plain
 from m2forge.text.vocabulary import SpecialNames
 
 Data: TypeAlias = Mapping[str, JsonValue]

@@ -18,8 +18,7 @@ from m2forge.text.chatml import ChatMLFormat
 from m2forge.text.message import Message, Tool
 from m2forge.text.minimax_m2 import MINIMAX_M2_SPECIALS, OPEN, MiniMaxM2Format
 from m2forge.text.parser import CompletionParser
-from m2forge.text.segment import Rendered
-from m2forge.text.tokenizer import Tokenizer
+from m2forge.text.tokenizer import Rendered, Tokenizer
 
 __all__ = ["MINIMAX_M2_SPECIALS", "ChatFormat", "FormatName", "Rendered", "make_format"]
 

@@ -43,8 +43,7 @@ from m2forge.records import JsonValue
 from m2forge.text.argument import read_argument
 from m2forge.text.message import MAX_DEPTH, Message, Tool, ToolCall, is_deeper, tool_to_openai
 from m2forge.text.parser import THINK_CLOSE, THINK_OPEN, CompletionParser, ProblemKind, markers_of, snippet
-from m2forge.text.segment import Rendered, Segment, encode_segments, mark, plain
-from m2forge.text.tokenizer import END_OF_TEXT, Tokenizer
+from m2forge.text.tokenizer import END_OF_TEXT, Rendered, Segment, Tokenizer, encode_segments, mark, plain
 
 CALLS_OPEN, CALLS_CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 CALL_LEAD = "\n"

@@ -12,15 +12,15 @@ bytes that have none.
 It also holds what a model folder stores with the vocabulary: the names of the BOS, EOS, padding and unknown tokens and
 the chat template. `save` writes a folder that transformers loads to the same ids.
 
-Builds a `Vocabulary` from the tokenizer metadata of a GGUF file.
+A chat format writes a conversation as segments: special tokens by name, and plain text. Each segment is encoded
+separately, so a conversation can be split between any two segments without changing its ids, and nothing inside a text
+can become a special token.
 
-llama.cpp stores the tokens, their types and the merges, but only the name of the pre-tokenizer; the table here maps
-each name to its pattern. An unknown name is refused: a wrong split gives ids that look right but are not.
-
-Builds a `Vocabulary` from the files of a Hugging Face tokenizer folder.
-
-Reads `tokenizer.json` (required), `tokenizer_config.json` (names of special tokens, sometimes the chat template) and
-`chat_template.jinja`, which overrides the template of the configuration. Errors name the file.
+From a Hugging Face folder it reads `tokenizer.json` (required), `tokenizer_config.json` (names of special tokens,
+sometimes the chat template) and `chat_template.jinja`, which overrides the template of the configuration. Errors name
+the file. Of a GGUF file it reads the tokens, their types and the merges; llama.cpp stores only the name of the
+pre-tokenizer, and a table here maps each name to its pattern. An unknown name is refused: a wrong split gives ids that
+look right but are not.
 """
 
 import dataclasses
@@ -29,7 +29,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
@@ -47,6 +49,7 @@ from m2forge.text.vocabulary import (
     check_byte_level,
 )
 
+END_OF_TEXT = "<|endoftext|>"
 _CONTROL, _USER_DEFINED = 3, 4
 
 _ONE_DIGIT_SPLIT = WORD_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -68,149 +71,6 @@ _COMPOSED = ("qwen2",)
 """Pre-tokenizers that normalize to NFC first."""
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")
 """A piece that is itself a token is used before any merge."""
-
-
-def read_gguf(path: Path) -> Vocabulary:
-    fields = read_header(path).fields
-    kind = fields.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        problem = "it has none" if kind is None else f"its tokenizer is {kind!r}"
-        raise DataError(f"{path}: {problem}; from GGUF only 'gpt2', a BPE over bytes, is supported")
-    tokens, merges = _strings(fields, "tokenizer.ggml.tokens", path), _strings(fields, "tokenizer.ggml.merges", path)
-    core = _build(tokens, merges, _split_name(fields, path), path)
-    kinds = fields.get("tokenizer.ggml.token_type")
-    if not isinstance(kinds, list) or len(kinds) != len(tokens):
-        raise DataError(f"{path}: tokenizer.ggml.token_type does not say the kind of each of {len(tokens)} tokens")
-    for special, number in ((True, _CONTROL), (False, _USER_DEFINED)):
-        named = [token for token, token_kind in zip(tokens, kinds, strict=True) if token_kind == number]
-        added = [AddedToken(token, special=special, normalized=False) for token in named]
-        core.add_special_tokens(added) if special else core.add_tokens(added)
-    check_byte_level(core, str(path))
-    ids = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
-    names = {part: _gguf_token_name(fields, f"tokenizer.ggml.{key}_token_id", tokens, path) for part, key in ids}
-    template = fields.get("tokenizer.chat_template")
-    return Vocabulary(core, SpecialNames(**names), template if isinstance(template, str) else None)
-
-
-def _build(tokens: list[str], merges: list[str], split: str, path: Path) -> tokenizers.Tokenizer:
-    vocab = {token: id for id, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise DataError(f"{path}: {len(tokens) - len(vocab)} tokens of its vocabulary stand there twice")
-    # A token never contains a bare space (byte-level BPE encodes it), so the first space separates the pair.
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    try:
-        core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=split in _WHOLE_WORDS))
-    except Exception as error:  # The library raises bare exceptions for merges of unknown tokens.
-        raise DataError(f"{path}: tokens and merges do not fit together: {error}") from error
-    if split in _SPLITS:
-        core.pre_tokenizer = byte_level_split(_SPLITS[split])
-    else:
-        level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        digits = [pre_tokenizers.Digits(individual_digits=True)] if split in _DIGITS_APART else []
-        core.pre_tokenizer = pre_tokenizers.Sequence([*digits, level])
-    if split in _COMPOSED:
-        core.normalizer = normalizers.NFC()
-    core.decoder = decoders.ByteLevel()
-    return core
-
-
-def _strings(fields: Mapping[str, Value], key: str, path: Path) -> list[str]:
-    value = fields.get(key)
-    items = value if isinstance(value, list) else []
-    texts = [item for item in items if isinstance(item, str)]
-    if not isinstance(value, list) or len(texts) < len(items):
-        raise DataError(f"{path}: {key} is {'missing' if value is None else 'no list of texts'}")
-    return texts
-
-
-def _split_name(fields: Mapping[str, Value], path: Path) -> str:
-    name = fields.get("tokenizer.ggml.pre")
-    known = [*_SPLITS, *_PLAIN, *_DIGITS_APART]
-    if name not in known:
-        raise DataError(f"{path}: pre-tokenizer {name!r} is not supported; {suggest(str(name), known)}")
-    return str(name)
-
-
-def _gguf_token_name(fields: Mapping[str, Value], key: str, tokens: list[str], path: Path) -> str | None:
-    id = fields.get(key)
-    if id is None:
-        return None
-    if not isinstance(id, int) or not 0 <= id < len(tokens):
-        raise DataError(f"{path}: {key} is {id!r}, expected an id below {len(tokens)}")
-    return tokens[id]
-
-
-def read_folder(folder: Path) -> Vocabulary:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise NotFoundError(f"{folder} holds no tokenizer.json; give the folder of a model with its tokenizer")
-    core = read_core(path)
-    settings = _read_settings(folder / "tokenizer_config.json")
-    names = SpecialNames(*(_folder_token_name(settings, part, core, folder) for part in ("bos", "eos", "pad", "unk")))
-    return Vocabulary(core, names, _read_template(folder, settings))
-
-
-def read_core(path: Path) -> tokenizers.Tokenizer:
-    """Load one `tokenizer.json`."""
-    text = _read_text(path)
-    try:
-        core = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # The library raises bare exceptions for what it cannot parse.
-        raise DataError(f"{path}: not a tokenizer that the tokenizers library reads: {error}") from error
-    check_byte_level(core, str(path))
-    return core
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text: {error}") from error
-    except FileNotFoundError as error:
-        raise NotFoundError(f"{path} does not exist") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-
-
-def _read_settings(path: Path) -> Mapping[str, JsonValue]:
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(_read_text(path))
-    except ValueError as error:
-        raise DataError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise DataError(f"{path}: expected a JSON object, received {type(settings).__name__}")
-    return settings
-
-
-def _folder_token_name(
-    settings: Mapping[str, JsonValue], part: str, core: tokenizers.Tokenizer, folder: Path
-) -> str | None:
-    value = settings.get(f"{part}_token")
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    if value is None:
-        return None
-    if not isinstance(value, str) or core.token_to_id(value) is None:
-        raise DataError(f"{folder}/tokenizer_config.json: {part}_token {value!r} is no token of tokenizer.json")
-    return value
-
-
-def _read_template(folder: Path, settings: Mapping[str, JsonValue]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return _read_text(path)
-    template = settings.get("chat_template")
-    if isinstance(template, Sequence) and not isinstance(template, str):
-        # Several templates by name: plain conversations use the one named default.
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
-END_OF_TEXT = "<|endoftext|>"
-
 
 _AHEAD: ContextVar[tuple[Mapping[str, list[int]], int] | None] = ContextVar("_AHEAD", default=None)
 
@@ -361,6 +221,51 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[st
     return Tokenizer(Vocabulary(core, SpecialNames(eos=end, pad=end)))
 
 
+# -- segments ----------------------------------------------------------------------------------------------------------
+
+
+class Segment(NamedTuple):
+    text: str
+    special: bool
+    """Whether `text` is the name of a special token."""
+    trained: bool
+    """Whether the assistant sampled this, or would have."""
+
+
+@dataclasses.dataclass(slots=True)
+class Rendered:
+    """A conversation, or a piece of one, as token ids."""
+
+    ids: list[int] = dataclasses.field(default_factory=list)
+    trained: list[bool] = dataclasses.field(default_factory=list)
+    """Loss mask: for each id whether the assistant sampled it, or would have: thinking, content, calls and the end
+    marker, but never the generation prompt."""
+
+
+@cache
+def mark(text: str, *, trained: bool = False) -> Segment:
+    """A special token."""
+    return Segment(text, special=True, trained=trained)
+
+
+def plain(text: str, *, trained: bool = False) -> Segment:
+    return Segment(text, special=False, trained=trained)
+
+
+def encode_segments(segments: Sequence[Segment], tokenizer: Tokenizer) -> Rendered:
+    texts = list({segment.text: None for segment in segments if not segment.special})
+    ids_of_text = dict(zip(texts, tokenizer.encode_batch(texts), strict=True))
+    rendered = Rendered()
+    for segment in segments:
+        ids = [tokenizer.special(segment.text)] if segment.special else ids_of_text[segment.text]
+        rendered.ids += ids
+        rendered.trained += [segment.trained] * len(ids)
+    return rendered
+
+
+# -- inside a tokenizer ------------------------------------------------------------------------------------------------
+
+
 class _TokenBytes(dict[int, bytes]):
     """Bytes of each id, computed on first use: few runs need the whole vocabulary."""
 
@@ -408,3 +313,148 @@ def _refuse_surrogates(texts: Sequence[str]) -> None:
             raise DataError(
                 f"text {number} of {len(texts)} is no Unicode: it holds the lone surrogate {bad}"
             ) from error
+
+
+# -- the vocabulary of a folder ----------------------------------------------------------------------------------------
+
+
+def read_folder(folder: Path) -> Vocabulary:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise NotFoundError(f"{folder} holds no tokenizer.json; give the folder of a model with its tokenizer")
+    core = read_core(path)
+    settings = _read_settings(folder / "tokenizer_config.json")
+    names = SpecialNames(*(_folder_token_name(settings, part, core, folder) for part in ("bos", "eos", "pad", "unk")))
+    return Vocabulary(core, names, _read_template(folder, settings))
+
+
+def read_core(path: Path) -> tokenizers.Tokenizer:
+    """Load one `tokenizer.json`."""
+    text = _read_text(path)
+    try:
+        core = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # The library raises bare exceptions for what it cannot parse.
+        raise DataError(f"{path}: not a tokenizer that the tokenizers library reads: {error}") from error
+    check_byte_level(core, str(path))
+    return core
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text: {error}") from error
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{path} does not exist") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _read_settings(path: Path) -> Mapping[str, JsonValue]:
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(_read_text(path))
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise DataError(f"{path}: expected a JSON object, received {type(settings).__name__}")
+    return settings
+
+
+def _folder_token_name(
+    settings: Mapping[str, JsonValue], part: str, core: tokenizers.Tokenizer, folder: Path
+) -> str | None:
+    value = settings.get(f"{part}_token")
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    if value is None:
+        return None
+    if not isinstance(value, str) or core.token_to_id(value) is None:
+        raise DataError(f"{folder}/tokenizer_config.json: {part}_token {value!r} is no token of tokenizer.json")
+    return value
+
+
+def _read_template(folder: Path, settings: Mapping[str, JsonValue]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return _read_text(path)
+    template = settings.get("chat_template")
+    if isinstance(template, Sequence) and not isinstance(template, str):
+        # Several templates by name: plain conversations use the one named default.
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+# -- the vocabulary of a GGUF file -------------------------------------------------------------------------------------
+
+
+def read_gguf(path: Path) -> Vocabulary:
+    fields = read_header(path).fields
+    kind = fields.get("tokenizer.ggml.model")
+    if kind != "gpt2":
+        problem = "it has none" if kind is None else f"its tokenizer is {kind!r}"
+        raise DataError(f"{path}: {problem}; from GGUF only 'gpt2', a BPE over bytes, is supported")
+    tokens, merges = _strings(fields, "tokenizer.ggml.tokens", path), _strings(fields, "tokenizer.ggml.merges", path)
+    core = _build(tokens, merges, _split_name(fields, path), path)
+    kinds = fields.get("tokenizer.ggml.token_type")
+    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+        raise DataError(f"{path}: tokenizer.ggml.token_type does not say the kind of each of {len(tokens)} tokens")
+    for special, number in ((True, _CONTROL), (False, _USER_DEFINED)):
+        named = [token for token, token_kind in zip(tokens, kinds, strict=True) if token_kind == number]
+        added = [AddedToken(token, special=special, normalized=False) for token in named]
+        core.add_special_tokens(added) if special else core.add_tokens(added)
+    check_byte_level(core, str(path))
+    ids = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
+    names = {part: _gguf_token_name(fields, f"tokenizer.ggml.{key}_token_id", tokens, path) for part, key in ids}
+    template = fields.get("tokenizer.chat_template")
+    return Vocabulary(core, SpecialNames(**names), template if isinstance(template, str) else None)
+
+
+def _build(tokens: list[str], merges: list[str], split: str, path: Path) -> tokenizers.Tokenizer:
+    vocab = {token: id for id, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise DataError(f"{path}: {len(tokens) - len(vocab)} tokens of its vocabulary stand there twice")
+    # A token never contains a bare space (byte-level BPE encodes it), so the first space separates the pair.
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    try:
+        core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=split in _WHOLE_WORDS))
+    except Exception as error:  # The library raises bare exceptions for merges of unknown tokens.
+        raise DataError(f"{path}: tokens and merges do not fit together: {error}") from error
+    if split in _SPLITS:
+        core.pre_tokenizer = byte_level_split(_SPLITS[split])
+    else:
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if split in _DIGITS_APART else []
+        core.pre_tokenizer = pre_tokenizers.Sequence([*digits, level])
+    if split in _COMPOSED:
+        core.normalizer = normalizers.NFC()
+    core.decoder = decoders.ByteLevel()
+    return core
+
+
+def _strings(fields: Mapping[str, Value], key: str, path: Path) -> list[str]:
+    value = fields.get(key)
+    items = value if isinstance(value, list) else []
+    texts = [item for item in items if isinstance(item, str)]
+    if not isinstance(value, list) or len(texts) < len(items):
+        raise DataError(f"{path}: {key} is {'missing' if value is None else 'no list of texts'}")
+    return texts
+
+
+def _split_name(fields: Mapping[str, Value], path: Path) -> str:
+    name = fields.get("tokenizer.ggml.pre")
+    known = [*_SPLITS, *_PLAIN, *_DIGITS_APART]
+    if name not in known:
+        raise DataError(f"{path}: pre-tokenizer {name!r} is not supported; {suggest(str(name), known)}")
+    return str(name)
+
+
+def _gguf_token_name(fields: Mapping[str, Value], key: str, tokens: list[str], path: Path) -> str | None:
+    id = fields.get(key)
+    if id is None:
+        return None
+    if not isinstance(id, int) or not 0 <= id < len(tokens):
+        raise DataError(f"{path}: {key} is {id!r}, expected an id below {len(tokens)}")
+    return tokens[id]

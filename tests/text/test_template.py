@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from m2forge.errors import FormatError
 from m2forge.text.chatml import ChatTemplate
-from m2forge.text.segment import mark, plain
+from m2forge.text.tokenizer import mark, plain
 from m2forge.text.vocabulary import SpecialNames
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from m2forge.errors import EngineError, ExistsError, M2ForgeError, NotFoundError
 from m2forge.gateway.config import GatewayConfig
-from m2forge.gateway.dialects.openai.shared import TOO_FAST
+from m2forge.gateway.dialects.openai.chat import TOO_FAST
 from m2forge.gateway.dialects.types import AskError
 from m2forge.gateway.episodes.episode import BudgetError, ClosedError
 from m2forge.gateway.episodes.journal import JournalError

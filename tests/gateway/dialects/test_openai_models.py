@@ -3,7 +3,7 @@
 import httpx2
 from openai.types import Model
 
-from m2forge.gateway.dialects.openai.shared import model_body, models_body
+from m2forge.gateway.dialects.openai.chat import model_body, models_body
 from tests.gateway.openai_client import connected, extras_of
 
 

@@ -1,4 +1,4 @@
 """OpenAI's APIs.
 
-In reading order: shared, chat, completions, responses_input, responses.
+In reading order: chat, completions, responses_input, responses.
 """

@@ -1,14 +1,10 @@
-"""OpenAI's Chat Completions: `POST /v1/chat/completions`.
+"""OpenAI's Chat Completions: `POST /v1/chat/completions`; and what OpenAI's other dialects share with it.
 
 Every field that the SDK can send is handled. Fields in `READ` are honoured or repeated in the response. Fields in
 `ALLOWED` cannot change the response, or are accepted only with a no-op value. Fields in `REFUSED` cannot be honoured
 and get status 400. So do forced tool calls, JSON mode, and logprobs of tokens that were not sampled: the policy is
-sampled as it is, and nothing is promised beyond that.
-
-Thinking is `reasoning_content`, in messages and deltas, in both directions. Logprobs cover all sampled tokens in order:
-thinking, content, tool calls and the end marker.
-
-Strict reader of messages and tools in OpenAI's Chat Completions format.
+sampled as it is, and nothing is promised beyond that. Besides OpenAI's own fields it reads `top_k`, `min_p` and
+`repetition_penalty`, under the names that open source servers use: they are sampling parameters and can be honoured.
 
     system, developer   content; consecutive ones are merged
     user                content
@@ -17,49 +13,26 @@ Strict reader of messages and tools in OpenAI's Chat Completions format.
 
 Content is text or a list of text parts, which are joined. Images, audio, files, refusals, custom tools and the calls of
 `functions` are refused: no chat format shows them to the model. A participant's `name` is refused for the same reason.
-
 Allowed because they cannot change the response: cache hints (`prompt_cache_breakpoint`, `cache_control`), and what SDKs
 attach to an assistant message and send back (`annotations`, `provider_specific_fields`, a call's `index`,
 `parsed_arguments`). A function's `strict` is allowed too, though sampling is not constrained by a grammar: arguments
 that violate the schema reach the client unchanged.
 
-A chat completion as server-sent events: `chat.completion.chunk` objects, then `[DONE]`.
-
-For each choice: a chunk with the role, in the order of the choices, because SDKs append choices as they see them; then
-deltas of `reasoning_content`, `content` and `tool_calls`, choices interleaved; then one with the finish reason. The
-usage comes last, if the client asked for it, in a chunk without choices.
-
-A tool call is sent when it is complete: one that has started may turn out malformed, and a delta cannot be retracted.
-Its id and name come first, then all its arguments in a second delta.
-
-The constant part of a request's chunks is encoded once; each delta encodes one small JSON string.
+Thinking is `reasoning_content`, in messages and deltas, in both directions. Logprobs cover all sampled tokens in order:
+thinking, content, tool calls and the end marker.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 from m2forge.gateway.dialects.conversation import join_systems
-from m2forge.gateway.dialects.openai.shared import (
-    DONE,
-    FINISH_REASONS,
-    SAMPLING_FIELDS,
-    TOO_LONG,
-    arguments_text,
-    error_body,
-    logprobs_body,
-    quote,
-    read_num_samples,
-    read_sampling,
-    read_seed,
-    read_stop,
-    read_stream,
-    read_tool_choice,
-    refuse_bias,
-    usage_body,
-)
 from m2forge.gateway.dialects.types import (
     Answer,
     Ask,
     AskError,
+    Ending,
     Fields,
     TokenLogprob,
     Usage,
@@ -70,10 +43,88 @@ from m2forge.gateway.dialects.types import (
     read_text,
     read_tools,
     refuse_value,
+    shown,
 )
-from m2forge.records import MAX_INT32, JsonValue
+from m2forge.records import MAX_INT32, JsonValue, Sampling
 from m2forge.text.message import Message, Role, Tool, ToolCall, parse_json
 from m2forge.text.parser import CallFinished, Completion, ContentDelta, Event, ThinkingDelta
+
+MODELS_PATH = "/v1/models"
+OWNER = "m2forge"
+SAMPLING_FIELDS = frozenset(
+    {"temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty"}
+)
+MAX_STOPS, MAX_SEED = 4, 2**63 - 1
+LOWEST_LOGPROB = -9999.0
+"""Replaces a logprob that JSON cannot represent."""
+DONE = b"data: [DONE]\n\n"
+
+FINISH_REASONS: Mapping[Ending, str] = {
+    Ending.STOP: "stop",
+    Ending.STOP_TEXT: "stop",
+    Ending.LENGTH: "length",
+    Ending.TOOL_CALLS: "tool_calls",
+    # OpenAI has no such finish reason; clients take "length" for a text that was cut off.
+    Ending.ABORT: "length",
+}
+
+TOO_LONG = "context_length_exceeded"
+"""Error code for a prompt that does not fit the context."""
+TOO_FAST = "rate_limit_exceeded"
+"""Error code for more connections than a key may have; a client waits and retries."""
+_ERRORS: Mapping[int, tuple[str, str | None]] = {
+    401: ("invalid_request_error", "invalid_api_key"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("insufficient_quota", "insufficient_quota"),
+    503: ("server_error", "service_unavailable"),
+}
+"""Type and code of an error by HTTP status. A 429 without another code is a spent budget, which no retry changes."""
+
+quote = json.JSONEncoder().encode
+"""Encodes JSON in ASCII: Unicode line separators would break event lines for some clients."""
+
+READ = SAMPLING_FIELDS | {
+    "messages",
+    "model",
+    "tools",
+    "tool_choice",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "n",
+    "seed",
+    "logprobs",
+    "top_logprobs",
+    "stream",
+    "stream_options",
+    "metadata",
+    "service_tier",
+}
+ALLOWED = frozenset(
+    {
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "store",
+        "modalities",
+        "response_format",
+        "logit_bias",
+        "parallel_tool_calls",
+    }
+)
+REFUSED: Mapping[str, str] = {
+    "audio": "audio is not supported; the model writes text",
+    "function_call": "replaced by tool_choice",
+    "functions": "replaced by tools",
+    "moderation": "there is no moderation here; leave it out",
+    "prediction": "predicted outputs are not supported; leave it out",
+    "reasoning_effort": "how long the model thinks cannot be set; leave it out, or limit max_completion_tokens",
+    "verbosity": "how much the model writes cannot be set; leave it out, or say so in a message",
+    "web_search_options": "there is no web search here; offer a tool that does it",
+}
+FIELDS = READ | ALLOWED | REFUSED.keys()
 
 SYSTEM_FIELDS = frozenset({"role", "content", "name"})
 ASSISTANT_FIELDS = SYSTEM_FIELDS | {"reasoning_content", "reasoning", "tool_calls", "refusal", "audio", "function_call"}
@@ -97,6 +148,201 @@ _ASSISTANT_REFUSED = {
     "thinking_blocks": "send the thinking as reasoning_content",
     "images": "images are not supported; send text",
 }
+
+
+class OpenAIChat:
+    path = "/v1/chat/completions"
+
+    def read(self, body: Mapping[str, JsonValue]) -> Ask:
+        fields = Fields(body, FIELDS)
+        for name, reason in REFUSED.items():
+            if fields.has(name):
+                fields.refuse(name, reason)
+        tools = read_tools(fields, read_tool)
+        _check_allowed(fields, has_tools=bool(tools))
+        is_streamed, echo = read_stream(fields)
+        return Ask(
+            messages=read_messages(fields),
+            tools=tools,
+            max_tokens=_max_tokens(fields),
+            sampling=read_sampling(fields),
+            stop_texts=read_stop(fields),
+            seed=read_seed(fields),
+            num_samples=read_num_samples(fields),
+            is_streamed=is_streamed,
+            tool_choice=read_tool_choice(fields),
+            num_top_logprobs=_num_top_logprobs(fields),
+            model=fields.required_text("model"),
+            echo=echo | _repeated(fields),
+        )
+
+    def answer(
+        self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
+    ) -> dict[str, JsonValue]:
+        choices = [
+            {
+                "index": index,
+                "message": message_body(answer.completion),
+                "logprobs": None if ask.num_top_logprobs is None else logprobs_body(answer.logprobs),
+                "finish_reason": FINISH_REASONS[answer.ending],
+            }
+            for index, answer in enumerate(answers)
+        ]
+        body: dict[str, JsonValue] = {
+            "id": id,
+            "object": "chat.completion",
+            "created": created_s,
+            "model": ask.model,
+            "choices": choices,
+            "usage": usage_body(usage),
+        }
+        return body | {name: ask.echo[name] for name in ("metadata", "service_tier") if name in ask.echo}
+
+    def stream(self, ask: Ask, id: str, created_s: int) -> "ChatStream":
+        return ChatStream(ask, id, created_s)
+
+    def error(
+        self, status: int, message: str, field: str | None = None, code: str | None = None
+    ) -> dict[str, JsonValue]:
+        return error_body(status, message, field, code)
+
+    def too_long(self, num_prompt: int, context: int) -> AskError:
+        message = (
+            f"This model's maximum context length is {context} tokens. However, your messages resulted in {num_prompt} "
+            "tokens. Please reduce the length of the messages."
+        )
+        return AskError(message, "messages", TOO_LONG)
+
+
+# -- the request's fields ---------------------------------------------------------------------------------------------
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    """Read both names of the limit; the older one predates thinking."""
+    older, newer = (fields.integer(name, 1, MAX_INT32) for name in ("max_tokens", "max_completion_tokens"))
+    if older is not None and newer is not None and older != newer:
+        fields.refuse(
+            "max_tokens", f"{older} is not max_completion_tokens, {newer}, which replaced it; send that alone"
+        )
+    return older if newer is None else newer
+
+
+def _num_top_logprobs(fields: Fields) -> int | None:
+    num_top = fields.integer("top_logprobs", 0, 20)
+    if not fields.boolean("logprobs"):
+        if num_top is not None:
+            fields.refuse("top_logprobs", "log-probabilities were not asked for; set logprobs to true")
+        return None
+    if num_top:
+        fields.refuse(
+            "top_logprobs", f"expected 0, received {num_top}; the engine tells of the tokens that it sampled alone"
+        )
+    return 0
+
+
+def _check_allowed(fields: Fields, *, has_tools: bool) -> None:
+    """Check that the fields in `ALLOWED`, if present, ask for nothing that the gateway does not do."""
+    for name in ("user", "safety_identifier", "prompt_cache_key"):
+        fields.text(name)
+    fields.choice("prompt_cache_retention", ("in_memory", "24h"))
+    if (cache := fields.object("prompt_cache_options", frozenset({"mode", "ttl"}))) is not None:
+        cache.choice("mode", ("implicit", "explicit"))
+        cache.text("ttl")
+    if fields.boolean("store"):
+        fields.refuse("store", "completions cannot be listed afterwards; send false")
+    if fields.value("modalities") not in (None, ["text"]):
+        fields.refuse("modalities", "expected ['text']; the model writes nothing else")
+    refuse_bias(fields)
+    if fields.boolean("parallel_tool_calls") is False and has_tools:
+        fields.refuse("parallel_tool_calls", "a policy that is sampled cannot be kept to one call; leave it out")
+    _check_format(fields)
+
+
+def _check_format(fields: Fields) -> None:
+    format = fields.object("response_format", frozenset({"type", "json_schema"}))
+    if format is not None and (format.value("type") != "text" or format.has("json_schema")):
+        fields.refuse(
+            "response_format",
+            "expected {'type': 'text'}; what a policy samples is not kept to a grammar, so ask for JSON in a message",
+        )
+
+
+def _repeated(fields: Fields) -> dict[str, JsonValue]:
+    repeated: dict[str, JsonValue] = {}
+    if (metadata := fields.metadata()) is not None:
+        repeated["metadata"] = metadata
+    if fields.choice("service_tier", ("auto", "default")) is not None:
+        repeated["service_tier"] = "default"
+    return repeated
+
+
+def read_sampling(fields: Fields) -> Sampling:
+    numbers = {
+        "temperature": fields.number("temperature", 0, 2),
+        "top_p": fields.number("top_p", 0, 1),
+        "min_p": fields.number("min_p", 0, 1),
+        "presence_penalty": fields.number("presence_penalty", -2, 2),
+        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
+        "repetition_penalty": fields.number("repetition_penalty", 0, 10),
+    }
+    given = {name: value for name, value in numbers.items() if value is not None}
+    for name in ("top_p", "repetition_penalty"):
+        if given.get(name) == 0:
+            fields.refuse(name, "expected a number above 0, received 0; set temperature to 0 for the likeliest tokens")
+    # Open source servers use -1 for no limit, which is 0 here.
+    top_k = max(fields.integer("top_k", -1, MAX_INT32) or 0, 0)
+    return Sampling(**given, top_k=top_k)
+
+
+def read_stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.value("stop")
+    values = (value,) if isinstance(value, str) else fields.items("stop")
+    if len(values) > MAX_STOPS:
+        fields.refuse("stop", f"expected at most {MAX_STOPS} texts, received {len(values)}")
+    texts = tuple(read_text(value, f"stop[{index}]") for index, value in enumerate(values))
+    if "" in texts:
+        fields.refuse("stop", "expected text, received an empty one, which would end every completion at once")
+    return texts
+
+
+def read_seed(fields: Fields) -> int | None:
+    return fields.integer("seed", -MAX_SEED - 1, MAX_SEED)
+
+
+def read_num_samples(fields: Fields) -> int:
+    """The gateway checks the upper limit."""
+    return fields.integer("n", 1, MAX_INT32) or 1
+
+
+def read_stream(fields: Fields) -> tuple[bool, dict[str, JsonValue]]:
+    """Return whether the response is streamed, and the options that shape its chunks."""
+    is_streamed = bool(fields.boolean("stream"))
+    options = fields.object("stream_options", frozenset({"include_usage", "include_obfuscation"}))
+    if options is None:
+        return is_streamed, {}
+    if not is_streamed:
+        fields.refuse("stream_options", "only a streamed answer has options of its stream; set stream to true")
+    if options.boolean("include_obfuscation"):
+        options.refuse("include_obfuscation", "chunks are not padded; leave it out or send false")
+    return is_streamed, {"include_usage": True} if options.boolean("include_usage") else {}
+
+
+def read_tool_choice(fields: Fields) -> Literal["auto", "none"]:
+    choice = fields.value("tool_choice")
+    if choice not in (None, "auto", "none"):
+        kind = choice.get("type") if isinstance(choice, Mapping) else choice
+        reason = "a sampled model cannot be forced to call a tool, nor kept from one that is offered"
+        fields.refuse("tool_choice", f"expected 'auto' or 'none', received {shown(kind)}; {reason}")
+    return "none" if choice == "none" else "auto"
+
+
+def refuse_bias(fields: Fields) -> None:
+    """Refuse logit biases; an empty object is allowed."""
+    if fields.value("logit_bias") not in (None, {}):
+        fields.refuse("logit_bias", "tokens cannot be biased: they would not be samples of the policy; leave it out")
+
+
+# -- the request's messages and tools ---------------------------------------------------------------------------------
 
 
 def read_messages(fields: Fields) -> tuple[Message, ...]:
@@ -225,8 +471,77 @@ def _of_kind(kind: str, value: JsonValue, known: frozenset[str], place: str) -> 
     return Fields(value, known, place)
 
 
+# -- the response -----------------------------------------------------------------------------------------------------
+
+
+def message_body(completion: Completion) -> dict[str, JsonValue]:
+    """Encode an assistant message. With tool calls, empty content is null, as SDKs expect."""
+    body: dict[str, JsonValue] = {"role": "assistant", "content": completion.content, "refusal": None}
+    if completion.thinking:
+        body["reasoning_content"] = completion.thinking
+    if completion.tool_calls:
+        body["content"] = completion.content or None
+        body["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
+            for call in completion.tool_calls
+        ]
+    return body
+
+
+def usage_body(usage: Usage) -> dict[str, JsonValue]:
+    return {
+        "prompt_tokens": usage.num_prompt,
+        "completion_tokens": usage.num_sampled,
+        "total_tokens": usage.num_prompt + usage.num_sampled,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_thinking},
+    }
+
+
+def error_body(status: int, message: str, field: str | None = None, code: str | None = None) -> dict[str, JsonValue]:
+    kind, usual = _ERRORS.get(status, ("server_error" if status >= 500 else "invalid_request_error", None))
+    kind = "requests" if code == TOO_FAST else kind
+    return {"error": {"message": message, "type": kind, "param": field, "code": code or usual}}
+
+
+def arguments_text(call: ToolCall) -> str:
+    return json.dumps(call.arguments, ensure_ascii=False)
+
+
+def token_bodies(logprobs: Iterable[TokenLogprob]) -> list[JsonValue]:
+    """A token may be part of a character: its bytes are exact, its text is not."""
+    return [
+        {
+            "token": token.text.decode(errors="replace"),
+            "logprob": finite_logprob(token.logprob),
+            "bytes": list(token.text),
+            "top_logprobs": [],
+        }
+        for token in logprobs
+    ]
+
+
+def logprobs_body(logprobs: Iterable[TokenLogprob]) -> dict[str, JsonValue]:
+    """Encode the logprobs of a chat completion's choice."""
+    return {"content": token_bodies(logprobs), "refusal": None}
+
+
+def finite_logprob(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
+
+
 class ChatStream:
-    """Stream of one request; see `exchange.Stream`."""
+    """A chat completion as server-sent events (`types.Stream`): `chat.completion.chunk` objects, then `[DONE]`.
+
+    For each choice: a chunk with the role, in the order of the choices, because SDKs append choices as they see them;
+    then deltas of `reasoning_content`, `content` and `tool_calls`, choices interleaved; then one with the finish
+    reason. The usage comes last, if the client asked for it, in a chunk without choices.
+
+    A tool call is sent when it is complete: one that has started may turn out malformed, and a delta cannot be
+    retracted. Its id and name come first, then all its arguments in a second delta.
+
+    The constant part of a request's chunks is encoded once; each delta encodes one small JSON string.
+    """
 
     def __init__(self, ask: Ask, id: str, created_s: int) -> None:
         same: dict[str, JsonValue] = {
@@ -301,182 +616,13 @@ class ChatStream:
         return f'"tool_calls": [{quote(opened)}]', f'"tool_calls": [{quote(filled)}]'
 
 
-READ = SAMPLING_FIELDS | {
-    "messages",
-    "model",
-    "tools",
-    "tool_choice",
-    "max_tokens",
-    "max_completion_tokens",
-    "stop",
-    "n",
-    "seed",
-    "logprobs",
-    "top_logprobs",
-    "stream",
-    "stream_options",
-    "metadata",
-    "service_tier",
-}
-ALLOWED = frozenset(
-    {
-        "user",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prompt_cache_options",
-        "store",
-        "modalities",
-        "response_format",
-        "logit_bias",
-        "parallel_tool_calls",
-    }
-)
-REFUSED: Mapping[str, str] = {
-    "audio": "audio is not supported; the model writes text",
-    "function_call": "replaced by tool_choice",
-    "functions": "replaced by tools",
-    "moderation": "there is no moderation here; leave it out",
-    "prediction": "predicted outputs are not supported; leave it out",
-    "reasoning_effort": "how long the model thinks cannot be set; leave it out, or limit max_completion_tokens",
-    "verbosity": "how much the model writes cannot be set; leave it out, or say so in a message",
-    "web_search_options": "there is no web search here; offer a tool that does it",
-}
-FIELDS = READ | ALLOWED | REFUSED.keys()
+# -- the list of models: `GET /v1/models` and `GET /v1/models/NAME` ---------------------------------------------------
 
 
-class OpenAIChat:
-    path = "/v1/chat/completions"
-
-    def read(self, body: Mapping[str, JsonValue]) -> Ask:
-        fields = Fields(body, FIELDS)
-        for name, reason in REFUSED.items():
-            if fields.has(name):
-                fields.refuse(name, reason)
-        tools = read_tools(fields, read_tool)
-        _check_allowed(fields, has_tools=bool(tools))
-        is_streamed, echo = read_stream(fields)
-        return Ask(
-            messages=read_messages(fields),
-            tools=tools,
-            max_tokens=_max_tokens(fields),
-            sampling=read_sampling(fields),
-            stop_texts=read_stop(fields),
-            seed=read_seed(fields),
-            num_samples=read_num_samples(fields),
-            is_streamed=is_streamed,
-            tool_choice=read_tool_choice(fields),
-            num_top_logprobs=_num_top_logprobs(fields),
-            model=fields.required_text("model"),
-            echo=echo | _repeated(fields),
-        )
-
-    def answer(
-        self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage
-    ) -> dict[str, JsonValue]:
-        choices = [
-            {
-                "index": index,
-                "message": message_body(answer.completion),
-                "logprobs": None if ask.num_top_logprobs is None else logprobs_body(answer.logprobs),
-                "finish_reason": FINISH_REASONS[answer.ending],
-            }
-            for index, answer in enumerate(answers)
-        ]
-        body: dict[str, JsonValue] = {
-            "id": id,
-            "object": "chat.completion",
-            "created": created_s,
-            "model": ask.model,
-            "choices": choices,
-            "usage": usage_body(usage),
-        }
-        return body | {name: ask.echo[name] for name in ("metadata", "service_tier") if name in ask.echo}
-
-    def stream(self, ask: Ask, id: str, created_s: int) -> ChatStream:
-        return ChatStream(ask, id, created_s)
-
-    def error(
-        self, status: int, message: str, field: str | None = None, code: str | None = None
-    ) -> dict[str, JsonValue]:
-        return error_body(status, message, field, code)
-
-    def too_long(self, num_prompt: int, context: int) -> AskError:
-        message = (
-            f"This model's maximum context length is {context} tokens. However, your messages resulted in {num_prompt} "
-            "tokens. Please reduce the length of the messages."
-        )
-        return AskError(message, "messages", TOO_LONG)
+def models_body(names: Sequence[str], created_s: int) -> dict[str, JsonValue]:
+    """A gateway serves one policy under any number of names, because agents insist on the names they know."""
+    return {"object": "list", "data": [model_body(name, created_s) for name in names]}
 
 
-def message_body(completion: Completion) -> dict[str, JsonValue]:
-    """Encode an assistant message. With tool calls, empty content is null, as SDKs expect."""
-    body: dict[str, JsonValue] = {"role": "assistant", "content": completion.content, "refusal": None}
-    if completion.thinking:
-        body["reasoning_content"] = completion.thinking
-    if completion.tool_calls:
-        body["content"] = completion.content or None
-        body["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
-            for call in completion.tool_calls
-        ]
-    return body
-
-
-def _max_tokens(fields: Fields) -> int | None:
-    """Read both names of the limit; the older one predates thinking."""
-    older, newer = (fields.integer(name, 1, MAX_INT32) for name in ("max_tokens", "max_completion_tokens"))
-    if older is not None and newer is not None and older != newer:
-        fields.refuse(
-            "max_tokens", f"{older} is not max_completion_tokens, {newer}, which replaced it; send that alone"
-        )
-    return older if newer is None else newer
-
-
-def _num_top_logprobs(fields: Fields) -> int | None:
-    num_top = fields.integer("top_logprobs", 0, 20)
-    if not fields.boolean("logprobs"):
-        if num_top is not None:
-            fields.refuse("top_logprobs", "log-probabilities were not asked for; set logprobs to true")
-        return None
-    if num_top:
-        fields.refuse(
-            "top_logprobs", f"expected 0, received {num_top}; the engine tells of the tokens that it sampled alone"
-        )
-    return 0
-
-
-def _check_allowed(fields: Fields, *, has_tools: bool) -> None:
-    """Check that the fields in `ALLOWED`, if present, ask for nothing that the gateway does not do."""
-    for name in ("user", "safety_identifier", "prompt_cache_key"):
-        fields.text(name)
-    fields.choice("prompt_cache_retention", ("in_memory", "24h"))
-    if (cache := fields.object("prompt_cache_options", frozenset({"mode", "ttl"}))) is not None:
-        cache.choice("mode", ("implicit", "explicit"))
-        cache.text("ttl")
-    if fields.boolean("store"):
-        fields.refuse("store", "completions cannot be listed afterwards; send false")
-    if fields.value("modalities") not in (None, ["text"]):
-        fields.refuse("modalities", "expected ['text']; the model writes nothing else")
-    refuse_bias(fields)
-    if fields.boolean("parallel_tool_calls") is False and has_tools:
-        fields.refuse("parallel_tool_calls", "a policy that is sampled cannot be kept to one call; leave it out")
-    _check_format(fields)
-
-
-def _check_format(fields: Fields) -> None:
-    format = fields.object("response_format", frozenset({"type", "json_schema"}))
-    if format is not None and (format.value("type") != "text" or format.has("json_schema")):
-        fields.refuse(
-            "response_format",
-            "expected {'type': 'text'}; what a policy samples is not kept to a grammar, so ask for JSON in a message",
-        )
-
-
-def _repeated(fields: Fields) -> dict[str, JsonValue]:
-    repeated: dict[str, JsonValue] = {}
-    if (metadata := fields.metadata()) is not None:
-        repeated["metadata"] = metadata
-    if fields.choice("service_tier", ("auto", "default")) is not None:
-        repeated["service_tier"] = "default"
-    return repeated
+def model_body(name: str, created_s: int) -> dict[str, JsonValue]:
+    return {"id": name, "object": "model", "created": created_s, "owned_by": OWNER}

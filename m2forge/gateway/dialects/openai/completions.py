@@ -11,7 +11,7 @@ including a stop token that is not part of the text.
 import codecs
 from collections.abc import Mapping, Sequence
 
-from m2forge.gateway.dialects.openai.shared import (
+from m2forge.gateway.dialects.openai.chat import (
     DONE,
     FINISH_REASONS,
     SAMPLING_FIELDS,

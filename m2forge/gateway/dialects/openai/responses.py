@@ -29,8 +29,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from m2forge.gateway.dialects.opaque_thinking import seal
+from m2forge.gateway.dialects.openai.chat import TOO_LONG, arguments_text, error_body, quote, token_bodies
 from m2forge.gateway.dialects.openai.responses_input import HIDDEN, item_id, read_ask
-from m2forge.gateway.dialects.openai.shared import TOO_LONG, arguments_text, error_body, quote, token_bodies
 from m2forge.gateway.dialects.types import Answer, Ask, AskError, Ending, TokenLogprob, Usage
 from m2forge.records import JsonValue
 from m2forge.text.message import ToolCall

@@ -30,7 +30,7 @@ from dataclasses import replace
 
 from m2forge.gateway.dialects.conversation import Conversation
 from m2forge.gateway.dialects.opaque_thinking import unseal
-from m2forge.gateway.dialects.openai.shared import SAMPLING_FIELDS, read_sampling, read_tool_choice
+from m2forge.gateway.dialects.openai.chat import SAMPLING_FIELDS, read_sampling, read_tool_choice
 from m2forge.gateway.dialects.types import (
     Ask,
     AskError,
