@@ -219,8 +219,8 @@ def listed() -> dict[str, list[str]]:
         for line in lines:
             title = re.match(r"# Reading path: (\w+)", line)
             if title is not None:
-                entries = itertools.takewhile(bool, (re.match(r"#     (\S+\.py)\b", entry) for entry in lines))
-                found[title[1]] = [entry[1] for entry in entries if entry is not None]
+                block = "\n".join(itertools.takewhile(lambda entry: entry.startswith("#"), lines))
+                found[title[1]] = re.findall(r"^#     (\S+\.py)\b", block, re.MULTILINE)
     return found
 
 

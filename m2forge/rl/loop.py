@@ -18,6 +18,27 @@ curriculum's state is stored in one transaction with the tasks that it drew, so 
 The RL stage: a model folder and a configuration in, a trained model folder out; opens or resumes the run.
 """
 
+# Reading path: rl. An RL step in the loop's process; an attempt's completions are the path `chat`.
+# The files that run, in reading order; dev/paths.py compares this list with a trace:
+#     rl/loop.py                        the loop: queue, attempts, weights
+#     tasks/curriculum.py               which tasks come next
+#     tasks/runner.py                   draws and verifies tasks in worker processes
+#     tasks/family.py                   a family's tasks and verdicts
+#     pool/queue.py                     groups queued and leased
+#     pool/state.py                     states of episodes and units
+#     rl/attempts.py                    one attempt, from lease to reward
+#     rl/gateway_admin.py               keys and records of attempts
+#     rollout/backends/http_stream.py   the HTTP client
+#     rl/servers.py                     sampler and gateway processes
+#     rl/workers.py                     agents in worker processes
+#     sandbox/worker.py                 a process within limits
+#     tree/codec.py                     the tree that the gateway sends
+#     reward/judge.py                   rewards of a group
+#     reward/rule.py                    process reward of a step
+#     weights/store.py                  published policy versions
+#     pool/batch.py                     which lineage the sampler serves, after a weight update
+#     rl/view.py                        the terminal's progress view
+
 import asyncio
 import contextlib
 import json

@@ -16,6 +16,22 @@ Builds the runner's inputs from requests.
 Pending weight updates: validated against the network on arrival, copied into it when due.
 """
 
+# Reading path: decode. A decode step.
+# The files that run, in reading order; dev/paths.py compares this list with a trace:
+#     rollout/core.py                the step: schedule, run, sample, send chunks
+#     rollout/kv/scheduler.py        requests of the batch and their blocks
+#     rollout/request.py             one sequence
+#     rollout/execution/runner.py    the batch as tensors
+#     rollout/kv/paged_plan.py       the paged KV cache and its attention mask
+#     model/transformer.py           the network
+#     model/config.py                its sizes
+#     kernels/arithmetic.py          precision, and the C kernels of a CPU
+#     kernels/pointwise.py           norm, rotary embedding, gate
+#     kernels/linear.py              matrix products
+#     kernels/paged_attention.py     attention over blocks
+#     kernels/expert.py              the experts
+#     rollout/execution/sampler.py   the next tokens and their logprobs
+
 import math
 import random
 import time

@@ -11,6 +11,30 @@ is split over them. The engine holds the model and its optimizer and knows nothi
 Metrics are returned as one tensor whose copy to the host is asynchronous, so a step needs no host sync.
 """
 
+# Reading path: train. A training step over trees.
+# The files that run, in reading order; dev/paths.py compares this list with a trace:
+#     train/engine.py             the step: packs, forward and backward, update, report
+#     tree/token_tree.py          a group's calls as one tree
+#     train/batch.py              samples that cannot be trained; a pack's tensors
+#     train/config.py             the loss and its limits
+#     tree/pack.py                trees cut and packed into micro-batches
+#     tree/flat.py                a pack in depth-first order, with its loss edges
+#     model/plan.py               the attention mask of a pack
+#     model/transformer.py        the network and its MTP modules
+#     model/config.py             its sizes
+#     kernels/arithmetic.py       precision, and the C kernels of a CPU
+#     kernels/pointwise.py        norm, rotary embedding, gate
+#     kernels/linear.py           matrix products
+#     kernels/tree_attention.py   attention over a tree
+#     kernels/expert.py           the experts
+#     train/loss/policy.py        the policy loss at an edge
+#     kernels/head_loss.py        head, logprobs and their gradient, chunk by chunk
+#     train/loss/mtp.py           the loss of the MTP modules
+#     train/optimizer.py          clipping, AdamW and Muon
+#     kernels/adamw.py            the AdamW update
+#     train/parallel.py           sums over ranks, and shards
+#     train/step_metrics.py       the step's metrics and logprobs
+
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
