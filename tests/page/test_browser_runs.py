@@ -98,6 +98,7 @@ def test_list_and_curves_move_by_themselves(open_page: Callable[..., Page], tmp_
         expect(page.locator("section[aria-label='Loss'] .curve")).to_be_visible()
         page.get_by_role("link", name="All runs").click()
         expect(row).to_contain_text("failed")
+        expect(page.get_by_label("Show the curves of one")).to_be_checked()
     expect(page.locator("#banner")).to_contain_text("does not answer")
 
 

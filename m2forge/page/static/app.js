@@ -6,7 +6,7 @@ import { showEpisode } from "./episode.js";
 import { showEpisodes } from "./episodes.js";
 import { duration } from "./format.js";
 import { showOverview } from "./overview.js";
-import { stateOf } from "./state.js";
+import { listHash, stateOf } from "./state.js";
 import { setUpTheme, toggleTheme } from "./theme.js";
 
 const RUN_S = 2;
@@ -45,7 +45,7 @@ async function watchRun() {
     banner.textContent = said.join("; ");
     const back = document.getElementById("list-link");
     back.classList.toggle("hidden", run.list_url === null);
-    if (run.list_url !== null) back.href = run.list_url;
+    if (run.list_url !== null) back.href = `${run.list_url}${listHash()}`;
     document.title = `${run.name} · m2forge`;
     document.getElementById("run-name").textContent = run.name;
     const { label, look } = stateOf(run);

@@ -5,6 +5,7 @@ import { Comparison, MAX_CHOSEN } from "./compare.js";
 import { el, empty } from "./dom.js";
 import { count } from "./format.js";
 import { RunTable } from "./run_table.js";
+import { rememberList } from "./state.js";
 import { setUpTheme, toggleTheme } from "./theme.js";
 
 const LIST_S = 1;
@@ -43,6 +44,7 @@ function change(some) {
   // Ids hold no character that needs an escape, and a readable address is easier to share.
   const query = given.map(([name, value]) => `${name}=${encodeURIComponent(value).replaceAll("%3A", ":").replaceAll("%2C", ",")}`).join("&");
   history.replaceState(null, "", query ? `#/?${query}` : "#/");
+  rememberList(location.hash);
   draw();
 }
 
@@ -111,7 +113,9 @@ document.getElementById("keys-close").addEventListener("click", () => document.g
 document.addEventListener("keydown", onKey);
 addEventListener("hashchange", () => {
   settings = readSettings();
+  rememberList(location.hash);
   draw();
   comparison.refresh();
 });
+rememberList(location.hash);
 repeat(watch, LIST_S);
