@@ -22,7 +22,8 @@ class UnpackConfig(Config):
     max_ratio: float = Field(default=100.0, gt=0)
     """Maximum decompressed bytes per compressed byte. Text is compressed by a factor of 3 to 30."""
     max_line_bytes: int = Field(default=64 << 20, gt=0)
-    """Maximum line length of a compressed JSONL file; longer lines are skipped and reported."""
+    """Maximum line length of a compressed JSONL file, in SFT also size of a table's row; longer ones are skipped and
+    reported."""
 
 
 class UnpackError(DataError):

@@ -23,13 +23,13 @@ class SourceConfig(Config):
     """auto: *.jsonl files hold rows, *.json files hold ATIF, and either may end with .gz or .zst; *.parquet and *.arrow
     files hold rows. A folder that `save_to_disk` of the datasets library wrote is recognized."""
     row_format: RowFormat | None = None
-    """What the columns of a row are (row.py); None: detected from their names. ATIF files have no rows."""
+    """Format of the rows of JSONL files and tables; None: detected from the names of their columns."""
     split: str | None = Field(default=None, min_length=1)
     """Split of a dataset folder to read, such as "train"; None: the folder has only one, or no tables."""
     weight: float = Field(default=1.0, ge=0.01, le=1000)
     """Repetitions of each trajectory per epoch; the fractional part is a probability, resampled each epoch."""
     unpack: UnpackConfig = UnpackConfig()
-    """Limits on the decompressed size of its .gz and .zst files."""
+    """Limits on the decompressed size of its .gz, .zst, .parquet and .arrow files."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
