@@ -11,8 +11,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from m2forge.inference.config import SamplingParams
     from m2forge.inference.llm import LLM
-    from m2forge.inference.output import SamplingParams
     from m2forge.rl.loop import train_rl
     from m2forge.tasks.family import Family, Verdict
 
@@ -22,7 +22,7 @@ __all__ = ["LLM", "Family", "SamplingParams", "Verdict", "__version__", "train_r
 
 _MODULES = {
     "LLM": "m2forge.inference.llm",
-    "SamplingParams": "m2forge.inference.output",
+    "SamplingParams": "m2forge.inference.config",
     "train_rl": "m2forge.rl.loop",
     "Family": "m2forge.tasks.family",
     "Verdict": "m2forge.tasks.family",

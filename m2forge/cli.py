@@ -180,8 +180,7 @@ def command_serve(args: argparse.Namespace) -> None:
 
 def command_chat(args: argparse.Namespace) -> None:
     from m2forge.config import build
-    from m2forge.inference.config import LLMConfig
-    from m2forge.inference.output import SamplingParams
+    from m2forge.inference.config import LLMConfig, SamplingParams
 
     config = build(LLMConfig, {}, args.set, origin="chat")
     params = build(SamplingParams, {}, args.sampling, origin="chat")

@@ -10,6 +10,10 @@ def config_kinds(command: str) -> dict[str, type[Config]]:
         from m2forge.rollout.config import ServeConfig
 
         return {"--set": GatewayConfig, "--engine-set": ServeConfig}
+    if command == "chat":
+        from m2forge.inference.config import LLMConfig, SamplingParams
+
+        return {"--set": LLMConfig, "--sampling": SamplingParams}
     kind = config_kind(command)
     return {} if kind is None else {"--set": kind}
 

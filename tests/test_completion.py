@@ -88,7 +88,7 @@ def test_lists_and_mappings_of_the_files_give_their_parts(tmp_path: Path) -> Non
 
 def test_every_option_that_sets_keys_has_a_config_class() -> None:
     for name in cli.COMMANDS:
-        options = {option for option in ("--set", "--engine-set") if option in complete([name, "--"])}
+        options = {option for option in ("--set", "--engine-set", "--sampling") if option in complete([name, "--"])}
         assert set(config_kinds(name)) == options, name
 
 

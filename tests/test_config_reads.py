@@ -11,8 +11,7 @@ from m2forge.config import Config
 from m2forge.corpus.config import CorpusConfig
 from m2forge.evaluate.config import EvalConfig
 from m2forge.gateway.config import GatewayConfig
-from m2forge.inference.config import LLMConfig, ModelServerConfig
-from m2forge.inference.output import SamplingParams
+from m2forge.inference.config import LLMConfig, ModelServerConfig, SamplingParams
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.rl.config import RLConfig
 from m2forge.rollout.config import ServeConfig

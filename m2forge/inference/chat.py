@@ -18,9 +18,8 @@ from rich.console import Console
 
 from m2forge.agents.tool import EditTool, ReadTool, ShellTool, ToolRunner, WriteTool, answer_call
 from m2forge.errors import EngineError, M2ForgeError, suggest
-from m2forge.inference.config import LLMConfig
+from m2forge.inference.config import LLMConfig, SamplingParams
 from m2forge.inference.llm import LLM
-from m2forge.inference.output import SamplingParams
 from m2forge.loop_thread import LoopThread
 from m2forge.sandbox.process import ProcessSandbox
 from m2forge.text.message import Message, Tool, ToolCall

@@ -1,12 +1,32 @@
-"""Config of inference: the engine's keys, as `LLM` takes them.
+"""Config of inference: sampling parameters, the engine's keys as `LLM` takes them, and the keys of `m2forge serve`.
 
-LLM("runs/demo/rl/model", device="cpu", num_blocks=4096)
+LLM("runs/demo/rl/model", device="cpu", num_blocks=4096).generate("def", temperature=0.7)
+m2forge serve runs/demo/rl/model --set device=cpu --set rollout.num_blocks=4096 --set models='["policy"]'
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from m2forge.gateway.config import SamplingConfig
+from m2forge.records import MAX_INT32
 from m2forge.rollout.config import RolloutConfig, ServeConfig
 from m2forge.text.format import FormatName
+
+Count = Annotated[int, Field(gt=0, le=MAX_INT32)]
+
+
+class SamplingParams(SamplingConfig):
+    """Sampling parameters; frozen. The defaults sample from the model's own distribution."""
+
+    max_tokens: Count | None = None
+    """Maximum number of sampled tokens, thinking included; None: as many as the context leaves."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end the completion; they are not part of its text."""
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    """The same seed, prompt and weights sample the same tokens; None: a new seed each time."""
+    n: Count = 1
+    """Number of completions of each prompt; they share its prefill."""
 
 
 class LLMConfig(RolloutConfig):

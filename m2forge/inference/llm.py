@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias, TypeGuard, cast, overload
 
@@ -32,12 +33,12 @@ from m2forge.errors import ConfigError, EngineError, RequestError
 from m2forge.gateway.calls.sample import SampleReader
 from m2forge.gateway.dialects.route import CHAT
 from m2forge.gateway.dialects.types import Ask, offered
-from m2forge.inference.config import LLMConfig
+from m2forge.inference.config import LLMConfig, SamplingParams
 from m2forge.inference.model import open_model
-from m2forge.inference.output import Output, SamplingParams, make_sample
+from m2forge.inference.output import Output, make_sample
 from m2forge.loop_thread import LoopThread
 from m2forge.protocols import Chunk, Prompt
-from m2forge.records import JsonValue
+from m2forge.records import JsonValue, PolicyVersion
 from m2forge.rollout.engine import NativeEngine
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Tool, message_to_openai, tool_to_openai
@@ -100,6 +101,15 @@ class LLM:
     def close(self) -> None:
         """Cancel the requests in flight and free the engine. Idempotent."""
         self._shut()
+
+    def load(self, folder: str | PathLike[str]) -> None:
+        """Weight update: sample from the weights of another model folder of the same sizes from here on. Requests in
+        flight are treated as `on_weight_update` says."""
+        self._shut.refuse_closed()
+        path = Path(folder)
+        step = self._thread.run(self._engine.state()).version.step + 1
+        self._thread.run(self._engine.load(path, PolicyVersion(path.absolute().name, step)))
+        self._name = fspath(folder)
 
     # -- raw prompts ---------------------------------------------------------------------------------------------------
 
@@ -301,26 +311,32 @@ async def _fill(
 
 
 async def _complete(
-    engine: NativeEngine, format: ChatFormat, plan: _Plan, emit: Callable[[Event], None] = lambda event: None
+    engine: NativeEngine, format: ChatFormat, plan: _Plan, emit: Callable[[Event], None] | None = None
 ) -> Output:
+    """Sample one request. `emit` gets the events as soon as they are known; without it they are parsed at the end."""
     ask, prompt = plan.ask, plan.prompt
     readers = [SampleReader(ask, format, prompt.stop_ids, _CALL_PREFIX) for _ in range(prompt.num_samples)]
     chunks: list[list[Chunk]] = [[] for _ in readers]
     async with contextlib.aclosing(engine.generate(prompt)) as stream:
         async for chunk in stream:
-            reader = readers[chunk.sample]
             chunks[chunk.sample].append(chunk)
-            events, _ = reader.take([chunk])
-            if chunk.finish_reason is not None:
-                events += reader.finish(chunk.finish_reason)
-            for event in events:
-                emit(event)
+            if emit is not None:
+                for event in _read(readers[chunk.sample], [chunk]):
+                    emit(event)
     samples = []
     for found, reader in zip(chunks, readers, strict=True):
+        if emit is None:
+            _read(reader, found)
         assert reader.answer is not None, "an engine ends every completion"
         samples.append(make_sample(found, reader.answer, is_chat=ask.prompt is None))
     num_cached = max(chunk.num_cached for found in chunks for chunk in found)
     return Output(tuple(prompt.ids.tolist()), num_cached, tuple(samples))
+
+
+def _read(reader: SampleReader, chunks: list[Chunk]) -> list[Event]:
+    events, _ = reader.take(chunks)
+    finish_reason = chunks[-1].finish_reason
+    return events if finish_reason is None else events + reader.finish(finish_reason)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

@@ -1,33 +1,14 @@
-"""What `LLM` takes and returns: sampling parameters in; per prompt an `Output` with its samples out."""
+"""What `LLM` returns: per prompt an `Output` with its samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
 
-from pydantic import Field
-
-from m2forge.gateway.config import SamplingConfig
 from m2forge.gateway.dialects.types import Answer, Ending
 from m2forge.protocols import Chunk
-from m2forge.records import MAX_INT32, FinishReason
+from m2forge.records import FinishReason
 from m2forge.rollout.engine import merge_chunks
 from m2forge.text.message import Message
 from m2forge.text.parser import Problem
-
-Count = Annotated[int, Field(gt=0, le=MAX_INT32)]
-
-
-class SamplingParams(SamplingConfig):
-    """Sampling parameters; frozen. The defaults sample from the model's own distribution."""
-
-    max_tokens: Count | None = None
-    """Maximum number of sampled tokens, thinking included; None: as many as the context leaves."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Texts that end the completion; they are not part of its text."""
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
-    """The same seed, prompt and weights sample the same tokens; None: a new seed each time."""
-    n: Count = 1
-    """Number of completions of each prompt; they share its prefill."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,18 @@ def test_a_stream_gives_the_text_as_it_is_sampled(llm: LLM) -> None:
     assert stream.output.token_ids == whole.token_ids
 
 
+def test_loaded_weights_sample_from_then_on(folder: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", seed=9)
+    with LLM(folder) as llm, LLM(other) as expected:
+        before = llm.generate("def", GREEDY).token_ids
+        llm.load(other)
+        assert llm.generate("def", GREEDY).token_ids == expected.generate("def", GREEDY).token_ids != before
+        assert repr(llm) == f"LLM({str(other)!r})"
+        with pytest.raises(NotFoundError, match="is not a folder"):
+            llm.load(tmp_path / "none")
+        assert llm.generate("def", GREEDY).token_ids == expected.generate("def", GREEDY).token_ids
+
+
 def test_samples_stop_texts_and_seeds_are_as_asked(llm: LLM) -> None:
     output = llm.generate("def", SamplingParams(n=3, seed=5, max_tokens=40))
     assert len({sample.token_ids for sample in output.samples}) == 3
@@ -175,8 +187,13 @@ def test_a_closed_llm_ends_its_streams_and_refuses_requests(folder: Path) -> Non
 
 
 def test_a_stream_that_is_dropped_is_cancelled(llm: LLM) -> None:
-    next(llm.stream_generate("def"))
-    wait_until(lambda: llm._thread.run(llm._engine.state()).num_running == 0)
+    def num_aborted() -> float:
+        return llm._thread.run(llm._engine.metrics())["total_abort_samples"]
+
+    before = num_aborted()
+    assert llm.generate("def", temperature=0, max_tokens=100).finish_reason is FinishReason.LENGTH
+    next(llm.stream_generate("def", temperature=0))
+    wait_until(lambda: num_aborted() == before + 1)
 
 
 def test_a_dropped_llm_ends_its_threads_after_its_stream(llm: LLM, folder: Path) -> None:

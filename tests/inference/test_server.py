@@ -155,8 +155,9 @@ def test_a_conversation_with_tools_goes_through_the_client() -> None:
                 messages += [
                     {"role": "tool", "tool_call_id": made.id, "content": "result"} for made in told.tool_calls or ()
                 ]
-        gc.collect()
-        assert not [found for found in gc.get_objects() if isinstance(found, Episode)], "nothing is kept"
+            await asyncio.sleep(0.1)
+            gc.collect()
+            assert not [found for found in gc.get_objects() if isinstance(found, Episode)], "nothing is kept"
 
     for is_streamed in (False, True):
         asyncio.run(talk(is_streamed))
