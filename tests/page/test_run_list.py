@@ -88,9 +88,9 @@ def test_every_stage_is_listed_with_its_figures(demo: Path) -> None:
 
 def test_real_runs_are_listed_as_they_ended(tmp_path: Path) -> None:
     pages = small.write_corpus(tmp_path / "pages")
-    for name, rate, num_steps in (("good", 1e-3, 2), ("diverged", 1e30, 14)):
+    for name, lr, num_steps in (("good", 1e-3, 2), ("diverged", 1e30, 14)):
         phase: dict[str, TomlValue] = {"name": "a", "pack_tokens": 32, "context": 32, "steps": num_steps}
-        config = small.make_config(pages, name=name, phases=[phase | {"rate": {"start": rate}}])
+        config = small.make_config(pages, name=name, phases=[phase | {"lr": {"start": lr}}])
         with pytest.raises(TrainingError) if name == "diverged" else nullcontext():
             run_pretrain(config, tmp_path / "runs")
     rows = rows_of(tmp_path)
