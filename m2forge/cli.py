@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except OSError as error:
         # A path that the system rejects: no permission, no space, a name too long.
-        place = f"{error.filename}: " if error.filename else ""
-        print(f"m2forge: error: {place}{error.strerror or error}; give a path that can be used", file=sys.stderr)
+        prefix = f"{error.filename}: " if error.filename else ""
+        print(f"m2forge: error: {prefix}{error.strerror or error}; give a path that can be used", file=sys.stderr)
         return 2
     return 0
 

@@ -138,8 +138,8 @@ def _complete_key(command: str, option: str, before: Sequence[str], word: str) -
     *parents, name = key.split(".")
     path = tuple(int(part) if part.isdecimal() else part for part in parents)
     if equals:
-        place = (*path, int(name) if name.isdecimal() else name)
-        values = [value for annotation in annotations_at(kind, place) for value in choices(annotation)]
+        key_path = (*path, int(name) if name.isdecimal() else name)
+        values = [value for annotation in annotations_at(kind, key_path) for value in choices(annotation)]
         return [f"{key}={value}" for value in _starting(text, (value.strip('"') for value in values))]
     found: list[str] = []
     for annotation in annotations_at(kind, path):

@@ -118,7 +118,7 @@ def _build(
         _merge(merged, data)
     parsed = parse_overrides(overrides)
     for path, value in parsed.items():
-        _place(merged, path, value)
+        _set_value(merged, path, value)
     renames = Renames(kind, merged)
     current, _ = renames.apply(merged)
     sources = _Sources(files, parsed, renames)
@@ -178,7 +178,7 @@ def _parse_value(text: str) -> TomlValue:
     return document["value"] if len(document) == 1 else text
 
 
-def _place(data: dict[str, TomlValue], path: tuple[str, ...], value: TomlValue) -> None:
+def _set_value(data: dict[str, TomlValue], path: tuple[str, ...], value: TomlValue) -> None:
     """Set one override, creating tables as needed; existing lists are indexed."""
     level: TomlValue = data
     for depth, part in enumerate(path):

@@ -358,8 +358,8 @@ def _logprob_array(record: str, name: str, values: npt.ArrayLike) -> FloatArray:
     frozen = _freeze(array, np.float32)
     # Both reductions propagate NaN, and every comparison with NaN is false.
     if frozen.size and not (np.minimum.reduce(frozen) > -np.inf and np.maximum.reduce(frozen) <= LOGPROB_SLACK):
-        place = int((~np.isfinite(frozen) | (frozen > LOGPROB_SLACK)).argmax())
-        _refuse(record, f"{name}[{place}]", float(frozen[place]), "expected a finite number, at most 0")
+        index = int((~np.isfinite(frozen) | (frozen > LOGPROB_SLACK)).argmax())
+        _refuse(record, f"{name}[{index}]", float(frozen[index]), "expected a finite number, at most 0")
     return frozen
 
 

@@ -129,7 +129,7 @@ class Loop:
         self._config, self._operations = config, tuple(operations)
         self._runners: Mapping[str, ToolRunner] = {runner.tool.name: runner for runner in runners}
         # One per loop: a sub-agent that waits for the slot held by its parent's call would deadlock.
-        self._places = asyncio.Semaphore(config.max_parallel_calls)
+        self._slots = asyncio.Semaphore(config.max_parallel_calls)
 
     async def run(self, context: Context, max_turns: int) -> LoopResult:
         content = ""
@@ -164,7 +164,7 @@ class Loop:
 
     async def _answer(self, call: ToolCall) -> Message:
         timeout_s, max_chars = self._config.tool_timeout_s, self._config.max_tool_chars
-        async with self._places:
+        async with self._slots:
             return await answer_call(call, self._runners, timeout_s=timeout_s, max_chars=max_chars)
 
 

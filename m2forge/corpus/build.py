@@ -81,8 +81,8 @@ class CorpusReport(Config):
                 f"{self.long_tokens.get(domain, 0):,} in long samples; {share:.1%} of the mixture, {epochs:.2f} epochs"
             )
         for kind, problem in self.problems.items():
-            text += [f"{problem.count:,} {kind}: {place}" for place in problem.first[:1]]
-            text += [f"    {place}" for place in problem.first[1:]]
+            text += [f"{problem.count:,} {kind}: {location}" for location in problem.first[:1]]
+            text += [f"    {location}" for location in problem.first[1:]]
         return text
 
 

@@ -341,14 +341,14 @@ class CorpusReader:
         ).T
         shard, start = shard + self._first_shard[stream], begin + offset
         end = np.cumsum(length)
-        place = np.arange(end[-1]) + np.repeat(start - end + length, length)
+        source_index = np.arange(end[-1]) + np.repeat(start - end + length, length)
         tokens = np.empty(end[-1], np.int32)
         after = np.full(len(chosen), NO_TARGET, np.int32)
         for index in np.unique(shard).tolist():
             source: TokenArray = self._shards[index].tokens
             mine = shard == index
             here = np.repeat(mine, length)
-            tokens[here] = source[place[here]]
+            tokens[here] = source[source_index[here]]
             cut = mine & (offset + length < size)
             after[cut] = source[(start + length)[cut]]
         targets = np.empty_like(tokens)

@@ -58,7 +58,7 @@ class SuiteConfig(Config):
         raise NotImplementedError
 
     @property
-    def places(self) -> tuple[float | None, ...]:
+    def positions(self) -> tuple[float | None, ...]:
         return (None,)
 
 
@@ -79,7 +79,7 @@ class NeedleConfig(_LengthSuite):
     """Relative positions of the needle in the haystack."""
 
     @property
-    def places(self) -> tuple[float | None, ...]:
+    def positions(self) -> tuple[float | None, ...]:
         return self.depths
 
 
@@ -89,7 +89,7 @@ class MultiKeyConfig(_LengthSuite):
     num_needles: Annotated[int, Field(ge=2, le=1 << 16)] = 4
 
     @property
-    def places(self) -> tuple[float | None, ...]:
+    def positions(self) -> tuple[float | None, ...]:
         return self.depths
 
 

@@ -156,10 +156,10 @@ class ModelPredictor:
         else:
             tokens, starts = np.concatenate(documents), np.cumsum([0, *lengths[:-1]])
             plan = Documents(lengths, device)
-        places = np.concatenate([start + where for start, where in zip(starts, positions, strict=True)])
+        indices = np.concatenate([start + where for start, where in zip(starts, positions, strict=True)])
         tokens_N = torch.as_tensor(tokens, dtype=torch.int64).to(device)
         hidden_ND = self._model(tokens_N, plan, with_mtp=False).hidden_ND
-        return self._model.logits(hidden_ND[torch.as_tensor(places, dtype=torch.int64).to(device)])
+        return self._model.logits(hidden_ND[torch.as_tensor(indices, dtype=torch.int64).to(device)])
 
     def complete(
         self, prompts: Sequence[Prompt], *, cache_tokens: int, advance: Callable[[int], None]

@@ -128,7 +128,7 @@ def _measure_suites(
 ) -> list[Cell]:
     cells: list[Cell] = []
     for name, suite, task in zip(config.suite_names, config.suites, tasks, strict=True):
-        with progress(len(suite.sizes) * len(suite.places) * suite.num_samples, name) as bar:
+        with progress(len(suite.sizes) * len(suite.positions) * suite.num_samples, name) as bar:
             cells += measure_suite(
                 name,
                 suite,
@@ -196,7 +196,7 @@ def _refuse_short_lengths(config: EvalConfig, tasks: list[Task]) -> None:
     """Draw one sample of every suite and size, so that lengths that are too short fail here."""
     for suite, task in zip(config.suites, tasks, strict=True):
         for size in suite.sizes:
-            task.sample(sample_rng(config.seed, suite.task, size, None, 0), size, suite.places[0])
+            task.sample(sample_rng(config.seed, suite.task, size, None, 0), size, suite.positions[0])
 
 
 def _open_corpus(config: HeldOutConfig, model: Transformer, seed: int) -> CorpusReader:

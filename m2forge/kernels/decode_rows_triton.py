@@ -48,17 +48,17 @@ def _normed(s, weight, column, inside, D: tl.constexpr, EPS: tl.constexpr, kind:
 
 
 @triton.jit
-def _store_place(
-    row, place, table, nowhere, frequency, position, slot, cos, sin,
+def _store_position(
+    row, token_position, table, nowhere, frequency, position, slot, cos, sin,
     T: tl.constexpr, R: tl.constexpr, R_LANES: tl.constexpr,
 ):  # fmt: skip
     """Stores position, slot and rotary angles of one row."""
-    seen = tl.maximum(place, 0)
+    seen = tl.maximum(token_position, 0)
     block = tl.load(table + seen // T)
-    tl.store(position + row, place)
-    tl.store(slot + row, tl.where(place >= 0, block * T + seen % T, nowhere))
+    tl.store(position + row, token_position)
+    tl.store(slot + row, tl.where(token_position >= 0, block * T + seen % T, nowhere))
     lane = tl.arange(0, R_LANES)
-    angle = place.to(tl.float32) * tl.load(frequency + lane, mask=lane < R, other=0.0)
+    angle = token_position.to(tl.float32) * tl.load(frequency + lane, mask=lane < R, other=0.0)
     tl.store(cos + row * R + lane, tl.cos(angle), mask=lane < R)
     tl.store(sin + row * R + lane, tl.sin(angle), mask=lane < R)
 
@@ -75,9 +75,9 @@ def _begin_kernel(
     integers += row // J * width
     start, num_drafts, room = tl.load(integers + 1), tl.load(integers + 2), tl.load(integers + 3)
     token = tl.load(integers + tl.where(j == 0, 0, FIELDS + j - 1))
-    place = tl.where((j <= num_drafts) & (j < room), start + j, -1)
+    token_position = tl.where((j <= num_drafts) & (j < room), start + j, -1)
     table = integers + FIELDS + J - 1
-    _store_place(row, place, table, nowhere, frequency, position, slot, cos, sin, T, R, R_LANES)
+    _store_position(row, token_position, table, nowhere, frequency, position, slot, cos, sin, T, R, R_LANES)
     column = tl.arange(0, LANES)
     inside = column < D
     x_D = tl.load(embedding + token * D + column, mask=inside, other=0.0)
@@ -99,18 +99,18 @@ def _begin_module_kernel(
     start, room, num, num_run = tl.load(course), tl.load(course + 1), tl.load(course + 2), tl.load(course + 3)
     last = num + module
     w = row % (J + 1 + module) + tl.where(module < num_run, tl.minimum(num, module + 1), 0)
-    place = tl.where((w <= last) & (w < room), start + w, -1)
+    token_position = tl.where((w <= last) & (w < room), start + w, -1)
     # The new drafts follow the last token that counts.
     token = tl.load(course + COURSE + tl.minimum(tl.where(w <= num, w, w - num + J), J + module))
     table = integers + batch * width + FIELDS + J - 1
-    _store_place(row, place, table, nowhere, frequency, position, slot, cos, sin, T, R, R_LANES)
+    _store_position(row, token_position, table, nowhere, frequency, position, slot, cos, sin, T, R, R_LANES)
     tl.store(target + row, tl.where(w == last, batch, -1))
-    before = tl.maximum(place - 1, 0)
+    before = tl.maximum(token_position - 1, 0)
     parent = tl.load(table + before // T) * T + before % T
     column = tl.arange(0, LANES)
     inside = column < D
     kind: tl.constexpr = joined.dtype.element_ty
-    state_D = tl.load(states + parent * D + column, mask=inside & (place > 0), other=0.0).to(tl.float32)
+    state_D = tl.load(states + parent * D + column, mask=inside & (token_position > 0), other=0.0).to(tl.float32)
     embedding_D = tl.load(embedding + token * D + column, mask=inside, other=0.0).to(tl.float32)
     joined += row * (2 * D)
     tl.store(joined + column, _normed(state_D, state_weight, column, inside, D, EPS, kind), mask=inside)

@@ -169,13 +169,13 @@ def _meeting(
     there = (token < N)[:, None] & (choice < K)[None, :]
     chosen = tl.load(expert + token[:, None] * K + choice[None, :], mask=there, other=-1).to(tl.int32)
     # With NaN logits a router may choose an expert twice: any of its indices is in range.
-    place = tl.max(tl.where(chosen == own, choice[None, :], -1), 1)
-    live = (place >= 0).to(tl.int32)
-    pair = token * K + tl.maximum(place, 0)
+    choice_index = tl.max(tl.where(chosen == own, choice[None, :], -1), 1)
+    live = (choice_index >= 0).to(tl.int32)
+    pair = token * K + tl.maximum(choice_index, 0)
     rank = tl.sum(tl.where(token[None, :] < token[:, None], live[None, :], 0), 1)
-    first = tl.min(tl.where(place >= 0, pair, TOKENS * K), 0)
+    first = tl.min(tl.where(choice_index >= 0, pair, TOKENS * K), 0)
     serves = (own < E) & (first == index if BY_PAIR else first < TOKENS * K)
-    return own.to(tl.int64), pair, tl.where(place >= 0, rank, -1), tl.where(serves, tl.sum(live, 0), 0)
+    return own.to(tl.int64), pair, tl.where(choice_index >= 0, rank, -1), tl.where(serves, tl.sum(live, 0), 0)
 
 
 @triton.jit

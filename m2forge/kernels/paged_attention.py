@@ -67,9 +67,9 @@ def _native(
         size,
         num_sinks,
     )
-    places = (table_BS.contiguous(), position_BQ.contiguous())
+    indexing = (table_BS.contiguous(), position_BQ.contiguous())
     is_narrow = int(q_BQHK.dtype == torch.bfloat16)
-    native.call("paged_attention", q_NHK, k_PTGK, v_PTGK, *places, *sizes, is_narrow, out_BQHK)
+    native.call("paged_attention", q_NHK, k_PTGK, v_PTGK, *indexing, *sizes, is_narrow, out_BQHK)
     return out_BQHK
 
 

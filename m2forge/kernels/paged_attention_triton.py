@@ -46,8 +46,8 @@ def serves(k_PTGK: Tensor) -> bool:
 
 @triton.jit
 def _attend(
-    sum_MK, total_M, top_M, q_MK, place_M, last, k, v, table, start, block_stride, token_stride, scale, size, num_sinks,
-    T: tl.constexpr, K: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
+    sum_MK, total_M, top_M, q_MK, position_M, last, k, v, table, start, block_stride, token_stride, scale, size,
+    num_sinks, T: tl.constexpr, K: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One key tile: updates the running sum of values, sum of weights, and highest score, in powers of two."""
     token = start + tl.arange(0, N)
@@ -65,7 +65,7 @@ def _attend(
         k_NK, v_NK = tl.load(k + at), tl.load(v + at)
     score_MN = tl.dot(q_MK, tl.trans(k_NK), input_precision="ieee") * scale
     if MASKED:
-        back_MN = place_M[:, None] - token[None, :]
+        back_MN = position_M[:, None] - token[None, :]
         keep_MN = back_MN >= 0
         if WINDOW:
             keep_MN = keep_MN & ((back_MN < size) | (token < num_sinks)[None, :])
@@ -95,14 +95,14 @@ def _paged_kernel(
     row = tile * M + tl.arange(0, M)
     query, head = row // R, group * R + row % R
     live = query < num_queries
-    place_M = tl.load(position + batch * num_queries + query, mask=live, other=-1).to(tl.int32)
-    last = tl.max(place_M, 0)
-    first = tl.min(tl.where(live, place_M, last), 0)
+    position_M = tl.load(position + batch * num_queries + query, mask=live, other=-1).to(tl.int32)
+    last = tl.max(position_M, 0)
+    first = tl.min(tl.where(live, position_M, last), 0)
     num_tiles = (last + N) // N
     if WINDOW:
         # Sink tiles, then those from where the first query's window begins.
         num_front = tl.minimum((num_sinks + N - 1) // N, num_tiles)
-        nearest = tl.min(tl.where(place_M >= 0, place_M, last), 0)
+        nearest = tl.min(tl.where(position_M >= 0, position_M, last), 0)
         jump = tl.maximum(tl.maximum(nearest - size + 1, 0) // N - num_front, 0)
         num_tiles -= jump
     per_split = (num_tiles + num_splits - 1) // num_splits
@@ -129,15 +129,15 @@ def _paged_kernel(
         masked_begin = tl.maximum(tl.minimum((first + 1) // N, end), begin)
         for index in range(begin, masked_begin):
             sum_MK, total_M, top_M = _attend(
-                sum_MK, total_M, top_M, q_MK, place_M, last, k, v, table, index * N, block_stride, token_stride, scale,
-                size, num_sinks, T, K, N, False, False,
+                sum_MK, total_M, top_M, q_MK, position_M, last, k, v, table, index * N, block_stride, token_stride,
+                scale, size, num_sinks, T, K, N, False, False,
             )  # fmt: skip
     for index in range(masked_begin, end):
         start = index * N
         if WINDOW:
             start = tl.where(index < num_front, index, index + jump) * N
         sum_MK, total_M, top_M = _attend(
-            sum_MK, total_M, top_M, q_MK, place_M, last, k, v, table, start, block_stride, token_stride, scale,
+            sum_MK, total_M, top_M, q_MK, position_M, last, k, v, table, start, block_stride, token_stride, scale,
             size, num_sinks, T, K, N, True, WINDOW,
         )  # fmt: skip
     blind_M = total_M == 0.0

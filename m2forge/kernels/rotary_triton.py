@@ -72,15 +72,15 @@ def _prepare_kernel(
     qkv += token * qkv_stride
     cos += token * R
     sin += token * R
-    place = tl.load(slot + token).to(tl.int64)
-    k_cache += place * slot_stride
-    v_cache += place * slot_stride
+    cache_slot = tl.load(slot + token).to(tl.int64)
+    k_cache += cache_slot * slot_stride
+    v_cache += cache_slot * slot_stride
     if which == 0:
         _turn(qkv, q_weight, cos, sin, q + token * (H * K), True, H, H_LANES, K, R, EPS, NORM, PER_HEAD)
     elif which == 1:
-        _turn(qkv + H * K, k_weight, cos, sin, k_cache, place >= 0, G, G_LANES, K, R, EPS, NORM, PER_HEAD)
+        _turn(qkv + H * K, k_weight, cos, sin, k_cache, cache_slot >= 0, G, G_LANES, K, R, EPS, NORM, PER_HEAD)
     else:
-        _copy(qkv + (H + G) * K, v_cache, place >= 0, G, G_LANES, K)
+        _copy(qkv + (H + G) * K, v_cache, cache_slot >= 0, G, G_LANES, K)
 
 
 def rotate_into_cache(

@@ -136,9 +136,9 @@ def _judge_greedy_kernel(
     tl.store(raw_logprob + row, -tl.log(tl.sum(sum_V, 0)))
 
 
-@triton.jit(do_not_specialize=["width", "real_width", "num_places", "J"])
+@triton.jit(do_not_specialize=["width", "real_width", "num_uniforms", "J"])
 def _judge_kernel(
-    logits, integers, reals, logq, token, stands, logprob, raw_logprob, width, real_width, num_places, J,
+    logits, integers, reals, logq, token, stands, logprob, raw_logprob, width, real_width, num_uniforms, J,
     FIELDS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
     LEFT: tl.constexpr,
 ):  # fmt: skip
@@ -148,8 +148,8 @@ def _judge_kernel(
     integers += row // J * width
     reals += row // J * real_width
     ahead = tl.load(integers + 1) - tl.load(integers + 6) + j
-    at = tl.minimum(ahead, num_places - 1)
-    number, verdict = tl.load(reals + 1 + at), tl.load(reals + 1 + num_places + at)
+    at = tl.minimum(ahead, num_uniforms - 1)
+    number, verdict = tl.load(reals + 1 + at), tl.load(reals + 1 + num_uniforms + at)
     warmth = tl.load(reals).to(tl.float32)
     temperature = tl.maximum(warmth, LEAST)
     has_draft = j < J - 1
@@ -171,9 +171,9 @@ def _judge_kernel(
     tl.store(raw_logprob + row, value - raw_total)
 
 
-@triton.jit(do_not_specialize=["width", "real_width", "num_places", "module", "J", "depth"])
+@triton.jit(do_not_specialize=["width", "real_width", "num_uniforms", "module", "J", "depth"])
 def _draft_kernel(
-    logits, integers, reals, course, logq, out, width, real_width, num_places, module, J, depth,
+    logits, integers, reals, course, logq, out, width, real_width, num_uniforms, module, J, depth,
     FIELDS: tl.constexpr, COURSE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
     TILES: tl.constexpr, GREEDY: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +186,7 @@ def _draft_kernel(
     if not GREEDY:
         reals += batch * real_width
         ahead = tl.load(course) - tl.load(integers + 6) + tl.load(course + 2) + module
-        number = tl.load(reals + 1 + 2 * num_places + tl.minimum(ahead, num_places + depth - 1))
+        number = tl.load(reals + 1 + 2 * num_uniforms + tl.minimum(ahead, num_uniforms + depth - 1))
         warmth = tl.load(reals).to(tl.float32)
         temperature = tl.maximum(warmth, LEAST)
         _, total = _log_totals(logits, top, temperature, V, BLOCK)
@@ -221,12 +221,12 @@ def judge(
     logq_SKV: Tensor,
     num_rows: int,
     num_fields: int,
-    num_places: int,
+    num_uniforms: int,
 ) -> Judged:
-    """`num_places`: random numbers per sequence for tokens, and as many for verdicts."""
+    """`num_uniforms`: random numbers per sequence for tokens, and as many for verdicts."""
     judged, (block, tiles, num_warps) = _blank(logits_NV, num_rows), _tiling(logits_NV.shape[1])
     _judge_kernel[(logits_NV.shape[0],)](
-        *(logits_NV, integers, reals, logq_SKV, *judged, integers.shape[1], reals.shape[1], num_places),
+        *(logits_NV, integers, reals, logq_SKV, *judged, integers.shape[1], reals.shape[1], num_uniforms),
         *(num_rows, num_fields, logq_SKV.shape[1], logits_NV.shape[1], block, tiles, num_rows > 1),
         num_warps=num_warps,
     )
@@ -243,7 +243,7 @@ def draft(
     out: Tensor,
     num_rows: int,
     num_fields: int,
-    num_places: int,
+    num_uniforms: int,
     depth: int,
     is_greedy: bool,
 ) -> None:
@@ -251,7 +251,7 @@ def draft(
     log-probabilities it was sampled from to `logq_SKV`."""
     block, tiles, num_warps = _tiling(logits_BV.shape[1])
     _draft_kernel[(logits_BV.shape[0],)](
-        *(logits_BV, integers, reals, course, logq_SKV, out, integers.shape[1], reals.shape[1], num_places),
+        *(logits_BV, integers, reals, course, logq_SKV, out, integers.shape[1], reals.shape[1], num_uniforms),
         *(module, num_rows, depth, num_fields, NUM_COURSE, logq_SKV.shape[1], logits_BV.shape[1], block, tiles),
         is_greedy,
         num_warps=num_warps,

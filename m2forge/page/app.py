@@ -245,8 +245,8 @@ class _Service:
         return answer(self._calls().calls(_id(request), start, end))
 
     def tokens(self, request: Request) -> Response:
-        places = [_number(request, name, 0) for name in ("call", "start", "end")]
-        return answer(self._calls().tokens(_id(request), *places))
+        span = [_number(request, name, 0) for name in ("call", "start", "end")]
+        return answer(self._calls().tokens(_id(request), *span))
 
     def search(self, request: Request) -> Response:
         text = _text(request, "text")

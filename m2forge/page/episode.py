@@ -115,8 +115,8 @@ def advantages_of(connection: Connection, episode: int, config: AdvantageConfig)
         groups.setdefault(row.group_name, []).append(json.loads(row.step_rewards))
         names.setdefault(row.group_name, []).append(row.id)
     found = episode_advantages(list(groups.values()), config)
-    place = [id for ids in names.values() for id in ids].index(episode)
-    return [float(value) for value in found[place]]
+    index = [id for ids in names.values() for id in ids].index(episode)
+    return [float(value) for value in found[index]]
 
 
 FIRST_CALLS = 48

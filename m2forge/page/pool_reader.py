@@ -79,9 +79,9 @@ class PoolReader:
         assert self._path is not None
         # Even a reader needs to create the WAL index beside the file. If the folder is read-only, there is no writer.
         is_fixed = not os.access(self._path.parent, os.W_OK) and not Path(f"{self._path}-wal").exists()
-        place = f"file:{quote(str(self._path))}?mode=ro{'&immutable=1' if is_fixed else ''}"
+        uri = f"file:{quote(str(self._path))}?mode=ro{'&immutable=1' if is_fixed else ''}"
         # A connection is used by one thread at a time, but not always by the one that created it.
-        connection = sqlite3.connect(place, uri=True, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
+        connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
         connection.execute("PRAGMA query_only = ON")
         return connection
 

@@ -49,7 +49,7 @@ class Database:
     def __init__(self, config: PoolConfig) -> None:
         url = make_url(config.url)
         self.is_sqlite = url.get_backend_name() == "sqlite"
-        self.place = url.render_as_string(hide_password=True)
+        self.display_url = url.render_as_string(hide_password=True)
         self._wal_bytes = config.wal_bytes
         self._num_writes = 0
         self._path: Path | None = None
@@ -71,7 +71,7 @@ class Database:
                 "pool.url asks for PostgreSQL, whose driver is not installed; run pip install 'm2forge[postgres]'"
             ) from error
         except OSError as error:
-            raise PoolError(f"{self.place}: its folder cannot be made ({error.strerror})") from error
+            raise PoolError(f"{self.display_url}: its folder cannot be made ({error.strerror})") from error
         self._writing: Engine = self.engine.execution_options(m2forge_writes=True)
 
     @contextmanager
@@ -94,7 +94,7 @@ class Database:
             yield
         except DBAPIError as error:
             # The driver's message only: SQLAlchemy adds the statement and its parameters, which contain agents' text.
-            raise PoolError(f"{self.place}: the database does not serve: {error.orig}") from error
+            raise PoolError(f"{self.display_url}: the database does not serve: {error.orig}") from error
 
     def log_bytes(self) -> int:
         """Size of SQLite's write-ahead log; 0 for PostgreSQL."""
@@ -112,7 +112,7 @@ class Database:
             assert isinstance(raw, sqlite3.Connection)
             is_busy = raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         if is_busy:
-            _log.warning("%s: a reader keeps the log from being emptied; %d bytes", self.place, self.log_bytes())
+            _log.warning("%s: a reader keeps the log from being emptied; %d bytes", self.display_url, self.log_bytes())
 
     def now_s(self, connection: Connection) -> float:
         """Seconds since the epoch by the database's clock, which all its processes share."""

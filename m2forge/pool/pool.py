@@ -153,7 +153,7 @@ class Pool:
             found = getattr(row, name)
             if found != expected:
                 raise ConfigError(
-                    f"{self.database.place}: its {name} is {found}, expected {expected}; use another pool"
+                    f"{self.database.display_url}: its {name} is {found}, expected {expected}; use another pool"
                 )
 
     def _make_tables(self) -> None:
@@ -409,7 +409,7 @@ class Pool:
             found = {row.state: row[1] for row in connection.execute(query)}
         return {state: found.get(state, 0) for state in EpisodeState}
 
-    def places(self, num_units: int) -> list[tuple[int, str]]:
+    def queue_positions(self, num_units: int) -> list[tuple[int, str]]:
         """Position and state of the first queued units, the head first."""
         unit = unit_table.c
         query = select(unit.place, unit.state).where(unit.is_queued).order_by(unit.place).limit(num_units)

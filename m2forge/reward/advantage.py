@@ -113,12 +113,12 @@ def assign_advantages(groups: Sequence[Sequence[Judged]], config: AdvantageConfi
     with np.errstate(over="ignore", invalid="ignore"):
         values = episode_advantages([[judged.step_rewards for judged in group] for group in groups], config)
     episodes = [judged.episode for group in groups for judged in group]
-    places = [(index, call) for index, episode in enumerate(episodes) for call in range(len(episode.calls))]
-    num_tokens = [episodes[index].calls[call].response_ids.size for index, call in places]
-    weights = WEIGHTINGS[config.weighting](num_tokens, [index for index, _ in places])
+    pairs = [(index, call) for index, episode in enumerate(episodes) for call in range(len(episode.calls))]
+    num_tokens = [episodes[index].calls[call].response_ids.size for index, call in pairs]
+    weights = WEIGHTINGS[config.weighting](num_tokens, [index for index, _ in pairs])
     return [
         Advantage(index, call, float(values[index][call]), float(weight))
-        for (index, call), weight in zip(places, weights, strict=True)
+        for (index, call), weight in zip(pairs, weights, strict=True)
     ]
 
 

@@ -153,7 +153,7 @@ async def check(
     num_tokens = Counter[int]()
     # Trees may be long. One thread: several CPU-bound threads would make the event loop wait for the GIL.
     thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
-    places = {index * len(tasks) // NUM_KEPT for index in range(NUM_KEPT)}
+    indices = {index * len(tasks) // NUM_KEPT for index in range(NUM_KEPT)}
     kept: dict[int, Kept] = {}
 
     async def attempt(index: int, task: Task) -> float | None:
@@ -163,7 +163,7 @@ async def check(
             return None
         num_tokens.update(await _aside(thread, _count_versions, tried.tree))
         perf = 0.0 if tried.failure is not None else (await agents.runner.verify(task, tried.answer)).perf
-        if index in places:
+        if index in indices:
             kept[index] = await _aside(thread, make_kept, step, task, perf, tried.answer, tried.failure, tried.tree)
         return perf
 

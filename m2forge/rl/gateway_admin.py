@@ -44,9 +44,9 @@ class RefusedError(EngineError):
 class GatewayAdmin:
     def __init__(self, url: str, key: str) -> None:
         self.url = url
-        place = urlsplit(url)
-        self._connections = Connections(place.hostname or "", place.port or 80, is_secure=False, idle_s=IDLE_S)
-        lines = f"Host: {place.netloc}\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+        parts = urlsplit(url)
+        self._connections = Connections(parts.hostname or "", parts.port or 80, is_secure=False, idle_s=IDLE_S)
+        lines = f"Host: {parts.netloc}\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
         self._headers = f"{lines}Content-Length: "
         self._seats = asyncio.Semaphore(MAX_AT_ONCE)
         self._forgotten: list[str] = []

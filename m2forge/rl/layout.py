@@ -109,8 +109,8 @@ class Lineage:
 
     def shared_step(self, step: int, branch: str) -> int:
         """Step of the newest version that both this version and the current weights descend from."""
-        places = [place for place, known in enumerate(self.branches) if known.id == branch]
-        later = self.branches[places[-1] + 1 :] if places else self.branches
+        indices = [index for index, known in enumerate(self.branches) if known.id == branch]
+        later = self.branches[indices[-1] + 1 :] if indices else self.branches
         return min([step, *(other.step for other in later)])
 
     def holds(self, step: int, branch: str) -> bool:

@@ -44,12 +44,12 @@ def make_servers(layout: Layout, host: str = HOST, port: int = 0) -> Servers:
     """Create both servers without starting them. `host` and `port` are the gateway's; port 0 picks a free one."""
 
     def make(
-        name: str, *arguments: str, place: tuple[str, int] = (HOST, 0), engine_keys: tuple[str, ...] = ()
+        name: str, *arguments: str, address: tuple[str, int] = (HOST, 0), engine_keys: tuple[str, ...] = ()
     ) -> Server:
-        listener, key = listen(*place, BACKLOG), make_key()
+        listener, key = listen(*address, BACKLOG), make_key()
         command = (MODULE, name, str(layout.run_dir), str(listener.fileno()), *arguments)
         return Server(Child(name, command, layout.log, listener, keys=(key, *engine_keys)), listener, key)
 
     sampler = make("sampler")
-    gateway = make("gateway", sampler.url, place=(host, port), engine_keys=(sampler.key,))
+    gateway = make("gateway", sampler.url, address=(host, port), engine_keys=(sampler.key,))
     return Servers(sampler, gateway)

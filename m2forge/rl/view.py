@@ -46,10 +46,10 @@ class View:
                 shown = max(shown, done)
 
     async def _queue_fields(self, writer: PoolWriter) -> dict[str, float | str]:
-        places = await writer.run(self._pool.places, self._config.pool.window.queue)
-        inside = [state for place, state in places if place < places[0][0] + self._window_size]
+        positions = await writer.run(self._pool.queue_positions, self._config.pool.window.queue)
+        inside = [state for position, state in positions if position < positions[0][0] + self._window_size]
         num_ready = sum(state == UnitState.READY for state in inside)
-        return {"queue": f"{len(places)}", "window": f"{num_ready}/{len(inside)} ready"}
+        return {"queue": f"{len(positions)}", "window": f"{num_ready}/{len(inside)} ready"}
 
 
 def read_last_step(path: Path) -> StepMetrics | None:

@@ -76,8 +76,10 @@ def refuse_unservable(id: str, prompt: Prompt, config: RolloutConfig, vocab_size
         raise RequestError(f"prompt {id!r}: {sizes} exceed the context of {max_context}; ask for less")
     # The last token is sampled but never computed.
     if num_blocks_for(num_tokens - 1, config.block_tokens) > config.num_blocks:
-        num_places = config.num_blocks * config.block_tokens
-        raise RequestError(f"prompt {id!r}: {sizes} exceed a cache of {num_places}; ask for less, or raise num_blocks")
+        num_positions = config.num_blocks * config.block_tokens
+        raise RequestError(
+            f"prompt {id!r}: {sizes} exceed a cache of {num_positions}; ask for less, or raise num_blocks"
+        )
     if "" in prompt.stop_texts:
         raise RequestError(f"prompt {id!r}: stop_texts: expected text, received ''")
 
@@ -161,7 +163,7 @@ def completing(
         seeds=[request.seed for request in requests],
         samples=[request.sample for request in requests],
         is_seeded=[request.prompt.seed is not None for request in requests],
-        places=[request.num_sampled for request in requests],
+        indices=[request.num_sampled for request in requests],
     )
 
 
@@ -176,12 +178,12 @@ def rows_of(request: Request, num_tokens: int) -> list[Row]:
             sampling,
             request.seed,
             request.sample,
-            request.num_sampled + place,
+            request.num_sampled + index,
             prompt,
-            sampled + request.drafts[:place] if sampling.is_penalised else sampled,
+            sampled + request.drafts[:index] if sampling.is_penalised else sampled,
             is_seeded,
         )
-        for place in range(num_tokens)
+        for index in range(num_tokens)
     ]
 
 
@@ -293,8 +295,8 @@ class Core:
         self._totals = dict.fromkeys(
             ("prompts", "steps", "whole_steps", "computed_tokens", "sampled_tokens", "loads"), 0
         ) | {f"{reason}_samples": 0 for reason in FinishReason}
-        for place in range(1, config.speculation + 1):
-            self._totals |= {f"drafted_{place}": 0, f"accepted_{place}": 0}
+        for index in range(1, config.speculation + 1):
+            self._totals |= {f"drafted_{index}": 0, f"accepted_{index}": 0}
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
@@ -388,8 +390,8 @@ class Core:
         num_steps = num_steps_ahead(self._scheduler, requests, depth, tokens_per_step)
         granted = [1 + len(tokens) for tokens in drafts]
         rooms = lend_room(self._scheduler, requests, granted, depth, num_steps)
-        num_places = max(request.num_computed + room for request, room in zip(requests, rooms, strict=True))
-        table_BS = self._scheduler.table_of([request.slot for request in requests], num_places)
+        num_positions = max(request.num_computed + room for request, room in zip(requests, rooms, strict=True))
+        table_BS = self._scheduler.table_of([request.slot for request in requests], num_positions)
         decoded = self._runner.decode(completing(requests, drafts, rooms, table_BS), depth, num_steps)
         self._totals["whole_steps"] += num_steps
         self._totals["computed_tokens"] += int((decoded.num_drafts_BN + 1).sum())
@@ -397,16 +399,16 @@ class Core:
         if decoded.experts_BNJLK is not None and any(request.prompt.returns_experts for request in requests):
             experts = decoded.experts_BNJLK.to(torch.int16).cpu().numpy()
         is_broken, num_taken = False, []
-        for place, (request, room) in enumerate(zip(requests, rooms, strict=True)):
+        for index, (request, room) in enumerate(zip(requests, rooms, strict=True)):
             start, num_before = request.num_computed, request.num_sampled
             # Tokens beyond the request's blocks were not computed.
-            drawn = decoded.drawn[place].first(room)
-            part = None if experts is None else experts[place][decoded.is_token_BNJ[place]]
+            drawn = decoded.drawn[index].first(room)
+            part = None if experts is None else experts[index][decoded.is_token_BNJ[index]]
             is_broken |= not self._advance(request, start, 1, drawn, part, depth)
             num_taken.append(request.num_sampled - num_before)
             if depth and request.blocks:
                 num_there = max(min(request.num_wanted - 1, room - num_taken[-1]), 0)
-                request.drafts = decoded.drafts[place][:num_there]
+                request.drafts = decoded.drafts[index][:num_there]
         if is_broken:
             self._drop_cache()
         if depth:
@@ -419,7 +421,7 @@ class Core:
         requests, reads = list(batch), is_reading(batch)
         spans = [Span(request.num_computed, batch[request], self._scheduler.table(request)) for request in requests]
         order = arranged(spans)
-        requests, spans = [requests[place] for place in order], [spans[place] for place in order]
+        requests, spans = [requests[index] for index in order], [spans[index] for index in order]
         num_drafts = [max(span.num_tokens - request.num_left, 0) for request, span in zip(requests, spans, strict=True)]
         tokens: list[int] = []
         for request, span, num in zip(requests, spans, num_drafts, strict=True):
@@ -529,13 +531,13 @@ class Core:
 
     def _note_drafts(self, num_drafts_R: npt.NDArray[np.int64], num_accepted_R: npt.NDArray[np.int64]) -> None:
         """Counts drafts by index: `num_drafts_R` verified and `num_accepted_R` accepted in each row."""
-        place_K1 = np.arange(self.config.speculation)[:, None]
-        drafted, accepted = ((place_K1 < num_R).sum(1).tolist() for num_R in (num_drafts_R, num_accepted_R))
+        draft_K1 = np.arange(self.config.speculation)[:, None]
+        drafted, accepted = ((draft_K1 < num_R).sum(1).tolist() for num_R in (num_drafts_R, num_accepted_R))
         if self._depth is not None:
             self._depth.note_drafts(drafted, accepted)
-        for place, (num, num_stood) in enumerate(zip(drafted, accepted, strict=True), 1):
-            self._totals[f"drafted_{place}"] += num
-            self._totals[f"accepted_{place}"] += num_stood
+        for index, (num, num_stood) in enumerate(zip(drafted, accepted, strict=True), 1):
+            self._totals[f"drafted_{index}"] += num
+            self._totals[f"accepted_{index}"] += num_stood
 
     def _drop_cache(self) -> None:
         """Drop the KV cache; running requests are prefilled again. Zero the memory, because attention multiplies masked

@@ -285,7 +285,7 @@ class NativeEngine:
 
     def _settle_loads(self) -> None:
         """Resolve loads of the version that samples, and of earlier loads that it replaced."""
-        reached = [place for place, load in enumerate(self._loads) if load.version == self._core.version]
+        reached = [index for index, load in enumerate(self._loads) if load.version == self._core.version]
         for _ in range(reached[-1] + 1 if reached else 0):
             load = self._loads.popleft()
             _call(load.loop, _resolve, load.done, None)

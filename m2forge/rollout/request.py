@@ -31,7 +31,7 @@ class Drawn(NamedTuple):
     def num_sound(self) -> int:
         """Number of tokens before the first NaN or infinite logprob."""
         pairs = zip(self.logprobs, self.raw_logprobs, strict=True)
-        return next((place for place, pair in enumerate(pairs) if not math.isfinite(sum(pair))), len(self.tokens))
+        return next((index for index, pair in enumerate(pairs) if not math.isfinite(sum(pair))), len(self.tokens))
 
     def first(self, num: int) -> "Drawn":
         return Drawn(self.tokens[:num], self.logprobs[:num], self.raw_logprobs[:num])
@@ -118,10 +118,10 @@ class Request:
         return num
 
     def _num_until_stop(self, tokens: Sequence[int], decode: Decode | None) -> int:
-        for place, token in enumerate(tokens):
+        for index, token in enumerate(tokens):
             if token in self.prompt.stop_ids or (decode is not None and self._completes_stop_text(token, decode)):
                 self.finish_reason = FinishReason.STOP
-                return place + 1
+                return index + 1
         return len(tokens)
 
     def _completes_stop_text(self, token: int, decode: Decode) -> bool:

@@ -77,24 +77,24 @@ class ProcessSandbox:
         return {"PATH": DEFAULT_PATH} | passed_on | {"HOME": self.workspace, "PWD": self.workspace} | dict(own)
 
     def _read(self, path: str, max_bytes: int) -> bytes:
-        place = self._inside(path)
-        if not place.is_file():
+        target = self._inside(path)
+        if not target.is_file():
             raise NotFoundError(f"{path} is not a file of the workspace")
-        with place.open("rb") as file:
+        with target.open("rb") as file:
             content = file.read(max_bytes + 1)
         if len(content) > max_bytes:
             raise DataError(f"{path} is larger than {max_bytes} bytes; read a part of it by a command")
         return content
 
     def _write(self, path: str, content: bytes) -> None:
-        place = self._inside(path)
-        mode = place.stat().st_mode if place.is_file() else None
-        write_atomic(place, content)
+        target = self._inside(path)
+        mode = target.stat().st_mode if target.is_file() else None
+        write_atomic(target, content)
         if mode is not None:
-            place.chmod(stat.S_IMODE(mode))  # An executable stays executable.
+            target.chmod(stat.S_IMODE(mode))  # An executable stays executable.
 
     def _inside(self, path: str) -> Path:
-        place = (self._root / path).resolve()
-        if not place.is_relative_to(self._root) or place == self._root:
+        target = (self._root / path).resolve()
+        if not target.is_relative_to(self._root) or target == self._root:
             raise NotFoundError(f"{path} is not a file inside the workspace; give a path below it")
-        return place
+        return target

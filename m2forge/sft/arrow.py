@@ -132,30 +132,30 @@ class _Rows:
         self.unpacked.add(size)
         for index in range(batch.num_rows):
             self.num_read += 1
-            place = f"{self.path}:row {self.num_read}"
+            location = f"{self.path}:row {self.num_read}"
             try:
                 if size > self.config.max_line_bytes:
-                    self._refuse_large(batch.slice(index, 1), place)
-                row = {name: self._value(batch, name, index, place) for name in self.columns}
-                trajectory = trajectory_from_openai(to_openai(row, place, self.row_format), place)
+                    self._refuse_large(batch.slice(index, 1), location)
+                row = {name: self._value(batch, name, index, location) for name in self.columns}
+                trajectory = trajectory_from_openai(to_openai(row, location, self.row_format), location)
             except Rejection as rejection:
                 self.report.add_problem(rejection)
                 continue
             yield trajectory
 
-    def _value(self, batch: "RecordBatch", name: str, index: int, place: str) -> JsonValue:
+    def _value(self, batch: "RecordBatch", name: str, index: int, location: str) -> JsonValue:
         column = batch.column(name)
         try:
             return _to_json(self.library, column[index].as_py(), column.type)
         except UnicodeDecodeError as error:
-            raise Rejection(Problem.BROKEN_JSON, place, f"{name} is not UTF-8 ({error.reason})") from error
+            raise Rejection(Problem.BROKEN_JSON, location, f"{name} is not UTF-8 ({error.reason})") from error
         except ValueError as error:
-            raise Rejection(Problem.BROKEN_JSON, place, f"{name}: {error}") from error
+            raise Rejection(Problem.BROKEN_JSON, location, f"{name}: {error}") from error
 
-    def _refuse_large(self, row: "RecordBatch", place: str) -> None:
+    def _refuse_large(self, row: "RecordBatch", location: str) -> None:
         if sum(_expanded_bytes(self.library, column) for column in row.columns) > self.config.max_line_bytes:
             limit = self.config.max_line_bytes
-            raise Rejection(Problem.TOO_LARGE, place, f"over unpack.max_line_bytes = {limit}")
+            raise Rejection(Problem.TOO_LARGE, location, f"over unpack.max_line_bytes = {limit}")
 
 
 def _check_type(library: Arrow, kind: "DataType", name: str, *, is_needed: bool) -> None:

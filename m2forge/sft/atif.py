@@ -38,14 +38,14 @@ def read_atif(
 ) -> Iterator[Trajectory]:
     """The trajectories of one file. `config`: limits on decompression. With `foreign`, a JSON file of another kind is
     noted instead of refused."""
-    place = str(path)
+    location = str(path)
     try:
-        document = parse_object(read_whole(path, config or UnpackConfig()), place)
+        document = parse_object(read_whole(path, config or UnpackConfig()), location)
     except UnpackError as error:
-        report.add_problem(Rejection(Problem.TOO_LARGE, place, str(error)))
+        report.add_problem(Rejection(Problem.TOO_LARGE, location, str(error)))
         return
     except READ_ERRORS as error:
-        report.add_problem(Rejection(Problem.TRUNCATED, place, str(error)))
+        report.add_problem(Rejection(Problem.TRUNCATED, location, str(error)))
         return
     except Rejection as rejection:
         cause = rejection.__cause__
@@ -54,22 +54,24 @@ def read_atif(
         report.add_problem(rejection)
         return
     if foreign and "schema_version" not in document:
-        report.add_note(Note.NOT_ATIF, place)
+        report.add_note(Note.NOT_ATIF, location)
         return
-    yield from trajectories_from_atif(document, place, report)
+    yield from trajectories_from_atif(document, location, report)
 
 
-def trajectories_from_atif(document: Mapping[str, JsonValue], place: str, report: Report) -> Iterator[Trajectory]:
+def trajectories_from_atif(document: Mapping[str, JsonValue], location: str, report: Report) -> Iterator[Trajectory]:
     """One document's trajectories: usually one, more if its context was replaced or sub-agents are embedded."""
     try:
-        yield from _Reading(document, place).run(report)
+        yield from _Reading(document, location).run(report)
     except Rejection as rejection:
         report.add_problem(rejection)
     embedded = document.get("subagent_trajectories")
     for index, item in enumerate(embedded if isinstance(embedded, list) else ()):
         if isinstance(item, Mapping):
             inherited = {"schema_version": document.get("schema_version")}
-            yield from trajectories_from_atif({**inherited, **item}, f"{place}: subagent_trajectories[{index}]", report)
+            yield from trajectories_from_atif(
+                {**inherited, **item}, f"{location}: subagent_trajectories[{index}]", report
+            )
 
 
 @dataclass
@@ -87,9 +89,9 @@ class _Segment:
 class _Reading:
     """Converts one document to trajectories; reports nothing unless the whole document is valid."""
 
-    def __init__(self, document: Mapping[str, JsonValue], place: str) -> None:
+    def __init__(self, document: Mapping[str, JsonValue], location: str) -> None:
         self._document = document
-        self._place = place
+        self._location = location
         self._prompts: list[str] = []
         self._segments = [_Segment()]
         self._notes: list[tuple[Note, str]] = []
@@ -101,7 +103,7 @@ class _Reading:
             known = f"{VERSIONS[0]} to {VERSIONS[-1]}"
             self._reject(Problem.UNKNOWN_VERSION, "", f"{show(version)}; this reader knows {known}")
         agent = self._object(self._get(self._document, "agent", ""), "agent")
-        tools = tools_from_openai(agent.get("tool_definitions"), self._place, "agent.tool_definitions")
+        tools = tools_from_openai(agent.get("tool_definitions"), self._location, "agent.tool_definitions")
         steps = self._get(self._document, "steps", "")
         if not isinstance(steps, list) or not steps:
             self._reject(Problem.BAD_VALUE, "steps", f"expected a list with steps in it, received {show(steps)}")
@@ -118,11 +120,11 @@ class _Reading:
             try:
                 check_order(messages)
             except FormatError as error:
-                raise Rejection(Problem.BAD_ORDER, self._place, str(error)) from error
-            place = f"{self._place}#{number}" if number else self._place
-            trajectories.append(Trajectory(messages, tools, (*(False for _ in head), *segment.trained), place))
+                raise Rejection(Problem.BAD_ORDER, self._location, str(error)) from error
+            location = f"{self._location}#{number}" if number else self._location
+            trajectories.append(Trajectory(messages, tools, (*(False for _ in head), *segment.trained), location))
         for note, what in self._notes:
-            report.add_note(note, self._place, what)
+            report.add_note(note, self._location, what)
         return trajectories
 
     def _is_whole(self, segment: _Segment) -> bool:
@@ -254,7 +256,7 @@ class _Reading:
         return data[key]
 
     def _reject(self, problem: Problem, name: str, what: str) -> NoReturn:
-        raise Rejection(problem, f"{self._place}: {name}" if name else self._place, what)
+        raise Rejection(problem, f"{self._location}: {name}" if name else self._location, what)
 
 
 @dataclass

@@ -34,14 +34,16 @@ def read_jsonl(
     try:
         for line in read_lines(path, config):
             number += 1
-            place = f"{path}:{number}"
+            location = f"{path}:{number}"
             try:
                 if line is None:
-                    raise Rejection(Problem.TOO_LARGE, place, f"over unpack.max_line_bytes = {config.max_line_bytes}")
+                    raise Rejection(
+                        Problem.TOO_LARGE, location, f"over unpack.max_line_bytes = {config.max_line_bytes}"
+                    )
                 if not (line := line.strip()):
                     continue
-                row = to_openai(parse_object(line, place), place, row_format)
-                trajectory = trajectory_from_openai(row, place)
+                row = to_openai(parse_object(line, location), location, row_format)
+                trajectory = trajectory_from_openai(row, location)
             except Rejection as rejection:
                 report.add_problem(rejection)
                 continue
@@ -52,73 +54,75 @@ def read_jsonl(
         report.add_problem(Rejection(Problem.TRUNCATED, f"{path}:{number + 1}", f"{error}; the lines before it stand"))
 
 
-def trajectory_from_openai(data: Mapping[str, JsonValue], place: str) -> Trajectory:
+def trajectory_from_openai(data: Mapping[str, JsonValue], location: str) -> Trajectory:
     """Raises `Rejection` with the kind of problem."""
     items = data.get("messages")
     if items is None:
-        _reject(Problem.MISSING_KEY, place, f"no 'messages' among the keys {', '.join(data) or '(none)'}")
+        _reject(Problem.MISSING_KEY, location, f"no 'messages' among the keys {', '.join(data) or '(none)'}")
     if not isinstance(items, list) or not items:
-        _reject(Problem.BAD_VALUE, place, f"messages must be a list with messages in it, received {show(items)}")
-    pairs = [_message(item, f"messages[{index}]", place) for index, item in enumerate(items)]
+        _reject(Problem.BAD_VALUE, location, f"messages must be a list with messages in it, received {show(items)}")
+    pairs = [_message(item, f"messages[{index}]", location) for index, item in enumerate(items)]
     messages = sort_results([message for message, _ in pairs])
     try:
         check_order(messages)
     except FormatError as error:
-        raise Rejection(Problem.BAD_ORDER, place, str(error)) from error
-    return Trajectory(messages, tools_from_openai(data.get("tools"), place), tuple(flag for _, flag in pairs), place)
+        raise Rejection(Problem.BAD_ORDER, location, str(error)) from error
+    return Trajectory(
+        messages, tools_from_openai(data.get("tools"), location), tuple(flag for _, flag in pairs), location
+    )
 
 
-def tools_from_openai(items: JsonValue, place: str, name: str = "tools") -> tuple[Tool, ...]:
+def tools_from_openai(items: JsonValue, location: str, name: str = "tools") -> tuple[Tool, ...]:
     if isinstance(items, str):
         try:
             items = parse_json(items) if items.strip() else []
         except ValueError as error:
-            raise Rejection(Problem.BROKEN_JSON, place, f"{name} is text that is not JSON ({error})") from error
+            raise Rejection(Problem.BROKEN_JSON, location, f"{name} is text that is not JSON ({error})") from error
     if items is None:
         return ()
     if not isinstance(items, list):
-        _reject(Problem.BAD_VALUE, place, f"{name} must be a list, received {show(items)}")
+        _reject(Problem.BAD_VALUE, location, f"{name} must be a list, received {show(items)}")
     tools = []
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
-            _reject(Problem.BAD_VALUE, place, f"{name}[{index}] must be an object, received {show(item)}")
+            _reject(Problem.BAD_VALUE, location, f"{name}[{index}] must be an object, received {show(item)}")
         try:
             tools.append(tool_from_openai(item))
         except FormatError as error:
-            raise Rejection(Problem.BAD_VALUE, place, f"{name}[{index}]: {error}") from error
+            raise Rejection(Problem.BAD_VALUE, location, f"{name}[{index}]: {error}") from error
     return tuple(tools)
 
 
-def parse_object(data: bytes, place: str) -> Mapping[str, JsonValue]:
+def parse_object(data: bytes, location: str) -> Mapping[str, JsonValue]:
     """Parse one JSON object from UTF-8 bytes; rejects values that UTF-8 or JSON cannot represent, and deep nesting."""
     try:
         value = parse_json(data.decode("utf-8-sig"), MAX_DOCUMENT_DEPTH)
     except json.JSONDecodeError as error:
-        raise Rejection(Problem.BROKEN_JSON, place, f"{error.msg} at column {error.colno}") from error
+        raise Rejection(Problem.BROKEN_JSON, location, f"{error.msg} at column {error.colno}") from error
     except ValueError as error:
-        raise Rejection(Problem.BROKEN_JSON, place, str(error)) from error
+        raise Rejection(Problem.BROKEN_JSON, location, str(error)) from error
     if not isinstance(value, Mapping):
-        _reject(Problem.BAD_VALUE, place, f"expected an object, received {show(value)}")
+        _reject(Problem.BAD_VALUE, location, f"expected an object, received {show(value)}")
     return value
 
 
-def _message(item: JsonValue, name: str, place: str) -> tuple[Message, bool]:
+def _message(item: JsonValue, name: str, location: str) -> tuple[Message, bool]:
     """The message, and whether it is trained."""
     if not isinstance(item, Mapping):
-        _reject(Problem.BAD_VALUE, place, f"{name} must be an object, received {show(item)}")
+        _reject(Problem.BAD_VALUE, location, f"{name} must be an object, received {show(item)}")
     if "role" not in item:
-        _reject(Problem.MISSING_KEY, place, f"{name} has no 'role'")
+        _reject(Problem.MISSING_KEY, location, f"{name} has no 'role'")
     if item["role"] not in ROLES:
-        _reject(Problem.BAD_ROLE, place, f"{name}: {show(item['role'])}; use one of {', '.join(ROLES)}")
-    _check_arguments(item.get("tool_calls"), name, place)
-    trained = _trained(item, name, place)
+        _reject(Problem.BAD_ROLE, location, f"{name}: {show(item['role'])}; use one of {', '.join(ROLES)}")
+    _check_arguments(item.get("tool_calls"), name, location)
+    trained = _trained(item, name, location)
     try:
         return message_from_openai({key: item[key] for key in item if key not in ("train", "weight")}), trained
     except FormatError as error:
-        raise Rejection(Problem.BAD_VALUE, place, f"{name}: {error}") from error
+        raise Rejection(Problem.BAD_VALUE, location, f"{name}: {error}") from error
 
 
-def _check_arguments(calls: JsonValue, name: str, place: str) -> None:
+def _check_arguments(calls: JsonValue, name: str, location: str) -> None:
     for index, call in enumerate(calls if isinstance(calls, list) else ()):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         arguments = function.get("arguments") if isinstance(function, Mapping) else None
@@ -127,21 +131,21 @@ def _check_arguments(calls: JsonValue, name: str, place: str) -> None:
                 arguments = parse_json(arguments)
             except ValueError as error:
                 what = f"{name}.tool_calls[{index}]: {show(arguments)} ({error})"
-                raise Rejection(Problem.BAD_ARGUMENTS, place, what) from error
+                raise Rejection(Problem.BAD_ARGUMENTS, location, what) from error
         if arguments not in (None, "") and not isinstance(arguments, Mapping):
-            _reject(Problem.BAD_ARGUMENTS, place, f"{name}.tool_calls[{index}]: {show(arguments)}")
+            _reject(Problem.BAD_ARGUMENTS, location, f"{name}.tool_calls[{index}]: {show(arguments)}")
 
 
-def _trained(item: Mapping[str, JsonValue], name: str, place: str) -> bool:
+def _trained(item: Mapping[str, JsonValue], name: str, location: str) -> bool:
     # Tables write null for missing values.
     train = True if item.get("train") is None else item["train"]
     weight = 1 if item.get("weight") is None else item["weight"]
     if not isinstance(train, bool):
-        _reject(Problem.BAD_VALUE, place, f"{name}.train must be true or false, received {show(train)}")
+        _reject(Problem.BAD_VALUE, location, f"{name}.train must be true or false, received {show(train)}")
     if weight not in (0, 1):
-        _reject(Problem.BAD_VALUE, place, f"{name}.weight must be 0 or 1, received {show(weight)}")
+        _reject(Problem.BAD_VALUE, location, f"{name}.weight must be 0 or 1, received {show(weight)}")
     return train and bool(weight)
 
 
-def _reject(problem: Problem, place: str, what: str) -> NoReturn:
-    raise Rejection(problem, place, what)
+def _reject(problem: Problem, location: str, what: str) -> NoReturn:
+    raise Rejection(problem, location, what)

@@ -63,10 +63,10 @@ _WARNED = {Note.CUT, Note.TOO_LONG, Note.UNKNOWN_CONTEXT, Note.UNMATCHED_PART}
 class Rejection(DataError):
     """One trajectory that cannot be used. Readers report it and continue with the next."""
 
-    def __init__(self, problem: Problem, place: str, what: str) -> None:
-        super().__init__(f"{place}: {problem}: {what}")
+    def __init__(self, problem: Problem, location: str, what: str) -> None:
+        super().__init__(f"{location}: {problem}: {what}")
         self.problem = problem
-        self.place = place
+        self.location = location
         self.what = what
 
 
@@ -83,10 +83,10 @@ class Finding:
     count: int = 0
     places: list[str] = field(default_factory=list)
 
-    def add(self, place: str, what: str) -> None:
+    def add(self, location: str, what: str) -> None:
         self.count += 1
         if len(self.places) < NUM_FIRST_PLACES:
-            self.places.append(f"{place}: {what}" if what else place)
+            self.places.append(f"{location}: {what}" if what else location)
 
 
 @dataclass
@@ -104,10 +104,10 @@ class Report:
     notes: dict[Note, Finding] = field(default_factory=dict)
 
     def add_problem(self, rejection: Rejection) -> None:
-        self.problems.setdefault(rejection.problem, Finding()).add(rejection.place, rejection.what)
+        self.problems.setdefault(rejection.problem, Finding()).add(rejection.location, rejection.what)
 
-    def add_note(self, note: Note, place: str, what: str = "") -> None:
-        self.notes.setdefault(note, Finding()).add(place, what)
+    def add_note(self, note: Note, location: str, what: str = "") -> None:
+        self.notes.setdefault(note, Finding()).add(location, what)
 
     def count(self, kind: Problem | Note) -> int:
         finding = self.problems.get(kind) if isinstance(kind, Problem) else self.notes.get(kind)
@@ -162,7 +162,7 @@ def _findings(data: JsonValue, kind: type[_Kind]) -> dict[_Kind, Finding]:
     if isinstance(data, Mapping):
         for name, value in data.items():
             if isinstance(value, Mapping) and isinstance(value["count"], int) and isinstance(value["places"], list):
-                findings[kind(name)] = Finding(value["count"], [str(place) for place in value["places"]])
+                findings[kind(name)] = Finding(value["count"], [str(location) for location in value["places"]])
     return findings
 
 

@@ -63,95 +63,95 @@ def columns_of(row_format: RowFormat) -> set[str]:
     return {name for names in REQUIRED[row_format] for name in names} | set(OPTIONAL[row_format])
 
 
-def to_openai(row: Row, place: str, row_format: RowFormat | None = None) -> Row:
+def to_openai(row: Row, location: str, row_format: RowFormat | None = None) -> Row:
     """Raises `Rejection` if the row is not of the format; None: of any."""
     if row_format is None:
         row_format = detect_format([name for name, value in row.items() if value is not None])
         if row_format is None and row.get("messages") is None:
             keys = ", ".join(row) or "(none)"
-            _reject(Problem.MISSING_KEY, place, f"no 'messages' among the keys {keys}; accepted are {ACCEPTED}")
+            _reject(Problem.MISSING_KEY, location, f"no 'messages' among the keys {keys}; accepted are {ACCEPTED}")
     match row_format:
         case "sharegpt":
-            return _from_sharegpt(row, place)
+            return _from_sharegpt(row, location)
         case "alpaca":
-            return _from_alpaca(row, place)
+            return _from_alpaca(row, location)
         case "prompt_completion":
-            return _from_prompt(row, place)
+            return _from_prompt(row, location)
         case _:
             return row
 
 
-def _from_sharegpt(row: Row, place: str) -> Row:
+def _from_sharegpt(row: Row, location: str) -> Row:
     name = "conversations" if row.get("conversations") is not None else "conversation"
     turns = row.get(name)
     if turns is None:
-        _reject(Problem.MISSING_KEY, place, f"no 'conversations' among the keys {', '.join(row)}")
+        _reject(Problem.MISSING_KEY, location, f"no 'conversations' among the keys {', '.join(row)}")
     if not isinstance(turns, list):
-        _reject(Problem.BAD_VALUE, place, f"{name} must be a list of turns, received {show(turns)}")
-    messages = [_turn(turn, f"{name}[{index}]", place) for index, turn in enumerate(turns)]
-    return {"messages": [*_system(row, place), *messages], "tools": row.get("tools")}
+        _reject(Problem.BAD_VALUE, location, f"{name} must be a list of turns, received {show(turns)}")
+    messages = [_turn(turn, f"{name}[{index}]", location) for index, turn in enumerate(turns)]
+    return {"messages": [*_system(row, location), *messages], "tools": row.get("tools")}
 
 
-def _turn(turn: JsonValue, name: str, place: str) -> JsonValue:
+def _turn(turn: JsonValue, name: str, location: str) -> JsonValue:
     if not isinstance(turn, Mapping):
-        _reject(Problem.BAD_VALUE, place, f"{name} must be an object, received {show(turn)}")
+        _reject(Problem.BAD_VALUE, location, f"{name} must be an object, received {show(turn)}")
     if turn.get("from") is None:
         if turn.get("role") is None:
-            _reject(Problem.MISSING_KEY, place, f"{name} has neither 'from' nor 'role'")
+            _reject(Problem.MISSING_KEY, location, f"{name} has neither 'from' nor 'role'")
         return turn
     speaker, value = turn["from"], turn.get("value")
     role = _ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
-        _reject(Problem.BAD_ROLE, place, f"{name}: {show(speaker)}; use one of {', '.join(_ROLES)}")
+        _reject(Problem.BAD_ROLE, location, f"{name}: {show(speaker)}; use one of {', '.join(_ROLES)}")
     if not isinstance(value, str):
-        _reject(Problem.BAD_VALUE, place, f"{name}.value must be text, received {show(value)}")
+        _reject(Problem.BAD_VALUE, location, f"{name}.value must be text, received {show(value)}")
     flags = {key: turn[key] for key in ("train", "weight") if key in turn}
     if speaker == "function_call":
-        return {"role": role, "tool_calls": _calls(value, name, place), **flags}
+        return {"role": role, "tool_calls": _calls(value, name, location), **flags}
     return {"role": role, "content": value, **flags}
 
 
-def _calls(text: str, name: str, place: str) -> JsonValue:
+def _calls(text: str, name: str, location: str) -> JsonValue:
     try:
         calls = parse_json(text)
     except ValueError as error:
-        raise Rejection(Problem.BAD_ARGUMENTS, place, f"{name}.value: {show(text)} ({error})") from error
+        raise Rejection(Problem.BAD_ARGUMENTS, location, f"{name}.value: {show(text)} ({error})") from error
     return calls if isinstance(calls, list) else [calls]
 
 
-def _from_alpaca(row: Row, place: str) -> Row:
-    request, context, answer = (_text(row, key, place) for key in ("instruction", "input", "output"))
+def _from_alpaca(row: Row, location: str) -> Row:
+    request, context, answer = (_text(row, key, location) for key in ("instruction", "input", "output"))
     content = f"{request}\n\n{context}" if context else request
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
-    return {"messages": [*_system(row, place), *messages]}
+    return {"messages": [*_system(row, location), *messages]}
 
 
-def _from_prompt(row: Row, place: str) -> Row:
+def _from_prompt(row: Row, location: str) -> Row:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
         context = [{**message, "train": False} if isinstance(message, Mapping) else message for message in prompt]
         return {"messages": [*context, *completion], "tools": row.get("tools")}
-    texts = [_text(row, key, place) for key in ("prompt", "completion")]
+    texts = [_text(row, key, location) for key in ("prompt", "completion")]
     messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
     return {"messages": messages, "tools": row.get("tools")}
 
 
-def _system(row: Row, place: str) -> list[JsonValue]:
-    text = _text(row, "system", place)
+def _system(row: Row, location: str) -> list[JsonValue]:
+    text = _text(row, "system", location)
     return [{"role": "system", "content": text}] if text else []
 
 
-def _text(row: Row, key: str, place: str) -> str:
+def _text(row: Row, key: str, location: str) -> str:
     """A column of text; optional ones may be missing."""
     value = row.get(key)
     if value is None and key in ("input", "system"):
         return ""
     if value is None:
-        _reject(Problem.MISSING_KEY, place, f"no {key!r} among the keys {', '.join(row)}")
+        _reject(Problem.MISSING_KEY, location, f"no {key!r} among the keys {', '.join(row)}")
     if not isinstance(value, str):
-        _reject(Problem.BAD_VALUE, place, f"{key} must be text, received {show(value)}")
+        _reject(Problem.BAD_VALUE, location, f"{key} must be text, received {show(value)}")
     return value
 
 
-def _reject(problem: Problem, place: str, what: str) -> NoReturn:
-    raise Rejection(problem, place, what)
+def _reject(problem: Problem, location: str, what: str) -> NoReturn:
+    raise Rejection(problem, location, what)

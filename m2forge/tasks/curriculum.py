@@ -234,8 +234,8 @@ class Curriculum:
             self._enter(self._stage + 1)
         counts = self._mixture.next()
         # Unit k of n has position (k + ½) / n in the batch.
-        places = [((unit + 0.5) / num, domain) for domain, num in counts.items() for unit in range(num)]
-        return [self._choose(self.stage, domain) for _, domain in sorted(places)]
+        slots = [((unit + 0.5) / num, domain) for domain, num in counts.items() for unit in range(num)]
+        return [self._choose(self.stage, domain) for _, domain in sorted(slots)]
 
     def record(self, task: Task, pass_rate: float) -> None:
         """Record the pass rate of a rewarded group. Groups that are not trained because all attempts passed, or none,
@@ -304,13 +304,13 @@ def _check(stage: StageConfig) -> None:
     for domain, settings in stage.domains.items():
         for wanted in settings.families:
             family = find_family(wanted.name)
-            place = f"stages: {stage.name}: domains: {domain}: {wanted.name}"
+            location = f"stages: {stage.name}: domains: {domain}: {wanted.name}"
             if family.domain != domain:
-                raise ConfigError(f"{place}: its tasks belong to the domain {family.domain}; name it there")
+                raise ConfigError(f"{location}: its tasks belong to the domain {family.domain}; name it there")
             for level in wanted.difficulty:
                 if level not in family.levels:
                     lowest, highest = family.levels[0], family.levels[-1]
-                    raise ConfigError(f"{place}: difficulty: expected {lowest} to {highest}, received {level}")
+                    raise ConfigError(f"{location}: difficulty: expected {lowest} to {highest}, received {level}")
 
 
 def _counts(state: Mapping[str, JsonValue], key: str) -> dict[str, int]:

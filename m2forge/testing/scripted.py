@@ -94,9 +94,9 @@ def shaped_logprobs(
     return _log_softmax(np.where(kept_V, hot_V, -np.inf))
 
 
-def uniform_draw(seed: int, sample: int, place: int) -> float:
-    """A number in [0, 1) for token `place` of completion `sample`, independent of all other draws."""
-    return float(_generator(hashlib.blake2b(f"{seed} {sample} {place}".encode(), digest_size=16).digest()).random())
+def uniform_draw(seed: int, sample: int, index: int) -> float:
+    """A number in [0, 1) for token `index` of completion `sample`, independent of all other draws."""
+    return float(_generator(hashlib.blake2b(f"{seed} {sample} {index}".encode(), digest_size=16).digest()).random())
 
 
 @dataclass(slots=True)
@@ -173,15 +173,15 @@ class ScriptedEngine:
     def _extend(
         self, completion: _Completion, prompt: Prompt, ids: tuple[int, ...], script: Sequence[int] | None, seed: int
     ) -> Chunk:
-        place = len(completion.ids)
-        uniform = uniform_draw(seed, completion.sample, place)
-        forced_id = None if script is None else script[place]
+        index = len(completion.ids)
+        uniform = uniform_draw(seed, completion.sample, index)
+        forced_id = None if script is None else script[index]
         drawn = self.policy.draw(ids, completion.ids, self._version, prompt.sampling, uniform, forced_id)
         completion.ids.append(drawn.id)
-        is_last = script is not None and place + 1 == len(script)
+        is_last = script is not None and index + 1 == len(script)
         if is_last or drawn.id in prompt.stop_ids or self._has_stop_text(completion.ids, prompt.stop_texts):
             completion.finish_reason = FinishReason.STOP
-        elif place + 1 == prompt.max_tokens:
+        elif index + 1 == prompt.max_tokens:
             completion.finish_reason = FinishReason.LENGTH
         return make_chunk(completion.sample, [drawn], self._version, completion.finish_reason)
 

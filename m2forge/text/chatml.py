@@ -346,12 +346,12 @@ class ChatMLFormat:
         shown = messages if not self._drop_thinking or self._template.takes_thinking else _without_thinking(messages)
         whole = self._rendered(shown, tools, generation=generation)
         num_written = sum(message.role == "assistant" for message in messages)
-        places = _assistant_turns(whole)
-        if len(places) != num_written:
+        turns = _assistant_turns(whole)
+        if len(turns) != num_written:
             raise FormatError(
-                f"the model's chat template writes {len(places)} assistant turns for {num_written} assistant messages"
+                f"the model's chat template writes {len(turns)} assistant turns for {num_written} assistant messages"
             )
-        pairs = list(zip(stable_turns, places, strict=False))
+        pairs = list(zip(stable_turns, turns, strict=False))
         rewritten = [number for number, (turn, (start, end)) in enumerate(pairs, start=1) if whole[start:end] != turn]
         num_untrained = max(rewritten, default=0) if self._drop_thinking else 0
         segments, at = [], 0
@@ -368,8 +368,8 @@ class ChatMLFormat:
 
     def _turn(self, message: Message, tools: Sequence[Tool]) -> list[Segment]:
         whole = self._rendered([_PROBE, message], tools)
-        places = _assistant_turns(whole)
-        return whole[slice(*places[-1])] if places else []
+        turns = _assistant_turns(whole)
+        return whole[slice(*turns[-1])] if turns else []
 
     def _trained(self, turn: list[Segment]) -> list[Segment]:
         """Split `turn` after the generation prompt and mark the rest as sampled."""

@@ -115,15 +115,15 @@ def _referred(reference: JsonValue, root: JsonValue) -> JsonValue:
     pointer = unquote(reference[1:])
     if pointer and not pointer.startswith("/"):
         return next((each for each in _parts(root) if each.get("$anchor") == pointer), None)
-    place = root
+    location = root
     for step in pointer.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(place, Mapping):
-            place = place.get(name)
+        if isinstance(location, Mapping):
+            location = location.get(name)
         else:
-            listed = _items(place)
-            place = listed[int(name)] if name.isdecimal() and len(name) < 9 and int(name) < len(listed) else None
-    return place
+            listed = _items(location)
+            location = listed[int(name)] if name.isdecimal() and len(name) < 9 and int(name) < len(listed) else None
+    return location
 
 
 def _parts(schema: JsonValue) -> Iterator[Schema]:
@@ -174,11 +174,11 @@ class _Checker:
         return not self.violations(value, schema, where, budget - 1)
 
     def _referred_violations(self, value: JsonValue, reference: JsonValue, where: str, budget: int) -> list[str]:
-        place = str(reference), where
-        if place not in self.followed:
-            self.followed[place] = []
-            self.followed[place] = self.violations(value, _referred(reference, self.root), where, budget - 1)
-        return self.followed[place]
+        location = str(reference), where
+        if location not in self.followed:
+            self.followed[location] = []
+            self.followed[location] = self.violations(value, _referred(reference, self.root), where, budget - 1)
+        return self.followed[location]
 
     def _branch_violations(self, value: JsonValue, schema: Schema, where: str, budget: int) -> list[str]:
         found = []
@@ -227,14 +227,14 @@ class _Checker:
         needed = [name for name in _items(schema.get("required")) if isinstance(name, str)]
         found = [f"{_inside(where, name)}: missing" for name in needed if name not in value]
         for name, item in value.items():
-            place = _inside(where, name)
+            location = _inside(where, name)
             if name in names:
-                found += self.violations(item, names[name], place, MAX_REFERENCES)
+                found += self.violations(item, names[name], location, MAX_REFERENCES)
             elif others is False:
-                found.append(f"unknown argument {place!r}")
+                found.append(f"unknown argument {location!r}")
             else:
-                found += self.violations(item, others, place, MAX_REFERENCES)
-            found += self.violations(name, schema.get("propertyNames"), f"name {place}", budget - 1)
+                found += self.violations(item, others, location, MAX_REFERENCES)
+            found += self.violations(name, schema.get("propertyNames"), f"name {location}", budget - 1)
         found += _limit_violations(len(value), schema, where, "Properties", "properties")
         return found + self._dependent_violations(value, schema, where, budget)
 

@@ -223,25 +223,25 @@ def _calls_of(value: JsonValue) -> tuple[ToolCall, ...]:
     return tuple(_call_of(call, f"tool_calls[{index}]") for index, call in enumerate(value))
 
 
-def _call_of(value: JsonValue, place: str) -> ToolCall:
+def _call_of(value: JsonValue, location: str) -> ToolCall:
     if not isinstance(value, Mapping):
-        raise FormatError(f"{place}: expected an object, received {_shown(value)}")
+        raise FormatError(f"{location}: expected an object, received {_shown(value)}")
     function = value.get("function", value)
     if not isinstance(function, Mapping):
-        raise FormatError(f"{place}.function: expected an object, received {_shown(function)}")
+        raise FormatError(f"{location}.function: expected an object, received {_shown(function)}")
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise FormatError(f"{place}.name: expected text, received {_shown(name)}")
+        raise FormatError(f"{location}.name: expected text, received {_shown(name)}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = parse_json(arguments) if arguments.strip() else {}
         except ValueError as error:
-            raise FormatError(f"{place}.arguments: not JSON ({error}), received {_shown(arguments)}") from error
+            raise FormatError(f"{location}.arguments: not JSON ({error}), received {_shown(arguments)}") from error
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
-        raise FormatError(f"{place}.arguments: expected an object or its JSON text, received {_shown(arguments)}")
+        raise FormatError(f"{location}.arguments: expected an object or its JSON text, received {_shown(arguments)}")
     return ToolCall(name, arguments, _optional_string(value, "id"))
 
 

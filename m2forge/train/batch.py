@@ -44,7 +44,9 @@ def refuse_untrainable(
     problems: list[Problem] = []
     for index, tree in enumerate(trees):
         reasons = dict(_reasons(tree, model, policy))
-        problems += [Problem(tree.samples[place].name, str(index), reason) for place, reason in reasons.items()]
+        problems += [
+            Problem(tree.samples[sample_index].name, str(index), reason) for sample_index, reason in reasons.items()
+        ]
         if not reasons:
             kept.append(tree)
         elif len(reasons) < len(tree.samples):
@@ -56,12 +58,12 @@ def _reasons(tree: TokenTree, model: ModelConfig, policy: PolicyConfig) -> Itera
     """(index of a sample, why it cannot be trained)"""
     routing = _routing_reason(tree, model) if policy.replay == "recorded" else None
     is_suspect = _highest_id(tree, model) >= model.vocab_size
-    for place, sample in enumerate(tree.samples):
+    for sample_index, sample in enumerate(tree.samples):
         reason = routing or _number_reason(sample, policy) or _length_reason(sample, policy)
         if reason is None and is_suspect:
-            reason = _content_reason(tree, place, model)
+            reason = _content_reason(tree, sample_index, model)
         if reason is not None:
-            yield place, f"Sample {sample.name}: {reason}"
+            yield sample_index, f"Sample {sample.name}: {reason}"
 
 
 def _routing_reason(tree: TokenTree, model: ModelConfig) -> str | None:
@@ -93,8 +95,8 @@ def _length_reason(sample: Sample, policy: PolicyConfig) -> str | None:
     return f"path: expected at most pack_tokens, {policy.pack_tokens} tokens, received {sample.num_tokens}"
 
 
-def _content_reason(tree: TokenTree, place: int, model: ModelConfig) -> str | None:
-    highest_id = int(tree.path(place).max())
+def _content_reason(tree: TokenTree, sample_index: int, model: ModelConfig) -> str | None:
+    highest_id = int(tree.path(sample_index).max())
     if highest_id < model.vocab_size:
         return None
     return f"path: expected ids below the network's vocabulary of {model.vocab_size}, received {highest_id}"
@@ -109,15 +111,15 @@ def _highest_id(tree: TokenTree, model: ModelConfig) -> int:
 def _without(tree: TokenTree, refused: Collection[int], model: ModelConfig, policy: PolicyConfig) -> TokenTree:
     """The tree of the remaining samples."""
     rest = TokenTree(min(tree.vocab_size, model.vocab_size))
-    for place, sample in enumerate(tree.samples):
-        if place not in refused:
+    for sample_index, sample in enumerate(tree.samples):
+        if sample_index not in refused:
             rest.add(
-                tree.call(place),
+                tree.call(sample_index),
                 sample.name,
                 episode=sample.episode,
                 advantage=sample.advantage,
                 weight=sample.weight,
-                experts=tree.routing(place) if policy.replay == "recorded" else None,
+                experts=tree.routing(sample_index) if policy.replay == "recorded" else None,
             )
     return rest
 

@@ -154,8 +154,8 @@ def _fingerprint(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().view(INTEGERS[tensor.itemsize]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in bits.split(CHUNK_ELEMENTS):
-        place = torch.arange(1, 2 * chunk.numel(), 2, device=tensor.device)
-        total = total * 31 + (chunk.long() * place).sum()
+        weight = torch.arange(1, 2 * chunk.numel(), 2, device=tensor.device)
+        total = total * 31 + (chunk.long() * weight).sum()
     return total
 
 

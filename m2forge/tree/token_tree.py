@@ -385,10 +385,10 @@ class TokenTree:
         return leaf
 
     def _refuse_id(self, sample: Sample, path: IntArray) -> NoReturn:
-        place = int((path >= self.vocab_size).argmax())
-        in_prompt = place < sample.num_prompt
-        field = f"prompt_ids[{place}]" if in_prompt else f"response_ids[{place - sample.num_prompt}]"
-        expected = f"expected an id below the vocabulary's {self.vocab_size}, received {path[place]}"
+        index = int((path >= self.vocab_size).argmax())
+        in_prompt = index < sample.num_prompt
+        field = f"prompt_ids[{index}]" if in_prompt else f"response_ids[{index - sample.num_prompt}]"
+        expected = f"expected an id below the vocabulary's {self.vocab_size}, received {path[index]}"
         raise RecordError(f"Sample {sample.name}: {field}: {expected}")
 
     def _checked_experts(self, sample: Sample, experts: npt.NDArray[np.integer]) -> ExpertArray:

@@ -108,7 +108,7 @@ def test_a_seed_decides_every_sample_independently_of_suites(tmp_path: Path) -> 
             sample.ids.tolist()
             for suite in config.suites
             for size in suite.sizes
-            for depth in suite.places
+            for depth in suite.positions
             for sample in draw_samples(suite, make_task(suite, material), size, depth, seed)
         ]
 

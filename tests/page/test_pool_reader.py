@@ -37,7 +37,7 @@ def check_reading(pool: Pool, config: PoolConfig) -> None:
         now, past = queue_now(connection, config), queue_past(connection, config)
     units = now["units"]
     assert isinstance(units, list)
-    assert [(unit["place"], unit["state"]) for unit in units if isinstance(unit, dict)] == pool.places(10)
+    assert [(unit["place"], unit["state"]) for unit in units if isinstance(unit, dict)] == pool.queue_positions(10)
     assert (now["window"], now["num_queued"], now["step"]) == (3, 4, 1)
     assert now["episodes"] == {state: number for state, number in pool.counts().items() if number}
     assert past["taken"] == [[1, 0, "agent", 1], [1, 1, "agent", 1]]

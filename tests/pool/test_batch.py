@@ -21,14 +21,14 @@ def test_groups_without_signal_are_skipped_counted_and_make_room(config: PoolCon
         leases = pool.lease("worker", 4)
         for lease, total in zip(leases, (1.0, 1.0, 1.0, 0.0), strict=True):
             play(pool, lease, total)
-        assert pool.places(9) == [(1, "ready")]
+        assert pool.queue_positions(9) == [(1, "ready")]
         assert pool.tally().counts[dropped(DropReason.NO_SIGNAL)] == {0.5: 1}
         assert pool.room() == 1
     with Pool(windowed(config, queue=8, no_signal="train"), VOCAB_SIZE) as pool:
         pool.put([(task(2), 2)])
         for lease in pool.lease("worker", 2):
             play(pool, lease, 1.0)
-        assert pool.places(9) == [(1, "ready"), (2, "ready")]
+        assert pool.queue_positions(9) == [(1, "ready"), (2, "ready")]
 
 
 def test_stale_groups_are_dropped_or_requeued_whole(config: PoolConfig) -> None:
@@ -47,7 +47,7 @@ def test_stale_groups_are_dropped_or_requeued_whole(config: PoolConfig) -> None:
         pool.put([(task(2), 2)])
         play_all(pool, step=1)
         assert pool.claim(1, version(4)) is None
-        assert pool.places(9) == [(3, "open")]
+        assert pool.queue_positions(9) == [(3, "open")]
         assert [lease.name for lease in pool.lease("worker", 2)] == ["g2-0-2", "g2-1-2"]
 
 
@@ -60,7 +60,7 @@ def test_a_stuck_head_waits_goes_or_starts_again_as_a_whole(config: PoolConfig, 
         for lease in leases[1:]:
             play(pool, lease, float(lease.episode % 2))
         assert pool.claim(2, version(0)) is None
-        assert [place for place, _ in pool.places(9)] == [0, 1, 2]
+        assert [place for place, _ in pool.queue_positions(9)] == [0, 1, 2]
         clock.now_s += 601
         pool.renew(leases[:1])
         claimed = pool.claim(2, version(0))
@@ -77,7 +77,7 @@ def test_a_stuck_head_waits_goes_or_starts_again_as_a_whole(config: PoolConfig, 
             assert counts["dropped"] == 2
         else:
             # Also the attempt that had ended: to keep it would favour quick ones.
-            assert (tally.total(REQUEUED), counts["queued"], pool.places(9)) == (1, 2, [(3, "open")])
+            assert (tally.total(REQUEUED), counts["queued"], pool.queue_positions(9)) == (1, 2, [(3, "open")])
         assert pool.renew(leases[:1]) == leases[:1]
 
 
@@ -127,7 +127,7 @@ def test_a_batch_is_committed_once_and_a_step_has_one(config: PoolConfig) -> Non
         pool.restore(version(1))
         with pytest.raises(StateError, match="before the pool was restored; claim another batch"):
             pool.commit(second, version(2))
-        assert pool.places(9) == [(1, "ready"), (2, "ready")]
+        assert pool.queue_positions(9) == [(1, "ready"), (2, "ready")]
 
 
 def test_what_the_restored_weights_have_not_learnt_returns(config: PoolConfig) -> None:
@@ -143,7 +143,7 @@ def test_what_the_restored_weights_have_not_learnt_returns(config: PoolConfig) -
         pool.put([(task(4), 2)])
         restored = pool.restore(version(1))
         assert (restored.num_returned, restored.num_gone) == (3, 0)
-        assert pool.places(9) == [(1, "ready"), (2, "ready"), (3, "ready"), (4, "open")]
+        assert pool.queue_positions(9) == [(1, "ready"), (2, "ready"), (3, "ready"), (4, "open")]
         assert pool.tally().total(TRAINED) == 1
         with pytest.raises(StateError, match="before the pool was restored"):
             pool.commit(under_way, version(2))

@@ -72,7 +72,7 @@ def test_the_pool_takes_by_the_window(config: PoolConfig) -> None:
         claimed = pool.claim(3, version(0))
         assert claimed is not None
         assert [unit.place for unit in pool.fetch(claimed)] == [0, 4, 5]
-        assert pool.places(9) == [(2, "open"), (6, "open"), (7, "open")]
+        assert pool.queue_positions(9) == [(2, "open"), (6, "open"), (7, "open")]
 
 
 def test_a_full_queue_refuses_and_says_how_much_fits(config: PoolConfig) -> None:
@@ -142,7 +142,7 @@ def test_a_dropped_unit_is_owed_until_its_domain_replaces_it(config: PoolConfig)
                 pool.replace([(debt, task(1), 2)])
         for lease in pool.lease("worker", 2):
             play(pool, lease, 1.0)
-        assert pool.places(1) == [(2, "ready")], "after so many skips it is trained as it is"
+        assert pool.queue_positions(1) == [(2, "ready")], "after so many skips it is trained as it is"
         assert pool.claim(1, version(0), {"early/agent": 1}) is not None
 
 
@@ -289,7 +289,7 @@ def test_a_group_with_an_always_failing_episode_is_dropped_whole(config: PoolCon
         counts = pool.counts()
         assert (counts["failed"], counts["dropped"], counts["queued"]) == (1, 1, 2)
         assert pool.tally().counts[dropped(DropReason.FAILED)] == {3.5: 1}
-        assert pool.places(9) == [(1, "open")]
+        assert pool.queue_positions(9) == [(1, "open")]
 
 
 def test_calls_are_stored_once_and_in_order(config: PoolConfig) -> None:
@@ -341,7 +341,7 @@ def test_what_is_finished_and_not_judged_is_found_again(config: PoolConfig) -> N
         for number, lease in enumerate(leases):
             pool.reward(lease, reward(float(number)))
         assert pool.unjudged(8) == []
-        assert pool.places(1) == [(0, "ready")]
+        assert pool.queue_positions(1) == [(0, "ready")]
 
 
 def test_a_pool_of_another_vocabulary_is_refused(config: PoolConfig) -> None:

@@ -43,6 +43,6 @@ def test_the_window_is_found_without_scanning_trained_units(server_url: str) -> 
             plans.append("\n".join(line for (line,) in lines))
 
         event.listen(pool.database.engine, "before_cursor_execute", explain)
-        assert [place for place, _ in pool.places(3)] == [0, NUM_TRAINED + 1, NUM_TRAINED + 2]
+        assert [place for place, _ in pool.queue_positions(3)] == [0, NUM_TRAINED + 1, NUM_TRAINED + 2]
         assert len(plans) == 1
         assert "queued_by_place" in plans[0]

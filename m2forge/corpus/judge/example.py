@@ -41,8 +41,8 @@ def _read(sources: Sequence[Source], config: CorpusConfig, count: int) -> list[b
             for document in read_span(span, source, problems)
         )
         texts += [document.text[:MAX_EXAMPLE_BYTES] for document in islice(documents, -(-count // len(sources)))]
-    for places in problems.examples.values():
-        _log.warning("left out of the classifier's examples: %s", places[0])
+    for locations in problems.examples.values():
+        _log.warning("left out of the classifier's examples: %s", locations[0])
     return texts
 
 

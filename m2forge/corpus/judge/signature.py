@@ -71,10 +71,10 @@ class MinHash:
             rows = owner[starts]
             least = np.empty((self.num_perm, len(starts)), np.uint32)
             hashed = np.empty_like(block)
-            for place in range(self.num_perm):
-                np.bitwise_xor(block, self._flip[place], out=hashed)
-                np.multiply(hashed, self._factor[place], out=hashed)
-                np.minimum.reduceat(hashed, starts, out=least[place])
+            for row in range(self.num_perm):
+                np.bitwise_xor(block, self._flip[row], out=hashed)
+                np.multiply(hashed, self._factor[row], out=hashed)
+                np.minimum.reduceat(hashed, starts, out=least[row])
             signature[rows] = np.minimum(signature[rows], least.T)
         return signature
 

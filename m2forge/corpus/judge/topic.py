@@ -1,6 +1,6 @@
 """Topics: a short vector per document, similar for documents on the same topic, and clusters of similar documents.
 
-A sketch (feature hashing) counts a document's words in `NUM_PLACES` dimensions, each word adding +1 or −1 at the
+A sketch (feature hashing) counts a document's words in `NUM_BUCKETS` dimensions, each word adding +1 or −1 at the
 dimension given by its hash, so that inner products of sketches estimate those of the word counts. Words shorter than
 `MIN_WORD_BYTES` bytes, which say little about a topic, are skipped, and counts are damped by a square root. Clusters
 come from spherical k-means, on integer vectors small enough that float32 dot products are exact: results do not depend
@@ -16,7 +16,7 @@ from m2forge.records import IntArray
 
 SketchArray = npt.NDArray[np.int8]
 
-NUM_PLACES = 128
+NUM_BUCKETS = 128
 MIN_WORD_BYTES = 5
 _SAMPLE = 20_000
 _ROUNDS = 8
@@ -30,10 +30,10 @@ def sketch_sums(batch: TextBatch) -> npt.NDArray[np.float64]:
     longer = np.flatnonzero(batch.word_end - batch.word_start >= MIN_WORD_BYTES)
     value = batch.word_hash[longer] >> np.uint64(20)
     sign = (value & np.uint64(1)).astype(np.float64) * 2.0 - 1.0
-    place = ((value >> np.uint64(1)) % np.uint64(NUM_PLACES)).astype(np.int64)
-    cell = batch.word_document[longer] * NUM_PLACES + place
-    counts = np.bincount(cell, weights=sign, minlength=batch.num_documents * NUM_PLACES)
-    return counts.astype(np.float64).reshape(-1, NUM_PLACES)
+    bucket = ((value >> np.uint64(1)) % np.uint64(NUM_BUCKETS)).astype(np.int64)
+    cell = batch.word_document[longer] * NUM_BUCKETS + bucket
+    counts = np.bincount(cell, weights=sign, minlength=batch.num_documents * NUM_BUCKETS)
+    return counts.astype(np.float64).reshape(-1, NUM_BUCKETS)
 
 
 def sketch(sums: npt.NDArray[np.float64]) -> SketchArray:
@@ -72,7 +72,7 @@ def _spread(count: int, wanted: int) -> Int64Array:
 def _scaled(rows: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
     values = rows.astype(np.float64)
     norm = np.sqrt(np.sum(values * values, axis=1, keepdims=True))
-    scaled: npt.NDArray[np.float32] = np.rint(values * (_LENGTH - NUM_PLACES) / np.maximum(norm, 1e-6)).astype(
+    scaled: npt.NDArray[np.float32] = np.rint(values * (_LENGTH - NUM_BUCKETS) / np.maximum(norm, 1e-6)).astype(
         np.float32
     )
     return scaled

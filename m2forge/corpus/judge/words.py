@@ -110,8 +110,8 @@ def windows(document: bytes, size: int = WINDOW_BYTES) -> list[bytes]:
     parts, start = [], 0
     while len(document) - start > size:
         middle, end = start + size // 2, start + size
-        place = max(document.rfind(b"\n", middle, end), document.rfind(b" ", middle, end)) + 1
-        stop = place or end
+        offset = max(document.rfind(b"\n", middle, end), document.rfind(b" ", middle, end)) + 1
+        stop = offset or end
         parts.append(document[start:stop])
         start = stop
     return [*parts, document[start:]]
@@ -123,8 +123,8 @@ def hash_word(word: str) -> int:
     return int(_hash(_prefix(data), np.array([0]), np.array([len(data)]))[0])
 
 
-def _owner(document_start: Int64Array, place: Int64Array) -> Int64Array:
-    bounds = np.searchsorted(place, document_start)
+def _owner(document_start: Int64Array, offset: Int64Array) -> Int64Array:
+    bounds = np.searchsorted(offset, document_start)
     return np.repeat(np.arange(len(document_start) - 1), np.diff(bounds))
 
 

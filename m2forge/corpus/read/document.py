@@ -45,10 +45,10 @@ class Problems:
         self.examples: dict[ProblemKind, list[str]] = {}
         self._strict = strict
 
-    def add(self, kind: ProblemKind, place: str, detail: str) -> None:
-        """`place` is FILE or FILE:LINE."""
+    def add(self, kind: ProblemKind, location: str, detail: str) -> None:
+        """`location` is FILE or FILE:LINE."""
         # File names may be bytes that are not valid UTF-8.
-        message = f"{place}: {detail}".encode(errors="backslashreplace").decode()
+        message = f"{location}: {detail}".encode(errors="backslashreplace").decode()
         if self._strict:
             raise DataError(f"{message}; mend or remove it, or set strict = false to leave such input out")
         self.counts[kind] += 1
@@ -56,8 +56,8 @@ class Problems:
 
     def merge(self, other: "Problems") -> None:
         self.counts.update(other.counts)
-        for kind, places in other.examples.items():
-            self._keep(kind, places)
+        for kind, locations in other.examples.items():
+            self._keep(kind, locations)
 
     @property
     def total(self) -> int:
@@ -73,13 +73,13 @@ class Problems:
         assert isinstance(data, Mapping)
         for name, entry in data.items():
             assert isinstance(entry, Mapping)
-            kind, count, places = ProblemKind(name), entry["count"], entry["first"]
+            kind, count, locations = ProblemKind(name), entry["count"], entry["first"]
             assert isinstance(count, int)
-            assert isinstance(places, list)
+            assert isinstance(locations, list)
             problems.counts[kind] = count
-            problems.examples[kind] = [str(place) for place in places]
+            problems.examples[kind] = [str(location) for location in locations]
         return problems
 
-    def _keep(self, kind: ProblemKind, places: Iterable[str]) -> None:
+    def _keep(self, kind: ProblemKind, locations: Iterable[str]) -> None:
         kept = self.examples.setdefault(kind, [])
-        kept += list(places)[: MAX_EXAMPLES - len(kept)]
+        kept += list(locations)[: MAX_EXAMPLES - len(kept)]

@@ -175,31 +175,33 @@ def _read_file(span: FileSpan, problems: Problems) -> Iterator[Document]:
 
 
 def _read_jsonl(span: FileSpan, source: Source, problems: Problems) -> Iterator[Document]:
-    place, key = _Place(span), source.text_key
-    for line in _lines(span, source.unpack, place, problems):
-        place.line += 1
+    location, key = _Place(span), source.text_key
+    for line in _lines(span, source.unpack, location, problems):
+        location.line += 1
         if line.isspace():
             continue
         try:
             record = json.loads(line)
         except UnicodeDecodeError as error:
-            problems.add(ProblemKind.NOT_UTF8, place.text(), f"not UTF-8: {error.reason} at byte {error.start}")
+            problems.add(ProblemKind.NOT_UTF8, location.text(), f"not UTF-8: {error.reason} at byte {error.start}")
             continue
         except (ValueError, RecursionError) as error:
-            problems.add(ProblemKind.NOT_JSON, place.text(), f"not JSON: {error}")
+            problems.add(ProblemKind.NOT_JSON, location.text(), f"not JSON: {error}")
             continue
         if not isinstance(record, dict):
-            problems.add(ProblemKind.NOT_OBJECT, place.text(), f"a JSON {type(record).__name__}, not an object")
+            problems.add(ProblemKind.NOT_OBJECT, location.text(), f"a JSON {type(record).__name__}, not an object")
         elif key not in record:
             found = ", ".join(map(repr, list(record)[:8]))
-            problems.add(ProblemKind.MISSING_KEY, place.text(), f"no key {key!r} among {found or 'none'}")
+            problems.add(ProblemKind.MISSING_KEY, location.text(), f"no key {key!r} among {found or 'none'}")
         elif not isinstance(record[key], str):
-            problems.add(ProblemKind.NOT_TEXT, place.text(), f"{key!r} is a {type(record[key]).__name__}, not text")
+            problems.add(ProblemKind.NOT_TEXT, location.text(), f"{key!r} is a {type(record[key]).__name__}, not text")
         else:
             try:
                 yield Document(record[key].encode(), "")
             except UnicodeEncodeError as error:
-                problems.add(ProblemKind.NOT_UTF8, place.text(), f"{key!r} has half a surrogate pair: {error.reason}")
+                problems.add(
+                    ProblemKind.NOT_UTF8, location.text(), f"{key!r} has half a surrogate pair: {error.reason}"
+                )
 
 
 class _Place:
@@ -218,24 +220,24 @@ class _Place:
 
 def _newlines_before(path: str, end: int) -> int:
     """Newlines that end a line starting before `end`."""
-    count, place = 0, 0
+    count, location = 0, 0
     with Path(path).open("rb") as file:
-        while place < end - 1:
-            block = file.read(min(_BLOCK_BYTES, end - 1 - place))
+        while location < end - 1:
+            block = file.read(min(_BLOCK_BYTES, end - 1 - location))
             count += block.count(b"\n")
-            place += len(block)
+            location += len(block)
     return count + 1
 
 
-def _lines(span: FileSpan, config: UnpackConfig, place: _Place, problems: Problems) -> Iterator[bytes]:
+def _lines(span: FileSpan, config: UnpackConfig, location: _Place, problems: Problems) -> Iterator[bytes]:
     if span.path.endswith(".gz"):
         with gzip.open(span.path, "rb") as file:
             lines = split_lines(read_blocks(file.read1, Unpacked(span.path, config)), config.max_line_bytes)
-            yield from _archive_lines(lines, place, problems, (EOFError, gzip.BadGzipFile, zlib.error))
+            yield from _archive_lines(lines, location, problems, (EOFError, gzip.BadGzipFile, zlib.error))
     elif span.path.endswith(".zst"):
         with zstd().open(span.path) as stream:
             lines = split_lines(read_blocks(stream.read, Unpacked(span.path, config)), config.max_line_bytes)
-            yield from _archive_lines(lines, place, problems, (OSError,))
+            yield from _archive_lines(lines, location, problems, (OSError,))
     else:
         with Path(span.path).open("rb", buffering=_BLOCK_BYTES) as plain:
             yield from _plain_lines(plain, span)
@@ -243,36 +245,36 @@ def _lines(span: FileSpan, config: UnpackConfig, place: _Place, problems: Proble
 
 def _plain_lines(file: BinaryIO, span: FileSpan) -> Iterator[bytes]:
     """Lines that start inside the span."""
-    place = span.begin
-    if place:
-        file.seek(place - 1)
-        place += len(file.readline()) - 1
+    location = span.begin
+    if location:
+        file.seek(location - 1)
+        location += len(file.readline()) - 1
     for line in file:
-        if 0 <= span.end <= place:
+        if 0 <= span.end <= location:
             return
-        place += len(line)
+        location += len(line)
         yield line
 
 
 def _archive_lines(
-    lines: Iterator[bytes | None], place: _Place, problems: Problems, errors: tuple[type[Exception], ...]
+    lines: Iterator[bytes | None], location: _Place, problems: Problems, errors: tuple[type[Exception], ...]
 ) -> Iterator[bytes]:
     """Lines of an archive; if it is broken or decompresses to too much, the lines before that."""
     while True:
         try:
             line = next(lines, b"")
         except UnpackError as error:
-            problems.add(ProblemKind.TOO_LARGE, place.text(place.line + 1), str(error))
+            problems.add(ProblemKind.TOO_LARGE, location.text(location.line + 1), str(error))
             return
         except errors as error:
             ends_early = isinstance(error, EOFError) or "runcated" in str(error)
             kind = ProblemKind.TRUNCATED if ends_early else ProblemKind.UNREADABLE
-            problems.add(kind, place.text(place.line + 1), f"the archive breaks off here: {error}")
+            problems.add(kind, location.text(location.line + 1), f"the archive breaks off here: {error}")
             return
         if line is None:
-            place.line += 1
+            location.line += 1
             detail = "the line is longer than it may be in an archive; raise unpack.max_line_bytes if it is sound"
-            problems.add(ProblemKind.TOO_LARGE, place.text(), detail)
+            problems.add(ProblemKind.TOO_LARGE, location.text(), detail)
         elif line:
             yield line
         else:
@@ -338,20 +340,20 @@ def _find_batch_rows(file: "ParquetFile", span: FileSpan, group: int, key: str, 
     return max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, *sizes)))
 
 
-def _read_column(column: "Array", place: str, first: int, key: str, problems: Problems) -> Iterator[Document]:
+def _read_column(column: "Array", location: str, first: int, key: str, problems: Problems) -> Iterator[Document]:
     for row, scalar in enumerate(column, first + 1):
         try:
             value = scalar.as_py()
         except UnicodeDecodeError as error:
             detail = f"{key!r} is not UTF-8: {error.reason} at byte {error.start}"
-            problems.add(ProblemKind.NOT_UTF8, f"{place}{row}", detail)
+            problems.add(ProblemKind.NOT_UTF8, f"{location}{row}", detail)
             continue
         if isinstance(value, str):
             yield Document(value.encode(), "")
         elif value is None:
-            problems.add(ProblemKind.MISSING_KEY, f"{place}{row}", f"{key!r} is empty")
+            problems.add(ProblemKind.MISSING_KEY, f"{location}{row}", f"{key!r} is empty")
         else:
-            problems.add(ProblemKind.NOT_TEXT, f"{place}{row}", f"{key!r} is a {type(value).__name__}, not text")
+            problems.add(ProblemKind.NOT_TEXT, f"{location}{row}", f"{key!r} is a {type(value).__name__}, not text")
 
 
 def _read_pdf(span: FileSpan, source: Source, problems: Problems) -> Iterator[Document]:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2forge.corpus.config import LongConfig
-from m2forge.corpus.judge.topic import NUM_PLACES, group
+from m2forge.corpus.judge.topic import NUM_BUCKETS, group
 from m2forge.corpus.write.surviving import Kept, KeptPart
 from m2forge.records import IntArray
 from m2forge.text.tokenizer import Tokenizer
@@ -215,12 +215,12 @@ def _repository(config: LongConfig, kept: Kept, tokenizer: Tokenizer, files: dic
 def _related(config: LongConfig, kept: Kept, domain: int, work: Path) -> Iterator[LongSample]:
     """Groups of one domain's shorter documents, most similar first, until its share of the tokens is reached."""
     path = work / f"sketch-{kept.domains[domain]}.bin"
-    place, length, total = _write_sketches(config, kept, domain, path)
+    location, length, total = _write_sketches(config, kept, domain, path)
     num_tokens = int(length.sum(dtype=np.int64))
     if num_tokens < config.min_tokens:
         return
-    sketches = np.memmap(path, np.int8, mode="r").reshape(-1, NUM_PLACES)
-    num_groups = max(1, min(_MAX_GROUPS, num_tokens // config.max_tokens, len(place) // 4))
+    sketches = np.memmap(path, np.int8, mode="r").reshape(-1, NUM_BUCKETS)
+    num_groups = max(1, min(_MAX_GROUPS, num_tokens // config.max_tokens, len(location) // 4))
     member, likeness = group(sketches, num_groups)
     order = np.lexsort((-likeness, member)).astype(np.int32)
     chosen = _packs(config, member[order], length[order])
@@ -232,23 +232,23 @@ def _related(config: LongConfig, kept: Kept, domain: int, work: Path) -> Iterato
         if size > left:
             break
         left -= size
-        yield LongSample(kept.domains[domain], [kept.part(p).tokens[i] for p, i in place[rows].tolist()])
+        yield LongSample(kept.domains[domain], [kept.part(p).tokens[i] for p, i in location[rows].tolist()])
 
 
 def _write_sketches(config: LongConfig, kept: Kept, domain: int, path: Path) -> tuple[IntArray, IntArray, int]:
     """Write the sketches of a domain's shorter documents to a file; returns their locations, lengths, and the domain's
     tokens."""
-    places, lengths, total = [np.zeros((0, 2), np.int32)], [np.zeros(0, np.int32)], 0
+    locations, lengths, total = [np.zeros((0, 2), np.int32)], [np.zeros(0, np.int32)], 0
     with path.open("wb") as file:
         for part in kept.parts():
             length = np.diff(part.tokens.offsets)
             mine = (part.domain == domain) & ~part.is_held_out
             total += int(length[mine].sum())
             index = np.flatnonzero(mine & (length < config.min_tokens))
-            file.write(part.scanned.column("sketch", np.int8, NUM_PLACES)[part.row[index]].tobytes())
+            file.write(part.scanned.column("sketch", np.int8, NUM_BUCKETS)[part.row[index]].tobytes())
             lengths.append(length[index].astype(np.int32))
-            places.append(np.stack([np.full(len(index), part.index), index], axis=1).astype(np.int32))
-    return np.concatenate(places), np.concatenate(lengths), total
+            locations.append(np.stack([np.full(len(index), part.index), index], axis=1).astype(np.int32))
+    return np.concatenate(locations), np.concatenate(lengths), total
 
 
 def _packs(config: LongConfig, member: IntArray, length: IntArray) -> list[tuple[int, int]]:

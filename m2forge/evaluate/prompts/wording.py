@@ -241,7 +241,7 @@ def _distinct(rng: np.random.Generator, base: int, width: int, count: int) -> li
     """`count` distinct rows of `width` digits below `base`."""
     if base**width <= 4 * count:
         numbers = rng.permutation(base**width)[:count]
-        return [tuple(int(number) // base**place % base for place in range(width)) for number in numbers]
+        return [tuple(int(number) // base**digit % base for digit in range(width)) for number in numbers]
     # There are too many rows to enumerate, and collisions are rare.
     rows: dict[tuple[int, ...], None] = {}
     while len(rows) < count:

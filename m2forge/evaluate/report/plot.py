@@ -57,8 +57,8 @@ def heat_map(
             f'<rect class="cell" x="{x + 1}" y="{y + 1}" width="{cell_w - 2}" height="{cell_h - 2}" rx="3" '
             f'fill="rgb({red},{green},{blue})"><title>{tooltip}</title></rect>'
         )
-        place = f'x="{x + cell_w / 2}" y="{y + cell_h / 2 + 5}" text-anchor="middle"'
-        parts.append(f'<text {place} style="fill:{ink}">{share * 100:.0f}</text>')
+        position = f'x="{x + cell_w / 2}" y="{y + cell_h / 2 + 5}" text-anchor="middle"'
+        parts.append(f'<text {position} style="fill:{ink}">{share * 100:.0f}</text>')
     for row, label in enumerate(rows):
         parts.append(_text(left - 8, top + (row + 0.5) * cell_h + 5, label, anchor="end"))
     bottom = top + cell_h * len(rows)
@@ -84,17 +84,17 @@ def line_chart(
     left, top, plot_w, plot_h = 64, 50, 460, 260
     xs = sorted({point[0] for points in lines.values() for point in points})
     step = plot_w / max(1, len(xs) - 1)
-    place = {x: left + (index * step if len(xs) > 1 else plot_w / 2) for index, x in enumerate(xs)}
+    position = {x: left + (index * step if len(xs) > 1 else plot_w / 2) for index, x in enumerate(xs)}
     parts = [_text(left, 28, title, kind="title")]
     for percent in (0, 25, 50, 75, 100):
         y = top + plot_h * (1 - percent / 100)
         parts.append(f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{left + plot_w}" y2="{y:.1f}"/>')
         parts.append(_text(left - 8, y + 5, f"{percent}%", anchor="end"))
     labels = {x: number(x) + MARKED * (x in marked) for x in xs}
-    parts += [_text(place[x], top + plot_h + 20, label, anchor="middle") for x, label in labels.items()]
+    parts += [_text(position[x], top + plot_h + 20, label, anchor="middle") for x, label in labels.items()]
     for index, (name, points) in enumerate(lines.items()):
         colour = LINES[index % len(LINES)]
-        dots = [(place[x], *(top + plot_h * (1 - value) for value in values)) for x, *values in sorted(points)]
+        dots = [(position[x], *(top + plot_h * (1 - value) for value in values)) for x, *values in sorted(points)]
         parts.append(_line(dots, colour, name))
         parts.append(f'<rect x="{left + plot_w + 20}" y="{top + index * 22}" width="14" height="14" fill="{colour}"/>')
         parts.append(_text(left + plot_w + 40, top + index * 22 + 12, name))

@@ -32,7 +32,7 @@ from m2forge.records import IntArray
 @dataclass(frozen=True, slots=True, eq=False)
 class Filling:
     ids: IntArray
-    places: IntArray
+    positions: IntArray
     """Offsets into `ids` where something may be inserted: ascending, including 0 and its length."""
 
 
@@ -76,9 +76,9 @@ class SentenceFiller:
             total += len(parts[-1])
             ends.append(total)
         cut = total - num_tokens
-        places = np.array(sorted({max(0, end - cut) for end in ends}), np.int32)
+        positions = np.array(sorted({max(0, end - cut) for end in ends}), np.int32)
         ids = np.concatenate(parts)[cut:] if parts else np.zeros(0, np.int32)
-        return Filling(ids, places)
+        return Filling(ids, positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,12 @@ def lay(filling: Filling, inserts: Sequence[Insert]) -> IntArray:
     Inserts with the same offset keep the given order.
     """
     wanted = [insert.depth * len(filling.ids) for insert in inserts]
-    places = [int(filling.places[np.abs(filling.places - want).argmin()]) for want in wanted]
+    positions = [int(filling.positions[np.abs(filling.positions - want).argmin()]) for want in wanted]
     parts: list[IntArray] = []
     cursor = 0
-    for index in sorted(range(len(inserts)), key=lambda index: places[index]):
-        parts += [filling.ids[cursor : places[index]], np.asarray(inserts[index].ids, np.int32)]
-        cursor = places[index]
+    for index in sorted(range(len(inserts)), key=lambda index: positions[index]):
+        parts += [filling.ids[cursor : positions[index]], np.asarray(inserts[index].ids, np.int32)]
+        cursor = positions[index]
     return np.concatenate([*parts, filling.ids[cursor:]]).astype(np.int32)
 
 
@@ -163,8 +163,8 @@ class HopTask:
             members = variables[chain * per_chain : (chain + 1) * per_chain]
             sources = [value, *members[:-1]]
             depths = np.sort(rng.random(per_chain)).tolist()
-            for variable, source, place in zip(members, sources, depths, strict=True):
-                inserts.append(Insert(self.wording.assignment(variable, source), place))
+            for variable, source, depth in zip(members, sources, depths, strict=True):
+                inserts.append(Insert(self.wording.assignment(variable, source), depth))
         head = self.wording.chain_head()
         tail = self.wording.chain_tail(values[0], variables[:per_chain])
         num_fixed = len(head) + sum(len(insert.ids) for insert in inserts) + num_ids(tail)

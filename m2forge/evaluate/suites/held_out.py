@@ -99,9 +99,9 @@ def _nll_and_choice(
     rows = max(1, chunk_rows(hidden_ND, model.head_weight, None) // 4)
     for start in range(0, len(position), rows):
         chunk = slice(start, start + rows)
-        place_C = torch.as_tensor(position[chunk], dtype=torch.int64).to(hidden_ND.device)
+        index_C = torch.as_tensor(position[chunk], dtype=torch.int64).to(hidden_ND.device)
         target_C1 = torch.as_tensor(target[chunk], dtype=torch.int64).to(hidden_ND.device)[:, None]
-        logits_CV = model.logits(hidden_ND[place_C])
+        logits_CV = model.logits(hidden_ND[index_C])
         choice[chunk] = logits_CV.argmax(-1).cpu().numpy()
         logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
         nll_C = logits_CV.logsumexp(-1) - logits_CV.gather(1, target_C1)[:, 0]

@@ -60,8 +60,8 @@ def make_task(suite: Suite, material: Material) -> Task:
 
 
 def sample_rng(seed: int, task: str, size: int, depth: float | None, index: int) -> np.random.Generator:
-    place = 0 if depth is None else 1 + round(depth * 1_000_000)
-    return np.random.default_rng([seed, zlib.crc32(task.encode()), size, place, index])
+    depth_key = 0 if depth is None else 1 + round(depth * 1_000_000)
+    return np.random.default_rng([seed, zlib.crc32(task.encode()), size, depth_key, index])
 
 
 def draw_samples(suite: Suite, task: Task, size: int, depth: float | None, seed: int) -> list[Sample]:
@@ -84,10 +84,10 @@ def measure_suite(
     """One cell per size and depth. `advance` is called with the number of samples finished."""
     cells = []
     for size in suite.sizes:
-        samples = [draw_samples(suite, task, size, depth, seed) for depth in suite.places]
+        samples = [draw_samples(suite, task, size, depth, seed) for depth in suite.positions]
         flat = [sample for cell in samples for sample in cell]
         outcomes = _score(suite, predictor, flat, max_pack_tokens, tokenizer)
-        for index, depth in enumerate(suite.places):
+        for index, depth in enumerate(suite.positions):
             mine = outcomes[index * suite.num_samples : (index + 1) * suite.num_samples]
             shots = isinstance(suite, ManyShotConfig)
             cells.append(

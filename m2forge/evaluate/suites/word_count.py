@@ -60,12 +60,12 @@ class WordCountTask:
             if over <= 0:
                 return [token for item in items for token in item]
             taken = set()
-            for place in rng.permutation([place for place, word in enumerate(words) if word not in common]).tolist():
+            for index in rng.permutation([index for index, word in enumerate(words) if word not in common]).tolist():
                 if over <= 0:
                     break
-                over -= len(items[place])
-                taken.add(place)
-            words[:] = [word for place, word in enumerate(words) if place not in taken]
+                over -= len(items[index])
+                taken.add(index)
+            words[:] = [word for index, word in enumerate(words) if index not in taken]
 
     def _counts(self, size: int, num_items: int) -> tuple[int, int]:
         often, seldom = (6, 1) if size < SHORT else (30, 3)

@@ -58,14 +58,14 @@ class Conversation:
         self._turn = None
         self._entries.append(Message(role, content))
 
-    def answer_call(self, call_id: str, content: str, place: str) -> None:
-        """Add the result of a last turn's call. Raises `AskError` at `place` if it is unknown or already answered."""
+    def answer_call(self, call_id: str, content: str, location: str) -> None:
+        """Add the result of a last turn's call. `AskError` at `location` if it is unknown or already answered."""
         if self._turn is None or call_id not in self._turn.called:
             raise AskError(
-                f"{place}: answers call {shown(call_id)}, which the assistant did not make just before", place
+                f"{location}: answers call {shown(call_id)}, which the assistant did not make just before", location
             )
         if call_id in self._turn.answered:
-            raise AskError(f"{place}: answers call {shown(call_id)}, which was answered before", place)
+            raise AskError(f"{location}: answers call {shown(call_id)}, which was answered before", location)
         self._turn.answered.add(call_id)
         self._entries.append(Message("tool", content, tool_call_id=call_id))
 
@@ -94,11 +94,11 @@ class Conversation:
     def ends_with_turn(self) -> bool:
         return bool(self._entries) and isinstance(self._entries[-1], _Turn)
 
-    def messages(self, place: str = "messages") -> tuple[Message, ...]:
+    def messages(self, location: str = "messages") -> tuple[Message, ...]:
         """Return all messages, with results in the order of their calls and consecutive system messages merged. Raises
-        `AskError` at `place` if a call has no result."""
+        `AskError` at `location` if a call has no result."""
         entries = [entry.message() if isinstance(entry, _Turn) else entry for entry in self._entries]
-        return order_results(join_systems(entries), place)
+        return order_results(join_systems(entries), location)
 
     def _open(self, source: str) -> _Turn:
         turn = self._turn

@@ -194,18 +194,18 @@ _NUM_SHOWN = 80
 class Fields:
     """A JSON object being read. Each method returns None if the field is absent or null."""
 
-    __slots__ = ("data", "place")
+    __slots__ = ("data", "location")
 
-    def __init__(self, value: JsonValue, known: AbstractSet[str], place: str = "") -> None:
-        """`place` is the object's own path, empty for the body."""
-        self.data, self.place = read_object(value, place), place
+    def __init__(self, value: JsonValue, known: AbstractSet[str], location: str = "") -> None:
+        """`location` is the object's own path, empty for the body."""
+        self.data, self.location = read_object(value, location), location
         if not self.data.keys() <= known:
             name = next(name for name in self.data if name not in known)
             path = self.path(name[:_NUM_SHOWN])
             raise AskError(f"{path}: not a field that is known here; {suggest(name[:_NUM_SHOWN], known)}", path)
 
     def path(self, name: str) -> str:
-        return f"{self.place}.{name}" if self.place else name
+        return f"{self.location}.{name}" if self.location else name
 
     def has(self, name: str) -> bool:
         return self.data.get(name) is not None
@@ -286,28 +286,28 @@ class Fields:
         return pairs
 
 
-def read_object(value: JsonValue, place: str) -> Mapping[str, JsonValue]:
+def read_object(value: JsonValue, location: str) -> Mapping[str, JsonValue]:
     # Parsed bodies contain dict and list, for which isinstance is much faster than for the abstract types.
     if not isinstance(value, dict) and not isinstance(value, Mapping):
-        refuse_value(place, "an object", value)
+        refuse_value(location, "an object", value)
     return value
 
 
-def read_list(value: JsonValue, place: str) -> Sequence[JsonValue]:
+def read_list(value: JsonValue, location: str) -> Sequence[JsonValue]:
     if not isinstance(value, list) and (isinstance(value, str) or not isinstance(value, Sequence)):
-        refuse_value(place, "a list", value)
+        refuse_value(location, "a list", value)
     return value
 
 
-def read_text(value: JsonValue, place: str) -> str:
+def read_text(value: JsonValue, location: str) -> str:
     if not isinstance(value, str):
-        refuse_value(place, "text", value)
+        refuse_value(location, "text", value)
     return value
 
 
-def refuse_value(place: str, expected: str, value: JsonValue) -> NoReturn:
+def refuse_value(location: str, expected: str, value: JsonValue) -> NoReturn:
     received = "nothing" if value is None else shown(value)
-    raise AskError(f"{place or 'the body'}: expected {expected}, received {received}", place or None)
+    raise AskError(f"{location or 'the body'}: expected {expected}, received {received}", location or None)
 
 
 def shown(value: JsonValue) -> str:
@@ -324,7 +324,7 @@ def shown(value: JsonValue) -> str:
     return repr(value)
 
 
-def order_results(messages: Sequence[Message], place: str = "messages") -> tuple[Message, ...]:
+def order_results(messages: Sequence[Message], location: str = "messages") -> tuple[Message, ...]:
     """Return the messages, with the results after each assistant turn in the order of its calls.
 
     Refuses a result for a call that is not in that turn or already has one, and a call without a result.
@@ -338,29 +338,31 @@ def order_results(messages: Sequence[Message], place: str = "messages") -> tuple
             start = index
             while index < end and ordered[index].role == "tool":
                 index += 1
-            _order(message.tool_calls, ordered, start, index, place)
+            _order(message.tool_calls, ordered, start, index, location)
         elif message.role == "tool":
-            _refuse(message.tool_call_id, "the assistant did not make just before", f"{place}[{index - 1}]")
+            _refuse(message.tool_call_id, "the assistant did not make just before", f"{location}[{index - 1}]")
     return tuple(ordered)
 
 
-def _order(calls: Sequence[ToolCall], messages: list[Message], start: int, end: int, place: str) -> None:
+def _order(calls: Sequence[ToolCall], messages: list[Message], start: int, end: int, location: str) -> None:
     """Sort the results of these calls, `messages[start:end]`."""
     if len(calls) == 1 and end == start + 1 and messages[start].tool_call_id == calls[0].id:
         return
     rank_of_id = {call.id: rank for rank, call in enumerate(calls)}
     if len(rank_of_id) < len(calls):
-        raise AskError(f"{place}: calls of one turn have the same id; give each its own", place)
+        raise AskError(f"{location}: calls of one turn have the same id; give each its own", location)
     answered: set[str] = set()
     for index in range(start, end):
         id = messages[index].tool_call_id
         if id not in rank_of_id or id in answered:
             wrong = "was answered before" if id in answered else "the assistant did not make just before"
-            _refuse(id, wrong, f"{place}[{index}]")
+            _refuse(id, wrong, f"{location}[{index}]")
         answered.add(id)
     missing = [call.id for call in calls if call.id not in answered]
     if missing:
-        raise AskError(f"{place}: call {shown(missing[0])} has no result; send one for each call, just after", place)
+        raise AskError(
+            f"{location}: call {shown(missing[0])} has no result; send one for each call, just after", location
+        )
     messages[start:end] = sorted(messages[start:end], key=lambda result: rank_of_id[result.tool_call_id])
 
 
@@ -371,18 +373,18 @@ def _refuse(id: str, wrong: str, path: str) -> NoReturn:
 def read_tools(fields: Fields, read_tool: Callable[[JsonValue, str], Tool]) -> tuple[Tool, ...]:
     """`read_tool` reads one tool description, given its path."""
     tools: dict[str, Tool] = {}
-    place = fields.path("tools")
+    location = fields.path("tools")
     for index, value in enumerate(fields.items("tools")):
-        tool = read_tool(value, f"{place}[{index}]")
+        tool = read_tool(value, f"{location}[{index}]")
         if tool.name in tools:
             fields.refuse("tools", f"expected names to differ, received {shown(tool.name)} more than once")
         tools[tool.name] = tool
     return tuple(tools.values())
 
 
-def make_tool(fields: Fields, schema: Mapping[str, JsonValue], place: str) -> Tool:
-    """Create a tool from its name, description and schema; raises `AskError` at `place` if it is invalid."""
+def make_tool(fields: Fields, schema: Mapping[str, JsonValue], location: str) -> Tool:
+    """Create a tool from its name, description and schema; raises `AskError` at `location` if it is invalid."""
     try:
         return Tool(fields.required_text("name"), fields.text("description") or "", schema)
     except FormatError as error:
-        raise AskError(f"{place}: {error}", place) from error
+        raise AskError(f"{location}: {error}", location) from error

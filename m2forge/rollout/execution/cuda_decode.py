@@ -46,7 +46,7 @@ class FusedDecoder:
         if shape.is_greedy:
             judged = judge_greedy(logits_NV, integers, *rows)
         else:
-            judged = judge(logits_NV, integers, reals, self._logq_SKV, *rows, shape.num_places)
+            judged = judge(logits_NV, integers, reals, self._logq_SKV, *rows, shape.num_uniforms)
         course, out = settle(integers, *judged, shape.depth)
         for module in range(shape.depth):
             self._draft(module, shape, integers, reals, course, out)
@@ -83,7 +83,7 @@ class FusedDecoder:
         hidden_BD = self._network.begun_module(module, joined, Rotation(*turn), plan, ending)
         draft(
             *(module, model.logits(hidden_BD), integers, reals, course, self._logq_SKV, out),
-            *(shape.num_rows, NUM_FIELDS, shape.num_places, shape.depth, shape.is_greedy),
+            *(shape.num_rows, NUM_FIELDS, shape.num_uniforms, shape.depth, shape.is_greedy),
         )
 
     def _plan(

@@ -102,7 +102,7 @@ class FusedNetwork:
         return _end_norm(x_ND, delta, module.norm, ending)
 
     def _blocks(
-        self, x_ND: Tensor, normed_ND: Tensor, turn: Rotation, plan: PagedPlan, place_N: Tensor | None
+        self, x_ND: Tensor, normed_ND: Tensor, turn: Rotation, plan: PagedPlan, position_N: Tensor | None
     ) -> tuple[Tensor, Delta, Tensor | None]:
         delta: Delta | None = None
         chosen = list[Tensor]()
@@ -110,20 +110,20 @@ class FusedNetwork:
             assert isinstance(block, Block)
             if delta is not None:
                 x_ND, normed_ND = _add_norm(x_ND, delta, block.attention_norm)
-            x_ND, delta, expert_NK = self._block(block, layer, layer, x_ND, normed_ND, turn, plan, place_N)
+            x_ND, delta, expert_NK = self._block(block, layer, layer, x_ND, normed_ND, turn, plan, position_N)
             chosen += [] if expert_NK is None else [expert_NK]
         assert delta is not None
         return x_ND, delta, torch.stack(chosen, 1) if chosen else None
 
     def _module(
-        self, index: int, joined: Tensor, turn: Rotation, plan: PagedPlan, place_N: Tensor | None
+        self, index: int, joined: Tensor, turn: Rotation, plan: PagedPlan, position_N: Tensor | None
     ) -> tuple[Tensor, Delta]:
         module, num_layers = self._model.mtp[index], self._model.config.num_layers
         assert isinstance(module, MTPModule)
         x_ND = linear(joined, module.projection.weight)
         normed_ND = _norm(x_ND, module.block.attention_norm)
         x_ND, delta, _ = self._block(
-            module.block, num_layers - 1, num_layers + index, x_ND, normed_ND, turn, plan, place_N
+            module.block, num_layers - 1, num_layers + index, x_ND, normed_ND, turn, plan, position_N
         )
         return x_ND, delta
 
@@ -136,10 +136,10 @@ class FusedNetwork:
         normed_ND: Tensor,
         turn: Rotation,
         plan: PagedPlan,
-        place_N: Tensor | None,
+        position_N: Tensor | None,
     ) -> tuple[Tensor, Delta, Tensor | None]:
         """Returns the state before the last residual sum, the residual, and the chosen experts. `layer` selects the
-        attention window, `depth` the layer of the cache; rows with `place_N` below 0 are padding."""
+        attention window, `depth` the layer of the cache; rows with `position_N` below 0 are padding."""
         window = self._model.config.attention.window if self._model.config.is_windowed(layer) else None
         sight = None if window is None else (window.size, window.num_sinks)
         x_ND, normed_ND = _add_norm(
@@ -147,7 +147,7 @@ class FusedNetwork:
         )
         if isinstance(block.ffn, DenseFFN):
             return x_ND, block.ffn(normed_ND)[0], None
-        return x_ND, *_mixture(block.ffn, normed_ND, place_N)
+        return x_ND, *_mixture(block.ffn, normed_ND, position_N)
 
     def _attention(
         self,
@@ -172,7 +172,7 @@ class FusedNetwork:
         return linear(mixed_NHK.flatten(1), attention.out.weight)
 
 
-def _mixture(ffn: MixtureFFN, x_ND: Tensor, place_N: Tensor | None) -> tuple[Delta, Tensor]:
+def _mixture(ffn: MixtureFFN, x_ND: Tensor, position_N: Tensor | None) -> tuple[Delta, Tensor]:
     from m2forge.kernels.expert_decode_triton import expert_pairs, serves
     from m2forge.kernels.router_triton import select_experts
 
@@ -180,7 +180,7 @@ def _mixture(ffn: MixtureFFN, x_ND: Tensor, place_N: Tensor | None) -> tuple[Del
     is_few = num_rows * config.top_k <= FEW_PAIRS and serves(x_ND, ffn.w13, ffn.w2)
     expert_NK, weight_NK = select_experts(
         *(linear_float32(x_ND, router.weight), router.bias, config.top_k, config.scoring, config.normalize),
-        position_N=place_N if is_few else None,
+        position_N=position_N if is_few else None,
     )
     if is_few and num_rows > 1:
         y_NKD = expert_pairs(x_ND, ffn.w13, ffn.w2, weight_NK, expert_NK)

@@ -66,14 +66,14 @@ class Shape(NamedTuple):
         return NUM_FIELDS + self.num_drafts + self.num_blocks
 
     @property
-    def num_places(self) -> int:
+    def num_uniforms(self) -> int:
         """Number of positions with random numbers."""
         return 0 if self.is_greedy else self.num_steps * self.num_rows
 
     @property
     def widths_of_reals(self) -> tuple[int, int, int, int]:
         """Widths of the temperature and of the random numbers for tokens, verdicts and drafts."""
-        return 1, self.num_places, self.num_places, 0 if self.is_greedy else self.num_places + self.depth
+        return 1, self.num_uniforms, self.num_uniforms, 0 if self.is_greedy else self.num_uniforms + self.depth
 
     @property
     def widths_of_output(self) -> tuple[int, int, int, int, int, int]:

@@ -91,7 +91,7 @@ class Completing:
     seeds: Sequence[int]
     samples: Sequence[int]
     is_seeded: Sequence[bool]
-    places: Sequence[int]
+    indices: Sequence[int]
     """Number of tokens sampled before."""
 
 
@@ -227,13 +227,13 @@ class Runner:
             drawn = draw(logits_RV, rows)
             return [Drawn(*([x] for x in token)) for token in zip(*(column.tolist() for column in drawn), strict=True)]
         most = max(len(candidate.drafts) for candidate in candidates)
-        places, end = [], 0
+        indices, end = [], 0
         for candidate in candidates:
-            places += [end + min(place, len(candidate.drafts)) for place in range(most + 1)]
+            indices += [end + min(index, len(candidate.drafts)) for index in range(most + 1)]
             end += len(candidate.rows)
-        is_even = len(places) == len(rows)
-        logits_BJV = (logits_RV if is_even else logits_RV[self._put(places)]).unflatten(0, (-1, most + 1))
-        verified = verify(logits_BJV, [rows[place] for place in places], self._drafts(candidates, most))
+        is_even = len(indices) == len(rows)
+        logits_BJV = (logits_RV if is_even else logits_RV[self._put(indices)]).unflatten(0, (-1, most + 1))
+        verified = verify(logits_BJV, [rows[index] for index in indices], self._drafts(candidates, most))
         columns = (column.tolist() for column in verified)
         return [
             Drawn(tokens[:num], logprobs[:num], raw_logprobs[:num])
@@ -255,15 +255,15 @@ class Runner:
         return [drafts[: len(sequence.rows)] for drafts, sequence in zip(draft_BK.tolist(), sequences, strict=True)]
 
     def _run_module(self, module: int, sequences: Sequence[Lookahead], draft_BK: Tensor) -> None:
-        members = [place for place, sequence in enumerate(sequences) if sequence.num_tokens(module)]
+        members = [index for index, sequence in enumerate(sequences) if sequence.num_tokens(module)]
         if not members:
             return
         spans = [
-            Span(sequences[place].starts[module], sequences[place].num_tokens(module), sequences[place].blocks)
-            for place in members
+            Span(sequences[index].starts[module], sequences[index].num_tokens(module), sequences[index].blocks)
+            for index in members
         ]
         order = arranged(spans)
-        members, spans = [members[place] for place in order], [spans[place] for place in order]
+        members, spans = [members[index] for index in order], [spans[index] for index in order]
         plan = planned(self.cache, spans, self.model.config.num_layers + module)
         token_N, drafters, drafter_B, last_row_B = self._tokens(module, sequences, members, draft_BK)
         parent_ND = self.cache.parent_states(module, plan)
@@ -272,10 +272,10 @@ class Runner:
             self.cache.keep_states(module + 1, plan, state_ND)
         if drafters:
             logits_BV = self.model.logits(hidden_ND[last_row_B])
-            token_B, logq_BV = draft(logits_BV, [sequences[place].rows[module] for place in drafters])
+            token_B, logq_BV = draft(logits_BV, [sequences[index].rows[module] for index in drafters])
             draft_BK[drafter_B, module] = token_B
             if logq_BV is not None:
-                self._logq_SKV[self._put([sequences[place].slot for place in drafters]), module] = logq_BV
+                self._logq_SKV[self._put([sequences[index].slot for index in drafters]), module] = logq_BV
 
     def _tokens(
         self, module: int, sequences: Sequence[Lookahead], members: Sequence[int], draft_BK: Tensor
@@ -284,13 +284,13 @@ class Runner:
         and tensor; and the row of each draft."""
         tokens: list[int] = []
         drafters, last_rows = [], []
-        for place in members:
-            sequence = sequences[place]
+        for index in members:
+            sequence = sequences[index]
             drafts = module < len(sequence.rows)
             tokens += sequence.ids[sequence.starts[module] : sequence.end + drafts]
             if drafts:
                 tokens += [0] * module
-                drafters.append(place)
+                drafters.append(index)
                 last_rows.append(len(tokens) - 1)
         token_N, (drafter_B, last_row_B) = self._put(tokens), self._put([drafters, last_rows])
         if module and drafters:
@@ -311,5 +311,5 @@ def _reals(shape: Shape, batch: Completing) -> npt.NDArray[np.float64]:
     counts: dict[Stream, int] = {"token": num_tokens, "verdict": num_verdicts, "draft": num_drafts}
     streams = [stream for stream, num in counts.items() for _ in range(num)]
     ahead_X = np.concatenate([np.arange(num) for num in counts.values()])
-    place_BX = np.array(batch.places)[:, None] + ahead_X
-    return np.concatenate((temperature_B1, uniforms(batch.seeds, batch.samples, place_BX, streams)), 1)
+    index_BX = np.array(batch.indices)[:, None] + ahead_X
+    return np.concatenate((temperature_B1, uniforms(batch.seeds, batch.samples, index_BX, streams)), 1)

@@ -45,7 +45,7 @@ class Row:
     sampling: Sampling
     seed: int
     sample: int
-    place: int
+    index: int
     """Number of tokens sampled before it."""
     prompt_ids: Sequence[int] = ()
     """Read, like `sampled_ids`, only if there are penalties."""
@@ -78,30 +78,30 @@ def draw(logits_BV: Tensor, rows: Sequence[Row]) -> Drawn:
 
 
 def penalised(x_BV: Tensor, rows: Sequence[Row]) -> Tensor:
-    places = [place for place, row in enumerate(rows) if row.sampling.is_penalised]
-    if not places:
+    indices = [index for index, row in enumerate(rows) if row.sampling.is_penalised]
+    if not indices:
         return x_BV
-    place_C = torch.tensor(places, device=x_BV.device)
-    x_CV = x_BV[place_C]
-    count_CV = _counts([rows[place].sampled_ids for place in places], x_CV)
-    is_there_CV = (count_CV > 0) | (_counts([rows[place].prompt_ids for place in places], x_CV) > 0)
+    index_C = torch.tensor(indices, device=x_BV.device)
+    x_CV = x_BV[index_C]
+    count_CV = _counts([rows[index].sampled_ids for index in indices], x_CV)
+    is_there_CV = (count_CV > 0) | (_counts([rows[index].prompt_ids for index in indices], x_CV) > 0)
     repetition_C1, frequency_C1, presence_C1 = (
-        x_BV.new_tensor([[getattr(rows[place].sampling, f"{name}_penalty")] for place in places])
+        x_BV.new_tensor([[getattr(rows[index].sampling, f"{name}_penalty")] for index in indices])
         for name in ("repetition", "frequency", "presence")
     )
     repelled_CV = torch.where(x_CV > 0, x_CV / repetition_C1, x_CV * repetition_C1)
     x_CV = torch.where(is_there_CV, repelled_CV, x_CV)
     x_CV = x_CV - frequency_C1 * count_CV - presence_C1 * (count_CV > 0).to(x_CV)
-    return x_BV.index_put((place_C,), x_CV)
+    return x_BV.index_put((index_C,), x_CV)
 
 
 def distribution(x_BV: Tensor, rows: Sequence[Row]) -> Tensor:
     """Log-probability of every token under the sampling distribution, −∞ where truncated, from penalised logits."""
     x_BV = tempered(x_BV, x_BV.new_tensor([row.sampling.temperature or 1.0 for row in rows]))
-    cut = [place for place, row in enumerate(rows) if _is_cut(row.sampling)]
+    cut = [index for index, row in enumerate(rows) if _is_cut(row.sampling)]
     if cut:
         cut_C = torch.tensor(cut, device=x_BV.device)
-        kept_CV = kept(x_BV[cut_C], [rows[place].sampling for place in cut])
+        kept_CV = kept(x_BV[cut_C], [rows[index].sampling for index in cut])
         x_BV = x_BV.index_put((cut_C,), x_BV[cut_C].masked_fill(~kept_CV, -torch.inf))
     return x_BV.log_softmax(-1)
 
@@ -140,21 +140,21 @@ def pick(logprob_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def numbers(rows: Sequence[Row], stream: Stream, device: torch.device) -> Tensor:
-    seeds, samples, places = ([getattr(row, name) for row in rows] for name in ("seed", "sample", "place"))
-    return torch.from_numpy(uniforms(seeds, samples, places, stream)).to(device)
+    seeds, samples, indices = ([getattr(row, name) for row in rows] for name in ("seed", "sample", "index"))
+    return torch.from_numpy(uniforms(seeds, samples, indices, stream)).to(device)
 
 
 def uniforms(
-    seeds: Sequence[int], samples: Sequence[int], places: npt.ArrayLike, stream: Stream | Sequence[Stream] = "token"
+    seeds: Sequence[int], samples: Sequence[int], indices: npt.ArrayLike, stream: Stream | Sequence[Stream] = "token"
 ) -> npt.NDArray[np.float64]:
-    """Random numbers in [0, 1) with 52 bits: times any total, they stay below it. One for each row, or several: places
+    """Random numbers in [0, 1) with 52 bits: times any total, they stay below it. One for each row, or several: indices
     (rows, numbers), and a stream for each number."""
-    place, shape = np.asarray(places, np.uint64), (-1, *[1] * (np.ndim(places) - 1))
+    index, shape = np.asarray(indices, np.uint64), (-1, *[1] * (np.ndim(indices) - 1))
     seed = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64).reshape(shape)
     sample = np.array(samples, np.uint64).reshape(shape)
     streams = [stream] if isinstance(stream, str) else stream
     number = np.array([_STREAMS.index(each) for each in streams], np.uint64)
-    low, high, _, _ = philox((place & _LOW, place >> _WORD, sample, number), (seed & _LOW, seed >> _WORD))
+    low, high, _, _ = philox((index & _LOW, index >> _WORD, sample, number), (seed & _LOW, seed >> _WORD))
     return ((high << _WORD | low) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
@@ -181,8 +181,8 @@ def _is_cut(sampling: Sampling) -> bool:
 
 def _counts(ids: Sequence[Sequence[int]], x_BV: Tensor) -> Tensor:
     """Occurrences of each token, row by row, shaped as `x_BV`."""
-    place_B = np.arange(len(ids)) * x_BV.shape[1]
-    flat = np.repeat(place_B, [len(row) for row in ids]) + np.array([token for row in ids for token in row], np.int64)
+    offset_B = np.arange(len(ids)) * x_BV.shape[1]
+    flat = np.repeat(offset_B, [len(row) for row in ids]) + np.array([token for row in ids for token in row], np.int64)
     where = torch.from_numpy(flat).to(x_BV.device)
     return torch.zeros_like(x_BV).flatten().scatter_add_(0, where, x_BV.new_ones(len(flat))).view_as(x_BV)
 

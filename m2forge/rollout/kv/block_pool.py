@@ -157,37 +157,37 @@ class BlockPool:
             contents = [(version, tokens) for version, each in node.sorted.items() for tokens in each]
             assert Counter(contents) == Counter(node.children.keys()), "children and their order differ"
             assert all(each == sorted(each) and each for each in node.sorted.values()), "children are out of order"
-        place = {block: place for place, block in enumerate(self._unused)}
+        rank = {block: rank for rank, block in enumerate(self._unused)}
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         for block in self._blocks:
             assert block.num_holders == held[block], (
                 f"block {block.index} counts {block.num_holders}, has {held[block]}"
             )
-            states = (block in free, block in place, block.num_holders > 0)
+            states = (block in free, block in rank, block.num_holders > 0)
             assert sum(states) == 1, f"block {block.index} is free, unused, held: {states}"
             assert (block.content is None) == (block.parent is None)
             assert not (block in free and block.content), "a free block is in the tree"
-            assert not (block in place and block.content is None), "an unused block is in no tree"
+            assert not (block in rank and block.content is None), "an unused block is in no tree"
             if block.parent is not None and block.content is not None:
                 assert block.parent.children.get(block.content) is block
                 assert len(block.content[1]) == self.block_tokens or not block.children, "a block behind a tail"
             for child in block.children.values():
                 assert child.parent is block
                 assert block.num_holders >= child.num_holders, "who holds a block does not hold the one before it"
-                assert block not in place or place[child] < place[block], "a block would be evicted before its child"
+                assert block not in rank or rank[child] < rank[block], "a block would be evicted before its child"
 
 
 def _longest(node: Block, version: PolicyVersion, tokens: Sequence[int]) -> tuple[Block | None, int]:
     """The child of `node` with the longest common prefix, and that prefix's length."""
     siblings, wanted = node.sorted.get(version, []), tuple(tokens)
-    place = bisect_left(siblings, wanted)
-    near = siblings[max(place - 1, 0) : place + 1]
+    rank = bisect_left(siblings, wanted)
+    near = siblings[max(rank - 1, 0) : rank + 1]
     most, best = max(((_num_equal(other, wanted), other) for other in near), default=(0, ()))
     return (node.children[version, best], most) if most else (None, 0)
 
 
 def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
     """Length of the common prefix."""
-    different = (place for place, (a, b) in enumerate(zip(some, others, strict=False)) if a != b)
+    different = (rank for rank, (a, b) in enumerate(zip(some, others, strict=False)) if a != b)
     return next(different, min(len(some), len(others)))

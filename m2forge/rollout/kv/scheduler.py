@@ -109,16 +109,16 @@ class Scheduler:
         request.note_computed(num_tokens, version)
         if request.num_computed // size == num_full or len(request.computed_by) > 1:
             return  # blocks computed by several versions are not shared
-        for place in range(num_full, request.num_computed // size):
-            self._publish(request, place, request.ids[place * size : (place + 1) * size])
+        for index in range(num_full, request.num_computed // size):
+            self._publish(request, index, request.ids[index * size : (index + 1) * size])
 
-    def _publish(self, request: Request, place: int, tokens: list[int]) -> None:
-        parent = request.blocks[place - 1] if place else None
+    def _publish(self, request: Request, index: int, tokens: list[int]) -> None:
+        parent = request.blocks[index - 1] if index else None
         ((_, version),) = request.computed_by
-        block = self.pool.publish(request.blocks[place], parent, version, tokens)
-        if block is not request.blocks[place]:
-            self._foresee_less(request, block.num_modules, place * self.config.block_tokens)
-        self._set_block(request, place, block)
+        block = self.pool.publish(request.blocks[index], parent, version, tokens)
+        if block is not request.blocks[index]:
+            self._foresee_less(request, block.num_modules, index * self.config.block_tokens)
+        self._set_block(request, index, block)
 
     def table(self, request: Request) -> npt.NDArray[np.int64]:
         """The request's block table."""
@@ -195,9 +195,9 @@ class Scheduler:
         self.tables[request.slot, len(request.blocks)] = block.index
         request.blocks.append(block)
 
-    def _set_block(self, request: Request, place: int, block: Block) -> None:
-        self.tables[request.slot, place] = block.index
-        request.blocks[place] = block
+    def _set_block(self, request: Request, index: int, block: Block) -> None:
+        self.tables[request.slot, index] = block.index
+        request.blocks[index] = block
 
     def _preempt(self, request: Request) -> None:
         self._withdraw(request)
@@ -274,9 +274,9 @@ class Scheduler:
         request.slot = self._slots.pop()
         num_there = len(match.blocks) * self.config.block_tokens
         request.num_foreseen = [num_there] * self.config.speculation
-        for place, block in enumerate(match.blocks):
+        for index, block in enumerate(match.blocks):
             self.pool.hold(block)
-            self._foresee_less(request, block.num_modules, place * self.config.block_tokens)
+            self._foresee_less(request, block.num_modules, index * self.config.block_tokens)
             self._add_block(request, block)
         if match.tail is not None:
             # The copy runs before any write of the step, so its source may already be evicted.

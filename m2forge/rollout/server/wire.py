@@ -118,12 +118,12 @@ def read_body(kind: type[BodyT], data: bytes) -> BodyT:
     except ValidationError as error:
         problems = []
         for details in error.errors(include_url=False, include_input=False)[:_NUM_SHOWN]:
-            place = ".".join(str(part) for part in details["loc"])
+            location = ".".join(str(part) for part in details["loc"])
             if details["type"] == "extra_forbidden":
                 near = suggest(str(details["loc"][-1]), _known(kind, details["loc"][:-1]))
-                problems.append(f"unknown key {place!r}; {near}")
+                problems.append(f"unknown key {location!r}; {near}")
             else:
-                problems.append(f"{place}: {details['msg']}" if place else details["msg"])
+                problems.append(f"{location}: {details['msg']}" if location else details["msg"])
         if error.error_count() > _NUM_SHOWN:
             problems.append(f"{error.error_count() - _NUM_SHOWN} more")
         raise RequestError(f"the body cannot be used: {'; '.join(problems)}") from error
@@ -221,9 +221,9 @@ def read_error(body: object, status: int) -> M2ForgeError:
     return kind(str(error.get("message")))
 
 
-def _known(kind: type[Config], place: Iterable[str | int]) -> Iterable[str]:
-    """The keys allowed in the object at `place`."""
-    for part in place:
+def _known(kind: type[Config], location: Iterable[str | int]) -> Iterable[str]:
+    """The keys allowed in the object at `location`."""
+    for part in location:
         inner = kind.model_fields[str(part)].annotation
         if not (isinstance(inner, type) and issubclass(inner, Config)):
             return ()

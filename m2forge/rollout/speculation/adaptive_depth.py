@@ -104,28 +104,28 @@ class Shares:
         self._num += [float(HOPED_DRAFTS)] * num_new
         self._num_stood += [HOPED_DRAFTS * HOPED_SHARE] * num_new
         share_before = 1.0
-        for place, (num, num_stood) in enumerate(zip(drafted, accepted, strict=True)):
+        for index, (num, num_stood) in enumerate(zip(drafted, accepted, strict=True)):
             if not num:
                 break
-            self._num[place] += num * share_before
-            self._num_stood[place] += num_stood
-            self._keep(place, MEMORY_DRAFTS)
+            self._num[index] += num * share_before
+            self._num_stood[index] += num_stood
+            self._keep(index, MEMORY_DRAFTS)
             share_before = num_stood / num
 
     def age(self) -> None:
-        for place in range(len(self._num)):
-            self._keep(place, OLD_DRAFTS)
+        for index in range(len(self._num)):
+            self._keep(index, OLD_DRAFTS)
 
-    def _keep(self, place: int, most: int) -> None:
-        scale = min(most / self._num[place], 1.0)
-        self._num[place] *= scale
-        self._num_stood[place] *= scale
+    def _keep(self, index: int, most: int) -> None:
+        scale = min(most / self._num[index], 1.0)
+        self._num[index] *= scale
+        self._num_stood[index] *= scale
 
     def tokens_per_step(self, depth: int) -> float:
         total, share = 1.0, 1.0
-        for place in range(depth):
-            is_known = place < len(self._num)
-            share *= self._num_stood[place] / self._num[place] if is_known else HOPED_SHARE
+        for index in range(depth):
+            is_known = index < len(self._num)
+            share *= self._num_stood[index] / self._num[index] if is_known else HOPED_SHARE
             total += share
         return total
 

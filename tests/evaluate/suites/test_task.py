@@ -239,12 +239,12 @@ def test_a_haystack_of_text_is_a_stretch_of_it() -> None:
     shown = decode(filling.ids.tolist())
     assert len(shown) == 37
     assert shown in f" {text}" * 3
-    for place in filling.places.tolist()[1:-1]:
+    for place in filling.positions.tolist()[1:-1]:
         assert shown[place] == " "
         assert shown[place - 1] in ".!?"
     window = WindowFiller(np.arange(10, dtype=np.int32)).draw(rng(0), 25)
     assert ((window.ids[1:] - window.ids[:-1]) % 10 == 1).all()
-    assert SentenceFiller((np.array([1, 2], np.int32),)).draw(rng(0), 0).places.tolist() == [0]
+    assert SentenceFiller((np.array([1, 2], np.int32),)).draw(rng(0), 0).positions.tolist() == [0]
 
 
 def test_inserts_that_meet_stand_in_the_order_given() -> None:

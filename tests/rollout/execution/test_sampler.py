@@ -34,7 +34,7 @@ def test_rows_of_any_kind_are_sampled_as_each_alone(rows: list[Row], seed: int) 
     assert torch.equal(logits, before)
     for place, row in enumerate(rows):
         p = plain_distribution(logits[place], row.sampling, row.prompt_ids, row.sampled_ids)
-        token = plain_pick(p, row.seed, row.sample, row.place)
+        token = plain_pick(p, row.seed, row.sample, row.index)
         assert int(drawn.token_B[place]) == token
         assert abs(float(drawn.logprob_B[place]) - np.log(p[token])) < 1e-12
         assert abs(float(drawn.raw_logprob_B[place]) - float(logits[place].log_softmax(-1)[token])) < 1e-12

@@ -87,14 +87,14 @@ def read_conversation(fields: Fields) -> Conversation:
         raise AskError("messages: expected at least one message, received none", "messages")
     for index, value in enumerate(values):
         message = Fields(value, {"role", "content"}, f"messages[{index}]")
-        role, place = message.choice("role", ("user", "assistant", "system")), message.path("content")
+        role, location = message.choice("role", ("user", "assistant", "system")), message.path("content")
         content = message.value("content")
         if role == "assistant":
-            _read_assistant(conversation, content, place)
+            _read_assistant(conversation, content, location)
         elif role == "user":
-            _read_user(conversation, content, place)
+            _read_user(conversation, content, location)
         elif role == "system":
-            conversation.say("system", _text(content, place))
+            conversation.say("system", _text(content, location))
         else:
             refuse_value(message.path("role"), "'user', 'assistant' or 'system'", None)
     return conversation
@@ -107,15 +107,15 @@ def check_cache_control(fields: Fields) -> None:
         control.choice("ttl", ("5m", "1h"))
 
 
-def _read_user(conversation: Conversation, content: JsonValue, place: str) -> None:
+def _read_user(conversation: Conversation, content: JsonValue, location: str) -> None:
     """Consecutive text blocks become one message."""
     if isinstance(content, str):
         conversation.say("user", content)
         return
     texts: list[str] = []
-    blocks = read_list(content, place)
+    blocks = read_list(content, location)
     for index, value in enumerate(blocks):
-        block, at = read_object(value, f"{place}[{index}]"), f"{place}[{index}]"
+        block, at = read_object(value, f"{location}[{index}]"), f"{location}[{index}]"
         kind = block.get("type")
         if kind == "text":
             texts.append(_text_block(block, at))
@@ -130,23 +130,23 @@ def _read_user(conversation: Conversation, content: JsonValue, place: str) -> No
         conversation.say("user", "".join(texts))
 
 
-def _read_result(conversation: Conversation, block: Mapping[str, JsonValue], place: str) -> None:
-    fields = Fields(block, RESULT_FIELDS, place)
+def _read_result(conversation: Conversation, block: Mapping[str, JsonValue], location: str) -> None:
+    fields = Fields(block, RESULT_FIELDS, location)
     check_cache_control(fields)
     _check_toolset(fields)
-    content = _text(fields.value("content"), f"{place}.content") if fields.has("content") else ""
+    content = _text(fields.value("content"), f"{location}.content") if fields.has("content") else ""
     if fields.boolean("is_error") and not content.lower().startswith("error"):
         content = f"Error: {content}" if content else "Error"
-    conversation.answer_call(fields.required_text("tool_use_id"), content, place)
+    conversation.answer_call(fields.required_text("tool_use_id"), content, location)
 
 
-def _read_assistant(conversation: Conversation, content: JsonValue, place: str) -> None:
+def _read_assistant(conversation: Conversation, content: JsonValue, location: str) -> None:
     conversation.begin_turn()
     if isinstance(content, str):
         conversation.write(content)
         return
-    for index, value in enumerate(read_list(content, place)):
-        block, at = read_object(value, f"{place}[{index}]"), f"{place}[{index}]"
+    for index, value in enumerate(read_list(content, location)):
+        block, at = read_object(value, f"{location}[{index}]"), f"{location}[{index}]"
         kind = block.get("type")
         if kind == "text":
             conversation.write(_text_block(block, at))
@@ -160,23 +160,23 @@ def _read_assistant(conversation: Conversation, content: JsonValue, place: str) 
             _refuse_block(kind, at, "text, thinking or tool_use")
 
 
-def _thinking(block: Mapping[str, JsonValue], place: str) -> str:
-    fields = Fields(block, THINKING_FIELDS, place)
-    thinking, signature = read_text(fields.value("thinking"), f"{place}.thinking"), fields.text("signature") or ""
+def _thinking(block: Mapping[str, JsonValue], location: str) -> str:
+    fields = Fields(block, THINKING_FIELDS, location)
+    thinking, signature = read_text(fields.value("thinking"), f"{location}.thinking"), fields.text("signature") or ""
     sealed = "" if thinking or not signature else unseal(signature)
     if sealed is None:
         fields.refuse("thinking", "is empty, and the signature is none that this model can read; leave the block out")
     return thinking or sealed
 
 
-def _call(block: Mapping[str, JsonValue], place: str) -> ToolCall:
-    fields = Fields(block, USE_FIELDS, place)
+def _call(block: Mapping[str, JsonValue], location: str) -> ToolCall:
+    fields = Fields(block, USE_FIELDS, location)
     check_cache_control(fields)
     _check_toolset(fields)
     caller = fields.object("caller", {"type", "tool_id"})
     if caller is not None and caller.value("type") != "direct":
         caller.refuse("type", "only the model calls tools here; leave it out or say 'direct'")
-    arguments = read_object(fields.value("input"), f"{place}.input")
+    arguments = read_object(fields.value("input"), f"{location}.input")
     return ToolCall(fields.required_text("name"), arguments, fields.required_text("id"))
 
 
@@ -185,31 +185,31 @@ def _check_toolset(fields: Fields) -> None:
         fields.refuse("toolset_name", "there are no toolsets here; leave it out")
 
 
-def _text(value: JsonValue, place: str) -> str:
+def _text(value: JsonValue, location: str) -> str:
     """Return a string as it is, or the joined texts of a list of text blocks."""
     if isinstance(value, str):
         return value
     texts = []
     if not isinstance(value, Sequence):
-        refuse_value(place, "text or a list of text blocks", value)
+        refuse_value(location, "text or a list of text blocks", value)
     for index, item in enumerate(value):
-        block, at = read_object(item, f"{place}[{index}]"), f"{place}[{index}]"
+        block, at = read_object(item, f"{location}[{index}]"), f"{location}[{index}]"
         if block.get("type") != "text":
             _refuse_block(block.get("type"), at, "text")
         texts.append(_text_block(block, at))
     return "".join(texts)
 
 
-def _text_block(block: Mapping[str, JsonValue], place: str) -> str:
-    fields = Fields(block, TEXT_FIELDS, place)
+def _text_block(block: Mapping[str, JsonValue], location: str) -> str:
+    fields = Fields(block, TEXT_FIELDS, location)
     check_cache_control(fields)
     if fields.items("citations"):
         fields.refuse("citations", "the model is shown no citations; leave them out")
-    return read_text(fields.value("text"), f"{place}.text")
+    return read_text(fields.value("text"), f"{location}.text")
 
 
-def _refuse_block(kind: JsonValue, place: str, expected: str) -> NoReturn:
-    path = f"{place}.type"
+def _refuse_block(kind: JsonValue, location: str, expected: str) -> NoReturn:
+    path = f"{location}.type"
     raise AskError(f"{path}: expected {expected}, received {shown(kind)}; the model reads text alone", path)
 
 
@@ -361,11 +361,13 @@ def _tool_choice(fields: Fields) -> Literal["auto", "none"]:
     return "none" if kind == "none" else "auto"
 
 
-def _tool(value: JsonValue, place: str) -> Tool:
-    kind = read_object(value, place).get("type")
+def _tool(value: JsonValue, location: str) -> Tool:
+    kind = read_object(value, location).get("type")
     if kind not in (None, "custom"):
-        raise AskError(f"{place}.type: expected 'custom', received {shown(kind)}; the gateway runs no tools", place)
-    fields = Fields(value, TOOL_FIELDS, place)
+        raise AskError(
+            f"{location}.type: expected 'custom', received {shown(kind)}; the gateway runs no tools", location
+        )
+    fields = Fields(value, TOOL_FIELDS, location)
     check_cache_control(fields)
     fields.boolean("eager_input_streaming")
     if fields.boolean("strict"):
@@ -376,8 +378,8 @@ def _tool(value: JsonValue, place: str) -> Tool:
         fields.refuse("input_examples", "the model is shown no examples of input; put them into the description")
     if fields.has("allowed_callers") and list(fields.items("allowed_callers")) != ["direct"]:
         fields.refuse("allowed_callers", "only the model calls tools here; leave it out or say ['direct']")
-    schema = read_object(fields.value("input_schema"), f"{place}.input_schema")
-    return make_tool(fields, schema, place)
+    schema = read_object(fields.value("input_schema"), f"{location}.input_schema")
+    return make_tool(fields, schema, location)
 
 
 _STOP_REASONS: Mapping[Ending, str] = {

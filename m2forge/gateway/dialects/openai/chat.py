@@ -346,10 +346,10 @@ def refuse_bias(fields: Fields) -> None:
 
 
 def read_messages(fields: Fields) -> tuple[Message, ...]:
-    place = fields.path("messages")
-    values = read_list(fields.value("messages"), place)
+    location = fields.path("messages")
+    values = read_list(fields.value("messages"), location)
     if not values:
-        raise AskError(f"{place}: expected at least one message, received none", place)
+        raise AskError(f"{location}: expected at least one message, received none", location)
     messages, num_systems = [], 0
     for index, value in enumerate(values):
         # Fast path for most messages of a long history.
@@ -360,43 +360,43 @@ def read_messages(fields: Fields) -> tuple[Message, ...]:
                     num_systems += 1
                 messages.append(Message(plain, content))
                 continue
-        message = _message(value, f"{place}[{index}]")
+        message = _message(value, f"{location}[{index}]")
         num_systems += message.role == "system"
         messages.append(message)
-    ordered = order_results(messages, place)
+    ordered = order_results(messages, location)
     return ordered if num_systems < 2 else tuple(join_systems(ordered))
 
 
-def _message(value: JsonValue, place: str) -> Message:
-    role = read_object(value, place).get("role")
+def _message(value: JsonValue, location: str) -> Message:
+    role = read_object(value, location).get("role")
     read = _READERS.get(role) if isinstance(role, str) else None
     if read is None:
-        refuse_value(f"{place}.role", "one of system, developer, user, assistant, tool", role)
-    return read(value, place)
+        refuse_value(f"{location}.role", "one of system, developer, user, assistant, tool", role)
+    return read(value, location)
 
 
-def _system(value: JsonValue, place: str) -> Message:
-    return Message("system", _said(value, place))
+def _system(value: JsonValue, location: str) -> Message:
+    return Message("system", _said(value, location))
 
 
-def _user(value: JsonValue, place: str) -> Message:
-    return Message("user", _said(value, place))
+def _user(value: JsonValue, location: str) -> Message:
+    return Message("user", _said(value, location))
 
 
-def _said(value: JsonValue, place: str) -> str:
-    fields = Fields(value, SYSTEM_FIELDS, place)
+def _said(value: JsonValue, location: str) -> str:
+    fields = Fields(value, SYSTEM_FIELDS, location)
     if fields.has("name"):
         fields.refuse("name", _NAME)
     return _content(fields)
 
 
-def _assistant(value: JsonValue, place: str) -> Message:
-    fields = Fields(value, ASSISTANT_FIELDS, place)
+def _assistant(value: JsonValue, location: str) -> Message:
+    fields = Fields(value, ASSISTANT_FIELDS, location)
     for name in fields.data.keys() & _ASSISTANT_REFUSED.keys():
         if fields.has(name):
             fields.refuse(name, _ASSISTANT_REFUSED[name])
     values = fields.items("tool_calls")
-    calls = tuple([_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(values)])
+    calls = tuple([_call(call, f"{location}.tool_calls[{index}]") for index, call in enumerate(values)])
     content = _content(fields) if fields.has("content") else ""
     return Message("assistant", content, _thinking(fields), calls)
 
@@ -408,8 +408,8 @@ def _thinking(fields: Fields) -> str:
     return thinking or other or ""
 
 
-def _result(value: JsonValue, place: str) -> Message:
-    fields = Fields(value, RESULT_FIELDS, place)
+def _result(value: JsonValue, location: str) -> Message:
+    fields = Fields(value, RESULT_FIELDS, location)
     fields.text("name")
     return Message("tool", _content(fields), tool_call_id=fields.required_text("tool_call_id"))
 
@@ -427,19 +427,19 @@ def _content(fields: Fields) -> str:
     value = fields.value("content")
     if isinstance(value, str):
         return value
-    place = fields.path("content")
+    location = fields.path("content")
     if not isinstance(value, Sequence):
-        refuse_value(place, "text or a list of text parts", value)
-    return "".join(_part(part, f"{place}[{index}]") for index, part in enumerate(value))
+        refuse_value(location, "text or a list of text parts", value)
+    return "".join(_part(part, f"{location}[{index}]") for index, part in enumerate(value))
 
 
-def _part(value: JsonValue, place: str) -> str:
-    fields = _of_kind("text", value, PART_FIELDS, place)
+def _part(value: JsonValue, location: str) -> str:
+    fields = _of_kind("text", value, PART_FIELDS, location)
     return read_text(fields.value("text"), fields.path("text"))
 
 
-def _call(value: JsonValue, place: str) -> ToolCall:
-    fields = _of_kind("function", value, CALL_FIELDS, place)
+def _call(value: JsonValue, location: str) -> ToolCall:
+    fields = _of_kind("function", value, CALL_FIELDS, location)
     function = Fields(fields.value("function"), CALL_FUNCTION_FIELDS, fields.path("function"))
     text = function.text("arguments")
     if text is None:
@@ -453,22 +453,22 @@ def _call(value: JsonValue, place: str) -> ToolCall:
     return ToolCall(function.required_text("name"), arguments, fields.required_text("id"))
 
 
-def read_tool(value: JsonValue, place: str) -> Tool:
-    fields = _of_kind("function", value, TOOL_FIELDS, place)
+def read_tool(value: JsonValue, location: str) -> Tool:
+    fields = _of_kind("function", value, TOOL_FIELDS, location)
     function = Fields(fields.value("function"), FUNCTION_FIELDS, fields.path("function"))
     function.boolean("strict")
     parameters = function.value("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         refuse_value(function.path("parameters"), "a JSON schema", parameters)
-    return make_tool(function, parameters or {}, place)
+    return make_tool(function, parameters or {}, location)
 
 
-def _of_kind(kind: str, value: JsonValue, known: frozenset[str], place: str) -> Fields:
+def _of_kind(kind: str, value: JsonValue, known: frozenset[str], location: str) -> Fields:
     """Check the type before the fields, since other types have other fields."""
-    received = read_object(value, place).get("type")
+    received = read_object(value, location).get("type")
     if received != kind:
-        refuse_value(f"{place}.type", f"{kind!r}, the only kind that is supported", received)
-    return Fields(value, known, place)
+        refuse_value(f"{location}.type", f"{kind!r}, the only kind that is supported", received)
+    return Fields(value, known, location)
 
 
 # -- the response -----------------------------------------------------------------------------------------------------

@@ -186,9 +186,9 @@ def _prompt(fields: Fields) -> str | tuple[int, ...]:
     return tuple(_token(id, f"prompt[{index}]") for index, id in enumerate(ids))
 
 
-def _token(value: JsonValue, place: str) -> int:
+def _token(value: JsonValue, location: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_INT32:
-        refuse_value(place, f"a token id from 0 to {MAX_INT32}", value)
+        refuse_value(location, f"a token id from 0 to {MAX_INT32}", value)
     return value
 
 

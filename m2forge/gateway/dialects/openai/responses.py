@@ -186,7 +186,7 @@ class _Item:
 
     form: _Form
     id: str
-    place: str
+    location: str
     """JSON fields that locate its text: item id, output index and part index."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[JsonValue] = field(default_factory=list)
@@ -249,7 +249,7 @@ class ResponsesStream:
             item = self._item
             assert item is not None
         item.texts.append(text)
-        rest = f'{item.place},"delta":{quote(text)}'
+        rest = f'{item.location},"delta":{quote(text)}'
         if form is _WORDS:
             rest = f'{rest},"logprobs":{self._logprobs(item, text)}'
         elif self._tokens is not None:
@@ -273,14 +273,14 @@ class ResponsesStream:
         else:
             body, part = reasoning_body(self._ask, id, None, "in_progress"), {"type": form.part, "text": ""}
         added = self._event("response.output_item.added", f'"output_index":{index},"item":{quote(body)}')
-        return closed + added + self._event(f"{form.part_event}.added", f'{self._item.place},"part":{quote(part)}')
+        return closed + added + self._event(f"{form.part_event}.added", f'{self._item.location},"part":{quote(part)}')
 
     def _close(self, status: str) -> bytes:
         item, self._item = self._item, None
         if item is None:
             return b""
         form, text, index = item.form, "".join(item.texts), len(self._output)
-        done = f'{item.place},"text":{quote(text)}'
+        done = f'{item.location},"text":{quote(text)}'
         if form is _WORDS:
             done = f'{done},"logprobs":{quote(item.logprobs)}'
             body, part = message_body(item.id, text, item.logprobs, status), text_body(text, item.logprobs)
@@ -289,7 +289,7 @@ class ResponsesStream:
         self._output.append(body)
         return (
             self._event(f"{form.text_event}.done", done)
-            + self._event(f"{form.part_event}.done", f'{item.place},"part":{quote(part)}')
+            + self._event(f"{form.part_event}.done", f'{item.location},"part":{quote(part)}')
             + self._event("response.output_item.done", f'"output_index":{index},"item":{quote(body)}')
         )
 
@@ -297,15 +297,15 @@ class ResponsesStream:
         closed = self._close("completed")
         index, arguments = len(self._output), arguments_text(call)
         id = item_id("fc", self._id, index)
-        place, text = f'"item_id":{quote(id)},"output_index":{index}', quote(arguments)
+        location, text = f'"item_id":{quote(id)},"output_index":{index}', quote(arguments)
         begun, body = call_body(id, call, "", "in_progress"), call_body(id, call, arguments, "completed")
         self._output.append(body)
         name = "response.function_call_arguments"
         return (
             closed
             + self._event("response.output_item.added", f'"output_index":{index},"item":{quote(begun)}')
-            + self._event(f"{name}.delta", f'{place},"delta":{text}')
-            + self._event(f"{name}.done", f'{place},"name":{quote(call.name)},"arguments":{text}')
+            + self._event(f"{name}.delta", f'{location},"delta":{text}')
+            + self._event(f"{name}.done", f'{location},"name":{quote(call.name)},"arguments":{text}')
             + self._event("response.output_item.done", f'"output_index":{index},"item":{quote(body)}')
         )
 

@@ -62,26 +62,28 @@ def item_id(kind: str, response_id: str, index: int) -> str:
     return f"{kind}_{response_id}_{index}"
 
 
-def read_item(conversation: Conversation, value: JsonValue, place: str) -> None:
-    item = read_object(value, place)
+def read_item(conversation: Conversation, value: JsonValue, location: str) -> None:
+    item = read_object(value, location)
     kind = item.get("type") or ("message" if "role" in item else "item_reference")
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is not None:
-        read(conversation, item, place)
+        read(conversation, item, location)
         return
-    path = f"{place}.type"
+    path = f"{location}.type"
     if kind == "item_reference":
-        raise AskError(f"{place}: responses are not kept, so items cannot be referred to; send the item itself", place)
+        raise AskError(
+            f"{location}: responses are not kept, so items cannot be referred to; send the item itself", location
+        )
     raise AskError(f"{path}: expected one of {', '.join(_READERS)}, received {shown(kind)}", path)
 
 
-def _read_message(conversation: Conversation, item: Mapping[str, JsonValue], place: str) -> None:
-    fields = Fields(item, MESSAGE_FIELDS, place)
+def _read_message(conversation: Conversation, item: Mapping[str, JsonValue], location: str) -> None:
+    fields = Fields(item, MESSAGE_FIELDS, location)
     role = fields.choice("role", ("user", "assistant", "system", "developer"))
     fields.choice("status", _STATUSES)
     if fields.has("phase"):
         fields.refuse("phase", "the model is shown no phases; leave it out")
-    content, source = _content(fields.value("content"), f"{place}.content"), _source(fields)
+    content, source = _content(fields.value("content"), f"{location}.content"), _source(fields)
     if role == "assistant":
         conversation.write(content, source, begins=True)
     elif role == "user":
@@ -89,11 +91,11 @@ def _read_message(conversation: Conversation, item: Mapping[str, JsonValue], pla
     elif role is not None:
         conversation.say("system", content)
     else:
-        refuse_value(f"{place}.role", "'user', 'assistant', 'system' or 'developer'", None)
+        refuse_value(f"{location}.role", "'user', 'assistant', 'system' or 'developer'", None)
 
 
-def _read_reasoning(conversation: Conversation, item: Mapping[str, JsonValue], place: str) -> None:
-    fields = Fields(item, REASONING_FIELDS, place)
+def _read_reasoning(conversation: Conversation, item: Mapping[str, JsonValue], location: str) -> None:
+    fields = Fields(item, REASONING_FIELDS, location)
     fields.choice("status", _STATUSES)
     content = _texts(fields, "content", "reasoning_text")
     summary = _texts(fields, "summary", "summary_text")
@@ -104,32 +106,32 @@ def _read_reasoning(conversation: Conversation, item: Mapping[str, JsonValue], p
     conversation.think(content or sealed or summary, _source(fields))
 
 
-def _read_call(conversation: Conversation, item: Mapping[str, JsonValue], place: str) -> None:
-    fields = Fields(item, CALL_FIELDS, place)
+def _read_call(conversation: Conversation, item: Mapping[str, JsonValue], location: str) -> None:
+    fields = Fields(item, CALL_FIELDS, location)
     fields.choice("status", _STATUSES)
     _check_direct(fields)
     for name in ("async", "async_"):
         if fields.boolean(name):
             fields.refuse(name, "tools are not called in the background; leave it out")
-    text = read_text(fields.value("arguments"), f"{place}.arguments")
+    text = read_text(fields.value("arguments"), f"{location}.arguments")
     try:
         arguments = parse_json(text) if text.strip() else {}
     except ValueError as error:
         fields.refuse("arguments", f"not JSON ({error})")
     if not isinstance(arguments, Mapping):
-        refuse_value(f"{place}.arguments", "the JSON text of an object", text)
+        refuse_value(f"{location}.arguments", "the JSON text of an object", text)
     call = ToolCall(fields.required_text("name"), arguments, fields.required_text("call_id"))
     conversation.call(call, _source(fields))
 
 
-def _read_result(conversation: Conversation, item: Mapping[str, JsonValue], place: str) -> None:
-    fields = Fields(item, RESULT_FIELDS, place)
+def _read_result(conversation: Conversation, item: Mapping[str, JsonValue], location: str) -> None:
+    fields = Fields(item, RESULT_FIELDS, location)
     fields.choice("status", _STATUSES)
     fields.text("id")
     fields.text("name")
     _check_direct(fields)
-    content = _content(fields.value("output"), f"{place}.output")
-    conversation.answer_call(fields.required_text("call_id"), content, place)
+    content = _content(fields.value("output"), f"{location}.output")
+    conversation.answer_call(fields.required_text("call_id"), content, location)
 
 
 _READERS: Mapping[str, Callable[[Conversation, Mapping[str, JsonValue], str], None]] = {
@@ -154,15 +156,15 @@ def _check_direct(fields: Fields) -> None:
         fields.refuse("namespace", "tools have no namespaces here; leave it out")
 
 
-def _content(value: JsonValue, place: str) -> str:
+def _content(value: JsonValue, location: str) -> str:
     """Return a string as it is, or the joined texts of a list of parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, Sequence):
-        refuse_value(place, "text or a list of parts", value)
+        refuse_value(location, "text or a list of parts", value)
     texts = []
     for index, part in enumerate(value):
-        at = f"{place}[{index}]"
+        at = f"{location}[{index}]"
         kind = read_object(part, at).get("type")
         if kind not in ("input_text", "output_text"):
             path = f"{at}.type"
@@ -338,12 +340,12 @@ def _summary(fields: Fields) -> str | None:
     return asked[0] or asked[1]
 
 
-def _tool(value: JsonValue, place: str) -> Tool:
-    kind = read_object(value, place).get("type")
+def _tool(value: JsonValue, location: str) -> Tool:
+    kind = read_object(value, location).get("type")
     if kind != "function":
-        path = f"{place}.type"
+        path = f"{location}.type"
         raise AskError(f"{path}: expected 'function', received {shown(kind)}; the gateway runs no tools", path)
-    fields = Fields(value, TOOL_FIELDS, place)
+    fields = Fields(value, TOOL_FIELDS, location)
     fields.boolean("strict")
     if fields.boolean("async"):
         fields.refuse("async", "tools are not called in the background; leave it out or send false")
@@ -353,8 +355,8 @@ def _tool(value: JsonValue, place: str) -> Tool:
         fields.refuse("allowed_callers", "only the model calls tools here; leave it out or say ['direct']")
     if fields.has("output_schema"):
         fields.refuse("output_schema", "the model is shown no schema of results; put it into the description")
-    schema = read_object(fields.value("parameters"), f"{place}.parameters") if fields.has("parameters") else {}
-    return make_tool(fields, schema, place)
+    schema = read_object(fields.value("parameters"), f"{location}.parameters") if fields.has("parameters") else {}
+    return make_tool(fields, schema, location)
 
 
 # -- the conversation -------------------------------------------------------------------------------------------------
