@@ -132,7 +132,7 @@ def dispatch(expert_NK: Tensor, num_experts: int) -> Dispatch:
 def expert_ffn(x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, where: Dispatch) -> Tensor:
     """`w13_EGD` holds W1 above W3 (G = 2F). `weight_NK` is in at least float32."""
     indices = (where.order_S, where.slot_NK, where.ends_E)
-    out_ND: Tensor = _expert_ffn(x_ND, w13_EGD, w2_EDF, weight_NK, *indices)[0]
+    out_ND: Tensor = torch.ops.m2forge.expert_ffn(x_ND, w13_EGD, w2_EDF, weight_NK, *indices)[0]
     return out_ND
 
 
@@ -248,7 +248,21 @@ def _native_backward(
 # -- the operator -----------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("m2forge::expert_ffn", mutates_args=())
+# Defined by torch.library's lower layer: an operator of `custom_op` loads torch's compiler when it is first called,
+# over a second in every process that runs the network.
+torch.library.define(
+    "m2forge::expert_ffn",
+    "(Tensor x_ND, Tensor w13_EGD, Tensor w2_EDF, Tensor weight_NK, Tensor order_S, Tensor slot_NK, Tensor ends_E)"
+    " -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "m2forge::expert_ffn_backward",
+    "(Tensor grad_ND, Tensor x_ND, Tensor w13_EGD, Tensor w2_EDF, Tensor weight_NK, Tensor order_S, Tensor slot_NK,"
+    " Tensor ends_E, Tensor h_SG, bool for_matrices) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("m2forge::expert_ffn", "CompositeExplicitAutograd")
 def _expert_ffn(
     x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, order_S: Tensor, slot_NK: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -260,14 +274,13 @@ def _expert_ffn(
     return _collect(y_SD, slot_NK), h_SG
 
 
-@_expert_ffn.register_fake
-def _(
+def _expert_ffn_meta(
     x_ND: Tensor, w13_EGD: Tensor, w2_EDF: Tensor, weight_NK: Tensor, order_S: Tensor, slot_NK: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x_ND), x_ND.new_empty(order_S.shape[0], w13_EGD.shape[1])
 
 
-@torch.library.custom_op("m2forge::expert_ffn_backward", mutates_args=())
+@torch.library.impl("m2forge::expert_ffn_backward", "CompositeExplicitAutograd")
 def _expert_ffn_backward(
     grad_ND: Tensor,
     x_ND: Tensor,
@@ -297,8 +310,7 @@ def _expert_ffn_backward(
     return grad_x_ND, grad_w13, grad_w2, grad_weight_NK
 
 
-@_expert_ffn_backward.register_fake
-def _(
+def _expert_ffn_backward_meta(
     grad_ND: Tensor,
     x_ND: Tensor,
     w13_EGD: Tensor,
@@ -322,9 +334,13 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
 
 def _backward(ctx: Any, grad_ND: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     for_matrices = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-    grad_x, grad_w13, grad_w2, grad_weight = _expert_ffn_backward(grad_ND, *ctx.saved_tensors, for_matrices)
+    grad_x, grad_w13, grad_w2, grad_weight = torch.ops.m2forge.expert_ffn_backward(
+        grad_ND, *ctx.saved_tensors, for_matrices
+    )
     matrices = (grad_w13, grad_w2) if for_matrices else (None, None)
     return grad_x, *matrices, grad_weight, None, None, None
 
 
-_expert_ffn.register_autograd(_backward, setup_context=_save)
+torch.library.register_fake("m2forge::expert_ffn", _expert_ffn_meta)
+torch.library.register_fake("m2forge::expert_ffn_backward", _expert_ffn_backward_meta)
+torch.library.register_autograd("m2forge::expert_ffn", _backward, setup_context=_save)

@@ -3,15 +3,24 @@
 A query block attends to a key block of 128 tokens *fully* (no per-token mask), *partly* (the per-token mask decides) or
 not at all. Documents are contiguous, so the first and last token of each block decide which. For a tree, the minimum
 and maximum exit and depth in each block decide: q sees token k if k ≤ q < exit[k].
+
+Importing this module loads torch's compiler, which takes over a second: import it where CUDA needs it.
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from m2forge.kernels.slow_path import tree_kernel_problem
+from m2forge.kernels.tree_attention import TreeLayout, tree_attention_plain
+from m2forge.observe.log import warn_once
+
+_log = logging.getLogger(__name__)
 
 BLOCK = 128
 
@@ -113,3 +122,13 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """(1, heads, N, head dimension) each; compiles the kernel unless the caller is already being compiled."""
     attention = cast(Callable[..., Tensor], flex_attention) if torch.compiler.is_compiling() else _compiled()
     return attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+# Inlined into a compiled block, its nodes would be recompiled for every tree.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not type it
+def eager_tree_attention(q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, layout: TreeLayout) -> Tensor:
+    """Attention over a tree, node by node and never compiled, where no CUDA kernel serves."""
+    problem = tree_kernel_problem(q_NHK.dtype, q_NHK.shape[2])
+    if problem is not None and q_NHK.dtype != torch.float64:
+        warn_once(_log, problem)
+    return tree_attention_plain(q_NHK, k_NGK, v_NGK, layout)

@@ -21,26 +21,26 @@ Shapes as in `plan`; V nodes.
 """
 
 import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from m2forge.kernels.attention import document_attention
-from m2forge.kernels.flex import document_mask, flex, tree_mask
-from m2forge.kernels.slow_path import tree_kernel_problem, tree_kernel_serves
+from m2forge.kernels.slow_path import tree_kernel_serves
 from m2forge.kernels.tree_attention import TreeLayout, tree_attention, tree_attention_plain
 from m2forge.kernels.tree_schedule import Schedule, make_schedule
 from m2forge.model.config import WindowConfig
-from m2forge.observe.log import warn_once
 from m2forge.tree.flat import FlatTree
+
+if TYPE_CHECKING:
+    # kernels/flex.py loads torch's compiler, which takes over a second; only CUDA needs it.
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class Attend(Protocol):
@@ -99,6 +99,8 @@ class Documents:
 
     def bind(self, window: WindowConfig | None) -> Attend:
         if self.device.type == "cuda":
+            from m2forge.kernels.flex import document_mask
+
             size, num_sinks = (window.size, window.num_sinks) if window else (None, 0)
             return FlexAttend(document_mask(self.start_N, size, num_sinks))
         return DocumentAttend(self.lengths, tuple(visible(length, window) for length in self.lengths))
@@ -139,14 +141,13 @@ class DocumentAttend:
 
 @dataclass(frozen=True)
 class FlexAttend:
-    mask: BlockMask
+    mask: "BlockMask"
 
     def __call__(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
+        from m2forge.kernels.flex import flex
+
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NHK, k_NGK, v_NGK))
         return flex(q, k, v, self.mask)[0].transpose(0, 1)
-
-
-_log = logging.getLogger(__name__)
 
 
 class Trees:
@@ -168,6 +169,8 @@ class Trees:
 
     def bind(self, window: WindowConfig | None) -> Attend:
         if self.device.type == "cuda" and window:
+            from m2forge.kernels.flex import tree_mask
+
             return FlexAttend(tree_mask(self.exit_N, self.position_N, window.size, window.num_sinks))
         if self.device.type == "cuda":
             return ScheduledTreeAttend(self._schedule, self.layout)
@@ -228,13 +231,7 @@ class ScheduledTreeAttend:
             from m2forge.kernels.tree_attention_triton import tree_attention_cuda
 
             return tree_attention_cuda(q_NHK, k_NGK, v_NGK, self.schedule)
-        out_NHK: Tensor = self._plain(q_NHK, k_NGK, v_NGK)
-        return out_NHK
+        from m2forge.kernels.flex import eager_tree_attention
 
-    # Inlined into a compiled block, its nodes would be recompiled for every tree.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch does not type it
-    def _plain(self, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> Tensor:
-        problem = tree_kernel_problem(q_NHK.dtype, q_NHK.shape[2])
-        if problem is not None and q_NHK.dtype != torch.float64:
-            warn_once(_log, problem)
-        return tree_attention_plain(q_NHK, k_NGK, v_NGK, self.layout)
+        out_NHK: Tensor = eager_tree_attention(q_NHK, k_NGK, v_NGK, self.layout)
+        return out_NHK

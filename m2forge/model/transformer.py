@@ -356,7 +356,9 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Without the initial values of nn.Embedding, which load torch's compiler on the meta device, over a second.
+        weight = torch.empty(config.vocab_size, config.hidden_size)
+        self.embedding: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mtp = nn.ModuleList(MTPModule(config) for _ in range(config.num_mtp))

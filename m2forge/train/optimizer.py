@@ -40,14 +40,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from m2forge.errors import CheckpointError
 from m2forge.kernels.adamw import AdamWRule, AdamWState, adamw_
 from m2forge.kernels.arithmetic import at_least_float32
 from m2forge.model.transformer import Transformer
 from m2forge.train.config import OptimizerConfig
-from m2forge.train.parallel import ALONE, Ranks, gathered, local, sharded_modules, sliced
+from m2forge.train.parallel import ALONE, Ranks, gathered, is_sharded, local, sharded_modules, sliced
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 RMS_FACTOR = 0.2
@@ -157,7 +156,7 @@ class Slot:
 
     @property
     def is_sharded(self) -> bool:
-        return isinstance(self.weight, DTensor)
+        return is_sharded(self.weight)
 
     @property
     def local(self) -> Tensor:

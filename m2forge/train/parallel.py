@@ -22,22 +22,25 @@ their gradients are all-reduced like those of an unsharded model.
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from m2forge.errors import ConfigError, TrainingError
 from m2forge.kernels.arithmetic import at_least_float32
 from m2forge.model.build import empty
 from m2forge.model.transformer import Block, Transformer
+
+if TYPE_CHECKING:
+    # Loading these takes most of a second; only a sharded model needs them.
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 TIMEOUT_S = 6 * 3600.0
 """Timeout of a collective. Other ranks wait while rank 0 encodes data and writes checkpoints; if a process dies, the
@@ -140,7 +143,7 @@ def refuse_drift(model: nn.Module, ranks: Ranks) -> None:
     """Raise if weights differ between ranks. In a sharded model only unsharded tensors are compared."""
     if ranks.num_ranks == 1:
         return
-    tensors = [tensor for tensor in model.state_dict().values() if not isinstance(tensor, DTensor)]
+    tensors = [tensor for tensor in model.state_dict().values() if not is_sharded(tensor)]
     sums = [_fingerprint(tensor) for tensor in tensors]
     content = torch.stack(sums).cpu().numpy().tobytes() if sums else b""
     if not _same(_digest(content), ranks):
@@ -170,6 +173,9 @@ def _same(value: int, ranks: Ranks) -> bool:
 
 def shard_model(model: Transformer, ranks: ProcessRanks) -> None:
     """Shard `model`, equal on all ranks, in place; each block moves to the rank's device as it is sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     mesh = init_device_mesh(ranks.device.type, (ranks.num_ranks,))
     dtype = model.embedding.weight.dtype
     policy = MixedPrecisionPolicy(reduce_dtype=at_least_float32(dtype))
@@ -186,20 +192,34 @@ def shard_model(model: Transformer, ranks: ProcessRanks) -> None:
     sharded_modules(model)[0].set_reshard_after_backward(False, recurse=False)
 
 
-def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+def sharded_modules(model: nn.Module) -> "list[FSDPModule]":
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard; the tensor itself if it is not sharded. Writes go through."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 @torch.no_grad()
 def gathered(slice_of: Tensor, like: Tensor) -> Tensor:
     """All-gather a tensor that is sharded like `like`; all ranks call this together."""
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return slice_of
+    from torch.distributed.tensor import DTensor
+
     split = DTensor.from_local(
         slice_of.to(like.device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
     )
@@ -209,8 +229,10 @@ def gathered(slice_of: Tensor, like: Tensor) -> Tensor:
 @torch.no_grad()
 def sliced(whole: Tensor, like: Tensor) -> Tensor:
     """This rank's shard of a tensor that every rank holds whole."""
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return whole
+    from torch.distributed.tensor import distribute_tensor
+
     split = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return split.to_local()
 

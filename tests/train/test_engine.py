@@ -2,6 +2,9 @@
 
 import copy
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from m2forge.train.engine import TrainEngine
 from tests.train.draw import draw_pack, small_model
 from tests.train.naive import plain_topk
 
+ROOT = Path(__file__).parents[2]
 TOP_K = 3
 CONFIG = OptimizerConfig(max_norm=1e9, weight_decay=0.0)
 
@@ -203,3 +207,19 @@ def test_a_pack_without_targets_is_no_error() -> None:
     engine = TrainEngine(small_model(), CONFIG)
     values = engine.step_rows([draw_pack(0, [9], share_trained=0.0)], lr=1e-3, mtp_weight=0.3).read()
     assert values["loss"] == 0
+
+
+def test_training_on_a_cpu_loads_no_compiler() -> None:
+    """Loading it takes over a second, in every process of a run; sympy, which it needs, half a second."""
+    program = (
+        "import sys\n"
+        "import m2forge.rl.loop, m2forge.train.loop\n"
+        "from m2forge.train.config import OptimizerConfig\n"
+        "from m2forge.train.engine import TrainEngine\n"
+        "from tests.train.draw import draw_pack, small_model\n"
+        "for kind in ('adamw', 'muon'):\n"
+        "    TrainEngine(small_model(), OptimizerConfig(kind=kind)).step_rows([draw_pack(0, [5])], rate=1e-3)\n"
+        "print({'torch._dynamo', 'torch.distributed.tensor', 'sympy'} & sys.modules.keys())\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("set()\n", "")
