@@ -28,6 +28,7 @@ FLOORS = (
         "errors",
         "files",
         "gguf_header",
+        "http_client",
         "key",
         "listener",
         "loop_thread",

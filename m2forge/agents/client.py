@@ -1,23 +1,20 @@
 """The completion client of the agent loop: messages and tools in, the policy's reply out."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import httpx2
-
 from m2forge.errors import EngineError, FormatError, RequestError
+from m2forge.http_client import HttpClient, Response, encode_json
 from m2forge.protocols import Endpoint
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, Tool, message_from_openai, message_to_openai, tool_to_openai
 
-CONNECT_S = 10.0
 RETRY_S = 0.25
 """Delay before the first retry; doubled before each further one."""
 NUM_ATTEMPTS = 5
-_IDLE_S = 2.0
-"""How long an idle connection is kept for the next call; servers close theirs after 5 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +42,9 @@ class ChatClient:
     """
 
     def __init__(self, endpoint: Endpoint, *, max_tokens: int | None = None, temperature: float | None = None) -> None:
-        self._url, self._model = endpoint.url.rstrip("/"), endpoint.model
+        self._http, self._model = HttpClient(endpoint.url, key=endpoint.key), endpoint.model
         options = {"max_tokens": max_tokens, "temperature": temperature}
         self._options: dict[str, JsonValue] = {name: value for name, value in options.items() if value is not None}
-        self._http = httpx2.AsyncClient(
-            headers={"Authorization": f"Bearer {endpoint.key}"},
-            timeout=httpx2.Timeout(None, connect=CONNECT_S),  # The loop has its own timeout.
-            limits=httpx2.Limits(max_connections=None, keepalive_expiry=_IDLE_S),
-            trust_env=False,
-            verify=self._url.startswith("https"),
-        )
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Reply:
         body: dict[str, JsonValue] = {
@@ -66,23 +56,24 @@ class ChatClient:
         return _read_reply(await self._post(body | self._options))
 
     async def close(self) -> None:
-        await self._http.aclose()
+        self._http.close()
 
     async def _post(self, body: dict[str, JsonValue]) -> JsonValue:
-        failure = ""
+        """Has no timeout: a request may queue for long, and the loop has a timeout of its own."""
+        data, failure = encode_json(body), ""
         for attempt in range(NUM_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(RETRY_S * 2 ** (attempt - 1))
             try:
                 headers = {"x-stainless-retry-count": str(attempt)}
-                response = await self._http.post(f"{self._url}/v1/chat/completions", json=body, headers=headers)
-            except httpx2.HTTPError as error:
+                response = await self._http.request("POST", "/v1/chat/completions", data, headers=headers)
+            except OSError as error:
                 failure = f"{type(error).__name__}: {error}"
                 continue
-            if response.status_code < 500:
+            if response.status < 500:
                 return _read_body(response)
-            failure = f"status {response.status_code}: {response.text[:500]}"
-        raise EngineError(f"{self._url} does not answer after {NUM_ATTEMPTS} attempts; the last: {failure}")
+            failure = f"status {response.status}: {response.text[:500]}"
+        raise EngineError(f"{self._http.url} does not answer after {NUM_ATTEMPTS} attempts; the last: {failure}")
 
 
 def _message_body(message: Message) -> dict[str, JsonValue]:
@@ -90,11 +81,11 @@ def _message_body(message: Message) -> dict[str, JsonValue]:
     return body if message.content or not message.tool_calls else body | {"content": None}
 
 
-def _read_body(response: httpx2.Response) -> JsonValue:
-    if response.is_error:
-        raise RequestError(f"the policy cannot be asked so: status {response.status_code}: {response.text[:500]}")
+def _read_body(response: Response) -> JsonValue:
+    if response.status >= 400:
+        raise RequestError(f"the policy cannot be asked so: status {response.status}: {response.text[:500]}")
     try:
-        data: JsonValue = response.json()
+        data: JsonValue = json.loads(response.content)
     except ValueError as error:
         raise EngineError(f"the server sent what is no JSON: {response.text[:200]!r}") from error
     return data

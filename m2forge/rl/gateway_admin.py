@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from m2forge.errors import EngineError
 from m2forge.gateway.config import Budget, SamplingConfig
+from m2forge.http_client import HttpClient, encode_json
 from m2forge.protocols import Endpoint
 from m2forge.records import JsonValue, Task
-from m2forge.rollout.backends.http_stream import Connections
 from m2forge.tree.codec import decode_tree
 from m2forge.tree.token_tree import TokenTree
 
@@ -26,8 +25,6 @@ PATIENCE_S = 120.0
 """How long requests are retried while the gateway does not respond."""
 ANSWER_S = 30.0
 RETRY_S = 0.1
-IDLE_S = 2.0
-"""How long an idle connection is kept for the next request; the gateway closes its end after 5 s."""
 MAX_AT_ONCE = 32
 """Maximum concurrent requests; more would queue in the gateway instead."""
 FORGET_S = 0.2
@@ -44,10 +41,7 @@ class RefusedError(EngineError):
 class GatewayAdmin:
     def __init__(self, url: str, key: str) -> None:
         self.url = url
-        parts = urlsplit(url)
-        self._connections = Connections(parts.hostname or "", parts.port or 80, is_secure=False, idle_s=IDLE_S)
-        lines = f"Host: {parts.netloc}\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
-        self._headers = f"{lines}Content-Length: "
+        self._http = HttpClient(url, key=key)
         self._seats = asyncio.Semaphore(MAX_AT_ONCE)
         self._forgotten: list[str] = []
         self._forgetting: asyncio.Task[None] | None = None
@@ -63,7 +57,7 @@ class GatewayAdmin:
                 # After an error it does not wait: the next loop deletes what is left when it takes over.
                 self._forgetting.cancel()
             await asyncio.gather(self._forgetting, return_exceptions=True)
-        self._connections.close()
+        self._http.close()
 
     async def wait_until_up(self) -> None:
         """Wait until the gateway and the sampler behind it serve."""
@@ -125,32 +119,23 @@ class GatewayAdmin:
     async def _ask(
         self, method: str, path: str, body: dict[str, JsonValue] | None = None, allowed: tuple[int, ...] = (OK,)
     ) -> bytes:
-        data = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\n{self._headers}{len(data)}\r\n\r\n".encode()
+        data = b"" if body is None else encode_json(body)
         until_s = time.monotonic() + PATIENCE_S
         while True:
             try:
-                status, content = await self._send(head, data)
+                async with self._seats:
+                    response = await self._http.request(method, path, data, timeout_s=ANSWER_S)
             except OSError as error:
                 problem = str(error) or type(error).__name__
             else:
-                if status in allowed:
-                    return content
-                problem = _reason(status, content)
-                if status != AWAY:
+                if response.status in allowed:
+                    return response.content
+                problem = _reason(response.status, response.content)
+                if response.status != AWAY:
                     raise RefusedError(f"{method} {path}: the gateway refused: {problem}")
             if time.monotonic() > until_s:
                 raise EngineError(f"{method} {path}: the gateway at {self.url} does not serve: {problem}")
             await asyncio.sleep(RETRY_S)
-
-    async def _send(self, head: bytes, body: bytes) -> tuple[int, bytes]:
-        async with self._seats, asyncio.timeout(ANSWER_S):
-            answer = await self._connections.take()
-            try:
-                answer.ask(head, body)
-                return await answer.begin(), await answer.read_all()
-            finally:
-                self._connections.give_back(answer)
 
 
 def _reason(status: int, content: bytes) -> str:

@@ -51,11 +51,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import httpx2
-
 from m2forge.config import build, load
 from m2forge.errors import EngineError, NotFoundError
 from m2forge.gateway.episodes.closed_journal import journal_ids
+from m2forge.http_client import HttpClient, encode_json
 from m2forge.loop_thread import LoopThread
 from m2forge.model.config_file import CONFIG_FILE as WEIGHTS_CONFIG
 from m2forge.model.config_file import read_config
@@ -63,7 +62,7 @@ from m2forge.observe.tracker import require_writers
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.state import StateError
 from m2forge.pool.stored import Lease, Queued
-from m2forge.records import PolicyVersion, Task
+from m2forge.records import JsonValue, PolicyVersion, Task
 from m2forge.reward.judge import Judge
 from m2forge.rl.attempts import Agents, Attempts, Slots, cancel_all
 from m2forge.rl.child import Child
@@ -140,6 +139,8 @@ class Supply:
 
 WORKER = "loop"
 """Name under which the loop holds leases; a run has one loop."""
+LOAD_S = 600.0
+"""Timeout of a request to the sampler, which may wait until weights are loaded."""
 POLL_S = 0.02
 FAILED = 503
 """HTTP status of a sampler whose engine has failed."""
@@ -322,11 +323,9 @@ class Loop:
         """Send the newest published version to the sampler whenever it changes. A restarted sampler loads the newest
         itself, so it is asked for its version first. A sampler whose engine has failed is about to exit; the version
         goes to its successor."""
-        headers, process = {"Authorization": f"Bearer {sampler.key}"}, sampler.child
+        process = sampler.child
         num_starts = process.num_starts
-        async with httpx2.AsyncClient(
-            base_url=sampler.url, headers=headers, timeout=600.0, trust_env=False, verify=False
-        ) as http:
+        with contextlib.closing(HttpClient(sampler.url, key=sampler.key)) as http:
             while True:
                 starts = process.num_starts
                 is_asked = starts == num_starts or await self._ask_version(http)
@@ -342,27 +341,27 @@ class Loop:
                             await writer.run(self.pool.rejoin, epoch)
                 await asyncio.sleep(POLL_S)
 
-    async def _ask_version(self, http: httpx2.AsyncClient) -> bool:
+    async def _ask_version(self, http: HttpClient) -> bool:
         """Ask a restarted sampler which version it serves; returns whether it responded."""
         try:
-            response = await http.get("/health")
-        except httpx2.TransportError:
+            response = await http.request("GET", "/health", timeout_s=LOAD_S)
+        except OSError:
             return False
         if response.is_success:
-            self.note_served(PolicyVersion(**response.json()["version"]))
+            self.note_served(PolicyVersion(**json.loads(response.content)["version"]))
         return response.is_success
 
-    async def _push(self, http: httpx2.AsyncClient, version: PolicyVersion, folder: Path) -> bool:
+    async def _push(self, http: HttpClient, version: PolicyVersion, folder: Path) -> bool:
         """Send a version to the sampler; returns whether it loaded it."""
-        body = {"folder": str(folder.absolute()), "version": version.to_dict()}
+        body: JsonValue = {"folder": str(folder.absolute()), "version": version.to_dict()}
         try:
-            response = await http.post("/weights", json=body)
-        except httpx2.TransportError:
+            response = await http.request("POST", "/weights", encode_json(body), timeout_s=LOAD_S)
+        except OSError:
             return False
         # When the trainer removes a version, it deletes its config first; the newest version is sent next.
-        if not response.is_success and response.status_code != FAILED and (folder / WEIGHTS_CONFIG).exists():
+        if not response.is_success and response.status != FAILED and (folder / WEIGHTS_CONFIG).exists():
             raise EngineError(
-                f"the sampler refused version {version.step} in {folder} with status {response.status_code}: "
+                f"the sampler refused version {version.step} in {folder} with status {response.status}: "
                 f"{response.text[:500]}. See {self.layout.log / 'sampler.log'}, repair the cause, then start the run "
                 "again"
             )

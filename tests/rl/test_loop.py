@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import httpx2
 import pytest
 import torch
 from sqlalchemy import select
@@ -22,6 +21,7 @@ from sqlalchemy import select
 from m2forge.config import write_resolved
 from m2forge.errors import EngineError
 from m2forge.gateway.episodes.closed_journal import journal_ids
+from m2forge.http_client import HttpClient
 from m2forge.model.checkpoint import load_model
 from m2forge.model.config_file import read_config
 from m2forge.observe.metrics import read_metrics
@@ -269,20 +269,27 @@ def test_a_version_removed_during_its_push_is_skipped(model: Path, tmp_path: Pat
     ends the run."""
     config = make_run(model, num_steps=5)
 
-    def answer(request: httpx2.Request) -> httpx2.Response:
-        return httpx2.Response(500, text="no tensor")
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 16)
+        writer.write(b"HTTP/1.1 500 Error\r\nconnection: close\r\n\r\nno tensor")
+        writer.close()
+        await writer.wait_closed()
 
     async def run() -> None:
         loop, folder = Loop(Layout(tmp_path), config), tmp_path / "weights" / "step-00000001-aa"
         folder.mkdir(parents=True)
         (folder / "config.json").touch()
         version = PolicyVersion("run", 1, "aa")
-        async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer), base_url="http://sampler") as http:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server:
+            http = HttpClient(url)
             with pytest.raises(EngineError, match=r"refused version 1 in .*: no tensor\. See .*sampler\.log"):
                 await loop._push(http, version, folder)
             # As `WeightStore` removes a version: its other files are there for a moment longer.
             (folder / "config.json").unlink()
             assert not await loop._push(http, version, folder)
+            http.close()
         loop.pool.close()
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
 """Engines over other servers.
 
-In reading order: client, http_stream, remote, vllm, sglang, update_lock.
+In reading order: client, remote, vllm, sglang, update_lock.
 """

@@ -1,15 +1,34 @@
-"""A minimal HTTP/1.1 client for streamed responses: sends a request, returns the body's bytes as they arrive.
+"""The HTTP/1.1 client of this package: requests to one server, with whole or streamed responses.
+
+    client = HttpClient("http://127.0.0.1:8400", key=key)
+    response = await client.request("POST", "/weights", encode_json(body), timeout_s=30.0)
 
 An engine's response is many small chunks, and a general-purpose client spends more time on each than all other code on
 its path. Here a chunk costs one slice of the received bytes. A connection carries one request at a time and is reused
-once its response was read to the end. The client follows no redirects, decodes no content and never retries.
+once its response was read to the end. The client follows no redirects, decodes no content, uses no proxy and never
+retries: a caller knows whether its request may be sent twice.
+
+All failures are OSErrors: `UnreachableError` if no connection was made and so nothing was sent, `BrokenOffError` if the
+response ended early or is not HTTP, TimeoutError after a caller's timeout.
 """
 
 import asyncio
+import base64
+import json
 import ssl
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import cast
+from urllib.parse import unquote, urlencode, urlsplit
 
+from m2forge.errors import ConfigError
+from m2forge.records import JsonValue
+
+CONNECT_S = 10.0
+"""Timeout of making a connection."""
+IDLE_S = 2.0
+"""How long an idle connection is kept for the next request. Servers close theirs after 5 s; a request sent on a
+connection just being closed would fail."""
 _END = b"\r\n"
 _HEAD_END = b"\r\n\r\n"
 _MAX_HEAD_BYTES = 64 << 10
@@ -17,11 +36,115 @@ _HIGH_BYTES = 1 << 20
 """Unread bytes above which reading pauses, so that the server must wait."""
 
 
+class UnreachableError(OSError):
+    """No connection could be made, so nothing was sent."""
+
+
 class BrokenOffError(OSError):
     """The response ended early or is not HTTP."""
 
 
-class Answer(asyncio.Protocol):
+@dataclass(frozen=True, slots=True)
+class Response:
+    status: int
+    content: bytes
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def text(self) -> str:
+        return self.content.decode(errors="replace")
+
+
+class HttpClient:
+    """A client of one server."""
+
+    def __init__(self, url: str, *, key: str | None = None) -> None:
+        """`key` is sent as a bearer token; a user and password in the URL are sent too, if there is no key."""
+        self.url, self.is_closed = url.rstrip("/"), False
+        parts = urlsplit(self.url)
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise ConfigError(f"url {url!r}: {error}; expected http://HOST:PORT or https://HOST:PORT") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"url {url!r}: expected http://HOST:PORT or https://HOST:PORT")
+        host = parts.netloc.rpartition("@")[2]
+        headers = {"Host": host, "Accept": "*/*", "Content-Type": "application/json"}
+        if parts.username is not None:
+            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        self._headers = _header_lines(headers)
+        self._path = parts.path.rstrip("/").encode()
+        is_secure = parts.scheme == "https"
+        self._connections = ConnectionPool(
+            parts.hostname, port or (443 if is_secure else 80), is_secure=is_secure, idle_s=IDLE_S
+        )
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        parameters: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> Response:
+        """Sends a request and receives the whole response, whatever its status, within `timeout_s`."""
+        async with asyncio.timeout(timeout_s):
+            connection = await self.connect()
+            try:
+                self.send(connection, method, path, body, parameters=parameters, headers=headers)
+                return Response(await connection.receive_status(), await connection.read_all())
+            finally:
+                self.release(connection)
+
+    async def connect(self) -> "Connection":
+        """A connection for one streamed exchange, which the caller must `release`."""
+        if self.is_closed:
+            raise UnreachableError("the client is closed")
+        return await self._connections.take()
+
+    def send(
+        self,
+        connection: "Connection",
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        parameters: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        target = self._path + path.encode()
+        if parameters:
+            target += b"?" + urlencode(parameters).encode()
+        more = _header_lines(headers) if headers else b""
+        connection.send(
+            b"%b %b HTTP/1.1\r\n%b%bContent-Length: %d\r\n\r\n"
+            % (method.encode(), target, self._headers, more, len(body)),
+            body,
+        )
+
+    def release(self, connection: "Connection") -> None:
+        """Keeps the connection for reuse, or closes it if its response was not read to the end."""
+        self._connections.give_back(connection)
+
+    def close(self) -> None:
+        """Closes all connections; requests in flight fail."""
+        self.is_closed = True
+        self._connections.close()
+
+
+def encode_json(value: JsonValue) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+class Connection(asyncio.Protocol):
     """One connection, and the response received over it."""
 
     def __init__(self) -> None:
@@ -49,11 +172,11 @@ class Answer(asyncio.Protocol):
 
     # -- for the caller ------------------------------------------------------------------------------------------------
 
-    def ask(self, head: bytes, body: bytes) -> None:
+    def send(self, head: bytes, body: bytes) -> None:
         self._forget()
         self._transport.writelines((head, body))
 
-    async def begin(self) -> int:
+    async def receive_status(self) -> int:
         """Waits for the status code and returns it."""
         while not self.status:
             await self._wait()
@@ -210,38 +333,46 @@ class Answer(asyncio.Protocol):
             self._num_bytes += len(part)
 
 
-class Connections:
+class ConnectionPool:
     """Connections to one server, one per request in flight."""
 
     def __init__(self, host: str, port: int, *, is_secure: bool, idle_s: float) -> None:
         self._host, self._port, self._idle_s = host, port, idle_s
         self._context = ssl.create_default_context() if is_secure else None
-        self._idle: list[Answer] = []
-        self._busy: set[Answer] = set()
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
         self._sweeper: asyncio.TimerHandle | None = None
 
-    async def take(self) -> Answer:
-        """Returns an idle connection or opens one. Raises OSError if it cannot connect."""
+    async def take(self) -> Connection:
+        """Returns an idle connection or opens one. Raises UnreachableError if it cannot connect."""
         loop = asyncio.get_running_loop()
         while self._idle:
-            answer = self._idle.pop()
-            if not answer.is_lost and loop.time() - answer.idle_since_s < self._idle_s:
-                self._busy.add(answer)
-                return answer
-            answer.hang_up()
-        _, answer = await loop.create_connection(Answer, self._host, self._port, ssl=self._context)
-        self._busy.add(answer)
-        return answer
+            connection = self._idle.pop()
+            if not connection.is_lost and loop.time() - connection.idle_since_s < self._idle_s:
+                self._busy.add(connection)
+                return connection
+            connection.hang_up()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._context)
+        except TimeoutError as error:
+            # A caller's own timeout is a cancellation here; this one is the connection's.
+            raise UnreachableError(f"no connection within {CONNECT_S:g} s") from error
+        except (OSError, UnicodeError) as error:
+            # UnicodeError: a name that DNS cannot express.
+            raise UnreachableError(str(error) or type(error).__name__) from error
+        self._busy.add(connection)
+        return connection
 
-    def give_back(self, answer: Answer) -> None:
+    def give_back(self, connection: Connection) -> None:
         """Keeps the connection for reuse, or closes it if its response was not read to the end."""
-        self._busy.discard(answer)
-        if not answer.is_reusable:
-            answer.hang_up()
+        self._busy.discard(connection)
+        if not connection.is_reusable:
+            connection.hang_up()
             return
         loop = asyncio.get_running_loop()
-        answer.idle_since_s = loop.time()
-        self._idle.append(answer)
+        connection.idle_since_s = loop.time()
+        self._idle.append(connection)
         if self._sweeper is None:
             self._sweeper = loop.call_later(self._idle_s, self._sweep)
 
@@ -250,19 +381,19 @@ class Connections:
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
-        for answer in [*self._busy, *self._idle]:
-            answer.fail(BrokenOffError("the engine was closed"))
-            answer.hang_up()
+        for connection in [*self._busy, *self._idle]:
+            connection.fail(BrokenOffError("the client was closed"))
+            connection.hang_up()
         self._busy.clear()
         self._idle.clear()
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
         old_s = loop.time() - self._idle_s
-        for answer in self._idle:
-            if answer.idle_since_s <= old_s:
-                answer.hang_up()
-        self._idle = [answer for answer in self._idle if not answer.is_lost]
+        for connection in self._idle:
+            if connection.idle_since_s <= old_s:
+                connection.hang_up()
+        self._idle = [connection for connection in self._idle if not connection.is_lost]
         self._sweeper = loop.call_later(self._idle_s, self._sweep) if self._idle else None
 
 
@@ -272,3 +403,11 @@ def _headers(lines: list[bytes]) -> dict[bytes, bytes]:
         name, _, value = line.partition(b":")
         headers[name.lower()] = value.strip()
     return headers
+
+
+def _header_lines(headers: Mapping[str, str]) -> bytes:
+    for name, value in headers.items():
+        # A line break would begin another header, or the body.
+        if not value.isprintable() or not value.isascii():
+            raise ConfigError(f"header {name}: expected printable ASCII characters and no line break")
+    return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
