@@ -1,13 +1,12 @@
-"""The CPU kernels in c/, compiled on first use by the machine's C compiler and stored in the user's cache folder.
-
-Without a compiler, or with M2FORGE_NATIVE=0, `library()` is None and the torch references serve. M2FORGE_NATIVE_ARCH
-sets another `-march` than the machine's own: x86-64-v3 is AVX2, x86-64-v4 AVX-512 without bfloat16. The file is built
-under a temporary name and renamed, so that processes starting together never load a partial one.
-
-Precision rules shared by every kernel and layer.
+"""Which arithmetic runs: the precision of kernels and layers, and the C kernels of a CPU.
 
 Sensitive arithmetic (norms, router, rotary angles, softmax) runs in *at least* float32: bfloat16 is raised to float32,
 float64 stays float64, so that exactness tests can run the whole network in float64.
+
+The CPU kernels in c/ are compiled on first use by the machine's C compiler and stored in the user's cache folder.
+Without a compiler, or with M2FORGE_NATIVE=0, `library()` is None and the torch references serve. M2FORGE_NATIVE_ARCH
+sets another `-march` than the machine's own: x86-64-v3 is AVX2, x86-64-v4 AVX-512 without bfloat16. The file is built
+under a temporary name and renamed, so that processes starting together never load a partial one.
 """
 
 import ctypes
@@ -24,16 +23,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def raised(x: Tensor) -> Tensor:
-    """`x` in at least float32."""
-    return x.to(at_least_float32(x.dtype))
-
-
 FOLDER = Path(__file__).with_name("c")
 FLAGS = (
     "-O3",
@@ -45,63 +34,20 @@ FLAGS = (
     "-shared",
     "-Wl,-Bsymbolic",
 )
-
 _TYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int32, torch.int64)
-
 _log = logging.getLogger(__name__)
 
 
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    if os.environ.get("M2FORGE_NATIVE") == "0":
-        return None
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    if compiler is None:
-        _log.warning(
-            "no C compiler (%s, gcc) on the PATH: slower torch operations replace the native CPU kernels; install gcc, "
-            "or set M2FORGE_NATIVE=0 to silence this",
-            os.environ.get("CC", "cc"),
-        )
-        return None
-    try:
-        return ctypes.CDLL(str(_built(compiler)))
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # no home folder is a RuntimeError
-        detail = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
-        _log.warning("the native CPU kernels cannot be built, the slower torch ones serve: %s", detail)
-        return None
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
-def _built(compiler: str) -> Path:
-    sources = sorted(FOLDER.glob("*.[ch]"))
-    flags = (*FLAGS, f"-march={os.environ.get('M2FORGE_NATIVE_ARCH') or 'native'}")
-    made_of = (*(path.read_bytes() for path in sources), compiler.encode(), " ".join(flags).encode(), _cpu().encode())
-    key = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
-    target = _cache() / f"native-{key}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".so")
-        os.close(handle)
-        try:
-            command = [compiler, *flags, *(str(path) for path in sources if path.suffix == ".c"), "-o", partial, "-lm"]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            Path(partial).replace(target)
-        finally:
-            Path(partial).unlink(missing_ok=True)
-    return target
+def raised(x: Tensor) -> Tensor:
+    """`x` in at least float32."""
+    return x.to(at_least_float32(x.dtype))
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m2forge"
-
-
-def _cpu() -> str:
-    """The CPU features that `-march=native` depends on, so that machines sharing a cache each get their own file."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    features = sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))})
-    return "\n".join((platform.machine(), *features))
+# -- calling a C kernel ------------------------------------------------------------------------------------------------
 
 
 def serves(*tensors: Tensor, dtype: torch.dtype = torch.float32) -> bool:
@@ -157,3 +103,59 @@ def _pointer(x: Tensor) -> int:
     assert x.is_cpu
     assert x.dtype in _TYPES, f"{x.dtype} would be read as something else"
     return x.data_ptr()
+
+
+# -- compiling them ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    if os.environ.get("M2FORGE_NATIVE") == "0":
+        return None
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    if compiler is None:
+        _log.warning(
+            "no C compiler (%s, gcc) on the PATH: slower torch operations replace the native CPU kernels; install gcc, "
+            "or set M2FORGE_NATIVE=0 to silence this",
+            os.environ.get("CC", "cc"),
+        )
+        return None
+    try:
+        return ctypes.CDLL(str(_built(compiler)))
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:  # no home folder is a RuntimeError
+        detail = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
+        _log.warning("the native CPU kernels cannot be built, the slower torch ones serve: %s", detail)
+        return None
+
+
+def _built(compiler: str) -> Path:
+    sources = sorted(FOLDER.glob("*.[ch]"))
+    flags = (*FLAGS, f"-march={os.environ.get('M2FORGE_NATIVE_ARCH') or 'native'}")
+    made_of = (*(path.read_bytes() for path in sources), compiler.encode(), " ".join(flags).encode(), _cpu().encode())
+    key = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
+    target = _cache() / f"native-{key}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".so")
+        os.close(handle)
+        try:
+            command = [compiler, *flags, *(str(path) for path in sources if path.suffix == ".c"), "-o", partial, "-lm"]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            Path(partial).replace(target)
+        finally:
+            Path(partial).unlink(missing_ok=True)
+    return target
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m2forge"
+
+
+def _cpu() -> str:
+    """The CPU features that `-march=native` depends on, so that machines sharing a cache each get their own file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = sorted({line for line in lines if line.startswith(("flags", "Features", "model name", "CPU part"))})
+    return "\n".join((platform.machine(), *features))

@@ -8,7 +8,7 @@ only the two pre-activations and recomputes the rest, does not need the output. 
 
 Shapes: N tokens, K experts per token, S = N·K rows, E experts, D hidden size, F expert width.
 
-Grouped matrix products (grouped GEMM): rows sorted by group, one matrix per group.
+The products are grouped (grouped GEMM): rows sorted by group, one matrix per group.
 
     rows:     out[s] = a[s] @ b[g]            for every row s of group g     (S, I) x (G, I, O) -> (S, O)
     weights:  out[g] = Σ_{s in g} a[s]ᵀ b[s]                                 (S, I), (S, O) -> (G, I, O)

@@ -1,30 +1,10 @@
-"""Cross-entropy from hidden states, one chunk of logits at a time (`linear_loss`).
-
-    loss = Σ_m  weight[m] · ( logsumexp_v z[m,v] − z[m, target[m]] ),    z[m] = head · hidden[position[m]]
-
-Shapes: N tokens, M loss positions, C positions of a chunk, D hidden size, V vocabulary.
-
-Losses from hidden states through the LM head, one chunk of logits at a time.
+"""Losses from hidden states through the LM head, one chunk of logits at a time.
 
     loss = Σ over chunks of score(z),    z[m] = head · hidden[position[m]]
 
 Only positions that carry a loss are multiplied with the head, and about `CHUNK_BYTES` of logits exist at once. `score`
 also returns the gradient of its loss with respect to the logits, so the forward pass computes the gradients of hidden
 states and head while a chunk's logits exist, and nothing is recomputed.
-
-Shapes: N tokens, M loss positions, C positions of a chunk, D hidden size, V vocabulary.
-
-Logprobs from hidden states, and any loss that is a function of them, one chunk of logits at a time.
-
-    z[m] = head · hidden[position[m]] / temperature[m]
-    logp[m] = z[m, target[m]] − logsumexp_v z[m,v]
-    loss = Σ_m value(logp[m]),    ∂loss/∂z[m,v] = slope(logp[m]) · ( [v = target[m]] − p[m,v] )
-
-The caller supplies value and slope for a chunk's logprobs; `linear_loss` does the rest. Returned beside the loss,
-without gradient: logp, the entropy of p and, on request, the top tokens.
-
-`row_statistics` and `softmax_grad_` are the two passes over a chunk of logits, each one kernel; on CUDA they make no
-copy of the logits in higher precision.
 
 Shapes: N tokens, M loss positions, C positions of a chunk, D hidden size, V vocabulary, K top tokens.
 """
@@ -43,10 +23,14 @@ from m2forge.kernels.arithmetic import at_least_float32, raised
 from m2forge.kernels.linear import linear_float32
 
 CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 25}
-
 Score: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(logits_CV, slice of the M positions) → (loss summed over them, its gradient with respect to the logits). `score` may
 reuse the logits' memory for the gradient."""
+Term: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+"""(logp_C, slice of the M positions) → (value_C, slope_C), where slope is the derivative of value by logp."""
+
+
+# -- any loss ----------------------------------------------------------------------------------------------------------
 
 
 def linear_loss(
@@ -134,8 +118,7 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     return out
 
 
-Term: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-"""(logp_C, slice of the M positions) → (value_C, slope_C), where slope is the derivative of value by logp."""
+# -- logprobs ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -169,7 +152,17 @@ def linear_logprob(
     float32_head: bool = False,
     chunk_bytes: int | None = None,
 ) -> LogProbs:
-    """Without `inverse_temperature_M` every temperature is 1. `top_k`: number of top tokens to return."""
+    """Logprobs, and any loss that is a function of them.
+
+        z[m] = head · hidden[position[m]] / temperature[m]
+        logp[m] = z[m, target[m]] − logsumexp_v z[m,v]
+        loss = Σ_m value(logp[m]),    ∂loss/∂z[m,v] = slope(logp[m]) · ( [v = target[m]] − p[m,v] )
+
+    `term` returns value and slope for a chunk's logprobs. Returned beside the loss, without gradient: logp, the entropy
+    of p and, on request, the top tokens. `row_statistics` and `softmax_grad_` are the two passes over a chunk of
+    logits, each one kernel; on CUDA they make no copy of the logits in higher precision. Without
+    `inverse_temperature_M` every temperature is 1. `top_k`: number of top tokens to return.
+    """
     columns = [x for x in (position_M, target_M, inverse_temperature_M) if x is not None]
     if any(x.shape != target_M.shape for x in columns):
         shapes = [tuple(x.shape) for x in columns]
@@ -285,6 +278,9 @@ def _find_top(logits_CV: Tensor, scale_C: Tensor | None, lse_C: Tensor, top: Top
     logits_CV.scatter_(1, id_CK, found_CK)
 
 
+# -- cross-entropy -----------------------------------------------------------------------------------------------------
+
+
 def linear_cross_entropy(
     hidden_ND: Tensor,
     head_VD: Tensor,
@@ -296,6 +292,8 @@ def linear_cross_entropy(
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, the unweighted loss of each position, without gradient).
+
+        loss = Σ_m  weight[m] · ( logsumexp_v z[m,v] − z[m, target[m]] ),    z[m] = head · hidden[position[m]]
 
     Without `position_M` every token carries a loss; without `weight_M` the loss is their mean.
     """

@@ -1,10 +1,4 @@
-"""The gate of a SwiGLU network: silu(gate) · up, gate and up the two halves of each row.
-
-RMSNorm over the last dimension: x / sqrt(mean(x²) + eps) · weight, the mean in at least float32.
-
-Rotary embedding of the leading dimensions of each head, in the half-rotation layout.
-
-    (a, b) → (a·cos − b·sin, b·cos + a·sin)     with a, b the two halves of the rotating dimensions
+"""The memory-bound kernels of a layer, each beside the torch reference it must equal: RMSNorm, rotary embedding, gate.
 
 Shapes: N tokens, H heads, K head dimension, R = rotating dimensions / 2.
 """
@@ -23,6 +17,9 @@ _PARTIAL_ROWS = 252
 """Rows per partial sum of the weight's gradient: ROWS of c/row.c."""
 
 
+# -- RMSNorm -----------------------------------------------------------------------------------------------------------
+
+
 class Norm(NamedTuple):
     """The parameters of `rms_norm`."""
 
@@ -31,6 +28,7 @@ class Norm(NamedTuple):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension: x / sqrt(mean(x²) + eps) · weight, the mean in at least float32."""
     if native.serves(x, weight):
         y: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return y
@@ -73,8 +71,16 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().view(-1, x.shape[-1])
 
 
+# -- rotary embedding --------------------------------------------------------------------------------------------------
+
+
 def rotate(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
-    """Angles and arithmetic are in at least float32; the result has the dtype of `x_NHK`."""
+    """Rotary embedding of the leading dimensions of each head, in the half-rotation layout.
+
+        (a, b) → (a·cos − b·sin, b·cos + a·sin)     with a, b the two halves of the rotating dimensions
+
+    Angles and arithmetic are in at least float32; the result has the dtype of `x_NHK`.
+    """
     if native.serves(x_NHK, cos_NR, sin_NR):
         turned: Tensor = _Rotate.apply(x_NHK, cos_NR, sin_NR)  # type: ignore[no-untyped-call]
         return turned
@@ -84,28 +90,6 @@ def rotate(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
         native.call("rotate_bfloat16", x, cos_NR, sin_NR, x.stride(0), *x.shape, cos_NR.shape[1], y)
         return y
     return rotate_plain(x_NHK, cos_NR, sin_NR)
-
-
-def rotate_into_cache(
-    qkv_NW: Tensor,
-    k_PTGK: Tensor,
-    v_PTGK: Tensor,
-    slot_N: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    q_norm: Norm | None = None,
-    k_norm: Norm | None = None,
-) -> Tensor:
-    """QK norm, rotary embedding and KV cache write after the QKV projection, in bfloat16 on a CPU, without gradients.
-    The norms span each head or all heads, according to the length of their weights. Returns q (N, H, K). The CUDA form
-    is in rotary_triton.py."""
-    (num_tokens, width), (_, _, num_kv_heads, head_dim) = qkv_NW.shape, k_PTGK.shape
-    num_heads = width // head_dim - 2 * num_kv_heads
-    q_NHK = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv_NW.dtype)
-    weights = (None, None) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
-    eps, is_flat = (0.0, 0) if q_norm is None else (q_norm.eps, int(q_norm.weight.shape[0] != head_dim))
-    sizes = (num_tokens, num_heads, num_kv_heads, head_dim, rotation[0].shape[1])
-    native.call("rotate_into_cache", qkv_NW, *weights, eps, is_flat, *rotation, slot_N, *sizes, q_NHK, k_PTGK, v_PTGK)
-    return q_NHK
 
 
 def rotate_plain(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
@@ -138,8 +122,33 @@ def _turn(x_NHK: Tensor, cos_NR: Tensor, sin_NR: Tensor, sign: float) -> Tensor:
     return y
 
 
+def rotate_into_cache(
+    qkv_NW: Tensor,
+    k_PTGK: Tensor,
+    v_PTGK: Tensor,
+    slot_N: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+) -> Tensor:
+    """QK norm, rotary embedding and KV cache write after the QKV projection, in bfloat16 on a CPU, without gradients.
+    The norms span each head or all heads, according to the length of their weights. Returns q (N, H, K). The CUDA form
+    is in rotary_triton.py."""
+    (num_tokens, width), (_, _, num_kv_heads, head_dim) = qkv_NW.shape, k_PTGK.shape
+    num_heads = width // head_dim - 2 * num_kv_heads
+    q_NHK = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv_NW.dtype)
+    weights = (None, None) if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
+    eps, is_flat = (0.0, 0) if q_norm is None else (q_norm.eps, int(q_norm.weight.shape[0] != head_dim))
+    sizes = (num_tokens, num_heads, num_kv_heads, head_dim, rotation[0].shape[1])
+    native.call("rotate_into_cache", qkv_NW, *weights, eps, is_flat, *rotation, slot_N, *sizes, q_NHK, k_PTGK, v_PTGK)
+    return q_NHK
+
+
+# -- the gate of a SwiGLU network --------------------------------------------------------------------------------------
+
+
 def gated(h_NG: Tensor) -> Tensor:
-    """(N, G / 2)."""
+    """silu(gate) · up, gate and up the two halves of each row: (N, G / 2)."""
     if native.serves(h_NG, dtype=torch.bfloat16):
         h_NG = h_NG.contiguous()
         num_rows, width = h_NG.shape[0], h_NG.shape[1] // 2

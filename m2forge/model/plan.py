@@ -5,19 +5,9 @@ and each token's predecessor (`to_parent`). The same blocks serve every plan.
 
     CausalRows   B rows of equal length, each causal; trailing padding needs no mask
     Documents    packed documents in one flat sequence, each causal and isolated from the others
-    Trees        token trees, each token attends to its ancestors (tree_plan.py)
+    Trees        token trees, each token attends to its ancestors
 
-Shapes: N tokens, H query heads, G key/value heads, K head dimension.
-
-The attention plan of token trees: each token of a flat tree attends to its ancestors only.
-
-A token's position is its depth; it attends to itself and its ancestors, and counts in expert loads as often as samples
-contain it. So the network computes each token once, with the result it would have in every row that contains it.
-
-Padding up to `length` forms one more tree after the others, a chain with count zero. It does not change the other
-trees, and lets trees of many sizes share a few lengths.
-
-Shapes as in `plan`; V nodes.
+Shapes: N tokens, H query heads, G key/value heads, K head dimension, V nodes of a tree.
 """
 
 import functools
@@ -67,6 +57,9 @@ class AttentionPlan(Protocol):
     def to_parent(self, x_ND: Tensor) -> Tensor:
         """Row n is x at the token before n in its document; zero for a first token."""
         ...
+
+
+# -- rows and documents ------------------------------------------------------------------------------------------------
 
 
 class CausalRows:
@@ -150,7 +143,18 @@ class FlexAttend:
         return flex(q, k, v, self.mask)[0].transpose(0, 1)
 
 
+# -- token trees -------------------------------------------------------------------------------------------------------
+
+
 class Trees:
+    """Each token of a flat tree attends to itself and its ancestors only. A token's position is its depth, and it
+    counts in expert loads as often as samples contain it. So the network computes each token once, with the result
+    it would have in every row that contains it.
+
+    Padding up to `length` forms one more tree after the others, a chain with count zero. It does not change the other
+    trees, and lets trees of many sizes share a few lengths.
+    """
+
     def __init__(self, flat: FlatTree, device: torch.device | str | None = None, length: int | None = None) -> None:
         length = flat.num_tokens if length is None else length
         if not 0 < flat.num_tokens <= length:

@@ -1,54 +1,10 @@
 """The network: embedding, blocks, final norm, LM head, and the chain of multi-token prediction (MTP) modules.
 
 Token ids in; hidden states and routing statistics out. Logits are a separate step, because training needs them only at
-loss positions (kernels/head_loss.py). Masks come from an attention plan; parallelism stays outside.
+loss positions (kernels/head_loss.py). Masks come from an attention plan; parallelism stays outside. The parts come
+first, the whole last.
 
 Shapes: B rows, L their length, N flat tokens, D hidden size, V vocabulary, E experts.
-
-RMSNorm as a layer.
-
-A linear layer without bias, over kernels/linear.py.
-
-Rotary position embedding (RoPE) angles for the leading `rotary_dim` dimensions of each head.
-
-    angle[n,i] = position[n] · frequency[i],      frequency[i] = theta^(−2i / rotary_dim), i < rotary_dim / 2
-
-Computed in at least float32. kernels/pointwise.py applies the rotation.
-
-Grouped-query attention: projection, QK norm and rotary embedding; the plan supplies the mask.
-
-The router chooses each token's experts and their weights.
-
-    s = sigmoid(x W) or softmax(x W), in at least float32
-    chosen = top-k of s + b          (b: the selection bias, which gets no gradient of the language-model loss)
-    weight = s[chosen] / Σ s[chosen] (when normalised)
-
-Routing replay: experts recorded at sampling time can replace the top-k; the weights still come from s.
-
-Load balancing (N tokens, E experts, c = tokens per expert, each token weighted by the plan's count):
-
-    sign rule:      b += rate · (d − mean d),   d = sign(mean c − c)
-    auxiliary loss: E · Σ_e f_e P_e,            f = c / Σc detached, P = mean over tokens of a / Σa
-                    with a = s, or a = s + b where b learns by gradient
-    MaxVio:         max c / mean c − 1
-
-If f covers all micro-batches of a step, and P is one micro-batch's sum divided by the step's number of tokens, the
-micro-batches' auxiliary losses add up to that of the step.
-
-Feed-forward layers: a dense SwiGLU network, or a mixture of experts (MoE) behind a router.
-
-One Transformer layer: x + attention(norm x), then x + ffn(norm x).
-
-Multi-token prediction (MTP): K chained modules, each predicting one token further ahead than the last.
-
-At token n, module i joins the state of module i−1 (or of the main model, for i = 1) at n's parent with n's own
-embedding, and predicts the token after n:
-
-    h_i[n] = Block( P · [ RMSNorm(h_{i−1}[parent n]) ; RMSNorm(embedding[token n]) ] )
-
-So every depth predicts the same next tokens as the main model, from a main state that is i tokens old. Indexing by the
-child keeps this exact where a token has several children (a tree): a child has one parent. The state before a first
-token is zero. Embedding and LM head are the main model's.
 """
 
 import copy
@@ -82,6 +38,8 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
+    """A linear layer without bias, over kernels/linear.py."""
+
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
@@ -94,6 +52,9 @@ def pack_weights(network: nn.Module, *others: Tensor) -> None:
     pack((*(part.weight for part in network.modules() if isinstance(part, Linear)), *others))
 
 
+# -- rotary position embedding -----------------------------------------------------------------------------------------
+
+
 class Rotation(NamedTuple):
     """cos and sin of every token's angles, (N, rotary_dim / 2)."""
 
@@ -102,6 +63,7 @@ class Rotation(NamedTuple):
 
 
 def frequencies(config: AttentionConfig, device: torch.device | None = None) -> Tensor:
+    """theta^(−2i / rotary_dim) for i < rotary_dim / 2, scaled if the config says so."""
     exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device) / config.rotary_dim
     plain = 1.0 / (config.rope_theta**exponent)
     return plain if config.rope_scaling is None else _scaled(plain, config.rope_scaling)
@@ -117,13 +79,21 @@ def _scaled(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotation(position_N: Tensor, frequency_R: Tensor, dtype: torch.dtype) -> Rotation:
+    """The angles position[n] · frequency[i] of the leading `rotary_dim` dimensions of each head, in at least float32;
+    kernels/pointwise.py applies them.
+    """
     precision = at_least_float32(dtype)
     angle_NR = position_N.to(precision)[:, None] * frequency_R.to(precision)
     return Rotation(angle_NR.cos(), angle_NR.sin())
 
 
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
 class Attention(nn.Module):
-    """q, k and v are stacked in one matrix in this order: one product forward, one backward."""
+    """Grouped-query attention: projection, QK norm and rotary embedding; the plan supplies the mask. q, k and v are
+    stacked in one matrix in this order: one product forward, one backward.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -149,6 +119,9 @@ class Attention(nn.Module):
         return out
 
 
+# -- the router --------------------------------------------------------------------------------------------------------
+
+
 class Routing(NamedTuple):
     expert_NK: Tensor
     weight_NK: Tensor
@@ -157,6 +130,25 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
+    """Chooses each token's experts and their weights.
+
+        s = sigmoid(x W) or softmax(x W), in at least float32
+        chosen = top-k of s + b          (b: the selection bias, which gets no gradient of the language-model loss)
+        weight = s[chosen] / Σ s[chosen] (when normalised)
+
+    Routing replay: experts recorded at sampling time can replace the top-k; the weights still come from s.
+
+    Load balancing (N tokens, E experts, c = tokens per expert, each token weighted by the plan's count):
+
+        sign rule:      b += rate · (d − mean d),   d = sign(mean c − c)
+        auxiliary loss: E · Σ_e f_e P_e,            f = c / Σc detached, P = mean over tokens of a / Σa
+                        with a = s, or a = s + b where b learns by gradient
+        MaxVio:         max c / mean c − 1
+
+    If f covers all micro-batches of a step, and P is one micro-batch's sum divided by the step's number of tokens, the
+    micro-batches' auxiliary losses add up to that of the step.
+    """
+
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
@@ -225,6 +217,9 @@ def aux_loss(load_LE: Tensor, affinity_LE: Tensor, num_tokens: int | Tensor) -> 
     return affinity_LE.shape[-1] * (fraction_LE.detach() * affinity_LE).sum(-1).mean() / num_tokens
 
 
+# -- feed-forward layers -----------------------------------------------------------------------------------------------
+
+
 class Balance(NamedTuple):
     """Routing statistics of one MoE layer: tokens per expert, the sum for P of the auxiliary loss, and the chosen
     experts."""
@@ -249,6 +244,8 @@ class DenseFFN(nn.Module):
 
 
 class MixtureFFN(nn.Module):
+    """A mixture of experts (MoE) behind a router."""
+
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
         width = config.intermediate_size
@@ -274,7 +271,12 @@ def build_ffn(config: ModelConfig, layer: int) -> DenseFFN | MixtureFFN:
     return DenseFFN(config.hidden_size, config.intermediate_size)
 
 
+# -- one layer ---------------------------------------------------------------------------------------------------------
+
+
 class Block(nn.Module):
+    """One Transformer layer: x + attention(norm x), then x + ffn(norm x)."""
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -296,12 +298,26 @@ class Block(nn.Module):
         return x_ND + out_ND, balance
 
 
+# -- multi-token prediction --------------------------------------------------------------------------------------------
+
+
 MTPSource = Literal["main", "mtp1", "random"]
 MTPGradient = Literal["all", "modules"]
 """Parameters that the MTP loss trains: all that it depends on, or the modules only."""
 
 
 class MTPModule(nn.Module):
+    """One of K chained modules, each predicting one token further ahead than the last. At token n, module i joins the
+    state of module i−1 (or of the main model, for i = 1) at n's parent with n's own embedding, and predicts the
+    token after n:
+
+        h_i[n] = Block( P · [ RMSNorm(h_{i−1}[parent n]) ; RMSNorm(embedding[token n]) ] )
+
+    So every depth predicts the same next tokens as the main model, from a main state that is i tokens old. Indexing by
+    the child keeps this exact where a token has several children (a tree): a child has one parent. The state before a
+    first token is zero. Embedding and LM head are the main model's.
+    """
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.norm_eps
@@ -333,6 +349,9 @@ def copied_module(first: MTPModule, last_block: Block, final_norm: RMSNorm, sour
         module.block = copy.deepcopy(last_block)
         module.norm = copy.deepcopy(final_norm)
     return module.requires_grad_()
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,6 @@ sharing, preemption and speculative decoding do not change a completion: it equa
 sequence through the network for every token, up to rounding, and with a seed its sampled tokens do too.
 
 Every sample of an accepted prompt ends in exactly one chunk with a finish reason.
-
-Rejects prompts that can never be served, so that every waiting request can run eventually.
-
-Number of decode steps between host syncs, and the block space each sequence gets for them.
-
-Builds the runner's inputs from requests.
-
-Pending weight updates: validated against the network on arrival, copied into it when due.
 """
 
 # Reading path: decode. A decode step.
@@ -60,192 +52,6 @@ from m2forge.rollout.kv.scheduler import Scheduler, num_blocks_for
 from m2forge.rollout.request import Decode, Drawn, Request
 from m2forge.rollout.speculation.adaptive_depth import DepthChooser, MeasuredDepth, Moment
 
-
-def refuse_unservable(id: str, prompt: Prompt, config: RolloutConfig, vocab_size: int, max_context: int) -> None:
-    """Raises RequestError."""
-    ids = np.asarray(prompt.ids)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise RequestError(f"prompt {id!r}: ids: expected a row of integers, received {ids.shape} of {ids.dtype}")
-    strange = ids[(ids < 0) | (ids >= vocab_size)]
-    if strange.size:
-        found = strange[:8].tolist()
-        raise RequestError(f"prompt {id!r}: ids outside 0..{vocab_size - 1}: {found}; another tokenizer's?")
-    num_tokens = ids.size + prompt.max_tokens
-    sizes = f"{ids.size} tokens and {prompt.max_tokens} to sample"
-    if num_tokens > max_context:
-        raise RequestError(f"prompt {id!r}: {sizes} exceed the context of {max_context}; ask for less")
-    # The last token is sampled but never computed.
-    if num_blocks_for(num_tokens - 1, config.block_tokens) > config.num_blocks:
-        num_positions = config.num_blocks * config.block_tokens
-        raise RequestError(
-            f"prompt {id!r}: {sizes} exceed a cache of {num_positions}; ask for less, or raise num_blocks"
-        )
-    if "" in prompt.stop_texts:
-        raise RequestError(f"prompt {id!r}: stop_texts: expected text, received ''")
-
-
-def num_steps_ahead(scheduler: Scheduler, requests: Sequence[Request], depth: int, tokens_per_step: float) -> int:
-    """No more steps than the longest remaining completion needs at the expected tokens per step; no more than the
-    shortest needs while requests wait; and one where blocks are scarce."""
-    last = min if scheduler.waiting else max
-    num_wanted = last(request.num_wanted for request in requests)
-    num_steps = min(scheduler.config.steps_per_sync, math.ceil(num_wanted / tokens_per_step))
-    num_missing = 0
-    for request in requests:
-        num_tokens = request.num_computed + _num_useful(request, depth, num_steps)
-        num_missing += max(num_blocks_for(num_tokens, scheduler.config.block_tokens) - len(request.blocks), 0)
-    return num_steps if num_missing <= scheduler.pool.num_available else 1
-
-
-def lend_room(
-    scheduler: Scheduler, requests: Sequence[Request], granted: Sequence[int], depth: int, num_steps: int
-) -> list[int]:
-    """Takes blocks for the steps; returns how many tokens fit from each sequence's last one on, at least as many as
-    `granted`."""
-    if not depth and num_steps == 1:
-        return list(granted)
-    return [
-        max(num, scheduler.lend(request, _num_useful(request, depth, num_steps)))
-        for request, num in zip(requests, granted, strict=True)
-    ]
-
-
-def _num_useful(request: Request, depth: int, num_steps: int) -> int:
-    """Tokens that the steps can compute and the request still wants."""
-    return min(num_steps * (1 + depth) + depth, request.num_wanted)
-
-
-def complete_alike(requests: Collection[Request]) -> bool:
-    """Whether all requests decode, all greedily or none, with temperature as the only parameter: then a step can run as
-    one function, unless MTP modules are behind."""
-    is_greedy = next(iter(requests)).prompt.sampling.temperature == 0
-    return all(
-        request.num_left == 1 and (request.prompt.sampling.temperature == 0) == is_greedy and request.is_bare
-        for request in requests
-    )
-
-
-def is_reading(batch: Mapping[Request, int]) -> bool:
-    """Whether any request is in prefill: computes more than its last token and drafts."""
-    return any(min(num_tokens, request.num_left) > 1 for request, num_tokens in batch.items())
-
-
-def has_kept_up(requests: Iterable[Request], depth: int) -> bool:
-    """Whether the MTP modules that draft have run over all tokens the main model has computed."""
-    return not depth or all(request.num_foreseen[depth - 1] == request.num_computed for request in requests)
-
-
-def moment_of(
-    requests: Collection[Request], num_modules: int, num_coming: int, is_apart: bool, most_behind: int
-) -> Moment:
-    num_behind = [
-        sum(request.num_computed - request.num_foreseen[module] for request in requests)
-        for module in range(num_modules)
-    ]
-    num_wanted = sum(request.num_wanted for request in requests) / len(requests)
-    return Moment(len(requests), num_coming, is_apart, num_behind, num_wanted, most_behind)
-
-
-def completing(
-    requests: Sequence[Request],
-    drafts: Sequence[Sequence[int]],
-    rooms: Sequence[int],
-    table_BS: npt.NDArray[np.int64],
-) -> Completing:
-    return Completing(
-        tokens=[request.ids[-1] for request in requests],
-        starts=[request.num_computed for request in requests],
-        drafts=drafts,
-        rooms=rooms,
-        table_BS=table_BS,
-        slots=[request.slot for request in requests],
-        temperatures=[request.prompt.sampling.temperature for request in requests],
-        seeds=[request.seed for request in requests],
-        samples=[request.sample for request in requests],
-        is_seeded=[request.prompt.seed is not None for request in requests],
-        indices=[request.num_sampled for request in requests],
-    )
-
-
-def rows_of(request: Request, num_tokens: int) -> list[Row]:
-    """Sampling rows of the next tokens, assuming that the drafts before each are accepted."""
-    sampling, is_seeded = request.prompt.sampling, request.prompt.seed is not None
-    prompt, sampled = list[int](), list[int]()
-    if sampling.is_penalised:
-        prompt, sampled = request.ids[: request.num_prompt], request.ids[request.num_prompt :]
-    return [
-        Row(
-            sampling,
-            request.seed,
-            request.sample,
-            request.num_sampled + index,
-            prompt,
-            sampled + request.drafts[:index] if sampling.is_penalised else sampled,
-            is_seeded,
-        )
-        for index in range(num_tokens)
-    ]
-
-
-_TRAINING_FIELDS = {
-    "init_std": True,
-    "max_context": True,
-    "moe": {"bias_update", "bias_rate", "aux_loss_weight"},
-}
-"""Config fields that do not change how the network computes."""
-
-
-@dataclass(frozen=True)
-class WeightUpdate:
-    version: PolicyVersion
-    fill: Callable[[Transformer], None]
-    """Copies the weights into the network against which they were validated."""
-
-
-def from_folder(model: Transformer, folder: Path, version: PolicyVersion) -> WeightUpdate:
-    """The files stay open until the update is done, so the folder may be deleted before."""
-    try:
-        source = FolderSource(folder)
-    except M2ForgeError:
-        raise
-    except Exception as error:
-        # The weights have not changed yet, so a bad path or file is a rejected request, not an engine failure.
-        raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error}); give another") from error
-    if _arithmetic(source.config) != _arithmetic(model.config):
-        raise CheckpointError(f"{folder} holds another network than the one being served; start an engine for it")
-    refuse_misfits(source)
-    return WeightUpdate(version, lambda served: fill(served, source))
-
-
-def from_memory(
-    model: Transformer, tensors: Mapping[str, Tensor], version: PolicyVersion, *, copies: bool = False
-) -> WeightUpdate:
-    """`copies`: clone the tensors, in case the caller changes them before the update is due."""
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    misfits = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if misfits:
-        shown = "; ".join(
-            f"{name}: expected {expected.get(name, 'none')}, received {found.get(name, 'none')}" for name in misfits[:8]
-        )
-        raise CheckpointError(f"{len(misfits)} tensors do not fit the network being served: {shown}")
-
-    if copies:
-        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-    @torch.no_grad()
-    def copy(served: Transformer) -> None:
-        state = served.state_dict()
-        for name, tensor in tensors.items():
-            state[name].copy_(tensor)
-
-    return WeightUpdate(version, copy)
-
-
-def _arithmetic(config: ModelConfig) -> dict[str, object]:
-    return config.model_dump(exclude=_TRAINING_FIELDS)  # type: ignore[arg-type]
-
-
 SEED_BITS = 64
 Experts = npt.NDArray[np.int16]
 """(tokens, layers, chosen)."""
@@ -253,6 +59,12 @@ CATCH_UP_STEPS = 4
 """Limit on the tokens an MTP module catches up on in one step, as a multiple of `step_tokens`."""
 READING = 4
 """The modules' time counts as prefill when they run more than this many times the tokens that decoding can give."""
+_TRAINING_FIELDS = {
+    "init_std": True,
+    "max_context": True,
+    "moe": {"bias_update", "bias_rate", "aux_loss_weight"},
+}
+"""Config fields that do not change how the network computes."""
 
 
 class Core:
@@ -624,3 +436,194 @@ class Core:
         alive = [request for requests in self._requests.values() for request in requests]
         assert {*alive} == {*self._scheduler.running, *self._scheduler.waiting}, "a request is lost"
         assert len(alive) == self.num_running + self.num_waiting, "a request is there twice"
+
+
+# -- prompts that can be served ----------------------------------------------------------------------------------------
+
+
+def refuse_unservable(id: str, prompt: Prompt, config: RolloutConfig, vocab_size: int, max_context: int) -> None:
+    """Raises RequestError if the prompt can never be served, so that every waiting request can run eventually."""
+    ids = np.asarray(prompt.ids)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RequestError(f"prompt {id!r}: ids: expected a row of integers, received {ids.shape} of {ids.dtype}")
+    strange = ids[(ids < 0) | (ids >= vocab_size)]
+    if strange.size:
+        found = strange[:8].tolist()
+        raise RequestError(f"prompt {id!r}: ids outside 0..{vocab_size - 1}: {found}; another tokenizer's?")
+    num_tokens = ids.size + prompt.max_tokens
+    sizes = f"{ids.size} tokens and {prompt.max_tokens} to sample"
+    if num_tokens > max_context:
+        raise RequestError(f"prompt {id!r}: {sizes} exceed the context of {max_context}; ask for less")
+    # The last token is sampled but never computed.
+    if num_blocks_for(num_tokens - 1, config.block_tokens) > config.num_blocks:
+        num_positions = config.num_blocks * config.block_tokens
+        raise RequestError(
+            f"prompt {id!r}: {sizes} exceed a cache of {num_positions}; ask for less, or raise num_blocks"
+        )
+    if "" in prompt.stop_texts:
+        raise RequestError(f"prompt {id!r}: stop_texts: expected text, received ''")
+
+
+# -- decode steps between host syncs -----------------------------------------------------------------------------------
+
+
+def num_steps_ahead(scheduler: Scheduler, requests: Sequence[Request], depth: int, tokens_per_step: float) -> int:
+    """No more steps than the longest remaining completion needs at the expected tokens per step; no more than the
+    shortest needs while requests wait; and one where blocks are scarce."""
+    last = min if scheduler.waiting else max
+    num_wanted = last(request.num_wanted for request in requests)
+    num_steps = min(scheduler.config.steps_per_sync, math.ceil(num_wanted / tokens_per_step))
+    num_missing = 0
+    for request in requests:
+        num_tokens = request.num_computed + _num_useful(request, depth, num_steps)
+        num_missing += max(num_blocks_for(num_tokens, scheduler.config.block_tokens) - len(request.blocks), 0)
+    return num_steps if num_missing <= scheduler.pool.num_available else 1
+
+
+def lend_room(
+    scheduler: Scheduler, requests: Sequence[Request], granted: Sequence[int], depth: int, num_steps: int
+) -> list[int]:
+    """Takes blocks for the steps; returns how many tokens fit from each sequence's last one on, at least as many as
+    `granted`."""
+    if not depth and num_steps == 1:
+        return list(granted)
+    return [
+        max(num, scheduler.lend(request, _num_useful(request, depth, num_steps)))
+        for request, num in zip(requests, granted, strict=True)
+    ]
+
+
+def _num_useful(request: Request, depth: int, num_steps: int) -> int:
+    """Tokens that the steps can compute and the request still wants."""
+    return min(num_steps * (1 + depth) + depth, request.num_wanted)
+
+
+# -- the runner's inputs -----------------------------------------------------------------------------------------------
+
+
+def complete_alike(requests: Collection[Request]) -> bool:
+    """Whether all requests decode, all greedily or none, with temperature as the only parameter: then a step can run as
+    one function, unless MTP modules are behind."""
+    is_greedy = next(iter(requests)).prompt.sampling.temperature == 0
+    return all(
+        request.num_left == 1 and (request.prompt.sampling.temperature == 0) == is_greedy and request.is_bare
+        for request in requests
+    )
+
+
+def is_reading(batch: Mapping[Request, int]) -> bool:
+    """Whether any request is in prefill: computes more than its last token and drafts."""
+    return any(min(num_tokens, request.num_left) > 1 for request, num_tokens in batch.items())
+
+
+def has_kept_up(requests: Iterable[Request], depth: int) -> bool:
+    """Whether the MTP modules that draft have run over all tokens the main model has computed."""
+    return not depth or all(request.num_foreseen[depth - 1] == request.num_computed for request in requests)
+
+
+def moment_of(
+    requests: Collection[Request], num_modules: int, num_coming: int, is_apart: bool, most_behind: int
+) -> Moment:
+    num_behind = [
+        sum(request.num_computed - request.num_foreseen[module] for request in requests)
+        for module in range(num_modules)
+    ]
+    num_wanted = sum(request.num_wanted for request in requests) / len(requests)
+    return Moment(len(requests), num_coming, is_apart, num_behind, num_wanted, most_behind)
+
+
+def completing(
+    requests: Sequence[Request],
+    drafts: Sequence[Sequence[int]],
+    rooms: Sequence[int],
+    table_BS: npt.NDArray[np.int64],
+) -> Completing:
+    return Completing(
+        tokens=[request.ids[-1] for request in requests],
+        starts=[request.num_computed for request in requests],
+        drafts=drafts,
+        rooms=rooms,
+        table_BS=table_BS,
+        slots=[request.slot for request in requests],
+        temperatures=[request.prompt.sampling.temperature for request in requests],
+        seeds=[request.seed for request in requests],
+        samples=[request.sample for request in requests],
+        is_seeded=[request.prompt.seed is not None for request in requests],
+        indices=[request.num_sampled for request in requests],
+    )
+
+
+def rows_of(request: Request, num_tokens: int) -> list[Row]:
+    """Sampling rows of the next tokens, assuming that the drafts before each are accepted."""
+    sampling, is_seeded = request.prompt.sampling, request.prompt.seed is not None
+    prompt, sampled = list[int](), list[int]()
+    if sampling.is_penalised:
+        prompt, sampled = request.ids[: request.num_prompt], request.ids[request.num_prompt :]
+    return [
+        Row(
+            sampling,
+            request.seed,
+            request.sample,
+            request.num_sampled + index,
+            prompt,
+            sampled + request.drafts[:index] if sampling.is_penalised else sampled,
+            is_seeded,
+        )
+        for index in range(num_tokens)
+    ]
+
+
+# -- weight updates ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """A pending weight update: validated against the network on arrival, copied into it when due."""
+
+    version: PolicyVersion
+    fill: Callable[[Transformer], None]
+    """Copies the weights into the network against which they were validated."""
+
+
+def from_folder(model: Transformer, folder: Path, version: PolicyVersion) -> WeightUpdate:
+    """The files stay open until the update is done, so the folder may be deleted before."""
+    try:
+        source = FolderSource(folder)
+    except M2ForgeError:
+        raise
+    except Exception as error:
+        # The weights have not changed yet, so a bad path or file is a rejected request, not an engine failure.
+        raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error}); give another") from error
+    if _arithmetic(source.config) != _arithmetic(model.config):
+        raise CheckpointError(f"{folder} holds another network than the one being served; start an engine for it")
+    refuse_misfits(source)
+    return WeightUpdate(version, lambda served: fill(served, source))
+
+
+def from_memory(
+    model: Transformer, tensors: Mapping[str, Tensor], version: PolicyVersion, *, copies: bool = False
+) -> WeightUpdate:
+    """`copies`: clone the tensors, in case the caller changes them before the update is due."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    misfits = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if misfits:
+        shown = "; ".join(
+            f"{name}: expected {expected.get(name, 'none')}, received {found.get(name, 'none')}" for name in misfits[:8]
+        )
+        raise CheckpointError(f"{len(misfits)} tensors do not fit the network being served: {shown}")
+
+    if copies:
+        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def copy(served: Transformer) -> None:
+        state = served.state_dict()
+        for name, tensor in tensors.items():
+            state[name].copy_(tensor)
+
+    return WeightUpdate(version, copy)
+
+
+def _arithmetic(config: ModelConfig) -> dict[str, object]:
+    return config.model_dump(exclude=_TRAINING_FIELDS)  # type: ignore[arg-type]

@@ -1,4 +1,8 @@
-"""Turn packs and flat trees into tensors on the model's device, with their attention plan and loss edges.
+"""Token trees and packs of documents in; tensors on the model's device out, with attention plan and loss edges.
+
+Samples that cannot be trained are refused first: each is removed from its tree and reported by name and reason; the
+others stay, with their order, numbers and recorded routing. A sample with extreme numbers would dominate the step or
+make it NaN: hence the bounds.
 
 A loss edge is a position that predicts and the token it should predict, plus what its loss needs: for a pack the tag
 that its loss is counted under, for a tree the numbers of its sample.
@@ -8,11 +12,6 @@ step uses few lengths. Padding tokens form separate documents (or a separate tre
 have count 0 in the plan: they have no loss edges and add nothing to expert loads, balance loss or token counts.
 
 Shapes: N tokens, M edges, L layers with a router, K experts chosen.
-
-Token trees in; the trainable part of them out, and for each refused sample its name and the reason.
-
-A refused sample is removed from its tree; the others stay, with their order, numbers and recorded routing. A sample
-with extreme numbers would dominate the step or make it NaN: hence the bounds.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -34,6 +33,9 @@ from m2forge.tree.token_tree import UNKNOWN_EXPERT, ExpertArray, Sample, TokenTr
 MAX_ADVANTAGE = 1e6
 WEIGHTS = (1e-12, 1e12)
 MIN_LOGPROB = -1e4
+
+
+# -- samples that can be trained ---------------------------------------------------------------------------------------
 
 
 def refuse_untrainable(
@@ -124,7 +126,7 @@ def _without(tree: TokenTree, refused: Collection[int], model: ModelConfig, poli
     return rest
 
 
-# -- recorded routing -------------------------------------------------------------------------------------------------
+# -- recorded routing --------------------------------------------------------------------------------------------------
 
 
 def replayable(flat: FlatTree, model: ModelConfig) -> FlatTree:
@@ -150,13 +152,7 @@ def _is_known(experts_NLK: ExpertArray) -> npt.NDArray[np.bool]:
     return known_N
 
 
-@dataclass(frozen=True)
-class Batch:
-    tokens_N: Tensor
-    plan: AttentionPlan
-    position_M: Tensor
-    target_M: Tensor
-    tag_M: Tensor
+# -- trees to tensors --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -175,22 +171,6 @@ class TreeBatch:
     inverse_temperature_M: Tensor | None
     """1 / sampling temperature of each edge; None: all temperatures are 1."""
     version_M: Tensor
-
-
-def make_batch(pack: Pack, device: torch.device, length: int | None = None) -> Batch:
-    """Build the batch of one pack. `length`: number of tokens to pad to."""
-    num_padding = 0 if length is None else length - pack.tokens.size
-    if num_padding < 0:
-        raise ValueError(f"a pack of {pack.tokens.size} tokens does not fit into {length}")
-    (position_M,) = (pack.targets != NO_TARGET).nonzero()
-    tag_N = np.repeat(pack.tags, pack.lengths)
-    return Batch(
-        tokens_N=_on(device, np.pad(pack.tokens, (0, num_padding))),
-        plan=_plan(pack, device, length),
-        position_M=_on(device, position_M),
-        target_M=_on(device, pack.targets[position_M]),
-        tag_M=_on(device, tag_N[position_M]),
-    )
 
 
 def make_tree_batch(
@@ -221,6 +201,68 @@ def make_tree_batch(
     )
 
 
+def bucket_length(num_tokens: int, bucket: int, limit: int) -> int:
+    """`num_tokens` rounded up to a multiple of `bucket`, at most `limit`."""
+    return min(-(-num_tokens // bucket) * bucket, limit)
+
+
+def _experts(flat: FlatTree, device: torch.device, length: int) -> Tensor | None:
+    if flat.experts_NLK is None:
+        return None
+    padding = ((0, length - flat.num_tokens), (0, 0), (0, 0))
+    return _on(device, np.pad(flat.experts_NLK, padding, constant_values=UNKNOWN_EXPERT))
+
+
+# -- packs of documents to tensors -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens_N: Tensor
+    plan: AttentionPlan
+    position_M: Tensor
+    target_M: Tensor
+    tag_M: Tensor
+
+
+def make_batch(pack: Pack, device: torch.device, length: int | None = None) -> Batch:
+    """Build the batch of one pack. `length`: number of tokens to pad to."""
+    num_padding = 0 if length is None else length - pack.tokens.size
+    if num_padding < 0:
+        raise ValueError(f"a pack of {pack.tokens.size} tokens does not fit into {length}")
+    (position_M,) = (pack.targets != NO_TARGET).nonzero()
+    tag_N = np.repeat(pack.tags, pack.lengths)
+    return Batch(
+        tokens_N=_on(device, np.pad(pack.tokens, (0, num_padding))),
+        plan=_plan(pack, device, length),
+        position_M=_on(device, position_M),
+        target_M=_on(device, pack.targets[position_M]),
+        tag_M=_on(device, tag_N[position_M]),
+    )
+
+
+def num_targets(pack: Pack) -> int:
+    return int((pack.targets != NO_TARGET).sum())
+
+
+def _plan(pack: Pack, device: torch.device, length: int | None) -> AttentionPlan:
+    num_tokens, lengths = pack.tokens.size, pack.lengths.tolist()
+    if length is not None:
+        # Padding documents are no longer than the longest real one: attention to padding costs no more than to text.
+        whole, rest = divmod(length - num_tokens, max(lengths))
+        lengths += [max(lengths)] * whole + [rest] * (rest > 0)
+        # Rows of equal length need only the causal mask, for which CUDA has a faster attention kernel.
+    is_even = len(set(lengths)) == 1
+    plan = CausalRows(len(lengths), lengths[0], device) if is_even else Documents(lengths, device)
+    if length is not None:
+        # Set even without padding, so that one compiled graph serves all packs.
+        plan.count_N = _on(device, np.arange(length) < num_tokens)
+    return plan
+
+
+# -- blank batches -----------------------------------------------------------------------------------------------------
+
+
 def blank_batch(device: torch.device) -> Batch:
     """A batch with no loss edges and token count 0, for a rank that has fewer packs than another."""
     none_M = torch.empty(0, dtype=torch.int64, device=device)
@@ -245,41 +287,10 @@ def blank_tree_batch(device: torch.device, dtype: torch.dtype) -> TreeBatch:
     )
 
 
-def num_targets(pack: Pack) -> int:
-    return int((pack.targets != NO_TARGET).sum())
-
-
-def bucket_length(num_tokens: int, bucket: int, limit: int) -> int:
-    """`num_tokens` rounded up to a multiple of `bucket`, at most `limit`."""
-    return min(-(-num_tokens // bucket) * bucket, limit)
-
-
-def _plan(pack: Pack, device: torch.device, length: int | None) -> AttentionPlan:
-    num_tokens, lengths = pack.tokens.size, pack.lengths.tolist()
-    if length is not None:
-        # Padding documents are no longer than the longest real one: attention to padding costs no more than to text.
-        whole, rest = divmod(length - num_tokens, max(lengths))
-        lengths += [max(lengths)] * whole + [rest] * (rest > 0)
-        # Rows of equal length need only the causal mask, for which CUDA has a faster attention kernel.
-    is_even = len(set(lengths)) == 1
-    plan = CausalRows(len(lengths), lengths[0], device) if is_even else Documents(lengths, device)
-    if length is not None:
-        # Set even without padding, so that one compiled graph serves all packs.
-        plan.count_N = _on(device, np.arange(length) < num_tokens)
-    return plan
-
-
 def _blank_plan(device: torch.device) -> CausalRows:
     plan = CausalRows(1, 1, device)
     plan.count_N = torch.zeros(1, dtype=torch.int64, device=device)
     return plan
-
-
-def _experts(flat: FlatTree, device: torch.device, length: int) -> Tensor | None:
-    if flat.experts_NLK is None:
-        return None
-    padding = ((0, length - flat.num_tokens), (0, 0), (0, 0))
-    return _on(device, np.pad(flat.experts_NLK, padding, constant_values=UNKNOWN_EXPERT))
 
 
 def _on(

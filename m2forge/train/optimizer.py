@@ -9,25 +9,6 @@ state of its own shard.
 
 A step with non-finite gradients changes no weight and no moment but still counts as a step: the count is kept on the
 host, while only the device knows whether the gradients are finite.
-
-Muon: momentum with an orthogonalized update, for the hidden matrices of the model.
-
-    buf ← μ buf + (1 − μ) g               u = (1 − μ) g + μ buf            (Nesterov)
-    O = NewtonSchulz(u) ≈ U Vᵀ, where u = U Σ Vᵀ
-    w ← (1 − lr·decay) w − lr · 0.2 √max(a, b) · O                     for w of shape (a, b)
-
-The factor gives the update the same RMS as AdamW's, so both share one learning rate. A matrix stored stacked in another
-tensor (q, k and v; the two halves of an expert; the experts of a layer) is orthogonalized on its own.
-
-Newton–Schulz, X ← aX + (bA + cA²)X with A = XXᵀ, needs only matrix products and runs over whole stacks at once.
-
-The AdamW step with master weights and moments in host memory.
-
-    host: master, mean, square  → a chunk →  device: the same step as without offload  → the chunk →  host
-
-Weights and gradients stay on the device. The update is elementwise, so splitting it into chunks changes no bit. On CUDA
-the host memory is pinned and chunks alternate between two streams: while one is copied in or computed, the previous
-one is copied out. All device memory of a chunk is allocated and freed within its stream.
 """
 
 from collections import defaultdict
@@ -48,97 +29,12 @@ from m2forge.model.transformer import Transformer
 from m2forge.train.config import OptimizerConfig
 from m2forge.train.parallel import ALONE, Ranks, gathered, is_sharded, local, sharded_modules, sliced
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-RMS_FACTOR = 0.2
-
-
-def muon_(
-    masters: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    *,
-    lr: float,
-    decay: float,
-    momentum: float,
-    iterations: int,
-) -> None:
-    """Update matrices, or stacks of them, in place; each item may be a view into a larger weight."""
-    for master, buffer, grad in zip(masters, buffers, grads, strict=True):
-        buffer.lerp_(grad, 1 - momentum)
-        update = orthogonalize(grad.lerp(buffer, momentum), iterations)
-        size = max(master.shape[-2:]) ** 0.5
-        master.mul_(1 - lr * decay).add_(update.to(master.dtype), alpha=-lr * RMS_FACTOR * size)
-
-
-def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly: singular values end between about 0.7 and 1.2."""
-    precision = torch.bfloat16 if matrices.is_cuda else matrices.dtype
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x: Tensor = matrices.mT if tall else matrices
-    x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)).to(precision)
-    a, b, c = COEFFICIENTS
-    for _ in range(iterations):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
-
-
-CHUNK_ELEMENTS = 1 << 24
-"""Elements per chunk: three float32 tensors of this size, on each of two streams, take 384 MiB of device memory."""
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned if `tensor` is on CUDA."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
-
-
-def adamw_from_host_(
-    states: Sequence[AdamWState],
-    grads: Sequence[Tensor],
-    times: Sequence[int],
-    scale: Tensor,
-    rule: AdamWRule,
-    chunk_elements: int | None = None,
-) -> None:
-    """`adamw.adamw_` for states whose tensors other than the weight are in host memory. The host may read or change
-    them once the device has finished the step."""
-    size, streams = chunk_elements or CHUNK_ELEMENTS, _streams(scale.device)
-    for stream in streams:
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(scale.device))
-    turn = cycle(streams)
-    for state, grad, time in zip(states, grads, times, strict=True):
-        for start in range(0, state.weight.numel(), size):
-            stream = next(turn)
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                _step_chunk(state, grad, time, scale, rule, slice(start, start + size))
-    for stream in streams:
-        if stream is not None:
-            torch.cuda.current_stream(scale.device).wait_stream(stream)
-
-
-@cache
-def _streams(device: torch.device) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]:
-    """The same streams at every step, because torch's allocator reuses memory freed on a stream only on that stream."""
-    if device.type != "cuda":
-        return None, None
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-
-def _step_chunk(state: AdamWState, grad: Tensor, time: int, scale: Tensor, rule: AdamWRule, chunk: slice) -> None:
-    at_host = [None if x is None else x.view(-1)[chunk] for x in (state.master, state.mean, state.square)]
-    master, mean, square = (None if x is None else x.to(scale.device, non_blocking=True, copy=True) for x in at_host)
-    assert mean is not None
-    assert square is not None
-    here = AdamWState(state.weight.view(-1)[chunk], master, mean, square)
-    adamw_([here], [grad.reshape(-1)[chunk]], [time], scale, rule)
-    for kept, changed in zip(at_host, (master, mean, square), strict=True):
-        if kept is not None and changed is not None:
-            kept.copy_(changed, non_blocking=True)
-
-
 BUCKET_ELEMENTS = 1 << 25
 """Gradient elements per all-reduce."""
+CHUNK_ELEMENTS = 1 << 24
+"""Elements per chunk: three float32 tensors of this size, on each of two streams, take 384 MiB of device memory."""
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+RMS_FACTOR = 0.2
 
 
 @dataclass
@@ -413,3 +309,108 @@ def layer_of(name: str) -> str:
     first, *rest = name.split(".")
     kinds = {"blocks": "layer", "mtp": "mtp"}
     return f"{kinds[first]}_{rest[0]}" if first in kinds else first
+
+
+# -- Muon --------------------------------------------------------------------------------------------------------------
+
+
+def muon_(
+    masters: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    lr: float,
+    decay: float,
+    momentum: float,
+    iterations: int,
+) -> None:
+    """Muon: momentum with an orthogonalized update, for the hidden matrices of the model. Updates matrices, or stacks
+    of them, in place; each item may be a view into a larger weight.
+
+        buf ← μ buf + (1 − μ) g               u = (1 − μ) g + μ buf            (Nesterov)
+        O = NewtonSchulz(u) ≈ U Vᵀ, where u = U Σ Vᵀ
+        w ← (1 − lr·decay) w − lr · 0.2 √max(a, b) · O                     for w of shape (a, b)
+
+    The factor gives the update the same RMS as AdamW's, so both share one learning rate. A matrix stored stacked in
+    another tensor (q, k and v; the two halves of an expert; the experts of a layer) is orthogonalized on its own.
+    """
+    for master, buffer, grad in zip(masters, buffers, grads, strict=True):
+        buffer.lerp_(grad, 1 - momentum)
+        update = orthogonalize(grad.lerp(buffer, momentum), iterations)
+        size = max(master.shape[-2:]) ** 0.5
+        master.mul_(1 - lr * decay).add_(update.to(master.dtype), alpha=-lr * RMS_FACTOR * size)
+
+
+def orthogonalize(matrices: Tensor, iterations: int) -> Tensor:
+    """The nearest semi-orthogonal matrix, roughly: singular values end between about 0.7 and 1.2. Newton–Schulz, X ← aX
+    + (bA + cA²)X with A = XXᵀ, needs only matrix products and runs over whole stacks at once.
+    """
+    precision = torch.bfloat16 if matrices.is_cuda else matrices.dtype
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x: Tensor = matrices.mT if tall else matrices
+    x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)).to(precision)
+    a, b, c = COEFFICIENTS
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+# -- state in host memory ----------------------------------------------------------------------------------------------
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, pinned if `tensor` is on CUDA."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
+
+
+def adamw_from_host_(
+    states: Sequence[AdamWState],
+    grads: Sequence[Tensor],
+    times: Sequence[int],
+    scale: Tensor,
+    rule: AdamWRule,
+    chunk_elements: int | None = None,
+) -> None:
+    """`adamw.adamw_` for states whose tensors other than the weight are in host memory. The host may read or change
+    them once the device has finished the step.
+
+        host: master, mean, square  → a chunk →  device: the same step as without offload  → the chunk →  host
+
+    Weights and gradients stay on the device. The update is elementwise, so splitting it into chunks changes no bit. On
+    CUDA the host memory is pinned and chunks alternate between two streams: while one is copied in or computed, the
+    previous one is copied out. All device memory of a chunk is allocated and freed within its stream.
+    """
+    size, streams = chunk_elements or CHUNK_ELEMENTS, _streams(scale.device)
+    for stream in streams:
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(scale.device))
+    turn = cycle(streams)
+    for state, grad, time in zip(states, grads, times, strict=True):
+        for start in range(0, state.weight.numel(), size):
+            stream = next(turn)
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                _step_chunk(state, grad, time, scale, rule, slice(start, start + size))
+    for stream in streams:
+        if stream is not None:
+            torch.cuda.current_stream(scale.device).wait_stream(stream)
+
+
+@cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]:
+    """The same streams at every step, because torch's allocator reuses memory freed on a stream only on that stream."""
+    if device.type != "cuda":
+        return None, None
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+def _step_chunk(state: AdamWState, grad: Tensor, time: int, scale: Tensor, rule: AdamWRule, chunk: slice) -> None:
+    at_host = [None if x is None else x.view(-1)[chunk] for x in (state.master, state.mean, state.square)]
+    master, mean, square = (None if x is None else x.to(scale.device, non_blocking=True, copy=True) for x in at_host)
+    assert mean is not None
+    assert square is not None
+    here = AdamWState(state.weight.view(-1)[chunk], master, mean, square)
+    adamw_([here], [grad.reshape(-1)[chunk]], [time], scale, rule)
+    for kept, changed in zip(at_host, (master, mean, square), strict=True):
+        if kept is not None and changed is not None:
+            kept.copy_(changed, non_blocking=True)

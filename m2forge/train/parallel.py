@@ -1,4 +1,4 @@
-"""Data-parallel ranks: the collectives that training uses.
+"""Several processes: collectives over data-parallel ranks, and FSDP2 shards.
 
     rank r holds some of a step's packs → its sums and gradients → summed over all ranks → the same update everywhere
 
@@ -9,15 +9,12 @@ another runs blank ones to match.
 Weights are equal on all ranks by construction: rank 0 broadcasts its own at the start, and all ranks apply the same
 update. A digest verifies this at the start and at every checkpoint.
 
-FSDP2: weights, gradients and optimizer state sharded over the ranks.
-
-Every rank keeps a shard of each weight, along its first dimension. A block's weights are all-gathered when the block
-runs and freed after it; its gradients are reduce-scattered (by sum, not mean: see parallel.py). Weights outside the
-blocks (embedding, head, norms, the projections of the MTP modules) stay gathered from the first forward pass of a step
-until the optimizer's step, because the loss needs the head after the model's forward pass.
-
-The few weights kept in a higher precision than the rest (selection biases that learn by gradient) are not sharded:
-their gradients are all-reduced like those of an unsharded model.
+With FSDP2, weights, gradients and optimizer state are sharded over the ranks. Every rank keeps a shard of each weight,
+along its first dimension. A block's weights are all-gathered when the block runs and freed after it; its gradients are
+reduce-scattered by sum. Weights outside the blocks (embedding, head, norms, the projections of the MTP modules) stay
+gathered from the first forward pass of a step until the optimizer's step, because the loss needs the head after the
+model's forward pass. The few weights kept in a higher precision than the rest (selection biases that learn by gradient)
+are not sharded: their gradients are all-reduced like those of an unsharded model.
 """
 
 import hashlib

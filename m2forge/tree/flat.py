@@ -8,15 +8,12 @@ A node is a run of tokens without a branch; a token's position is its depth. Sev
 forest. Edges are grouped by sample, in token order, so `edges_of` selects one sample's part of a per-edge result.
 All arrays are read-only, and int32 unless stated otherwise.
 
-Shapes: N tokens, V nodes, S samples, M loss edges, L layers with a router, K experts chosen.
+`flatten` lays out a whole tree, or the part that some of its samples need: exactly the union of their paths. Unneeded
+nodes are omitted, nodes are truncated where the longest path ends, and a node left with one child is merged with it.
+Loops run over nodes; everything per token is one vector operation.
 
-Token tree in, flat tree out: all of it, or the part that some of its samples need.
-
-A part holds exactly the union of its samples' paths: unneeded nodes are omitted, nodes are truncated where the longest
-path ends, and a node left with one child is merged with it. Loops run over nodes; everything per token is one vector
-operation.
-
-Shapes: U nodes of the tree, V nodes of the flat tree, the rest as in `flat`.
+Shapes: N tokens, U nodes of the tree, V nodes of the flat tree, S samples, M loss edges, L layers with a router, K
+experts chosen.
 """
 
 from collections.abc import Sequence
@@ -29,6 +26,9 @@ import numpy.typing as npt
 from m2forge.errors import RecordError
 from m2forge.records import FloatArray, IntArray
 from m2forge.tree.token_tree import UNKNOWN_EXPERT, ExpertArray, Node, Sample, TokenTree
+
+Indices: TypeAlias = npt.NDArray[np.int64]
+_TOKEN_INDICES = ("parent_N", "exit_N", "node_start_V", "node_end_V", "last_S", "edge_position_M", "edge_child_M")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,59 +111,7 @@ class FlatTree:
         return np.concatenate(parts[::-1])
 
 
-_TOKEN_INDICES = ("parent_N", "exit_N", "node_start_V", "node_end_V", "last_S", "edge_position_M", "edge_child_M")
-
-
-def join(flats: Sequence[FlatTree]) -> FlatTree:
-    """Concatenate trees. The `tree_S` of each is kept."""
-    if len(flats) == 1:
-        return flats[0]
-    shifts = {name: [flat.num_tokens for flat in flats] for name in _TOKEN_INDICES}
-    shifts["node_parent_V"] = [flat.node_start_V.size for flat in flats]
-    shifts["edge_sample_M"] = [flat.sample_S.size for flat in flats]
-    shifts["edge_end_S"] = [flat.num_edges for flat in flats]
-    columns: dict[str, npt.NDArray[np.generic]] = {}
-    for item in fields(FlatTree):
-        if item.name != "experts_NLK":
-            arrays = [getattr(flat, item.name) for flat in flats]
-            columns[item.name] = _shifted(arrays, shifts[item.name]) if item.name in shifts else np.concatenate(arrays)
-    return frozen(FlatTree(**columns, experts_NLK=_joined_experts(flats)))  # type: ignore[arg-type]  # by field name
-
-
-def frozen(flat: FlatTree) -> FlatTree:
-    for item in fields(flat):
-        array = getattr(flat, item.name)
-        if array is not None:
-            array.flags.writeable = False
-    return flat
-
-
-def _shifted(arrays: Sequence[IntArray], sizes: Sequence[int]) -> IntArray:
-    """Concatenate arrays of local indices, offset to the concatenated items; −1 still means none."""
-    starts = np.cumsum([0, *sizes[:-1]], dtype=np.int32)
-    return np.concatenate(
-        [np.where(array < 0, array, array + start) for array, start in zip(arrays, starts, strict=True)]
-    )
-
-
-def _joined_experts(flats: Sequence[FlatTree]) -> ExpertArray | None:
-    shapes = {flat.experts_NLK.shape[1:] for flat in flats if flat.experts_NLK is not None}
-    if not shapes:
-        return None
-    if len(shapes) > 1:
-        raise RecordError(f"trees of one pack need routing of one shape per token, received {sorted(shapes)}")
-    (shape,) = shapes
-    return np.concatenate(
-        [
-            np.full((flat.num_tokens, *shape), UNKNOWN_EXPERT, np.int16)
-            if flat.experts_NLK is None
-            else flat.experts_NLK
-            for flat in flats
-        ]
-    )
-
-
-Indices: TypeAlias = npt.NDArray[np.int64]
+# -- one tree, or a part of it -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -323,3 +271,55 @@ def _joined_versions(samples: Sequence[Sample]) -> IntArray:
 
 def _int32(array: Indices) -> IntArray:
     return array.astype(np.int32)
+
+
+# -- several to one ----------------------------------------------------------------------------------------------------
+
+
+def join(flats: Sequence[FlatTree]) -> FlatTree:
+    """Concatenate trees. The `tree_S` of each is kept."""
+    if len(flats) == 1:
+        return flats[0]
+    shifts = {name: [flat.num_tokens for flat in flats] for name in _TOKEN_INDICES}
+    shifts["node_parent_V"] = [flat.node_start_V.size for flat in flats]
+    shifts["edge_sample_M"] = [flat.sample_S.size for flat in flats]
+    shifts["edge_end_S"] = [flat.num_edges for flat in flats]
+    columns: dict[str, npt.NDArray[np.generic]] = {}
+    for item in fields(FlatTree):
+        if item.name != "experts_NLK":
+            arrays = [getattr(flat, item.name) for flat in flats]
+            columns[item.name] = _shifted(arrays, shifts[item.name]) if item.name in shifts else np.concatenate(arrays)
+    return frozen(FlatTree(**columns, experts_NLK=_joined_experts(flats)))  # type: ignore[arg-type]  # by field name
+
+
+def frozen(flat: FlatTree) -> FlatTree:
+    for item in fields(flat):
+        array = getattr(flat, item.name)
+        if array is not None:
+            array.flags.writeable = False
+    return flat
+
+
+def _shifted(arrays: Sequence[IntArray], sizes: Sequence[int]) -> IntArray:
+    """Concatenate arrays of local indices, offset to the concatenated items; −1 still means none."""
+    starts = np.cumsum([0, *sizes[:-1]], dtype=np.int32)
+    return np.concatenate(
+        [np.where(array < 0, array, array + start) for array, start in zip(arrays, starts, strict=True)]
+    )
+
+
+def _joined_experts(flats: Sequence[FlatTree]) -> ExpertArray | None:
+    shapes = {flat.experts_NLK.shape[1:] for flat in flats if flat.experts_NLK is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise RecordError(f"trees of one pack need routing of one shape per token, received {sorted(shapes)}")
+    (shape,) = shapes
+    return np.concatenate(
+        [
+            np.full((flat.num_tokens, *shape), UNKNOWN_EXPERT, np.int16)
+            if flat.experts_NLK is None
+            else flat.experts_NLK
+            for flat in flats
+        ]
+    )

@@ -4,16 +4,12 @@ Trees above the budget are cut first. The sub-trees, largest first, each go into
 sub-trees of one tree in the same pack are merged again. `tree_S` and `sample_S` of a pack identify each sample; over
 all packs every sample, and so every loss edge, occurs exactly once.
 
-Cuts a tree above a token budget into sub-trees within it, with few repeated ancestors.
-
 A sub-tree is a set of samples and the union of their paths. Every sample goes to exactly one sub-tree, whole, so every
 loss edge is computed once, with all its ancestors, and the gradient is that of the uncut tree. Tokens that sub-trees
 share are computed in each; there a token counts for the samples of that sub-tree, and the counts add up to those of the
-uncut tree.
-
-Only leaves matter: a sample that ends above a leaf goes along with it. Leaves are in depth-first order, and each shares
-its first `shared` tokens with the one before; any two share the minimum of `shared` between them. So the size of a set
-of leaves is a sum over its members:
+uncut tree. Few ancestors should repeat. Only leaves matter: a sample that ends above a leaf goes along with it. Leaves
+are in depth-first order, and each shares its first `shared` tokens with the one before; any two share the minimum of
+`shared` between them. So the size of a set of leaves is a sum over its members:
 
     size(l_1 < l_2 < …) = depth(l_1) + Σ_{k≥2} [ depth(l_k) − min(shared(l_{k−1}+1 … l_k)) ]
 
@@ -42,6 +38,44 @@ class Subtree:
     samples: tuple[int, ...]
     """Indices of its samples in the tree."""
     num_tokens: int
+
+
+@dataclass(slots=True)
+class _Bin:
+    num_tokens: int = 0
+    samples: dict[int, list[int]] = field(default_factory=dict)
+    """Samples by index of the tree."""
+
+    def add(self, tree_index: int, subtree: Subtree) -> None:
+        self.num_tokens += subtree.num_tokens
+        self.samples.setdefault(tree_index, []).extend(subtree.samples)
+
+
+def pack_trees(trees: Sequence[TokenTree], budget: int, *, with_experts: bool = True) -> list[FlatTree]:
+    """Raises RecordError, naming the sample, if a single path exceeds the budget. Without recorded routing, trees of
+    different models can be packed together."""
+    subtrees = [(index, subtree) for index, tree in enumerate(trees) for subtree in cut_tree(tree, budget)]
+    bins: list[_Bin] = []
+    for tree_index, subtree in sorted(subtrees, key=lambda item: item[1].num_tokens, reverse=True):
+        fitting = [other for other in bins if other.num_tokens + subtree.num_tokens <= budget]
+        if fitting:
+            fullest = max(fitting, key=lambda other: other.num_tokens)
+        else:
+            fullest = _Bin()
+            bins.append(fullest)
+        fullest.add(tree_index, subtree)
+    return [
+        join(
+            [
+                flatten(trees[index], sorted(samples), index, with_experts=with_experts)
+                for index, samples in sorted(filled.samples.items())
+            ]
+        )
+        for filled in bins
+    ]
+
+
+# -- cutting a tree above the budget -----------------------------------------------------------------------------------
 
 
 def cut_tree(tree: TokenTree, budget: int) -> list[Subtree]:
@@ -198,38 +232,3 @@ def _require_paths_fit(tree: TokenTree, budget: int) -> None:
                 f"Sample {sample.name}: its path of {sample.num_tokens} tokens is above the budget of {budget}; "
                 "raise the budget or leave the sample out"
             )
-
-
-@dataclass(slots=True)
-class _Bin:
-    num_tokens: int = 0
-    samples: dict[int, list[int]] = field(default_factory=dict)
-    """Samples by index of the tree."""
-
-    def add(self, tree_index: int, subtree: Subtree) -> None:
-        self.num_tokens += subtree.num_tokens
-        self.samples.setdefault(tree_index, []).extend(subtree.samples)
-
-
-def pack_trees(trees: Sequence[TokenTree], budget: int, *, with_experts: bool = True) -> list[FlatTree]:
-    """Raises RecordError, naming the sample, if a single path exceeds the budget. Without recorded routing, trees of
-    different models can be packed together."""
-    subtrees = [(index, subtree) for index, tree in enumerate(trees) for subtree in cut_tree(tree, budget)]
-    bins: list[_Bin] = []
-    for tree_index, subtree in sorted(subtrees, key=lambda item: item[1].num_tokens, reverse=True):
-        fitting = [other for other in bins if other.num_tokens + subtree.num_tokens <= budget]
-        if fitting:
-            fullest = max(fitting, key=lambda other: other.num_tokens)
-        else:
-            fullest = _Bin()
-            bins.append(fullest)
-        fullest.add(tree_index, subtree)
-    return [
-        join(
-            [
-                flatten(trees[index], sorted(samples), index, with_experts=with_experts)
-                for index, samples in sorted(filled.samples.items())
-            ]
-        )
-        for filled in bins
-    ]

@@ -3,13 +3,6 @@
 Two calls share a token exactly if they agree on it and on all before it. So the tree depends only on the calls, not on
 their order: nodes end exactly where paths branch. Adding a call costs a few vector comparisons, one per node of its
 path. A call is validated before anything changes: a refused call leaves the tree as it was.
-
-One sample of a token tree: a completion call without its token ids, which the tree stores once for all samples.
-
-A node of a token tree: a run of tokens within which no paths branch.
-
-A node without children grows at its end. Splitting takes constant time: both halves are views of one buffer; the lower
-half, the only one that may still grow, owns the tail.
 """
 
 import math
@@ -27,20 +20,13 @@ ExpertArray: TypeAlias = npt.NDArray[np.int16]
 """(tokens, layers, chosen): the experts chosen for each token, in every layer with a router."""
 UNKNOWN_EXPERT = -1
 """Value of all entries of a token whose routing was not recorded."""
-
-
-def checked_experts(experts: npt.NDArray[np.integer]) -> ExpertArray:
-    """(tokens, layers, chosen) as int16; a token's routing is complete or absent."""
-    if experts.size and not UNKNOWN_EXPERT <= int(experts.min()) <= int(experts.max()) <= np.iinfo(np.int16).max:
-        raise RecordError(f"expected -1 to 32767, received {experts.min()} to {experts.max()}")
-    unknown = experts == UNKNOWN_EXPERT
-    if bool((unknown.any((1, 2)) != unknown.all((1, 2))).any()):
-        raise RecordError("expected all experts of a token or none, received a token routed in part")
-    return experts.astype(np.int16)
+MAX_VOCAB_SIZE = 2**31
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
+    """A completion call without its token ids, which the tree stores once for all samples."""
+
     name: str
     """Name in errors and results; unique in its tree."""
     num_prompt: int
@@ -86,7 +72,21 @@ class Sample:
         return all(np.array_equal(getattr(self, item.name), getattr(other, item.name)) for item in fields(self))
 
 
+def checked_experts(experts: npt.NDArray[np.integer]) -> ExpertArray:
+    """(tokens, layers, chosen) as int16; a token's routing is complete or absent."""
+    if experts.size and not UNKNOWN_EXPERT <= int(experts.min()) <= int(experts.max()) <= np.iinfo(np.int16).max:
+        raise RecordError(f"expected -1 to 32767, received {experts.min()} to {experts.max()}")
+    unknown = experts == UNKNOWN_EXPERT
+    if bool((unknown.any((1, 2)) != unknown.all((1, 2))).any()):
+        raise RecordError("expected all experts of a token or none, received a token routed in part")
+    return experts.astype(np.int16)
+
+
 class Node:
+    """A run of tokens within which no paths branch. A node without children grows at its end. Splitting takes constant
+    time: both halves are views of one buffer; the lower half, the only one that may still grow, owns the tail.
+    """
+
     __slots__ = ("_experts", "_tokens", "children", "depth", "parent", "size")
 
     def __init__(self, tokens: IntArray, depth: int, parent: Self | None) -> None:
@@ -165,9 +165,6 @@ def _enlarged(array: _Array, size: int, capacity: int) -> _Array:
     larger = np.empty((capacity, *array.shape[1:]), array.dtype)
     larger[:size] = array[:size]
     return larger
-
-
-MAX_VOCAB_SIZE = 2**31
 
 
 class TokenTree:

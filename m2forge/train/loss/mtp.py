@@ -1,4 +1,7 @@
-"""MTP losses that distill the policy into the draft modules, over its K likeliest tokens and one bucket for the rest.
+"""Losses of the multi-token prediction (MTP) modules at the loss edges of the main model.
+
+`mtp_ce` learns the sampled tokens. `mtp_topk` distills the policy into the modules, over its K likeliest tokens and one
+bucket for the rest:
 
     L_k = Σ_m weight[m] · D_m
     topk_kl            D = Σ_i p_i · log(p_i / q_i)
@@ -19,12 +22,6 @@ Both rests are summed over their own tokens in log space, and q_v / q_R = exp(z_
 so nothing overflows and nothing cancels where the rest is near 0.
 
 Shapes: M loss edges, C edges of a chunk, K likeliest tokens, I = K + 1 buckets.
-
-Cross-entropy of the multi-token prediction modules at the loss edges of the main model.
-
-    L_k = Σ_m  weight[m] · ( − log p_k(target[m]) )        module k, edge m
-
-p_k is the softmax of module k at temperature 1, whatever temperature the token was sampled at.
 """
 
 from typing import Literal, TypeAlias
@@ -43,17 +40,21 @@ from m2forge.kernels.head_loss import (
     softmax_grad_,
 )
 
+TopLoss: TypeAlias = Literal["topk_kl", "topk_acceptance"]
+
 
 def mtp_ce(
     hidden_ND: Tensor, head_VD: Tensor, target_M: Tensor, *, position_M: Tensor, weight_M: Tensor, float32_head: bool
 ) -> tuple[Tensor, Tensor]:
-    """(L_k of one module, − log p_k of each edge without gradient)."""
+    """(L_k of one module, − log p_k of each edge without gradient).
+
+        L_k = Σ_m  weight[m] · ( − log p_k(target[m]) )        module k, edge m
+
+    p_k is the softmax of module k at temperature 1, whatever temperature the token was sampled at.
+    """
     return linear_cross_entropy(
         hidden_ND, head_VD, target_M, position_M=position_M, weight_M=weight_M, float32_head=float32_head
     )
-
-
-TopLoss: TypeAlias = Literal["topk_kl", "topk_acceptance"]
 
 
 def mtp_topk(

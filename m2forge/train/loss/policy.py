@@ -5,39 +5,9 @@
 logp is under softmax(z / temperature), the distribution the token was sampled from. Dividing by the sum over the whole
 step makes the sum over packs and ranks the weighted mean over the step, however edges are split over them.
 
+A term is a function that returns its value and its slope, the derivative by logp: `cispo`, `ppo_clip` or `sft`.
+
 Shapes: M loss edges.
-
-The importance ratio of a sampled token: its probability under the current policy over that when it was sampled.
-
-    r = π(token) / π_old(token) = exp( min(logp − old, MAX_LOG_RATIO) )
-
-A ratio that far from 1 means that the old logprob belongs to another policy. The bound prevents an infinity that, times
-0, becomes NaN; it is not a clip: cispo clips far below it, ppo_clip only where A > 0.
-
-CISPO: every token keeps its gradient; only the weight of that gradient is clipped.
-
-    term = − sg( min(r, max_ratio) ) · A · logp,    r = π / π_old of the token
-
-    value = − min(r, max_ratio) · A · logp
-    slope = − min(r, max_ratio) · A
-
-sg: no gradient flows through the ratio. There is no lower bound and no KL term. The loss of a step is the mean of the
-terms over all its sampled tokens, unless samples are weighted otherwise.
-
-PPO's clipped surrogate, for comparison: a token whose ratio leaves the interval in the direction of its advantage
-gets no gradient.
-
-    term = − min( r · A, clip(r, 1 − low, 1 + high) · A ),    r = π / π_old of the token
-
-    value = term
-    slope = − r · A  where r · A is the lesser,  else 0
-
-Imitation of the sampled tokens, whatever model sampled them and whatever reward they earned.
-
-    value = − logp
-    slope = − 1
-
-logp is under the softmax at temperature 1, whatever the sampling temperature: there is no old policy to match.
 """
 
 from dataclasses import dataclass
@@ -54,26 +24,6 @@ from m2forge.train.loss.mtp import mtp_ce, mtp_topk
 MAX_LOG_RATIO = 20.0
 
 
-def importance_ratio(logp_M: Tensor, old_M: Tensor) -> Tensor:
-    return (logp_M - old_M).clamp(max=MAX_LOG_RATIO).exp()
-
-
-def cispo(logp_M: Tensor, old_M: Tensor, advantage_M: Tensor, max_ratio: float) -> tuple[Tensor, Tensor]:
-    slope_M = -importance_ratio(logp_M, old_M).clamp(max=max_ratio) * advantage_M
-    return slope_M * logp_M, slope_M
-
-
-def ppo_clip(logp_M: Tensor, old_M: Tensor, advantage_M: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    ratio_M = importance_ratio(logp_M, old_M)
-    free_M = ratio_M * advantage_M
-    bound_M = ratio_M.clamp(1 - low, 1 + high) * advantage_M
-    return -torch.minimum(free_M, bound_M), torch.where(free_M <= bound_M, -free_M, 0.0)
-
-
-def sft(logp_M: Tensor) -> tuple[Tensor, Tensor]:
-    return -logp_M, -torch.ones_like(logp_M)
-
-
 @dataclass(frozen=True)
 class PolicyLoss:
     total: Tensor
@@ -84,17 +34,6 @@ class PolicyLoss:
     entropy_M: Tensor
     mtp: tuple[Tensor, ...]
     """L_k of each module, without gradient."""
-
-
-def policy_term(config: PolicyConfig, logp_M: Tensor, old_M: Tensor, advantage_M: Tensor) -> tuple[Tensor, Tensor]:
-    """(value, slope) of each edge, unweighted."""
-    match config.loss:
-        case "cispo":
-            return cispo(logp_M, old_M, advantage_M, config.max_ratio)
-        case "ppo_clip":
-            return ppo_clip(logp_M, old_M, advantage_M, config.ppo_low, config.ppo_high)
-        case "sft":
-            return sft(logp_M)
 
 
 def policy_loss(model: Transformer, output: Output, batch: TreeBatch, config: PolicyConfig) -> PolicyLoss:
@@ -123,6 +62,69 @@ def policy_loss(model: Transformer, output: Output, batch: TreeBatch, config: Po
         total = total + config.mtp_weight / len(drafts) * loss
     mtp = tuple(loss.detach() for loss in drafts)
     return PolicyLoss(total, found.loss.detach(), found.logp_M, found.entropy_M, mtp)
+
+
+def policy_term(config: PolicyConfig, logp_M: Tensor, old_M: Tensor, advantage_M: Tensor) -> tuple[Tensor, Tensor]:
+    """(value, slope) of each edge, unweighted."""
+    match config.loss:
+        case "cispo":
+            return cispo(logp_M, old_M, advantage_M, config.max_ratio)
+        case "ppo_clip":
+            return ppo_clip(logp_M, old_M, advantage_M, config.ppo_low, config.ppo_high)
+        case "sft":
+            return sft(logp_M)
+
+
+def cispo(logp_M: Tensor, old_M: Tensor, advantage_M: Tensor, max_ratio: float) -> tuple[Tensor, Tensor]:
+    """CISPO: every token keeps its gradient; only the weight of that gradient is clipped.
+
+        term = − sg( min(r, max_ratio) ) · A · logp,    r = π / π_old of the token
+
+        value = − min(r, max_ratio) · A · logp
+        slope = − min(r, max_ratio) · A
+
+    sg: no gradient flows through the ratio. There is no lower bound and no KL term. The loss of a step is the mean of
+    the terms over all its sampled tokens, unless samples are weighted otherwise.
+    """
+    slope_M = -importance_ratio(logp_M, old_M).clamp(max=max_ratio) * advantage_M
+    return slope_M * logp_M, slope_M
+
+
+def ppo_clip(logp_M: Tensor, old_M: Tensor, advantage_M: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """PPO's clipped surrogate, for comparison: a token whose ratio leaves the interval in the direction of its
+    advantage gets no gradient.
+
+        term = − min( r · A, clip(r, 1 − low, 1 + high) · A ),    r = π / π_old of the token
+
+        value = term
+        slope = − r · A  where r · A is the lesser,  else 0
+    """
+    ratio_M = importance_ratio(logp_M, old_M)
+    free_M = ratio_M * advantage_M
+    bound_M = ratio_M.clamp(1 - low, 1 + high) * advantage_M
+    return -torch.minimum(free_M, bound_M), torch.where(free_M <= bound_M, -free_M, 0.0)
+
+
+def sft(logp_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Imitation of the sampled tokens, whatever model sampled them and whatever reward they earned.
+
+        value = − logp
+        slope = − 1
+
+    logp is under the softmax at temperature 1, whatever the sampling temperature: there is no old policy to match.
+    """
+    return -logp_M, -torch.ones_like(logp_M)
+
+
+def importance_ratio(logp_M: Tensor, old_M: Tensor) -> Tensor:
+    """A token's probability under the current policy over that when it was sampled.
+
+        r = π(token) / π_old(token) = exp( min(logp − old, MAX_LOG_RATIO) )
+
+    A ratio that far from 1 means that the old logprob belongs to another policy. The bound prevents an infinity that,
+    times 0, becomes NaN; it is not a clip: cispo clips far below it, ppo_clip only where A > 0.
+    """
+    return (logp_M - old_M).clamp(max=MAX_LOG_RATIO).exp()
 
 
 def _draft_loss(
