@@ -105,6 +105,11 @@ def command_corpus(args: argparse.Namespace) -> None:
     from m2forge.corpus.config import CorpusConfig
 
     config = load(CorpusConfig, args.config, args.set)
+    if args.dry_run:
+        from m2forge.dry_run import describe_corpus, print_dry_run
+
+        print_dry_run({"--set": config}, lambda: describe_corpus(config, args.dest, args.workers))
+        return
     from m2forge.corpus.build import build_corpus
 
     print("\n".join(build_corpus(config, args.dest, num_workers=args.workers).lines()))
@@ -116,6 +121,11 @@ def command_pretrain(args: argparse.Namespace) -> None:
     from m2forge.pretrain.config import PretrainConfig
 
     config = load(PretrainConfig, args.config, args.set)
+    if args.dry_run:
+        from m2forge.dry_run import describe_pretrain, print_dry_run
+
+        print_dry_run({"--set": config}, lambda: describe_pretrain(config, args.runs))
+        return
     from m2forge.pretrain.stage import run_pretrain
 
     folder = run_pretrain(config, args.runs)
@@ -128,6 +138,11 @@ def command_sft(args: argparse.Namespace) -> None:
     from m2forge.sft.config import SFTConfig
 
     config = load(SFTConfig, args.config, args.set)
+    if args.dry_run:
+        from m2forge.dry_run import describe_sft, print_dry_run
+
+        print_dry_run({"--set": config}, lambda: describe_sft(config, args.runs))
+        return
     from m2forge.sft.stage import run_sft
 
     folder = run_sft(config, args.runs)
@@ -140,6 +155,11 @@ def command_rl(args: argparse.Namespace) -> None:
     from m2forge.rl.config import RLConfig
 
     config = load(RLConfig, args.config, args.set)
+    if args.dry_run:
+        from m2forge.dry_run import describe_rl, print_dry_run
+
+        print_dry_run({"--set": config}, lambda: describe_rl(config, args.runs))
+        return
     from m2forge.rl.loop import run_rl
 
     folder, checks = run_rl(config, args.runs)
@@ -153,6 +173,11 @@ def command_eval(args: argparse.Namespace) -> None:
     from m2forge.evaluate.config import EvalConfig
 
     config = load(EvalConfig, args.config, args.set)
+    if args.dry_run:
+        from m2forge.dry_run import describe_eval, print_dry_run
+
+        print_dry_run({"--set": config}, lambda: describe_eval(config))
+        return
     from rich.console import Console
 
     from m2forge.evaluate.run import run_eval
@@ -170,6 +195,11 @@ def command_serve(args: argparse.Namespace) -> None:
     server = {"host": args.host, "port": args.port}
     given = {name: value for name, value in server.items() if value is not None}
     config = build(ModelServerConfig, {"server": given}, args.set, origin="serve")
+    if args.dry_run:
+        from m2forge.dry_run import describe_server, print_dry_run
+
+        print_dry_run({"--set": config}, lambda: describe_server(args.model, config))
+        return
     key, key_lines = _find_key(args.key_file, "key")
     from m2forge.inference.server import serve
 
@@ -195,6 +225,7 @@ def command_gateway(args: argparse.Namespace) -> None:
     from m2forge.config import build
     from m2forge.gateway.config import GatewayConfig
     from m2forge.key import read_key_file, refuse_key_variable
+    from m2forge.rollout.config import ServeConfig
 
     refuse_key_variable("M2FORGE_GATEWAY_ADMIN_KEY", "--admin-key-file")
     refuse_key_variable("M2FORGE_ENGINE_KEY", "--engine-key-file")
@@ -204,13 +235,18 @@ def command_gateway(args: argparse.Namespace) -> None:
         raise ConfigError(f"--engine {args.engine}, --url {args.url}: a server has an address, the native engine none")
     if args.engine == "native" and args.engine_key_file is not None:
         raise ConfigError(f"--engine-key-file {args.engine_key_file}: the native engine has no key; leave it out")
+    engine = build(ServeConfig, {}, args.engine_set, origin="engine")
+    if args.dry_run:
+        from m2forge.dry_run import describe_gateway, print_dry_run
+
+        configs = {"--set": config, "--engine-set": engine}
+        print_dry_run(configs, lambda: describe_gateway(args.model, config, engine, args.engine, args.url))
+        return
     engine_key = None if args.engine_key_file is None else read_key_file(args.engine_key_file)
     admin_key, key_lines = _find_key(args.admin_key_file, "admin key")
     from m2forge.gateway.server import serve_gateway
     from m2forge.model.config_file import read_config
-    from m2forge.rollout.config import ServeConfig
 
-    engine = build(ServeConfig, {}, args.engine_set, origin="engine")
     # The folder may hold only the tokenizer if a server samples.
     model = read_config(args.model) if args.engine == "native" or (args.model / "config.json").exists() else None
     limits = [] if model is None else [model.max_context, engine.rollout.max_context or model.max_context]
@@ -295,11 +331,18 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="largest file (default: 5)")
 
 
+def _add_dry_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved config and what would run; start and write nothing"
+    )
+
+
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config", type=Path, nargs="+", metavar="CONFIG", help="TOML files; later ones override keys of earlier ones"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
+    _add_dry_run(parser)
 
 
 def _add_corpus(parser: argparse.ArgumentParser) -> None:
@@ -323,6 +366,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--key-file", type=Path, metavar="FILE", help="holds the server's key (default: a key is made and printed)"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
+    _add_dry_run(parser)
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
@@ -360,6 +404,7 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine-set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the engine"
     )
+    _add_dry_run(parser)
 
 
 def _add_page(parser: argparse.ArgumentParser) -> None:

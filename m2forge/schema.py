@@ -7,6 +7,7 @@ for. The alternatives of a union (kinds) share one entry for what they have in c
 import ast
 import inspect
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -190,14 +191,19 @@ def to_toml(value: object) -> str:
     if isinstance(value, Config):
         value = value.model_dump(exclude_none=True)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {to_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{bare_key(str(key))} = {to_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple | frozenset | set):
         return "[" + ", ".join(to_toml(item) for item in value) + "]"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str | PurePath):
-        return json.dumps(str(value), ensure_ascii=False)
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     return "" if value is None else str(value)
+
+
+def bare_key(name: str) -> str:
+    """A key of a table, quoted if TOML requires it."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else to_toml(name)
 
 
 def _plain(annotation: object) -> list[object]:

@@ -51,7 +51,7 @@ def complete(words: list[str]) -> list[str]:
         (["eval", "--set", "suites.0.num_hops"], ["suites.0.num_hops="]),
         (["eval", "--set", "suites."], ["suites.0."]),
         (["rl", "--set", "curriculum.stages.0.domains."], []),
-        (["gateway", "x", "--engine-set", "rollout.old_cache="], ["rollout.old_cache=drop", "rollout.old_cache=keep"]),
+        (["gateway", "x", "--engine-set", "rollout.stale_cache=k"], ["rollout.stale_cache=keep"]),
         (["params", "m2", "--set", "moe.scoring="], ["moe.scoring=sigmoid", "moe.scoring=softmax"]),
     ],
 )  # fmt: skip

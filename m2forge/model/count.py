@@ -108,10 +108,10 @@ def _components(config: ModelConfig) -> tuple[Component, ...]:
     size, ends = config.hidden_size, config.vocab_size * config.hidden_size
     totals = dict.fromkeys(COMPONENTS, 0) | {"embedding": ends, "head": 0 if config.tied_head else ends, "norms": size}
     for layer in range(config.num_layers):
-        for name, number in _block(config, layer).items():
+        for name, number in block_parameters(config, layer).items():
             totals[name] += number
     # A module has its own projection and three norms, and a block shaped as the last layer.
-    module = 2 * size * size + 3 * size + sum(_block(config, config.num_layers - 1).values())
+    module = 2 * size * size + 3 * size + sum(block_parameters(config, config.num_layers - 1).values())
     totals["mtp"] = config.num_mtp * module
     active = dict(totals)
     if config.moe is not None:
@@ -120,7 +120,7 @@ def _components(config: ModelConfig) -> tuple[Component, ...]:
     return tuple(Component(name, totals[name], active[name]) for name in COMPONENTS)
 
 
-def _block(config: ModelConfig, layer: int) -> dict[str, int]:
+def block_parameters(config: ModelConfig, layer: int) -> dict[str, int]:
     """Parameters of one layer by component; the selection bias counts as one, whether or not it has a gradient."""
     size, attention, moe = config.hidden_size, config.attention, config.moe
     q, kv = attention.q_width, attention.kv_width
@@ -184,7 +184,7 @@ def _cache_bytes(config: ModelConfig) -> int:
 
 def render(report: Report) -> str:
     """The report as a text table."""
-    rows = [(part.name, _short(part.total), _short(part.active)) for part in report.components if part.total]
+    rows = [(part.name, short(part.total), short(part.active)) for part in report.components if part.total]
     in_layers = sum(part.total for part in report.components if part.name in LAYERS)
     lines = [
         f"{report.family}, {report.num_layers} layers",
@@ -192,21 +192,21 @@ def render(report: Report) -> str:
         _row("parameters", "total", "active"),
         *(_row(*row) for row in rows),
         "-" * 46,
-        _row("in layers", _short(in_layers), _short(report.active_in_layers)),
-        _row("with embedding, head", _short(report.total), _short(report.active)),
+        _row("in layers", short(in_layers), short(report.active_in_layers)),
+        _row("with embedding, head", short(report.total), short(report.active)),
     ]
     if report.total_with_mtp != report.total:
-        lines.append(_row("with mtp", _short(report.total_with_mtp), ""))
+        lines.append(_row("with mtp", short(report.total_with_mtp), ""))
     lines += [
         "",
-        _row("weights", f"{_short(report.weight_bytes, 'KMGT')}B", "bfloat16"),
-        _row("cache per token", f"{_short(report.cache_bytes_per_token, 'KMGT')}B", "bfloat16"),
+        _row("weights", f"{short(report.weight_bytes, 'KMGT')}B", "bfloat16"),
+        _row("cache per token", f"{short(report.cache_bytes_per_token, 'KMGT')}B", "bfloat16"),
         "",
         _row("FLOPs per token", "forward", "training", "cache"),
     ]
     for cost in report.costs:
-        flops = _short(cost.forward_flops, "KMGT"), _short(cost.training_flops, "KMGT")
-        lines.append(_row(f"  context {cost.context:,}", *flops, f"{_short(cost.cache_bytes, 'KMGT')}B"))
+        flops = short(cost.forward_flops, "KMGT"), short(cost.training_flops, "KMGT")
+        lines.append(_row(f"  context {cost.context:,}", *flops, f"{short(cost.cache_bytes, 'KMGT')}B"))
     lines.append("attention counted as its causal half; training as forward and backward; cache of a whole context")
     return "\n".join(lines + _render_published(report))
 
@@ -219,14 +219,14 @@ def _render_published(report: Report) -> list[str]:
     lines = [
         "",
         _row("beside the report", "counted", "report"),
-        _row("total", _short(report.total), total),
-        _row("active in layers", _short(report.active_in_layers), f"{published.active / 1e9:.1f}B"),
+        _row("total", short(report.total), total),
+        _row("active in layers", short(report.active_in_layers), f"{published.active / 1e9:.1f}B"),
     ]
     twice = published.embedding_and_head_twice
     if f"{twice / 1e9:.1f}B" == total:
-        ends = _short(twice - report.total)
-        lines.append(f"embedding and head are {ends}; with these counted twice the total is {_short(report.total)} +")
-        lines.append(f"{ends} = {_short(twice)}, the report's {total}: it appears to count them twice")
+        ends = short(twice - report.total)
+        lines.append(f"embedding and head are {ends}; with these counted twice the total is {short(report.total)} +")
+        lines.append(f"{ends} = {short(twice)}, the report's {total}: it appears to count them twice")
     return lines
 
 
@@ -234,7 +234,8 @@ def _row(name: str, *cells: str) -> str:
     return f"{name:<22}" + "".join(f"{cell:>12}" for cell in cells)
 
 
-def _short(number: int, units: str = "KMBT") -> str:
+def short(number: int, units: str = "KMBT") -> str:
+    """A number with three or more digits as `1.23M`."""
     for power, unit in reversed(list(enumerate(units, 1))):
         if number >= 1000**power:
             return f"{number / 1000**power:.2f}{unit}"

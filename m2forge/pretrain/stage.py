@@ -16,12 +16,11 @@ from m2forge.corpus.reader import CorpusReader, ReaderState
 from m2forge.errors import ConfigError
 from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model
-from m2forge.model.config import ModelConfig
 from m2forge.model.convert import find_companions
-from m2forge.model.preset import PRESETS, resolve_config
 from m2forge.model.transformer import Transformer
 from m2forge.observe.tracker import require_writers
 from m2forge.pretrain.config import PretrainConfig, PretrainEvalConfig
+from m2forge.pretrain.network import network_config, start_folder
 from m2forge.records import JsonValue, Pack
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.evaluation import Evaluation
@@ -31,8 +30,6 @@ from m2forge.train.run_dir import open_run
 
 _log = logging.getLogger(__name__)
 
-VOCAB_MULTIPLE = 64
-"""Vocabulary sizes are rounded up to a multiple of this, for faster matrix products."""
 TOKENIZER_FILE = "tokenizer.json"
 EVAL_SEED = 0
 """Seed of the order in which evaluations read, so that runs of different seeds evaluate the same tokens."""
@@ -48,7 +45,7 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
     corpus = Path(config.corpus)
     network = network_config(config)
     end_id = read_manifest(corpus).end_of_text_id
-    start = _start_folder(config)
+    start = start_folder(config)
     if start is not None:
         _refuse_other_tokenizer(start, corpus)
     _check_domains(config)
@@ -77,20 +74,6 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
         loop = TrainLoop(run_dir, config.train, config.phases, build_model, open_source, companions, ranks, evaluation)
         open_run(run_dir, config, loop.position.last_begun)
         return loop.run()
-
-
-def network_config(config: PretrainConfig) -> ModelConfig:
-    """The model configuration of a run, with the vocabulary of its corpus."""
-    vocab_size = read_manifest(Path(config.corpus)).vocab_size
-    if _start_folder(config) is not None:
-        network = resolve_config(config.model)
-        if config.model_set:
-            raise ConfigError(f"model_set changes a network that {config.model} has weights for; leave it out")
-        if network.vocab_size < vocab_size:
-            raise ConfigError(f"the corpus has {vocab_size} token ids, {config.model} knows {network.vocab_size}")
-        return network
-    rounded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    return resolve_config(config.model, overrides=(*config.model_set, f"vocab_size={rounded}"))
 
 
 class CorpusSource:
@@ -169,12 +152,6 @@ def _refuse_unsuitable(trained: str, evaluated: str) -> None:
 
 def _trained_shards(manifest: Manifest) -> set[str]:
     return {shard.sha256 for token_set in manifest.sets if token_set.split == "train" for shard in token_set.shards}
-
-
-def _start_folder(config: PretrainConfig) -> Path | None:
-    """The folder whose weights training starts from. A preset's name means the preset, even if such a folder exists."""
-    folder = Path(config.model)
-    return folder if config.model not in PRESETS and folder.is_dir() else None
 
 
 def _refuse_other_tokenizer(start: Path, corpus: Path) -> None:

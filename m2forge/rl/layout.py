@@ -35,6 +35,7 @@ from m2forge.errors import RecordError
 from m2forge.files import append_line, sync_path, whole_lines
 from m2forge.pool.config import PoolConfig
 from m2forge.rl.config import RLConfig
+from m2forge.train.position import CHECKPOINT_FOLDER
 from m2forge.weights.store import WeightStore
 
 SQLITE = "sqlite:///"
@@ -50,7 +51,7 @@ class Layout:
 
     @property
     def checkpoints(self) -> Path:
-        return self.run_dir / "checkpoints"
+        return self.run_dir / CHECKPOINT_FOLDER
 
     @property
     def journal(self) -> Path:

@@ -79,7 +79,8 @@ from m2forge.tasks.curriculum import Curriculum, Draw
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
-from m2forge.train.checkpoint import CheckpointStore, begun_phase, read_position
+from m2forge.train.checkpoint import CheckpointStore
+from m2forge.train.position import begun_phase, read_position
 from m2forge.train.run_dir import hold_run, open_run
 
 _log = logging.getLogger(__name__)

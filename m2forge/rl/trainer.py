@@ -48,11 +48,12 @@ from m2forge.rl.layout import Layout, begin_branch
 from m2forge.rl.learner import make_trees
 from m2forge.tasks.config import CurriculumConfig, StageConfig
 from m2forge.tasks.curriculum import Mixture
-from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, read_position, restore
+from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
 from m2forge.train.config import PhaseConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.loop import lr_at
 from m2forge.train.machine import choose_device, choose_dtype, machine_settings, set_up_model
+from m2forge.train.position import Position, read_position
 from m2forge.train.run_dir import CONFIG_FILE, hold_run
 from m2forge.tree.build import Problem
 

@@ -23,11 +23,11 @@ from m2forge.sft.reader import SFTReader, SFTReaderState, read_once
 from m2forge.sft.store import Store
 from m2forge.text.format import ChatFormat, make_format
 from m2forge.text.tokenizer import load_tokenizer
-from m2forge.train.checkpoint import begun_phase
 from m2forge.train.config import PhaseConfig
 from m2forge.train.evaluation import Evaluation
-from m2forge.train.loop import CHECKPOINT_FOLDER, TrainLoop
+from m2forge.train.loop import TrainLoop
 from m2forge.train.machine import machine_ranks
+from m2forge.train.position import CHECKPOINT_FOLDER, begun_phase
 from m2forge.train.run_dir import open_run
 
 DATA_FOLDER, EVAL_DATA_FOLDER = "data", "eval_data"

@@ -14,9 +14,8 @@ so a run may resume on a different number of ranks: rank 0 writes, every rank lo
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,46 +26,21 @@ from m2forge.errors import CheckpointError
 from m2forge.files import staged_folder
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.transformer import Transformer
-from m2forge.records import JsonValue
 from m2forge.train.config import CheckpointConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.parallel import refuse_drift, whole_model
+from m2forge.train.position import (
+    MODEL_FOLDER,
+    POSITION_FILE,
+    PREFIX,
+    Position,
+    find_checkpoints,
+    newest_checkpoint,
+    read_content,
+    read_position,
+)
 
-MODEL_FOLDER, OPTIMIZER_FILE, POSITION_FILE = "model", "optimizer.safetensors", "position.json"
-PREFIX = "step-"
-
-
-@dataclass(frozen=True)
-class Best:
-    """The evaluation with the lowest held-out loss in the current phase."""
-
-    step: int
-    loss: float
-
-
-@dataclass(frozen=True)
-class Position:
-    """The progress of a run between two steps."""
-
-    phase: int = 0
-    """Index of the current phase."""
-    step_in_phase: int = 0
-    """Steps completed in this phase."""
-    step: int = 0
-    """Steps completed in total."""
-    num_tokens: int = 0
-    """Tokens trained on in total."""
-    source: Mapping[str, JsonValue] | None = None
-    """State of the data reader after the last step, from which the next phase starts; None before the first step."""
-    best: Best | None = None
-    """None: nothing was evaluated in this phase. Its checkpoint is kept until the next best one is complete."""
-
-    @property
-    def last_begun(self) -> int | None:
-        """Index of the last phase that has completed a step; None before the first step."""
-        if not self.step:
-            return None
-        return self.phase if self.step_in_phase else self.phase - 1
+OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class CheckpointStore:
@@ -103,11 +77,10 @@ class CheckpointStore:
         return self.folder / f"{PREFIX}{step:08d}"
 
     def newest(self) -> Path | None:
-        found = self._found()
-        return found[-1] if found else None
+        return newest_checkpoint(self.folder)
 
     def _found(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob(f"{PREFIX}*") if (path / POSITION_FILE).is_file())
+        return find_checkpoints(self.folder)
 
     def _remove_old(self) -> None:
         found = self._found()
@@ -124,20 +97,8 @@ class CheckpointStore:
         return [path for path in self.folder.glob(f"{PREFIX}*") if not (path / POSITION_FILE).is_file()]
 
 
-def begun_phase(folder: Path) -> int | None:
-    """Index of the last phase begun by the run whose checkpoints are in `folder`; None before its first."""
-    newest = CheckpointStore(folder, CheckpointConfig()).newest()
-    return None if newest is None else read_position(newest).last_begun
-
-
 def load_checkpoint_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Transformer:
     return load_model(folder / MODEL_FOLDER, device=device, dtype=dtype)
-
-
-def read_position(folder: Path) -> Position:
-    content = _content(folder)["position"]
-    best = content.pop("best", None)
-    return Position(**content, best=None if best is None else Best(**best))
 
 
 def restore(engine: TrainEngine, folder: Path) -> None:
@@ -146,18 +107,9 @@ def restore(engine: TrainEngine, folder: Path) -> None:
         tensors = load_file(folder / OPTIMIZER_FILE)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder / OPTIMIZER_FILE}: cannot be read ({error}); remove {folder.name}") from error
-    engine.optimizer.load_state(tensors, _content(folder)["num_steps"])
+    engine.optimizer.load_state(tensors, read_content(folder)["num_steps"])
 
 
 def _to_json(position: Position) -> dict[str, object]:
     """Without `best` in a run that evaluates nothing."""
     return {name: value for name, value in asdict(position).items() if name != "best" or value is not None}
-
-
-def _content(folder: Path) -> dict[str, Any]:
-    path = folder / POSITION_FILE
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}); remove {folder.name} to go back one") from error
-    return content

@@ -59,20 +59,13 @@ from m2forge.observe.metrics import MetricsWriter
 from m2forge.observe.progress import Progress, progress
 from m2forge.records import JsonValue, Pack
 from m2forge.train.batch import num_targets
-from m2forge.train.checkpoint import (
-    MODEL_FOLDER,
-    Best,
-    CheckpointStore,
-    Position,
-    load_checkpoint_model,
-    read_position,
-    restore,
-)
+from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
 from m2forge.train.config import Curve, PhaseConfig, TrainConfig
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.evaluation import Evaluation, selection_loss
 from m2forge.train.machine import choose_device, choose_dtype, machine_settings, peak_flops, set_up_model
 from m2forge.train.parallel import ALONE, ProcessRanks, Ranks, align, refuse_difference, shard_model, whole_model
+from m2forge.train.position import CHECKPOINT_FOLDER, MODEL_FOLDER, Best, Position, read_position
 from m2forge.train.run_dir import hold_run
 
 
@@ -180,7 +173,6 @@ OpenSource = Callable[[int, Mapping[str, JsonValue] | None], PackSource]
 """(phase index, state of the last source: this phase's, an earlier one's, or None) → the phase's packs."""
 BuildModel = Callable[[torch.device, torch.dtype], Transformer]
 
-CHECKPOINT_FOLDER = "checkpoints"
 MAX_BAD_STEPS = 10
 """Consecutive steps without a finite gradient after which the run ends."""
 

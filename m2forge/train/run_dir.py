@@ -63,19 +63,25 @@ def make_private(run_dir: Path) -> None:
 def open_run(run_dir: Path, config: Config, phase: int | None) -> None:
     """Write the configuration of a new run, or check that of a resumed run whose last begun phase is `phase`."""
     make_private(run_dir)
+    refuse_changes(run_dir, config, phase)
+    write_resolved(config, run_dir / CONFIG_FILE)
+
+
+def refuse_changes(run_dir: Path, config: Config, phase: int | None) -> None:
+    """Raise if the run in `run_dir`, whose last begun phase is `phase`, cannot resume with `config`."""
     path = run_dir / CONFIG_FILE
-    if phase is not None and path.exists():
-        before = _read_run(type(config), path)
-        after = _flat(tomllib.loads(dump(config)))
-        changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-        changed = [key for key in changed if not key.startswith(FREE) and not _is_to_come(key, phase)]
-        if changed:
-            key = changed[0]
-            raise ConfigError(
-                f"{run_dir} was started with {key} = {before.get(key)!r}, now it is {after.get(key)!r}; "
-                "resume with the same configuration, or start a run of another name"
-            )
-    write_resolved(config, path)
+    if phase is None or not path.exists():
+        return
+    before = _read_run(type(config), path)
+    after = _flat(tomllib.loads(dump(config)))
+    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    changed = [key for key in changed if not key.startswith(FREE) and not _is_to_come(key, phase)]
+    if changed:
+        key = changed[0]
+        raise ConfigError(
+            f"{run_dir} was started with {key} = {before.get(key)!r}, now it is {after.get(key)!r}; "
+            "resume with the same configuration, or start a run of another name"
+        )
 
 
 def _read_run(kind: type[Config], path: Path) -> dict[str, TomlValue]:

@@ -20,9 +20,10 @@ from m2forge.observe.metrics import read_metrics
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.pretrain.stage import CorpusSource, HeldOutDocuments, run_pretrain
 from m2forge.records import NO_TARGET, Pack
-from m2forge.train.checkpoint import CheckpointStore, read_position
+from m2forge.train.checkpoint import CheckpointStore
 from m2forge.train.config import CheckpointConfig
 from m2forge.train.loop import TrainLoop
+from m2forge.train.position import read_position
 from tests.pretrain.small import make_config
 
 NUM_DOCUMENTS = 48

@@ -35,8 +35,9 @@ from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import read_checks
 from m2forge.rl.layout import Layout
 from m2forge.rl.view import read_last_step
-from m2forge.train.checkpoint import PREFIX, CheckpointStore
+from m2forge.train.checkpoint import CheckpointStore
 from m2forge.train.config import CheckpointConfig
+from m2forge.train.position import PREFIX
 from tests.pool.postgres import find_programs, fresh_database, postgres_server
 from tests.pool.test_processes import ENDED, check
 from tests.rl.ring import agent_command, command_of, processes, processes_of, read_notes, started

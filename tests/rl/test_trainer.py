@@ -28,8 +28,9 @@ from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout
 from m2forge.rl.loop import Loop, is_trained
 from m2forge.rl.trainer import Trainer
-from m2forge.train.checkpoint import CheckpointStore, Position
+from m2forge.train.checkpoint import CheckpointStore
 from m2forge.train.engine import TrainEngine
+from m2forge.train.position import Position
 from m2forge.train.run_dir import CONFIG_FILE
 from tests.rl.scene import fill_pool, make_config, make_model
 

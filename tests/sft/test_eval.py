@@ -15,8 +15,8 @@ from m2forge.records import Pack
 from m2forge.sft.config import SFTConfig
 from m2forge.sft.stage import HeldOutTrajectories, TrajectorySource, run_sft
 from m2forge.sft.synthetic import write_jsonl
-from m2forge.train.checkpoint import read_position
 from m2forge.train.engine import TrainEngine
+from m2forge.train.position import read_position
 from tests.sft.start import write_start
 
 

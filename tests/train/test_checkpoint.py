@@ -7,18 +7,10 @@ import pytest
 import torch
 
 from m2forge.errors import CheckpointError
-from m2forge.train.checkpoint import (
-    POSITION_FILE,
-    Best,
-    CheckpointStore,
-    Position,
-    begun_phase,
-    load_checkpoint_model,
-    read_position,
-    restore,
-)
+from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
 from m2forge.train.config import CheckpointConfig, OptimizerConfig
 from m2forge.train.engine import TrainEngine
+from m2forge.train.position import POSITION_FILE, Best, Position, begun_phase, read_position
 from tests.train.draw import draw_pack, small_model
 
 CPU = torch.device("cpu")

@@ -12,10 +12,11 @@ import torch
 
 from m2forge.model.checkpoint import load_model
 from m2forge.records import JsonValue
-from m2forge.train.checkpoint import Best, CheckpointStore, Position, load_checkpoint_model, read_position, restore
+from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
 from m2forge.train.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.loop import PackSource, TrainLoop
+from m2forge.train.position import Best, Position, read_position
 from tests.train.draw import draw_pack, small_model
 
 CONFIG = OptimizerConfig()

@@ -18,7 +18,7 @@ from torch import Tensor
 from m2forge.errors import ConfigError, TrainingError
 from m2forge.model.transformer import Transformer
 from m2forge.records import Call, FinishReason, Pack
-from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, restore
+from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
 from m2forge.train.config import CheckpointConfig, OptimizerConfig, PolicyConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.parallel import (
@@ -33,6 +33,7 @@ from m2forge.train.parallel import (
     sharded_modules,
     whole_model,
 )
+from m2forge.train.position import Position
 from m2forge.tree.token_tree import TokenTree
 from tests.train.draw import VOCAB, draw_pack, small_model
 from tests.train.processes import run_ranks

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from m2forge.model.preset import preset
 from m2forge.records import Call, Sampling
 from m2forge.train.batch import make_tree_batch
-from m2forge.train.checkpoint import CheckpointStore, Position, load_checkpoint_model, restore
+from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
 from m2forge.train.config import CheckpointConfig, OptimizerConfig, PolicyConfig, RouterBias
 from m2forge.train.engine import TrainEngine
 from m2forge.train.loss.policy import policy_loss
+from m2forge.train.position import Position
 from m2forge.tree.build import RawCall, build_trees
 from m2forge.tree.flat import flatten
 from m2forge.tree.pack import pack_trees

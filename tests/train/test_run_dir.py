@@ -11,8 +11,8 @@ import pytest
 
 from m2forge.config import Config, dump, load
 from m2forge.errors import ConfigError, ExistsError
-from m2forge.train.checkpoint import Position
 from m2forge.train.config import PhaseConfig, PolicyConfig, TrainConfig
+from m2forge.train.position import Position
 from m2forge.train.run_dir import FAILURE_FILE, hold_run, open_run
 
 

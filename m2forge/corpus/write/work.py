@@ -45,7 +45,7 @@ class Work:
 @contextmanager
 def open_work(config: CorpusConfig, dest: Path) -> Iterator[Work]:
     """Create or reopen the work folder of a build. The caller removes it with `remove_work` at the end."""
-    root = _root(dest)
+    root = work_root(dest)
     root.mkdir(parents=True, exist_ok=True)
     with (root / "lock").open("w") as lock:
         try:
@@ -80,7 +80,7 @@ def open_work(config: CorpusConfig, dest: Path) -> Iterator[Work]:
 
 
 def remove_work(dest: Path) -> None:
-    shutil.rmtree(_root(dest), ignore_errors=True)
+    shutil.rmtree(work_root(dest), ignore_errors=True)
 
 
 def _beside(config: CorpusConfig) -> list[list[str | int]]:
@@ -101,6 +101,7 @@ def _stamps(roots: list[Path]) -> list[list[str | int]]:
     return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
-def _root(dest: Path) -> Path:
+def work_root(dest: Path) -> Path:
+    """The folder with the results of an unfinished build of `dest`."""
     dest = dest.absolute()
     return dest.with_name(f".{dest.name}.work")

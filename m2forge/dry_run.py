@@ -1,0 +1,337 @@
+"""`--dry-run`: a validated configuration in, its resolved TOML and what would run out; starts and writes nothing.
+
+Everything is read from configs, a model's config.json, the corpus manifest, and the names and sizes of files, without
+torch. The report follows the TOML as comments, so that the output is a complete file for the same command. Memory
+figures are exact sizes of the named tensors over the whole network; activations, logits, one micro-batch's gradients
+and allocator overhead come on top.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from m2forge.config_class import Config
+from m2forge.errors import ConfigError, ExistsError, NotFoundError
+from m2forge.resolved import Line, resolved_lines
+
+if TYPE_CHECKING:
+    from m2forge.corpus.config import CorpusConfig
+    from m2forge.evaluate.config import EvalConfig
+    from m2forge.gateway.config import GatewayConfig
+    from m2forge.model.config import ModelConfig
+    from m2forge.pretrain.config import PretrainConfig
+    from m2forge.rl.config import RLConfig
+    from m2forge.rollout.config import RolloutConfig, ServeConfig
+    from m2forge.sft.config import SFTConfig
+    from m2forge.train.config import EvalConfig as TrainEvalConfig
+    from m2forge.train.config import TrainConfig
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+NAME_WIDTH = 14
+MEMORY_NOTE = "activations, logits, one micro-batch's gradients and allocator overhead come on top"
+
+
+def print_dry_run(
+    configs: Mapping[str, Config], facts: Callable[[], Iterable[tuple[str, str]]], console: Console | None = None
+) -> None:
+    """Print the configs, by the option that sets their keys, then the facts. What the command would refuse to start
+    with is raised after the configs."""
+    console = console or Console()
+    for option, config in configs.items():
+        console.print(f"# config ({option}); a comment gives the default where a value differs", highlight=False)
+        for line in resolved_lines(config):
+            console.print(_styled(line), soft_wrap=True, highlight=False)
+        console.print()
+    console.print("# what would run", highlight=False)
+    previous = ""
+    for name, text in facts():
+        shown = "" if name == previous else name
+        console.print(Text(f"# {shown:<{NAME_WIDTH}}{text}"), soft_wrap=True, highlight=False)
+        previous = name
+
+
+def _styled(line: Line) -> Text:
+    style = "cyan" if line.text.startswith("[") else "bold" if line.note else ""
+    return Text(line.text, style=style) + Text(str(replace(line, text="")), style="yellow")
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+def describe_corpus(config: "CorpusConfig", dest: Path, num_workers: int) -> Iterator[tuple[str, str]]:
+    from m2forge.corpus.manifest import MANIFEST_NAME
+    from m2forge.corpus.read.source import list_parts
+    from m2forge.corpus.write.work import work_root
+
+    total = 0
+    for index, source in enumerate(config.sources):
+        parts = list(list_parts([source], config.part_bytes))
+        num_files = len({span.path for part in parts for span in part.spans})
+        num_bytes = sum(part.num_bytes for part in parts)
+        total += num_bytes
+        yield (
+            "sources",
+            f"{index}: {source.path}: {_count(num_files, 'file')}, {_size(num_bytes)} in {_count(len(parts), 'part')}",
+        )
+    yield "processes", f"{num_workers} over {_size(total)}"
+    tokenizer = config.tokenizer
+    trained = f"trained on the documents, {tokenizer.vocab_size:,} tokens"
+    yield "tokenizer", trained if tokenizer.path is None else tokenizer.path
+    if (dest / MANIFEST_NAME).exists():
+        yield "destination", f"{dest}: holds a corpus; it is reused if its input and configuration are the same"
+    elif dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+        raise ExistsError(f"{dest} holds something else than this corpus; choose another destination or remove it")
+    else:
+        state = "would go on with the unfinished build" if work_root(dest).exists() else "new"
+        yield "destination", f"{dest}: {state}"
+
+
+def describe_pretrain(config: "PretrainConfig", runs: Path) -> Iterator[tuple[str, str]]:
+    from m2forge.pretrain.network import network_config, start_folder
+
+    for phase in config.phases:
+        tokens = phase.packs_per_step * phase.pack_tokens
+        yield "steps", f"{phase.name}: {phase.steps:,} × {tokens:,} tokens = {_number(phase.steps * tokens)} tokens"
+    num_steps = sum(phase.steps for phase in config.phases)
+    total = sum(phase.steps * phase.packs_per_step * phase.pack_tokens for phase in config.phases)
+    yield "steps", f"together {num_steps:,} steps, {_number(total)} tokens per rank"
+    if config.eval is not None:
+        yield _describe_evaluation(config.eval)
+    yield _describe_run(runs / config.name, config, num_steps)
+    network = network_config(config)
+    num_mtp = max([network.num_mtp, *(phase.num_mtp or 0 for phase in config.phases)])
+    network = network.model_copy(update={"num_mtp": num_mtp})
+    origin = "random weights" if start_folder(config) is None else "weights of the folder"
+    yield from _describe_network(f"{config.model} ({origin})", network)
+    yield from _describe_training(config.train, network)
+
+
+def describe_sft(config: "SFTConfig", runs: Path) -> Iterator[tuple[str, str]]:
+    from m2forge.sft.dataset import list_files
+
+    tokens = config.packs_per_step * config.pack_tokens
+    yield (
+        "steps",
+        f"as many × {tokens:,} tokens as {_count(config.num_epochs, 'epoch')} of the encoded trajectories fill",
+    )
+    if config.eval is not None:
+        yield _describe_evaluation(config.eval)
+    yield _describe_run(runs / config.name, config, None)
+    for source in config.data.sources:
+        files = list_files(source)
+        yield (
+            "sources",
+            f"{source.path}: {_count(len(files), 'file')}, {_size(sum(file.stat().st_size for file in files))}",
+        )
+    yield from _describe_network(config.model, network := _read_network(config.model, "m2forge pretrain` or `import"))
+    yield from _describe_training(config.train, network)
+
+
+def describe_rl(config: "RLConfig", runs: Path) -> Iterator[tuple[str, str]]:
+    from m2forge.tasks.catalog import find_family
+
+    curriculum = config.curriculum
+    for stage in curriculum.stages:
+        length = "the rest" if stage.num_batches is None else f"{stage.num_batches:,} batches"
+        for domain, ratio in stage.ratios().items():
+            families = ", ".join(family.name for family in stage.domains[domain].families)
+            share = f"{float(ratio):.0%} {domain}, context {stage.domains[domain].context:,}"
+            yield "tasks", f"stage {stage.name} ({length}): {share}: {families}"
+    # Refuses a family that does not exist.
+    names = [find_family(name).name for name in curriculum.family_names]
+    per_step = curriculum.batch_groups * config.group_size
+    limit = "" if config.batch_tokens is None else f", at most {config.batch_tokens:,} tokens per step"
+    yield (
+        "tasks",
+        f"{_count(len(names), 'family', 'families')}; {config.num_steps * curriculum.batch_groups:,} groups to train",
+    )
+    groups = f"{config.num_steps:,} × {curriculum.batch_groups} groups × {config.group_size} attempts"
+    yield "steps", f"{groups} = {config.num_steps * per_step:,} attempts{limit}"
+    yield "agents", f"{config.agent.num_workers} × {config.agent.jobs_per_worker} concurrent attempts"
+    if config.eval.num_tasks:
+        every = config.eval.every_steps
+        between = f", every {every:,} steps" if every else ""
+        when = f"before the first step{between} and after the last"
+        yield "evaluation", f"{config.eval.num_tasks:,} held-out tasks {when}"
+    yield _describe_run(runs / config.name, config, config.num_steps)
+    yield from _describe_network(config.model, network := _read_network(config.model, "m2forge sft` or `import"))
+    yield from _describe_training(config.train, network)
+    yield from _describe_engine(Path(config.model), network, config.engine.rollout, config.engine.dtype)
+
+
+def describe_eval(config: "EvalConfig") -> Iterator[tuple[str, str]]:
+    from m2forge.model.preset import resolve_config
+
+    for name, suite in zip(config.suite_names, config.suites, strict=True):
+        samples = len(suite.sizes) * len(suite.positions) * suite.num_samples
+        yield "suites", f"{name}: {samples:,} samples, {suite.decoding} decoding"
+    if config.held_out is not None:
+        most = config.held_out.num_packs * config.held_out.pack_tokens
+        yield "suites", f"held-out loss over at most {_number(most)} tokens of {config.held_out.corpus}"
+    for name, completions in (("tool_calls", config.tool_calls), ("exact_match", config.exact_match)):
+        if completions is not None:
+            if not completions.prompts.is_file():
+                raise NotFoundError(f"{name}.prompts {str(completions.prompts)!r} is no file; give a JSONL file")
+            limit = "all" if completions.max_prompts is None else f"at most {completions.max_prompts:,}"
+            yield "suites", f"{name}: {limit} prompts of {completions.prompts}"
+    yield "output", f"{config.output}: {'its report is replaced' if config.output.exists() else 'new'}"
+    network = resolve_config(config.model)
+    yield from _describe_network(config.model, network)
+    yield from _describe_sampling(Path(config.model), network, config.dtype, config.max_pack_tokens)
+
+
+def describe_server(model: Path, config: "ServeConfig") -> Iterator[tuple[str, str]]:
+    """The native engine behind `serve` and `gateway`."""
+    from m2forge.model.config_file import read_config
+
+    if model.is_file():
+        # A GGUF file has its config in its header, whose reader imports torch.
+        from m2forge.model.gguf_file import GGUFSource
+
+        network = GGUFSource(model).config
+    else:
+        network = read_config(model)
+    yield from _describe_network(str(model), network)
+    if config.rollout.speculation > network.num_mtp:
+        raise ConfigError(
+            f"rollout.speculation: {config.rollout.speculation} drafts need as many prediction modules; this model has "
+            f"{network.num_mtp}"
+        )
+    yield from _describe_engine(model, network, config.rollout, config.dtype)
+
+
+def describe_gateway(
+    model: Path, config: "GatewayConfig", engine: "ServeConfig", kind: str, url: str | None
+) -> Iterator[tuple[str, str]]:
+    if kind == "native":
+        yield from describe_server(model, engine)
+    else:
+        if not model.is_dir():
+            raise NotFoundError(f"{model} is not a folder; give the folder that holds the tokenizer")
+        yield "engine", f"the {kind} server at {url}"
+    yield "journal", config.journal or "none: nothing is written to disk"
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _read_network(folder: str, command: str) -> "ModelConfig":
+    from m2forge.model.config_file import read_config
+
+    if not Path(folder).is_dir():
+        raise NotFoundError(f"model {folder!r} is no folder; give one that `{command}` wrote")
+    return read_config(Path(folder))
+
+
+def _describe_network(name: str, network: "ModelConfig") -> Iterator[tuple[str, str]]:
+    from m2forge.model.count import count
+
+    report = count(network)
+    modules = f", {_count(network.num_mtp, 'MTP module')} included" if network.num_mtp else ""
+    yield "model", f"{name}: {network.num_layers} layers, context {network.max_context:,}"
+    yield "model", f"{_number(report.total_with_mtp)} parameters{modules}; {_number(report.active)} active per token"
+
+
+def _describe_training(config: "TrainConfig", network: "ModelConfig") -> Iterator[tuple[str, str]]:
+    from m2forge.train.memory import training_memory
+
+    machine = config.machine
+    by_device = {"cpu": "float32", "cuda": "bfloat16"}
+    devices = [machine.device] if machine.device != "auto" else list(by_device)
+    dtypes = dict.fromkeys(by_device[device] if machine.dtype == "auto" else machine.dtype for device in devices)
+    for dtype in dtypes:
+        size = training_memory(network, config.optimizer, ITEM_BYTES[dtype])
+        places = [device for device in devices if machine.dtype != "auto" or by_device[device] == dtype]
+        together = size.weights + size.gradients + size.moments + size.masters
+        masters = f", master weights {_size(size.masters)}" if size.masters else ""
+        state = f"gradients {_size(size.gradients)}, {config.optimizer.kind} moments {_size(size.moments)}{masters}"
+        sizes = f"weights {_size(size.weights)}, {state}; together {_size(together)}"
+        yield "training", f"{dtype} ({' or '.join(places)}): {sizes}"
+    if machine.offload == "host":
+        yield "training", "moments and master weights are in host memory (offload)"
+    if machine.parallel != "none":
+        yield "training", "each rank holds " + ("a shard of it" if machine.parallel == "fsdp" else "all of it")
+    yield "training", MEMORY_NOTE
+
+
+def _describe_evaluation(config: "TrainEvalConfig") -> tuple[str, str]:
+    return "evaluation", f"every {config.every:,} steps, at most {_number(config.num_tokens)} held-out tokens"
+
+
+def _describe_engine(
+    folder: Path, network: "ModelConfig", config: "RolloutConfig", dtype: str
+) -> Iterator[tuple[str, str]]:
+    from m2forge.rollout.kv.cache_size import cache_bytes
+    from m2forge.train.memory import weight_bytes
+
+    kind, note = _engine_dtype(folder, dtype)
+    weights = weight_bytes(network, ITEM_BYTES[kind])
+    cache = cache_bytes(network, config, ITEM_BYTES[kind])
+    num_tokens = config.num_blocks * config.block_tokens
+    blocks = f"{config.num_blocks:,} blocks × {config.block_tokens} tokens = {num_tokens:,} tokens"
+    yield "engine", f"{kind}{note}: weights {_size(weights)}, KV cache {_size(cache)} ({blocks})"
+    yield "engine", f"at most {config.max_running} running requests, {config.step_tokens:,} tokens per step"
+
+
+def _describe_sampling(
+    folder: Path, network: "ModelConfig", dtype: str, cache_tokens: int
+) -> Iterator[tuple[str, str]]:
+    """The engine of an evaluation, whose KV cache grows with its samples up to a limit."""
+    from m2forge.train.memory import weight_bytes
+
+    kind, note = _engine_dtype(folder, dtype)
+    per_token = 2 * network.attention.kv_width * network.num_layers * ITEM_BYTES[kind]
+    cache = f"KV cache at most {_size(cache_tokens * per_token)} ({cache_tokens:,} tokens), or one longer sample"
+    yield "engine", f"{kind}{note}: weights {_size(weight_bytes(network, ITEM_BYTES[kind]))}, {cache}"
+
+
+def _engine_dtype(folder: Path, dtype: str) -> tuple[str, str]:
+    """The dtype of an engine's weights and KV cache, and a remark on it."""
+    from m2forge.model.config_file import read_public
+
+    if dtype in ITEM_BYTES:
+        return dtype, ""
+    if not folder.exists():
+        return "float32", " (random weights)"
+    public = read_public(folder) if folder.is_dir() else {}
+    stored = str(public.get("dtype") or public.get("torch_dtype"))
+    probe = "; a CPU that decodes faster in float32 uses that" if dtype == "auto" else ""
+    if stored in ITEM_BYTES:
+        return stored, f" (as stored{probe})"
+    return "bfloat16", f" (assumed: config.json names no dtype{probe})"
+
+
+def _describe_run(run_dir: Path, config: Config, num_steps: int | None) -> tuple[str, str]:
+    from m2forge.train.position import CHECKPOINT_FOLDER, MODEL_FOLDER, newest_checkpoint, read_position
+    from m2forge.train.run_dir import refuse_changes
+
+    newest = newest_checkpoint(run_dir / CHECKPOINT_FOLDER)
+    position = None if newest is None else read_position(newest)
+    refuse_changes(run_dir, config, None if position is None else position.last_begun)
+    if (run_dir / MODEL_FOLDER).is_dir():
+        state = f"finished; {run_dir / MODEL_FOLDER} exists"
+    elif position is None:
+        state = "starts over; it has no checkpoint" if run_dir.exists() else "new"
+    else:
+        state = f"resumes after step {position.step:,}" + (f" of {num_steps:,}" if num_steps else "")
+    return "run", f"{run_dir}: {state}"
+
+
+def _count(number: int, noun: str, plural: str = "") -> str:
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def _size(num_bytes: int) -> str:
+    from m2forge.model.count import short
+
+    return f"{short(num_bytes, 'KMGT')}B" if num_bytes >= 1000 else f"{num_bytes} bytes"
+
+
+def _number(number: int) -> str:
+    from m2forge.model.count import short
+
+    return short(number)
