@@ -225,6 +225,46 @@ def long_test_names(root: Path) -> list[str]:
     ]
 
 
+def private_names(root: Path) -> dict[str, set[str]]:
+    """Private functions, classes and attributes of the package → the rooms that define them."""
+    rooms: dict[str, set[str]] = {}
+    for path in sources(root, PACKAGE):
+        room = path.relative_to(root / PACKAGE).with_suffix("").parts[0]
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = node.name
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                name = node.attr
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            else:
+                continue
+            if re.fullmatch(r"_[^_].*", name):
+                rooms.setdefault(name, set()).add(room)
+    return rooms
+
+
+def private_breaches(root: Path) -> list[str]:
+    """Tests that import or read a private name of a room other than their own."""
+    rooms, breaches = private_names(root), []
+    for path in sources(root, "tests"):
+        place = path.relative_to(root)
+        own = place.parts[1].removeprefix("test_").removesuffix(".py")
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "os"):
+                read = [node.attr]
+            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith(f"{PACKAGE}."):
+                read = [alias.name for alias in node.names]
+            else:
+                continue
+            breaches += [
+                f"{place}:{node.lineno}: {name} is private to {', '.join(sorted(rooms[name]))}"
+                for name in read
+                if name in rooms and own not in rooms[name]
+            ]
+    return breaches
+
+
 def function_breaches(root: Path) -> list[str]:
     breaches = []
     for path in sources(root, *CODE_FOLDERS):
@@ -275,6 +315,7 @@ RULES: list[Callable[[Path], list[str]]] = [
     name_breaches,
     function_breaches,
     long_test_names,
+    private_breaches,
     torch_breaches,
     target_breaches,
 ]
@@ -329,6 +370,12 @@ PLANTED = [
     (long_files, "m2forge/model/a.py", "x = 1\n" * (LONG_FILE_LINES + 1), "601 lines, usually at most 600"),
     (long_files, "m2forge/kernels/a.c", "int x;\n" * (LONG_FILE_LINES + 1), "a.c: 601 lines, usually at most 600"),
     (function_breaches, "m2forge/model/a.py", LONG_FUNCTION, "f has 81 lines, at most 80"),
+    (
+        private_breaches,
+        "tests/text/test_a.py",
+        "from m2forge.errors import _x\n",
+        "tests/text/test_a.py:1: _x is private to errors",
+    ),
     (long_test_names, "tests/test_a.py", f"def test_{'a' * 56}(): pass\n", "has 61 characters, at most 60"),
     (torch_breaches, "m2forge/model/__init__.py", "import torch\n", "m2forge.model.config imports torch"),
     (target_breaches, "README.md", "```\nmake demo ARGS=1\n```\n", "README.md: make demo does not exist"),
@@ -345,7 +392,7 @@ def plant(root: Path, files: dict[str, str]) -> None:
 def test_a_planted_breach_is_caught(
     tmp_path: Path, rule: Callable[[Path], list[str]], name: str, text: str, breach: str
 ) -> None:
-    plant(tmp_path, GOOD_FILES | {"m2forge/errors.py": '"""A."""\nx = 1\n'})
+    plant(tmp_path, GOOD_FILES | {"m2forge/errors.py": '"""A."""\nx = _x = 1\n'})
     assert rule(tmp_path) == []
     plant(tmp_path, {name: text})
     (found,) = rule(tmp_path)

@@ -235,16 +235,16 @@ def restore(connection: Connection, config: PoolConfig, version: PolicyVersion) 
         update(batch_table).where(or_(batch.is_open, undone)).values(is_open=False, lineage=None, step=None)
     )
     if queue.lineage not in (None, version.lineage):
-        _fork(connection, 0)
+        fork(connection, 0)
     elif version.step < queue.step:
-        _fork(connection, version.step)
+        fork(connection, version.step)
     values = {"epoch": queue.epoch + 1, "lineage": version.lineage, "step": version.step}
     connection.execute(update(queue_table).values(durable_step=version.step, **values))
     count(connection, TRAINED, difficulties, config.difficulty_bin, by=-1)
     return Restored(returned, int(num_undone) - len(difficulties))
 
 
-def _fork(connection: Connection, step: int) -> None:
+def fork(connection: Connection, step: int) -> None:
     """Record that versions after `step` are lost while the sampler may still serve one of them."""
     before = connection.execute(select(fork_table.c.step)).scalar_one_or_none()
     connection.execute(delete(fork_table))

@@ -276,7 +276,7 @@ class TrainLoop:
             pending: _Pending | None = None
             started_s = time.perf_counter()
             while self.position.step_in_phase < phase.steps:
-                current = self._step(phase, ahead, cost)
+                current = self.step(phase, ahead, cost)
                 # Metrics of the previous step: the device has finished them while it runs this one.
                 self._report(pending, writer, bar)
                 passed_s = time.perf_counter() - started_s
@@ -312,7 +312,7 @@ class TrainLoop:
         model.config = model.config.model_copy(update={"attention": attention, "max_context": context})
         model.freeze_main(phase.trains == "mtp")
 
-    def _step(self, phase: PhaseConfig, ahead: Prefetch, cost: TokenCost | None) -> _Pending:
+    def step(self, phase: PhaseConfig, ahead: Prefetch, cost: TokenCost | None) -> _Pending:
         packs, state = ahead.take()
         done = self.position.step_in_phase
         lr, mtp_weight = lr_at(phase, done), mtp_weight_at(phase, done)

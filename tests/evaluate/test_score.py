@@ -11,8 +11,8 @@ from m2forge.evaluate.prompts.sample import Sample
 from m2forge.evaluate.prompts.text_wording import TextWording, noise_filler
 from m2forge.evaluate.prompts.wording import TokenWording, make_alphabet
 from m2forge.evaluate.report.report import wilson
-from m2forge.evaluate.score import score_forced, score_free
 from m2forge.evaluate.suites.haystack import HopTask, NeedleTask, RandomFiller
+from m2forge.evaluate.suites.suite import score_forced, score_free
 from m2forge.model.build import build
 from m2forge.model.transformer import Transformer
 from tests.evaluate.letters import ByteEncoder, answer_ids, decode

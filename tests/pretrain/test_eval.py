@@ -153,7 +153,7 @@ def test_a_run_that_dies_anywhere_ends_the_same(
 ) -> None:
     """It dies before steps and after each evaluation, before the checkpoint."""
     deaths = {("_step", 6), ("save", 5), ("save", 9)}
-    original, save = TrainLoop._step, CheckpointStore.save
+    original, save = TrainLoop.step, CheckpointStore.save
 
     def die(place: tuple[str, int]) -> None:
         if place in deaths:
@@ -168,7 +168,7 @@ def test_a_run_that_dies_anywhere_ends_the_same(
         die(("save", args[1].step))  # type: ignore[attr-defined]  # a Position
         save(self, *args)  # type: ignore[arg-type]  # passed on as they came
 
-    monkeypatch.setattr(TrainLoop, "_step", step)
+    monkeypatch.setattr(TrainLoop, "step", step)
     monkeypatch.setattr(CheckpointStore, "save", dying_save)
     config = configure(corpus, export="best")
     # So that each start comes further than the one before.

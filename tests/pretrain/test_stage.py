@@ -94,7 +94,7 @@ def test_stopping_after_any_step_changes_no_bit(
     whole = load_model(run_pretrain(config, tmp_path / "whole"))
     from m2forge.train.loop import TrainLoop
 
-    original, left = TrainLoop._step, [0]
+    original, left = TrainLoop.step, [0]
 
     def step(self: TrainLoop, *args: object) -> object:
         if left[0] == 0:
@@ -102,7 +102,7 @@ def test_stopping_after_any_step_changes_no_bit(
         left[0] -= 1
         return original(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(TrainLoop, "_step", step)
+    monkeypatch.setattr(TrainLoop, "step", step)
     generator = random.Random(0)
     for _ in range(40):
         left[0] = generator.randrange(4, 9)
@@ -118,7 +118,7 @@ def watch_steps(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[Pack]],
     """What each step trained on, the last time that it was taken, and at which steps to die next."""
     from m2forge.train.loop import TrainLoop
 
-    original = TrainLoop._step
+    original = TrainLoop.step
     trained: dict[int, list[Pack]] = {}
     deaths: list[int] = []
 
@@ -139,7 +139,7 @@ def watch_steps(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[Pack]],
         finally:
             monkeypatch.setattr(ahead, "take", take)
 
-    monkeypatch.setattr(TrainLoop, "_step", step)
+    monkeypatch.setattr(TrainLoop, "step", step)
     return trained, deaths
 
 

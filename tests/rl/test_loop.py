@@ -26,7 +26,7 @@ from m2forge.model.checkpoint import load_model
 from m2forge.model.config_file import read_config
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool import queue as submission
-from m2forge.pool.batch import _fork as fork
+from m2forge.pool.batch import fork
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.queue import count
 from m2forge.pool.schema import fork_table, unit_table

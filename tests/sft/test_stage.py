@@ -83,7 +83,7 @@ def test_stopping_after_any_step_changes_no_bit(
     config: SFTConfig, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = load_model(runs / "small" / "model").state_dict()
-    original, generator, left, num_stops = TrainLoop._step, random.Random(0), [0], 0
+    original, generator, left, num_stops = TrainLoop.step, random.Random(0), [0], 0
 
     def step(self: TrainLoop, *args: object) -> object:
         if left[0] == 0:
@@ -91,7 +91,7 @@ def test_stopping_after_any_step_changes_no_bit(
         left[0] -= 1
         return original(self, *args)  # type: ignore[arg-type]  # passed on as they came
 
-    monkeypatch.setattr(TrainLoop, "_step", step)
+    monkeypatch.setattr(TrainLoop, "step", step)
     while True:
         left[0] = generator.randrange(2, 5)
         try:

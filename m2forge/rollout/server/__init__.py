@@ -1,4 +1,4 @@
 """The inference server.
 
-In reading order: app, wire, metrics.
+In reading order: app, wire.
 """

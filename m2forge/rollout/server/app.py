@@ -19,6 +19,8 @@ HTTP server of an engine.
 
 Every route requires the server's key and passes the other checks of `guard`. A prompt that cannot be served gets 400
 before streaming begins, a failed engine 503. If the client disconnects, its request is aborted.
+
+The server's counters, and their Prometheus text.
 """
 
 import asyncio
@@ -30,8 +32,10 @@ import json
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -48,8 +52,8 @@ from m2forge.errors import ConfigError, EngineError, M2ForgeError, NotFoundError
 from m2forge.listener import LOOPBACK, address, host_name, listen
 from m2forge.model.checkpoint import load_model
 from m2forge.model.transformer import Transformer
-from m2forge.observe.prometheus import TEXT_TYPE
-from m2forge.protocols import Chunk, Engine
+from m2forge.observe.prometheus import TEXT_TYPE, Metric, counter, gauge, labels, metrics_text, summary
+from m2forge.protocols import Chunk, Engine, EngineState
 from m2forge.records import JsonValue, PolicyVersion
 from m2forge.rollout.config import ServeConfig, ServerConfig
 from m2forge.rollout.core import Core
@@ -57,8 +61,60 @@ from m2forge.rollout.engine import NativeEngine, merge_chunks
 from m2forge.rollout.execution.cpu_dtype import fastest_dtype
 from m2forge.rollout.request import Decode
 from m2forge.rollout.server import wire
-from m2forge.rollout.server.metrics import Outcome, ServerCounts
 from m2forge.text.tokenizer import Tokenizer, load_tokenizer
+
+PREFIX = "m2forge_rollout_"
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    ANSWERED = "answered"
+    REFUSED = "refused"
+    HUNG_UP = "hung_up"
+    FAILED = "failed"
+
+
+class ServerCounts:
+    def __init__(self) -> None:
+        self._num_requests = Counter(dict.fromkeys(Outcome, 0))
+        self._num_sampled_tokens = 0
+        self._num_first_chunks, self._first_chunk_s = 0, 0.0
+
+    def note_request(self, outcome: Outcome) -> None:
+        self._num_requests[outcome] += 1
+
+    def note_chunk(self, chunk: Chunk) -> None:
+        self._num_sampled_tokens += chunk.ids.size
+
+    def note_first_chunk(self, duration_s: float) -> None:
+        self._num_first_chunks += 1
+        self._first_chunk_s += duration_s
+
+    def to_text(self, state: EngineState, engine_metrics: Mapping[str, float]) -> str:
+        by_outcome = {labels(outcome=outcome): number for outcome, number in self._num_requests.items()}
+        metrics = [
+            Metric("requests_total", "counter", "Requests by outcome.", by_outcome),
+            counter("sampled_tokens_total", "Tokens sent.", self._num_sampled_tokens),
+            summary(
+                "first_chunk_seconds",
+                "Time from a request until its first chunk.",
+                total=self._first_chunk_s,
+                count=self._num_first_chunks,
+            ),
+            gauge("running", "Running completions.", state.num_running),
+            gauge("waiting", "Queued completions.", state.num_waiting),
+            gauge("policy_step", "Step of the policy version that samples.", state.version.step),
+        ]
+        for name, value in sorted(engine_metrics.items()):
+            # An engine's counters are "total_…" in its metrics and "…_total" in Prometheus.
+            counted = name.removeprefix("total_")
+            if counted == name:
+                metrics.append(gauge(f"engine_{name}", "A gauge of the engine.", value))
+            else:
+                metrics.append(counter(f"engine_{counted}_total", "A counter of the engine.", value))
+        return metrics_text(metrics, prefix=PREFIX)
+
 
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 JSON_TYPE = "application/json"
