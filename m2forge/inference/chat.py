@@ -168,7 +168,7 @@ class Chat:
             raise
         except M2ForgeError as error:
             self._console.print(f"\nerror: {error}", style="red", markup=False)
-            self._console.print("the line is taken back; /reset begins anew", style="dim")
+            self._console.print("the line is taken back; /reset clears the conversation", style="dim")
             self.messages = before
 
     def _settle(self, before: list[Message]) -> None:

@@ -4,9 +4,10 @@
     GET  /v1/models, /v1/models/NAME
     POST /generate, /weights, GET /health, /metrics          token ids in and out: rollout/server/app.py
 
-Every route requires the server's key. The routes under /v1 are the gateway's, whose dialects read requests and write
-responses, streams and errors. Unlike the gateway, the server keeps nothing: each request is a conversation of its own,
-rendered and tokenized whole, and dropped once it is answered. The prefix cache makes a repeated history cheap.
+Every route requires the server's key, as `Authorization: Bearer KEY` or, under /v1, as `x-api-key: KEY`. The routes
+under /v1 are the gateway's, whose dialects read requests and write responses, streams and errors. Unlike the gateway,
+the server keeps nothing: each request is a conversation of its own, rendered and tokenized whole, and dropped once it
+is answered. The prefix cache makes a repeated history cheap.
 
 A model without a tokenizer is served to the rollout routes alone, and a warning says so.
 """
@@ -24,13 +25,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from m2forge.errors import FormatError, M2ForgeError
 from m2forge.gateway.app import GatewayApp
 from m2forge.gateway.config import Budget, GatewayConfig
-from m2forge.gateway.dialects.route import CHAT
+from m2forge.gateway.dialects.route import CHAT, MESSAGES
 from m2forge.gateway.episodes.episode import Episode
 from m2forge.gateway.episodes.journal import Created
 from m2forge.gateway.episodes.registry import Episodes
+from m2forge.gateway.http.limits import read_key
 from m2forge.inference.config import ModelServerConfig
 from m2forge.inference.model import context_of, find_format
 from m2forge.protocols import Engine
+from m2forge.rollout.config import ServerConfig
 from m2forge.rollout.engine import NativeEngine
 from m2forge.rollout.server.app import Guard, bind, make_app, make_core, serve_engine, spare_collector
 from m2forge.text.format import ChatFormat
@@ -68,30 +71,35 @@ async def open_server_app(
 ) -> AsyncIterator[ASGIApp]:
     """The application of a model server. `format`: None serves the rollout routes alone. `models`: names that
     /v1/models lists. `context`: maximum tokens of prompt plus completion. The caller closes the engine."""
-    rollout = make_app(engine, config.server, key)
-    if format is None:
-        yield _Routes(rollout, Guard(_refuse_vendors, config.server, key, CHAT.error))
-        return
     server = config.server
+    rollout = make_app(engine, server, key)
+    if format is None:
+        yield _Routes(rollout, _refuse_vendors, server, key)
+        return
     gateway_config = GatewayConfig(models=models, max_body_bytes=server.max_body_bytes, max_samples=server.max_samples)
     conversations = _Conversations(format, vocab_size)
     gateway = GatewayApp(engine, format, gateway_config, conversations, context=context)
     try:
-        yield _Routes(rollout, Guard(gateway, server, key, CHAT.error))
+        yield _Routes(rollout, gateway, server, key)
     finally:
         gateway.calls.abort_all()
         await gateway.calls.close()
 
 
 class _Routes:
-    """An ASGI application: the vendors' paths go to one application, all others to another."""
+    """An ASGI application: the vendors' paths go to one application, all others to another. A key for the vendors'
+    paths is taken, and a wrong one refused, as the vendor's clients expect."""
 
-    def __init__(self, rollout: ASGIApp, vendors: ASGIApp) -> None:
-        self._rollout, self._vendors = rollout, vendors
+    def __init__(self, rollout: ASGIApp, vendors: ASGIApp, server: ServerConfig, key: str) -> None:
+        self._rollout = rollout
+        self._openai, self._anthropic = (
+            Guard(vendors, server, key, dialect.error, read_key) for dialect in (CHAT, MESSAGES)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_vendor = scope["type"] == "http" and scope["path"].startswith(VENDOR_PREFIX)
-        await (self._vendors if is_vendor else self._rollout)(scope, receive, send)
+        path = scope["path"] if scope["type"] == "http" else ""
+        app = self._anthropic if path.startswith(MESSAGES.path) else self._openai
+        await (app if path.startswith(VENDOR_PREFIX) else self._rollout)(scope, receive, send)
 
 
 class _Conversations(Episodes):

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx2
 import openai
 import pytest
@@ -81,9 +82,9 @@ def test_a_chat_is_the_same_in_llm_server_and_engine(name: str, tmp_path: Path) 
                 assert "".join(part.content or "" for part in parts) == chat.message.content
                 thinking = "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
                 assert thinking == chat.message.thinking
-                told = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
-                assert [bytes(token.bytes) for token in told] == token_bytes(format, chat.token_ids)
-                assert [token.logprob for token in told] == list(chat.logprobs)
+                tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+                assert [bytes(token.bytes) for token in tokens] == token_bytes(format, chat.token_ids)
+                assert [token.logprob for token in tokens] == list(chat.logprobs)
 
     asyncio.run(run())
 
@@ -101,9 +102,9 @@ def test_a_completion_is_the_same_in_llm_server_and_engine(tmp_path: Path) -> No
                 for stream in (False, True):
                     choices = await ask(client.completions, prompt=prompt, logprobs=0, stream=stream)
                     assert "".join(choice.text for choice in choices) == raw.text
-                    told = [text for choice in choices if choice.logprobs for text in choice.logprobs.tokens]
+                    texts = [text for choice in choices if choice.logprobs for text in choice.logprobs.tokens]
                     pieces = token_bytes(format, raw.token_ids)
-                    assert told == [piece.decode(errors="replace") for piece in pieces]
+                    assert texts == [piece.decode(errors="replace") for piece in pieces]
 
     asyncio.run(run())
 
@@ -145,37 +146,48 @@ def test_a_conversation_with_tools_goes_through_the_client() -> None:
                 options: Any = {"model": "m", "messages": messages, "tools": CHAT_TOOLS}
                 if is_streamed:
                     async with client.chat.completions.stream(**options) as stream:
-                        told: Any = (await stream.get_final_completion()).choices[0].message
+                        answer: Any = (await stream.get_final_completion()).choices[0].message
                 else:
-                    told = (await client.chat.completions.create(**options)).choices[0].message
-                assert (told.content, told.reasoning_content) == (said.content, said.thinking)
-                calls = [json.loads(made.function.arguments) for made in told.tool_calls or ()]
+                    answer = (await client.chat.completions.create(**options)).choices[0].message
+                assert (answer.content, answer.reasoning_content) == (said.content, said.thinking)
+                calls = [json.loads(made.function.arguments) for made in answer.tool_calls or ()]
                 assert calls == [dict(made.arguments) for made in said.tool_calls]
-                messages.append(told.model_dump(exclude_none=True, exclude={"parsed": True}))
+                messages.append(answer.model_dump(exclude_none=True, exclude={"parsed": True}))
                 messages += [
-                    {"role": "tool", "tool_call_id": made.id, "content": "result"} for made in told.tool_calls or ()
+                    {"role": "tool", "tool_call_id": made.id, "content": "result"} for made in answer.tool_calls or ()
                 ]
             await asyncio.sleep(0.1)
             gc.collect()
-            assert not [found for found in gc.get_objects() if isinstance(found, Episode)], "nothing is kept"
+            assert not [found for found in gc.get_objects() if isinstance(found, Episode)], (
+                "conversations outlive their requests"
+            )
 
     for is_streamed in (False, True):
         asyncio.run(talk(is_streamed))
 
 
-def test_the_other_vendors_routes_answer_too() -> None:
+def test_responses_and_anthropics_messages_answer_too() -> None:
     format = minimax()
     said = Message("assistant", "Hello.", "Hm.")
 
     async def run() -> None:
-        engine = WatchedEngine(format, Scene(format, [said, said]))
+        engine = WatchedEngine(format, Scene(format, [said, said, said]))
         async with serving(engine, format, format.tokenizer.vocab_size) as (url, client):
-            answer = await client.responses.create(model="m", input="Hi.")
-            assert answer.output_text == "Hello."
-            async with httpx2.AsyncClient(headers=KEYED) as http:
-                body = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": "Hi."}]}
-                message = (await http.post(f"{url}/v1/messages", json=body)).json()
-            assert message["content"][-1]["text"] == "Hello."
+            response = await client.responses.create(model="m", input="Hi.")
+            assert response.output_text == "Hello."
+            ask: Any = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": "Hi."}]}
+            ways: list[dict[str, Any]] = [{"api_key": KEY}, {"auth_token": KEY}]
+            for keys in ways:
+                async with anthropic.AsyncAnthropic(base_url=url, max_retries=0, **keys) as other:
+                    answer: Any = await other.messages.create(**ask)
+                assert answer.content[-1].text == "Hello."
+            async with anthropic.AsyncAnthropic(base_url=url, max_retries=0, api_key="other-key") as stranger:
+                with pytest.raises(anthropic.AuthenticationError, match=r"authentication_error.*the server's key"):
+                    await stranger.messages.create(**ask)
+        # The rollout routes take the key as before.
+        async with serving(engine, format, format.tokenizer.vocab_size) as (url, _), httpx2.AsyncClient() as http:
+            assert (await http.get(f"{url}/health", headers={"x-api-key": KEY})).status_code == 401
+            assert (await http.get(f"{url}/health", headers=KEYED)).status_code == 200
 
     asyncio.run(run())
 

@@ -121,16 +121,32 @@ JSON_TYPE = "application/json"
 
 
 ErrorBody: TypeAlias = Callable[[int, str], Mapping[str, JsonValue]]
+ReadKey: TypeAlias = Callable[[Mapping[bytes, bytes]], str]
 
 
 def error_body(status: int, message: str) -> dict[str, JsonValue]:
     return {"error": {"type": "HTTPException", "message": message}}
 
 
+def read_bearer(headers: Mapping[bytes, bytes]) -> str:
+    """The key of `Authorization: Bearer KEY`; empty if there is none."""
+    scheme, _, sent = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    return sent.strip() if scheme.lower() == "bearer" else ""
+
+
 class Guard:
-    def __init__(self, app: ASGIApp, config: ServerConfig, key: str, error_body: ErrorBody = error_body) -> None:
-        """`error_body`: makes the body of a refusal from its status and message."""
-        self._app, self._expected, self._error_body = app, key.encode(), error_body
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        key: str,
+        error_body: ErrorBody = error_body,
+        read_key: ReadKey = read_bearer,
+    ) -> None:
+        """`error_body`: makes the body of a refusal from its status and message. `read_key`: finds the key that a
+        request sends in its headers."""
+        self._app, self._expected = app, key.encode()
+        self._error_body, self._read_key = error_body, read_key
         self._hosts = {_own_name(entry) for entry in (*LOOPBACK, config.host, *config.hosts)} - {""}
         self._takes_addresses = config.host in ANY_ADDRESS
 
@@ -154,8 +170,8 @@ class Guard:
         if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
             return 403, f"the Origin header names {origin[:200]!r}; other sites may not use this server"
         # Constant-time comparison.
-        scheme, _, sent = headers.get(b"authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode("latin-1"), self._expected):
+        sent = self._read_key(dict(scope["headers"]))
+        if not hmac.compare_digest(sent.encode("latin-1"), self._expected):
             return 401, "the server's key is needed: send Authorization: Bearer KEY"
         content_type = headers.get(b"content-type", "").partition(";")[0].strip().lower()
         if scope["method"] == "POST" and content_type != JSON_TYPE:
