@@ -1,6 +1,6 @@
 """A newcomer's tour in minutes: a small network learns to use tools, then an agent program, untouched, makes it better.
 
-    python examples/demo.py [--runs runs/demo] [--seed 0] [--control] [--scale 1.0]
+    python examples/demo.py [--runs runs/demo] [--seed 0] [--control] [--scale 1.0 | --smoke]
 
     text       pages of keys, which the network learns to copy, and a tokenizer
     pretrain   a narrow m2-nano from random weights, with one prediction module
@@ -14,7 +14,8 @@ copy is out of date at one to three of their links. No message says so; only the
 hands the rewards of a group to its attempts at random: which tool to trust cannot be learnt then.
 
 A stage that was killed goes on where it stopped, and one that is complete is not repeated. `--scale 0.1` does a tenth
-of everything, which is enough to see that it works and too little to learn.
+of everything, which is enough to see that it works and too little to learn. `--smoke` does one step of each stage, with
+two short attempts, which shows in seconds that an installation is complete.
 """
 
 import os
@@ -61,6 +62,15 @@ FAMILY = "copies"
 BARE, WHOLE = "bare.jsonl", "whole.jsonl"
 NUM_PAGES = 4000
 VOCAB_SIZE, TOKENIZER_TEXTS = 512, 300
+SMOKE_SCALE = 0.001
+SMOKE_SETTINGS = {
+    "group_size": 2,
+    "curriculum__batch_groups": 1,
+    "pool__window__queue": 2,
+    "agent__budget__max_calls": 1,
+    "agent__budget__max_tokens": 16,
+}
+"""RL settings of `--smoke`, keys joined by __."""
 
 Result = TypeVar("Result")
 
@@ -126,9 +136,18 @@ def told(**settings: object) -> list[str]:
 
 class Demo:
     def __init__(
-        self, runs: Path, seed: int, *, is_control: bool = False, scale: float = 1.0, lesson: Lesson | None = None
+        self,
+        runs: Path,
+        seed: int,
+        *,
+        is_control: bool = False,
+        scale: float = 1.0,
+        is_smoke: bool = False,
+        lesson: Lesson | None = None,
     ) -> None:
-        self.runs, self.seed, self.is_control, self._scale = runs, seed, is_control, scale
+        """`is_smoke`: replaces `scale`."""
+        self.runs, self.seed, self.is_control = runs, seed, is_control
+        self._scale, self._settings = (SMOKE_SCALE, SMOKE_SETTINGS) if is_smoke else (scale, {})
         self._lesson = lesson or Lesson()
         self.seconds: dict[str, float] = {}
 
@@ -186,6 +205,7 @@ class Demo:
         settings = told(model=str(agent), agent__command=command, curriculum__seed=self.seed)
         settings += told(num_steps=self._scaled(config.num_steps), warmup_steps=min(3, self._scaled(config.num_steps)))
         settings += told(eval__num_tasks=self._scaled(config.eval.num_tasks))
+        settings += told(**self._settings)
         if self.is_control:
             settings += told(name="control", reward__shuffled=True)
         return run_rl(load(RLConfig, path, settings), self.runs)[1]
@@ -228,15 +248,18 @@ def _answer(task: Task) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A small network learns to use tools, and which of them to trust.")
-    parser.add_argument("--runs", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--runs", type=Path, help="default: runs/demo, or runs/smoke with --smoke")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--control", action="store_true", help="rewards are dealt at random")
-    parser.add_argument("--scale", type=float, default=1.0, help="do less of everything: 0.1 is a tenth")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--scale", type=float, default=1.0, help="do less of everything: 0.1 is a tenth")
+    sizes.add_argument("--smoke", action="store_true", help="one step of each stage, to test an installation")
     args = parser.parse_args()
     if not 0 < args.scale <= 1:
         parser.error(f"--scale {args.scale}: give a number above 0, at most 1")
     try:
-        Demo(args.runs, args.seed, is_control=args.control, scale=args.scale).run()
+        runs = args.runs or Path("runs") / ("smoke" if args.smoke else "demo")
+        Demo(runs, args.seed, is_control=args.control, scale=args.scale, is_smoke=args.smoke).run()
     except ConfigError as error:
         sys.exit(f"demo: error: {error}; --runs names another folder")
     except M2ForgeError as error:
