@@ -4,7 +4,7 @@ Stages: scan (read, filter, sign), deduplicate, tokenize, assemble (splits, long
 finished parts in the work folder, so the same call after a kill resumes there and produces the same bytes, whatever the
 number of workers. The destination appears at the end, atomically.
 
-The report of a build: documents read, dropped and kept, tokens by domain, problems. Written next to the shards.
+The report, written next to the shards, counts the documents read, dropped and retained, tokens by domain, and problems.
 """
 
 import logging

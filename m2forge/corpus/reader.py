@@ -10,14 +10,12 @@ The sequence is a function of corpus, context, pack_tokens, seed, split and shar
 `state` resumes exactly there. A reader created `after` another continues with the documents that the other left
 unread, with its own context and mixture.
 
-The endless stream of one token set's documents, and packs filled from several streams at fixed shares.
-
-A stream yields every document once per epoch, reshuffled each epoch by the seed. Up to `LOOKAHEAD` documents of one
-epoch are open at a time, each queued with its next piece; the rest of a document longer than the context is queued
-behind the others, so that its pieces are far apart. Reading starts at a piece chosen by the seed and wraps around, so
-that short runs see more than the beginnings of long documents. A position is therefore the number of documents opened
-and, for each unfinished one, where reading started and how many of its tokens were taken: it is valid for any context
-and any mixture.
+A stream of one token set's documents yields every document once per epoch, reshuffled each epoch by the seed. Up to
+`LOOKAHEAD` documents of one epoch are open at a time, each queued with its next piece; the rest of a document longer
+than the context is queued behind the others, so that its pieces are far apart. Reading starts at a piece chosen by the
+seed and wraps around, so that short runs see more than the beginnings of long documents. A position is therefore the
+number of documents opened and, for each unfinished one, where reading started and how many of its tokens were taken: it
+is valid for any context and any mixture.
 
 A pack is filled in two passes. First by fair queueing: a piece's virtual time is (tokens its stream gave before it +
 half its length) ÷ share, and the next piece is the oldest one of the stream with the lowest time, ties by stream order.

@@ -1,9 +1,8 @@
-"""Pieces of a token set: spans of at most `context` tokens of one document, computed on demand.
-
-Writes document tokens into the shards of a corpus folder, and memory-maps shards for reading.
+"""A token set on disk: document tokens in the shards of a corpus folder, written once, memory-mapped for reading.
 
 Documents are written as they arrive: memory does not grow with the number of documents, in writing or reading. The
-output depends only on the documents and their order.
+output depends only on the documents and their order. A reader takes a document in pieces, spans of at most `context`
+tokens that are computed on demand.
 """
 
 import hashlib

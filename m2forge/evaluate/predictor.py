@@ -4,10 +4,9 @@ of prompts.
 The caller decides which documents share a pass and what to do with the logits, so a scripted predictor can replace the
 model. `batches` limits the tokens of a pass.
 
-Completions of many prompts, decoded by the rollout engine: evaluation and RL share one decode path.
-
-A completion depends on its prompt, its seed (seed + index for prompt number index) and the weights, not on the prompts
-decoded beside it, up to the rounding of a differently shaped batch.
+The rollout engine decodes completions: evaluation and RL share one decode path. A completion depends on its prompt, its
+seed (seed + index for prompt number index) and the weights, not on the prompts decoded beside it, up to the rounding of
+a differently shaped batch.
 """
 
 import logging

@@ -3,7 +3,7 @@
 `FolderSource` reads headers only. Tensors are then memory-mapped one at a time, and FP8 weights dequantised. Unreadable
 files raise a CheckpointError that names the file.
 
-FP8 weights with one scale per block of 128 × 128, as in the released M2 checkpoints.
+FP8 weights have one scale per block of 128 × 128, as in the released M2 checkpoints:
 
     weight[r, c] = stored[r, c] · scale[r // 128, c // 128]
 

@@ -1,6 +1,6 @@
-"""Named configs: the released model and three small ones of the same architecture.
+"""Configs by name: the released model and three small ones of the same architecture.
 
-Resolves a preset's name, a TOML file or a model folder to a config.
+`resolve_config` takes a preset's name, a TOML file or a model folder, and overrides.
 """
 
 from collections.abc import Sequence

@@ -16,12 +16,11 @@ The page of a folder of runs, whose IDs are only looked up in its list and never
 Responses are JSON, never markup; the browser inserts them as text. Handlers read files and a database, so they run in
 threads.
 
-Access control and browser security headers: ASGI middleware around the application.
-
-On loopback a request must name this machine: a foreign site that points its own name here (DNS rebinding) is refused.
-Elsewhere a key is required, first in the URL, `/?key=KEY`, then in a cookie that is sent only to this page. The page is
-read-only. Scripts, styles and images load only from this origin, and text can never become markup: the policy forbids
-it to scripts (`require-trusted-types-for`).
+`Guard` controls access and sets the browser's security headers, as ASGI middleware around the application. On loopback
+a request must name this machine: a foreign site that points its own name here (DNS rebinding) is refused. Elsewhere a
+key is required, first in the URL, `/?key=KEY`, then in a cookie that is sent only to this page. The page is read-only.
+Scripts, styles and images load only from this origin, and text can never become markup: the policy forbids it to
+scripts (`require-trusted-types-for`).
 """
 
 import hmac

@@ -3,12 +3,10 @@
 The first calls of an episode are read without the others; a whole episode is read once and cached, since users browse
 from call to call.
 
-Importance ratios of an episode's tokens, if the run keeps those of the step that trained it.
-
-The advantages of an episode's calls, as its trainer computed them from the rewards of its group.
-
-The trainer compares the episodes of a group within a batch (`rl/learner.py`); so does this, with the same function.
-An episode that is not in a batch yet is compared with its whole group.
+Importance ratios of its tokens are shown if the run stores those of the step that trained it. The advantages of its
+calls are computed as the trainer computes them from the rewards of its group. The trainer compares the episodes of a
+group within a batch (`rl/learner.py`); so does this, with the same function. An episode that is not in a batch yet is
+compared with its whole group.
 """
 
 import json

@@ -3,12 +3,11 @@
 The page's modules are concatenated into one script, with the data beside it as JSON. Data cannot close its element or
 become markup, and a content security policy in the file allows only that one script.
 
-Selects a failed attempt from the beginning of a run and a solved one from its end, at similar tasks.
-
-Preferred are two attempts at the same held-out task, from those that evaluations keep (`rl/eval.py`). Otherwise both
-are attempts that were trained on, or queued for it: at the same task if there is such a pair, else at tasks of the same
-family and difficulty. Of several pairs the one with the largest difference in policy versions is taken, and of those
-one whose solution took several calls, since it shows more.
+It contrasts a failed attempt from the beginning of the run with a solved one from its end, at similar tasks. Preferred
+are two attempts at the same held-out task, from those that evaluations keep (`rl/eval.py`). Otherwise both are attempts
+that were trained on, or queued for it: at the same task if there is such a pair, else at tasks of the same family and
+difficulty. Of several pairs the one with the largest difference in policy versions is taken, and of those one whose
+solution took several calls, since it shows more.
 """
 
 import base64

@@ -4,11 +4,10 @@ Everything is read as found: a configuration of another version, missing files, 
 cannot be read is reported in `problems` and has no other effect. The names are those of `rl/layout`, repeated here
 because that module imports torch, which the page does not need.
 
-`metrics.jsonl` in, columns of numbers out, incrementally.
-
-Each call reads only what was appended since the last, and only complete lines, so the file may be read while it is
-being written. A step that goes back, as after a resume, replaces all later ones; then the revision changes, and a
-client with columns of an older revision starts over. Lines that are not metrics are counted and skipped.
+`Curves` reads `metrics.jsonl` into columns of numbers, incrementally. Each call reads only what was appended since the
+last, and only complete lines, so the file may be read while it is being written. A step that goes back, as after a
+resume, replaces all later ones; then the revision changes, and a client with columns of an older revision starts over.
+Lines that are not metrics are counted and skipped.
 """
 
 import json

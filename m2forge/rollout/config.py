@@ -1,10 +1,9 @@
-"""The engine's config: KV cache size, step limits, speculation, and how weight updates treat requests in flight.
+"""Configs of the engine (KV cache size, step limits, speculation, how weight updates treat requests in flight) and of
+the HTTP inference server around it.
 
 [rollout]
 num_blocks = 4096
 on_weight_update = "continue"
-
-Config of the HTTP inference server and of the engine behind it.
 
 [server]
 port = 8400

@@ -4,8 +4,6 @@ Prompts, aborts and weights enter through an inbox that the thread empties betwe
 per request. The thread sleeps while idle, and no coroutine polls. An exception in the thread fails every pending and
 every later request with the same `EngineError`. The engine stays failed, since weights and KV cache may be
 half-written; a process that serves it awaits `watch` and exits.
-
-Merges chunks of one completion.
 """
 
 import asyncio

@@ -5,9 +5,7 @@ hash of these: a folder with a store of the same key is reused, nothing is encod
 report; with `strict` they raise a `DataError` and nothing is left behind. A `Selection` limits the store to the trained
 or to the held-out trajectories.
 
-All trajectories of one source: a file, or a folder, in path order.
-
-A folder is one of these:
+A source is a file, or a folder, whose files are read in path order. A folder is one of these:
 
     saved by datasets      `Dataset.save_to_disk`: state.json lists the Arrow files; `DatasetDict.save_to_disk`:
                            dataset_dict.json lists the splits, each a folder of the former kind
@@ -17,10 +15,9 @@ A file name says its split as on the Hugging Face hub: NAME-00000-of-00002, or t
 or in its folder's name. `split` selects one; tables of several splits are refused without it, so that no run trains on
 a test split by accident. Folders of JSONL and ATIF files are read whole unless `split` is set.
 
-Prompt distillation: drops parts of the system prompt at their rates, so that the model learns to do without.
-
-Whether a part is dropped is a pure function of seed, trajectory, draw and part: the same in every process, and
-independent between parts. The blank lines that only a dropped part needed are removed with it.
+Prompt distillation drops parts of the system prompt at their rates, so that the model learns to do without. Whether a
+part is dropped is a pure function of seed, trajectory, draw and part: the same in every process, and independent
+between parts. The blank lines that only a dropped part needed are removed with it.
 """
 
 import dataclasses

@@ -19,14 +19,13 @@ The template determines the text. Three things are added:
 An assistant message that could not be parsed back, because it contains a tag where the parser would read one, is
 refused. The name of a special token inside any message is plain text.
 
-A model's Jinja chat template: plain data in, segments out.
+`ChatTemplate` runs a model's Jinja template, plain data in, segments out. The template runs in a sandbox, with the
+globals that transformers provides: `tojson`, `raise_exception`, `strftime_now` and the names of special tokens. The
+template's own text may contain special tokens; the messages' must not. So before rendering, a `Guard` breaks every such
+name inside a message with a character that occurs nowhere in the conversation; after the template's markers have been
+found, that character is removed. Apart from it the template sees the real text.
 
-The template runs in a sandbox, with the globals that transformers provides: `tojson`, `raise_exception`, `strftime_now`
-and the names of special tokens. The template's own text may contain special tokens; the messages' must not. So before
-rendering, a `Guard` breaks every such name inside a message with a character that occurs nowhere in the conversation;
-after the template's markers have been found, that character is removed. Apart from it the template sees the real text.
-
-Parses calls written as JSON between tags, as by Hermes and Qwen models:
+`HermesParser` reads calls written as JSON between tags, as by Hermes and Qwen models:
 
     <tool_call>
     {"name": "f", "arguments": {"k": "v"}}

@@ -4,10 +4,9 @@ Everything here is text and JSON values; chat formats turn a conversation into t
 express (a tool call by a user, an unknown role) raises a `FormatError` on construction, and so does a tool whose schema
 is not JSON.
 
-JSON text in, values out that can be serialized again: finite numbers, no lone surrogates, bounded depth.
-
-Reads what models write and what trajectory files contain. Later consumers recurse (templates, serializers, schema
-checks), so depth is bounded here. Unescaped newlines inside strings are accepted, because models write them.
+`parse_json` reads what models write and what trajectory files contain into values that can be serialized again: finite
+numbers, no lone surrogates. Later consumers recurse (templates, serializers, schema checks), so depth is bounded here.
+Unescaped newlines inside strings are accepted, because models write them.
 """
 
 import json

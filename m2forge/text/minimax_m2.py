@@ -21,7 +21,7 @@ Results have no ids, so they answer the calls in order. String arguments are wri
 that could not be parsed back unchanged is refused: one with the tags of thinking and calls or the end marker where the
 parser would read them as such.
 
-Parses calls written as XML tags, each argument as the bare text of its tag:
+`XmlCallParser` reads calls written as XML tags, each argument as the bare text of its tag:
 
     <minimax:tool_call>
     <invoke name="f">

@@ -7,10 +7,8 @@ does not depend on how the bytes were chunked, and the work is linear in the tex
 Thinking is what precedes `</think>`, without one newline directly before that tag; up to two newlines after it belong
 to the tag as well. A tag without meaning at its position remains text and is reported.
 
-A parsed completion: its parts, its problems, and the events of streaming parsing.
-
-A parser creates these from bytes and never raises: what it could not understand is reported in `problems`, and the text
-stays in `content` or `thinking`.
+What the parser cannot understand is reported in the completion's `problems`, and the text stays in `content` or
+`thinking`.
 """
 
 import codecs

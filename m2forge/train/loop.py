@@ -15,7 +15,7 @@ Only rank 0 writes checkpoints, metrics and the model.
 A run whose directory holds a checkpoint resumes from it. Everything a phase changes about the model (context, MTP
 modules, what is frozen) is set again on entry, so a resumed run is in the state of the interrupted one.
 
-FLOPs of a training step, computed from the documents and targets of its packs.
+`TokenCost` computes the FLOPs of a step from the documents and targets of its packs:
 
     flops = Σ over documents of  length · (base + slope · length)  +  head · targets
 
@@ -23,14 +23,14 @@ A token attends to half of its document on average, so its cost grows with the d
 limit of the phase; and the head runs only at positions with a target. `count` gives the cost at two lengths; the cost
 is linear between them, which is exact without attention windows.
 
-Prefetches packs in a thread, each step's with the source's state after them: a checkpoint records what was trained
-on, not what was prefetched.
+`Prefetch` reads packs in a thread, each step's with the source's state after them: a checkpoint records what was
+trained on, not what was prefetched.
 
-Schedules over a phase: learning rate and loss weights, as functions of the step alone.
+Learning rate and loss weights are functions of the step within the phase alone:
 
-x = step / (steps − 1)                          0 at the first step of the phase, 1 at its last
-linear: start + (end − start) · x               cosine: end + (start − end) · (1 + cos πx) / 2
-warmup multiplies by (step + 1) / warmup_steps until that reaches 1
+    x = step / (steps − 1)                          0 at the first step of the phase, 1 at its last
+    linear: start + (end − start) · x               cosine: end + (start − end) · (1 + cos πx) / 2
+    warmup multiplies by (step + 1) / warmup_steps until that reaches 1
 """
 
 import logging

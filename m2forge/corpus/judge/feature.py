@@ -3,7 +3,7 @@
 Every feature is a sum over the text, so a long document's features are the sums over its windows. One row per document,
 one column per member of `Feature`.
 
-Marker words that characterize a document, found in a batch by their hashes.
+Marker words that characterize a domain are found in a batch by their hashes.
 """
 
 from enum import IntEnum, auto

@@ -4,9 +4,8 @@ Each document is loaded once. For each batch of about `BATCH_BYTES`, array opera
 MinHash signature and topic sketch. The output depends only on the part and the configuration, so any number of
 processes may scan parts.
 
-Recognizes a document's domain where its source does not name one: by file suffix, else by marker words.
-
-The rules are cheap and coarse, good enough to weight a mixed crawl. A source whose domain is known should name it.
+Where a source names no domain, a document's is recognized by file suffix, else by marker words. The rules are cheap and
+coarse, good enough to weight a mixed crawl. A source whose domain is known should name it.
 """
 
 import hashlib

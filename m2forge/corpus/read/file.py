@@ -3,10 +3,9 @@
 Compressed files are read in blocks within the limits of `Source.unpack`: a decompression bomb costs no more memory than
 an ordinary file.
 
-Page sizes of Parquet column chunks, read from the page headers without decompressing.
-
-The library allocates the size in a page's header before it decompresses the page, and the file's footer, which it does
-check, need not agree with it. A header is a Thrift struct in the compact protocol,
+Page sizes of Parquet column chunks are checked first, from the page headers, without decompressing: the library
+allocates the size in a page's header before it decompresses the page, and the file's footer, which it does check, need
+not agree with it. A header is a Thrift struct in the compact protocol,
 
     PageHeader { 1: i32 type, 2: i32 uncompressed_page_size, 3: i32 compressed_page_size, … }
 

@@ -1,13 +1,12 @@
-"""Long samples from the kept training documents, for context-extension phases.
+"""Long samples of training documents, for context-extension phases.
 
 Three kinds: the code files of a repository joined so that imported files come first; documents that are long by
 themselves; documents on the same topic joined. In a joined sample each document still ends with the end-of-text token,
 and a code file starts with a comment that names it.
 
-Orders the files of a repository by dependency: imported files come before the files that import them.
-
-Imports of Python, JavaScript, TypeScript, C and C++ are found by regular expressions; an import counts if it resolves
-to a file of the repository. Cycles are broken at the file with the fewest unmet imports, ties by name.
+The files of a repository are ordered by dependency. Imports of Python, JavaScript, TypeScript, C and C++ are found by
+regular expressions; an import counts if it resolves to a file of the repository. Cycles are broken at the file with the
+fewest unmet imports, ties by name.
 """
 
 import heapq

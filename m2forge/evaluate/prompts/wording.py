@@ -1,16 +1,15 @@
 """How a task is expressed in tokens: the only part that differs between synthetic ids and natural language.
 
 Tasks use terms (a key, its value, a variable, a word, a label) and call a wording to draw and phrase them.
-token_wording.py needs no language, so that a model trained for minutes can be evaluated; text_wording.py writes English
-through a tokenizer.
+The token wording needs no language, so that a model trained for minutes can be evaluated; text_wording.py writes
+English through a tokenizer.
 
-Many-shot in-context learning: examples of a mapping invented for the sample, then one input to apply it to.
+Many-shot in-context learning shows examples of a mapping invented for the sample, then one input to apply it to. Every
+input is an invented symbol that maps to a random label. Inputs cycle in random order, so k examples show min(k,
+num_inputs) of them, and the queried input is one that was shown: chance is 1 / num_labels, and the answer can always be
+known.
 
-Every input is an invented symbol that maps to a random label. Inputs cycle in random order, so k examples show
-min(k, num_inputs) of them, and the queried input is one that was shown: chance is 1 / num_labels, and the answer can
-always be known.
-
-Tasks in bare token ids: a few reserved markers, a small alphabet of symbols for terms, the rest filler.
+In bare token ids a task has a few reserved markers, a small alphabet of symbols for terms, and filler:
 
     needle      NEEDLE key IS value END        …        ASK key IS value
     hop         SET x1 IS v END … SET x2 IS x1 END …    ASK v IS x1 x2

@@ -3,10 +3,9 @@
 Every suite with several depths gets a heat map of depth by length; all suites measured by length share one line chart,
 and so do those measured by number of shots.
 
-Two charts as self-contained SVG text: a heat map and a line chart. No dependencies, no scripts, light and dark mode.
-
-Shares from 0 to 1 are shown as percentages. The text colour follows the viewer's colour scheme; the colour scale runs
-from orange over near-white to blue, which stays readable for the colour-blind and in print.
+Charts are self-contained SVG text without scripts, for light and dark mode. Shares from 0 to 1 are shown as
+percentages. The text colour follows the viewer's colour scheme; the colour scale runs from orange over near-white to
+blue, which stays readable for the colour-blind and in print.
 """
 
 from collections.abc import Collection, Mapping, Sequence

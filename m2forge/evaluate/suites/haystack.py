@@ -3,13 +3,13 @@
 A filler returns tokens and the offsets at which something may be inserted without breaking them: anywhere in random
 ids, between sentences in text. `lay` puts each insert at the offset nearest to its depth.
 
-Needle retrieval: facts hidden in a haystack, some of them queried at the end.
+Needle retrieval hides facts in a haystack and queries some of them at the end:
 
-needle        one fact, queried
-multi-key     several facts, one queried: the others are distractors of the same form
-multi-query   several facts, several queried; each answer counts on its own
+    needle        one fact, queried
+    multi-key     several facts, one queried: the others are distractors of the same form
+    multi-query   several facts, several queried; each answer counts on its own
 
-Multi-hop tracing (RULER's variable tracking): chains of assignments scattered over a haystack.
+Multi-hop tracing (RULER's variable tracking) scatters chains of assignments over a haystack:
 
     x1 = value … x2 = x1 … x3 = x2 …      which variables hold the value?
 

@@ -3,7 +3,7 @@
 Each sample has its own random generator, seeded by the run's seed, task, size, depth and index: adding a length to a
 suite does not change the samples of the others.
 
-Scores a sample's answers, by teacher forcing or by free decoding.
+A sample's answers are scored by teacher forcing or by free decoding.
 
 **Forced.** One forward pass over prompt and answers; an answer is correct if the argmax at every position before one of
 its tokens is that token. For a single answer this equals greedy decoding at the cost of one pass: greedy decoding gives

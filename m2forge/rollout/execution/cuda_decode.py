@@ -1,16 +1,14 @@
-"""CUDA graphs of the decode step, one per shape, captured on first use.
+"""The decode step on CUDA, in as few kernel launches as its data dependencies allow, captured as CUDA graphs.
 
-A step is one graph launch however many kernels it holds; several steps run without a host sync, each on the output of
-the last. Batches are padded to the next of a few sizes. A capture takes as long as hundreds of steps: a batch that
-shrinks because completions end runs in a larger batch's graph, where padding rows cost little, until its size has
-occurred often enough.
+One graph per shape is captured on first use. A step is one graph launch however many kernels it holds; several steps
+run without a host sync, each on the output of the last. Batches are padded to the next of a few sizes. A capture takes
+as long as hundreds of steps: a batch that shrinks because completions end runs in a larger batch's graph, where padding
+rows cost little, until its size has occurred often enough.
 
-A decode step on CUDA with as few kernel launches as its data dependencies allow.
-
-Computes the same as `decode.Decoder`. Around the matrix products and blocks of the network, one kernel each prepares
-the rows, verifies them and updates the sequences; for each MTP module one kernel prepares its rows and one samples its
-drafts. The last norm writes the states to the cache, and for a module only the last row of each sequence goes to the
-LM head.
+`FusedDecoder` computes the same as `decode.Decoder`. Around the matrix products and blocks of the network, one kernel
+each prepares the rows, verifies them and updates the sequences; for each MTP module one kernel prepares its rows and
+one samples its drafts. The last norm writes the states to the cache, and for a module only the last row of each
+sequence goes to the LM head.
 """
 
 from collections import Counter

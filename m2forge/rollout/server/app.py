@@ -1,15 +1,13 @@
-"""Serves a model folder or GGUF file until the process is asked to stop.
+"""The HTTP server of an engine; `serve_model` serves a model folder or GGUF file until the process is asked to stop.
 
-Access control of the inference server: an ASGI layer around the whole application.
+`Guard`, an ASGI layer around the whole application, controls access:
 
     421   the Host header names another machine: a site that points its own name here (DNS rebinding)
     403   the Origin header is that of another site
     401   without the key (`Authorization: Bearer KEY`), on every route, `/health` and unknown ones included
     415   a body whose content type is not application/json, which browsers send to other sites without asking first
 
-The body of a rejected request stays unread, so its connection is closed.
-
-HTTP server of an engine.
+The body of a rejected request stays unread, so its connection is closed. The routes:
 
     POST /generate   a prompt in (see `wire`), its chunks out: one line of JSON each, as server-sent events if the
                      client accepts those, or {"samples": [...]} at the end if it asks for "stream": false
@@ -17,10 +15,8 @@ HTTP server of an engine.
     GET  /health     the version and the number of running requests; 503 once the engine has failed, until `serve` ends
     GET  /metrics    counters, in the text format of Prometheus
 
-Every route requires the server's key and passes the other checks of `guard`. A prompt that cannot be served gets 400
-before streaming begins, a failed engine 503. If the client disconnects, its request is aborted.
-
-The server's counters, and their Prometheus text.
+A prompt that cannot be served gets 400 before streaming begins, a failed engine 503. If the client disconnects, its
+request is aborted.
 """
 
 import asyncio
