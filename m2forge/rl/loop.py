@@ -28,7 +28,6 @@ The RL stage: a model folder and a configuration in, a trained model folder out;
 #     pool/state.py                     states of episodes and units
 #     rl/attempts.py                    one attempt, from lease to reward
 #     rl/gateway_admin.py               keys and records of attempts
-#     rollout/backends/http_stream.py   the HTTP client
 #     rl/servers.py                     sampler and gateway processes
 #     rl/workers.py                     agents in worker processes
 #     sandbox/worker.py                 a process within limits
