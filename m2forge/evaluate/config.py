@@ -19,6 +19,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import AfterValidator, Field, model_validator
 
 from m2forge.config import Config
+from m2forge.text.message import FormatName
 
 Count = Annotated[int, Field(gt=0, le=1 << 40)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -190,7 +191,7 @@ class EvalConfig(Config):
     """The folder for eval.json, eval.toml, table.txt and the plots; existing files of these names are replaced."""
     tokenizer: Path | None = None
     """A folder or file with the tokenizer; by default the model folder's own."""
-    chat_format: Literal["auto", "minimax_m2", "chatml"] = "auto"
+    chat_format: FormatName = "auto"
     drop_thinking: bool = False
     """Drop the thinking of turns before the last user message, for a model that was trained that way."""
     begin_ids: tuple[int, ...] = ()

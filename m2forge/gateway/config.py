@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from m2forge.config import Config
 from m2forge.records import Sampling
+from m2forge.text.message import FormatName
 
 Count = Annotated[int, Field(gt=0, le=1 << 31)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -67,7 +68,7 @@ class GatewayConfig(Config):
     address behind a TLS proxy."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8500
     """TCP port; 0 picks a free one."""
-    format: Literal["auto", "minimax_m2", "chatml"] = "auto"
+    format: FormatName = "auto"
     """Chat format; auto uses the tokenizer's."""
     restore_thinking: bool = True
     """Whether an answer sent back without its thinking keeps the recorded thinking; if not, the call branches."""

@@ -11,7 +11,7 @@ from pydantic import Field
 from m2forge.gateway.config import SamplingConfig
 from m2forge.records import MAX_INT32
 from m2forge.rollout.config import RolloutConfig, ServeConfig
-from m2forge.text.format import FormatName
+from m2forge.text.message import FormatName
 
 Count = Annotated[int, Field(gt=0, le=MAX_INT32)]
 

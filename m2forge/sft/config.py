@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from m2forge.config import Config
 from m2forge.sft.row import RowFormat
+from m2forge.text.message import FormatName
 from m2forge.train.config import Count, Curve, EvalConfig, TrainConfig
 from m2forge.unpack import UnpackConfig
 
@@ -102,7 +103,7 @@ class SFTConfig(Config):
     """The run's directory is RUNS/NAME; starting it again resumes it."""
     model: str = Field(min_length=1)
     """Folder of the model to start from, including its tokenizer."""
-    chat_format: Literal["auto", "minimax_m2", "chatml"] = "auto"
+    chat_format: FormatName = "auto"
     drop_thinking: bool = False
     """Drop the thinking of turns before the last user message, as the published chat template does; for ablations."""
     seed: int = Field(default=0, ge=0)

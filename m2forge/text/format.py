@@ -11,18 +11,16 @@ to the sampler's tokenization of the text; `trained` marks exactly those ids.
 """
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from m2forge.errors import FormatError
 from m2forge.text.chatml import ChatMLFormat
-from m2forge.text.message import Message, Tool
+from m2forge.text.message import FormatName, Message, Tool
 from m2forge.text.minimax_m2 import MINIMAX_M2_SPECIALS, OPEN, MiniMaxM2Format
 from m2forge.text.parser import CompletionParser
 from m2forge.text.tokenizer import Rendered, Tokenizer
 
 __all__ = ["MINIMAX_M2_SPECIALS", "ChatFormat", "FormatName", "Rendered", "make_format"]
-
-FormatName = Literal["minimax_m2", "chatml", "auto"]
 
 
 class ChatFormat(Protocol):

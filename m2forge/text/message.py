@@ -71,6 +71,8 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite
 
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+FormatName: TypeAlias = Literal["auto", "minimax_m2", "chatml"]
+"""A chat format in configs; defined here because `text/format.py` imports the formats' libraries."""
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
