@@ -4,9 +4,11 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -220,6 +222,20 @@ raise SystemExit(3)
     )
     assert (done.returncode, done.stderr) == (3, "")
     assert done.stdout.endswith("\n")
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_programs_of_the_page_run(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "inference.md").read_text(encoding="utf-8")
+    blocks = [textwrap.dedent(block) for block in re.findall(r"(?:^(?:    .*)?\n)+", page, re.MULTILINE)]
+    programs = [block for block in blocks if block.lstrip().startswith("from m2forge import LLM")]
+    assert len(programs) == 2
+    write_model(tmp_path / "runs" / "demo" / "rl" / "model")
+    monkeypatch.chdir(tmp_path)
+    exec(programs[number], {})
+    assert capsys.readouterr().out
 
 
 def test_a_preset_has_random_weights_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
