@@ -24,7 +24,7 @@ from forge_split import device_split, print_device_split, print_trainer_split
 from forge_watch import ROOT, Watched, run
 from report import Bar, arguments, finish, print_table
 
-from m2forge.rl.eval import Check
+from m2forge.rl.eval import EvalResult
 
 CONFIG = ROOT / "configs" / "rl" / "smollm2-gym.toml"
 AGENT = ROOT / "examples" / "task_agent.py"
@@ -88,19 +88,20 @@ def parse() -> argparse.Namespace:
 def report(watched: Watched, options: argparse.Namespace) -> list[Bar]:
     if options.out is not None:
         keep(watched, options.out)
-    if not watched.checks:
-        raise SystemExit(f"the run ended before its first check; see {watched.run_dir / 'log'}")
+    if not watched.evaluations:
+        raise SystemExit(f"the run ended before its first evaluation; see {watched.run_dir / 'log'}")
     print_curve(watched)
     print_trainer_split(watched.run_dir)
     split = device_split(watched)
     if split is not None:
         print_device_split(split)
-    broken = sum(check.num_broken for _, check in watched.checks) / sum(check.num_tasks for _, check in watched.checks)
+    results = [result for _, result in watched.evaluations]
+    broken = sum(result.num_broken for result in results) / sum(result.num_tasks for result in results)
     bars = [Bar.at_most("held-out attempts that broke", broken, 0.0)]
     if options.quick:
         return bars
-    start = watched.checks[0][1]
-    last = [check for at_s, check in watched.checks if at_s - watched.started_s <= LIMIT_S][-1]
+    start = watched.evaluations[0][1]
+    last = [result for at_s, result in watched.evaluations if at_s - watched.started_s <= LIMIT_S][-1]
     gain = last.success / max(start.success, 1 / start.num_tasks)
     bars += [
         Bar.at_least("held-out tasks", start.num_tasks, MIN_TASKS),
@@ -113,26 +114,26 @@ def report(watched: Watched, options: argparse.Namespace) -> list[Bar]:
     return bars
 
 
-def fits(start: Check) -> bool:
+def fits(start: EvalResult) -> bool:
     """Whether there is anything to measure: a run from elsewhere is not worth its time."""
     return MIN_START <= start.success <= MAX_START
 
 
 def print_curve(watched: Watched) -> None:
-    families = sorted(watched.checks[0][1].by_family)
+    families = sorted(watched.evaluations[0][1].by_family)
     print_table(
-        f"Success on {watched.checks[0][1].num_tasks} held-out tasks, at temperature 1",
-        ("step", "minutes", "all", "±", *families, "check took, s"),
+        f"Success on {watched.evaluations[0][1].num_tasks} held-out tasks, at temperature 1",
+        ("step", "minutes", "all", "±", *families, "evaluation took, s"),
         [
             (
-                str(check.step),
+                str(result.step),
                 f"{(at_s - watched.started_s) / 60:.2f}",
-                f"{check.success:.1%}",
-                f"{check.margin:.1%}",
-                *(f"{check.by_family[family]:.1%}" for family in families),
-                f"{check.seconds:.1f}",
+                f"{result.success:.1%}",
+                f"{result.margin:.1%}",
+                *(f"{result.by_family[family]:.1%}" for family in families),
+                f"{result.seconds:.1f}",
             )
-            for at_s, check in watched.checks
+            for at_s, result in watched.evaluations
         ],
     )
 
@@ -140,7 +141,7 @@ def print_curve(watched: Watched) -> None:
 def keep(watched: Watched, out: Path) -> None:
     """Files that are small, in one folder."""
     out.mkdir(parents=True, exist_ok=True)
-    curve = [asdict(check) | {"at_s": at_s - watched.started_s} for at_s, check in watched.checks]
+    curve = [asdict(result) | {"at_s": at_s - watched.started_s} for at_s, result in watched.evaluations]
     split = device_split(watched)
     told = {"curve": curve, "device": None if split is None else asdict(split), "utilisation": watched.utilisation}
     (out / "forge.json").write_text(json.dumps(told), encoding="utf-8")

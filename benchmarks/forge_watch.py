@@ -1,4 +1,4 @@
-"""Starts `m2forge rl` and watches from outside: when each check on held-out tasks was done, how busy the GPU was."""
+"""Starts `m2forge rl` and watches from outside: when each evaluation ended, how busy the GPU was."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from m2forge.observe.busy import FOLDER_VARIABLE
-from m2forge.rl.eval import Check, read_checks
+from m2forge.rl.eval import EvalResult, read_results
 from m2forge.rl.layout import Layout
 
 ROOT = Path(__file__).parent.parent
@@ -28,16 +28,16 @@ class Watched:
     run_dir: Path
     started_s: float
     """Seconds on the monotonic clock, as all times here."""
-    checks: list[tuple[float, Check]] = field(default_factory=list)
+    evaluations: list[tuple[float, EvalResult]] = field(default_factory=list)
     """With the time at which each was done."""
     utilisation: list[tuple[float, float]] = field(default_factory=list)
     """Shares of the last moments in which the GPU ran a kernel, as nvidia-smi tells them; none without a GPU."""
 
 
 def run(
-    config: Path, runs: Path, name: str, sets: Sequence[str], limit_s: float, accepts: Callable[[Check], bool]
+    config: Path, runs: Path, name: str, sets: Sequence[str], limit_s: float, accepts: Callable[[EvalResult], bool]
 ) -> Watched:
-    """Run the stage as a user would; stop it after `limit_s`, or at once where `accepts` refuses the first check."""
+    """Run the stage as a user would; stop it after `limit_s`, or at once where `accepts` refuses the first result."""
     run_dir = runs / name
     command = [sys.executable, "-m", "m2forge", "rl", str(config), "--runs", str(runs)]
     command += [word for item in sets for word in ("--set", item)]
@@ -48,7 +48,7 @@ def run(
         while process.poll() is None:
             time.sleep(POLL_S)
             _note_checks(watched)
-            is_refused = bool(watched.checks) and not accepts(watched.checks[0][1])
+            is_refused = bool(watched.evaluations) and not accepts(watched.evaluations[0][1])
             if stopped_s is None and (is_refused or time.monotonic() - watched.started_s > limit_s):
                 stopped_s = time.monotonic()
                 process.send_signal(signal.SIGINT)
@@ -61,8 +61,8 @@ def run(
 
 
 def _note_checks(watched: Watched) -> None:
-    found = read_checks(Layout(watched.run_dir).checks)
-    watched.checks += [(time.monotonic(), check) for check in found[len(watched.checks) :]]
+    found = read_results(Layout(watched.run_dir).evaluations)
+    watched.evaluations += [(time.monotonic(), result) for result in found[len(watched.evaluations) :]]
 
 
 @contextmanager

@@ -121,7 +121,7 @@ async def _attempt(agents: Agents, task: Task, name: str) -> Timed:
     except M2ForgeError:
         return Timed(False, True, time.monotonic() - started_s, 0, 0.0)
     time_s = time.monotonic() - started_s
-    agents.gateway.forget_soon(name)
+    agents.gateway.delete_soon(name)
     is_solved = tried.failure is None and (await agents.runner.verify(task, tried.answer)).perf == 1
     calls = sorted(
         (tried.tree.call(index) for index in range(len(tried.tree.samples))), key=lambda call: call.started_s
@@ -139,7 +139,7 @@ async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[
     layout.weight_store(config, find_companions(model)).publish(load_model(model), 0)
     servers = make_servers(layout)
     children = servers.sampler.child, servers.gateway.child
-    keeping = [asyncio.create_task(child.keep()) for child in children]
+    keeping = [asyncio.create_task(child.supervise()) for child in children]
     try:
         async with (
             GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # where examples/ lies
 
-from examples.demo import CONFIGS, ROOT, Demo, Lesson, told
+from examples.demo import CONFIGS, ROOT, Demo, Lesson, set_options
 from m2forge.config import load
 from m2forge.records import Task
 from m2forge.rl.config import RLConfig
@@ -49,9 +49,9 @@ class Policy:
             "model": str(self.model),
             "agent__command": [sys.executable, str(ROOT / "examples" / "task_agent.py")],
             "curriculum__seed": self._seed,
-            "check__num_tasks": 0,
+            "eval__num_tasks": 0,
         }
-        return load(RLConfig, self._path, told(**own | self._settings | settings))
+        return load(RLConfig, self._path, set_options(**own | self._settings | settings))
 
     def trained(self, name: str, **settings: object) -> Path:
         """The folder of the model that a run makes."""
@@ -61,7 +61,7 @@ class Policy:
 
     def held_out(self, num_tasks: int) -> list[Task]:
         """Tasks as difficult as a run's; none is shared with training."""
-        config = self.config(check__num_tasks=num_tasks)
+        config = self.config(eval__num_tasks=num_tasks)
 
         async def draw() -> list[Task]:
             async with TaskRunner(config.verify, self._folder / "held_out") as runner:

@@ -44,7 +44,7 @@ from m2forge.pretrain.config import PretrainConfig
 from m2forge.pretrain.stage import run_pretrain
 from m2forge.records import Task
 from m2forge.rl.config import RLConfig
-from m2forge.rl.eval import Check
+from m2forge.rl.eval import EvalResult
 from m2forge.rl.loop import run_rl
 from m2forge.sft.config import SFTConfig
 from m2forge.sft.stage import run_sft
@@ -124,13 +124,13 @@ def make_tokenizer(folder: Path, seed: int, tasks: list[Task]) -> Path:
 
 
 def make_corpus(folder: Path, pages: Path, tokenizer: Path) -> Path:
-    settings = told(sources__0__path=str(pages), tokenizer__path=str(tokenizer))
+    settings = set_options(sources__0__path=str(pages), tokenizer__path=str(tokenizer))
     config = load(CorpusConfig, CONFIGS / "corpus" / "demo.toml", settings)
     build_corpus(config, folder, num_workers=1)
     return folder
 
 
-def told(**settings: object) -> list[str]:
+def set_options(**settings: object) -> list[str]:
     return [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in settings.items()]
 
 
@@ -153,11 +153,11 @@ class Demo:
 
     def run(self) -> None:
         agent = self.make_agent()
-        checks = self._timed("rl", lambda: self._rl(agent))
+        results = self._timed("rl", lambda: self._rl(agent))
         name = "control" if self.is_control else "rl"
         report = self.runs / ("control.html" if self.is_control else "report.html")
         self._timed("report", lambda: write_report(self.runs / name, report))
-        self._summarise(checks, self.runs / name, report)
+        self._summarise(results, self.runs / name, report)
 
     def make_agent(self) -> Path:
         """The folder of a model that has seen demonstrations and no reward."""
@@ -189,30 +189,32 @@ class Demo:
     def _pretrain(self, corpus: Path) -> Path:
         path = CONFIGS / "pretrain" / "demo.toml"
         steps = self._scaled(load(PretrainConfig, path).phases[0].steps)
-        settings = told(corpus=str(corpus), seed=self.seed, phases__0__steps=steps)
-        settings += told(phases__0__warmup_steps=min(steps, 30))
+        settings = set_options(corpus=str(corpus), seed=self.seed, phases__0__steps=steps)
+        settings += set_options(phases__0__warmup_steps=min(steps, 30))
         return run_pretrain(load(PretrainConfig, path, settings), self.runs)
 
     def _sft(self, base: Path, data: Path) -> Path:
         paths = {f"data__sources__{n}__path": str(data / name) for n, name in enumerate((BARE, WHOLE))}
-        settings = told(model=str(base), seed=self.seed, **paths)
+        settings = set_options(model=str(base), seed=self.seed, **paths)
         return run_sft(load(SFTConfig, CONFIGS / "sft" / "demo.toml", settings), self.runs)
 
-    def _rl(self, agent: Path) -> list[Check]:
+    def _rl(self, agent: Path) -> list[EvalResult]:
         command = [sys.executable, str(ROOT / "examples" / "task_agent.py")]
         path = CONFIGS / "rl" / "demo.toml"
         config = load(RLConfig, path)
-        settings = told(model=str(agent), agent__command=command, curriculum__seed=self.seed)
-        settings += told(num_steps=self._scaled(config.num_steps), warmup_steps=min(3, self._scaled(config.num_steps)))
-        settings += told(eval__num_tasks=self._scaled(config.eval.num_tasks))
-        settings += told(**self._settings)
+        settings = set_options(model=str(agent), agent__command=command, curriculum__seed=self.seed)
+        settings += set_options(
+            num_steps=self._scaled(config.num_steps), warmup_steps=min(3, self._scaled(config.num_steps))
+        )
+        settings += set_options(eval__num_tasks=self._scaled(config.eval.num_tasks))
+        settings += set_options(**self._settings)
         if self.is_control:
-            settings += told(name="control", reward__shuffled=True)
+            settings += set_options(name="control", reward__shuffled=True)
         return run_rl(load(RLConfig, path, settings), self.runs)[1]
 
-    def _summarise(self, checks: list[Check], run: Path, report: Path) -> None:
+    def _summarise(self, results: list[EvalResult], run: Path, report: Path) -> None:
         steps = [step.values for step in read_metrics(run / FILE_NAME)]
-        before, after = checks[0], checks[-1]
+        before, after = results[0], results[-1]
         total_s = sum(self.seconds.values())
         waited_s, trained_s = (sum(step[name] for step in steps) for name in ("waited_s", "trained_s"))
         example = TaskSet(find_family(FAMILY), "held_out", 1).next(1, 2)

@@ -32,7 +32,7 @@ from m2forge.page.run import Run
 from m2forge.page.trajectory import Trajectory
 from m2forge.pool.schema import episode_table, unit_table
 from m2forge.records import JsonValue
-from m2forge.rl.eval import Kept, read_kept
+from m2forge.rl.eval import HeldOutAttempt, read_attempts
 from m2forge.rl.layout import Layout
 
 MAX_LOOKED_AT = 50_000
@@ -54,7 +54,7 @@ class _Tried:
     is_solved: bool
 
 
-def find_held_out(attempts: Sequence[Kept]) -> tuple[Kept, Kept] | None:
+def find_held_out(attempts: Sequence[HeldOutAttempt]) -> tuple[HeldOutAttempt, HeldOutAttempt] | None:
     """(before, after) of the attempts that evaluations have kept."""
     by_task: dict[Hashable, list[_Tried]] = {}
     for id, kept in enumerate(attempts):
@@ -170,7 +170,7 @@ def collect(run: Run) -> dict[str, JsonValue]:
             data["past"] = queue_past(connection, config)
             pair = find_contrast(connection)
         data["why"] = "no task was failed by an early version and solved by a later one, or retention has removed it"
-        held_out = find_held_out(read_kept(Layout(run.run_dir).kept))
+        held_out = find_held_out(read_attempts(Layout(run.run_dir).eval_attempts))
         if held_out is not None:
             before, after = held_out
             data["sides"] = {
@@ -201,7 +201,7 @@ def _side(episodes: Episodes, id: int) -> dict[str, JsonValue]:
     return {"head": head, "calls": calls, "num_left": num_calls - len(calls)}
 
 
-def _held_out_side(run: Run, kept: Kept) -> dict[str, JsonValue]:
+def _held_out_side(run: Run, kept: HeldOutAttempt) -> dict[str, JsonValue]:
     trajectory = Trajectory(kept.tree())
     calls = show_calls(trajectory, 0, MAX_CALLS, TokenText(run.format()), tools_of(kept.task))
     head: dict[str, JsonValue] = {

@@ -52,12 +52,12 @@ class Child:
         self.num_starts = 0
         self._command = tuple(command)
         self._keys = "".join(f"{key}\n" for key in keys).encode()
-        self._kept = () if listener is None else (listener.fileno(),)
+        self._pass_fds = () if listener is None else (listener.fileno(),)
         self._log_path = log_folder / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
         self._is_stopping, self._is_done = False, is_done
 
-    async def keep(self) -> None:
+    async def supervise(self) -> None:
         """Run it, restarting it until it is stopped or exits with 0 and its work is complete. Every other exit counts
         as a death: a server that receives SIGTERM also exits with 0."""
         num_short = 0
@@ -71,7 +71,7 @@ class Child:
             num_short = num_short + 1 if time.monotonic() - started_s < SHORT_S else 1
             if num_short >= MAX_DEATHS:
                 raise EngineError(f"the {self.name} process ended {num_short} times in a row; see {self._log_path}")
-            _log.warning("the %s process ended with status %d; it is started again", self.name, status)
+            _log.warning("the %s process ended with status %d; restarting it", self.name, status)
 
     def _is_over(self, status: int) -> bool:
         return self._is_stopping or (status == 0 and self._is_done())
@@ -85,7 +85,7 @@ class Child:
                 stdin=asyncio.subprocess.PIPE if self._keys else asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=self._kept,
+                pass_fds=self._pass_fds,
                 # Ctrl-C goes to the loop, which then stops its children.
                 start_new_session=True,
             )

@@ -112,7 +112,7 @@ class RLConfig(Config):
     keep_versions: Annotated[int, Field(ge=2)] = 2
     """Published policy versions to keep; at least 2, because the sampler may still be loading the previous one."""
     keep_ratios: Annotated[int, Field(ge=0)] = 8
-    """Number of last steps whose importance ratios are kept for the run page, at two bytes a token; 0: none."""
+    """Number of last steps whose importance ratios are stored for the run page, at two bytes a token; 0: none."""
     curriculum: CurriculumConfig
     agent: AgentConfig
     verify: VerifyConfig = VerifyConfig()

@@ -38,10 +38,10 @@ from m2forge.rl.gateway_admin import GatewayAdmin, RefusedError
 from m2forge.rl.servers import Server
 from m2forge.tree.token_tree import TokenTree
 
-OWN_NAME = re.compile(r"g\d+-\d+-\d+|check-.*")
+LOOP_EPISODE_ID = re.compile(r"g\d+-\d+-\d+|check-.*")
 """Matches the ids of the loop's own episodes at the gateway: attempts of the pool and of evaluations. All other ids
 belong to deployed agents."""
-LOOK_S = 0.5
+POLL_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -96,19 +96,19 @@ class DeployedEpisodes:
 
     async def watch(self) -> None:
         while True:
-            await self.look()
-            await asyncio.sleep(LOOK_S)
+            await self.poll()
+            await asyncio.sleep(POLL_S)
 
-    async def look(self) -> int:
+    async def poll(self) -> int:
         """Store complete groups, delete stored and too old episodes; returns how many groups were stored."""
         await self._read_changed()
-        rewarded = [found for found in self._closed.values() if found.is_rewarded]
-        names = {found.name: found.id for found in rewarded}
+        rewarded = [episode for episode in self._closed.values() if episode.is_rewarded]
+        names = {episode.name: episode.id for episode in rewarded}
         known = await self._writer.run(self._pool.known, list(names)) if names else set()
-        await self._forget_stored([names[name] for name in known])
-        await self._forget_old()
+        await self._delete_stored([names[name] for name in known])
+        await self._delete_old()
         num_stored = 0
-        for members in self._whole_groups():
+        for members in self._complete_groups():
             num_stored += await self._store(members)
         return num_stored
 
@@ -117,37 +117,37 @@ class DeployedEpisodes:
         for id in [id for id in self._closed if id not in marks]:
             self._drop(id)
         for id, mark in marks.items():
-            if OWN_NAME.fullmatch(id) or self._marks.get(id) == mark:
+            if LOOP_EPISODE_ID.fullmatch(id) or self._marks.get(id) == mark:
                 continue
             state = await self._gateway.show(id)
             # Calls still running may yet be recorded.
             if state is not None and state["closed"] is not None and not state["num_running"]:
                 self._marks[id], self._closed[id] = mark, Closed.read(state)
 
-    def _whole_groups(self) -> list[list[Closed]]:
+    def _complete_groups(self) -> list[list[Closed]]:
         """Groups with at least `group_size` rewarded episodes, each cut to the `group_size` opened first."""
         groups: dict[str, list[Closed]] = {}
-        for found in sorted(self._closed.values(), key=lambda found: (found.created_s, found.id)):
-            if not found.is_rewarded or found.id in self._refused:
+        for episode in sorted(self._closed.values(), key=lambda episode: (episode.created_s, episode.id)):
+            if not episode.is_rewarded or episode.id in self._refused:
                 continue
-            if found.task is None or not found.group:
-                self._refuse([found], "it was opened without a task or a group; give both")
+            if episode.task is None or not episode.group:
+                self._refuse([episode], "it was opened without a task or a group; give both")
             else:
-                groups.setdefault(found.group, []).append(found)
+                groups.setdefault(episode.group, []).append(episode)
         size = self._config.group_size
         return [group[:size] for group in groups.values() if len(group) >= size]
 
     async def _store(self, members: Sequence[Closed]) -> bool:
         task = members[0].task
         assert task is not None
-        if any(found.task != task for found in members):
+        if any(episode.task != task for episode in members):
             self._refuse(members, f"the episodes of group {members[0].group!r} have different tasks; give them one")
             return False
         if not any(task.domain in stage.domains for stage in self._config.curriculum.stages):
             self._refuse(members, f"no stage of the curriculum has the domain {task.domain}")
             return False
         try:
-            trees = [await self._gateway.close(found.id) for found in members]
+            trees = [await self._gateway.close(episode.id) for episode in members]
             problem = self._sampling_problem(trees)
             if problem is not None:
                 raise RecordError(f"{problem}; open episodes with `sampling`")
@@ -165,7 +165,7 @@ class DeployedEpisodes:
         await self._writer.run(self._pool.add_deployed, group, task, episodes)
         rewards = [episode.reward.total for episode in episodes]
         _log.info("stored %d episodes of a deployed agent, group %s: rewards %s", len(rewards), group, rewards)
-        await self._forget_stored([found.id for found in members])
+        await self._delete_stored([episode.id for episode in members])
         return True
 
     def _sampling_problem(self, trees: Sequence[TokenTree]) -> str | None:
@@ -176,30 +176,29 @@ class DeployedEpisodes:
         problems = [self._config.policy.sampling_problem(sampling) for sampling in used]
         return next((problem for problem in problems if problem is not None), None)
 
-    async def _forget_old(self) -> None:
+    async def _delete_old(self) -> None:
         before_s = self._clock() - self._config.pool.deployed_s
-        old = [found.id for found in self._closed.values() if found.created_s < before_s]
+        old = [episode.id for episode in self._closed.values() if episode.created_s < before_s]
         if old:
-            message = (
-                "%d episodes of deployed agents are deleted untrained: their groups were not whole and rewarded within "
-            )
-            _log.warning(f"{message}pool.deployed_s: %s", len(old), ", ".join(old[:8]))
-            await self._forget(old)
+            message = "%d episodes of deployed agents are deleted untrained, "
+            message += "because their groups were not complete and rewarded within pool.deployed_s: %s"
+            _log.warning(message, len(old), ", ".join(old[:8]))
+            await self._delete(old)
 
     def _refuse(self, members: Sequence[Closed], reason: str) -> None:
-        ids = [found.id for found in members]
+        ids = [episode.id for episode in members]
         _log.warning("episodes of a deployed agent cannot be trained (%s): %s", ", ".join(ids), reason)
         self._refused.update(ids)
 
-    async def _forget_stored(self, ids: Collection[str]) -> None:
+    async def _delete_stored(self, ids: Collection[str]) -> None:
         if ids:
             # A power loss must not lose the pool's copy once the gateway's is deleted.
             await self._writer.run(self._pool.flush)
-        await self._forget(ids)
+        await self._delete(ids)
 
-    async def _forget(self, ids: Collection[str]) -> None:
+    async def _delete(self, ids: Collection[str]) -> None:
         if ids:
-            await self._gateway.forget(ids)
+            await self._gateway.delete(ids)
         for id in ids:
             self._drop(id)
 
@@ -209,24 +208,24 @@ class DeployedEpisodes:
         self._refused.discard(id)
 
 
-def make_episode(found: Closed, tree: TokenTree, vocab_size: int) -> DeployedEpisode:
+def make_episode(episode: Closed, tree: TokenTree, vocab_size: int) -> DeployedEpisode:
     """Convert a rewarded episode to the form that the pool stores."""
     calls = CallWriter(vocab_size).write_tree(tree)
-    perf = sum(float(reward["value"]) for reward in found.rewards if reward["call"] is None)
+    perf = sum(float(reward["value"]) for reward in episode.rewards if reward["call"] is None)
     steps = [0.0] * len(calls)
-    for reward in found.rewards:
+    for reward in episode.rewards:
         if reward["call"] is not None:
             steps[reward["call"]] += float(reward["value"])
     total = perf + sum(steps)
     if steps:
         steps[-1] += perf
-    evidence: dict[str, JsonValue] = {"posted": [dict(reward) for reward in found.rewards]}
+    evidence: dict[str, JsonValue] = {"posted": [dict(reward) for reward in episode.rewards]}
     return DeployedEpisode(
-        found.name, tuple(calls), Reward(0.0, 0.0, perf, total, evidence), tuple(steps), found.failure
+        episode.name, tuple(calls), Reward(0.0, 0.0, perf, total, evidence), tuple(steps), episode.failure
     )
 
 
-def write_door(path: Path, gateway: Server) -> None:
+def write_address(path: Path, gateway: Server) -> None:
     """Write the gateway's URL and admin key for operators; only the file's owner may read it."""
     write_atomic(path, json.dumps({"url": gateway.url, "key": gateway.key}) + "\n", mode=0o600)
     _log.info("deployed agents' episodes: the gateway serves on %s, its admin key is in %s", gateway.url, path)

@@ -1,22 +1,18 @@
-"""Schedules evaluations on held-out tasks: before the first step, every `eval.every_steps`, and after the last.
+"""Evaluates the current policy on held-out tasks: before the first step, every `eval.every_steps`, and after the last.
+
+Every evaluation uses the same tasks, from all domains of the last stage, at any difficulty that it allows; training
+shares none of them (`tasks/task_set.py`) and never uses these attempts. Each evaluation appends its result, the success
+rate above all, as one line to `checks.jsonl`, and stores its attempts at a few tasks, always the same, so that policies
+can be compared:
+
+    runs/NAME/kept/step-00000015.json       attempts of the policy at step 15: task, result, and calls as the pool
+                                            stores them (`pool/stored.py`)
 
 Evaluations between the first and the last run beside training, on their share of the slots. By default weight updates
 continue meanwhile, and the evaluation reports the share of its tokens that each policy version sampled. With
 `eval.pin` weight updates wait until it ends, so that it samples from one version; training rollouts then sample from
 that version too and lag behind the trainer by the steps it makes meanwhile. An evaluation that dies with its loop wrote
 nothing to `checks.jsonl`, so it runs again; so does one of a version that the trainer lost (`rl/layout.py`).
-
-Stores each evaluation's attempts at a few held-out tasks, always the same, so that policies can be compared.
-
-runs/NAME/kept/step-00000015.json       attempts of the policy at step 15
-
-Each record is a task, its result, and its calls as the pool stores them (`pool/stored.py`).
-
-Evaluates the current policy on held-out tasks: its success rate. Training never uses these attempts.
-
-Every evaluation uses the same tasks, from all domains of the last stage, at any difficulty that it allows; training
-shares none of them (`tasks/task_set.py`). Each evaluation appends one line to `checks.jsonl` and stores the attempts at
-a few tasks, always the same (`rl/eval.py`).
 """
 
 import asyncio
@@ -38,70 +34,29 @@ from m2forge.errors import M2ForgeError, RecordError
 from m2forge.files import append_line, whole_lines, write_atomic
 from m2forge.pool.stored import CallWriter, read_task, read_tree
 from m2forge.records import PolicyVersion, Task
-from m2forge.rl.attempts import Agents, Interrupted, Slots, Terms, Tried, WorkerLost, gather
+from m2forge.rl.attempts import Agents, AttemptResult, Interrupted, Overrides, Slots, WorkerLost, gather
 from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout, read_lineage
 from m2forge.tasks.family import family_name
 from m2forge.tasks.runner import TaskRunner
 from m2forge.tree.token_tree import TokenTree
 
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    step: int
-    """Step of the policy when the evaluation began."""
-    task: Task
-    perf: float
-    answer: str
-    failure: str | None
-    calls: tuple[bytes, ...]
-    vocab_size: int
-
-    def tree(self) -> TokenTree:
-        return read_tree(self.calls, self.vocab_size, f"{self.task.id} at step {self.step}")
-
-
-def make_kept(step: int, task: Task, perf: float, answer: str, failure: str | None, tree: TokenTree) -> Kept:
-    writer = CallWriter(tree.vocab_size)
-    calls = tuple(writer.write(call).data for call in tree.calls())
-    return Kept(step, task, perf, answer, failure, calls, tree.vocab_size)
-
-
-def write_kept(folder: Path, step: int, attempts: Sequence[Kept]) -> None:
-    """Write the file of a step, replacing that of an earlier evaluation of the same step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    records = [asdict(kept) | {"calls": [base64.b64encode(call).decode() for call in kept.calls]} for kept in attempts]
-    write_atomic(folder / f"step-{step:08d}.json", json.dumps(records))
-
-
-def read_kept(folder: Path) -> list[Kept]:
-    """All stored attempts, by ascending step."""
-    found: list[Kept] = []
-    for path in sorted(folder.glob("step-*.json")):
-        try:
-            found += [_read(record) for record in json.loads(path.read_text(encoding="utf-8"))]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RecordError(f"{path}: no attempts of a check ({error}); remove the file") from error
-    return found
-
-
-def _read(record: dict[str, Any]) -> Kept:
-    fields = {name: record[name] for name in ("step", "perf", "answer", "failure", "vocab_size")}
-    calls = tuple(base64.b64decode(call, validate=True) for call in record["calls"])
-    return Kept(task=read_task(json.dumps(record["task"])), calls=calls, **fields)
-
-
 P = ParamSpec("P")
 T = TypeVar("T")
-
-NUM_KEPT = 8
+POLL_S = 0.02
+MAX_REPEATS = 3
+"""Maximum runs of a pinned evaluation, which is repeated if it sampled from several versions."""
+NUM_STORED = 8
 """Tasks whose attempts are stored."""
 MAX_INTERRUPTIONS = 20
 """Maximum interrupted attempts at one task: a task at which the agent always dies must not be retried forever."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class EvalResult:
+    """A line of `checks.jsonl`."""
+
     step: int
     """Step of the policy when the evaluation began."""
     num_tasks: int
@@ -130,124 +85,21 @@ class Check:
         return [f"{step}-{branch}" if branch else step for step, branch in pairs]
 
 
-async def held_out_tasks(config: RLConfig, runner: TaskRunner) -> list[Task]:
-    """The evaluation's tasks, spread evenly over the families of the last stage."""
-    wanted = [family for domain in config.curriculum.stages[-1].domains.values() for family in domain.families]
-    tasks: list[Task] = []
-    for index, family in enumerate(wanted):
-        num = config.eval.num_tasks // len(wanted) + (index < config.eval.num_tasks % len(wanted))
-        tasks += await runner.distinct(family.name, "held_out", config.eval.seed, num, *family.difficulty)
-    return tasks
+@dataclass(frozen=True, slots=True)
+class HeldOutAttempt:
+    """A stored attempt at a held-out task."""
 
+    step: int
+    """Step of the policy when the evaluation began."""
+    task: Task
+    perf: float
+    answer: str
+    failure: str | None
+    calls: tuple[bytes, ...]
+    vocab_size: int
 
-async def check(
-    agents: Agents,
-    tasks: list[Task],
-    version: PolicyVersion,
-    slots: Slots,
-    terms: Callable[[Task], Terms] = lambda task: Terms(),
-) -> tuple[Check, list[Kept]]:
-    """Evaluate the policy, which is at `version` at the start; returns the result and the attempts at `NUM_KEPT`
-    evenly spaced tasks."""
-    started_s, step = time.monotonic(), version.step
-    num_tokens = Counter[int]()
-    # Trees may be long. One thread: several CPU-bound threads would make the event loop wait for the GIL.
-    thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
-    indices = {index * len(tasks) // NUM_KEPT for index in range(NUM_KEPT)}
-    kept: dict[int, Kept] = {}
-
-    async def attempt(index: int, task: Task) -> float | None:
-        async with slots.evaluating():
-            tried = await _try(agents, task, f"check-{step}-{int(time.time() * 1e6)}-{index}", terms(task))
-        if tried is None:
-            return None
-        num_tokens.update(await _aside(thread, _count_versions, tried.tree))
-        perf = 0.0 if tried.failure is not None else (await agents.runner.verify(task, tried.answer)).perf
-        if index in indices:
-            kept[index] = await _aside(thread, make_kept, step, task, perf, tried.answer, tried.failure, tried.tree)
-        return perf
-
-    try:
-        perfs = await gather(attempt(index, task) for index, task in enumerate(tasks))
-    finally:
-        thread.shutdown(wait=False)
-    seconds = time.monotonic() - started_s
-    shares = {str(sampled): num / num_tokens.total() for sampled, num in sorted(num_tokens.items())}
-    found = replace(_tell(tasks, perfs, step, seconds), versions=shares, branch=version.branch)
-    return found, [kept[index] for index in sorted(kept)]
-
-
-async def _aside(thread: ThreadPoolExecutor, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    return await asyncio.get_running_loop().run_in_executor(thread, lambda: work(*args, **kwargs))
-
-
-def _count_versions(tree: TokenTree) -> Counter[int]:
-    """Number of tokens that each policy step sampled."""
-    return Counter(step for sample in tree.samples for step in sample.versions.tolist())
-
-
-def terms_of(config: RLConfig, task: Task) -> Terms:
-    """The context limit is that of the last stage, from which the tasks come."""
-    return Terms(config.eval.sampling, config.curriculum.stages[-1].domains[task.domain].context)
-
-
-async def _try(agents: Agents, task: Task, name: str, terms: Terms) -> Tried | None:
-    """None if the attempt failed. After the death of a process, which says nothing about the policy, it retries."""
-    num_deaths = 0
-    for attempt in range(MAX_INTERRUPTIONS):
-        own = f"{name}-{attempt}"
-        try:
-            tried = await agents.attempt(own, task, group="", num_deaths=num_deaths, terms=terms)
-        except Interrupted as error:
-            num_deaths += isinstance(error, WorkerLost)
-            continue
-        except M2ForgeError:
-            return None
-        agents.gateway.forget_soon(own)
-        return tried
-    return None
-
-
-def _tell(tasks: Sequence[Task], perfs: Sequence[float | None], step: int, seconds: float) -> Check:
-    solved = [perf == 1 for perf in perfs]
-    by_family: dict[str, list[bool]] = {}
-    for task, is_solved in zip(tasks, solved, strict=True):
-        by_family.setdefault(family_name(task), []).append(is_solved)
-    success = sum(solved) / len(solved)
-    return Check(
-        step=step,
-        num_tasks=len(tasks),
-        success=success,
-        margin=1.96 * math.sqrt(success * (1 - success) / len(tasks)),
-        by_family={name: sum(found) / len(found) for name, found in by_family.items()},
-        num_broken=sum(perf is None for perf in perfs),
-        seconds=seconds,
-        at_s=time.time(),
-    )
-
-
-def note_check(path: Path, found: Check) -> None:
-    append_line(path, json.dumps(asdict(found)))
-
-
-def read_checks(path: Path) -> list[Check]:
-    """Skips a partial last line, left by a loop that died while writing."""
-    if not path.exists():
-        return []
-    found = []
-    for number, line in enumerate(whole_lines(path.read_bytes()), start=1):
-        try:
-            found.append(Check(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise RecordError(f"{path}, line {number}: not an evaluation ({error}); remove the line") from error
-    return found
-
-
-POLL_S = 0.02
-MAX_REPEATS = 3
-"""Maximum runs of a pinned evaluation, which is repeated if it sampled from several versions."""
-
-_log = logging.getLogger(__name__)
+    def tree(self) -> TokenTree:
+        return read_tree(self.calls, self.vocab_size, f"{self.task.id} at step {self.step}")
 
 
 class Evaluations:
@@ -258,14 +110,14 @@ class Evaluations:
         """Held by a pinned evaluation and by each weight update, so that they exclude each other."""
         self._running = asyncio.Lock()
         self._is_over = False
-        self._made = read_checks(layout.checks)
+        self._results = read_results(layout.evaluations)
 
     async def first(self, agents: Agents) -> None:
         """Evaluate before training, unless an earlier loop already did."""
         if self._last_step() is None:
             await self._evaluate(agents)
 
-    async def keep(self, agents: Agents) -> None:
+    async def run_scheduled(self, agents: Agents) -> None:
         """Evaluate whenever it is due, beside training; returns at once if the configuration never lets it be due."""
         seen, every = None, self._config.eval.every_steps
         while every and self._config.eval.num_tasks and not self._is_over:
@@ -285,7 +137,7 @@ class Evaluations:
     def _last_step(self) -> int | None:
         """Step of the last evaluated version that the current weights descend from."""
         lineage = read_lineage(self._layout.lineage)
-        return max((found.step for found in self._made if lineage.holds(found.step, found.branch)), default=None)
+        return max((result.step for result in self._results if lineage.holds(result.step, result.branch)), default=None)
 
     async def last(self, agents: Agents, is_newest: Callable[[], bool]) -> None:
         """Evaluate after training and after any running evaluation. `is_newest`: whether the sampler serves the last
@@ -306,37 +158,184 @@ class Evaluations:
             while not self._served:
                 await asyncio.sleep(POLL_S)
             with self._slots.evaluation():
-                found, kept = await self._attempt_all(agents)
-            await asyncio.to_thread(self._write, found, kept)
-            self._made.append(found)
-        _log.info("step %d: %.1f%% of %d held-out tasks", found.step, 100 * found.success, found.num_tasks)
-        if len(found.names) > 1:
-            _log.info("step %d: the evaluation sampled from versions %s", found.step, ", ".join(found.names))
+                result, stored = await self._attempt_all(agents)
+            await asyncio.to_thread(self._write, result, stored)
+            self._results.append(result)
+        _log.info("step %d: %.1f%% of %d held-out tasks", result.step, 100 * result.success, result.num_tasks)
+        if len(result.names) > 1:
+            _log.info("step %d: the evaluation sampled from versions %s", result.step, ", ".join(result.names))
 
-    def _write(self, found: Check, kept: list[Kept]) -> None:
-        write_kept(self._layout.kept, found.step, kept)
-        note_check(self._layout.checks, found)
+    def _write(self, result: EvalResult, stored: list[HeldOutAttempt]) -> None:
+        write_attempts(self._layout.eval_attempts, result.step, stored)
+        write_result(self._layout.evaluations, result)
 
-    async def _attempt_all(self, agents: Agents) -> tuple[Check, list[Kept]]:
+    async def _attempt_all(self, agents: Agents) -> tuple[EvalResult, list[HeldOutAttempt]]:
         config = self._config.eval
         for repeat in range(MAX_REPEATS):
             async with self.pin if config.pin else contextlib.nullcontext():
                 first = len(self._served) - 1
                 tasks = await held_out_tasks(self._config, agents.runner)
-                terms = partial(terms_of, self._config)
-                found, kept = await check(agents, tasks, self._served[first], self._slots, terms)
-                found = replace(found, branches=_branches(found, self._served[first:]))
-            if not config.pin or len(found.names) <= 1:
+                overrides = partial(eval_overrides, self._config)
+                result, stored = await evaluate(agents, tasks, self._served[first], self._slots, overrides)
+                result = replace(result, branches=_branches(result, self._served[first:]))
+            if not config.pin or len(result.names) <= 1:
                 break
             # A restarted sampler loads the newest weights.
             again = "it is repeated" if repeat + 1 < MAX_REPEATS else "it is reported as it is"
-            _log.warning("a pinned evaluation sampled from versions %s; %s", ", ".join(found.names), again)
-        return found, kept
+            _log.warning("a pinned evaluation sampled from versions %s; %s", ", ".join(result.names), again)
+        return result, stored
 
 
-def _branches(found: Check, served: Sequence[PolicyVersion]) -> dict[str, list[str]]:
+def _branches(result: EvalResult, served: Sequence[PolicyVersion]) -> dict[str, list[str]]:
     """The distinct branches among the `served` versions of each step that sampled."""
     return {
         step: list(dict.fromkeys(version.branch for version in served if str(version.step) == step and version.branch))
-        for step in found.versions
+        for step in result.versions
     }
+
+
+async def held_out_tasks(config: RLConfig, runner: TaskRunner) -> list[Task]:
+    """The evaluation's tasks, spread evenly over the families of the last stage."""
+    wanted = [family for domain in config.curriculum.stages[-1].domains.values() for family in domain.families]
+    tasks: list[Task] = []
+    for index, family in enumerate(wanted):
+        num = config.eval.num_tasks // len(wanted) + (index < config.eval.num_tasks % len(wanted))
+        tasks += await runner.distinct(family.name, "held_out", config.eval.seed, num, *family.difficulty)
+    return tasks
+
+
+def eval_overrides(config: RLConfig, task: Task) -> Overrides:
+    """The context limit is that of the last stage, from which the tasks come."""
+    return Overrides(config.eval.sampling, config.curriculum.stages[-1].domains[task.domain].context)
+
+
+async def evaluate(
+    agents: Agents,
+    tasks: list[Task],
+    version: PolicyVersion,
+    slots: Slots,
+    overrides: Callable[[Task], Overrides] = lambda task: Overrides(),
+) -> tuple[EvalResult, list[HeldOutAttempt]]:
+    """Evaluate the policy, which is at `version` at the start; returns the result and the attempts at `NUM_STORED`
+    evenly spaced tasks."""
+    started_s, step = time.monotonic(), version.step
+    num_tokens = Counter[int]()
+    # Trees may be long. One thread: several CPU-bound threads would make the event loop wait for the GIL.
+    thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
+    indices = {index * len(tasks) // NUM_STORED for index in range(NUM_STORED)}
+    stored: dict[int, HeldOutAttempt] = {}
+
+    async def attempt(index: int, task: Task) -> float | None:
+        async with slots.evaluating():
+            result = await _attempt(agents, task, f"check-{step}-{int(time.time() * 1e6)}-{index}", overrides(task))
+        if result is None:
+            return None
+        num_tokens.update(await _in_thread(thread, _count_versions, result.tree))
+        perf = 0.0 if result.failure is not None else (await agents.runner.verify(task, result.answer)).perf
+        if index in indices:
+            stored[index] = await _in_thread(
+                thread, make_attempt, step, task, perf, result.answer, result.failure, result.tree
+            )
+        return perf
+
+    try:
+        perfs = await gather(attempt(index, task) for index, task in enumerate(tasks))
+    finally:
+        thread.shutdown(wait=False)
+    seconds = time.monotonic() - started_s
+    shares = {str(sampled): num / num_tokens.total() for sampled, num in sorted(num_tokens.items())}
+    result = replace(_summarise(tasks, perfs, step, seconds), versions=shares, branch=version.branch)
+    return result, [stored[index] for index in sorted(stored)]
+
+
+async def _attempt(agents: Agents, task: Task, name: str, overrides: Overrides) -> AttemptResult | None:
+    """None if the attempt failed. After the death of a process, which says nothing about the policy, it retries."""
+    num_deaths = 0
+    for attempt in range(MAX_INTERRUPTIONS):
+        id = f"{name}-{attempt}"
+        try:
+            result = await agents.attempt(id, task, group="", num_deaths=num_deaths, overrides=overrides)
+        except Interrupted as error:
+            num_deaths += isinstance(error, WorkerLost)
+            continue
+        except M2ForgeError:
+            return None
+        agents.gateway.delete_soon(id)
+        return result
+    return None
+
+
+async def _in_thread(thread: ThreadPoolExecutor, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return await asyncio.get_running_loop().run_in_executor(thread, lambda: work(*args, **kwargs))
+
+
+def _count_versions(tree: TokenTree) -> Counter[int]:
+    """Number of tokens that each policy step sampled."""
+    return Counter(step for sample in tree.samples for step in sample.versions.tolist())
+
+
+def _summarise(tasks: Sequence[Task], perfs: Sequence[float | None], step: int, seconds: float) -> EvalResult:
+    solved = [perf == 1 for perf in perfs]
+    by_family: dict[str, list[bool]] = {}
+    for task, is_solved in zip(tasks, solved, strict=True):
+        by_family.setdefault(family_name(task), []).append(is_solved)
+    success = sum(solved) / len(solved)
+    return EvalResult(
+        step=step,
+        num_tasks=len(tasks),
+        success=success,
+        margin=1.96 * math.sqrt(success * (1 - success) / len(tasks)),
+        by_family={name: sum(flags) / len(flags) for name, flags in by_family.items()},
+        num_broken=sum(perf is None for perf in perfs),
+        seconds=seconds,
+        at_s=time.time(),
+    )
+
+
+def write_result(path: Path, result: EvalResult) -> None:
+    append_line(path, json.dumps(asdict(result)))
+
+
+def read_results(path: Path) -> list[EvalResult]:
+    """Skips a partial last line, left by a loop that died while writing."""
+    if not path.exists():
+        return []
+    results = []
+    for number, line in enumerate(whole_lines(path.read_bytes()), start=1):
+        try:
+            results.append(EvalResult(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise RecordError(f"{path}, line {number}: not an evaluation ({error}); remove the line") from error
+    return results
+
+
+def make_attempt(
+    step: int, task: Task, perf: float, answer: str, failure: str | None, tree: TokenTree
+) -> HeldOutAttempt:
+    writer = CallWriter(tree.vocab_size)
+    calls = tuple(writer.write(call).data for call in tree.calls())
+    return HeldOutAttempt(step, task, perf, answer, failure, calls, tree.vocab_size)
+
+
+def write_attempts(folder: Path, step: int, attempts: Sequence[HeldOutAttempt]) -> None:
+    """Write the file of a step, replacing that of an earlier evaluation of the same step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [asdict(one) | {"calls": [base64.b64encode(call).decode() for call in one.calls]} for one in attempts]
+    write_atomic(folder / f"step-{step:08d}.json", json.dumps(records))
+
+
+def read_attempts(folder: Path) -> list[HeldOutAttempt]:
+    """All stored attempts, by ascending step."""
+    attempts: list[HeldOutAttempt] = []
+    for path in sorted(folder.glob("step-*.json")):
+        try:
+            attempts += [_read(record) for record in json.loads(path.read_text(encoding="utf-8"))]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecordError(f"{path}: not the attempts of an evaluation ({error}); remove the file") from error
+    return attempts
+
+
+def _read(record: dict[str, Any]) -> HeldOutAttempt:
+    fields = {name: record[name] for name in ("step", "perf", "answer", "failure", "vocab_size")}
+    calls = tuple(base64.b64decode(call, validate=True) for call in record["calls"])
+    return HeldOutAttempt(task=read_task(json.dumps(record["task"])), calls=calls, **fields)

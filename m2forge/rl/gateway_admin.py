@@ -21,15 +21,15 @@ from m2forge.records import JsonValue, Task
 from m2forge.tree.codec import decode_tree
 from m2forge.tree.token_tree import TokenTree
 
-PATIENCE_S = 120.0
+RETRY_FOR_S = 120.0
 """How long requests are retried while the gateway does not respond."""
 ANSWER_S = 30.0
 RETRY_S = 0.1
 MAX_AT_ONCE = 32
 """Maximum concurrent requests; more would queue in the gateway instead."""
-FORGET_S = 0.2
+DELETE_S = 0.2
 """How long deletions are collected before they are sent in one request."""
-OK, CREATED, NOT_FOUND, AWAY = 200, 201, 404, 503
+OK, CREATED, NOT_FOUND, UNAVAILABLE = 200, 201, 404, 503
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class GatewayAdmin:
         self.url = url
         self._http = HttpClient(url, key=key)
         self._seats = asyncio.Semaphore(MAX_AT_ONCE)
-        self._forgotten: list[str] = []
-        self._forgetting: asyncio.Task[None] | None = None
+        self._to_delete: list[str] = []
+        self._deleting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -52,16 +52,16 @@ class GatewayAdmin:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._forgetting is not None:
+        if self._deleting is not None:
             if kind is not None:
                 # After an error it does not wait: the next loop deletes what is left when it takes over.
-                self._forgetting.cancel()
-            await asyncio.gather(self._forgetting, return_exceptions=True)
+                self._deleting.cancel()
+            await asyncio.gather(self._deleting, return_exceptions=True)
         self._http.close()
 
     async def wait_until_up(self) -> None:
         """Wait until the gateway and the sampler behind it serve."""
-        await self._ask("GET", "/health")
+        await self._request("GET", "/health")
 
     async def open(
         self,
@@ -78,49 +78,49 @@ class GatewayAdmin:
         body["budget"] = budget.model_dump(exclude_none=True)
         if sampling is not None:
             body["sampling"] = sampling.model_dump()
-        response = await self._ask("POST", "/episodes", body, (CREATED,))
+        response = await self._request("POST", "/episodes", body, (CREATED,))
         return Endpoint(self.url, json.loads(response)["key"])
 
     async def show(self, id: str) -> dict[str, Any] | None:
         """The response of `GET /episodes/ID`; None if there is no such episode."""
-        response: dict[str, Any] = json.loads(await self._ask("GET", f"/episodes/{id}", None, (OK, NOT_FOUND)))
+        response: dict[str, Any] = json.loads(await self._request("GET", f"/episodes/{id}", None, (OK, NOT_FOUND)))
         return response if "id" in response else None
 
     async def num_failed(self, id: str) -> int:
         """Number of the episode's calls that failed in the engine or the gateway, or were aborted."""
-        return int(json.loads(await self._ask("GET", f"/episodes/{id}"))["num_failed"])
+        return int(json.loads(await self._request("GET", f"/episodes/{id}"))["num_failed"])
 
     async def close(self, id: str) -> TokenTree:
         """Close the episode to further calls; returns the recorded calls."""
         # Long episodes take long to decode, so this runs off the event loop.
-        return await asyncio.to_thread(decode_tree, await self._ask("POST", f"/episodes/{id}/take", {}))
+        return await asyncio.to_thread(decode_tree, await self._request("POST", f"/episodes/{id}/take", {}))
 
-    async def forget(self, ids: Iterable[str]) -> None:
+    async def delete(self, ids: Iterable[str]) -> None:
         """Delete episodes, whose keys the gateway then refuses; ids that do not exist are ignored."""
-        await self._ask("DELETE", "/episodes", {"ids": list(ids)})
+        await self._request("DELETE", "/episodes", {"ids": list(ids)})
 
-    def forget_soon(self, id: str) -> None:
+    def delete_soon(self, id: str) -> None:
         """Delete a closed episode in the background, batched with others."""
-        self._forgotten.append(id)
-        if self._forgetting is None:
-            self._forgetting = asyncio.create_task(self._forget_all())
+        self._to_delete.append(id)
+        if self._deleting is None:
+            self._deleting = asyncio.create_task(self._delete_all())
 
-    async def _forget_all(self) -> None:
+    async def _delete_all(self) -> None:
         try:
-            while self._forgotten:
-                await asyncio.sleep(FORGET_S)
-                ids, self._forgotten = self._forgotten, []
-                await self.forget(ids)
+            while self._to_delete:
+                await asyncio.sleep(DELETE_S)
+                ids, self._to_delete = self._to_delete, []
+                await self.delete(ids)
         except EngineError as error:
-            _log.warning("%d episodes stay with the gateway: %s", len(ids), error)
+            _log.warning("%d episodes were not deleted from the gateway: %s", len(ids), error)
         finally:
-            self._forgetting = None
+            self._deleting = None
 
-    async def _ask(
+    async def _request(
         self, method: str, path: str, body: dict[str, JsonValue] | None = None, allowed: tuple[int, ...] = (OK,)
     ) -> bytes:
         data = b"" if body is None else encode_json(body)
-        until_s = time.monotonic() + PATIENCE_S
+        until_s = time.monotonic() + RETRY_FOR_S
         while True:
             try:
                 async with self._seats:
@@ -131,10 +131,10 @@ class GatewayAdmin:
                 if response.status in allowed:
                     return response.content
                 problem = _reason(response.status, response.content)
-                if response.status != AWAY:
+                if response.status != UNAVAILABLE:
                     raise RefusedError(f"{method} {path}: the gateway refused: {problem}")
             if time.monotonic() > until_s:
-                raise EngineError(f"{method} {path}: the gateway at {self.url} does not serve: {problem}")
+                raise EngineError(f"{method} {path}: the gateway at {self.url} is not available: {problem}")
             await asyncio.sleep(RETRY_S)
 
 

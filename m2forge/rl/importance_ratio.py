@@ -40,7 +40,7 @@ def write_ratios(folder: Path, step: int, log_ratios: Mapping[str, FloatArray], 
             path.unlink(missing_ok=True)
 
 
-def forget_ratios(folder: Path, step: int) -> None:
+def delete_ratios(folder: Path, step: int) -> None:
     """Delete the files of steps after `step`, from which the trainer resumes."""
     for path in folder.glob("step-*.npz"):
         if _step(path) > step:
@@ -63,7 +63,7 @@ def _read_column(archive: zipfile.ZipFile, name: str) -> npt.NDArray[np.generic]
     another size than the data has, because numpy would allocate the stated size."""
     member = archive.getinfo(f"{name}.npy")
     if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size:
-        raise ValueError(f"{name} is packed")
+        raise ValueError(f"{name} is compressed")
     with archive.open(member) as file:
         if np.lib.format.read_magic(file) != (1, 0):
             raise ValueError(f"{name} has another format")

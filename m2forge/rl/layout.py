@@ -1,19 +1,19 @@
-"""Paths in the directory of a run.
+"""Paths in the directory of a run, and the lineage of its published versions.
 
-runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/      the trainer's
-            weights/            published policy versions
-            pool.db             the data pool and the curriculum's state
-            journal/            the gateway's journals
-            checks.jsonl        evaluations on held-out tasks
-            lineage.jsonl       trainer processes and the steps that they resumed from
-            kept/               each evaluation's attempts at a few held-out tasks
-            ratios/             importance ratio of each trained token, for the last steps
-            log/                output of the processes
-            failure.txt         the error that ended the run's last process
-            gateway.json        URL and admin key of the gateway, while a run that admits deployed agents is running
-            model/              the finished model
+    runs/NAME/  config.toml  metrics.jsonl  tensorboard/  checkpoints/      the trainer's
+                weights/            published policy versions
+                pool.db             the data pool and the curriculum's state
+                journal/            the gateway's journals
+                checks.jsonl        evaluations on held-out tasks
+                lineage.jsonl       trainer processes and the steps that they resumed from
+                kept/               each evaluation's attempts at a few held-out tasks
+                ratios/             importance ratio of each trained token, for the last steps
+                log/                output of the processes
+                failure.txt         the error that ended the run's last process
+                gateway.json        URL and admin key of the gateway, while a run that admits deployed agents is running
+                model/              the finished model
 
-Branches of a run's weights: which published versions the current weights descend from.
+The lineage tells which published versions the current weights descend from:
 
     runs/NAME/lineage.jsonl     {"branch": "9f86d081884c7d65", "step": 8}, a line for each trainer process
 
@@ -66,7 +66,7 @@ class Layout:
         return self.run_dir / "log"
 
     @property
-    def checks(self) -> Path:
+    def evaluations(self) -> Path:
         return self.run_dir / "checks.jsonl"
 
     @property
@@ -74,7 +74,7 @@ class Layout:
         return self.run_dir / "lineage.jsonl"
 
     @property
-    def kept(self) -> Path:
+    def eval_attempts(self) -> Path:
         return self.run_dir / "kept"
 
     @property
@@ -129,11 +129,11 @@ def read_lineage(path: Path) -> Lineage:
     """Skips a partial last line, left by a trainer that died while writing."""
     if not path.exists():
         return Lineage()
-    found = []
+    branches = []
     for number, line in enumerate(whole_lines(path.read_bytes()), start=1):
         try:
             record = json.loads(line)
-            found.append(Branch(str(record["branch"]), int(record["step"])))
+            branches.append(Branch(str(record["branch"]), int(record["step"])))
         except (ValueError, KeyError, TypeError) as error:
             raise RecordError(f"{path}, line {number}: not a branch ({error}); remove the line") from error
-    return Lineage(tuple(found))
+    return Lineage(tuple(branches))

@@ -20,17 +20,17 @@ def make_trees(units: Sequence[StoredUnit], config: AdvantageConfig, vocab_size:
     trees: list[TokenTree] = []
     for group in groups.values():
         tree = TokenTree(vocab_size)
-        for judged, own in group:
+        for judged, episode_tree in group:
             for index, call in enumerate(judged.episode.calls):
-                worth = next(advantages)
-                assert episodes[worth.episode] is judged.episode, "advantages come in another order than episodes"
+                advantage = next(advantages)
+                assert episodes[advantage.episode] is judged.episode, "advantages come in another order than episodes"
                 tree.add(
                     call,
                     f"{judged.episode.id}/{index}",
                     episode=judged.episode.id,
-                    advantage=worth.value,
-                    weight=worth.weight,
-                    experts=own.routing(index),
+                    advantage=advantage.value,
+                    weight=advantage.weight,
+                    experts=episode_tree.routing(index),
                 )
         trees.append(tree)
     return trees

@@ -1,21 +1,21 @@
-"""The RL loop: keeps the queue filled, the agents busy, the sampler on the newest weights, and the processes alive.
+"""The RL stage: a model folder and a configuration in, a trained model folder out; opens or resumes the run.
+
+`train_rl` and `run_rl` start a `Loop`. It keeps the queue filled, the agents busy, the sampler on the newest weights,
+and the processes alive:
 
     curriculum → pool → agents → gateway → sampler
                   ↓                           ↑ weights
                trainer ───────────────────────┘
 
-Everything that must outlive it is on disk: the pool, the journals, the weights, the checkpoints. If it is killed, the
-other processes and the agents die with it; after a restart, in-flight attempts restart with new API keys, and the old
-keys are refused. Pass rates recorded since the last tasks were queued are lost.
+Everything that must outlive the loop is on disk: the pool, the journals, the weights, the checkpoints. If it is killed,
+the other processes and the agents die with it; after a restart, in-flight attempts restart with new API keys, and the
+old keys are refused. Pass rates recorded since the last tasks were queued are lost.
 
-Keeps the queue filled: the curriculum's batches in, units of the pool out.
-
-It draws a batch whenever the queue has room for one. A group that is dropped before training (no signal, too many
-failed attempts, too stale, too slow) is replaced by another task of the same stage and domain. So training takes
-exactly the number of units that were drawn for a stage, and both change the stage after the same batch. The
-curriculum's state is stored in one transaction with the tasks that it drew, so that none is skipped or drawn twice.
-
-The RL stage: a model folder and a configuration in, a trained model folder out; opens or resumes the run.
+`Supply` draws a batch of tasks from the curriculum whenever the queue has room for one. It replaces a group that is
+dropped before training (no signal, too many failed attempts, too stale, too slow) by another task of the same stage and
+domain. So training takes exactly the number of units that were drawn for a stage, and both change the stage after the
+same batch. The curriculum's state is stored in one transaction with the tasks that it drew, so that none is skipped or
+drawn twice.
 """
 
 # Reading path: rl. An RL step in the loop's process; an attempt's completions are the path `chat`.
@@ -66,8 +66,8 @@ from m2forge.reward.judge import Judge
 from m2forge.rl.attempts import Agents, Attempts, Slots, cancel_all
 from m2forge.rl.child import Child
 from m2forge.rl.config import RLConfig
-from m2forge.rl.deployed import OWN_NAME, DeployedEpisodes, write_door
-from m2forge.rl.eval import Check, Evaluations, read_checks
+from m2forge.rl.deployed import LOOP_EPISODE_ID, DeployedEpisodes, write_address
+from m2forge.rl.eval import EvalResult, Evaluations, read_results
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout, read_lineage
 from m2forge.rl.process import MODULE
@@ -82,61 +82,6 @@ from m2forge.train.checkpoint import CheckpointStore
 from m2forge.train.position import begun_phase, read_position
 from m2forge.train.run_dir import hold_run, open_run
 
-_log = logging.getLogger(__name__)
-
-
-class Supply:
-    def __init__(
-        self,
-        config: RLConfig,
-        pool: Pool,
-        writer: PoolWriter,
-        curriculum: Curriculum,
-        draw: Draw,
-        note: Callable[[], str],
-    ) -> None:
-        """`draw`: draws a task, like `TaskRunner.next_task`. `note`: returns the state to store with the tasks,
-        including the curriculum's."""
-        self._config, self._pool, self._writer, self._note = config, pool, writer, note
-        self.curriculum, self._draw, self._batch_units = curriculum, draw, config.batch_units
-
-    async def fill(self) -> bool:
-        """Replace dropped groups and queue the batches that fit; returns whether a batch or replacement was queued."""
-        is_filled = await self._replace()
-        while await self._writer.run(self._pool.room) >= self._batch_units:
-            before = self.curriculum.state()
-            given = await self.curriculum.draw_batch(self._draw)
-            tasks = [Queued(item.task, self._config.group_size, item.context) for item in given]
-            try:
-                await self._writer.run(self._pool.put, tasks, self._note(), given[0].stage)
-            except StateError:
-                # A trainer that resumed from a checkpoint returned units meanwhile: the batch is drawn again later.
-                self.curriculum.restore(before)
-                break
-            is_filled = True
-        return is_filled
-
-    async def _replace(self) -> bool:
-        owed = await self._writer.run(self._pool.owed)
-        if not owed:
-            return False
-        before = self.curriculum.state()
-        is_whole = self._config.pool.window.unit == "group"
-        given: list[tuple[Task, int]] = []
-        for debt in owed:
-            drawn = await self.curriculum.draw_task(debt.stage, debt.domain, self._draw)
-            given.append((drawn.task, self._config.group_size if is_whole else debt.num_units))
-        pairs = zip(owed, given, strict=True)
-        try:
-            await self._writer.run(self._pool.replace, [(debt, *item) for debt, item in pairs], self._note())
-        except StateError as error:
-            # The trainer may drop units while tasks are drawn; then the replacements are drawn again.
-            _log.info("what is owed has changed, so its replacements are drawn again: %s", error)
-            self.curriculum.restore(before)
-            return False
-        return True
-
-
 WORKER = "loop"
 """Name under which the loop holds leases; a run has one loop."""
 LOAD_S = 600.0
@@ -144,8 +89,85 @@ LOAD_S = 600.0
 POLL_S = 0.02
 FAILED = 503
 """HTTP status of a sampler whose engine has failed."""
-DRY_S = 0.2
-"""How long to wait before asking again for leases from a queue that had fewer than there were free slots."""
+EMPTY_QUEUE_S = 0.2
+"""How long to wait before the next request for leases from a queue that had fewer than there were free slots."""
+Setting: TypeAlias = str | int | float | bool | Sequence["Setting"] | Mapping[str, "Setting"]
+"""The value of a config key; a mapping sets the keys of a table."""
+_log = logging.getLogger(__name__)
+
+
+def train_rl(
+    config: str | PathLike[str] | Mapping[str, Setting] | RLConfig,
+    *,
+    runs: str | PathLike[str] = "runs",
+    **overrides: Setting,
+) -> tuple[Path, list[EvalResult]]:
+    """Run `m2forge rl` from Python: `train_rl("rl.toml", num_steps=20, policy={"pack_tokens": 4096})`.
+
+    `config`: a TOML file, its content as a mapping, or a `RLConfig`. `overrides`: config keys, as with `--set`; a
+    mapping overrides keys inside a table. Returns the finished model's folder and the evaluations; a run that already
+    exists in `runs` is resumed. Ctrl-C stops the run; the same call resumes it."""
+    settings = list(_set_options(overrides))
+    if isinstance(config, RLConfig):
+        values = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        resolved = build(RLConfig, values, settings, origin="train_rl")
+    elif isinstance(config, Mapping):
+        resolved = build(RLConfig, {}, [*_set_options(config), *settings], origin="train_rl")
+    else:
+        resolved = load(RLConfig, Path(config), settings)
+    return run_rl(resolved, Path(runs))
+
+
+def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[EvalResult]]:
+    """Start or resume the run that `config` describes; returns the finished model's folder and its evaluations."""
+    require_writers(config.train.metrics)
+    if not Path(config.model).is_dir():
+        raise NotFoundError(f"model {config.model!r} is not a folder; name one that `m2forge sft` or `import` wrote")
+    run_dir = runs / config.name
+    layout = Layout(run_dir)
+    with hold_run(run_dir):
+        open_run(run_dir, config, begun_phase(layout.checkpoints))
+        if not is_complete(layout, config):
+            _run(Loop(layout, config).run())
+    return layout.model, read_results(layout.evaluations)
+
+
+def is_complete(layout: Layout, config: RLConfig) -> bool:
+    """Whether the finished model is written and evaluated; an evaluation of a lost version of the last step does not
+    count."""
+    lineage, step = read_lineage(layout.lineage), config.num_steps
+    results = read_results(layout.evaluations)
+    is_evaluated = any(result.step == step and lineage.holds(step, result.branch) for result in results)
+    return layout.model.is_dir() and (is_evaluated or not config.eval.num_tasks)
+
+
+def _run(work: Coroutine[object, object, None]) -> None:
+    """Run a coroutine to its end, also where an event loop already runs in this thread, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(work)
+        return
+    with LoopThread("m2forge-rl") as thread:
+        thread.run(work)
+
+
+def _set_options(settings: Mapping[str, Setting], table: str = "") -> Iterator[str]:
+    """The settings as `--set` takes them: a dotted key and a TOML value each."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _set_options(value, f"{table}{key}.")
+        else:
+            yield f"{table}{key}={_to_toml(value)}"
+
+
+def _to_toml(value: Setting) -> str:
+    """A TOML value in one line. JSON's strings, numbers and booleans are TOML's too."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_to_toml(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(map(_to_toml, value)) + "]"
+    return json.dumps(value, default=str)
 
 
 class Loop:
@@ -192,12 +214,12 @@ class Loop:
         servers = make_servers(self.layout, self.config.gateway.host, self.config.gateway_port)
         try:
             with _terminated_as_interrupted():
-                training = self._keep(background, self.trainer.keep())
+                training = self._start(background, self.trainer.supervise())
                 await self._while_alive(background, self._wait_for_weights())
-                self._keep(background, servers.sampler.child.keep())
-                self._keep(background, servers.gateway.child.keep())
+                self._start(background, servers.sampler.child.supervise())
+                self._start(background, servers.gateway.child.supervise())
                 if self.config.pool.admit_deployed:
-                    write_door(self.layout.gateway, servers.gateway)
+                    write_address(self.layout.gateway, servers.gateway)
                 async with (
                     GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin,
                     Workers(self.config.agent, self.layout.run_dir / "agents") as workers,
@@ -235,27 +257,28 @@ class Loop:
         writer: PoolWriter,
     ) -> None:
         agents = attempts.agents
-        self._keep(background, agents.workers.watch())
+        self._start(background, agents.workers.watch())
         await self._while_alive(background, agents.gateway.wait_until_up())
         await self._take_over(writer, agents.gateway)
-        await attempts.judge_whole()
-        self._keep(background, self._push_weights(sampler, writer))
+        await attempts.judge_complete()
+        self._start(background, self._push_weights(sampler, writer))
         await self._while_alive(background, self.evaluations.first(agents))
-        self._keep(background, self._renew(writer))
-        self._keep(background, View(self.layout, self.config, self.pool, attempts.counts).show(writer))
-        self._keep(background, attempts.judge_ended())
-        feeding = {self._keep(background, self._feed(writer, attempts, agents.runner.next_task))}
+        self._start(background, self._renew(writer))
+        self._start(background, View(self.layout, self.config, self.pool, attempts.counts).show(writer))
+        self._start(background, attempts.judge_ended())
+        feeding = {self._start(background, self._feed(writer, attempts, agents.runner.next_task))}
         if self.config.pool.admit_deployed:
             deployed = DeployedEpisodes(self.config, self.layout.journal, agents.gateway, self.pool, writer)
-            feeding.add(self._keep(background, deployed.watch()))
-        self._keep(background, self.evaluations.keep(agents))
+            feeding.add(self._start(background, deployed.watch()))
+        self._start(background, self.evaluations.run_scheduled(agents))
         await self._while_alive(background - {training}, training)
         await cancel_all(feeding | set(self._running))
         self.slots.end_training()
         last = self.evaluations.last(agents, self._serves_newest)
         await self._while_alive(background - {training, *feeding}, last)
 
-    def _keep(self, background: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start(self, background: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a background task."""
         task = asyncio.create_task(work)
         background.add(task)
         return task
@@ -274,8 +297,6 @@ class Loop:
             task.result()
         finally:
             await cancel_all({task})
-
-    # -- background tasks ----------------------------------------------------------------------------------------------
 
     async def _feed(self, writer: PoolWriter, attempts: Attempts, draw: Draw) -> None:
         """Fill the queue and start attempts on every free slot."""
@@ -296,7 +317,7 @@ class Loop:
                     task.add_done_callback(lambda _: self.slots.give_back())
                     self._running[task] = lease
                 # An empty queue gets work when it is filled, or when an attempt fails, which is rare.
-                look_at_s = time.monotonic() + (DRY_S if num_leased < num_free else 0.0)
+                look_at_s = time.monotonic() + (EMPTY_QUEUE_S if num_leased < num_free else 0.0)
             for task in [task for task in self._running if task.done()]:
                 del self._running[task]
                 if not task.cancelled():
@@ -321,15 +342,15 @@ class Loop:
 
     async def _push_weights(self, sampler: Server, writer: PoolWriter) -> None:
         """Send the newest published version to the sampler whenever it changes. A restarted sampler loads the newest
-        itself, so it is asked for its version first. A sampler whose engine has failed is about to exit; the version
+        itself, so the loop requests its version first. A sampler whose engine has failed is about to exit; the version
         goes to its successor."""
         process = sampler.child
         num_starts = process.num_starts
         with contextlib.closing(HttpClient(sampler.url, key=sampler.key)) as http:
             while True:
                 starts = process.num_starts
-                is_asked = starts == num_starts or await self._ask_version(http)
-                if is_asked and (starts != num_starts or not self._serves_newest()):
+                is_answered = starts == num_starts or await self._fetch_version(http)
+                if is_answered and (starts != num_starts or not self._serves_newest()):
                     # A pinned evaluation holds this lock, so look up the version after acquiring it.
                     async with self.evaluations.pin:
                         # Read before the version: versions published under an earlier epoch may be lost.
@@ -341,8 +362,8 @@ class Loop:
                             await writer.run(self.pool.rejoin, epoch)
                 await asyncio.sleep(POLL_S)
 
-    async def _ask_version(self, http: HttpClient) -> bool:
-        """Ask a restarted sampler which version it serves; returns whether it responded."""
+    async def _fetch_version(self, http: HttpClient) -> bool:
+        """Request the version that a restarted sampler serves; returns whether it responded."""
         try:
             response = await http.request("GET", "/health", timeout_s=LOAD_S)
         except OSError:
@@ -367,8 +388,6 @@ class Loop:
             )
         return response.is_success
 
-    # -- on demand -----------------------------------------------------------------------------------------------------
-
     async def _wait_for_weights(self) -> None:
         while self.weights.newest() is None:
             await asyncio.sleep(POLL_S)
@@ -377,15 +396,15 @@ class Loop:
         """Release the leases of a loop that died, so that its attempts restart, and delete its episodes at the gateway,
         including those already stored in the pool; their keys are then refused."""
         await writer.run(self.pool.release, WORKER)
-        left = journal_ids(self.layout.journal)
-        await admin.forget(name for name in left if OWN_NAME.fullmatch(name))
+        names = journal_ids(self.layout.journal)
+        await admin.delete(name for name in names if LOOP_EPISODE_ID.fullmatch(name))
 
     def _note_group(self, task: Task, pass_rate: float) -> None:
         before = self.curriculum.levels()
         self.curriculum.record(task, pass_rate)
         for name, (lowest, highest) in self.curriculum.levels().items():
             if before[name] != (lowest, highest):
-                _log.info("%s: tasks of difficulty %d to %d are drawn from here on", name, lowest, highest)
+                _log.info("%s: the curriculum now draws tasks of difficulty %d to %d", name, lowest, highest)
 
     def _serves_newest(self) -> bool:
         # Compare the whole version: the sampler may still serve a lost version with the same step.
@@ -429,78 +448,53 @@ def _terminated_as_interrupted() -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGTERM)
 
 
-Setting: TypeAlias = str | int | float | bool | Sequence["Setting"] | Mapping[str, "Setting"]
-"""The value of a config key; a mapping sets the keys of a table."""
+class Supply:
+    def __init__(
+        self,
+        config: RLConfig,
+        pool: Pool,
+        writer: PoolWriter,
+        curriculum: Curriculum,
+        draw: Draw,
+        note: Callable[[], str],
+    ) -> None:
+        """`draw`: draws a task, like `TaskRunner.next_task`. `note`: returns the state to store with the tasks,
+        including the curriculum's."""
+        self._config, self._pool, self._writer, self._note = config, pool, writer, note
+        self.curriculum, self._draw, self._batch_units = curriculum, draw, config.batch_units
 
+    async def fill(self) -> bool:
+        """Replace dropped groups and queue the batches that fit; returns whether a batch or replacement was queued."""
+        is_filled = await self._replace()
+        while await self._writer.run(self._pool.room) >= self._batch_units:
+            before = self.curriculum.state()
+            drawn = await self.curriculum.draw_batch(self._draw)
+            tasks = [Queued(item.task, self._config.group_size, item.context) for item in drawn]
+            try:
+                await self._writer.run(self._pool.put, tasks, self._note(), drawn[0].stage)
+            except StateError:
+                # A trainer that resumed from a checkpoint returned units meanwhile: the batch is drawn again later.
+                self.curriculum.restore(before)
+                break
+            is_filled = True
+        return is_filled
 
-def train_rl(
-    config: str | PathLike[str] | Mapping[str, Setting] | RLConfig,
-    *,
-    runs: str | PathLike[str] = "runs",
-    **overrides: Setting,
-) -> tuple[Path, list[Check]]:
-    """Run `m2forge rl` from Python: `train_rl("rl.toml", num_steps=20, policy={"pack_tokens": 4096})`.
-
-    `config`: a TOML file, its content as a mapping, or a `RLConfig`. `overrides`: config keys, as with `--set`; a
-    mapping overrides keys inside a table. Returns the finished model's folder and the evaluations; a run that already
-    exists in `runs` is resumed. Ctrl-C stops the run; the same call resumes it."""
-    settings = list(_set_options(overrides))
-    if isinstance(config, RLConfig):
-        given = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-        resolved = build(RLConfig, given, settings, origin="train_rl")
-    elif isinstance(config, Mapping):
-        resolved = build(RLConfig, {}, [*_set_options(config), *settings], origin="train_rl")
-    else:
-        resolved = load(RLConfig, Path(config), settings)
-    return run_rl(resolved, Path(runs))
-
-
-def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[Check]]:
-    """Start or resume the run that `config` describes; returns the finished model's folder and its evaluations."""
-    require_writers(config.train.metrics)
-    if not Path(config.model).is_dir():
-        raise NotFoundError(f"model {config.model!r} is no folder; give one that `m2forge sft` or `import` wrote")
-    run_dir = runs / config.name
-    layout = Layout(run_dir)
-    with hold_run(run_dir):
-        open_run(run_dir, config, begun_phase(layout.checkpoints))
-        if not is_complete(layout, config):
-            _run(Loop(layout, config).run())
-    return layout.model, read_checks(layout.checks)
-
-
-def is_complete(layout: Layout, config: RLConfig) -> bool:
-    """Whether the finished model is written and evaluated; an evaluation of a lost version of the last step does not
-    count."""
-    lineage, step = read_lineage(layout.lineage), config.num_steps
-    is_checked = any(found.step == step and lineage.holds(step, found.branch) for found in read_checks(layout.checks))
-    return layout.model.is_dir() and (is_checked or not config.eval.num_tasks)
-
-
-def _run(work: Coroutine[object, object, None]) -> None:
-    """Run a coroutine to its end, also where an event loop already runs in this thread, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(work)
-        return
-    with LoopThread("m2forge-rl") as thread:
-        thread.run(work)
-
-
-def _set_options(settings: Mapping[str, Setting], table: str = "") -> Iterator[str]:
-    """The settings as `--set` takes them: a dotted key and a TOML value each."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _set_options(value, f"{table}{key}.")
-        else:
-            yield f"{table}{key}={_to_toml(value)}"
-
-
-def _to_toml(value: Setting) -> str:
-    """A TOML value in one line. JSON's strings, numbers and booleans are TOML's too."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_to_toml(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ", ".join(map(_to_toml, value)) + "]"
-    return json.dumps(value, default=str)
+    async def _replace(self) -> bool:
+        owed = await self._writer.run(self._pool.owed)
+        if not owed:
+            return False
+        before = self.curriculum.state()
+        is_group = self._config.pool.window.unit == "group"
+        replacements: list[tuple[Task, int]] = []
+        for debt in owed:
+            drawn = await self.curriculum.draw_task(debt.stage, debt.domain, self._draw)
+            replacements.append((drawn.task, self._config.group_size if is_group else debt.num_units))
+        pairs = zip(owed, replacements, strict=True)
+        try:
+            await self._writer.run(self._pool.replace, [(debt, *item) for debt, item in pairs], self._note())
+        except StateError as error:
+            # The trainer may drop units while tasks are drawn; then the replacements are drawn again.
+            _log.info("the groups to replace have changed, so their replacements are drawn again: %s", error)
+            self.curriculum.restore(before)
+            return False
+        return True

@@ -5,9 +5,8 @@
     python -m m2forge.rl.process gateway RUN_DIR SOCKET SAMPLER_URL
 
 SOCKET is the file descriptor of a listening socket that stays open in the loop (rl/child.py). Standard input holds
-the API keys, one per line: the server's own, then for the gateway the sampler's.
-
-Executes tasks' tools for the gateway: runs the families' code in worker processes and adds each call's latency.
+the API keys, one per line: the server's own, then for the gateway the sampler's. The gateway's process also executes
+tasks' tools: it runs the families' code in worker processes and adds each call's latency.
 """
 
 import asyncio
@@ -28,29 +27,6 @@ from m2forge.rl.layout import Layout
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.message import tool_to_openai
 from m2forge.train.run_dir import CONFIG_FILE
-
-
-class FamilyToolHost:
-    """See `ToolHost`."""
-
-    def __init__(self, runner: TaskRunner) -> None:
-        self._runner = runner
-
-    async def tools(self, task: Task) -> Sequence[Mapping[str, JsonValue]]:
-        return [tool_to_openai(tool) for tool in await self._runner.tools(task)]
-
-    async def call(self, task: Task, name: str, arguments: JsonValue) -> str:
-        answer = await self._runner.call(task, name, arguments)
-        await asyncio.sleep(answer.latency_s)
-        return answer.content
-
-
-@contextlib.asynccontextmanager
-async def open_tool_host(config: RLConfig, folder: Path) -> AsyncGenerator[FamilyToolHost, None]:
-    """`folder`: working directory of the workers."""
-    async with TaskRunner(config.verify, folder, config.curriculum.family_names) as runner:
-        yield FamilyToolHost(runner)
-
 
 MODULE = "m2forge.rl.process"
 MAX_PERF = 1.0
@@ -127,6 +103,28 @@ def read_keys(num_keys: int) -> list[str]:
 
 def _announce(url: str) -> None:
     print(f"listening on {url}", flush=True)
+
+
+class FamilyToolHost:
+    """See `ToolHost`."""
+
+    def __init__(self, runner: TaskRunner) -> None:
+        self._runner = runner
+
+    async def tools(self, task: Task) -> Sequence[Mapping[str, JsonValue]]:
+        return [tool_to_openai(tool) for tool in await self._runner.tools(task)]
+
+    async def call(self, task: Task, name: str, arguments: JsonValue) -> str:
+        answer = await self._runner.call(task, name, arguments)
+        await asyncio.sleep(answer.latency_s)
+        return answer.content
+
+
+@contextlib.asynccontextmanager
+async def open_tool_host(config: RLConfig, folder: Path) -> AsyncGenerator[FamilyToolHost, None]:
+    """`folder`: working directory of the workers."""
+    async with TaskRunner(config.verify, folder, config.curriculum.family_names) as runner:
+        yield FamilyToolHost(runner)
 
 
 PROCESSES: dict[str, Callable[..., None]] = {"trainer": run_trainer, "sampler": run_sampler, "gateway": run_gateway}

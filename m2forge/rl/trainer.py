@@ -6,12 +6,10 @@ All of its state is on disk. Killed at any moment and restarted, it resumes from
 published since are discarded, and the pool returns the units that those steps had trained on. So the current weights
 have trained on every committed episode exactly once.
 
-Quotas: how many units of each domain the batch of a step holds. Labels are those of the pool: STAGE/DOMAIN.
-
-Quotas of fixed-size batches come from `tasks/curriculum.py`: a function of the configuration and the step alone, the
-same that the curriculum draws by. So step t trains units that were drawn for batch t's stage, and a stage ends for
-both after `num_batches` batches. The size of a token-limited batch is unknown until it is claimed, so every size m has
-quotas:
+Each batch has quotas, the number of its units by label of the pool, STAGE/DOMAIN. Quotas of fixed-size batches come
+from `tasks/curriculum.py`: a function of the configuration and the step alone, the same that the curriculum draws by.
+So step t trains units that were drawn for batch t's stage, and a stage ends for both after `num_batches` batches. The
+size of a token-limited batch is unknown until it is claimed, so every size m has quotas:
 
     c_d(m) ∈ {⌊m·ratio_d⌋, ⌈m·ratio_d⌉},    Σ_d c_d(m) = m
 
@@ -43,7 +41,7 @@ from m2forge.pool.pool import Pool
 from m2forge.pool.stored import StoredUnit, make_label
 from m2forge.records import PolicyVersion, Reward
 from m2forge.rl.config import RLConfig
-from m2forge.rl.importance_ratio import forget_ratios, write_ratios
+from m2forge.rl.importance_ratio import delete_ratios, write_ratios
 from m2forge.rl.layout import Layout, begin_branch
 from m2forge.rl.learner import make_trees
 from m2forge.tasks.config import CurriculumConfig, StageConfig
@@ -57,81 +55,16 @@ from m2forge.train.position import Position, read_position
 from m2forge.train.run_dir import CONFIG_FILE, hold_run
 from m2forge.tree.build import Problem
 
-
-def batch_quotas(config: CurriculumConfig, units_per_group: int = 1) -> Iterator[dict[str, int]]:
-    """Yield the quotas of each step, without end."""
-    for stage in config.stages:
-        mixture = Mixture(stage.ratios(), config.batch_groups)
-        while mixture.num_batches != stage.num_batches:
-            counts = mixture.next()
-            yield {make_label(stage.name, domain): num * units_per_group for domain, num in counts.items()}
-
-
-class SizedQuotas:
-    """Quotas of the next batch at any size. A stage has as many units as its `num_batches` batches of `batch_groups`
-    groups."""
-
-    def __init__(self, config: CurriculumConfig, sizes: Iterable[int] = (), units_per_group: int = 1) -> None:
-        """`sizes`: number of units of each batch so far."""
-        self._config, self._units_per_group = config, units_per_group
-        self._left: dict[str, int] | None = None
-        """Units of the stage not yet claimed, by label; None in the last stage, which has no end."""
-        self._enter(0)
-        for num_units in sizes:
-            self.note(num_units)
-
-    @property
-    def max_units(self) -> int:
-        """Units of the largest batch: `batch_groups` groups, or the rest of the stage if smaller."""
-        whole = self._config.batch_groups * self._units_per_group
-        return whole if self._left is None else min(whole, sum(self._left.values()))
-
-    def quotas(self, num_units: int) -> dict[str, int]:
-        exact = {label: ratio * num_units for label, ratio in self._ratios.items()}
-        limits = dict.fromkeys(exact, num_units) if self._left is None else self._left
-        counts = {label: min(floor(due), limits[label]) for label, due in exact.items()}
-        rounded = [label for label, due in exact.items() if counts[label] < due and counts[label] < limits[label]]
-        rounded.sort(key=lambda label: counts[label] - exact[label] - self._due[label])
-        for label in rounded[: num_units - sum(counts.values())]:
-            counts[label] += 1
-        while sum(counts.values()) < num_units:
-            # Near its end the stage has too few units left of some domain.
-            some = [label for label in counts if counts[label] < limits[label]]
-            counts[max(some, key=lambda label: exact[label] + self._due[label] - counts[label])] += 1
-        return counts
-
-    def note(self, num_units: int) -> None:
-        """Record that a batch of `num_units` units was claimed."""
-        given = self.quotas(num_units)
-        for label, ratio in self._ratios.items():
-            self._due[label] += ratio * num_units - given[label]
-        if self._left is not None:
-            self._left = {label: num - given[label] for label, num in self._left.items()}
-            if not any(self._left.values()):
-                self._enter(self._stage + 1)
-
-    def _enter(self, index: int) -> None:
-        self._stage: int = index
-        stage = self._config.stages[index]
-        self._ratios = {make_label(stage.name, domain): ratio for domain, ratio in stage.ratios().items()}
-        self._due: dict[str, Fraction] = dict.fromkeys(self._ratios, Fraction(0))
-        """Units that each domain lacks to its ratio in this stage; negative if it had too many."""
-        self._left = self._drawn(stage)
-
-    def _drawn(self, stage: StageConfig) -> dict[str, int] | None:
-        if stage.num_batches is None:
-            return None
-        mixture, drawn = Mixture(stage.ratios(), self._config.batch_groups), Counter[str]()
-        for _ in range(stage.num_batches):
-            for domain, num in mixture.next().items():
-                drawn[make_label(stage.name, domain)] += num * self._units_per_group
-        return dict(drawn)
-
-
 POLL_S = 0.02
 TRAINER_FOLDER = "trainer"
-
 _log = logging.getLogger(__name__)
+
+
+def train(run_dir: Path) -> None:
+    """Train the run in `run_dir` from its configuration there; a lock allows one process at a time."""
+    config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
+    with hold_run(run_dir / TRAINER_FOLDER):
+        Trainer(run_dir, config).run()
 
 
 class Trainer:
@@ -158,7 +91,7 @@ class Trainer:
         )
         if newest is not None:
             restore(self.engine, newest)
-            _log.info("going on from %s", newest)
+            _log.info("resuming from %s", newest)
         set_up_model(model, config.train.machine, device)
         self._phase = PhaseConfig(
             name="rl",
@@ -181,7 +114,7 @@ class Trainer:
             Pool(self.layout.pool(config.pool), self.engine.model.config.vocab_size) as pool,
             MetricsWriter(self.layout.run_dir, config.train.metrics) as metrics,
         ):
-            self._go_back(pool)
+            self._discard_later(pool)
             waited_from_s = time.perf_counter()
             for claimed in self._batches(pool):
                 waited_s = time.perf_counter() - waited_from_s
@@ -194,15 +127,19 @@ class Trainer:
         if not self.layout.model.exists():
             save_model(self.engine.model, self.layout.model, companions=self._companions)
 
-    def _go_back(self, pool: Pool) -> None:
+    def _discard_later(self, pool: Pool) -> None:
         """Discard everything that came after the checkpoint."""
         # First, so that a reader that sees fewer versions than before finds the reason in the lineage.
         begin_branch(self.layout.lineage, self.weights.branch, self.position.step)
-        forget_ratios(self.layout.ratios, self.position.step)
-        self.weights.go_back(self.position.step)
+        delete_ratios(self.layout.ratios, self.position.step)
+        self.weights.discard_after(self.position.step)
         restored = pool.restore(self.version)
         if restored.num_returned:
-            _log.info("step %d has not learnt %d units, which return", self.position.step, restored.num_returned)
+            _log.info(
+                "step %d has not trained on %d units; the pool returns them to the window",
+                self.position.step,
+                restored.num_returned,
+            )
         newest = self.weights.newest()
         # A remaining version of this step was published by the process that wrote the checkpoint, from these weights.
         if newest is None or newest[0].step != self.position.step:
@@ -210,14 +147,14 @@ class Trainer:
 
     def _batches(self, pool: Pool) -> Iterator[Claim]:
         """Yield the batch of each remaining step as soon as the window holds it."""
-        config, left = self.config.curriculum, range(self.position.step, self.config.num_steps)
+        config, remaining = self.config.curriculum, range(self.position.step, self.config.num_steps)
         max_tokens, per_group = self.config.batch_tokens, self.config.units_per_group
         if max_tokens is None:
-            for quotas in itertools.islice(batch_quotas(config, per_group), left.start, left.stop):
+            for quotas in itertools.islice(batch_quotas(config, per_group), remaining.start, remaining.stop):
                 yield _wait_for(partial(pool.claim, sum(quotas.values()), self.version, quotas))
             return
         sized = SizedQuotas(config, pool.batch_sizes(self.version.lineage), per_group)
-        for _ in left:
+        for _ in remaining:
             within = partial(pool.claim_within, max_tokens, sized.max_units, self.version, sized.quotas)
             claimed = _wait_for(within)
             sized.note(len(claimed.units))
@@ -255,9 +192,8 @@ class Trainer:
         figures["num_units"] = len(units)
         figures["num_flat"] = num_flat = sum(_is_flat(unit) for unit in units)
         if num_flat and self.config.pool.window.no_signal == "skip":
-            message = (
-                "%d of %d units of step %d teach nothing: pool.window.max_skips tasks before each had equal rewards too"
-            )
+            message = "%d of %d units of step %d have no training signal: "
+            message += "pool.window.max_skips tasks before each had equal rewards too"
             _log.warning(message, num_flat, len(units), self.position.step)
         figures["lag"] = max((unit.lag for unit in units if unit.lag is not None), default=0)
         # Never below 0: the pool dates tokens of a lost version to the step where its branch left the lineage.
@@ -285,8 +221,8 @@ def describe_untrained(units: Sequence[StoredUnit], problems: Sequence[Problem],
         lines.append(f"{num_empty} of {num_episodes} episodes recorded no completion call")
     why = "; ".join(lines) or "every recorded completion is empty"
     return (
-        f"step {version.step + 1}: nothing in the batch of {num_episodes} episodes can be trained: {why}. Check what "
-        "agents ask for, `agent.sampling`, `agent.budget` and the limits under `policy`, then start the run again"
+        f"step {version.step + 1}: nothing in the batch of {num_episodes} episodes can be trained: {why}. Check "
+        "the agents' requests, `agent.sampling`, `agent.budget` and the limits under `policy`, then start the run again"
     )
 
 
@@ -305,17 +241,80 @@ def _is_flat(unit: StoredUnit) -> bool:
 def _by_domain(units: Sequence[StoredUnit]) -> dict[str, float]:
     rewards: dict[str, list[Reward]] = {}
     for unit in units:
-        given = [episode.reward for episode in unit.episodes if episode.reward is not None]
-        rewards.setdefault(unit.task.domain, []).extend(given)
+        judged = [episode.reward for episode in unit.episodes if episode.reward is not None]
+        rewards.setdefault(unit.task.domain, []).extend(judged)
     figures = {}
-    for domain, given in rewards.items():
-        figures[f"reward/{domain}"] = sum(reward.total for reward in given) / max(1, len(given))
-        figures[f"perf/{domain}"] = sum(reward.perf for reward in given) / max(1, len(given))
+    for domain, judged in rewards.items():
+        figures[f"reward/{domain}"] = sum(reward.total for reward in judged) / max(1, len(judged))
+        figures[f"perf/{domain}"] = sum(reward.perf for reward in judged) / max(1, len(judged))
     return figures
 
 
-def train(run_dir: Path) -> None:
-    """Train the run in `run_dir` from its configuration there; a lock allows one process at a time."""
-    config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
-    with hold_run(run_dir / TRAINER_FOLDER):
-        Trainer(run_dir, config).run()
+def batch_quotas(config: CurriculumConfig, units_per_group: int = 1) -> Iterator[dict[str, int]]:
+    """Yield the quotas of each step, without end."""
+    for stage in config.stages:
+        mixture = Mixture(stage.ratios(), config.batch_groups)
+        while mixture.num_batches != stage.num_batches:
+            counts = mixture.next()
+            yield {make_label(stage.name, domain): num * units_per_group for domain, num in counts.items()}
+
+
+class SizedQuotas:
+    """Quotas of the next batch at any size. A stage has as many units as its `num_batches` batches of `batch_groups`
+    groups."""
+
+    def __init__(self, config: CurriculumConfig, sizes: Iterable[int] = (), units_per_group: int = 1) -> None:
+        """`sizes`: number of units of each batch so far."""
+        self._config, self._units_per_group = config, units_per_group
+        self._remaining: dict[str, int] | None = None
+        """Units of the stage not yet claimed, by label; None in the last stage, which has no end."""
+        self._enter(0)
+        for num_units in sizes:
+            self.note(num_units)
+
+    @property
+    def max_units(self) -> int:
+        """Units of the largest batch: `batch_groups` groups, or the rest of the stage if smaller."""
+        full = self._config.batch_groups * self._units_per_group
+        return full if self._remaining is None else min(full, sum(self._remaining.values()))
+
+    def quotas(self, num_units: int) -> dict[str, int]:
+        exact = {label: ratio * num_units for label, ratio in self._ratios.items()}
+        limits = dict.fromkeys(exact, num_units) if self._remaining is None else self._remaining
+        counts = {label: min(floor(num), limits[label]) for label, num in exact.items()}
+        rounded = [label for label, num in exact.items() if counts[label] < num and counts[label] < limits[label]]
+        rounded.sort(key=lambda label: counts[label] - exact[label] - self._deficit[label])
+        for label in rounded[: num_units - sum(counts.values())]:
+            counts[label] += 1
+        while sum(counts.values()) < num_units:
+            # Near its end the stage has too few units left of some domain.
+            some = [label for label in counts if counts[label] < limits[label]]
+            counts[max(some, key=lambda label: exact[label] + self._deficit[label] - counts[label])] += 1
+        return counts
+
+    def note(self, num_units: int) -> None:
+        """Record that a batch of `num_units` units was claimed."""
+        counts = self.quotas(num_units)
+        for label, ratio in self._ratios.items():
+            self._deficit[label] += ratio * num_units - counts[label]
+        if self._remaining is not None:
+            self._remaining = {label: num - counts[label] for label, num in self._remaining.items()}
+            if not any(self._remaining.values()):
+                self._enter(self._stage + 1)
+
+    def _enter(self, index: int) -> None:
+        self._stage: int = index
+        stage = self._config.stages[index]
+        self._ratios = {make_label(stage.name, domain): ratio for domain, ratio in stage.ratios().items()}
+        self._deficit: dict[str, Fraction] = dict.fromkeys(self._ratios, Fraction(0))
+        """Units that each domain lacks to its ratio in this stage; negative if it had too many."""
+        self._remaining = self._drawn(stage)
+
+    def _drawn(self, stage: StageConfig) -> dict[str, int] | None:
+        if stage.num_batches is None:
+            return None
+        mixture, drawn = Mixture(stage.ratios(), self._config.batch_groups), Counter[str]()
+        for _ in range(stage.num_batches):
+            for domain, num in mixture.next().items():
+                drawn[make_label(stage.name, domain)] += num * self._units_per_group
+        return dict(drawn)

@@ -81,7 +81,7 @@ class AgentError(JobError):
 class DeathCause(StrEnum):
     """What ended a worker."""
 
-    OWN = "own"
+    EXITED = "exited"
     """It exited, or crashed."""
     LIMIT = "limit"
     """It exceeded a limit of `agent.sandbox`: memory, or the length of a line."""
@@ -102,7 +102,7 @@ class StuckError(TimeoutError):
 
 
 @dataclass(eq=False, slots=True)
-class _Desk:
+class _WorkerState:
     """One worker: its current process and its jobs."""
 
     name: str
@@ -120,7 +120,7 @@ class _Desk:
         return self.worker is not None and not self.is_stuck
 
     @property
-    def num_taken(self) -> int:
+    def num_jobs(self) -> int:
         return len(self.jobs) + len(self.cancelled)
 
 
@@ -128,8 +128,8 @@ class Workers:
     def __init__(self, config: AgentConfig, folder: Path) -> None:
         """`folder`: parent of the workers' folders."""
         self._config, self._command = config, Command(from_here(config.command))
-        self._desks = [_Desk(f"worker-{index}") for index in range(config.num_workers)]
-        self._sandboxes = [ProcessSandbox(folder / desk.name, config.sandbox) for desk in self._desks]
+        self._states = [_WorkerState(f"worker-{index}") for index in range(config.num_workers)]
+        self._sandboxes = [ProcessSandbox(folder / state.name, config.sandbox) for state in self._states]
         self._tasks: list[asyncio.Task[None]] = []
         self._cancels: set[asyncio.Task[bool]] = set()
         self._has_changed = asyncio.Event()
@@ -138,14 +138,14 @@ class Workers:
         """Number of lines that could not be parsed."""
         self._num_deaths = 0
         """Worker deaths since the last answer."""
-        self._last_words = ""
+        self._last_stderr = ""
         """End of stderr at the last logged death; consecutive deaths with the same text are logged once."""
         self._broken: JobError | None = None
 
     async def __aenter__(self) -> "Workers":
         self._tasks = [
-            asyncio.create_task(self._keep(desk, sandbox))
-            for desk, sandbox in zip(self._desks, self._sandboxes, strict=True)
+            asyncio.create_task(self._supervise(state, sandbox))
+            for state, sandbox in zip(self._states, self._sandboxes, strict=True)
         ]
         return self
 
@@ -164,62 +164,62 @@ class Workers:
             task.result()
 
     async def attempt(
-        self, id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool] = (), *, is_alone: bool = False
+        self, id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool] = (), *, is_exclusive: bool = False
     ) -> str:
         """Run a job and return its answer; raises `JobError`, or `TimeoutError` after the attempt's timeout, which
         starts when a worker has a free slot. `is_alone`: give the worker no other job, so that this one is to blame
         for its death."""
         job = _job(id, task, endpoint, tools)
-        if is_alone:
-            desk = await self._reserve_desk(id)
+        if is_exclusive:
+            state = await self._reserve_worker(id)
             try:
-                return await self._attempt(desk, id, job)
+                return await self._attempt(state, id, job)
             finally:
-                desk.reserved = None
+                state.reserved = None
                 self._has_changed.set()
-        return await self._attempt(await self._free_desk(), id, job)
+        return await self._attempt(await self._free_worker(), id, job)
 
-    async def _attempt(self, desk: _Desk, id: str, job: bytes) -> str:
+    async def _attempt(self, state: _WorkerState, id: str, job: bytes) -> str:
         # There is no await between choosing the desk and this entry.
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        desk.jobs[id] = future
+        state.jobs[id] = future
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                assert desk.worker is not None
-                await desk.worker.send(job)
+                assert state.worker is not None
+                await state.worker.send(job)
                 return await future
         except TimeoutError:
             if future.done() and not future.cancelled():
                 return future.result()  # The answer arrived at the moment of the timeout.
-            if desk.worker is None:
+            if state.worker is None:
                 # The worker died before the timeout; wait until its process has ended.
-                await asyncio.shield(self._cancel(desk, id))
-                raise WorkerDiedError(f"{desk.name} died") from None
-            has_others = any(other != id for other in (*desk.jobs, *desk.cancelled))
-            if not await asyncio.shield(self._cancel(desk, id)):
-                problem = f"{desk.name} did not confirm that it cancelled the job"
+                await asyncio.shield(self._cancel(state, id))
+                raise WorkerDiedError(f"{state.name} died") from None
+            has_others = any(other != id for other in (*state.jobs, *state.cancelled))
+            if not await asyncio.shield(self._cancel(state, id)):
+                problem = f"{state.name} did not confirm that it cancelled the job"
                 # Any of its jobs may be the one that blocks it.
                 raise WorkerDiedError(problem) if has_others else StuckError(problem) from None
             raise
         except asyncio.CancelledError:
-            self._cancel(desk, id)
+            self._cancel(state, id)
             raise
         finally:
-            if desk.jobs.get(id) is future:
-                del desk.jobs[id]
+            if state.jobs.get(id) is future:
+                del state.jobs[id]
             self._has_changed.set()
 
-    def _cancel(self, desk: _Desk, id: str) -> asyncio.Task[bool]:
+    def _cancel(self, state: _WorkerState, id: str) -> asyncio.Task[bool]:
         """Ask the worker to cancel a job; the task returns whether it confirmed."""
-        task = asyncio.create_task(self._confirm(desk, id))
-        if desk.jobs.pop(id, None) is not None:
-            desk.cancelled[id] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._confirm(state, id))
+        if state.jobs.pop(id, None) is not None:
+            state.cancelled[id] = asyncio.get_running_loop().create_future()
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
         return task
 
-    async def _confirm(self, desk: _Desk, id: str) -> bool:
-        confirmed, worker = desk.cancelled.get(id), desk.worker
+    async def _confirm(self, state: _WorkerState, id: str) -> bool:
+        confirmed, worker = state.cancelled.get(id), state.worker
         if confirmed is None:
             return True  # The worker has died, and the job with it.
         if worker is None:
@@ -231,95 +231,95 @@ class Workers:
                 return await asyncio.shield(confirmed)
         except TimeoutError:
             # Another job's cancel may have restarted the worker meanwhile.
-            if desk.worker is worker and not confirmed.done():
-                _log.warning("%s did not cancel %s within %g s; restarting it", desk.name, id, self._config.cancel_s)
-                desk.is_stuck = True
+            if state.worker is worker and not confirmed.done():
+                _log.warning("%s did not cancel %s within %g s; restarting it", state.name, id, self._config.cancel_s)
+                state.is_stuck = True
                 await worker.stop()
             return False
 
-    async def _free_desk(self) -> _Desk:
+    async def _free_worker(self) -> _WorkerState:
         """Wait for a worker with a free slot; returns the one with the fewest jobs."""
         while True:
             if self._broken is not None:
                 raise self._broken
             free = [
-                desk
-                for desk in self._desks
-                if desk.is_up and desk.reserved is None and desk.num_taken < self._config.jobs_per_worker
+                state
+                for state in self._states
+                if state.is_up and state.reserved is None and state.num_jobs < self._config.jobs_per_worker
             ]
             if free:
-                return min(free, key=lambda desk: desk.num_taken)
+                return min(free, key=lambda state: state.num_jobs)
             self._has_changed.clear()
             await self._has_changed.wait()
 
-    async def _reserve_desk(self, id: str) -> _Desk:
+    async def _reserve_worker(self, id: str) -> _WorkerState:
         """Reserve the worker with the fewest jobs and wait until it has none left; it takes no other jobs."""
-        while not (unreserved := [desk for desk in self._desks if desk.reserved is None]):
+        while not (unreserved := [state for state in self._states if state.reserved is None]):
             if self._broken is not None:
                 raise self._broken
             self._has_changed.clear()
             await self._has_changed.wait()
-        desk = min(unreserved, key=lambda desk: desk.num_taken)
-        desk.reserved = id
+        state = min(unreserved, key=lambda state: state.num_jobs)
+        state.reserved = id
         try:
-            while not desk.is_up or desk.num_taken:
+            while not state.is_up or state.num_jobs:
                 if self._broken is not None:
                     raise self._broken
                 self._has_changed.clear()
                 await self._has_changed.wait()
         except BaseException:
-            desk.reserved = None
+            state.reserved = None
             self._has_changed.set()
             raise
-        return desk
+        return state
 
-    async def _keep(self, desk: _Desk, sandbox: ProcessSandbox) -> None:
+    async def _supervise(self, state: _WorkerState, sandbox: ProcessSandbox) -> None:
         while self._broken is None:
             worker = await sandbox.start(self._command)
-            desk.worker, desk.is_stuck = worker, False
+            state.worker, state.is_stuck = worker, False
             self._has_changed.set()
             is_flood = False
             try:
                 while line := await worker.receive_line():
-                    self._take(desk, line)
+                    self._take(state, line)
             except DataError as error:
                 is_flood = True
-                _log.warning("%s: %s", desk.name, error)
+                _log.warning("%s: %s", state.name, error)
             finally:
-                desk.worker = None
+                state.worker = None
                 outcome = await worker.stop()
                 cause = DeathCause.LIMIT if is_flood else death_cause(outcome)
-                self._fail_jobs(desk, f"{desk.name} ended with status {outcome.status}", cause)
-            if not desk.is_stuck:
-                self._note_death(desk, outcome)
+                self._fail_jobs(state, f"{state.name} ended with status {outcome.status}", cause)
+            if not state.is_stuck:
+                self._note_death(state, outcome)
                 await asyncio.sleep(RESTART_S)
 
-    def _note_death(self, desk: _Desk, outcome: Outcome) -> None:
+    def _note_death(self, state: _WorkerState, outcome: Outcome) -> None:
         self._num_deaths += 1
-        last_words = outcome.stderr.text()[-1000:].strip() or "it said nothing"
-        if self._num_deaths == 1 or last_words != self._last_words:
-            self._last_words = last_words
-            _log.warning("%s ended with status %d: %s", desk.name, outcome.status, last_words)
-        if self._num_deaths >= MAX_DEATHS * len(self._desks) and self._broken is None:
+        last_stderr = outcome.stderr.text()[-1000:].strip() or "it wrote nothing to stderr"
+        if self._num_deaths == 1 or last_stderr != self._last_stderr:
+            self._last_stderr = last_stderr
+            _log.warning("%s ended with status %d: %s", state.name, outcome.status, last_stderr)
+        if self._num_deaths >= MAX_DEATHS * len(self._states) and self._broken is None:
             self._broken = JobError(
-                f"the agent's program ended {self._num_deaths} times without an answer, at last with status "
-                f"{outcome.status}: {last_words.splitlines()[-1]}; see that `{shlex.join(self._command.argv)}` starts "
-                f"in an empty folder with no environment variables but those of agent.sandbox.inherits"
+                f"the agent's program ended {self._num_deaths} times without an answer, the last time with status "
+                f"{outcome.status}: {last_stderr.splitlines()[-1]}; make sure that `{shlex.join(self._command.argv)}` "
+                f"starts in an empty folder with only the environment variables of agent.sandbox.inherits"
             )
             self._has_changed.set()
             raise self._broken
 
-    def _take(self, desk: _Desk, line: bytes) -> None:
+    def _take(self, state: _WorkerState, line: bytes) -> None:
         try:
             message = parse_json(line.decode(), MAX_DEPTH)
         except (ValueError, MemoryError) as error:
             if line.lstrip()[:1] in (b"{", b"["):
-                self._note_dropped(desk, line, error)
+                self._note_dropped(state, line, error)
             return
         id = message.get("id") if isinstance(message, dict) else None
         if not isinstance(message, dict) or not isinstance(id, str):
             return
-        confirmed, future = desk.cancelled.pop(id, None), desk.jobs.get(id)
+        confirmed, future = state.cancelled.pop(id, None), state.jobs.get(id)
         if confirmed is not None:
             self._has_changed.set()
             if not confirmed.done():
@@ -333,23 +333,23 @@ class Workers:
         else:
             kind = message.get("kind")
             known = ErrorKind(kind) if isinstance(kind, str) and kind in list(ErrorKind) else None
-            future.set_exception(AgentError(f"the agent could not go on: {message.get('error')!r}", known))
+            future.set_exception(AgentError(f"the agent reported an error: {message.get('error')!r}", known))
 
-    def _note_dropped(self, desk: _Desk, line: bytes, error: Exception) -> None:
+    def _note_dropped(self, state: _WorkerState, line: bytes, error: Exception) -> None:
         self._num_dropped += 1
         if math.log10(self._num_dropped).is_integer():
             _log.warning(
-                "%s: dropped a line of %d bytes (%s); %d so far", desk.name, len(line), error, self._num_dropped
+                "%s: dropped a line of %d bytes (%s); %d so far", state.name, len(line), error, self._num_dropped
             )
 
-    def _fail_jobs(self, desk: _Desk, reason: str, cause: DeathCause) -> None:
-        for future in desk.jobs.values():
+    def _fail_jobs(self, state: _WorkerState, reason: str, cause: DeathCause) -> None:
+        for future in state.jobs.values():
             if not future.done():
                 future.set_exception(WorkerDiedError(reason, cause))
-        for confirmed in desk.cancelled.values():
+        for confirmed in state.cancelled.values():
             if not confirmed.done():
                 confirmed.set_result(False)
-        desk.jobs, desk.cancelled = {}, {}
+        state.jobs, state.cancelled = {}, {}
         self._has_changed.set()
 
 
@@ -358,8 +358,8 @@ def death_cause(outcome: Outcome) -> DeathCause:
     shows it."""
     if outcome.status == -signal.SIGKILL or outcome.reason not in (OutcomeReason.EXITED, OutcomeReason.SIGNALLED):
         return DeathCause.LOST
-    last_words = outcome.stderr.text()[-1000:]
-    return DeathCause.LIMIT if any(words in last_words for words in NO_MEMORY) else DeathCause.OWN
+    last_stderr = outcome.stderr.text()[-1000:]
+    return DeathCause.LIMIT if any(words in last_stderr for words in NO_MEMORY) else DeathCause.EXITED
 
 
 def _job(id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool]) -> bytes:
@@ -379,5 +379,5 @@ def _job(id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool]) -> byte
 
 def from_here(command: Sequence[str]) -> tuple[str, ...]:
     """Make relative paths of existing files absolute, because a worker runs in another folder."""
-    # A word may be a whole program, too long for a path, for which pathlib would raise.
+    # A word may be a program's text, too long for a path, for which pathlib would raise.
     return tuple(str(Path(word).absolute()) if "/" in word and os.path.isfile(word) else word for word in command)  # noqa: PTH113

@@ -3,9 +3,9 @@
     weights/step-00000012-9f86d081884c7d65/      a model folder like any other, tokenizer included: step and branch
 
 A version is complete or absent, and always denotes the same weights: publishing a step twice is rejected. A trainer
-that resumes from an older checkpoint calls `go_back` first. It then publishes the same steps with other weights under
-its own store's branch, so a removed version never equals its successor. The newest few are kept, because a sampler may
-still be reading an older one.
+that resumes from an older checkpoint calls `discard_after` first. It then publishes the same steps with other weights
+under its own store's branch, so a removed version never equals its successor. The store retains the newest few, because
+a sampler may still be reading an older one.
 """
 
 import re
@@ -36,28 +36,30 @@ class WeightStore:
     def publish(self, model: Transformer, step: int, *, dtype: torch.dtype | None = None) -> Path:
         """Write the weights as version `step` of this store's branch; every process can load them once this returns."""
         dest = self.folder / f"step-{step:08d}-{self.branch}"
-        if (before := self._found().get(step)) is not None:
-            raise ExistsError(f"{before} is published; go back before step {step} to publish it again")
+        if (before := self._versions().get(step)) is not None:
+            raise ExistsError(
+                f"{before} is already published; call `discard_after` with an earlier step to publish step {step} again"
+            )
         self._remove_torn()
         save_model(model, dest, dtype=dtype, companions=self._companions)
-        for path in list(self._found().values())[: -self._keep]:
+        for path in list(self._versions().values())[: -self._keep]:
             self._remove(path)
         return dest
 
     def newest(self) -> tuple[PolicyVersion, Path] | None:
-        for step, path in reversed(self._found().items()):
+        for step, path in reversed(self._versions().items()):
             match = _NAME.fullmatch(path.name)
             assert match is not None
             return PolicyVersion(self.lineage, step, match[2] or ""), path
         return None
 
-    def go_back(self, step: int) -> None:
+    def discard_after(self, step: int) -> None:
         """Remove every version after `step`, whose weights are lost."""
-        for later, path in self._found().items():
+        for later, path in self._versions().items():
             if later > step:
                 self._remove(path)
 
-    def _found(self) -> dict[int, Path]:
+    def _versions(self) -> dict[int, Path]:
         """Folders by step, the oldest first."""
         found = {
             int(match[1]): path

@@ -10,7 +10,7 @@ from m2forge.errors import NotFoundError
 from m2forge.page.pool_reader import PoolReader
 from m2forge.page.report import bundle, collect, find_contrast, find_held_out, json_for_script, write_report
 from m2forge.page.run import Run
-from m2forge.rl.eval import make_kept, read_kept, write_kept
+from m2forge.rl.eval import make_attempt, read_attempts, write_attempts
 from m2forge.text.format import ChatFormat
 from m2forge.tree.token_tree import TokenTree
 from tests.page.scene import Scene, make_call
@@ -85,8 +85,10 @@ def test_held_out_attempts_go_before_those_of_training(done: Path, format: ChatF
         tree = TokenTree(scene.pool.vocab_size)
         tree.add(make_call([20, 21], [22], step, 0.0, scene.draw), "x", episode="x")
         pairs = zip(tasks, earned, strict=True)
-        write_kept(run_dir / "kept", step, [make_kept(step, task, perf, "x", None, tree) for task, perf in pairs])
-    kept = read_kept(run_dir / "kept")
+        write_attempts(
+            run_dir / "kept", step, [make_attempt(step, task, perf, "x", None, tree) for task, perf in pairs]
+        )
+    kept = read_attempts(run_dir / "kept")
     assert [(found.step, found.perf) for found in kept] == [(n, perf) for n, earned in perfs.items() for perf in earned]
     found = find_held_out(kept)
     assert found is not None

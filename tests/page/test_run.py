@@ -18,7 +18,7 @@ from tests.page.scene import Scene
 
 def test_the_names_are_those_that_the_loop_writes(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
-    assert layout.checks == tmp_path / page_run.CHECKS_FILE
+    assert layout.evaluations == tmp_path / page_run.CHECKS_FILE
     assert layout.model == tmp_path / page_run.MODEL_FOLDER
     assert layout.ratios == tmp_path / page_run.RATIOS_FOLDER
     assert layout.weights == tmp_path / page_run.WEIGHTS_FOLDER

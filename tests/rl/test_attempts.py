@@ -22,12 +22,12 @@ from m2forge.reward.config import RewardConfig
 from m2forge.reward.judge import Judge
 from m2forge.rl.attempts import (
     ANSWER,
-    DEATHS_BEFORE_ALONE,
+    DEATHS_BEFORE_EXCLUSIVE,
     Agents,
     AttemptCounts,
+    AttemptResult,
     Attempts,
     Interrupted,
-    Tried,
     WorkerLost,
 )
 from m2forge.rl.config import AgentConfig
@@ -79,18 +79,20 @@ for line in sys.stdin:
 TASK = Chain().draw(1, 0)
 
 
-def attempt(gateway: Live, folder: Path, does: str, *, num_deaths: int = 0, starts: list[int] | None = None) -> Tried:
+def attempt(
+    gateway: Live, folder: Path, does: str, *, num_deaths: int = 0, starts: list[int] | None = None
+) -> AttemptResult:
     config = AgentConfig(command=(sys.executable, "-c", PROGRAM), timeout_s=30.0)
 
     def num_starts() -> int:
         return starts.pop(0) if starts and len(starts) > 1 else (starts or [0])[0]
 
-    async def scene() -> Tried:
+    async def scene() -> AttemptResult:
         async with agents_of(gateway, config, folder) as make_agents:
             agents = make_agents(num_starts)
-            tried = await agents.attempt("g0-0-1", replace(TASK, instruction=does), "g0", num_deaths)
-            await agents.gateway.forget(["g0-0-1"])
-            return tried
+            result = await agents.attempt("g0-0-1", replace(TASK, instruction=does), "g0", num_deaths)
+            await agents.gateway.delete(["g0-0-1"])
+            return result
 
     return asyncio.run(scene())
 
@@ -98,10 +100,10 @@ def attempt(gateway: Live, folder: Path, does: str, *, num_deaths: int = 0, star
 @pytest.mark.parametrize("does", ["call error", "call policy", "call call error", "call unknown"])
 def test_an_error_after_the_policys_tokens_counts(tmp_path: Path, does: str) -> None:
     with live(minimax(), config=GatewayConfig(port=0)) as gateway:
-        tried = attempt(gateway, tmp_path, does)
-    assert (tried.answer, len(tried.tree.samples)) == ("", does.count("call"))
-    assert tried.failure is not None
-    assert "no arguments in the call" in tried.failure
+        result = attempt(gateway, tmp_path, does)
+    assert (result.answer, len(result.tree.samples)) == ("", does.count("call"))
+    assert result.failure is not None
+    assert "no arguments in the call" in result.failure
 
 
 @pytest.mark.parametrize("does", ["error", "policy", "infra", "call infra"])
@@ -135,14 +137,14 @@ def test_an_error_during_a_process_restart_is_retried_free(tmp_path: Path) -> No
 
 def test_an_attempt_that_kills_workers_counts_once_it_ran_alone(tmp_path: Path) -> None:
     with live(minimax(), config=GatewayConfig(port=0)) as gateway:
-        for num_deaths in range(DEATHS_BEFORE_ALONE):
+        for num_deaths in range(DEATHS_BEFORE_EXCLUSIVE):
             with pytest.raises(WorkerLost):
                 attempt(gateway, tmp_path, "call die", num_deaths=num_deaths)
-        tried = attempt(gateway, tmp_path, "call die", num_deaths=DEATHS_BEFORE_ALONE)
+        result = attempt(gateway, tmp_path, "call die", num_deaths=DEATHS_BEFORE_EXCLUSIVE)
         with pytest.raises(WorkerLost):
-            attempt(gateway, tmp_path, "die", num_deaths=DEATHS_BEFORE_ALONE)
-    assert len(tried.tree.samples) == 1
-    assert "status 9" in (tried.failure or "")
+            attempt(gateway, tmp_path, "die", num_deaths=DEATHS_BEFORE_EXCLUSIVE)
+    assert len(result.tree.samples) == 1
+    assert "status 9" in (result.failure or "")
 
 
 def test_an_attempt_whose_worker_is_killed_has_no_reward(tmp_path: Path) -> None:
@@ -151,15 +153,15 @@ def test_an_attempt_whose_worker_is_killed_has_no_reward(tmp_path: Path) -> None
             attempt(gateway, tmp_path, "call killed")
         # It breaks the attempt, which a group survives `pool.max_failures` times, and so is not retried for ever.
         with pytest.raises(JobError, match=r"no other attempt was killed.*status -9") as caught:
-            attempt(gateway, tmp_path, "call killed", num_deaths=DEATHS_BEFORE_ALONE)
+            attempt(gateway, tmp_path, "call killed", num_deaths=DEATHS_BEFORE_EXCLUSIVE)
     assert not isinstance(caught.value, Interrupted)
 
 
 def test_an_attempt_over_its_workers_memory_has_the_reason_limit(tmp_path: Path) -> None:
     with live(minimax(), config=GatewayConfig(port=0)) as gateway:
-        tried = attempt(gateway, tmp_path, "call grow", num_deaths=DEATHS_BEFORE_ALONE)
-    assert len(tried.tree.samples) == 1
-    assert (tried.failure or "").startswith("limit: worker-0 ended with status 1")
+        result = attempt(gateway, tmp_path, "call grow", num_deaths=DEATHS_BEFORE_EXCLUSIVE)
+    assert len(result.tree.samples) == 1
+    assert (result.failure or "").startswith("limit: worker-0 ended with status 1")
 
 
 def test_nothing_that_an_agent_gets_holds_the_verifiers_data(tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_an_agent_error_on_the_policys_tokens_is_rewarded_with_0(tmp_path: Path)
         async with attempts_of(gateway.url, ADMIN_KEY, pool, tmp_path) as attempts:
             for lease in pool.lease("loop", 2):
                 await attempts.run(lease)
-            await attempts.judge_whole()
+            await attempts.judge_complete()
         assert (attempts.counts.num_errors, attempts.counts.num_broken, attempts.counts.num_groups) == (2, 0, 1)
 
     with (
@@ -255,7 +257,7 @@ def test_a_verifier_that_raises_too_often_ends_the_judging(tmp_path: Path, monke
         for lease in pool.lease("loop", 2):
             pool.finish(lease, Outcome(artifacts={ANSWER: "raise"}))
         async with attempts_of("http://127.0.0.1:1", "key", pool, tmp_path, HOSTILE) as attempts:
-            await attempts.judge_whole()
+            await attempts.judge_complete()
 
     with open_pool(tmp_path) as pool, pytest.raises(BrokenVerifierError, match="raised at 2 of the last 2 answers"):
         asyncio.run(scene(pool))
@@ -284,7 +286,7 @@ def test_a_hostile_answer_is_judged_in_time_after_a_restart(tmp_path: Path) -> N
                 agents = Agents(config, admin, workers, runner, lambda: 0)
                 judge = Judge(RewardConfig())
                 async with Attempts(agents, pool, writer, judge, format, lambda task, rate: None) as attempts:
-                    await attempts.judge_whole()
+                    await attempts.judge_complete()
             assert not {thread for thread in threading.enumerate() if thread.name.startswith("episodes")} - before
             assert attempts.counts.num_groups == 1
             with pool.database.read() as connection:

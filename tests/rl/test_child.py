@@ -19,15 +19,15 @@ def test_connections_to_a_dead_server_are_answered_by_the_next(tmp_path: Path, m
 
     async def ask(port: int) -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        told = await reader.read()
+        response = await reader.read()
         writer.close()
-        return int(told)
+        return int(response)
 
     async def main() -> list[int]:
         with listen("127.0.0.1", 0) as listener:
             command = ("tests.rl.pid_server", str(listener.fileno()))
             child = Child("server", command, tmp_path, listener)
-            keeping, port = asyncio.create_task(child.keep()), listener.getsockname()[1]
+            keeping, port = asyncio.create_task(child.supervise()), listener.getsockname()[1]
             pids = [await ask(port)]
             for _ in range(NUM_KILLS):
                 os.kill(pids[-1], signal.SIGKILL)

@@ -54,8 +54,8 @@ class Operator:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         answer = self._http.post(path, json=body, headers=headers)
         assert answer.is_success, answer.text
-        told: dict[str, JsonValue] = answer.json()
-        return told
+        response: dict[str, JsonValue] = answer.json()
+        return response
 
     def play(
         self, id: str, reward: float | None, group: str = "mail", task: Task = TASK, temperature: float = 1.0
@@ -143,16 +143,16 @@ def looking(folder: Path, scene: Callable[[Operator, Pool, Look], None], **field
     pool_config = Layout(folder).pool(config.pool)
     with live(format, config=gateway_config) as gateway, Pool(pool_config, format.tokenizer.vocab_size) as pool:
 
-        def look() -> int:
+        def poll() -> int:
             return asyncio.run(look_once(config, folder / "journal", gateway.url, pool))
 
         with closing(Operator(gateway.url, ADMIN_KEY)) as operator:
-            scene(operator, pool, look)
+            scene(operator, pool, poll)
 
 
 async def look_once(config: RLConfig, journal: Path, url: str, pool: Pool) -> int:
     async with GatewayAdmin(url, ADMIN_KEY) as admin, PoolWriter(pool) as writer:
-        return await DeployedEpisodes(config, journal, admin, pool, writer).look()
+        return await DeployedEpisodes(config, journal, admin, pool, writer).poll()
 
 
 def ids_of(pool: Pool) -> list[str]:
@@ -163,17 +163,17 @@ def ids_of(pool: Pool) -> list[str]:
 def test_a_loop_that_dies_stores_each_episode_exactly_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    forget = GatewayAdmin.forget
+    delete = GatewayAdmin.delete
 
     async def die(admin: GatewayAdmin, ids: list[str]) -> None:
         if moment == "while it deletes":
-            await forget(admin, ids[:1])
+            await delete(admin, ids[:1])
         raise ArithmeticError("dead")
 
     def die_at_once(*given: object) -> None:
         raise ArithmeticError("dead")
 
-    def scene(operator: Operator, pool: Pool, look: Look) -> None:
+    def scene(operator: Operator, pool: Pool, poll: Look) -> None:
         operator.play("a", 1.0)
         operator.play("b", None)
         operator.play("c", 0.0)
@@ -181,24 +181,24 @@ def test_a_loop_that_dies_stores_each_episode_exactly_once(
             if moment == "before it stores":
                 patch.setattr(Pool, "add_deployed", die_at_once)
             else:
-                patch.setattr(GatewayAdmin, "forget", die)
-            look()
+                patch.setattr(GatewayAdmin, "delete", die)
+            poll()
         if moment != "before it stores":
             # Rewarded late, it must not take the place of one that is stored: it waits for another.
             operator.reward("b", 0.5)
-            assert (look(), ids_of(pool)) == (0, ["a", "c"])
+            assert (poll(), ids_of(pool)) == (0, ["a", "c"])
             operator.play("d", 0.75)
-            assert (look(), ids_of(pool)) == (1, ["a", "c", "b", "d"])
+            assert (poll(), ids_of(pool)) == (1, ["a", "c", "b", "d"])
         else:
-            assert (look(), ids_of(pool)) == (1, ["a", "c"])
+            assert (poll(), ids_of(pool)) == (1, ["a", "c"])
             operator.reward("b", 0.5)
         left = sorted(path.name.partition("~")[0] for path in (tmp_path / "journal" / "closed").iterdir())
         assert left == (["b"] if moment == "before it stores" else [])
-        assert look() == 0
+        assert poll() == 0
         # An id that is free again is another episode.
         operator.play("a", 1.0, group="again")
         operator.play("c", 0.0, group="again")
-        assert look() == 1
+        assert poll() == 1
         assert ids_of(pool).count("a") == 2
 
     looking(tmp_path, scene)
@@ -212,10 +212,10 @@ def test_the_gateways_copies_are_deleted_once_the_pool_is_safe(tmp_path: Path, m
         flush(pool)
         num_left.append((len(list((tmp_path / "journal" / "closed").iterdir())), len(stored(pool))))
 
-    def scene(operator: Operator, pool: Pool, look: Look) -> None:
+    def scene(operator: Operator, pool: Pool, poll: Look) -> None:
         operator.play("a", 1.0)
         operator.play("b", 0.0)
-        assert look() == 1
+        assert poll() == 1
         assert num_left == [(2, 2)]
         assert not list((tmp_path / "journal" / "closed").iterdir())
 
@@ -224,14 +224,14 @@ def test_the_gateways_copies_are_deleted_once_the_pool_is_safe(tmp_path: Path, m
 
 
 def test_rewards_of_calls_are_credited_to_them(tmp_path: Path) -> None:
-    def scene(operator: Operator, pool: Pool, look: Look) -> None:
+    def scene(operator: Operator, pool: Pool, poll: Look) -> None:
         operator.play("a", 1.0)
         operator.play("b", None)
         operator.reward("b", 0.5, call=0)
-        assert look() == 0, "it has no reward for the whole yet"
+        assert poll() == 0, "it has no reward for the whole yet"
         operator.reward("b", -0.25)
         operator.reward("b", 0.125, id="second thought")
-        assert look() == 1
+        assert poll() == 1
         first, second = stored(pool)
         assert first.step_rewards == (1.0,)
         assert second.step_rewards == (0.375,)
@@ -253,10 +253,10 @@ def test_rewards_of_calls_are_credited_to_them(tmp_path: Path) -> None:
 def test_an_untrainable_group_stays_with_a_warning_until_too_old(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, problem: str, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
-    def scene(operator: Operator, pool: Pool, look: Look) -> None:
+    def scene(operator: Operator, pool: Pool, poll: Look) -> None:
         operator.play("a", 1.0, **first)
         operator.play("b", 0.0, **second)
-        assert look() == 0
+        assert poll() == 0
         assert problem in caplog.text
         assert len(list((tmp_path / "journal" / "closed").iterdir())) == 2
         assert not stored(pool)
@@ -265,10 +265,10 @@ def test_an_untrainable_group_stays_with_a_warning_until_too_old(
 
 
 def test_an_episode_of_an_unrewarded_group_is_deleted_in_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def scene(operator: Operator, pool: Pool, look: Look) -> None:
+    def scene(operator: Operator, pool: Pool, poll: Look) -> None:
         operator.play("a", 1.0)
         time.sleep(0.05)
-        assert look() == 0
+        assert poll() == 0
         assert "deleted untrained" in caplog.text
         assert not list((tmp_path / "journal" / "closed").iterdir())
 

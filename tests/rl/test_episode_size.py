@@ -12,7 +12,7 @@ from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.records import Call, FinishReason, PolicyVersion, Task
 from m2forge.reward.config import RewardConfig
 from m2forge.reward.judge import Judge
-from m2forge.rl.attempts import Agents, Attempts, Tried
+from m2forge.rl.attempts import Agents, AttemptResult, Attempts
 from m2forge.tasks.catalog import family_of, find_family
 from m2forge.tasks.family import Verdict
 from m2forge.tasks.task_set import TaskSet
@@ -30,10 +30,10 @@ class OneLongEpisode:
         self._tree = tree
         self.gateway = self.runner = self
 
-    async def attempt(self, *args: object, **kwargs: object) -> Tried:
-        return Tried("an answer", self._tree)
+    async def attempt(self, *args: object, **kwargs: object) -> AttemptResult:
+        return AttemptResult("an answer", self._tree)
 
-    def forget_soon(self, name: str) -> None:
+    def delete_soon(self, name: str) -> None:
         pass
 
     async def tools(self, task: Task) -> tuple[Tool, ...]:
@@ -79,7 +79,7 @@ def longest_stall_s(folder: Path) -> float:
             (lease,) = pool.lease("loop", 1)
             watching = asyncio.create_task(watch())
             await attempts.run(lease)
-            await attempts.judge_whole()
+            await attempts.judge_complete()
             watching.cancel()
 
     with Pool(PoolConfig(url=f"sqlite:///{folder / 'pool.db'}"), vocab_size) as pool:

@@ -14,9 +14,9 @@ from m2forge.files import append_line
 from m2forge.pool.pool import PoolWriter
 from m2forge.pool.stored import Lease
 from m2forge.records import Call, FinishReason, PolicyVersion, Task
-from m2forge.rl.attempts import Agents, Attempts, Tried
+from m2forge.rl.attempts import Agents, AttemptResult, Attempts
 from m2forge.rl.config import RLConfig
-from m2forge.rl.eval import Check, make_kept, note_check, read_checks, read_kept, write_kept
+from m2forge.rl.eval import EvalResult, make_attempt, read_attempts, read_results, write_attempts, write_result
 from m2forge.rl.layout import Layout, begin_branch
 from m2forge.rl.loop import Loop, is_complete
 from m2forge.tasks.catalog import family_of, find_family
@@ -34,9 +34,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("scene"))
 
 
-def make_run(model: Path, **check: object) -> RLConfig:
+def make_run(model: Path, **settings: object) -> RLConfig:
     agent = {"command": ["true"], "jobs_per_worker": NUM_JOBS}
-    return make_config(model, agent=agent, eval={"num_tasks": NUM_TASKS, "every_steps": 2, **check})
+    return make_config(model, agent=agent, eval={"num_tasks": NUM_TASKS, "every_steps": 2, **settings})
 
 
 class Policy:
@@ -58,7 +58,7 @@ class Policy:
         async with self.loop.evaluations.pin:
             self.serve(step)
 
-    async def attempt(self, *args: object, **kwargs: object) -> Tried:
+    async def attempt(self, *args: object, **kwargs: object) -> AttemptResult:
         """At a held-out task."""
         self.most_evaluating = max(self.most_evaluating, self.loop.slots.num_evaluating)
         await self._work()
@@ -68,9 +68,9 @@ class Policy:
         ids, logprobs = np.arange(2, dtype=np.int32), np.full(2, -1.0, np.float32)
         tree.add(Call(ids, ids, logprobs, versions, FinishReason.STOP, 0.0, 1.0), "s")
         self.num_evaluated += 1
-        return Tried("?", tree)
+        return AttemptResult("?", tree)
 
-    def forget_soon(self, name: str) -> None:
+    def delete_soon(self, name: str) -> None:
         pass
 
     async def distinct(self, family: str, split: Split, seed: int, num: int, lowest: int, highest: int) -> list[Task]:
@@ -103,7 +103,7 @@ def play(config: RLConfig, run_dir: Path, scene: Callable[[Loop, Policy], Awaita
             await loop.evaluations.first(cast(Agents, policy))
             background = [
                 asyncio.create_task(loop._feed(writer, cast(Attempts, policy), draw_here)),
-                asyncio.create_task(loop.evaluations.keep(cast(Agents, policy))),
+                asyncio.create_task(loop.evaluations.run_scheduled(cast(Agents, policy))),
             ]
             try:
                 await scene(loop, policy)
@@ -123,7 +123,7 @@ async def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_an_evaluation_shares_slots_and_reports_versions(model: Path, tmp_path: Path) -> None:
-    checks = Layout(tmp_path).checks
+    path = Layout(tmp_path).evaluations
 
     async def scene(loop: Loop, policy: Policy) -> None:
         assert policy.most_evaluating == NUM_JOBS, "before training, all slots are the evaluation's"
@@ -134,13 +134,13 @@ def test_an_evaluation_shares_slots_and_reports_versions(model: Path, tmp_path: 
         before = policy.num_trained
         await asyncio.sleep(0.05)
         await policy.push(3)
-        await wait_for(lambda: len(read_checks(checks)) == 2)
+        await wait_for(lambda: len(read_results(path)) == 2)
         assert policy.num_trained > before + NUM_JOBS, "training goes on"
 
     policy = play(make_run(model), tmp_path, scene)
     assert policy.most_evaluating == 2, "a quarter of eight"
     assert policy.most_running <= NUM_JOBS
-    first, second = read_checks(checks)
+    first, second = read_results(path)
     assert (first.step, first.versions) == (0, {"0": 1.0})
     assert second.step == 2
     assert set(second.versions) == {"2", "3"}
@@ -148,7 +148,7 @@ def test_an_evaluation_shares_slots_and_reports_versions(model: Path, tmp_path: 
 
 
 def test_a_pinned_evaluation_sees_one_version(model: Path, tmp_path: Path) -> None:
-    checks = Layout(tmp_path).checks
+    path = Layout(tmp_path).evaluations
 
     async def scene(loop: Loop, policy: Policy) -> None:
         await policy.push(2)
@@ -157,16 +157,16 @@ def test_a_pinned_evaluation_sees_one_version(model: Path, tmp_path: Path) -> No
         await policy.push(3)
         assert policy.num_evaluated == 2 * NUM_TASKS, "the weight update waits until every attempt is over"
         assert policy.num_trained > before, "training goes on"
-        await wait_for(lambda: len(read_checks(checks)) == 2)
+        await wait_for(lambda: len(read_results(path)) == 2)
 
     play(make_run(model, pin=True), tmp_path, scene)
-    assert [(found.step, found.versions) for found in read_checks(checks)] == [(0, {"0": 1.0}), (2, {"2": 1.0})]
+    assert [(result.step, result.versions) for result in read_results(path)] == [(0, {"0": 1.0}), (2, {"2": 1.0})]
 
 
 def test_a_pinned_evaluation_repeats_if_a_version_changes(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checks = Layout(tmp_path).checks
+    path = Layout(tmp_path).evaluations
 
     async def scene(loop: Loop, policy: Policy) -> None:
         num_attempts = 0
@@ -179,10 +179,10 @@ def test_a_pinned_evaluation_repeats_if_a_version_changes(
 
         policy.on_attempt = restart
         await policy.push(2)
-        await wait_for(lambda: len(read_checks(checks)) == 2)
+        await wait_for(lambda: len(read_results(path)) == 2)
 
     play(make_run(model, pin=True), tmp_path, scene)
-    assert [(found.step, found.versions) for found in read_checks(checks)] == [(0, {"0": 1.0}), (3, {"3": 1.0})]
+    assert [(result.step, result.versions) for result in read_results(path)] == [(0, {"0": 1.0}), (3, {"3": 1.0})]
     assert "a pinned evaluation sampled from versions 2, 3; it is repeated" in caplog.text
 
 
@@ -190,7 +190,7 @@ def test_a_pinned_evaluation_repeats_if_its_step_changes_branch(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The trainer went back and reached the step again; the sampler that was restarted serves its version of it."""
-    checks = Layout(tmp_path).checks
+    path = Layout(tmp_path).evaluations
 
     async def scene(loop: Loop, policy: Policy) -> None:
         async def restart() -> None:
@@ -199,10 +199,10 @@ def test_a_pinned_evaluation_repeats_if_its_step_changes_branch(
 
         policy.on_attempt = restart
         policy.serve(2, "aa")
-        await wait_for(lambda: len(read_checks(checks)) == 2)
+        await wait_for(lambda: len(read_results(path)) == 2)
 
     play(make_run(model, pin=True), tmp_path, scene)
-    last = read_checks(checks)[-1]
+    last = read_results(path)[-1]
     assert (last.step, last.branch, last.versions, last.branches) == (2, "bb", {"2": 1.0}, {"2": ["bb"]})
     assert "a pinned evaluation sampled from versions 2-aa, 2-bb; it is repeated" in caplog.text
 
@@ -215,15 +215,15 @@ def test_evaluations_of_lost_weights_are_repeated(model: Path, tmp_path: Path) -
     async def scene(loop: Loop, policy: Policy) -> None:
         async with asyncio.timeout(20):
             policy.serve(2, "aa")
-            await wait_for(lambda: len(read_checks(layout.checks)) == 2)
+            await wait_for(lambda: len(read_results(layout.evaluations)) == 2)
             begin_branch(layout.lineage, "bb", 1)
             policy.serve(4, "aa")
             await asyncio.sleep(0.1)
             policy.serve(1, "aa")
             policy.serve(2, "bb")
-            await wait_for(lambda: len(read_checks(layout.checks)) == 3)
+            await wait_for(lambda: len(read_results(layout.evaluations)) == 3)
             policy.serve(4, "bb")
-            await wait_for(lambda: len(read_checks(layout.checks)) == 4)
+            await wait_for(lambda: len(read_results(layout.evaluations)) == 4)
             begin_branch(layout.lineage, "cc", 3)
             policy.serve(4, "cc")
             for task in loop._running:
@@ -232,8 +232,8 @@ def test_evaluations_of_lost_weights_are_repeated(model: Path, tmp_path: Path) -
             await loop.evaluations.last(cast(Agents, policy), lambda: True)
 
     play(make_run(model), tmp_path, scene)
-    found = [(found.step, found.branch) for found in read_checks(layout.checks)]
-    assert found == [(0, ""), (2, "aa"), (2, "bb"), (4, "bb"), (4, "cc")]
+    result = [(result.step, result.branch) for result in read_results(layout.evaluations)]
+    assert result == [(0, ""), (2, "aa"), (2, "bb"), (4, "bb"), (4, "cc")]
 
 
 def test_a_run_is_complete_once_its_last_weights_are_evaluated(model: Path, tmp_path: Path) -> None:
@@ -241,11 +241,11 @@ def test_a_run_is_complete_once_its_last_weights_are_evaluated(model: Path, tmp_
     layout.model.mkdir()
     assert not is_complete(layout, config)
     of_before = {"step": 4, "num_tasks": 4, "success": 0.5, "margin": 0.1, "by_family": {}, "num_broken": 0}
-    append_line(layout.checks, json.dumps(of_before | {"seconds": 1.0}))
+    append_line(layout.evaluations, json.dumps(of_before | {"seconds": 1.0}))
     assert is_complete(layout, config), "a line without a branch, of a run that noted none"
     begin_branch(layout.lineage, "aa", 3)
     assert not is_complete(layout, config), "the trainer went back"
-    note_check(layout.checks, Check(4, 4, 0.5, 0.1, {}, 0, 1.0, branch="aa"))
+    write_result(layout.evaluations, EvalResult(4, 4, 0.5, 0.1, {}, 0, 1.0, branch="aa"))
     assert is_complete(layout, config)
 
 
@@ -261,11 +261,11 @@ def test_held_out_trajectories_are_encoded_off_the_event_loop(
 
         return run
 
-    monkeypatch.setattr("m2forge.rl.eval.make_kept", watched("encode", make_kept))
-    monkeypatch.setattr("m2forge.rl.eval.write_kept", watched("write", write_kept))
+    monkeypatch.setattr("m2forge.rl.eval.make_attempt", watched("encode", make_attempt))
+    monkeypatch.setattr("m2forge.rl.eval.write_attempts", watched("write", write_attempts))
 
     async def scene(loop: Loop, policy: Policy) -> None:
-        assert read_kept(Layout(tmp_path).kept)
+        assert read_attempts(Layout(tmp_path).eval_attempts)
 
     play(make_run(model), tmp_path, scene)
     assert set(threads) == {"encode", "write"}
@@ -273,7 +273,7 @@ def test_held_out_trajectories_are_encoded_off_the_event_loop(
 
 
 def test_an_evaluation_that_was_cut_short_is_made_again(model: Path, tmp_path: Path) -> None:
-    checks = Layout(tmp_path).checks
+    path = Layout(tmp_path).evaluations
 
     async def die(loop: Loop, policy: Policy) -> None:
         policy.serve(2)
@@ -281,16 +281,16 @@ def test_an_evaluation_that_was_cut_short_is_made_again(model: Path, tmp_path: P
 
     async def go_on(loop: Loop, policy: Policy) -> None:
         policy.serve(3)
-        await wait_for(lambda: len(read_checks(checks)) == 2)
+        await wait_for(lambda: len(read_results(path)) == 2)
 
     play(make_run(model), tmp_path, die)
-    assert [found.step for found in read_checks(checks)] == [0]
+    assert [result.step for result in read_results(path)] == [0]
     play(make_run(model), tmp_path, go_on)
-    assert [found.step for found in read_checks(checks)] == [0, 3]
+    assert [result.step for result in read_results(path)] == [0, 3]
 
 
 def test_the_last_evaluation_waits_and_takes_all_slots(model: Path, tmp_path: Path) -> None:
-    checks = Layout(tmp_path).checks
+    path = Layout(tmp_path).evaluations
 
     async def scene(loop: Loop, policy: Policy) -> None:
         policy.serve(2)
@@ -303,6 +303,6 @@ def test_the_last_evaluation_waits_and_takes_all_slots(model: Path, tmp_path: Pa
         await loop.evaluations.last(cast(Agents, policy), lambda: True)
 
     policy = play(make_run(model), tmp_path, scene)
-    assert [found.step for found in read_checks(checks)] == [0, 2, 4]
+    assert [result.step for result in read_results(path)] == [0, 2, 4]
     assert policy.most_running <= NUM_JOBS
     assert policy.most_evaluating > 2

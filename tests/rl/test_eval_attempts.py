@@ -13,9 +13,9 @@ from m2forge.errors import RecordError
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.records import PolicyVersion, Task
-from m2forge.rl.attempts import TIMEOUT, Agents, Interrupted, Slots, Terms, Tried
+from m2forge.rl.attempts import TIMEOUT, Agents, AttemptResult, Interrupted, Overrides, Slots
 from m2forge.rl.config import AgentConfig
-from m2forge.rl.eval import Check, check, note_check, read_checks, terms_of
+from m2forge.rl.eval import EvalResult, eval_overrides, evaluate, read_results, write_result
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.workers import JobError, Workers
 from m2forge.tasks.catalog import find_family
@@ -65,13 +65,13 @@ async def agents_of(
         yield lambda num_starts: Agents(config, admin, workers, runner, num_starts)
 
 
-def run_check(program: str, folder: Path) -> Check:
+def run_check(program: str, folder: Path) -> EvalResult:
     config = AgentConfig(command=(sys.executable, "-c", program), jobs_per_worker=4)
     tasks = distinct(TaskSet(find_family("chain"), "held_out", 1), 4, 1, 3)
 
-    async def scene(gateway: Live) -> Check:
+    async def scene(gateway: Live) -> EvalResult:
         async with agents_of(gateway, config, folder) as make_agents:
-            return (await check(make_agents(lambda: 0), tasks, PolicyVersion("run", 0), Slots(4)))[0]
+            return (await evaluate(make_agents(lambda: 0), tasks, PolicyVersion("run", 0), Slots(4)))[0]
 
     with live(minimax(), config=GatewayConfig(port=0, journal=str(folder / "journal"))) as gateway:
         found = asyncio.run(scene(gateway))
@@ -92,9 +92,9 @@ def test_a_timeout_counts_unless_a_process_restarted_meanwhile(tmp_path: Path) -
     config = AgentConfig(command=(sys.executable, "-c", SILENT), timeout_s=1.0)
     task: Task = TaskSet(find_family("chain"), "held_out", 1).next(1, 3)
 
-    async def scene(gateway: Live) -> Tried:
+    async def scene(gateway: Live) -> AttemptResult:
         async with agents_of(gateway, config, tmp_path) as make_agents:
-            with pytest.raises(Interrupted, match="while a process was away"):
+            with pytest.raises(Interrupted, match="while a process restarted"):
                 await make_agents(count().__next__).attempt("g0-0-1", task, "g0")
             return await make_agents(lambda: 0).attempt("g0-0-2", task, "g0")
 
@@ -118,18 +118,18 @@ def test_a_timeout_in_a_stuck_worker_before_any_call_is_infra(tmp_path: Path) ->
 def test_attempts_at_held_out_tasks_have_their_domains_context(tmp_path: Path) -> None:
     task: Task = TaskSet(find_family("chain"), "held_out", 1).next(1, 3)
     config = make_config(tmp_path, eval={"sampling": {"temperature": 0.5}})
-    assert terms_of(config, task) == Terms(config.eval.sampling, 2048)
+    assert eval_overrides(config, task) == Overrides(config.eval.sampling, 2048)
 
 
 def test_a_torn_last_line_is_ignored_and_cut_before_the_next(tmp_path: Path) -> None:
     path = tmp_path / "checks.jsonl"
-    first, second = (Check(step, 4, 0.5, 0.1, {"chain": 0.5}, 0, 1.0) for step in (0, 5))
-    note_check(path, first)
+    first, second = (EvalResult(step, 4, 0.5, 0.1, {"chain": 0.5}, 0, 1.0) for step in (0, 5))
+    write_result(path, first)
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:30])
-    assert read_checks(path) == [first]
-    note_check(path, second)
-    assert read_checks(path) == [first, second]
+    assert read_results(path) == [first]
+    write_result(path, second)
+    assert read_results(path) == [first, second]
     path.write_bytes(b"{}\n" + whole)
     with pytest.raises(RecordError, match=r"checks\.jsonl, line 1: not an evaluation"):
-        read_checks(path)
+        read_results(path)

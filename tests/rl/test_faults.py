@@ -25,14 +25,14 @@ import httpx2
 import pytest
 from sqlalchemy import select
 
-from examples.demo import CONFIGS, Demo, told
+from examples.demo import CONFIGS, Demo, set_options
 from m2forge.config import load
 from m2forge.model.config_file import read_config
 from m2forge.pool.pool import Pool
 from m2forge.pool.schema import episode_table, unit_table
 from m2forge.pool.state import UnitState
 from m2forge.rl.config import RLConfig
-from m2forge.rl.eval import read_checks
+from m2forge.rl.eval import read_results
 from m2forge.rl.layout import Layout
 from m2forge.rl.view import read_last_step
 from m2forge.train.checkpoint import CheckpointStore
@@ -77,10 +77,10 @@ SIGNALS = {
 
 def make_run(runs: Path, model: Path, seed: int, url: str = "sqlite:///pool.db") -> RLConfig:
     runs.mkdir(parents=True)
-    settings = told(model=str(model), num_steps=NUM_STEPS, curriculum__seed=seed, pool__url=url)
-    settings += told(agent__command=agent_command(runs / "notes.jsonl"), train__checkpoint__every_steps=2)
+    settings = set_options(model=str(model), num_steps=NUM_STEPS, curriculum__seed=seed, pool__url=url)
+    settings += set_options(agent__command=agent_command(runs / "notes.jsonl"), train__checkpoint__every_steps=2)
     # However busy the machine is: a policy is not judged by it.
-    settings += told(agent__timeout_s=300.0, check__num_tasks=NUM_TASKS)
+    settings += set_options(agent__timeout_s=300.0, eval__num_tasks=NUM_TASKS)
     return load(RLConfig, CONFIGS / "rl" / "demo.toml", settings)
 
 
@@ -273,7 +273,7 @@ def run_disturbed(
 
 
 def tell(runs: Path, config: RLConfig) -> float:
-    first, *_, last = read_checks(Layout(runs / config.name).checks)
+    first, *_, last = read_results(Layout(runs / config.name).evaluations)
     assert (last.step, last.num_broken) == (config.num_steps, 0)
     passed_s = time.time() - (runs / "config.toml").stat().st_mtime
     success = f"{first.success:.1%} before, {last.success:.1%} after"

@@ -34,10 +34,10 @@ def test_an_attempt_is_opened_taken_and_let_go_with_others(tmp_path: Path) -> No
                 assert (status, made[0].url) == (200, gateway.url)
                 trees = [await admin.close(name) for name in names[:2]]
                 assert [len(tree.samples) for tree in trees] == [1, 0]
-                await admin.forget([names[-1], "never there"])
+                await admin.delete([names[-1], "never there"])
                 assert len(journal_ids(tmp_path)) == len(names) - 1
                 for name in names[:-1]:
-                    admin.forget_soon(name)
+                    admin.delete_soon(name)
             # They are gone when it is closed.
             assert not journal_ids(tmp_path)
 
@@ -45,13 +45,13 @@ def test_an_attempt_is_opened_taken_and_let_go_with_others(tmp_path: Path) -> No
 
 
 def test_a_gateway_that_stays_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("m2forge.rl.gateway_admin.PATIENCE_S", 0.2)
+    monkeypatch.setattr("m2forge.rl.gateway_admin.RETRY_FOR_S", 0.2)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
 
         async def scene() -> None:
             async with GatewayAdmin(f"http://127.0.0.1:{taken.getsockname()[1]}", "key") as admin:
-                with pytest.raises(EngineError, match="does not serve"):
+                with pytest.raises(EngineError, match="is not available"):
                     await admin.wait_until_up()
 
         asyncio.run(scene())

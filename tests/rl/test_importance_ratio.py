@@ -11,7 +11,7 @@ from m2forge.model.transformer import Transformer
 from m2forge.pool.pool import Pool
 from m2forge.pool.stored import StoredEpisode
 from m2forge.records import Call, FloatArray, PolicyVersion
-from m2forge.rl.importance_ratio import forget_ratios, path_of, read_ratios, write_ratios
+from m2forge.rl.importance_ratio import delete_ratios, path_of, read_ratios, write_ratios
 from m2forge.rl.layout import Layout
 from m2forge.rl.trainer import Trainer
 from tests.bounds import within
@@ -69,7 +69,7 @@ def test_the_last_steps_are_kept(tmp_path: Path) -> None:
     found = read_ratios(tmp_path, 6)
     assert found is not None
     assert {name: values.tolist() for name, values in found.items()} == {"a/0": [0.5, -60000.0], "a/1": []}
-    forget_ratios(tmp_path, 4)
+    delete_ratios(tmp_path, 4)
     assert [step for step in range(9) if read_ratios(tmp_path, step) is not None] == [4]
     write_ratios(tmp_path, 5, {}, keep=3)
     assert read_ratios(tmp_path, 5) == {}

@@ -34,7 +34,7 @@ from m2forge.pool.state import UnitState
 from m2forge.records import Domain, PolicyVersion, Task
 from m2forge.rl.attempts import Agents
 from m2forge.rl.config import RLConfig
-from m2forge.rl.eval import Check, read_checks, read_kept
+from m2forge.rl.eval import EvalResult, read_attempts, read_results
 from m2forge.rl.layout import Layout
 from m2forge.rl.loop import Loop, Supply, run_rl, train_rl
 from m2forge.rl.servers import Server
@@ -83,28 +83,28 @@ def test_agents_act_and_the_policy_learns(model: Path, tmp_path: Path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     config = make_run(model, num_steps=3)
 
-    async def cell() -> tuple[Path, list[Check]]:
+    async def cell() -> tuple[Path, list[EvalResult]]:
         return train_rl(config.model_copy(update={"num_steps": 9}), runs=tmp_path, num_steps=3)
 
     # As in a notebook, where an event loop runs already.
-    folder, checks = asyncio.run(cell())
-    assert [found.step for found in checks] == [0, 3]
-    assert all(found.num_tasks == 4 and found.num_broken == 0 for found in checks)
+    folder, results = asyncio.run(cell())
+    assert [found.step for found in results] == [0, 3]
+    assert all(found.num_tasks == 4 and found.num_broken == 0 for found in results)
     assert trained_steps(config, tmp_path / "run") == [1, 1, 2, 2, 3, 3]
     assert (folder / "tokenizer.json").is_file()
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
     assert not journal_ids(tmp_path / "run" / "journal"), "what is recorded elsewhere is let go"
-    kept = read_kept(Layout(tmp_path / "run").kept)
-    assert [found.step for found in kept] == [0] * 4 + [3] * 4
-    assert [found.task for found in kept[:4]] == [found.task for found in kept[4:]]
-    assert all(found.tree().samples and not found.failure for found in kept)
+    attempts = read_attempts(Layout(tmp_path / "run").eval_attempts)
+    assert [found.step for found in attempts] == [0] * 4 + [3] * 4
+    assert [found.task for found in attempts[:4]] == [found.task for found in attempts[4:]]
+    assert all(found.tree().samples and not found.failure for found in attempts)
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [step.step for step in steps] == [1, 2, 3]
     assert all(step.values["reward/agent"] == step.values["reward"] for step in steps)
     assert read_last_step(tmp_path / "run" / "metrics.jsonl") == steps[-1]
     # A run that is complete does nothing more.
     write_resolved(config, tmp_path / "rl.toml")
-    assert train_rl(tmp_path / "rl.toml", runs=tmp_path) == (folder, checks)
+    assert train_rl(tmp_path / "rl.toml", runs=tmp_path) == (folder, results)
 
 
 def test_terminated_it_says_one_line_and_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_an_agent_that_cannot_start_ends_the_run_with_one_error(
     with pytest.raises(EngineError, match="No module named 'no_such_module'"):
         run_rl(config.model_copy(update={"agent": broken, "eval": check}), tmp_path)
     assert not processes_of(tmp_path), "a process outlived its loop"
-    assert not read_checks(Layout(tmp_path / "run").checks), "nobody was checked"
+    assert not read_results(Layout(tmp_path / "run").evaluations), "no evaluation ran"
 
 
 @pytest.mark.parametrize("num_tasks", [12, 0], ids=["while it evaluates", "while it learns"])
@@ -157,11 +157,11 @@ def test_a_verifier_that_raises_too_often_ends_the_run(
     check = config.eval.model_copy(update={"num_tasks": num_tasks})
     with pytest.raises(BrokenVerifierError) as raised:
         run_rl(config.model_copy(update={"agent": agent, "eval": check}), tmp_path)
-    told = str(raised.value)
-    assert told.startswith("chain: its verifier raised at 11 of the last 11 answers, more than 5% of 200; repair it")
-    assert "KeyError: 'a verifier that its author broke'" in told
-    assert 'raising_worker.py", line' in told
-    assert not read_checks(Layout(tmp_path / "run").checks), "errors of a verifier are no result"
+    message = str(raised.value)
+    assert message.startswith("chain: its verifier raised at 11 of the last 11 answers, more than 5% of 200; repair it")
+    assert "KeyError: 'a verifier that its author broke'" in message
+    assert 'raising_worker.py", line' in message
+    assert not read_results(Layout(tmp_path / "run").evaluations), "errors of a verifier are no result"
     assert not trained_steps(config, tmp_path / "run"), "nor are they rewards that are trained"
     assert not processes_of(tmp_path), "a process outlived its loop"
 
@@ -213,7 +213,7 @@ def test_a_step_repeated_after_a_restore_is_pushed_and_evaluated(model: Path, tm
         with torch.no_grad():
             network.norm.weight.fill_(value)
         store = Layout(tmp_path).weight_store(config)
-        store.go_back(4)
+        store.discard_after(4)
         store.publish(network, 5)
         return PolicyVersion("run", 5, store.branch)
 
@@ -306,5 +306,5 @@ def test_a_change_of_difficulty_is_logged(model: Path, tmp_path: Path, caplog: p
         assert "difficulty" not in caplog.text
         loop._note_group(task, 1.0)
     assert loop.curriculum.levels() != levels
-    assert "chain: tasks of difficulty 2 to 3 are drawn from here on" in caplog.text
+    assert "chain: the curriculum now draws tasks of difficulty 2 to 3" in caplog.text
     loop.pool.close()

@@ -164,7 +164,7 @@ def test_a_batch_without_trainable_samples_is_an_error(model: Path, tmp_path: Pa
         # What was refused is not spent: with another policy it is trained.
         allowed = config.policy.model_copy(update={"truncated_sampling": "allow"})
         again = Trainer(tmp_path, config.model_copy(update={"policy": allowed}))
-        again._go_back(pool)
+        again._discard_later(pool)
         assert again._learn(pool, next(again._batches(pool)))["num_edges"] > 0
 
 
@@ -178,5 +178,5 @@ def test_a_trainer_that_can_train_nothing_ends_the_run_at_once(
     write_resolved(config, tmp_path / CONFIG_FILE)
     child = Child("trainer", (MODULE, "trainer", str(tmp_path)), tmp_path / "log")
     with pytest.raises(EngineError, match="the trainer process: step 1: nothing in the batch of 4 episodes"):
-        asyncio.run(child.keep())
+        asyncio.run(child.supervise())
     assert child.num_starts == 1

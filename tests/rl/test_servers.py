@@ -31,7 +31,7 @@ def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -
     servers = make_servers(layout)
 
     async def run() -> None:
-        keeping = [asyncio.create_task(server.child.keep()) for server in (servers.sampler, servers.gateway)]
+        keeping = [asyncio.create_task(server.child.supervise()) for server in (servers.sampler, servers.gateway)]
         try:
             async with GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin:
                 await admin.wait_until_up()

@@ -53,6 +53,6 @@ def test_a_config_that_cannot_be_used_is_one_message(tmp_path: Path) -> None:
         train_rl(config, group_siz=3)
     with pytest.raises(ConfigError, match="cannot be read"):
         train_rl(tmp_path / "none.toml")
-    with pytest.raises(NotFoundError, match="none' is no folder"):
+    with pytest.raises(NotFoundError, match="none' is not a folder"):
         train_rl(config, runs=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

@@ -115,7 +115,7 @@ def test_a_step_holds_no_more_than_its_tokens(model: Path, tmp_path: Path) -> No
             query = select(own.unit, func.sum(own.num_tokens)).group_by(own.unit)
             sizes = {unit: int(size) for unit, size in connection.execute(query)}
         stopped = Trainer(tmp_path, config)
-        stopped._go_back(pool)
+        stopped._discard_later(pool)
         stopped._learn(pool, next(stopped._batches(pool)))
         stopped._save(pool)
         Trainer(tmp_path, config).run()
@@ -161,7 +161,7 @@ def test_a_trainer_that_starts_again_goes_on_from_its_checkpoint(model: Path, tm
     with open_pool(config, parts) as pool:
         fill_pool(pool, 8, 2)
         stopped = Trainer(parts, config)
-        stopped._go_back(pool)
+        stopped._discard_later(pool)
         batches = stopped._batches(pool)
         for step in range(3):
             stopped._learn(pool, next(batches))

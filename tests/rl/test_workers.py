@@ -206,7 +206,9 @@ def test_a_program_that_cannot_start_is_given_up(
 
     async def scene() -> None:
         async with make_workers(tmp_path, "import no_such_module", num_workers=num_workers) as workers:
-            with pytest.raises(JobError, match=f"{10 * num_workers} times .* No module named 'no_such_module'; see"):
+            with pytest.raises(
+                JobError, match=f"{10 * num_workers} times .* No module named 'no_such_module'; make sure"
+            ):
                 await workers.watch()
             with pytest.raises(JobError, match="no_such_module"):
                 await workers.attempt("1", make_task("job"), ENDPOINT)
@@ -268,7 +270,7 @@ def test_a_job_alone_shares_its_worker_with_none(tmp_path: Path) -> None:
         async with make_workers(tmp_path, timeout_s=2.0) as workers:
             before = asyncio.create_task(workers.attempt("before", make_task("hang"), ENDPOINT))
             await asyncio.sleep(0.5)
-            alone = asyncio.create_task(workers.attempt("alone", make_task("die"), ENDPOINT, is_alone=True))
+            alone = asyncio.create_task(workers.attempt("alone", make_task("die"), ENDPOINT, is_exclusive=True))
             await asyncio.sleep(0)
             after = asyncio.create_task(workers.attempt("after", make_task("job"), ENDPOINT))
             with pytest.raises(TimeoutError):  # and not by the death

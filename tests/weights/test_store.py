@@ -68,7 +68,7 @@ def test_a_version_means_one_state_until_the_trainer_went_back(tmp_path: Path) -
         store.publish(model, step)
     with pytest.raises(ExistsError):
         store.publish(model, 3)
-    store.go_back(1)
+    store.discard_after(1)
     assert store.newest() == (PolicyVersion("run", 1, store.branch), store.folder / f"step-00000001-{store.branch}")
     store.publish(model, 2)
 
@@ -84,7 +84,7 @@ def test_a_step_republished_after_going_back_is_another_version(tmp_path: Path) 
     with pytest.raises(ExistsError, match="step 5"):
         again.publish(model, 5)
     before = again.newest()
-    again.go_back(4)
+    again.discard_after(4)
     assert again.newest() == (
         PolicyVersion("run", 4, lost.branch),
         tmp_path / "weights" / f"step-00000004-{lost.branch}",
