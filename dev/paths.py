@@ -183,7 +183,7 @@ def trace_rl(tracer: Tracer, folder: Path) -> None:
             "sandbox": {"inherits": ["PATH"], "timeout_s": 1000.0},
         },
         pool={"window": {"queue": 8, "no_signal": "train"}, "lease_s": 3600.0},
-        check={"num_tasks": 0},
+        eval={"num_tasks": 0},
     )
     path = folder / "run" / FILE_NAME
 

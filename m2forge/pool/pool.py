@@ -11,23 +11,7 @@
         pool.commit(batch, next_version)
 
 Every method is one transaction: visible to all processes when it returns, rolled back if it raises. Each process that
-shares a pool opens it itself. Methods block; asyncio code uses `pool/pool.py`.
-
-Deletes trained and dropped units once they are old enough, a few episodes at a time.
-
-It keeps units that a restored checkpoint would need again, those of steps after the newest checkpoint, and dropped
-units that wait for a replacement.
-
-Asyncio access to a pool: calls of many agents in, few transactions out.
-
-    async with PoolWriter(pool) as writer:
-        await writer.append(lease, call)               returns when it is stored
-        await writer.end(lease, calls, outcome)        stores a whole attempt; returns when it is stored
-        leases = await writer.run(pool.lease, "worker", 8)
-
-SQLite has one writer at a time, and a transaction costs the same for one call as for many. So one thread does all
-writes: it stores everything that is pending in one transaction and resolves each caller's future. The event loop never
-blocks, and the more agents there are, the more calls share a transaction and its disk sync.
+shares a pool opens it itself. Methods block; asyncio code uses `PoolWriter`.
 """
 
 import asyncio
@@ -68,55 +52,13 @@ from m2forge.pool.state import EpisodeState, LeaseLostError, UnitState
 from m2forge.pool.stored import Lease, Outcome, Queued, StoredCall, StoredUnit, read_units
 from m2forge.records import PolicyVersion, Reward, Task
 
-
-def sweep(connection: Connection, config: RetentionConfig) -> int:
-    """Delete units over the limits, oldest first; returns the number of deleted episodes, 0 when none are left."""
-    queue = read_queue(connection)
-    by_versions = 0 if config.versions is None else queue.step - config.versions + 1
-    oldest_kept = max(by_versions, _oldest_kept(connection, config))
-    unit = unit_table.c
-    is_durable = or_(unit.state == UnitState.DROPPED, unit.step <= queue.durable_step)
-    is_done = unit.state.in_((UnitState.TRAINED, UnitState.DROPPED))
-    is_over = and_(is_done, unit.step < oldest_kept, is_durable, ~unit.is_owed)
-    ids: list[int] = []
-    num_episodes = 0
-    query = select(unit.id, unit.size).where(is_over).order_by(unit.step, unit.id).limit(config.sweep_episodes)
-    for row in connection.execute(query.with_for_update(skip_locked=True)).all():
-        if ids and num_episodes + row.size > config.sweep_episodes:
-            break
-        ids.append(row.id)
-        num_episodes += row.size
-    if ids:
-        _delete(connection, ids)
-    return num_episodes
-
-
-def _oldest_kept(connection: Connection, config: RetentionConfig) -> int:
-    """The oldest step such that all units from it on fit into the byte limit."""
-    if config.num_bytes is None:
-        return 0
-    unit = unit_table.c
-    is_done = unit.state.in_((UnitState.TRAINED, UnitState.DROPPED))
-    sizes = select(unit.step, func.sum(unit.num_bytes)).where(is_done).group_by(unit.step).order_by(unit.step.desc())
-    total = 0
-    for step, num_bytes in connection.execute(sizes):
-        total += int(num_bytes)
-        if total > config.num_bytes:
-            return int(step) + 1
-    return 0
-
-
-def _delete(connection: Connection, unit_ids: Sequence[int]) -> None:
-    episode = episode_table.c
-    own = list(connection.execute(select(episode.id).where(episode.unit.in_(unit_ids))).scalars())
-    connection.execute(delete(call_table).where(call_table.c.episode.in_(own)))
-    connection.execute(delete(episode_table).where(episode.id.in_(own)))
-    connection.execute(delete(unit_table).where(unit_table.c.id.in_(unit_ids)))
-
-
-_log = logging.getLogger(__name__)
-
+MAX_AT_ONCE = 512
+"""Maximum calls, or attempts, per transaction, so that other transactions get their turn."""
 _EXPIRED_AT_ONCE = 256
+P = ParamSpec("P")
+T = TypeVar("T")
+Item = TypeVar("Item")
+_log = logging.getLogger(__name__)
 
 
 class Pool:
@@ -430,12 +372,61 @@ class Pool:
         return num_episodes
 
 
-MAX_AT_ONCE = 512
-"""Maximum calls, or attempts, per transaction, so that other transactions get their turn."""
+# -- retention ---------------------------------------------------------------------------------------------------------
 
-P = ParamSpec("P")
-T = TypeVar("T")
-Item = TypeVar("Item")
+
+def sweep(connection: Connection, config: RetentionConfig) -> int:
+    """Deletes trained and dropped units once they are old enough, a few episodes at a time.
+
+    It keeps units that a restored checkpoint would need again, those of steps after the newest checkpoint, and dropped
+    units that wait for a replacement.
+
+    Delete units over the limits, oldest first; returns the number of deleted episodes, 0 when none are left.
+    """
+    queue = read_queue(connection)
+    by_versions = 0 if config.versions is None else queue.step - config.versions + 1
+    oldest_kept = max(by_versions, _oldest_kept(connection, config))
+    unit = unit_table.c
+    is_durable = or_(unit.state == UnitState.DROPPED, unit.step <= queue.durable_step)
+    is_done = unit.state.in_((UnitState.TRAINED, UnitState.DROPPED))
+    is_over = and_(is_done, unit.step < oldest_kept, is_durable, ~unit.is_owed)
+    ids: list[int] = []
+    num_episodes = 0
+    query = select(unit.id, unit.size).where(is_over).order_by(unit.step, unit.id).limit(config.sweep_episodes)
+    for row in connection.execute(query.with_for_update(skip_locked=True)).all():
+        if ids and num_episodes + row.size > config.sweep_episodes:
+            break
+        ids.append(row.id)
+        num_episodes += row.size
+    if ids:
+        _delete(connection, ids)
+    return num_episodes
+
+
+def _oldest_kept(connection: Connection, config: RetentionConfig) -> int:
+    """The oldest step such that all units from it on fit into the byte limit."""
+    if config.num_bytes is None:
+        return 0
+    unit = unit_table.c
+    is_done = unit.state.in_((UnitState.TRAINED, UnitState.DROPPED))
+    sizes = select(unit.step, func.sum(unit.num_bytes)).where(is_done).group_by(unit.step).order_by(unit.step.desc())
+    total = 0
+    for step, num_bytes in connection.execute(sizes):
+        total += int(num_bytes)
+        if total > config.num_bytes:
+            return int(step) + 1
+    return 0
+
+
+def _delete(connection: Connection, unit_ids: Sequence[int]) -> None:
+    episode = episode_table.c
+    own = list(connection.execute(select(episode.id).where(episode.unit.in_(unit_ids))).scalars())
+    connection.execute(delete(call_table).where(call_table.c.episode.in_(own)))
+    connection.execute(delete(episode_table).where(episode.id.in_(own)))
+    connection.execute(delete(unit_table).where(unit_table.c.id.in_(unit_ids)))
+
+
+# -- asyncio -----------------------------------------------------------------------------------------------------------
 
 
 class _Gathering(Generic[Item, T]):
@@ -486,6 +477,18 @@ class _Gathering(Generic[Item, T]):
 
 
 class PoolWriter:
+    """Asyncio access to a pool: calls of many agents in, few transactions out.
+
+        async with PoolWriter(pool) as writer:
+            await writer.append(lease, call)               returns when it is stored
+            await writer.end(lease, calls, outcome)        stores a whole attempt; returns when it is stored
+            leases = await writer.run(pool.lease, "worker", 8)
+
+    SQLite has one writer at a time, and a transaction costs the same for one call as for many. So one thread does all
+    writes: it stores everything that is pending in one transaction and resolves each caller's future. The event loop
+    never blocks, and the more agents there are, the more calls share a transaction and its disk sync.
+    """
+
     def __init__(self, pool: Pool) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pool")
         self._appends: _Gathering[Append, None] = _Gathering(lambda items: self.run(pool.append, items))

@@ -2,25 +2,6 @@
 
 A lease covers one attempt; when its worker dies, the episode is queued for another attempt, and writes of the old one
 are refused. The caller passes the transaction in which these functions run.
-
-Counts units by difficulty: submitted, trained, requeued, and dropped for each reason.
-
-Counts are stored separately from the units, so that they outlive them.
-
-Measures how long values have stayed unchanged, by the monotonic clock of the observing process.
-
-The clocks of machines and databases are adjusted at times, even by an hour. So a lease counts as unrenewed, and a unit
-as stuck, only after one process has seen it unchanged for that long; a restarted process starts counting from zero.
-
-Tasks in, queued units out: batches of a stage, and replacements for dropped units.
-
-    trained(stage, domain) + queued(stage, domain) + owed(stage, domain) = submitted in batches(stage, domain)
-
-Units get consecutive queue positions in the order of submission. A dropped unit of a stage is owed, whatever the
-reason: `replace` queues another task of the same stage and domain at the end of the queue. So the equation above always
-holds, and training finds exactly the units that the batches of a stage were drawn with. If deployed agents' groups are
-admitted, each takes the slot of a drawn task of its domain. The caller passes the transaction in which these functions
-run.
 """
 
 import json
@@ -59,6 +40,11 @@ def dropped(reason: DropReason) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
+    """Counts units by difficulty: submitted, trained, requeued, and dropped for each reason.
+
+    Counts are stored separately from the units, so that they outlive them.
+    """
+
     counts: dict[str, dict[float, int]]
     """Number of units by kind and by the midpoint of the difficulty bin."""
 
@@ -90,6 +76,13 @@ Key = TypeVar("Key")
 
 
 class Watch(Generic[Key]):
+    """Measures how long values have stayed unchanged, by the monotonic clock of the observing process.
+
+    The clocks of machines and databases are adjusted at times, even by an hour. So a lease counts as unrenewed, and a
+    unit as stuck, only after one process has seen it unchanged for that long; a restarted process starts counting from
+    zero.
+    """
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since: dict[Key, tuple[object, float]] = {}
@@ -106,7 +99,6 @@ class Watch(Generic[Key]):
 
 QueueRow = Row[tuple[object, ...]]
 UnitRow = Row[tuple[object, ...]]
-
 FRESH: dict[str, object] = {
     "worker": "",
     "lease_until_s": None,
@@ -154,7 +146,7 @@ def num_queued(connection: Connection) -> int:
     return connection.execute(select(func.count()).where(unit_table.c.is_queued)).scalar_one()
 
 
-# -- leases ------------------------------------------------------------------------------------------------------------
+# -- leases -----------------------------------------------------------------------------------------------------------
 
 
 def lease(connection: Connection, config: PoolConfig, worker: str, num_episodes: int, now_s: float) -> list[Lease]:
@@ -382,7 +374,18 @@ def put(
     note: str | None = None,
     stage: str | None = None,
 ) -> list[str]:
-    """Queue groups, each a task and its number of episodes, and return their names. `note` replaces the stored note."""
+    """Tasks in, queued units out: batches of a stage, and replacements for dropped units.
+
+        trained(stage, domain) + queued(stage, domain) + owed(stage, domain) = submitted in batches(stage, domain)
+
+    Units get consecutive queue positions in the order of submission. A dropped unit of a stage is owed, whatever the
+    reason: `replace` queues another task of the same stage and domain at the end of the queue. So the equation above
+    always holds, and training finds exactly the units that the batches of a stage were drawn with. If deployed agents'
+    groups are admitted, each takes the slot of a drawn task of its domain. The caller passes the transaction in which
+    these functions run.
+
+    Queue groups, each a task and its number of episodes, and return their names. `note` replaces the stored note.
+    """
     queue, groups = lock_queue(connection), [Queued(*given) for given in tasks]
     if any(given.num_episodes < 1 for given in groups):
         raise RecordError("a group: expected one episode or more")

@@ -1,19 +1,4 @@
-"""What the pool returns: leases on queued episodes, and units with their calls, outcomes and rewards.
-
-Delta encoding of completion calls: the pool stores what each call adds to the calls before it; trees come out.
-
-    head      parent, tokens shared with it, sizes, finish reason, times, sampling
-    asked     sampling parameters and seed of the request, if the gateway overrode them
-    tokens    prompt and completion ids from the first unshared token on, each as wide as the vocabulary needs
-    logprobs  float32, one per sampled token
-    versions  run-length encoded: policy step, number of tokens
-    experts   int16, from the first token on whose routing differs from the parent's; −1 if unknown
-    crc32     checksum of everything before it
-
-The parent is the call with the longest common prefix among the ends of the latest branches; writer and reader track the
-same branches, so that neither keeps every path of a long episode. A restarted writer has no branches and repeats a
-prompt once. Reading the calls back in order rebuilds the recorder's tree.
-"""
+"""What the pool returns: leases on queued episodes, and units with their calls, outcomes and rewards."""
 
 import json
 import struct
@@ -99,7 +84,22 @@ class _Branches:
 
 
 class CallWriter:
-    """Encodes the calls of one attempt in order."""
+    """Delta encoding of completion calls: the pool stores what each call adds to the calls before it; trees come out.
+
+        head      parent, tokens shared with it, sizes, finish reason, times, sampling
+        asked     sampling parameters and seed of the request, if the gateway overrode them
+        tokens    prompt and completion ids from the first unshared token on, each as wide as the vocabulary needs
+        logprobs  float32, one per sampled token
+        versions  run-length encoded: policy step, number of tokens
+        experts   int16, from the first token on whose routing differs from the parent's; −1 if unknown
+        crc32     checksum of everything before it
+
+    The parent is the call with the longest common prefix among the ends of the latest branches; writer and reader track
+    the same branches, so that neither keeps every path of a long episode. A restarted writer has no branches and
+    repeats a prompt once. Reading the calls back in order rebuilds the recorder's tree.
+
+    Encodes the calls of one attempt in order.
+    """
 
     def __init__(self, vocab_size: int, num_calls: int = 0) -> None:
         """`num_calls`: number of calls that another writer has already stored."""
@@ -433,8 +433,6 @@ LEASE_COLUMNS = (
     *(episode_table.c[name] for name in ("id", "unit", "attempt", "name", "worker", "num_calls", "state")),
     *(unit_table.c[name] for name in ("origin", "group_name", "task", "context")),
 )
-
-
 _STORED_COLUMNS = (
     *(episode_table.c[name] for name in ("id", "unit", "name", "attempt", "state", "reward", "step_rewards")),
     *(episode_table.c[name] for name in ("failure", "artifacts")),

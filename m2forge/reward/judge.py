@@ -7,43 +7,6 @@ afterwards.
 
 A perf or measure that is not finite, or evidence that is not JSON, is refused with a `RecordError` that names the
 episode, and the baseline times stay unchanged.
-
-T_base of each task: the moving median of the times of its latest passing attempts.
-
-In: the times of attempts that completed and passed. Out: a baseline time per task that follows the policy: as attempts
-become faster, so does the baseline. It depends only on the sequence of times, and its state is JSON: an object created
-from it continues exactly. Only the `max_tasks` most recently updated tasks are kept, so that memory stays bounded with
-endless new tasks. Thread-safe.
-
-Composes the reward of every step of an episode from its three parts.
-
-    r_t = α·process_t + β·speed_t + perf_t                                    t = 1 … n
-
-    process_t = Σ_{w<0} w·m_t + Σ_{w>0} w·m_t / n          m_t: measures of the rules at step t, w their weights
-    speed_t   = h(T / T_base)   at the last step of an attempt that was completed and passed, else 0
-    perf_t    = perf            at the last step, else 0
-
-Speed is paid once, and a fast failure earns none. A credit is divided by the number of steps, so that together they
-earn at most w and taking more steps does not pay; with credit = "full" it is not divided. A penalty is never divided.
-
-α = β = 0.1, perf 1, speed 0.5, three steps, the first malformed (w = −1), the others well-structured (w = 0.2, so
-0.2 / 3 each): r = (−0.1, 0.02 / 3, 0.02 / 3 + 0.05 + 1), 0.9633 in total.
-
-The speed reward h(x): x = T / T_base is the wall-clock time of an attempt over the baseline time of its task.
-
-    linear       h(x) = max(0, 1 − x / 2c)
-    exponential  h(x) = 2^(−x / c)
-    reciprocal   h(x) = 1 / (1 + x / c)
-    step         h(x) = 1 if x ≤ c else 0
-
-c is `half_ratio`. Every h is non-increasing in x, from h(0) = 1 towards 0 and never below, so a slow solution is never
-penalized. At x = c the first three give 1/2, and
-
-    c = 1         h(1/2)     h(1)       h(2)       h(4)
-    linear        0.75       0.5        0          0
-    exponential   0.7071     0.5        0.25       0.0625
-    reciprocal    0.6667     0.5        0.3333     0.2
-    step          1          1          0          0
 """
 
 import json
@@ -62,102 +25,6 @@ from m2forge.reward.config import RewardConfig, SpeedConfig, SpeedShape
 from m2forge.reward.rule import Rule, Step, episode_time_s, make_rules, measure
 
 MAX_TASKS = 4096
-
-
-class BaseTimes:
-    def __init__(
-        self,
-        config: SpeedConfig,
-        state: Mapping[str, Sequence[float]] | None = None,
-        *,
-        max_tasks: int = MAX_TASKS,
-    ) -> None:
-        """`state`: from an earlier `state()`. If the window is smaller now, the latest times are kept."""
-        self._config, self._max_tasks = config, max_tasks
-        self._lock = threading.Lock()
-        self._times_s: dict[str, deque[float]] = {}
-        """Times by task, the most recently updated task last."""
-        for task_id, times_s in (state or {}).items():
-            self.add(task_id, times_s)
-
-    def base_s(self, task_id: str, group_times_s: Sequence[float] = ()) -> float | None:
-        """The baseline time of a task; for one without passing attempts so far, the median of `group_times_s`, the
-        passing attempts of the current group; None if there are none of those either."""
-        with self._lock:
-            times_s = list(self._times_s.get(task_id, ())) or group_times_s
-        return max(statistics.median(times_s), self._config.min_base_s) if times_s else None
-
-    def add(self, task_id: str, times_s: Iterable[float]) -> None:
-        """Add the times of passing attempts; the first are evicted first."""
-        times_s = list(times_s)
-        for time_s in times_s:
-            if not (math.isfinite(time_s) and time_s >= 0):
-                raise RecordError(
-                    f"baseline time of task {task_id}: expected finite times of at least 0 s, received {time_s!r}"
-                )
-        if not times_s:
-            return
-        with self._lock:
-            known = self._times_s.pop(task_id, None) or deque(maxlen=self._config.window)
-            known.extend(times_s)
-            self._times_s[task_id] = known
-            while len(self._times_s) > self._max_tasks:
-                del self._times_s[next(iter(self._times_s))]
-
-    def state(self) -> dict[str, list[float]]:
-        with self._lock:
-            return {task_id: list(times_s) for task_id, times_s in self._times_s.items()}
-
-
-def process_rewards(
-    rules: Sequence[Rule], measures: Sequence[Mapping[str, float]], credit: Literal["shared", "full"]
-) -> list[float]:
-    """process_t of every step, from its rule measures by name."""
-    share = 1.0 / max(1, len(measures)) if credit == "shared" else 1.0
-    pay = {rule.name: rule.weight * (share if rule.weight > 0 else 1.0) for rule in rules}
-    return [sum(pay[name] * value for name, value in step.items()) for step in measures]
-
-
-def compose(process: Sequence[float], speed: float, perf: float, *, alpha: float, beta: float) -> tuple[float, ...]:
-    """r_t of every step. `speed` is 0 for an attempt that did not pass. An episode without steps has no rewards."""
-    rewards = [alpha * value for value in process]
-    if rewards:
-        rewards[-1] += beta * speed + perf
-    return tuple(rewards)
-
-
-def _linear(x: float) -> float:
-    return max(0.0, 1.0 - x / 2.0)
-
-
-def _exponential(x: float) -> float:
-    return math.exp2(-x)
-
-
-def _reciprocal(x: float) -> float:
-    return 1.0 / (1.0 + x)
-
-
-def _step(x: float) -> float:
-    return 1.0 if x <= 1.0 else 0.0
-
-
-SHAPES: Mapping[SpeedShape, Callable[[float], float]] = {
-    "linear": _linear,
-    "exponential": _exponential,
-    "reciprocal": _reciprocal,
-    "step": _step,
-}
-"""Each h as a function of x / c."""
-
-
-def speed(shape: SpeedShape, time_s: float, base_s: float, half_ratio: float = 1.0) -> float:
-    """h(time_s / base_s)."""
-    if not (math.isfinite(time_s) and time_s >= 0):
-        raise RecordError(f"speed: time_s: expected a finite number of at least 0, received {time_s!r}")
-    if not (math.isfinite(base_s) and base_s > 0):
-        raise RecordError(f"speed: base_s: expected a finite number above 0, received {base_s!r}")
-    return SHAPES[shape](time_s / base_s / half_ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,3 +172,149 @@ def _require_one_per_call(episode: Episode, name: str, count: int) -> None:
 def _require_finite(episode: Episode, name: str, value: float) -> None:
     if not math.isfinite(value):
         raise RecordError(f"Episode {episode.id}: {name}: expected a finite number, received {value!r}")
+
+
+# -- the reward of every step ------------------------------------------------------------------------------------------
+
+
+def process_rewards(
+    rules: Sequence[Rule], measures: Sequence[Mapping[str, float]], credit: Literal["shared", "full"]
+) -> list[float]:
+    """process_t of every step, from its rule measures by name."""
+    share = 1.0 / max(1, len(measures)) if credit == "shared" else 1.0
+    pay = {rule.name: rule.weight * (share if rule.weight > 0 else 1.0) for rule in rules}
+    return [sum(pay[name] * value for name, value in step.items()) for step in measures]
+
+
+def compose(process: Sequence[float], speed: float, perf: float, *, alpha: float, beta: float) -> tuple[float, ...]:
+    """Composes the reward of every step of an episode from its three parts.
+
+        r_t = α·process_t + β·speed_t + perf_t                                    t = 1 … n
+
+        process_t = Σ_{w<0} w·m_t + Σ_{w>0} w·m_t / n          m_t: measures of the rules at step t, w their weights
+        speed_t   = h(T / T_base)   at the last step of an attempt that was completed and passed, else 0
+        perf_t    = perf            at the last step, else 0
+
+    Speed is paid once, and a fast failure earns none. A credit is divided by the number of steps, so that together they
+    earn at most w and taking more steps does not pay; with credit = "full" it is not divided. A penalty is never
+    divided.
+
+    α = β = 0.1, perf 1, speed 0.5, three steps, the first malformed (w = −1), the others well-structured (w = 0.2, so
+    0.2 / 3 each): r = (−0.1, 0.02 / 3, 0.02 / 3 + 0.05 + 1), 0.9633 in total.
+
+    r_t of every step. `speed` is 0 for an attempt that did not pass. An episode without steps has no rewards.
+    """
+    rewards = [alpha * value for value in process]
+    if rewards:
+        rewards[-1] += beta * speed + perf
+    return tuple(rewards)
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def _linear(x: float) -> float:
+    return max(0.0, 1.0 - x / 2.0)
+
+
+def _exponential(x: float) -> float:
+    return math.exp2(-x)
+
+
+def _reciprocal(x: float) -> float:
+    return 1.0 / (1.0 + x)
+
+
+def _step(x: float) -> float:
+    return 1.0 if x <= 1.0 else 0.0
+
+
+SHAPES: Mapping[SpeedShape, Callable[[float], float]] = {
+    "linear": _linear,
+    "exponential": _exponential,
+    "reciprocal": _reciprocal,
+    "step": _step,
+}
+"""Each h as a function of x / c."""
+
+
+def speed(shape: SpeedShape, time_s: float, base_s: float, half_ratio: float = 1.0) -> float:
+    """The speed reward h(x): x = T / T_base is the wall-clock time of an attempt over the baseline time of its task.
+
+        linear       h(x) = max(0, 1 − x / 2c)
+        exponential  h(x) = 2^(−x / c)
+        reciprocal   h(x) = 1 / (1 + x / c)
+        step         h(x) = 1 if x ≤ c else 0
+
+    c is `half_ratio`. Every h is non-increasing in x, from h(0) = 1 towards 0 and never below, so a slow solution is
+    never penalized. At x = c the first three give 1/2, and
+
+        c = 1         h(1/2)     h(1)       h(2)       h(4)
+        linear        0.75       0.5        0          0
+        exponential   0.7071     0.5        0.25       0.0625
+        reciprocal    0.6667     0.5        0.3333     0.2
+        step          1          1          0          0
+
+    h(time_s / base_s).
+    """
+    if not (math.isfinite(time_s) and time_s >= 0):
+        raise RecordError(f"speed: time_s: expected a finite number of at least 0, received {time_s!r}")
+    if not (math.isfinite(base_s) and base_s > 0):
+        raise RecordError(f"speed: base_s: expected a finite number above 0, received {base_s!r}")
+    return SHAPES[shape](time_s / base_s / half_ratio)
+
+
+# -- baseline times ----------------------------------------------------------------------------------------------------
+
+
+class BaseTimes:
+    """T_base of each task: the moving median of the times of its latest passing attempts.
+
+    In: the times of attempts that completed and passed. Out: a baseline time per task that follows the policy: as
+    attempts become faster, so does the baseline. It depends only on the sequence of times, and its state is JSON: an
+    object created from it continues exactly. Only the `max_tasks` most recently updated tasks are kept, so that memory
+    stays bounded with endless new tasks. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        config: SpeedConfig,
+        state: Mapping[str, Sequence[float]] | None = None,
+        *,
+        max_tasks: int = MAX_TASKS,
+    ) -> None:
+        """`state`: from an earlier `state()`. If the window is smaller now, the latest times are kept."""
+        self._config, self._max_tasks = config, max_tasks
+        self._lock = threading.Lock()
+        self._times_s: dict[str, deque[float]] = {}
+        """Times by task, the most recently updated task last."""
+        for task_id, times_s in (state or {}).items():
+            self.add(task_id, times_s)
+
+    def base_s(self, task_id: str, group_times_s: Sequence[float] = ()) -> float | None:
+        """The baseline time of a task; for one without passing attempts so far, the median of `group_times_s`, the
+        passing attempts of the current group; None if there are none of those either."""
+        with self._lock:
+            times_s = list(self._times_s.get(task_id, ())) or group_times_s
+        return max(statistics.median(times_s), self._config.min_base_s) if times_s else None
+
+    def add(self, task_id: str, times_s: Iterable[float]) -> None:
+        """Add the times of passing attempts; the first are evicted first."""
+        times_s = list(times_s)
+        for time_s in times_s:
+            if not (math.isfinite(time_s) and time_s >= 0):
+                raise RecordError(
+                    f"baseline time of task {task_id}: expected finite times of at least 0 s, received {time_s!r}"
+                )
+        if not times_s:
+            return
+        with self._lock:
+            known = self._times_s.pop(task_id, None) or deque(maxlen=self._config.window)
+            known.extend(times_s)
+            self._times_s[task_id] = known
+            while len(self._times_s) > self._max_tasks:
+                del self._times_s[next(iter(self._times_s))]
+
+    def state(self) -> dict[str, list[float]]:
+        with self._lock:
+            return {task_id: list(times_s) for task_id, times_s in self._times_s.items()}

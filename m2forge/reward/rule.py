@@ -11,41 +11,6 @@ positive one a credit.
     structured_step  1 if the step has thinking, then a call or content, finished with "stop", and has no problem
 
 No rule measures an aborted step, because the policy did not end it.
-
-Extracts the prose of a text: removes everything that is not the writer's natural language.
-
-It removes fenced and inline code, formulas between dollars or LaTeX brackets, quotations (in quotation marks, within a
-line, or as lines that begin with `>`), and words that look like code: URLs, paths, identifiers, any ASCII word with a
-digit, an inner capital or inner punctuation. Time is linear in the text.
-
-Counts the letters of a text per script: a cheap way to distinguish languages.
-
-In: prose (`reward/rule.py`). Out: its letters per script, all of them or only those that indicate a language. A script
-is the first word of a letter's Unicode name; digits, signs, emoji, mathematical alphabets and letters of scripts not
-listed here have none. Han, kana and bopomofo are one script here, since Japanese uses all of them. An ideograph carries
-more than a letter of an alphabet, so a Han or kana character counts 3, a Hangul syllable 2, any other letter 1.
-
-These indicate no language:
-- a word, in Latin a phrase, that the context contains: a name or a quotation;
-- a single letter of an alphabet, up to three in Greek: symbols, alone or multiplied;
-- runs of fewer than `min_latin_words` Latin words: terms and names.
-
-It cannot distinguish two languages of one script (English and French, Chinese and Japanese).
-
-Measures how much a completion mixes languages, from 0 to 1, by the scripts it is written in.
-
-It measures thinking and content without code, formulas and quotations, and ignores tool-call arguments. With home =
-"conversation" the expected scripts are those of the user (without a user, of the system message; without any letter
-there, each text's own): the dominant one, and any other of at least `home_letters` letters. The share of foreign
-letters maps to
-
-    0 up to allowed_share, 1 from full_share on, linear in between.
-
-With the defaults, in a conversation in English: 90 Latin letters and 3 Han characters, which count 9, are no mixing,
-since 9 foreign letters are fewer than 12; with 5, which count 15, the share is 15 / 105 and the measure
-(15 / 105 − 0.02) / 0.18 = 0.683.
-
-One step of an episode as rules receive it: the parsed completion, its finish reason, and its context messages.
 """
 
 import re
@@ -82,6 +47,12 @@ _GAP = " | "
 
 
 def prose(text: str) -> str:
+    """Extracts the prose of a text: removes everything that is not the writer's natural language.
+
+    It removes fenced and inline code, formulas between dollars or LaTeX brackets, quotations (in quotation marks,
+    within a line, or as lines that begin with `>`), and words that look like code: URLs, paths, identifiers, any ASCII
+    word with a digit, an inner capital or inner punctuation. Time is linear in the text.
+    """
     return _ASCII_WORD.sub(_plain, _NO_PROSE.sub(_GAP, unicodedata.normalize("NFC", text)))
 
 
@@ -96,7 +67,6 @@ EAST_ASIAN = "EAST ASIAN"
 HANGUL = "HANGUL"
 LATIN = "LATIN"
 GREEK = "GREEK"
-
 _EAST_ASIAN_NAMES = ("CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "BOPOMOFO", "IDEOGRAPHIC")
 _EUROPEAN = ("LATIN", "GREEK", "CYRILLIC", "ARMENIAN", "GEORGIAN")
 _SEMITIC = ("HEBREW", "ARABIC", "SYRIAC", "THAANA", "ETHIOPIC")
@@ -136,7 +106,23 @@ def dominant(letters: Counter[str]) -> str | None:
 
 
 def count_written(text: str, scripts: Collection[str], context: str, min_latin_words: int) -> Counter[str]:
-    """Letters of each of `scripts`, without those that indicate no language: names, quotations, symbols and terms."""
+    """Counts the letters of a text per script: a cheap way to distinguish languages.
+
+    In: prose (`reward/rule.py`). Out: its letters per script, all of them or only those that indicate a language. A
+    script is the first word of a letter's Unicode name; digits, signs, emoji, mathematical alphabets and letters of
+    scripts not listed here have none. Han, kana and bopomofo are one script here, since Japanese uses all of them. An
+    ideograph carries more than a letter of an alphabet, so a Han or kana character counts 3, a Hangul syllable 2, any
+    other letter 1.
+
+    These indicate no language:
+    - a word, in Latin a phrase, that the context contains: a name or a quotation;
+    - a single letter of an alphabet, up to three in Greek: symbols, alone or multiplied;
+    - runs of fewer than `min_latin_words` Latin words: terms and names.
+
+    It cannot distinguish two languages of one script (English and French, Chinese and Japanese).
+
+    Letters of each of `scripts`, without those that indicate no language: names, quotations, symbols and terms.
+    """
     characters: dict[str, set[str]] = {}
     for character in set(text):
         script = script_of(character)
@@ -157,7 +143,21 @@ def count_written(text: str, scripts: Collection[str], context: str, min_latin_w
 
 
 def mixing(completion: Completion, context: Sequence[Message], config: MixingConfig) -> float:
-    """`context`: the messages that the completion answers."""
+    """Measures how much a completion mixes languages, from 0 to 1, by the scripts it is written in.
+
+    It measures thinking and content without code, formulas and quotations, and ignores tool-call arguments. With home =
+    "conversation" the expected scripts are those of the user (without a user, of the system message; without any letter
+    there, each text's own): the dominant one, and any other of at least `home_letters` letters. The share of foreign
+    letters maps to
+
+        0 up to allowed_share, 1 from full_share on, linear in between.
+
+    With the defaults, in a conversation in English: 90 Latin letters and 3 Han characters, which count 9, are no
+    mixing, since 9 foreign letters are fewer than 12; with 5, which count 15, the share is 15 / 105 and the measure (15
+    / 105 − 0.02) / 0.18 = 0.683.
+
+    `context`: the messages that the completion answers.
+    """
     excess = foreign_share(completion, context, config) - config.allowed_share
     return min(1.0, max(0.0, excess / (config.full_share - config.allowed_share)))
 
@@ -196,6 +196,8 @@ def _alone(script: str | None) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """One step of an episode as rules receive it: parsed completion, finish reason, context messages."""
+
     completion: Completion
     finish_reason: FinishReason
     context: tuple[Message, ...] = ()

@@ -8,10 +8,6 @@ command, or by a process that it reached: the command is killed with the reason 
 
 Memory stays bounded under a flood of output or a slow reader: both streams of a command that is run go into captures; a
 worker's standard output is read only as fast as its lines are received.
-
-Captures a stream in bounded memory: its beginning, its end, and its size.
-
-A process's pipes in an event loop: its output goes to a callback, writes to its input wait for buffer space.
 """
 
 import asyncio
@@ -35,6 +31,8 @@ from m2forge.sandbox.config import SandboxConfig
 
 
 class Capture:
+    """Captures a stream in bounded memory: its beginning, its end, and its size."""
+
     def __init__(self, max_bytes: int) -> None:
         self._max_head, self._max_tail = (max_bytes + 1) // 2, max_bytes // 2
         self._head, self._tail = bytearray(), bytearray()
@@ -58,7 +56,10 @@ class Capture:
 
 
 class Source(asyncio.Protocol):
-    """Reads a pipe to its end and passes each chunk to `take`."""
+    """A process's pipes in an event loop: its output goes to a callback, writes to its input wait for buffer space.
+
+    Reads a pipe to its end and passes each chunk to `take`.
+    """
 
     def __init__(self, take: Callable[[bytes], None]) -> None:
         self._take = take
@@ -147,8 +148,6 @@ STUCK_S = keeper.GIVE_UP_S + 5.0
 """A keeper that is this late was stopped by its command or is stuck, so it is killed."""
 LAST_WORDS_S = 1.0
 """How long streams may stay open after all processes are dead: one may have passed them to an unrelated process."""
-
-
 _ALL_BYTES = keeper.STARTED.size + keeper.REPORT.size
 """Total bytes that a keeper sends: one message of each kind."""
 _Report = tuple[int, bool, bool, float, int]

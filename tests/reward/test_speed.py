@@ -1,5 +1,6 @@
 """Speed: every shape falls from 1 to 0, and gives the numbers its docstring promises."""
 
+import inspect
 import math
 import re
 from typing import get_args
@@ -9,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import RecordError
-from m2forge.reward import judge as module
 from m2forge.reward.config import SpeedShape
 from m2forge.reward.judge import SHAPES, speed
 
@@ -23,7 +23,7 @@ def test_every_shape_that_can_be_configured_exists() -> None:
 
 
 def test_the_table_of_the_docstring_is_true() -> None:
-    rows = re.findall(r"^    (\w+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", module.__doc__ or "", re.MULTILINE)
+    rows = re.findall(r"^    (\w+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", inspect.getdoc(speed) or "", re.MULTILINE)
     assert [name for name, *_ in rows] == list(SHAPES)
     for name, *values in rows:
         computed = [SHAPES[name](x) for x in (0.5, 1.0, 2.0, 4.0)]

@@ -8,14 +8,6 @@ The endings of all samples and the last events are sent only after the commit. I
 sampled so far are recorded and charged to the episode. If the engine fails, tokens of a streamed response are recorded,
 since the client may continue from what it received, but not charged; without a stream nothing is recorded. A retry
 never receives a partial response.
-
-Spaces the sends of one stream: immediate while the event loop keeps up, in larger pieces while it does not.
-
-A send costs a system call and HTTP framing, more than all other work per token. So the gap between two sends of a
-stream grows with the lateness of the event loop: a loop that keeps up sends every token separately, a late one sends
-several together and catches up. A late loop also reads from the engine less often, since chunks read together cost
-less; but if nothing arrives meanwhile, because the engine waits for its reader, gaps would only slow it down. The first
-piece of a stream is never delayed, and neither is its end while the loop keeps up.
 """
 
 import asyncio
@@ -49,10 +41,53 @@ WAITED_S = 0.0005
 """Seconds of waiting above which a chunk was not already available."""
 AWAKE_CHUNKS = 16
 """Number of chunks to read without sleeping after a sleep during which nothing arrived."""
+GRACE_S = 10.0
+"""Seconds past the time limit, which the engine enforces itself, after which the gateway aborts the request."""
+_log = logging.getLogger(__name__)
+
+
+class Abort(StrEnum):
+    """Why a generation was aborted."""
+
+    HUNG_UP = "hung_up"
+    """All clients waiting for the response have disconnected."""
+    TIMED_OUT = "timed_out"
+    """The engine exceeded the time limit; the client receives what was sampled."""
+    SHUTDOWN = "shutdown"
+    """The gateway is shutting down."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What to sample and how to respond."""
+
+    id: str
+    ask: Ask
+    opening: Opening | IntArray
+    """The prompt that the history built from the messages, or the ids of a raw prompt."""
+    prompt: Prompt
+    asked: Asked | None
+    """Sampling that the request asked for, if the episode's sampling overrides it."""
+    call_prefix: str
+    """Prefix of tool call ids."""
+    stream: Stream | None
+    created_s: int
+
+
+# -- gaps between sends ------------------------------------------------------------------------------------------------
 
 
 class Pace:
-    """Measures lateness; shared by all streams of an event loop."""
+    """Spaces the sends of one stream: immediate while the event loop keeps up, in larger pieces while it does not.
+
+    A send costs a system call and HTTP framing, more than all other work per token. So the gap between two sends of a
+    stream grows with the lateness of the event loop: a loop that keeps up sends every token separately, a late one
+    sends several together and catches up. A late loop also reads from the engine less often, since chunks read together
+    cost less; but if nothing arrives meanwhile, because the engine waits for its reader, gaps would only slow it down.
+    The first piece of a stream is never delayed, and neither is its end while the loop keeps up.
+
+    Measures lateness; shared by all streams of an event loop.
+    """
 
     def __init__(self) -> None:
         self._lateness_s = 0.0
@@ -92,38 +127,7 @@ class Naps:
         return self._pace.gap_s if self._has_napped else 0.0
 
 
-GRACE_S = 10.0
-"""Seconds past the time limit, which the engine enforces itself, after which the gateway aborts the request."""
-
-_log = logging.getLogger(__name__)
-
-
-class Abort(StrEnum):
-    """Why a generation was aborted."""
-
-    HUNG_UP = "hung_up"
-    """All clients waiting for the response have disconnected."""
-    TIMED_OUT = "timed_out"
-    """The engine exceeded the time limit; the client receives what was sampled."""
-    SHUTDOWN = "shutdown"
-    """The gateway is shutting down."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """What to sample and how to respond."""
-
-    id: str
-    ask: Ask
-    opening: Opening | IntArray
-    """The prompt that the history built from the messages, or the ids of a raw prompt."""
-    prompt: Prompt
-    asked: Asked | None
-    """Sampling that the request asked for, if the episode's sampling overrides it."""
-    call_prefix: str
-    """Prefix of tool call ids."""
-    stream: Stream | None
-    created_s: int
+# -- the request in the engine -----------------------------------------------------------------------------------------
 
 
 class Generation:

@@ -3,11 +3,6 @@
 All sampled tokens are kept. The client receives less: not the stop text that ended the completion, and for a raw prompt
 not the stop token. A suffix of the text that may become a stop text is held back. Tool calls get their ids here, the
 same in the events and in the answer.
-
-Resends a recorded response: what the journal stores for it, and the encoding.
-
-A reply stores what tokens and completion do not contain: the creation time, the usage counts, and how each sample
-ended. A resent response has the id, text, tool calls and logprobs of the original; streamed, each part is one piece.
 """
 
 import codecs
@@ -220,9 +215,19 @@ def _joined(arrays: list[npt.NDArray[_Number]], dtype: type[_Number]) -> npt.NDA
     return joined
 
 
+# -- resending a recorded response -------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Everything that a dialect needs to encode a response."""
+    """Resends a recorded response: what the journal stores for it, and the encoding.
+
+    A reply stores what tokens and completion do not contain: the creation time, the usage counts, and how each sample
+    ended. A resent response has the id, text, tool calls and logprobs of the original; streamed, each part is one
+    piece.
+
+    Everything that a dialect needs to encode a response.
+    """
 
     id: str
     created_s: int

@@ -1,6 +1,4 @@
-"""Reads the tools that a request offers, in any dialect: field names differ, schemas are JSON.
-
-Requests and responses independent of the client's dialect, and the protocol of a dialect.
+"""Requests and responses independent of the client's dialect, and the protocol of a dialect.
 
     body (JSON) -> Dialect.read -> Ask -> the gateway samples -> Answer, Usage -> Dialect.answer -> body (JSON)
                                                   events, token by token       -> Stream          -> server-sent events
@@ -10,19 +8,6 @@ gateway answers with status 400 and the vendor's error body; nothing is silently
 
 Tool calls have their ids before a dialect sees them: `CallFinished.call` in a stream and `Completion.tool_calls` in an
 `Answer` are equal, ids included. Neither contains the text that ended a completion (`stop_text`).
-
-Strict reading of JSON objects: a value that is not what its field takes raises `AskError` naming the field.
-
-null is the same as absent, as on the vendors' servers: SDKs serialize unset fields. An unknown key is refused with a
-suggestion, because a misspelt setting that does nothing is worse than an error.
-
-Bodies come from `parse_json`, so their text can be written as UTF-8, their numbers are finite and their depth bounded.
-
-Sorts tool results into the order of their calls.
-
-Clients that run tools concurrently send results as they finish, each with its call's id. Chat formats show the model no
-ids, only the order, so it must match the calls. Every call needs a result, as the vendors require too: if one were
-missing, the model would take the next for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -192,7 +177,16 @@ _NUM_SHOWN = 80
 
 
 class Fields:
-    """A JSON object being read. Each method returns None if the field is absent or null."""
+    """Strict reading of JSON objects: a value that is not what its field takes raises `AskError` naming the field.
+
+    null is the same as absent, as on the vendors' servers: SDKs serialize unset fields. An unknown key is refused with
+    a suggestion, because a misspelt setting that does nothing is worse than an error.
+
+    Bodies come from `parse_json`, so their text can be written as UTF-8, their numbers are finite and their depth
+    bounded.
+
+    A JSON object being read. Each method returns None if the field is absent or null.
+    """
 
     __slots__ = ("data", "location")
 
@@ -325,7 +319,13 @@ def shown(value: JsonValue) -> str:
 
 
 def order_results(messages: Sequence[Message], location: str = "messages") -> tuple[Message, ...]:
-    """Return the messages, with the results after each assistant turn in the order of its calls.
+    """Sorts tool results into the order of their calls.
+
+    Clients that run tools concurrently send results as they finish, each with its call's id. Chat formats show the
+    model no ids, only the order, so it must match the calls. Every call needs a result, as the vendors require too: if
+    one were missing, the model would take the next for it.
+
+    Return the messages, with the results after each assistant turn in the order of its calls.
 
     Refuses a result for a call that is not in that turn or already has one, and a call without a result.
     """
@@ -371,7 +371,10 @@ def _refuse(id: str, wrong: str, path: str) -> NoReturn:
 
 
 def read_tools(fields: Fields, read_tool: Callable[[JsonValue, str], Tool]) -> tuple[Tool, ...]:
-    """`read_tool` reads one tool description, given its path."""
+    """Reads the tools that a request offers, in any dialect: field names differ, schemas are JSON.
+
+    `read_tool` reads one tool description, given its path.
+    """
     tools: dict[str, Tool] = {}
     location = fields.path("tools")
     for index, value in enumerate(fields.items("tools")):

@@ -9,19 +9,6 @@
 Requests of one episode may run concurrently. `commit` writes to the journal before it returns, so a response may be
 completed after it and not before; if the journal cannot be written, nothing is recorded and the request fails. The
 token tree contains the calls in the order of their commits.
-
-A completion to be recorded.
-
-Requests of an episode, by which a retry finds the original: it gets that response, never a second sample.
-
-The digest identifies a body. The same body again is a retry if the client says so (an attempt number above 0, or the
-idempotency key of the first attempt), or if a response to it was not delivered. Otherwise it is another sample of the
-same prompt. After a restart it is unknown what was delivered, so each restored response can be claimed once.
-
-Requests with the same body may run concurrently, and a retry does not say which of them it repeats. It gets an
-undelivered response. Otherwise, if one of them ended without a response, it counts as a retry of that one. Otherwise it
-gets one not delivered yet, then the one with the fewest retries, so that no sample is used twice while another is
-unused.
 """
 
 import asyncio
@@ -43,26 +30,22 @@ from m2forge.text.message import Message, Tool
 from m2forge.text.parser import Completion
 from m2forge.tree.token_tree import ExpertArray, TokenTree, checked_experts
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
-    """One completion, as the engine sampled it and as parsed for the client."""
-
-    call: Call
-    completion: Completion
-    experts: ExpertArray | None = None
-    """Routed experts of the first tokens of prompt plus completion, in the token tree's format."""
-
-    def check_experts(self, shape: tuple[int, ...] | None) -> None:
-        """`shape`: layers and experts per layer of earlier samples; None if this is the first."""
-        if self.experts is None:
-            return
-        checked_experts(self.experts)
-        if shape not in (None, self.experts.shape[1:]):
-            raise RecordError(f"expected {shape} experts per token, received {self.experts.shape[1:]}")
-
-
 _MAX_GONE = 256
+
+
+class BudgetError(M2ForgeError, RuntimeError):
+    """The call exceeds the episode's budget."""
+
+
+class ReservedError(BudgetError):
+    """The call fits the budget, but calls in flight have reserved the tokens it needs; it can run once they end."""
+
+
+class ClosedError(M2ForgeError, RuntimeError):
+    """The episode is closed and takes no more calls."""
+
+
+# -- requests and their retries ----------------------------------------------------------------------------------------
 
 
 class RequestState(StrEnum):
@@ -99,7 +82,19 @@ class Request:
 
 
 class Requests:
-    """Requests that are running or answered."""
+    """Requests of an episode, by which a retry finds the original: it gets that response, never a second sample.
+
+    The digest identifies a body. The same body again is a retry if the client says so (an attempt number above 0, or
+    the idempotency key of the first attempt), or if a response to it was not delivered. Otherwise it is another sample
+    of the same prompt. After a restart it is unknown what was delivered, so each restored response can be claimed once.
+
+    Requests with the same body may run concurrently, and a retry does not say which of them it repeats. It gets an
+    undelivered response. Otherwise, if one of them ended without a response, it counts as a retry of that one.
+    Otherwise it gets one not delivered yet, then the one with the fewest retries, so that no sample is used twice while
+    another is unused.
+
+    Requests that are running or answered.
+    """
 
     def __init__(self) -> None:
         self._by_digest: dict[str, list[Request]] = {}
@@ -143,16 +138,28 @@ class Requests:
         return self._by_id.get(id)
 
 
-class BudgetError(M2ForgeError, RuntimeError):
-    """The call exceeds the episode's budget."""
+# -- the episode -------------------------------------------------------------------------------------------------------
 
 
-class ReservedError(BudgetError):
-    """The call fits the budget, but calls in flight have reserved the tokens it needs; it can run once they end."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """A completion to be recorded.
 
+    One completion, as the engine sampled it and as parsed for the client.
+    """
 
-class ClosedError(M2ForgeError, RuntimeError):
-    """The episode is closed and takes no more calls."""
+    call: Call
+    completion: Completion
+    experts: ExpertArray | None = None
+    """Routed experts of the first tokens of prompt plus completion, in the token tree's format."""
+
+    def check_experts(self, shape: tuple[int, ...] | None) -> None:
+        """`shape`: layers and experts per layer of earlier samples; None if this is the first."""
+        if self.experts is None:
+            return
+        checked_experts(self.experts)
+        if shape not in (None, self.experts.shape[1:]):
+            raise RecordError(f"expected {shape} experts per token, received {self.experts.shape[1:]}")
 
 
 class Episode:

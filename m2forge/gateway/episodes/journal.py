@@ -7,16 +7,6 @@
 `sync="disk"` it is fsynced too. A failed write is undone: the file is truncated to its former size, and the error says
 what to do. A process killed while writing leaves a torn tail, which `open` truncates. Damage anywhere else is refused
 with its position in the file.
-
-Journal entries of an episode: records in, bytes out, and back without loss.
-
-    Created     the episode, with the hash of its key
-    Answered    one request: what its prompt adds to the history, its samples, and the response to the client
-    Rewarded    a reward for the whole episode or for one call
-    Closed      no more calls
-
-An entry is a JSON head, with the lengths of its arrays, and the arrays: prompt ids that no earlier entry contains, then
-for each sample ids, logprobs and policy versions, four bytes each, and routed experts, two each, little-endian.
 """
 
 import json
@@ -153,6 +143,17 @@ Entry: TypeAlias = Created | Answered | Rewarded | Closed
 
 
 def encode_entry(entry: Entry) -> bytes:
+    """Journal entries of an episode: records in, bytes out, and back without loss.
+
+        Created     the episode, with the hash of its key
+        Answered    one request: what its prompt adds to the history, its samples, and the response to the client
+        Rewarded    a reward for the whole episode or for one call
+        Closed      no more calls
+
+    An entry is a JSON head, with the lengths of its arrays, and the arrays: prompt ids that no earlier entry contains,
+    then for each sample ids, logprobs and policy versions, four bytes each, and routed experts, two each,
+    little-endian.
+    """
     arrays: list[npt.NDArray[np.generic]] = []
     match entry:
         case Created():
@@ -355,6 +356,8 @@ class _Arrays:
 def _little(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
+
+# -- the file ---------------------------------------------------------------------------------------------------------
 
 MAGIC = b"M2GWJ\x00\x01\n"
 SUFFIX = ".journal"

@@ -18,29 +18,6 @@ If the format would have to change recorded tokens, the call branches at the las
 Prompts that were never answered leave nothing behind.
 
 Work per call: one comparison per message, and encoding the new ones. Not thread-safe; one per episode.
-
-Classifies why a call does not simply continue the recorded conversation, by comparing messages.
-
-The inputs are the messages after the last one found in the recorded conversation (`rest`), and what was recorded from
-there on. Only what the model answered counts as recorded. The first rule that fits applies:
-
-1. Nothing is recorded, or `rest` is empty: no divergence. Repeating a prompt draws another sample of it.
-2. `rest` contains model answers recorded elsewhere. If fewer messages precede them than before: TRUNCATED if all of
-   those are known, SUMMARISED if one is not. Otherwise: DROPPED_THINKING if `rest` starts with a recorded answer
-   without its thinking, else EDITED_TEXT, which also covers another system message or tool list.
-3. No answer was recorded after the point of departure: no divergence if the model has answered before it, else
-   NEW_CONVERSATION. A departure before the model's first answer with another client message is one, too.
-4. Departure at an answer: DROPPED_THINKING or EDITED_TEXT. Departure with another user message where two or more
-   answers had followed: SUMMARISED. Anything else: EDITED_TEXT.
-
-TEMPLATE is not found here: it is a continuing call that the chat format cannot render without changing recorded
-tokens.
-
-Finds the model's earlier answers in an episode wherever a client puts them.
-
-An answer keeps its sampled tokens at any position, so messages with equal text must be matched to the right answer.
-Matching tool call ids decide. Otherwise, in order: the answer recorded at the same distance in messages from the
-previous answer; the nearest to that position below that answer; one with the same thinking; the most recent.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -70,6 +47,8 @@ from m2forge.text.message import Message, Tool
 from m2forge.text.parser import Completion
 
 _MANY_ANSWERS = 2
+_MAX_CANDIDATES = 64
+"""Maximum number of answers with equal text to compare: the most recent ones."""
 
 
 class Divergence(StrEnum):
@@ -85,144 +64,6 @@ class Divergence(StrEnum):
     """Another conversation in the same episode, such as a sub-agent's."""
     TEMPLATE = "template"
     """The chat format renders earlier messages differently because of later ones."""
-
-
-def classify(
-    left_at: Turn, rest: Sequence[Message], known: Callable[[Message], Turn | None], *, is_first: bool
-) -> Divergence | None:
-    """`left_at`: the call's last recorded turn; `rest`: its messages after that one; `known`: returns a model answer
-    that matches the message, ignoring thinking; `is_first`: whether the episode has no answer yet."""
-    if is_first or not rest:
-        return None
-    found = [known(message) if message.role == "assistant" else None for message in rest]
-    kept = [index for index, turn in enumerate(found) if turn is not None]
-    if kept:
-        return _classify_kept(left_at, rest, found, kept[-1])
-    after = left_at.answered
-    if after is None:
-        return None if left_at.num_sampled else Divergence.NEW_CONVERSATION
-    if rest[0].role == "assistant":
-        return _classify_answer(left_at, rest[0])
-    if not left_at.num_sampled and after.role != "assistant":
-        return Divergence.NEW_CONVERSATION
-    if rest[0].role == "user" and _num_answers(left_at) >= _MANY_ANSWERS:
-        return Divergence.SUMMARISED
-    return Divergence.EDITED_TEXT
-
-
-def _classify_kept(left_at: Turn, rest: Sequence[Message], found: Sequence[Turn | None], last: int) -> Divergence:
-    twin = found[last]
-    num_missing = twin.depth - (left_at.depth + last + 1) if twin is not None else 0
-    if num_missing <= 0:
-        return _classify_answer(left_at, rest[0])
-    recorded = _keys_above(twin)
-    is_known = all(
-        turn is not None or key_of(message) in recorded for turn, message in zip(found, rest[:last], strict=False)
-    )
-    return Divergence.TRUNCATED if is_known else Divergence.SUMMARISED
-
-
-def _classify_answer(left_at: Turn, message: Message) -> Divergence:
-    children = left_at.children.get(key_of(message), ())
-    if any(child.echo(message) is Echo.WITHOUT_THINKING for child in children):
-        return Divergence.DROPPED_THINKING
-    return Divergence.EDITED_TEXT
-
-
-def _keys_above(turn: Turn | None) -> set[object]:
-    keys: set[object] = set()
-    while turn is not None:
-        keys.add(key_of(turn.message))
-        turn = turn.parent
-    return keys
-
-
-def _num_answers(turn: Turn) -> int:
-    """Count the answers recorded below a turn along its latest branch, up to `_MANY_ANSWERS`."""
-    count, below = 0, turn.answered
-    while below is not None and count < _MANY_ANSWERS:
-        count += below.response_ids is not None
-        below = below.answered
-    return count
-
-
-_MAX_CANDIDATES = 64
-"""Maximum number of answers with equal text to compare: the most recent ones."""
-
-
-class Trail:
-    """Walks the most recently recorded turns after `after`; `at` must be called with increasing distances."""
-
-    __slots__ = ("_num_steps", "_turn", "after")
-
-    def __init__(self, after: Turn) -> None:
-        self.after = after
-        self._turn: Turn | None = after
-        self._num_steps = 0
-
-    def at(self, distance: int) -> Turn | None:
-        """Return the turn `distance` messages after `after`; None if fewer were recorded."""
-        while self._turn is not None and self._num_steps < distance:
-            self._turn = self._turn.answered
-            self._num_steps += 1
-        return self._turn
-
-
-class Answers:
-    def __init__(self, *, restores_thinking: bool) -> None:
-        self._least = Echo.WITHOUT_THINKING if restores_thinking else Echo.SAME
-        self._by_key: dict[Key, list[Turn]] = {}
-        self._by_call: dict[str, Turn] = {}
-        """Answers by the id of their first tool call."""
-
-    def __len__(self) -> int:
-        """Number of distinct answers."""
-        return len(self._by_key)
-
-    def add(self, answer: Turn) -> None:
-        self._by_key.setdefault(key_of(answer.message), []).append(answer)
-        if answer.message.tool_calls and answer.message.tool_calls[0].id:
-            self._by_call[answer.message.tool_calls[0].id] = answer
-
-    def said(self, message: Message) -> Turn | None:
-        """Return an answer that matches `message`, ignoring thinking."""
-        named = self._named(message, Echo.WITHOUT_THINKING)
-        if named is not None:
-            return named
-        turns = self._by_key.get(key_of(message), ())
-        if turns and turns[-1].echo(message) is Echo.SAME and turns[-1].has_ids_of(message):
-            return turns[-1]
-        return best_echo(turns[-_MAX_CANDIDATES:], message, Echo.WITHOUT_THINKING)
-
-    def twin(self, message: Message, trail: Trail, distance: int) -> Turn | None:
-        """Return an answer whose tokens can be reused for `message`, preferably one recorded `distance` messages after
-        the start of the trail."""
-        if message.role != "assistant":
-            return None
-        found = self._named(message, self._least) or self._following(message, trail.at(distance))
-        if found is not None:
-            return found
-        turns = self._by_key.get(key_of(message), ())
-        return best_echo(turns[-_MAX_CANDIDATES:], message, self._least, trail.after, distance)
-
-    def _named(self, message: Message, least: Echo) -> Turn | None:
-        """Return the answer with the same tool call ids as `message`."""
-        if not message.tool_calls:
-            return None
-        turn = self._by_call.get(message.tool_calls[0].id)
-        if turn is None or turn.echo(message).value < least.value or not turn.has_ids_of(message):
-            return None
-        return turn
-
-    def _following(self, message: Message, turn: Turn | None) -> Turn | None:
-        """Return the answer at this position of the last recorded conversation if it matches `message`: clients that
-        edit one message send the others unchanged."""
-        if turn is None or turn.parent is None or turn.response_ids is None:
-            return None
-        rivals = turn.parent.children.get(key_of(message), ())
-        recorded = [rival for rival in rivals if rival.response_ids is not None and rival.number is not None]
-        found = best_echo(recorded, message, self._least)
-        return found if found is not None and found.has_ids_of(message) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -585,3 +426,168 @@ class History:
         for at in reversed(above):
             at.number = len(self._numbered)
             self._numbered.append(at)
+
+
+# -- why a call does not continue the recorded conversation ------------------------------------------------------------
+
+
+def classify(
+    left_at: Turn, rest: Sequence[Message], known: Callable[[Message], Turn | None], *, is_first: bool
+) -> Divergence | None:
+    """Classifies why a call does not simply continue the recorded conversation, by comparing messages.
+
+    The inputs are the messages after the last one found in the recorded conversation (`rest`), and what was recorded
+    from there on. Only what the model answered counts as recorded. The first rule that fits applies:
+
+    1. Nothing is recorded, or `rest` is empty: no divergence. Repeating a prompt draws another sample of it.
+    2. `rest` contains model answers recorded elsewhere. If fewer messages precede them than before: TRUNCATED if all of
+       those are known, SUMMARISED if one is not. Otherwise: DROPPED_THINKING if `rest` starts with a recorded answer
+       without its thinking, else EDITED_TEXT, which also covers another system message or tool list.
+    3. No answer was recorded after the point of departure: no divergence if the model has answered before it, else
+       NEW_CONVERSATION. A departure before the model's first answer with another client message is one, too.
+    4. Departure at an answer: DROPPED_THINKING or EDITED_TEXT. Departure with another user message where two or more
+       answers had followed: SUMMARISED. Anything else: EDITED_TEXT.
+
+    TEMPLATE is not found here: it is a continuing call that the chat format cannot render without changing recorded
+    tokens.
+
+    `left_at`: the call's last recorded turn; `rest`: its messages after that one; `known`: returns a model answer that
+    matches the message, ignoring thinking; `is_first`: whether the episode has no answer yet.
+    """
+    if is_first or not rest:
+        return None
+    found = [known(message) if message.role == "assistant" else None for message in rest]
+    kept = [index for index, turn in enumerate(found) if turn is not None]
+    if kept:
+        return _classify_kept(left_at, rest, found, kept[-1])
+    after = left_at.answered
+    if after is None:
+        return None if left_at.num_sampled else Divergence.NEW_CONVERSATION
+    if rest[0].role == "assistant":
+        return _classify_answer(left_at, rest[0])
+    if not left_at.num_sampled and after.role != "assistant":
+        return Divergence.NEW_CONVERSATION
+    if rest[0].role == "user" and _num_answers(left_at) >= _MANY_ANSWERS:
+        return Divergence.SUMMARISED
+    return Divergence.EDITED_TEXT
+
+
+def _classify_kept(left_at: Turn, rest: Sequence[Message], found: Sequence[Turn | None], last: int) -> Divergence:
+    twin = found[last]
+    num_missing = twin.depth - (left_at.depth + last + 1) if twin is not None else 0
+    if num_missing <= 0:
+        return _classify_answer(left_at, rest[0])
+    recorded = _keys_above(twin)
+    is_known = all(
+        turn is not None or key_of(message) in recorded for turn, message in zip(found, rest[:last], strict=False)
+    )
+    return Divergence.TRUNCATED if is_known else Divergence.SUMMARISED
+
+
+def _classify_answer(left_at: Turn, message: Message) -> Divergence:
+    children = left_at.children.get(key_of(message), ())
+    if any(child.echo(message) is Echo.WITHOUT_THINKING for child in children):
+        return Divergence.DROPPED_THINKING
+    return Divergence.EDITED_TEXT
+
+
+def _keys_above(turn: Turn | None) -> set[object]:
+    keys: set[object] = set()
+    while turn is not None:
+        keys.add(key_of(turn.message))
+        turn = turn.parent
+    return keys
+
+
+def _num_answers(turn: Turn) -> int:
+    """Count the answers recorded below a turn along its latest branch, up to `_MANY_ANSWERS`."""
+    count, below = 0, turn.answered
+    while below is not None and count < _MANY_ANSWERS:
+        count += below.response_ids is not None
+        below = below.answered
+    return count
+
+
+# -- the model's earlier answers ---------------------------------------------------------------------------------------
+
+
+class Trail:
+    """Walks the most recently recorded turns after `after`; `at` must be called with increasing distances."""
+
+    __slots__ = ("_num_steps", "_turn", "after")
+
+    def __init__(self, after: Turn) -> None:
+        self.after = after
+        self._turn: Turn | None = after
+        self._num_steps = 0
+
+    def at(self, distance: int) -> Turn | None:
+        """Return the turn `distance` messages after `after`; None if fewer were recorded."""
+        while self._turn is not None and self._num_steps < distance:
+            self._turn = self._turn.answered
+            self._num_steps += 1
+        return self._turn
+
+
+class Answers:
+    """Finds the model's earlier answers in an episode wherever a client puts them.
+
+    An answer keeps its sampled tokens at any position, so messages with equal text must be matched to the right answer.
+    Matching tool call ids decide. Otherwise, in order: the answer recorded at the same distance in messages from the
+    previous answer; the nearest to that position below that answer; one with the same thinking; the most recent.
+    """
+
+    def __init__(self, *, restores_thinking: bool) -> None:
+        self._least = Echo.WITHOUT_THINKING if restores_thinking else Echo.SAME
+        self._by_key: dict[Key, list[Turn]] = {}
+        self._by_call: dict[str, Turn] = {}
+        """Answers by the id of their first tool call."""
+
+    def __len__(self) -> int:
+        """Number of distinct answers."""
+        return len(self._by_key)
+
+    def add(self, answer: Turn) -> None:
+        self._by_key.setdefault(key_of(answer.message), []).append(answer)
+        if answer.message.tool_calls and answer.message.tool_calls[0].id:
+            self._by_call[answer.message.tool_calls[0].id] = answer
+
+    def said(self, message: Message) -> Turn | None:
+        """Return an answer that matches `message`, ignoring thinking."""
+        named = self._named(message, Echo.WITHOUT_THINKING)
+        if named is not None:
+            return named
+        turns = self._by_key.get(key_of(message), ())
+        if turns and turns[-1].echo(message) is Echo.SAME and turns[-1].has_ids_of(message):
+            return turns[-1]
+        return best_echo(turns[-_MAX_CANDIDATES:], message, Echo.WITHOUT_THINKING)
+
+    def twin(self, message: Message, trail: Trail, distance: int) -> Turn | None:
+        """Return an answer whose tokens can be reused for `message`, preferably one recorded `distance` messages after
+        the start of the trail."""
+        if message.role != "assistant":
+            return None
+        found = self._named(message, self._least) or self._following(message, trail.at(distance))
+        if found is not None:
+            return found
+        turns = self._by_key.get(key_of(message), ())
+        return best_echo(turns[-_MAX_CANDIDATES:], message, self._least, trail.after, distance)
+
+    def _named(self, message: Message, least: Echo) -> Turn | None:
+        """Return the answer with the same tool call ids as `message`."""
+        if not message.tool_calls:
+            return None
+        turn = self._by_call.get(message.tool_calls[0].id)
+        if turn is None or turn.echo(message).value < least.value or not turn.has_ids_of(message):
+            return None
+        return turn
+
+    def _following(self, message: Message, turn: Turn | None) -> Turn | None:
+        """Return the answer at this position of the last recorded conversation if it matches `message`: clients that
+        edit one message send the others unchanged."""
+        if turn is None or turn.parent is None or turn.response_ids is None:
+            return None
+        rivals = turn.parent.children.get(key_of(message), ())
+        recorded = [rival for rival in rivals if rival.response_ids is not None and rival.number is not None]
+        found = best_echo(recorded, message, self._least)
+        return found if found is not None and found.has_ids_of(message) else None

@@ -10,16 +10,6 @@ token on; no history is copied while a conversation continues.
 
 A client's message matches a recorded one if role, content and tool calls agree: arguments as JSON values (in any order,
 1 equals 1.0, true does not equal 1). Equal call ids only decide between several matches. Thinking may be missing.
-
-Encodes messages appended to a conversation without rendering all of it again.
-
-`ChatFormat.extend` takes all messages before the new ones, and a template may look at each. Yet new messages usually
-depend only on the beginning and on the last assistant message with what follows. For such a format only those are
-passed, so the work does not grow with the conversation. This is tested once per format, on synthetic conversations of
-every shape; a template that fails (one that counts turns, or drops old thinking) gets all messages.
-
-Templates may also silently skip messages that they do not support. A later system message that a format would not show
-to the model is refused.
 """
 
 import itertools
@@ -40,9 +30,10 @@ _LEAST_ROOM = 256
 _MAX_CLIMBS = 16
 """Maximum number of turns checked for being below another, most likely first."""
 _PLAIN = (str, int, float, bool, type(None))
-
 Key: TypeAlias = tuple[object, ...]
 """Equal for messages that may match; differs for most that do not."""
+_FOUND: WeakKeyDictionary[ChatFormat, dict[str, bool]] = WeakKeyDictionary()
+"""Test results per format, shared by all episodes of a gateway."""
 
 
 class Echo(Enum):
@@ -306,6 +297,9 @@ def _far_above(parent: Turn | None) -> Turn | None:
     return near._jump
 
 
+# -- matching ----------------------------------------------------------------------------------------------------------
+
+
 def best_echo(
     turns: Sequence[Turn], message: Message, least: Echo, after: Turn | None = None, distance: int = 0
 ) -> Turn | None:
@@ -389,8 +383,7 @@ def _kinds(arguments: Mapping[str, JsonValue]) -> list[type]:
     return kinds if all(kind in _PLAIN for kind in kinds) else [type]
 
 
-_FOUND: WeakKeyDictionary[ChatFormat, dict[str, bool]] = WeakKeyDictionary()
-"""Test results per format, shared by all episodes of a gateway."""
+# -- the ids of appended messages --------------------------------------------------------------------------------------
 
 
 def append(
@@ -401,7 +394,19 @@ def append(
     *,
     generation: bool,
 ) -> IntArray:
-    """Return the ids that follow those of `history`; raises FormatError if the format cannot append `new`."""
+    """Encodes messages appended to a conversation without rendering all of it again.
+
+    `ChatFormat.extend` takes all messages before the new ones, and a template may look at each. Yet new messages
+    usually depend only on the beginning and on the last assistant message with what follows. For such a format only
+    those are passed, so the work does not grow with the conversation. This is tested once per format, on synthetic
+    conversations of every shape; a template that fails (one that counts turns, or drops old thinking) gets all
+    messages.
+
+    Templates may also silently skip messages that they do not support. A later system message that a format would not
+    show to the model is refused.
+
+    Return the ids that follow those of `history`; raises FormatError if the format cannot append `new`.
+    """
     if any(message.role == "system" for message in (new if history else new[1:])) and not shows_systems(format):
         raise FormatError(
             "the model's chat template shows a system's message at the beginning alone; put the later ones into that, "

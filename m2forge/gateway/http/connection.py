@@ -11,17 +11,6 @@ the response; then the connection is closed.
 `ConnectionLimits` limits the number of connections.
 
 Uses uvicorn's httptools parser if it is installed, else its pure Python parser.
-
-Limits the number of connections by the API key of their last request.
-
-    no key, or an invalid one            at most `max_keyless_connections` together
-    the key of an episode                at most `max_connections_per_key`, and `max_connections` of all episodes
-    the admin key                        not limited: the RL loop must always get through
-
-A connection has no key until the head of its first request has arrived. When there are too many without a key, the
-oldest idle one is closed, not the newest: a client that sends its head at once, as the RL loop does, keeps its
-connection however many others are held open. When there are too many with a key, the oldest idle one of that key,
-or of all keys, is closed; if all are busy, the request is refused: 429 for the key's limit, 503 for that of all keys.
 """
 
 import asyncio
@@ -52,7 +41,6 @@ OTHER_FILES = 512
 LEAST_OTHER_FILES, LEAST_CONNECTION_FILES = 192, 16
 """Minimum file descriptors that a gateway works with; up to 128 journals stay open."""
 _NOBODY, _ADMIN = "", "admin"
-
 _log = logging.getLogger(__name__)
 
 
@@ -83,6 +71,19 @@ class Owners:
 
 
 class ConnectionLimits:
+    """Limits the number of connections by the API key of their last request.
+
+        no key, or an invalid one            at most `max_keyless_connections` together
+        the key of an episode                at most `max_connections_per_key`, and `max_connections` of all episodes
+        the admin key                        not limited: the RL loop must always get through
+
+    A connection has no key until the head of its first request has arrived. When there are too many without a key, the
+    oldest idle one is closed, not the newest: a client that sends its head at once, as the RL loop does, keeps its
+    connection however many others are held open. When there are too many with a key, the oldest idle one of that key,
+    or of all keys, is closed; if all are busy, the request is refused: 429 for the key's limit, 503 for that of all
+    keys.
+    """
+
     def __init__(self, config: GatewayConfig, owners: Owners) -> None:
         self._owners = owners
         self._max_keyless, self._max_per_key = config.max_keyless_connections, config.max_connections_per_key
@@ -197,7 +198,6 @@ try:
     HAS_HTTPTOOLS = True
 except ImportError:
     HAS_HTTPTOOLS = False
-
 _REFUSAL = b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LARGE, _TOO_SLOW = b"431 Request Header Fields Too Large", b"408 Request Timeout"
 

@@ -1,10 +1,8 @@
-"""Reads a request's key, headers and body within limits, or raises a `Refusal` with its HTTP status.
+"""Reads a request's key, headers and body within limits, or raises a `Refusal` with its HTTP status; sends responses.
 
 431   headers too large        408   body too slow
 413   body too large           400   body is not JSON, or nested too deeply
 415   body is compressed
-
-HTTP responses: the status of an error, and the ASGI events that send a body.
 """
 
 import asyncio
@@ -156,6 +154,8 @@ def _too_slow(config: GatewayConfig) -> Refusal:
 def _brief(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:199]}…"
 
+
+# -- responses ---------------------------------------------------------------------------------------------------------
 
 Pairs = Sequence[tuple[bytes, bytes]]
 
