@@ -266,6 +266,8 @@ def main() -> None:
         sys.exit(f"demo: error: {error}; --runs names another folder")
     except M2ForgeError as error:
         sys.exit(f"demo: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("demo: interrupted; the same command resumes it")
 
 
 if __name__ == "__main__":

@@ -85,3 +85,13 @@ def test_the_demo_says_what_is_wrong_in_one_line(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sys, "argv", ["demo.py", "--scale=0.03", "--runs", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"^demo: error: no such text; --runs names another folder$"):
         runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="__main__")
+
+
+def test_the_demo_ends_at_an_interrupt_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("m2forge.text.tokenizer.train_tokenizer", stop)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--smoke", "--runs", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"^demo: interrupted; the same command resumes it$"):
+        runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="__main__")
