@@ -216,6 +216,8 @@ def command_chat(args: argparse.Namespace) -> None:
     params = build(SamplingParams, {}, args.sampling, origin="chat")
     if params.n != 1:
         raise ConfigError(f"--sampling n={params.n}: an answer is one completion; leave n out")
+    if updates := sorted({"on_weight_update", "stale_cache"} & config.model_fields_set):
+        raise ConfigError(f"--set {updates[0]}: chat never updates the weights; leave it out")
     from m2forge.inference.chat import run_chat
 
     run_chat(args.model, config, params, system=args.system, workspace=args.workspace, has_tools=args.tools)

@@ -180,6 +180,7 @@ def test_the_command_refuses_what_it_cannot_use(folder: Path, capsys: pytest.Cap
         ([str(folder), "--sampling", "temprature=1"], "did you mean 'temperature'?"),
         ([str(folder), "--sampling", "n=2"], "an answer is one completion"),
         ([str(folder), "--set", "num_block=1"], "did you mean 'num_blocks'?"),
+        ([str(folder), "--set", "stale_cache=keep"], "chat never updates the weights"),
     ):
         assert cli.main(["chat", *arguments]) == 2
         assert message in capsys.readouterr().err
