@@ -198,7 +198,7 @@ def describe_server(model: Path, config: "ServeConfig") -> Iterator[tuple[str, s
     yield from _describe_network(str(model), network)
     if config.rollout.speculation > network.num_mtp:
         raise ConfigError(
-            f"rollout.speculation: {config.rollout.speculation} drafts need as many prediction modules; this model has "
+            f"rollout.speculation: {config.rollout.speculation} drafts need as many MTP modules; this model has "
             f"{network.num_mtp}"
         )
     yield from _describe_engine(model, network, config.rollout, config.dtype)

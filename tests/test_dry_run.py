@@ -131,7 +131,7 @@ def test_what_would_be_refused_is_refused(
     assert cli.main(["rl", "configs/rl/demo.toml", "--dry-run", "--set", "num_step=3"]) == 2
     assert capsys.readouterr().out == ""
     assert cli.main(["serve", str(model), "--dry-run", "--set", "rollout.speculation=3"]) == 2
-    assert "3 drafts need as many prediction modules; this model has 1" in capsys.readouterr().err
+    assert "3 drafts need as many MTP modules; this model has 1" in capsys.readouterr().err
 
 
 def test_a_started_run_is_reported_and_its_config_compared(

@@ -45,7 +45,7 @@ from m2forge.model.transformer import Transformer, pack_weights
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.config import RolloutConfig
-from m2forge.rollout.execution.runner import Candidate, Completing, Lookahead, Runner
+from m2forge.rollout.execution.runner import Candidate, DecodeBatch, MTPSequence, Runner
 from m2forge.rollout.execution.sampler import Row
 from m2forge.rollout.kv.paged_plan import Span, arranged
 from m2forge.rollout.kv.scheduler import Scheduler, num_blocks_for
@@ -55,9 +55,9 @@ from m2forge.rollout.speculation.adaptive_depth import DepthChooser, MeasuredDep
 SEED_BITS = 64
 Experts = npt.NDArray[np.int16]
 """(tokens, layers, chosen)."""
-CATCH_UP_STEPS = 4
-"""Limit on the tokens an MTP module catches up on in one step, as a multiple of `step_tokens`."""
-READING = 4
+MTP_PREFILL_STEPS = 4
+"""Limit on the tokens that an MTP module prefills in one step, as a multiple of `step_tokens`."""
+PREFILL_FACTOR = 4
 """The modules' time counts as prefill when they run more than this many times the tokens that decoding can give."""
 _TRAINING_FIELDS = {
     "init_std": True,
@@ -76,23 +76,23 @@ class Core:
         decode: Decode | None = None,
         clock: Callable[[], float] = time.monotonic,
         depth: DepthChooser | None = None,
-        decodes_whole: bool | None = None,
+        multi_step: bool | None = None,
         max_context: int | None = None,
     ) -> None:
         """`decode` maps token ids to bytes, which the core searches for stop texts. `clock` returns seconds, for
         deadlines and to measure what speculation gains. `depth` chooses the number of drafts; by default from measured
-        step times. `decodes_whole`: whether decode-only steps run as one function (decode.py); by default only where a
+        step times. `multi_step`: whether decode-only steps run as one function (decode.py); by default only where a
         CUDA graph holds it. `max_context` replaces the limit of config and model, to measure beyond their context."""
         if config.speculation > len(model.mtp):
             raise ConfigError(
-                f"speculation: {config.speculation} drafts need as many prediction modules; this model has "
-                f"{len(model.mtp)}, so ask for no more"
+                f"speculation: {config.speculation} drafts need as many MTP modules; this model has {len(model.mtp)}, "
+                "so lower speculation to that"
             )
         self.model, self.config, self.version = model, config, version
         self.max_context = max_context or min(config.max_context or model.config.max_context, model.config.max_context)
         self._runner = Runner(model, config)
         pack_weights(model, model.head_weight)
-        self._decodes_whole = self._runner.decodes_whole if decodes_whole is None else decodes_whole
+        self._multi_step = self._runner.multi_step if multi_step is None else multi_step
         self._depth = depth or (MeasuredDepth(config.speculation) if config.speculation else None)
         """Chooses the number of drafts; None without speculation."""
         self._scheduler = Scheduler(config, self.max_context)
@@ -115,10 +115,10 @@ class Core:
     def add(self, id: str, prompt: Prompt) -> None:
         """Raises RequestError and stores nothing if the engine can never serve the prompt."""
         if id in self._requests:
-            raise RequestError(f"prompt {id!r}: this id is being served; give every prompt an id of its own")
+            raise RequestError(f"prompt {id!r}: a prompt with this id is in flight; use a unique id")
         refuse_unservable(id, prompt, self.config, self.model.config.vocab_size, self.max_context)
         if prompt.stop_texts and self._decode is None:
-            raise RequestError(f"prompt {id!r}: stop_texts: this engine has no tokenizer; give stop_ids instead")
+            raise RequestError(f"prompt {id!r}: stop_texts: this engine has no tokenizer; use stop_ids instead")
         seed = self._seeds.getrandbits(SEED_BITS) if prompt.seed is None else prompt.seed
         deadline_s = math.inf if prompt.timeout_s is None else self._clock() + prompt.timeout_s
         self._next_deadline_s = min(self._next_deadline_s, deadline_s)
@@ -137,7 +137,7 @@ class Core:
         whose prompts have already ended."""
         for request in self._requests.get(id, []).copy():
             self._end(request, FinishReason.ABORT)
-        self._load_if_due()
+        self._apply_pending_update()
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Core:
         batch = self._scheduler.schedule(self.version, admits=self._pending is None)
         if batch:
             self._run(batch)
-        self._load_if_due()
+        self._apply_pending_update()
         chunks, self._outbox = self._outbox, []
         return chunks
 
@@ -158,83 +158,89 @@ class Core:
         for request in [request for requests in self._requests.values() for request in requests]:
             if request.deadline_s <= now_s:
                 self._end(request, FinishReason.ABORT)
-        left = (request.deadline_s for requests in self._requests.values() for request in requests)
-        self._next_deadline_s = min(left, default=math.inf)
-        self._load_if_due()
+        unfinished = (request.deadline_s for requests in self._requests.values() for request in requests)
+        self._next_deadline_s = min(unfinished, default=math.inf)
+        self._apply_pending_update()
 
     def _run(self, batch: Mapping[Request, int]) -> None:
         self._runner.copy(self._scheduler.copies)
-        could_be_whole = self._decodes_whole and complete_alike(batch)
+        can_multi_step = self._multi_step and is_uniform_decode(batch)
         if self._depth is None:
-            self._run_at(batch, 0, could_be_whole)
+            self._run_at(batch, 0, can_multi_step)
         else:
-            self._run_measured(batch, self._depth, could_be_whole)
+            self._run_measured(batch, self._depth, can_multi_step)
 
-    def _run_at(self, batch: Mapping[Request, int], depth: int, is_whole: bool) -> int:
+    def _run_at(self, batch: Mapping[Request, int], depth: int, is_multi_step: bool) -> int:
         """Run the batch with up to `depth` drafts per sequence; returns the number of steps run."""
-        num_steps = self._decode_whole(batch, depth) if is_whole else self._run_parts(batch, depth)
+        num_steps = self._run_multi_step(batch, depth) if is_multi_step else self._run_single_step(batch, depth)
         self._totals["steps"] += num_steps
         return num_steps
 
-    def _run_measured(self, batch: Mapping[Request, int], chooser: DepthChooser, could_be_whole: bool) -> None:
+    def _run_measured(self, batch: Mapping[Request, int], chooser: DepthChooser, can_multi_step: bool) -> None:
         """Run the batch at the depth that `chooser` picks, and report to it how long that took."""
-        start_s, num_captured, reads = self._clock(), self._runner.num_captured, is_reading(batch)
-        num_drafts = sum(max(num_tokens - request.num_left, 0) for request, num_tokens in batch.items())
-        num_coming = self._scheduler.num_coming if reads else 0
-        most_behind = CATCH_UP_STEPS * self.config.step_tokens
-        depth = chooser.choose(moment_of(batch, self.config.speculation, num_coming, could_be_whole, most_behind))
-        is_whole = could_be_whole and has_kept_up(batch, depth)
-        num_steps = self._run_at(batch, depth, is_whole)
-        if could_be_whole and not is_whole:
-            chooser.note_catch_up(len(batch), self._clock() - start_s)
+        start_s, num_captured, is_prefill = self._clock(), self._runner.num_captured, is_prefilling(batch)
+        num_drafts = sum(max(num_tokens - request.num_uncomputed, 0) for request, num_tokens in batch.items())
+        num_after_prefill = self._scheduler.num_after_prefill if is_prefill else 0
+        max_mtp_prefill = MTP_PREFILL_STEPS * self.config.step_tokens
+        depth = chooser.choose(
+            moment_of(batch, self.config.speculation, num_after_prefill, can_multi_step, max_mtp_prefill)
+        )
+        is_multi_step = can_multi_step and is_mtp_prefilled(batch, depth)
+        num_steps = self._run_at(batch, depth, is_multi_step)
+        if can_multi_step and not is_multi_step:
+            chooser.note_mtp_prefill_step(len(batch), self._clock() - start_s)
         # A depth's cost is measured only on steps that verify about as many drafts as they make, prefill no prompts and
         # capture no CUDA graph.
         is_even = 3 * depth * len(batch) <= 4 * num_drafts <= 4 * depth * len(batch)
-        if is_even and not reads and self._runner.num_captured == num_captured:
+        if is_even and not is_prefill and self._runner.num_captured == num_captured:
             chooser.note_steps(depth, len(batch), num_steps, self._clock() - start_s)
 
-    def _decode_whole(self, batch: Mapping[Request, int], depth: int) -> int:
+    def _run_multi_step(self, batch: Mapping[Request, int], depth: int) -> int:
         """Verify, sample and draft without host syncs; returns the number of steps run."""
         # A batch with more drafts than `depth` would need its own CUDA graph for one step, which is not worth the
         # capture.
         requests, drafts = list(batch), [request.drafts[: min(num - 1, depth)] for request, num in batch.items()]
         tokens_per_step = 1.0 if self._depth is None else self._depth.tokens_per_step(depth)
-        num_steps = num_steps_ahead(self._scheduler, requests, depth, tokens_per_step)
+        num_steps = num_steps_per_sync(self._scheduler, requests, depth, tokens_per_step)
         granted = [1 + len(tokens) for tokens in drafts]
-        rooms = lend_room(self._scheduler, requests, granted, depth, num_steps)
-        num_positions = max(request.num_computed + room for request, room in zip(requests, rooms, strict=True))
+        capacities = reserve_blocks(self._scheduler, requests, granted, depth, num_steps)
+        num_positions = max(
+            request.num_computed + capacity for request, capacity in zip(requests, capacities, strict=True)
+        )
         table_BS = self._scheduler.table_of([request.slot for request in requests], num_positions)
-        decoded = self._runner.decode(completing(requests, drafts, rooms, table_BS), depth, num_steps)
+        decoded = self._runner.decode(decode_batch(requests, drafts, capacities, table_BS), depth, num_steps)
         self._totals["whole_steps"] += num_steps
         self._totals["computed_tokens"] += int((decoded.num_drafts_BN + 1).sum())
         experts = None
         if decoded.experts_BNJLK is not None and any(request.prompt.returns_experts for request in requests):
             experts = decoded.experts_BNJLK.to(torch.int16).cpu().numpy()
-        is_broken, num_taken = False, []
-        for index, (request, room) in enumerate(zip(requests, rooms, strict=True)):
+        is_broken, num_appended = False, []
+        for index, (request, capacity) in enumerate(zip(requests, capacities, strict=True)):
             start, num_before = request.num_computed, request.num_sampled
             # Tokens beyond the request's blocks were not computed.
-            drawn = decoded.drawn[index].first(room)
+            drawn = decoded.drawn[index].first(capacity)
             part = None if experts is None else experts[index][decoded.is_token_BNJ[index]]
             is_broken |= not self._advance(request, start, 1, drawn, part, depth)
-            num_taken.append(request.num_sampled - num_before)
+            num_appended.append(request.num_sampled - num_before)
             if depth and request.blocks:
-                num_there = max(min(request.num_wanted - 1, room - num_taken[-1]), 0)
+                num_there = max(min(request.num_remaining - 1, capacity - num_appended[-1]), 0)
                 request.drafts = decoded.drafts[index][:num_there]
         if is_broken:
             self._drop_cache()
         if depth:
-            self._note_drafts(*decoded.drafted(np.array(num_taken)))
+            self._note_drafts(*decoded.drafted(np.array(num_appended)))
         return num_steps
 
-    def _run_parts(self, batch: Mapping[Request, int], depth: int) -> int:
+    def _run_single_step(self, batch: Mapping[Request, int], depth: int) -> int:
         """Run the main model over the batch, sample the next token (or accepted drafts and one more) of each sequence
         whose tokens are all computed, then draft for the next step."""
-        requests, reads = list(batch), is_reading(batch)
+        requests, is_prefill = list(batch), is_prefilling(batch)
         spans = [Span(request.num_computed, batch[request], self._scheduler.table(request)) for request in requests]
         order = arranged(spans)
         requests, spans = [requests[index] for index in order], [spans[index] for index in order]
-        num_drafts = [max(span.num_tokens - request.num_left, 0) for request, span in zip(requests, spans, strict=True)]
+        num_drafts = [
+            max(span.num_tokens - request.num_uncomputed, 0) for request, span in zip(requests, spans, strict=True)
+        ]
         tokens: list[int] = []
         for request, span, num in zip(requests, spans, num_drafts, strict=True):
             tokens += request.ids[span.start : span.start + span.num_tokens] + request.drafts[:num]
@@ -252,7 +258,7 @@ class Core:
         if is_broken:
             self._drop_cache()
         elif depth:
-            self._draft([request for request in requests if request.blocks], depth, reads)
+            self._draft([request for request in requests if request.blocks], depth, is_prefill)
         return 1
 
     def _draw(
@@ -262,7 +268,7 @@ class Core:
         ready, candidates, end = [], [], 0
         for request, span, num in zip(requests, spans, num_drafts, strict=True):
             end += span.num_tokens
-            if span.num_tokens >= request.num_left:
+            if span.num_tokens >= request.num_uncomputed:
                 ready.append(request)
                 candidates.append(Candidate(end - 1, request.drafts[:num], request.slot, rows_of(request, num + 1)))
         if not ready:
@@ -286,60 +292,65 @@ class Core:
     ) -> bool:
         """Apply a step's result to a request that ran `num_tokens` tokens from `start`, as did the first `depth` MTP
         modules. Returns False if a logprob is NaN or infinite."""
-        num_computed, is_whole = num_tokens, True
-        request.num_read += min(num_tokens, request.num_left) - (drawn is not None)
+        num_computed, is_finite = num_tokens, True
+        request.num_prefilled += min(num_tokens, request.num_uncomputed) - (drawn is not None)
         if drawn is not None:
-            num_computed, request.drafts = request.num_left, []
+            num_computed, request.drafts = request.num_uncomputed, []
             if not math.isfinite(sum(drawn.logprobs) + sum(drawn.raw_logprobs)):
                 # Broken weights give NaN logprobs: no token can be sampled from them, in this step or later.
-                is_whole, drawn = False, drawn.first(drawn.num_sound)
-            num_taken = request.extend(drawn, self.version.step, self._decode)
-            num_computed += max(num_taken - 1, 0)  # accepted drafts, which this step has computed
-            self._totals["sampled_tokens"] += num_taken
+                is_finite, drawn = False, drawn.first(drawn.num_sound)
+            num_appended = request.extend(drawn, self.version.step, self._decode)
+            num_computed += max(num_appended - 1, 0)  # accepted drafts, which this step has computed
+            self._totals["sampled_tokens"] += num_appended
         if experts is not None and request.prompt.returns_experts:
             request.note_experts(start, experts[:num_computed])
         if depth:
             # Before its blocks are published: publishing may exchange a block for an equal one over which fewer modules
             # have run.
-            self._scheduler.note_foreseen(request, depth, start + num_computed)
+            self._scheduler.note_mtp_computed(request, depth, start + num_computed)
         self._scheduler.advance(request, num_computed, self.version)
         self._scheduler.trim(request)
-        if not is_whole:
+        if not is_finite:
             self._end(request, FinishReason.ABORT)
         elif request.finish_reason is not None:
             self._end(request, request.finish_reason)
         elif drawn is not None and self.config.on_weight_update != "restart":
             self._outbox.append((request.id, request.chunk()))
-        return is_whole
+        return is_finite
 
-    def _draft(self, requests: Sequence[Request], depth: int, reads: bool) -> None:
-        """Run the MTP modules over the tokens that the main model has computed, and draft. Modules that are far behind,
-        because speculation was off, catch up first, some tokens in each step."""
-        start_s, budget, sequences = self._clock(), CATCH_UP_STEPS * self.config.step_tokens, []
+    def _draft(self, requests: Sequence[Request], depth: int, is_prefill: bool) -> None:
+        """Run the MTP modules over the tokens that the main model has computed, and draft. Modules that lag far behind,
+        because speculation was off, are prefilled first, some tokens in each step."""
+        start_s, budget, sequences = self._clock(), MTP_PREFILL_STEPS * self.config.step_tokens, []
         for request in requests:
-            num_behind = request.num_computed - request.num_foreseen[depth - 1]
-            num_tokens = min(num_behind, budget)
+            mtp_lag = request.num_computed - request.num_mtp_computed[depth - 1]
+            num_tokens = min(mtp_lag, budget)
             budget -= num_tokens
             num_drafts = 0
-            if request.num_left == 1 and num_tokens == num_behind:
-                num_drafts = self._scheduler.lend(request, min(depth, request.num_wanted - 1))
-            end = request.num_foreseen[depth - 1] + num_tokens
-            starts = [min(start, end) for start in request.num_foreseen]
+            if request.num_uncomputed == 1 and num_tokens == mtp_lag:
+                num_drafts = self._scheduler.reserve(request, min(depth, request.num_remaining - 1))
+            end = request.num_mtp_computed[depth - 1] + num_tokens
+            starts = [min(start, end) for start in request.num_mtp_computed]
             sequences.append(
-                Lookahead(
+                MTPSequence(
                     request.ids, starts, end, rows_of(request, num_drafts), self._scheduler.table(request), request.slot
                 )
             )
-        drafts = self._runner.look_ahead(sequences, depth)
+        drafts = self._runner.run_mtp(sequences, depth)
         for request, sequence, tokens in zip(requests, sequences, drafts, strict=True):
             request.drafts = tokens
-            self._scheduler.note_foreseen(request, depth, sequence.end)
+            self._scheduler.note_mtp_computed(request, depth, sequence.end)
             self._scheduler.trim(request)
-        num_read = CATCH_UP_STEPS * self.config.step_tokens - budget
+        num_prefilled = MTP_PREFILL_STEPS * self.config.step_tokens - budget
         # A request that drafts has sampled a token, for which the host synced: since then only the modules took time.
-        if self._depth is not None and reads and num_read > READING * (1 + depth) * len(requests) and any(drafts):
-            num_sequences = max(len(requests), self._scheduler.num_coming)
-            self._depth.note_reading(depth, num_sequences, num_read, self._clock() - start_s)
+        if (
+            self._depth is not None
+            and is_prefill
+            and num_prefilled > PREFILL_FACTOR * (1 + depth) * len(requests)
+            and any(drafts)
+        ):
+            num_sequences = max(len(requests), self._scheduler.num_after_prefill)
+            self._depth.note_mtp_prefill(depth, num_sequences, num_prefilled, self._clock() - start_s)
 
     def _note_drafts(self, num_drafts_R: npt.NDArray[np.int64], num_accepted_R: npt.NDArray[np.int64]) -> None:
         """Counts drafts by index: `num_drafts_R` verified and `num_accepted_R` accepted in each row."""
@@ -347,9 +358,9 @@ class Core:
         drafted, accepted = ((draft_K1 < num_R).sum(1).tolist() for num_R in (num_drafts_R, num_accepted_R))
         if self._depth is not None:
             self._depth.note_drafts(drafted, accepted)
-        for index, (num, num_stood) in enumerate(zip(drafted, accepted, strict=True), 1):
+        for index, (num, num_accepted) in enumerate(zip(drafted, accepted, strict=True), 1):
             self._totals[f"drafted_{index}"] += num
-            self._totals[f"accepted_{index}"] += num_stood
+            self._totals[f"accepted_{index}"] += num_accepted
 
     def _drop_cache(self) -> None:
         """Drop the KV cache; running requests are prefilled again. Zero the memory, because attention multiplies masked
@@ -364,10 +375,10 @@ class Core:
         self._outbox.append((request.id, request.chunk()))
         self._totals[f"{reason}_samples"] += 1
         if self._depth is not None:
-            self._depth.note_end(request.num_read, request.num_sampled)
-        left = self._requests[request.id]
-        left.remove(request)
-        if not left:
+            self._depth.note_end(request.num_prefilled, request.num_sampled)
+        unfinished = self._requests[request.id]
+        unfinished.remove(request)
+        if not unfinished:
             del self._requests[request.id]
             self._scheduler.forget(request.id)
 
@@ -381,7 +392,7 @@ class Core:
             self._pending = from_folder(self.model, source, version)
         else:
             self._pending = from_memory(self.model, source, version, copies=self._is_busy)
-        self._load_if_due()
+        self._apply_pending_update()
 
     @property
     def _is_busy(self) -> bool:
@@ -390,7 +401,7 @@ class Core:
             self._scheduler.has_started(id) for id in self._requests
         )
 
-    def _load_if_due(self) -> None:
+    def _apply_pending_update(self) -> None:
         if self._pending is None or self._is_busy:
             return
         update, self._pending = self._pending, None
@@ -433,9 +444,9 @@ class Core:
     def audit(self) -> None:
         """Check all accounting; slow, for tests."""
         self._scheduler.audit()
-        alive = [request for requests in self._requests.values() for request in requests]
-        assert {*alive} == {*self._scheduler.running, *self._scheduler.waiting}, "a request is lost"
-        assert len(alive) == self.num_running + self.num_waiting, "a request is there twice"
+        unfinished = [request for requests in self._requests.values() for request in requests]
+        assert {*unfinished} == {*self._scheduler.running, *self._scheduler.waiting}, "a request is lost"
+        assert len(unfinished) == self.num_running + self.num_waiting, "a request is there twice"
 
 
 # -- prompts that can be served ----------------------------------------------------------------------------------------
@@ -445,20 +456,24 @@ def refuse_unservable(id: str, prompt: Prompt, config: RolloutConfig, vocab_size
     """Raises RequestError if the prompt can never be served, so that every waiting request can run eventually."""
     ids = np.asarray(prompt.ids)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise RequestError(f"prompt {id!r}: ids: expected a row of integers, received {ids.shape} of {ids.dtype}")
-    strange = ids[(ids < 0) | (ids >= vocab_size)]
-    if strange.size:
-        found = strange[:8].tolist()
-        raise RequestError(f"prompt {id!r}: ids outside 0..{vocab_size - 1}: {found}; another tokenizer's?")
+        raise RequestError(f"prompt {id!r}: ids: expected a 1-D array of integers, received {ids.shape} of {ids.dtype}")
+    invalid = ids[(ids < 0) | (ids >= vocab_size)]
+    if invalid.size:
+        found = invalid[:8].tolist()
+        raise RequestError(
+            f"prompt {id!r}: ids outside 0..{vocab_size - 1}: {found}; were they encoded with another tokenizer?"
+        )
     num_tokens = ids.size + prompt.max_tokens
     sizes = f"{ids.size} tokens and {prompt.max_tokens} to sample"
     if num_tokens > max_context:
-        raise RequestError(f"prompt {id!r}: {sizes} exceed the context of {max_context}; ask for less")
+        raise RequestError(
+            f"prompt {id!r}: {sizes} exceed the context length of {max_context}; lower max_tokens or shorten the prompt"
+        )
     # The last token is sampled but never computed.
     if num_blocks_for(num_tokens - 1, config.block_tokens) > config.num_blocks:
         num_positions = config.num_blocks * config.block_tokens
         raise RequestError(
-            f"prompt {id!r}: {sizes} exceed a cache of {num_positions}; ask for less, or raise num_blocks"
+            f"prompt {id!r}: {sizes} exceed the KV cache of {num_positions}; lower max_tokens, or raise num_blocks"
         )
     if "" in prompt.stop_texts:
         raise RequestError(f"prompt {id!r}: stop_texts: expected text, received ''")
@@ -467,12 +482,12 @@ def refuse_unservable(id: str, prompt: Prompt, config: RolloutConfig, vocab_size
 # -- decode steps between host syncs -----------------------------------------------------------------------------------
 
 
-def num_steps_ahead(scheduler: Scheduler, requests: Sequence[Request], depth: int, tokens_per_step: float) -> int:
+def num_steps_per_sync(scheduler: Scheduler, requests: Sequence[Request], depth: int, tokens_per_step: float) -> int:
     """No more steps than the longest remaining completion needs at the expected tokens per step; no more than the
     shortest needs while requests wait; and one where blocks are scarce."""
     last = min if scheduler.waiting else max
-    num_wanted = last(request.num_wanted for request in requests)
-    num_steps = min(scheduler.config.steps_per_sync, math.ceil(num_wanted / tokens_per_step))
+    num_remaining = last(request.num_remaining for request in requests)
+    num_steps = min(scheduler.config.steps_per_sync, math.ceil(num_remaining / tokens_per_step))
     num_missing = 0
     for request in requests:
         num_tokens = request.num_computed + _num_useful(request, depth, num_steps)
@@ -480,7 +495,7 @@ def num_steps_ahead(scheduler: Scheduler, requests: Sequence[Request], depth: in
     return num_steps if num_missing <= scheduler.pool.num_available else 1
 
 
-def lend_room(
+def reserve_blocks(
     scheduler: Scheduler, requests: Sequence[Request], granted: Sequence[int], depth: int, num_steps: int
 ) -> list[int]:
     """Takes blocks for the steps; returns how many tokens fit from each sequence's last one on, at least as many as
@@ -488,61 +503,65 @@ def lend_room(
     if not depth and num_steps == 1:
         return list(granted)
     return [
-        max(num, scheduler.lend(request, _num_useful(request, depth, num_steps)))
+        max(num, scheduler.reserve(request, _num_useful(request, depth, num_steps)))
         for request, num in zip(requests, granted, strict=True)
     ]
 
 
 def _num_useful(request: Request, depth: int, num_steps: int) -> int:
     """Tokens that the steps can compute and the request still wants."""
-    return min(num_steps * (1 + depth) + depth, request.num_wanted)
+    return min(num_steps * (1 + depth) + depth, request.num_remaining)
 
 
 # -- the runner's inputs -----------------------------------------------------------------------------------------------
 
 
-def complete_alike(requests: Collection[Request]) -> bool:
+def is_uniform_decode(requests: Collection[Request]) -> bool:
     """Whether all requests decode, all greedily or none, with temperature as the only parameter: then a step can run as
-    one function, unless MTP modules are behind."""
+    one function, unless MTP modules lag."""
     is_greedy = next(iter(requests)).prompt.sampling.temperature == 0
     return all(
-        request.num_left == 1 and (request.prompt.sampling.temperature == 0) == is_greedy and request.is_bare
+        request.num_uncomputed == 1 and (request.prompt.sampling.temperature == 0) == is_greedy and request.is_bare
         for request in requests
     )
 
 
-def is_reading(batch: Mapping[Request, int]) -> bool:
+def is_prefilling(batch: Mapping[Request, int]) -> bool:
     """Whether any request is in prefill: computes more than its last token and drafts."""
-    return any(min(num_tokens, request.num_left) > 1 for request, num_tokens in batch.items())
+    return any(min(num_tokens, request.num_uncomputed) > 1 for request, num_tokens in batch.items())
 
 
-def has_kept_up(requests: Iterable[Request], depth: int) -> bool:
+def is_mtp_prefilled(requests: Iterable[Request], depth: int) -> bool:
     """Whether the MTP modules that draft have run over all tokens the main model has computed."""
-    return not depth or all(request.num_foreseen[depth - 1] == request.num_computed for request in requests)
+    return not depth or all(request.num_mtp_computed[depth - 1] == request.num_computed for request in requests)
 
 
 def moment_of(
-    requests: Collection[Request], num_modules: int, num_coming: int, is_apart: bool, most_behind: int
+    requests: Collection[Request],
+    num_modules: int,
+    num_after_prefill: int,
+    is_separate_step: bool,
+    max_mtp_prefill: int,
 ) -> Moment:
-    num_behind = [
-        sum(request.num_computed - request.num_foreseen[module] for request in requests)
+    mtp_lag = [
+        sum(request.num_computed - request.num_mtp_computed[module] for request in requests)
         for module in range(num_modules)
     ]
-    num_wanted = sum(request.num_wanted for request in requests) / len(requests)
-    return Moment(len(requests), num_coming, is_apart, num_behind, num_wanted, most_behind)
+    num_remaining = sum(request.num_remaining for request in requests) / len(requests)
+    return Moment(len(requests), num_after_prefill, is_separate_step, mtp_lag, num_remaining, max_mtp_prefill)
 
 
-def completing(
+def decode_batch(
     requests: Sequence[Request],
     drafts: Sequence[Sequence[int]],
-    rooms: Sequence[int],
+    capacities: Sequence[int],
     table_BS: npt.NDArray[np.int64],
-) -> Completing:
-    return Completing(
+) -> DecodeBatch:
+    return DecodeBatch(
         tokens=[request.ids[-1] for request in requests],
         starts=[request.num_computed for request in requests],
         drafts=drafts,
-        rooms=rooms,
+        capacities=capacities,
         table_BS=table_BS,
         slots=[request.slot for request in requests],
         temperatures=[request.prompt.sampling.temperature for request in requests],
@@ -578,7 +597,7 @@ def rows_of(request: Request, num_tokens: int) -> list[Row]:
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """A pending weight update: validated against the network on arrival, copied into it when due."""
+    """A pending weight update: validated against the network on arrival, copied into it between two steps."""
 
     version: PolicyVersion
     fill: Callable[[Transformer], None]
@@ -593,9 +612,13 @@ def from_folder(model: Transformer, folder: Path, version: PolicyVersion) -> Wei
         raise
     except Exception as error:
         # The weights have not changed yet, so a bad path or file is a rejected request, not an engine failure.
-        raise CheckpointError(f"{folder} cannot be read ({type(error).__name__}: {error}); give another") from error
+        raise CheckpointError(
+            f"{folder} cannot be read ({type(error).__name__}: {error}); choose another folder"
+        ) from error
     if _arithmetic(source.config) != _arithmetic(model.config):
-        raise CheckpointError(f"{folder} holds another network than the one being served; start an engine for it")
+        raise CheckpointError(
+            f"{folder} holds a network of another architecture than the one being served; start another engine for it"
+        )
     refuse_misfits(source)
     return WeightUpdate(version, lambda served: fill(served, source))
 
@@ -603,7 +626,7 @@ def from_folder(model: Transformer, folder: Path, version: PolicyVersion) -> Wei
 def from_memory(
     model: Transformer, tensors: Mapping[str, Tensor], version: PolicyVersion, *, copies: bool = False
 ) -> WeightUpdate:
-    """`copies`: clone the tensors, in case the caller changes them before the update is due."""
+    """`copies`: clone the tensors, in case the caller changes them before the update is applied."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     misfits = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))

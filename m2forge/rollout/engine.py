@@ -164,7 +164,7 @@ class NativeEngine:
 
     async def metrics(self) -> dict[str, float]:
         """The core's metrics, read after the current step."""
-        return await self._ask(self._core.metrics)
+        return await self._call_on_thread(self._core.metrics)
 
     async def watch(self) -> None:
         """Wait until the engine's thread fails, and raise that failure."""
@@ -198,7 +198,7 @@ class NativeEngine:
             if self._failure is not None:
                 raise EngineError(self._failure)
             if self._is_closing:
-                raise EngineError("the engine is closed; make another")
+                raise EngineError("the engine is closed; create another")
             self._inbox.append(task)
             self._condition.notify()
 
@@ -208,16 +208,16 @@ class NativeEngine:
             self._inbox.append(_Task(lambda: self._core.abort(id), lambda error: None))
             self._condition.notify()
 
-    async def _ask(self, question: Callable[[], T]) -> T:
-        """Calls `question` on the thread between two steps and returns its result."""
+    async def _call_on_thread(self, function: Callable[[], T]) -> T:
+        """Calls `function` on the thread between two steps and returns its result."""
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
+        result: asyncio.Future[T] = loop.create_future()
 
         def run() -> None:
-            _call(loop, _resolve, answer, question())
+            _call(loop, _resolve, result, function())
 
-        self._submit(_Task(run, lambda error: _call(loop, _reject, answer, error)))
-        return await answer
+        self._submit(_Task(run, lambda error: _call(loop, _reject, result, error)))
+        return await result
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 

@@ -46,19 +46,19 @@ class Request:
         """Scheduling order: by priority, then by age, then by sample."""
         self.ids: list[int] = prompt.ids.tolist()
         self.num_prompt = len(self.ids)
-        self.most_ids = self.num_prompt + prompt.max_tokens
+        self.max_ids = self.num_prompt + prompt.max_tokens
         self.is_bare = is_bare(prompt.sampling)
         """Whether temperature is the only sampling parameter in effect."""
         self.finish_reason: FinishReason | None = None
         self.blocks: list[Block] = []
         self.num_computed = 0
-        self.num_read = 0
+        self.num_prefilled = 0
         """Prefilled tokens, prefill after preemption included, except the last token of each prefill."""
         self.computed_by: list[tuple[int, PolicyVersion]] = []
         """Which policy version computed the cached tokens: (first token, version), in token order."""
         self.slot = -1
         """Index of this request among the running ones, unique while it runs."""
-        self.num_foreseen: list[int] = []
+        self.num_mtp_computed: list[int] = []
         """By MTP module: number of leading tokens, at most `num_computed`, that it has run over."""
         self.drafts: list[int] = []
         """Draft tokens that follow `ids` and are not verified yet."""
@@ -71,14 +71,14 @@ class Request:
         self._text = b""
 
     @property
-    def num_left(self) -> int:
+    def num_uncomputed(self) -> int:
         """Tokens to compute before the next one can be sampled."""
         return len(self.ids) - self.num_computed
 
     @property
-    def num_wanted(self) -> int:
+    def num_remaining(self) -> int:
         """Remaining tokens to sample, at most."""
-        return self.most_ids - len(self.ids)
+        return self.max_ids - len(self.ids)
 
     @property
     def num_sampled(self) -> int:
@@ -105,7 +105,7 @@ class Request:
 
     def extend(self, drawn: Drawn, version: int, decode: Decode | None = None) -> int:
         """Append sampled tokens up to one that ends the completion; returns how many were appended."""
-        num = min(len(drawn.tokens), self.num_wanted)
+        num = min(len(drawn.tokens), self.num_remaining)
         if self.prompt.stop_ids or self.prompt.stop_texts:
             num = self._num_until_stop(drawn.tokens[:num], decode)
         self.ids += drawn.tokens[:num]
@@ -113,7 +113,7 @@ class Request:
         self._unsent.logprobs.extend(drawn.logprobs[:num])
         self._unsent.raw_logprobs.extend(drawn.raw_logprobs[:num])
         self._unsent_versions += [version] * num
-        if self.finish_reason is None and len(self.ids) == self.most_ids:
+        if self.finish_reason is None and len(self.ids) == self.max_ids:
             self.finish_reason = FinishReason.LENGTH
         return num
 

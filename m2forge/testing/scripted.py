@@ -206,7 +206,7 @@ class ScriptedEngine:
         wanted = prompt.ids.size + prompt.max_tokens
         if self._context is not None and wanted > self._context:
             raise RequestError(
-                f"{prompt.ids.size} tokens of prompt and {prompt.max_tokens} sampled ones exceed the context of "
+                f"{prompt.ids.size} tokens of prompt and {prompt.max_tokens} sampled ones exceed the context length of "
                 f"{self._context}; ask for fewer"
             )
         if "" in prompt.stop_texts:

@@ -215,7 +215,7 @@ def test_refusals_have_the_vendors_form() -> None:
         engine = WatchedEngine(format, Scene(format))
         async with serving(engine, format, format.tokenizer.vocab_size) as (url, client):
             async with connected(url, "other-key") as stranger:
-                with pytest.raises(openai.AuthenticationError, match="the server's key is needed") as refused:
+                with pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong") as refused:
                     await stranger.chat.completions.create(model="m", messages=MESSAGES)
                 assert refused.value.code == "invalid_api_key"
             with pytest.raises(openai.BadRequestError, match="logit_bias"):

@@ -70,8 +70,8 @@ def test_sampled_rows(vocab_size: int, dtype: torch.dtype) -> None:
     plain = case.plain()
     # Rounding tips a draw now and then.
     assert share_of_equals(found.token_BJ, plain.token_BJ) > 0.98
-    stands_BK = (found.stands_BJ[:, :-1] != 0) & case.drafts.is_there_BK
-    num_B = 1 + stands_BK.long().cumprod(1).sum(1)
+    is_accepted_BK = (found.stands_BJ[:, :-1] != 0) & case.drafts.is_there_BK
+    num_B = 1 + is_accepted_BK.long().cumprod(1).sum(1)
     assert share_of_equals(num_B, plain.num_B) > 0.98
     assert num_B.unique().numel() == NUM_ROWS
     same = found.token_BJ == plain.token_BJ

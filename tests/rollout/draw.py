@@ -19,7 +19,7 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, IntArray, PolicyVersion, Sampling
 from m2forge.rollout.config import OnWeightUpdate, RolloutConfig, StaleCache
 from m2forge.rollout.core import Core
-from m2forge.rollout.execution.runner import Lookahead
+from m2forge.rollout.execution.runner import MTPSequence
 from m2forge.rollout.request import Request
 from m2forge.rollout.speculation.adaptive_depth import FixedDepth, Moment
 from tests.model.draw import model_configs
@@ -91,7 +91,7 @@ class Traffic:
     load_steps: tuple[int, ...]
     depths: tuple[int, ...] = (0,)
     """Of speculation, step by step, over and over."""
-    decodes_whole: bool = False
+    multi_step: bool = False
 
 
 Seeds = st.SearchStrategy[int] | st.SearchStrategy[int | None]
@@ -216,7 +216,7 @@ def serve(traffic: Traffic) -> Served:
     weights = [network(traffic.model, seed) for seed in range(len(traffic.load_steps) + 1)]
     depth = TurningDepth(traffic.depths)
     model = network(traffic.model, 0)
-    core = Core(model, traffic.config, version(0), depth=depth, decodes_whole=traffic.decodes_whole)
+    core = Core(model, traffic.config, version(0), depth=depth, multi_step=traffic.multi_step)
     served = Served(core, {}, weights, defaultdict(list))
     _watch(core, served)
     loads = list(enumerate(traffic.load_steps, 1))
@@ -246,14 +246,14 @@ def _watch(core: Core, served: Served) -> None:
         drawn = served.computed_by[request.id, request.sample]
         drawn += [runs] * (request.num_sampled - len(drawn))
 
-    look_ahead = core._runner.look_ahead
+    run_mtp = core._runner.run_mtp
 
-    def look_ahead_watched(sequences: Sequence[Lookahead], depth: int) -> list[list[int]]:
-        drafts = look_ahead(sequences, depth)
+    def run_mtp_watched(sequences: Sequence[MTPSequence], depth: int) -> list[list[int]]:
+        drafts = run_mtp(sequences, depth)
         served.drafts += zip([list(sequence.ids) for sequence in sequences], drafts, strict=True)
         return drafts
 
-    decode_whole = core._decode_whole
+    decode_whole = core._run_multi_step
 
     def decode_whole_watched(batch: Mapping[Request, int], depth: int) -> int:
         num_steps = decode_whole(batch, depth)
@@ -266,10 +266,10 @@ def _watch(core: Core, served: Served) -> None:
         del served.computed_by[request.id, request.sample][request.num_sampled :]  # those before a restart
         return take(request, *arguments)
 
-    core._decode_whole = decode_whole_watched  # type: ignore[method-assign]
+    core._run_multi_step = decode_whole_watched  # type: ignore[method-assign]
     core._advance = take_watched  # type: ignore[method-assign,assignment]
     core._scheduler.advance = watched  # type: ignore[method-assign]
-    core._runner.look_ahead = look_ahead_watched  # type: ignore[method-assign]
+    core._runner.run_mtp = run_mtp_watched  # type: ignore[method-assign]
 
 
 def tiny(clock: list[float] | None = None, decode: object = None, **changes: object) -> Core:

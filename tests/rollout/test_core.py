@@ -152,11 +152,11 @@ def test_what_can_never_be_served_is_refused_at_once() -> None:
     core = tiny(num_blocks=10)
     core.add("known", Prompt(ids_of(1), 1))
     for id, prompt, message in (
-        ("known", Prompt(ids_of(1), 1), "this id is being served"),
+        ("known", Prompt(ids_of(1), 1), "a prompt with this id is in flight"),
         ("a", Prompt(ids_of(1, 20, -1), 1), r"ids outside 0\.\.19: \[20, -1\]"),
-        ("a", Prompt(ids_of(1)[None], 1), r"expected a row of integers, received \(1, 1\) of int32"),
-        ("a", Prompt(ids_of(1, 2), 63), "2 tokens and 63 to sample exceed the context of 64"),
-        ("a", Prompt(ids_of(1, 2), 40), "exceed a cache of 40"),
+        ("a", Prompt(ids_of(1)[None], 1), r"expected a 1-D array of integers, received \(1, 1\) of int32"),
+        ("a", Prompt(ids_of(1, 2), 63), "2 tokens and 63 to sample exceed the context length of 64"),
+        ("a", Prompt(ids_of(1, 2), 40), "exceed the KV cache of 40"),
         ("a", Prompt(ids_of(1), 1, stop_texts=("x",)), "no tokenizer"),
         ("a", Prompt(ids_of(1), 1, stop_texts=("",)), "expected text, received ''"),
     ):

@@ -17,7 +17,7 @@ from tests.rollout.speculation.test_verify import make_sure
 def test_sampling_with_drafts_runs_as_one_in_every_precision(dtype: torch.dtype) -> None:
     config = RolloutConfig(block_tokens=4, num_blocks=64, max_running=4, step_tokens=64, speculation=1)
     model = network(TINY.model_copy(update={"num_mtp": 1})).to(dtype)
-    core = Core(model, config, version(0), depth=FixedDepth(1), decodes_whole=True)
+    core = Core(model, config, version(0), depth=FixedDepth(1), multi_step=True)
     core.add("a", Prompt(ids_of(1, 2, 3), 10))
     assert len(finish(core)["a", 0].ids) == 10
 
@@ -27,7 +27,7 @@ def test_modules_do_not_claim_prefill_of_another_requests_block() -> None:
     model, depth = network(wide), FixedDepth(0)
     make_sure(model)
     config = RolloutConfig(num_blocks=256, max_running=4, step_tokens=64, speculation=3)
-    core = Core(model, config, version(0), depth=depth, decodes_whole=True)
+    core = Core(model, config, version(0), depth=depth, multi_step=True)
     prompt = Prompt(ids_of(*[token % 20 for token in range(16)]), 200, GREEDY)
     core.add("a", prompt)
     finish(core)  # no module has run
@@ -36,7 +36,7 @@ def test_modules_do_not_claim_prefill_of_another_requests_block() -> None:
     while not core.is_idle:
         core.step()
         for request in core._scheduler.running:
-            for module, num in enumerate(request.num_foreseen):
+            for module, num in enumerate(request.num_mtp_computed):
                 k_PTGK = core._runner.cache.k_YPTGK[wide.num_layers + module]
                 for place in range(num):
                     assert k_PTGK[request.blocks[place // 16].index, place % 16].any(), (module, place, num)
@@ -67,8 +67,8 @@ def test_a_high_priority_does_not_wait_until_a_low_one_is_read() -> None:
     assert "high" in ended
 
 
-@pytest.mark.parametrize("decodes_whole", [True, False])
-def test_a_step_with_module_prefill_is_told_apart_where_it_costs(decodes_whole: bool) -> None:
+@pytest.mark.parametrize("multi_step", [True, False])
+def test_a_step_with_module_prefill_is_told_apart_where_it_costs(multi_step: bool) -> None:
     """What a chooser hears: catching up costs nothing in a step that reads, and of the others the one after steps
     without drafts is not like them. Where every step is run in parts, it never does."""
     moments, caught_up = list[Moment](), list[int]()
@@ -78,25 +78,25 @@ def test_a_step_with_module_prefill_is_told_apart_where_it_costs(decodes_whole: 
             moments.append(moment)
             return (2, 2, 0, 0, 2, 2)[len(moments) - 1]
 
-        def note_catch_up(self, num_sequences: int, duration_s: float) -> None:
+        def note_mtp_prefill_step(self, num_sequences: int, duration_s: float) -> None:
             caught_up.append(len(moments))
 
     model = network(TINY.model_copy(update={"num_mtp": 2}))
     config = RolloutConfig(num_blocks=64, max_running=4, step_tokens=64, speculation=2, steps_per_sync=1)
-    core = Core(model, config, version(0), depth=Watched(2), decodes_whole=decodes_whole)
+    core = Core(model, config, version(0), depth=Watched(2), multi_step=multi_step)
     core.add("a", Prompt(ids_of(1, 2, 3), 40, GREEDY))
     for _ in range(6):
         core.step()
-    assert [moment.is_apart for moment in moments] == [False] + 5 * [decodes_whole]
+    assert [moment.is_separate_step for moment in moments] == [False] + 5 * [multi_step]
     # Nothing was computed before the first step; two tokens came without drafts, after the last that modules had seen.
-    num_behind = [moment.num_behind for moment in moments]
-    assert num_behind[:3] == [[0, 0]] * 3
-    assert num_behind[3:5] == [[1, 1], [2, 2]]
-    assert num_behind[5] == [0, 0]
-    num_sampled = [40 - moment.num_wanted for moment in moments]
+    mtp_lag = [moment.mtp_lag for moment in moments]
+    assert mtp_lag[:3] == [[0, 0]] * 3
+    assert mtp_lag[3:5] == [[1, 1], [2, 2]]
+    assert mtp_lag[5] == [0, 0]
+    num_sampled = [40 - moment.num_remaining for moment in moments]
     assert num_sampled[0] == 0
     assert all(less < more for less, more in itertools.pairwise(num_sampled))
-    assert caught_up == ([5] if decodes_whole else [])
+    assert caught_up == ([5] if multi_step else [])
 
 
 def test_the_depth_chooser_gets_the_batch_size_during_prefill() -> None:
@@ -105,7 +105,7 @@ def test_the_depth_chooser_gets_the_batch_size_during_prefill() -> None:
 
     class Watched(FixedDepth):
         def choose(self, moment: Moment) -> int:
-            heard.append((moment.num_sequences, moment.num_coming))
+            heard.append((moment.num_sequences, moment.num_after_prefill))
             return 0
 
     config = RolloutConfig(num_blocks=64, max_running=4, step_tokens=16)
@@ -122,8 +122,8 @@ def test_a_chooser_hears_what_was_read_for_each_request() -> None:
     ended: list[tuple[int, int]] = []
 
     class Watched(FixedDepth):
-        def note_end(self, num_read: int, num_sampled: int) -> None:
-            ended.append((num_read, num_sampled))
+        def note_end(self, num_prefilled: int, num_sampled: int) -> None:
+            ended.append((num_prefilled, num_sampled))
 
     config = RolloutConfig(block_tokens=4, num_blocks=16, max_running=4, step_tokens=8)
     core = Core(network(TINY), config, version(0), depth=Watched(0))
@@ -142,22 +142,20 @@ def test_a_chooser_hears_what_was_read_for_each_request() -> None:
     assert sum(map(sum, ended)) == metrics["total_computed_tokens"]
 
 
-@pytest.mark.parametrize("decodes_whole", [True, False])
-def test_the_depth_chooser_gets_prefilled_not_drafted_tokens(decodes_whole: bool) -> None:
+@pytest.mark.parametrize("multi_step", [True, False])
+def test_the_depth_chooser_gets_prefilled_not_drafted_tokens(multi_step: bool) -> None:
     """Three prompts are read in two steps. Steps that decode are no reading, and where nothing is drafted nobody knows
     what the time went by with: of a long prompt only the last part is told."""
     heard: list[tuple[int, int, int, float]] = []
 
     class Watched(FixedDepth):
-        def note_reading(self, depth: int, num_sequences: int, num_tokens: int, duration_s: float) -> None:
+        def note_mtp_prefill(self, depth: int, num_sequences: int, num_tokens: int, duration_s: float) -> None:
             heard.append((depth, num_sequences, num_tokens, duration_s))
 
     model = network(TINY.model_copy(update={"num_mtp": 2, "max_context": 1600}))
     config = RolloutConfig(num_blocks=256, max_running=4, step_tokens=256, speculation=2)
     clock = itertools.count()
-    core = Core(
-        model, config, version(0), clock=lambda: float(next(clock)), depth=Watched(2), decodes_whole=decodes_whole
-    )
+    core = Core(model, config, version(0), clock=lambda: float(next(clock)), depth=Watched(2), multi_step=multi_step)
     for number, name in enumerate("abc"):
         core.add(name, Prompt(ids_of(*([number] * 100)), 40, GREEDY))
     finish(core)
@@ -174,17 +172,17 @@ def test_what_modules_run_to_catch_up_is_no_reading() -> None:
 
     class Watched(FixedDepth):
         def choose(self, moment: Moment) -> int:
-            return 2 * (moment.num_wanted < 38)
+            return 2 * (moment.num_remaining < 38)
 
-        def note_reading(self, depth: int, num_sequences: int, num_tokens: int, duration_s: float) -> None:
+        def note_mtp_prefill(self, depth: int, num_sequences: int, num_tokens: int, duration_s: float) -> None:
             heard.append(num_tokens)
 
-        def note_catch_up(self, num_sequences: int, duration_s: float) -> None:
+        def note_mtp_prefill_step(self, num_sequences: int, duration_s: float) -> None:
             caught_up.append(num_sequences)
 
     model = network(TINY.model_copy(update={"num_mtp": 2, "max_context": 256}))
     config = RolloutConfig(num_blocks=64, max_running=4, step_tokens=256, speculation=2, steps_per_sync=1)
-    core = Core(model, config, version(0), depth=Watched(2), decodes_whole=True)
+    core = Core(model, config, version(0), depth=Watched(2), multi_step=True)
     core.add("a", Prompt(ids_of(*([1] * 100)), 40, GREEDY))
     finish(core)
     assert caught_up == [1]

@@ -54,7 +54,7 @@ def test_the_fused_network_is_the_plain_one(qk_norm: str, dtype: torch.dtype) ->
         for cache, each in zip(caches, networks, strict=True):
             plan = PagedPlan(cache, [Bundle(0, table_BS, position_BQ)])
             state_ND, hidden_ND, _ = each.main(tokens, plan)
-            cache.keep_states(0, plan, state_ND)
+            cache.write_states(0, plan, state_ND)
             plan = PagedPlan(cache, [Bundle(0, table_BS, position_BQ)], config.num_layers)
             found.append((hidden_ND, each.module(0, cache.parent_states(0, plan), tokens, plan)[1]))
         for ours, plain in zip(*found, strict=True):

@@ -5,7 +5,7 @@ import pytest
 from m2forge.protocols import Prompt
 from m2forge.records import PolicyVersion
 from m2forge.rollout.config import RolloutConfig
-from m2forge.rollout.core import lend_room, num_steps_ahead
+from m2forge.rollout.core import num_steps_per_sync, reserve_blocks
 from m2forge.rollout.kv.scheduler import Scheduler
 from m2forge.rollout.request import Request
 from tests.rollout.draw import ids_of
@@ -34,27 +34,27 @@ def running(num_blocks: int, *wanted: int, max_running: int = 8) -> tuple[Schedu
 )
 def test_no_step_is_run_that_nobody_will_want(wanted: int, depth: int, tokens_per_step: float, num_steps: int) -> None:
     scheduler, requests = running(64, 1, wanted)
-    assert num_steps_ahead(scheduler, requests, depth, tokens_per_step) == num_steps
+    assert num_steps_per_sync(scheduler, requests, depth, tokens_per_step) == num_steps
 
 
 def test_nobody_waits_behind_the_last_token_of_another() -> None:
     scheduler, requests = running(64, 3, 100, 50, max_running=2)
     assert len(requests) == 2
-    assert num_steps_ahead(scheduler, requests, 0, 1.0) == 3
+    assert num_steps_per_sync(scheduler, requests, 0, 1.0) == 3
 
 
 def test_few_blocks_allow_one_step_unless_few_are_needed() -> None:
     # Two hold a block each: of four, two are left.
     scheduler, requests = running(4, 50, 50)
-    assert num_steps_ahead(scheduler, requests, 0, 1.0) == 1
+    assert num_steps_per_sync(scheduler, requests, 0, 1.0) == 1
     scheduler, requests = running(4, 4, 4)
-    assert num_steps_ahead(scheduler, requests, 3, 1.0) == 4
+    assert num_steps_per_sync(scheduler, requests, 3, 1.0) == 4
 
 
 def test_room_is_lent_for_what_is_wanted() -> None:
     scheduler, requests = running(64, 3, 100)
-    assert lend_room(scheduler, requests, [1, 2], 0, 1) == [1, 2]
-    assert lend_room(scheduler, requests, [1, 2], 3, 2) == [3, 11]
+    assert reserve_blocks(scheduler, requests, [1, 2], 0, 1) == [1, 2]
+    assert reserve_blocks(scheduler, requests, [1, 2], 3, 2) == [3, 11]
     assert [len(request.blocks) for request in requests] == [2, 4]
     scheduler, requests = running(2, 100)
-    assert lend_room(scheduler, requests, [1], 3, 8) == [4]
+    assert reserve_blocks(scheduler, requests, [1], 3, 8) == [4]

@@ -137,7 +137,7 @@ def test_weights_come_from_a_folder_too(tmp_path: Path) -> None:
 def test_weights_of_another_network_are_refused_unchanged(tmp_path: Path) -> None:
     core = tiny()
     save_model(network(TINY.model_copy(update={"norm_eps": 1e-5})), tmp_path / "model")
-    with pytest.raises(CheckpointError, match="holds another network"):
+    with pytest.raises(CheckpointError, match="holds a network of another architecture"):
         core.load(tmp_path / "model", version(1))
     with pytest.raises(CheckpointError, match=r"cannot be read.*name too long"):
         core.load(tmp_path / ("a" * 5000), version(1))

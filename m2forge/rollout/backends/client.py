@@ -60,21 +60,21 @@ class Client:
         try:
             self._http.send(connection, "POST", path, data)
             if await connection.receive_status() >= 400:
-                raise self._refusal(path, connection.status, await connection.read_all())
-            rest: list[bytes] = []
+                raise self._response_error(path, connection.status, await connection.read_all())
+            partial_line: list[bytes] = []
             while piece := await connection.read():
                 end, *begun = piece.split(b"\n")
-                rest.append(end)
+                partial_line.append(end)
                 if begun:
                     # Split bytes, not text: strings in JSON may hold Unicode line separators, which end no line here.
-                    lines = [line for line in (b"".join(rest), *begun[:-1]) if line.strip()]
-                    rest = [begun[-1]]
+                    lines = [line for line in (b"".join(partial_line), *begun[:-1]) if line.strip()]
+                    partial_line = [begun[-1]]
                     if lines:
                         yield lines
-            if (line := b"".join(rest)).strip():
+            if (line := b"".join(partial_line)).strip():
                 yield [line]
         except BrokenOffError as error:
-            raise EngineError(f"{self.url} broke off: {error}") from error
+            raise EngineError(f"{self.url} closed the connection before the response ended: {error}") from error
         finally:
             if timer is not None:
                 timer.cancel()
@@ -99,7 +99,7 @@ class Client:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise EngineError(f"{self.url} sent what is no JSON: {text[:200]!r}") from error
+            raise EngineError(f"{self.url} sent invalid JSON: {text[:200]!r}") from error
 
     async def close(self) -> None:
         self._http.close()
@@ -121,9 +121,9 @@ class Client:
         except TimeoutError as error:
             raise EngineError(f"{self.url}{path}: no response within {timeout_s:g} s") from error
         except BrokenOffError as error:
-            raise EngineError(f"{self.url} broke off: {error}") from error
+            raise EngineError(f"{self.url} closed the connection before the response ended: {error}") from error
         if response.status >= 400:
-            raise self._refusal(path, response.status, response.content)
+            raise self._response_error(path, response.status, response.content)
         return response.text
 
     async def _connect(self, deadline_s: float | None) -> Connection:
@@ -136,12 +136,12 @@ class Client:
 
     def _refuse_closed(self) -> None:
         if self._http.is_closed:
-            raise EngineError(f"the engine at {self.url} is closed; make another")
+            raise EngineError(f"the engine at {self.url} is closed; create another")
 
     def _unreachable(self, error: UnreachableError) -> EngineError:
         return EngineError(f"{self.url} cannot be reached ({error}); is the server running?")
 
-    def _refusal(self, path: str, status: int, content: bytes) -> M2ForgeError:
+    def _response_error(self, path: str, status: int, content: bytes) -> M2ForgeError:
         try:
             body: object = json.loads(content)
         except ValueError:

@@ -37,7 +37,7 @@ class RemoteEngine:
         try:
             return EngineState(PolicyVersion(**health["version"]), health["num_running"], health["num_waiting"])
         except (KeyError, TypeError) as error:
-            raise EngineError(f"{self._client.url}/health is no state of an engine: {health!r}") from error
+            raise EngineError(f"{self._client.url}/health did not return an engine state: {health!r}") from error
 
     async def close(self) -> None:
         """Closes the connections. The server and its engine keep running."""

@@ -32,7 +32,7 @@ from m2forge.errors import EngineError, M2ForgeError, NotFoundError, RequestErro
 from m2forge.protocols import Chunk, EngineState, Prompt
 from m2forge.records import FinishReason, JsonValue, PolicyVersion
 from m2forge.rollout.backends.client import ANSWER_S, Client
-from m2forge.rollout.backends.update_lock import Turns, deadline_of, within_deadline
+from m2forge.rollout.backends.update_lock import UpdateLock, deadline_of, within_deadline
 
 _ALL_TOKENS = -1
 """SGLang's top_k for no limit."""
@@ -51,14 +51,14 @@ class SGLangEngine:
         """`version`: the policy version of the server's weights. `takes_seeds`: it runs with
         --enable-deterministic-inference."""
         self._client = Client(url, key=api_key, read_error=_read_error)
-        self._turns, self._takes_seeds = Turns(version), takes_seeds
+        self._lock, self._takes_seeds = UpdateLock(version), takes_seeds
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
         _refuse_unsupported(prompt)
         if prompt.seed is not None and not self._takes_seeds:
             raise RequestError(
-                f"seed {prompt.seed}: SGLang passes over seeds unless it runs with --enable-deterministic-inference; "
-                "start it so and give takes_seeds=True, or leave the seed out"
+                f"seed {prompt.seed}: SGLang ignores seeds unless it runs with --enable-deterministic-inference; "
+                "start it with that flag and pass takes_seeds=True, or leave the seed out"
             )
         async with aclosing(within_deadline(self._sample(prompt), prompt)) as chunks:
             async for chunk in chunks:
@@ -68,9 +68,9 @@ class SGLangEngine:
         """Waits for requests in flight."""
         if not folder.is_dir():
             raise NotFoundError(f"{folder} is not a folder; give a model folder that the server sees too")
-        async with self._turns.load(version):
+        async with self._lock.load(version):
             body: JsonValue = {"model_path": str(folder.absolute()), "weight_version": str(version.step)}
-            with self._turns.changing(folder):
+            with self._lock.changing(folder):
                 response = self._client.parse(await self._client.post("/update_weights_from_disk", body))
                 if not response.get("success"):
                     raise RequestError(f"{self._client.url} did not load {folder}: {response.get('message')}")
@@ -82,7 +82,7 @@ class SGLangEngine:
             running, waiting = (sum(load[f"num_{name}_reqs"] for load in loads) for name in ("running", "waiting"))
         except (KeyError, TypeError) as error:
             raise EngineError(f"{self._client.url}/v1/loads cannot be read ({error!r}): {response}") from error
-        return EngineState(self._turns.version, running, waiting)
+        return EngineState(self._lock.version, running, waiting)
 
     async def close(self) -> None:
         """Closes the connections. The server keeps running."""
@@ -90,8 +90,8 @@ class SGLangEngine:
 
     async def _sample(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
         deadline_s = deadline_of(prompt)
-        await self._turns.wait(deadline_s)
-        with self._turns.request() as version:
+        await self._lock.wait(deadline_s)
+        with self._lock.request() as version:
             rids = [f"m2forge-{secrets.token_hex(8)}" for _ in range(prompt.num_samples)]
             num_read, unfinished = [0] * prompt.num_samples, set(range(prompt.num_samples))
             try:
@@ -174,18 +174,20 @@ def _body(prompt: Prompt, rids: list[str]) -> dict[str, JsonValue]:
 def _refuse_unsupported(prompt: Prompt) -> None:
     sampling = prompt.sampling
     if prompt.returns_experts:
-        raise RequestError("routed experts of SGLang are not read; ask without returns_experts, or use another engine")
+        raise RequestError("returns_experts: not supported with SGLang; leave it out, or use another engine")
     if sampling.is_penalised or (sampling.temperature and sampling.is_truncated):
         raise RequestError(
-            f"{sampling}: SGLang tells log-probabilities before truncation and penalties, not of what these tokens are "
-            "drawn from; sample by temperature alone"
+            f"{sampling}: SGLang reports logprobs before truncation and penalties, not under the sampling "
+            "distribution; sample by temperature alone"
         )
     if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
-        raise RequestError(f"temperature {sampling.temperature}: SGLang would take it for 0; ask for 0")
+        raise RequestError(f"temperature {sampling.temperature}: SGLang treats it as 0; send 0")
     if prompt.stop_texts:
         raise RequestError(f"stop_texts {prompt.stop_texts}: SGLang may miss some; give stop_ids instead")
     if prompt.priority:
-        raise RequestError(f"priority {prompt.priority}: SGLang takes none unless it schedules by it; leave it out")
+        raise RequestError(
+            f"priority {prompt.priority}: SGLang rejects priorities unless it schedules by them; leave it out"
+        )
 
 
 def _read_reason(finish: Mapping[str, Any] | None, stop_ids: tuple[int, ...]) -> FinishReason | None:
@@ -197,8 +199,8 @@ def _read_reason(finish: Mapping[str, Any] | None, stop_ids: tuple[int, ...]) ->
     if finish["type"] == "stop" and finish.get("matched") not in stop_ids:
         # The model's EOS token, or "NaN happened".
         raise EngineError(
-            f"SGLang ended a completion at {finish.get('matched')!r}, which is none of the prompt's stop ids "
-            f"{list(stop_ids)}; if it is the model's end token, add it to them"
+            f"SGLang ended a completion at {finish.get('matched')!r}, which is not in the prompt's stop ids "
+            f"{list(stop_ids)}; if it is the model's EOS token, add it to stop_ids"
         )
     return FinishReason(finish["type"])
 

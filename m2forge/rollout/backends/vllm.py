@@ -28,7 +28,7 @@ from m2forge.errors import EngineError, M2ForgeError, NotFoundError, RequestErro
 from m2forge.protocols import Chunk, EngineState, Prompt
 from m2forge.records import FinishReason, FloatArray, JsonValue, PolicyVersion, Sampling
 from m2forge.rollout.backends.client import Client
-from m2forge.rollout.backends.update_lock import Turns, deadline_of, within_deadline
+from m2forge.rollout.backends.update_lock import UpdateLock, deadline_of, within_deadline
 
 LogprobsMode: TypeAlias = Literal["raw", "processed"]
 
@@ -54,7 +54,7 @@ class VLLMEngine:
         """`version`: the policy version of the server's weights. `model`: the served model name; by default the
         server's own."""
         self._client = Client(url, key=api_key, read_error=_read_error)
-        self._turns, self._model, self._logprobs_mode = Turns(version), model, logprobs_mode
+        self._lock, self._model, self._logprobs_mode = UpdateLock(version), model, logprobs_mode
 
     async def generate(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
         self._refuse_unsupported(prompt)
@@ -67,10 +67,10 @@ class VLLMEngine:
         folder."""
         # A failed reload terminates the server, so broken folders are rejected here.
         await asyncio.to_thread(_refuse_broken, folder)
-        async with self._turns.load(version):
+        async with self._lock.load(version):
             try:
                 await self._admin("/pause", parameters={"mode": "wait"})
-                with self._turns.changing(folder):
+                with self._lock.changing(folder):
                     await self._reload(folder)
             finally:
                 await self._admin("/resume")
@@ -80,12 +80,14 @@ class VLLMEngine:
         await self._admin("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
         response = await self._admin("/reset_prefix_cache")
         if response and not self._client.parse(response).get("success", True):
-            raise EngineError(f"{self._client.url} loaded {folder} but keeps a cache of the old weights; restart it")
+            raise EngineError(
+                f"{self._client.url} loaded {folder} but did not reset the prefix cache of the old weights; restart it"
+            )
 
     async def state(self) -> EngineState:
         text = await self._client.get("/metrics")
         running, waiting = (_read_gauge(text, f"vllm:num_requests_{name}") for name in ("running", "waiting"))
-        return EngineState(self._turns.version, running, waiting)
+        return EngineState(self._lock.version, running, waiting)
 
     async def close(self) -> None:
         """Closes the connections. The server keeps running."""
@@ -93,8 +95,8 @@ class VLLMEngine:
 
     async def _sample(self, prompt: Prompt) -> AsyncGenerator[Chunk, None]:
         deadline_s = deadline_of(prompt)
-        await self._turns.wait(deadline_s)
-        with self._turns.request() as version:
+        await self._lock.wait(deadline_s)
+        with self._lock.request() as version:
             async with aclosing(self._client.events("/v1/completions", self._body(prompt), deadline_s)) as events:
                 async for event in events:
                     if "error" in event:
@@ -165,20 +167,22 @@ class VLLMEngine:
 
     def _refuse_unsupported(self, prompt: Prompt) -> None:
         if prompt.returns_experts:
-            raise RequestError("vLLM streams no routed experts; ask without returns_experts, or use the native engine")
+            raise RequestError(
+                "returns_experts: vLLM does not stream routed experts; leave it out, or use the native engine"
+            )
         sampling = prompt.sampling
         if 0 < sampling.temperature < _LOWEST_TEMPERATURE:
             lowest = f"vLLM samples at {_LOWEST_TEMPERATURE} or more, or at 0"
-            raise RequestError(f"temperature {sampling.temperature}: {lowest}; ask for one of these")
+            raise RequestError(f"temperature {sampling.temperature}: {lowest}; send one of these")
         if sampling.temperature == 0 and sampling.is_penalised and self._logprobs_mode == "processed":
             raise RequestError(
-                "a vLLM server in mode processed_logprobs cannot tell raw ones of penalised greedy tokens"
+                "a vLLM server in mode processed_logprobs does not report raw logprobs of penalised greedy tokens"
             )
         if self._logprobs_mode == "raw" and sampling.temperature != 0 and not _is_plain(sampling):
             raise RequestError(
-                f"{sampling}: a vLLM server in mode raw_logprobs cannot tell what these tokens are drawn from; start "
-                'it with --logprobs-mode processed_logprobs and give logprobs_mode="processed", or sample at '
-                "temperature 1 without truncation and penalties"
+                f"{sampling}: a vLLM server in mode raw_logprobs does not report logprobs under the sampling "
+                'distribution; start it with --logprobs-mode processed_logprobs and pass logprobs_mode="processed", '
+                "or sample at temperature 1 without truncation and penalties"
             )
 
     async def _admin(self, path: str, body: JsonValue = None, parameters: Mapping[str, str] | None = None) -> str:
@@ -186,8 +190,8 @@ class VLLMEngine:
             return await self._client.post(path, body, parameters)
         except NotFoundError as error:
             raise EngineError(
-                f"{self._client.url} has no {path}: weights can be reloaded only where vLLM runs with "
-                "VLLM_SERVER_DEV_MODE=1; start it so"
+                f"{self._client.url} has no {path}: vLLM reloads weights only if the environment has "
+                "VLLM_SERVER_DEV_MODE=1; restart it so"
             ) from error
 
 
@@ -218,5 +222,5 @@ def _read_gauge(text: str, name: str) -> int:
     """The sum of a metric over its labels, in Prometheus text."""
     found = re.findall(rf"^{re.escape(name)}(?:\{{[^\n]*\}})? (\S+)$", text, re.MULTILINE)
     if not found:
-        raise EngineError(f"the server's metrics do not tell {name}; is it a vLLM server?")
+        raise EngineError(f"the server's metrics have no {name}; is it a vLLM server?")
     return round(sum(float(value) for value in found))

@@ -31,7 +31,7 @@ def serves(model: Transformer, cache: PagedCache) -> bool:
     return products.serves(cache.k_YPTGK, *(weight.detach() for weight in weights))
 
 
-class JoinedNetwork:
+class CPUNetwork:
     def __init__(self, model: Transformer, cache: PagedCache) -> None:
         self._model, self._cache = model, cache
         self._layers = list(zip(cache.k_YPTGK, cache.v_YPTGK, strict=True))
@@ -41,10 +41,10 @@ class JoinedNetwork:
         """Returns hidden states, the LM head's input, and the chosen experts (N, layers, K), if there are any."""
         model, chosen = self._model, list[Tensor]()
         x_ND = model.embedding(token_N)
-        turn = rotation(plan.position_N, self._frequency_R, x_ND.dtype)
+        rotary = rotation(plan.position_N, self._frequency_R, x_ND.dtype)
         for layer, block in enumerate(model.blocks):
             assert isinstance(block, Block)
-            x_ND, expert_NK = self._block(block, layer, layer, x_ND, turn, plan)
+            x_ND, expert_NK = self._block(block, layer, layer, x_ND, rotary, plan)
             chosen += [] if expert_NK is None else [expert_NK]
         return x_ND, model.norm(x_ND), torch.stack(chosen, 1) if chosen else None
 
@@ -52,15 +52,15 @@ class JoinedNetwork:
         """As `Transformer.run_module`."""
         model, module = self._model, self._model.mtp[index]
         assert isinstance(module, MTPModule)
-        turn = rotation(plan.position_N, self._frequency_R, parent_ND.dtype)
+        rotary = rotation(plan.position_N, self._frequency_R, parent_ND.dtype)
         joined = torch.cat((module.state_norm(parent_ND), module.embedding_norm(model.embedding(token_N))), -1)
         x_ND = native_linear(joined, module.projection.weight, joined.dtype)
         last, depth = model.config.num_layers - 1, model.config.num_layers + index
-        x_ND, _ = self._block(module.block, last, depth, x_ND, turn, plan)
+        x_ND, _ = self._block(module.block, last, depth, x_ND, rotary, plan)
         return x_ND, module.norm(x_ND)
 
     def _block(
-        self, block: Block, layer: int, depth: int, x_ND: Tensor, turn: Rotation, plan: PagedPlan
+        self, block: Block, layer: int, depth: int, x_ND: Tensor, rotary: Rotation, plan: PagedPlan
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the state after the block, and the chosen experts. `layer` selects the attention window, `depth` the
         layer of the cache."""
@@ -69,7 +69,7 @@ class JoinedNetwork:
         attention, ffn, dtype = block.attention, block.ffn, x_ND.dtype
         qkv_NW = native_linear(x_ND, attention.qkv.weight, dtype, _norm(block.attention_norm))
         k_PTGK, v_PTGK = self._layers[depth]
-        q_NHK = rotate_into_cache(qkv_NW, k_PTGK, v_PTGK, plan.slot_N, turn, *_qk_norms(attention))
+        q_NHK = rotate_into_cache(qkv_NW, k_PTGK, v_PTGK, plan.slot_N, rotary, *_qk_norms(attention))
         mixed_NHK = plan.attend(q_NHK, k_PTGK, v_PTGK, sight)
         x_ND = native_linear(mixed_NHK.flatten(1), attention.out.weight, dtype, onto=x_ND)
         if isinstance(ffn, DenseFFN):

@@ -56,13 +56,15 @@ class FusedDecoder:
         model, cache = self._model, self._cache
         block = model.blocks[0]
         assert isinstance(block, Block)
-        (position_N, slot_N, *turn), x_ND, normed_ND = begin(
-            *(integers, shape.num_rows, NUM_FIELDS, cache.block_tokens, cache.nowhere),
+        (position_N, slot_N, *rotary), x_ND, normed_ND = begin(
+            *(integers, shape.num_rows, NUM_FIELDS, cache.block_tokens, cache.scratch_slot),
             *(model.embedding.weight, _norm(block.attention_norm), self._network.frequency_R),
         )
         plan = self._plan(shape, integers, position_N, slot_N)
         states_PD = cache.state_MPTD[0].flatten(0, 1) if cache.num_modules else None
-        hidden_ND, experts = self._network.begun_main(x_ND, normed_ND, Rotation(*turn), plan, Ending(states_PD, slot_N))
+        hidden_ND, experts = self._network.begun_main(
+            x_ND, normed_ND, Rotation(*rotary), plan, Ending(states_PD, slot_N)
+        )
         return model.logits(hidden_ND), experts
 
     def _draft(self, module: int, shape: Shape, integers: Tensor, reals: Tensor, course: Tensor, out: Tensor) -> None:
@@ -71,14 +73,14 @@ class FusedDecoder:
 
         model, cache, part = self._model, self._cache, self._model.mtp[module]
         assert isinstance(part, MTPModule)
-        (position_N, slot_N, *turn), target_N, joined = begin_module(
-            *(module, integers, course, shape.num_rows, NUM_FIELDS, cache.nowhere, cache.state_MPTD[module]),
+        (position_N, slot_N, *rotary), target_N, joined = begin_module(
+            *(module, integers, course, shape.num_rows, NUM_FIELDS, cache.scratch_slot, cache.state_MPTD[module]),
             *(model.embedding.weight, (_norm(part.state_norm), _norm(part.embedding_norm)), self._network.frequency_R),
         )
         plan = self._plan(shape, integers, position_N, slot_N, model.config.num_layers + module)
         states_PD = cache.state_MPTD[module + 1].flatten(0, 1) if module + 1 < cache.num_modules else None
         ending = Ending(states_PD, slot_N, target_N, shape.num_sequences)
-        hidden_BD = self._network.begun_module(module, joined, Rotation(*turn), plan, ending)
+        hidden_BD = self._network.begun_module(module, joined, Rotation(*rotary), plan, ending)
         draft(
             *(module, model.logits(hidden_BD), integers, reals, course, self._logq_SKV, out),
             *(shape.num_rows, NUM_FIELDS, shape.num_uniforms, shape.depth, shape.is_greedy),
@@ -107,16 +109,16 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     integers: Tensor
     reals: Tensor
-    turn: Tensor
+    step_index: Tensor
     """Index of the step within a call."""
     outs: Tensor
     experts: Tensor | None
 
 
 class DecodeGraphs:
-    def __init__(self, decoder: Step, nowhere_slot: int, device: torch.device) -> None:
-        """`nowhere_slot`: the slot of padding sequences."""
-        self._decoder, self._nowhere_slot, self._device = decoder, nowhere_slot, device
+    def __init__(self, decoder: Step, padding_slot: int, device: torch.device) -> None:
+        """`padding_slot`: the slot of padding sequences."""
+        self._decoder, self._padding_slot, self._device = decoder, padding_slot, device
         self._captured: dict[Shape, _Captured] = {}
         self._num_missed = Counter[Shape]()
         self._pool = torch.cuda.graph_pool_handle()
@@ -143,7 +145,7 @@ class DecodeGraphs:
         all_integers[:num_sequences], all_reals[:num_sequences] = integers, reals
         captured.integers.copy_(all_integers, non_blocking=True)
         captured.reals.copy_(all_reals, non_blocking=True)
-        captured.turn.zero_()
+        captured.step_index.zero_()
         for _ in range(num_steps):
             captured.graph.replay()
         experts = captured.experts
@@ -155,7 +157,7 @@ class DecodeGraphs:
         """Inputs of padding sequences."""
         integers = torch.zeros((shape.num_sequences, shape.num_integers), dtype=torch.int64, pin_memory=True)
         # A draft count of −1 makes all rows padding.
-        integers[:, 2], integers[:, 4] = -1, self._nowhere_slot
+        integers[:, 2], integers[:, 4] = -1, self._padding_slot
         reals = torch.zeros((shape.num_sequences, sum(shape.widths_of_reals)), dtype=torch.float64, pin_memory=True)
         reals[:, 0] = 1.0
         return integers, reals
@@ -168,18 +170,18 @@ class DecodeGraphs:
             for _ in range(NUM_WARM_UP):
                 out, experts = self._decoder.step(shape, integers, reals)
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        turn = torch.zeros(1, dtype=torch.int64, device=self._device)
+        step_index = torch.zeros(1, dtype=torch.int64, device=self._device)
         outs = out.new_empty((shape.num_steps, *out.shape))
         all_experts = None if experts is None else experts.new_empty((shape.num_steps, *experts.shape))
         graph = torch.cuda.CUDAGraph()
         # Device calls of other threads must not invalidate the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out, experts = self._decoder.step(shape, integers, reals)
-            outs.index_copy_(0, turn, out[None])
+            outs.index_copy_(0, step_index, out[None])
             if all_experts is not None and experts is not None:
-                all_experts.index_copy_(0, turn, experts[None])
-            turn += 1
-        return _Captured(graph, integers, reals, turn, outs, all_experts)
+                all_experts.index_copy_(0, step_index, experts[None])
+            step_index += 1
+        return _Captured(graph, integers, reals, step_index, outs, all_experts)
 
 
 def serving_shape(wanted: Shape, captured: Collection[Shape], num_missed: int) -> Shape:

@@ -72,37 +72,37 @@ class FusedNetwork:
     def main(self, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns hidden states, the LM head's input, and the chosen experts (N, layers, K), if there are any."""
         norm, x_ND = self._model.norm, self._model.embedding(token_N)
-        turn = rotation(plan.position_N, self.frequency_R, x_ND.dtype)
-        x_ND, delta, experts = self._blocks(x_ND, _norm(x_ND, _first_norm(self._model)), turn, plan, None)
+        rotary = rotation(plan.position_N, self.frequency_R, x_ND.dtype)
+        x_ND, delta, experts = self._blocks(x_ND, _norm(x_ND, _first_norm(self._model)), rotary, plan, None)
         return *_add_norm(x_ND, delta, norm), experts
 
     def module(self, index: int, parent_ND: Tensor, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor]:
         """As `Transformer.run_module`."""
         module = self._model.mtp[index]
         assert isinstance(module, MTPModule)
-        turn = rotation(plan.position_N, self.frequency_R, parent_ND.dtype)
+        rotary = rotation(plan.position_N, self.frequency_R, parent_ND.dtype)
         embedding_ND = self._model.embedding(token_N)
         joined = torch.cat((_norm(parent_ND, module.state_norm), _norm(embedding_ND, module.embedding_norm)), -1)
-        x_ND, delta = self._module(index, joined, turn, plan, None)
+        x_ND, delta = self._module(index, joined, rotary, plan, None)
         return _add_norm(x_ND, delta, module.norm)
 
     def begun_main(
-        self, x_ND: Tensor, normed_ND: Tensor, turn: Rotation, plan: PagedPlan, ending: Ending
+        self, x_ND: Tensor, normed_ND: Tensor, rotary: Rotation, plan: PagedPlan, ending: Ending
     ) -> tuple[Tensor, Tensor | None]:
         """`main` for rows that are already embedded and normed; returns the LM head's input and the experts. Padding
         rows (position −1) choose no experts."""
-        x_ND, delta, experts = self._blocks(x_ND, normed_ND, turn, plan, plan.position_N)
+        x_ND, delta, experts = self._blocks(x_ND, normed_ND, rotary, plan, plan.position_N)
         return _end_norm(x_ND, delta, self._model.norm, ending), experts
 
-    def begun_module(self, index: int, joined: Tensor, turn: Rotation, plan: PagedPlan, ending: Ending) -> Tensor:
+    def begun_module(self, index: int, joined: Tensor, rotary: Rotation, plan: PagedPlan, ending: Ending) -> Tensor:
         """`module` for rows that are already joined and normed; returns the LM head's input."""
         module = self._model.mtp[index]
         assert isinstance(module, MTPModule)
-        x_ND, delta = self._module(index, joined, turn, plan, plan.position_N)
+        x_ND, delta = self._module(index, joined, rotary, plan, plan.position_N)
         return _end_norm(x_ND, delta, module.norm, ending)
 
     def _blocks(
-        self, x_ND: Tensor, normed_ND: Tensor, turn: Rotation, plan: PagedPlan, position_N: Tensor | None
+        self, x_ND: Tensor, normed_ND: Tensor, rotary: Rotation, plan: PagedPlan, position_N: Tensor | None
     ) -> tuple[Tensor, Delta, Tensor | None]:
         delta: Delta | None = None
         chosen = list[Tensor]()
@@ -110,20 +110,20 @@ class FusedNetwork:
             assert isinstance(block, Block)
             if delta is not None:
                 x_ND, normed_ND = _add_norm(x_ND, delta, block.attention_norm)
-            x_ND, delta, expert_NK = self._block(block, layer, layer, x_ND, normed_ND, turn, plan, position_N)
+            x_ND, delta, expert_NK = self._block(block, layer, layer, x_ND, normed_ND, rotary, plan, position_N)
             chosen += [] if expert_NK is None else [expert_NK]
         assert delta is not None
         return x_ND, delta, torch.stack(chosen, 1) if chosen else None
 
     def _module(
-        self, index: int, joined: Tensor, turn: Rotation, plan: PagedPlan, position_N: Tensor | None
+        self, index: int, joined: Tensor, rotary: Rotation, plan: PagedPlan, position_N: Tensor | None
     ) -> tuple[Tensor, Delta]:
         module, num_layers = self._model.mtp[index], self._model.config.num_layers
         assert isinstance(module, MTPModule)
         x_ND = linear(joined, module.projection.weight)
         normed_ND = _norm(x_ND, module.block.attention_norm)
         x_ND, delta, _ = self._block(
-            module.block, num_layers - 1, num_layers + index, x_ND, normed_ND, turn, plan, position_N
+            module.block, num_layers - 1, num_layers + index, x_ND, normed_ND, rotary, plan, position_N
         )
         return x_ND, delta
 
@@ -134,7 +134,7 @@ class FusedNetwork:
         depth: int,
         x_ND: Tensor,
         normed_ND: Tensor,
-        turn: Rotation,
+        rotary: Rotation,
         plan: PagedPlan,
         position_N: Tensor | None,
     ) -> tuple[Tensor, Delta, Tensor | None]:
@@ -143,7 +143,7 @@ class FusedNetwork:
         window = self._model.config.attention.window if self._model.config.is_windowed(layer) else None
         sight = None if window is None else (window.size, window.num_sinks)
         x_ND, normed_ND = _add_norm(
-            x_ND, self._attention(block.attention, depth, normed_ND, turn, plan, sight), block.ffn_norm
+            x_ND, self._attention(block.attention, depth, normed_ND, rotary, plan, sight), block.ffn_norm
         )
         if isinstance(block.ffn, DenseFFN):
             return x_ND, block.ffn(normed_ND)[0], None
@@ -154,7 +154,7 @@ class FusedNetwork:
         attention: Attention,
         depth: int,
         x_ND: Tensor,
-        turn: Rotation,
+        rotary: Rotation,
         plan: PagedPlan,
         sight: tuple[int, int] | None,
     ) -> Tensor:
@@ -166,7 +166,7 @@ class FusedNetwork:
             q_weight, k_weight, eps = attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps
         qkv_NW = linear(x_ND, attention.qkv.weight)
         q_NHK = rotate_into_cache(
-            qkv_NW, k_PTGK, v_PTGK, plan.slot_N, *turn, attention.config.qk_norm, q_weight, k_weight, eps
+            qkv_NW, k_PTGK, v_PTGK, plan.slot_N, *rotary, attention.config.qk_norm, q_weight, k_weight, eps
         )
         mixed_NHK = plan.attend(q_NHK, k_PTGK, v_PTGK, sight)
         return linear(mixed_NHK.flatten(1), attention.out.weight)

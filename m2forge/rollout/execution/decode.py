@@ -106,17 +106,17 @@ class Decoder:
     def step(self, shape: Shape, integers: Tensor, reals: Tensor) -> tuple[Tensor, Tensor | None]:
         """Runs one step; `integers` then holds the next step's inputs."""
         fields = integers[:, :NUM_FIELDS].clone().unbind(1)
-        token_B, start_B, num_drafts_B, room_B, slot_B, seeded_B, first_B, num_run_B = fields
+        token_B, start_B, num_drafts_B, capacity_B, slot_B, seeded_B, first_B, num_run_B = fields
         draft_BK, table_BS = integers[:, NUM_FIELDS:].split((shape.num_drafts, shape.num_blocks), 1)
         draft_BK = draft_BK.clone()
         temperature_B1, *numbers = reals.split(shape.widths_of_reals, 1)
         is_free_B = (seeded_B == 0) & (temperature_B1[:, 0] > 0)
         row_J = torch.arange(shape.num_rows, device=integers.device)
-        is_there_BJ = (row_J <= num_drafts_B[:, None]) & (row_J < room_B[:, None])
+        is_there_BJ = (row_J <= num_drafts_B[:, None]) & (row_J < capacity_B[:, None])
         plan = PagedPlan(self._cache, [Bundle(0, table_BS, torch.where(is_there_BJ, start_B[:, None] + row_J, -1))])
         state_ND, hidden_ND, experts = self._network.main(torch.cat((token_B[:, None], draft_BK), 1).flatten(), plan)
         if self._cache.num_modules:
-            self._cache.keep_states(0, plan, state_ND)
+            self._cache.write_states(0, plan, state_ND)
         raw_BJV = raised(self._model.logits(hidden_ND)).unflatten(0, (-1, shape.num_rows))
         logq_BKV = None if shape.is_greedy else self._logq_SKV[slot_B, : shape.num_drafts]
         drafts = Drafts(draft_BK, num_drafts_B, logq_BKV)
@@ -132,7 +132,7 @@ class Decoder:
             # The module has already run over the last token and the drafts before its own; count the accepted ones
             # among them.
             num_done_B = torch.where(module < num_run_B, drawn.num_B.clamp(max=module + 1), 0)
-            hidden_BD = self._run_module(module, known, drawn, start_B, room_B, table_BS, num_done_B, last_B)
+            hidden_BD = self._run_module(module, known, drawn, start_B, capacity_B, table_BS, num_done_B, last_B)
             logits_BV = self._model.logits(hidden_BD)
             if shape.is_greedy:
                 new_B = logits_BV.argmax(-1)
@@ -143,11 +143,11 @@ class Decoder:
                 self._logq_SKV[slot_B, module] = logq_BV
             known = torch.cat((known, new_B[:, None]), 1)
         new_BD = known[:, shape.num_rows + 1 :]
-        room_B = (room_B - drawn.num_B).clamp(min=0)
+        capacity_B = (capacity_B - drawn.num_B).clamp(min=0)
         integers[:, 0] = known.gather(1, drawn.num_B[:, None])[:, 0]
         integers[:, 1] = start_B + drawn.num_B
-        integers[:, 2] = torch.where(num_drafts_B < 0, -1, (room_B - 1).clamp(0, shape.depth))
-        integers[:, 3] = room_B
+        integers[:, 2] = torch.where(num_drafts_B < 0, -1, (capacity_B - 1).clamp(0, shape.depth))
+        integers[:, 3] = capacity_B
         integers[:, 7] = integers[:, 2].clamp(0, shape.depth)
         integers[:, NUM_FIELDS : NUM_FIELDS + shape.depth] = new_BD
         counts = (drawn.token_BJ, drawn.num_B[:, None], num_drafts_B[:, None], new_BD)
@@ -160,7 +160,7 @@ class Decoder:
         known: Tensor,
         drawn: Verified,
         start_B: Tensor,
-        room_B: Tensor,
+        capacity_B: Tensor,
         table_BS: Tensor,
         num_done_B: Tensor,
         last_B: Tensor,
@@ -170,7 +170,7 @@ class Decoder:
         cache, num_rows = self._cache, drawn.token_BJ.shape[1]
         num_known, num_B1 = num_rows + 1 + module, drawn.num_B[:, None]
         which_BW = num_done_B[:, None] + torch.arange(num_known, device=known.device)
-        is_there_BW = (which_BW <= last_B[:, None]) & (which_BW < room_B[:, None])
+        is_there_BW = (which_BW <= last_B[:, None]) & (which_BW < capacity_B[:, None])
         position_BW = torch.where(is_there_BW, start_B[:, None] + which_BW, -1)
         plan = PagedPlan(cache, [Bundle(0, table_BS, position_BW)], self._model.config.num_layers + module)
         # The new drafts follow the last token that counts.
@@ -179,12 +179,12 @@ class Decoder:
         parent_ND = cache.parent_states(module, plan)
         state_ND, hidden_ND = self._network.module(module, parent_ND, token_BW.flatten(), plan)
         if module + 1 < cache.num_modules:
-            cache.keep_states(module + 1, plan, state_ND)
+            cache.write_states(module + 1, plan, state_ND)
         hidden_BWD = hidden_ND.unflatten(0, (-1, num_known))
         last_BD: Tensor = hidden_BWD[torch.arange(last_B.shape[0], device=known.device), last_B - num_done_B]
         return last_BD
 
 
-def _numbers(number_BX: Tensor, ahead_B: Tensor, row: Tensor) -> Tensor:
-    """Random numbers of each sequence's rows; the sequence is `ahead_B` positions past its first step's."""
-    return number_BX.gather(1, (ahead_B[:, None] + row).clamp(max=number_BX.shape[1] - 1))
+def _numbers(number_BX: Tensor, offset_B: Tensor, row: Tensor) -> Tensor:
+    """Random numbers of each sequence's rows; the sequence is `offset_B` positions past its first step's."""
+    return number_BX.gather(1, (offset_B[:, None] + row).clamp(max=number_BX.shape[1] - 1))

@@ -10,7 +10,7 @@ with the LM head per draft.
 
 The paged cache stores the states h_0 … h_{K−1} beside the keys and values, K hidden sizes per token. So a module can
 resume at any position, also after a prefix that another request has prefilled: when speculation is switched on again
-the modules catch up on the tokens that ran without it, and drafts equal those of the whole network run over the whole
+the modules prefill the tokens that ran without them, and drafts equal those of the whole network run over the whole
 sequence.
 
 Rejected drafts leave stale cache entries from e on, which no token attends to: the next run begins at e or before, or
@@ -29,8 +29,7 @@ from torch import Tensor
 from m2forge.model.transformer import Transformer
 from m2forge.observe.log import warn_once
 from m2forge.rollout.config import RolloutConfig
-from m2forge.rollout.execution import cpu_network as joined
-from m2forge.rollout.execution import cuda_network as fused
+from m2forge.rollout.execution import cpu_network, cuda_network
 from m2forge.rollout.execution.cuda_decode import DecodeGraphs, FusedDecoder
 from m2forge.rollout.execution.decode import NUM_FIELDS, Decoder, Network, Shape
 from m2forge.rollout.execution.sampler import Row, Stream, draw, uniforms
@@ -55,7 +54,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Lookahead:
+class MTPSequence:
     """The tokens of one sequence that the MTP modules run over."""
 
     ids: Sequence[int]
@@ -70,12 +69,12 @@ class Lookahead:
     slot: int
 
     def num_tokens(self, module: int) -> int:
-        num_ahead = module + 1 if module < len(self.rows) else 0
-        return self.end - self.starts[module] + num_ahead
+        num_drafts = module + 1 if module < len(self.rows) else 0
+        return self.end - self.starts[module] + num_drafts
 
 
 @dataclass(frozen=True)
-class Completing:
+class DecodeBatch:
     """A decode batch: each sequence runs its last sampled token and the drafts after it. Each list has one entry per
     sequence."""
 
@@ -83,7 +82,7 @@ class Completing:
     starts: Sequence[int]
     """Positions of `tokens`."""
     drafts: Sequence[Sequence[int]]
-    rooms: Sequence[int]
+    capacities: Sequence[int]
     """Tokens that fit in the sequence's blocks, from its last sampled token on."""
     table_BS: npt.NDArray[np.int64]
     slots: Sequence[int]
@@ -110,17 +109,17 @@ class Decoded:
     is_token_BNJ: npt.NDArray[np.bool_]
     """Rows whose token is part of the completion."""
 
-    def drafted(self, num_taken_B: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Number of drafts and of accepted drafts in each step that gave at least one of the first `num_taken_B`
+    def drafted(self, num_appended_B: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Number of drafts and of accepted drafts in each step that gave at least one of the first `num_appended_B`
         tokens."""
         num_drawn_BN = 1 + self.num_accepted_BN
-        is_wanted_BN = num_drawn_BN.cumsum(1) - num_drawn_BN < num_taken_B[:, None]
-        return self.num_drafts_BN[is_wanted_BN], self.num_accepted_BN[is_wanted_BN]
+        is_used_BN = num_drawn_BN.cumsum(1) - num_drawn_BN < num_appended_B[:, None]
+        return self.num_drafts_BN[is_used_BN], self.num_accepted_BN[is_used_BN]
 
 
 class PlainNetwork:
-    """The training network over the paged cache: the reference for the fused networks in fused.py (CUDA) and joined.py
-    (bfloat16 on a CPU)."""
+    """The training network over the paged cache: the reference for the fused networks in cuda_network.py and
+    cpu_network.py (bfloat16)."""
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
@@ -145,20 +144,20 @@ class Runner:
         shape = (config.max_running + 1, self.num_modules, model.config.vocab_size)
         self._logq_SKV = torch.zeros(shape, device=weight.device, dtype=dtype)
         """Log-probabilities that unverified drafts were sampled from, by the slot of their request."""
-        is_fused = fused.serves(self.cache)
+        is_fused = cuda_network.serves(self.cache)
         self._network: Network = PlainNetwork(model)
         if is_fused:
-            self._network = fused.FusedNetwork(model, self.cache)
-        elif joined.serves(model, self.cache):
-            self._network = joined.JoinedNetwork(model, self.cache)
+            self._network = cuda_network.FusedNetwork(model, self.cache)
+        elif cpu_network.serves(model, self.cache):
+            self._network = cpu_network.CPUNetwork(model, self.cache)
         self._step: DecodeGraphs | Decoder = Decoder(model, self._network, self.cache, self._logq_SKV)
-        if isinstance(self._network, fused.FusedNetwork):
+        if isinstance(self._network, cuda_network.FusedNetwork):
             decoder = FusedDecoder(model, self._network, self.cache, self._logq_SKV)
             self._step = DecodeGraphs(decoder, config.max_running, weight.device)
         self._most_steps = config.steps_per_sync
-        self.decodes_whole = is_fused and fused.is_capturable(model)
+        self.multi_step = is_fused and cuda_network.is_capturable(model)
         """Whether `decode` is faster than the separate calls."""
-        reason = fused.slow_reason(model.config, weight.device.type, weight.dtype, config.block_tokens)
+        reason = cuda_network.slow_reason(model.config, weight.device.type, weight.dtype, config.block_tokens)
         if reason is not None and weight.dtype != torch.float64:
             warn_once(_log, reason)
 
@@ -170,7 +169,7 @@ class Runner:
     def copy(self, copies: Sequence[Copy]) -> None:
         self.cache.copy(copies)
 
-    def decode(self, batch: Completing, depth: int, num_steps: int) -> "Decoded":
+    def decode(self, batch: DecodeBatch, depth: int, num_steps: int) -> "Decoded":
         """Runs `num_steps` decode steps; returns each sequence's next tokens and `depth` new drafts. All sequences are
         greedy or none is; none uses penalties or truncation; the modules have run over all tokens the main model has
         computed."""
@@ -178,7 +177,7 @@ class Runner:
         num_drafts, num_blocks = max(depth, *nums), batch.table_BS.shape[1]
         shape = Shape(len(nums), num_drafts, depth, num_blocks, batch.temperatures[0] == 0, self._most_steps)
         integers = np.zeros((len(nums), shape.num_integers), np.int64)
-        fields = (batch.tokens, batch.starts, nums, batch.rooms, batch.slots, batch.is_seeded, batch.starts)
+        fields = (batch.tokens, batch.starts, nums, batch.capacities, batch.slots, batch.is_seeded, batch.starts)
         # The last field stays 0: the blocks that held only drafts were freed, and the depth may have changed.
         integers[:, : len(fields)] = np.array(fields, np.int64).T
         if num_drafts:
@@ -211,9 +210,9 @@ class Runner:
         """Runs the main model over `tokens`, whose `spans` are in the order of `arranged`; returns the LM head's input
         and the experts."""
         plan = planned(self.cache, spans)
-        state_ND, hidden_ND, experts_NLK = self._network.main(self._put(tokens), plan)
+        state_ND, hidden_ND, experts_NLK = self._network.main(self._to_device(tokens), plan)
         if self.num_modules:
-            self.cache.keep_states(0, plan, state_ND)
+            self.cache.write_states(0, plan, state_ND)
         return hidden_ND, experts_NLK
 
     def sample(self, hidden_ND: Tensor, candidates: Sequence[Candidate]) -> list[Drawn]:
@@ -222,7 +221,7 @@ class Runner:
         hidden_rows = [
             candidate.last - back for candidate in candidates for back in range(len(candidate.drafts), -1, -1)
         ]
-        logits_RV = self.model.logits(hidden_ND[self._put(hidden_rows)])
+        logits_RV = self.model.logits(hidden_ND[self._to_device(hidden_rows)])
         if len(rows) == len(candidates):
             drawn = draw(logits_RV, rows)
             return [Drawn(*([x] for x in token)) for token in zip(*(column.tolist() for column in drawn), strict=True)]
@@ -232,7 +231,7 @@ class Runner:
             indices += [end + min(index, len(candidate.drafts)) for index in range(most + 1)]
             end += len(candidate.rows)
         is_even = len(indices) == len(rows)
-        logits_BJV = (logits_RV if is_even else logits_RV[self._put(indices)]).unflatten(0, (-1, most + 1))
+        logits_BJV = (logits_RV if is_even else logits_RV[self._to_device(indices)]).unflatten(0, (-1, most + 1))
         verified = verify(logits_BJV, [rows[index] for index in indices], self._drafts(candidates, most))
         columns = (column.tolist() for column in verified)
         return [
@@ -244,17 +243,19 @@ class Runner:
         tokens = [[*candidate.drafts, *[0] * (most - len(candidate.drafts))] for candidate in candidates]
         logq_BKV = None
         if any(is_free(candidate.rows[0]) for candidate in candidates):
-            logq_BKV = self._logq_SKV[self._put([candidate.slot for candidate in candidates]), :most]
-        return Drafts(self._put(tokens), self._put([len(candidate.drafts) for candidate in candidates]), logq_BKV)
+            logq_BKV = self._logq_SKV[self._to_device([candidate.slot for candidate in candidates]), :most]
+        return Drafts(
+            self._to_device(tokens), self._to_device([len(candidate.drafts) for candidate in candidates]), logq_BKV
+        )
 
-    def look_ahead(self, sequences: Sequence[Lookahead], depth: int) -> list[list[int]]:
+    def run_mtp(self, sequences: Sequence[MTPSequence], depth: int) -> list[list[int]]:
         """Run the first `depth` MTP modules; returns the drafts of each sequence."""
         draft_BK = torch.zeros((len(sequences), depth), dtype=torch.int64, device=self.cache.device)
         for module in range(depth):
             self._run_module(module, sequences, draft_BK)
         return [drafts[: len(sequence.rows)] for drafts, sequence in zip(draft_BK.tolist(), sequences, strict=True)]
 
-    def _run_module(self, module: int, sequences: Sequence[Lookahead], draft_BK: Tensor) -> None:
+    def _run_module(self, module: int, sequences: Sequence[MTPSequence], draft_BK: Tensor) -> None:
         members = [index for index, sequence in enumerate(sequences) if sequence.num_tokens(module)]
         if not members:
             return
@@ -269,16 +270,16 @@ class Runner:
         parent_ND = self.cache.parent_states(module, plan)
         state_ND, hidden_ND = self._network.module(module, parent_ND, token_N, plan)
         if module + 1 < self.num_modules:
-            self.cache.keep_states(module + 1, plan, state_ND)
+            self.cache.write_states(module + 1, plan, state_ND)
         if drafters:
             logits_BV = self.model.logits(hidden_ND[last_row_B])
             token_B, logq_BV = draft(logits_BV, [sequences[index].rows[module] for index in drafters])
             draft_BK[drafter_B, module] = token_B
             if logq_BV is not None:
-                self._logq_SKV[self._put([sequences[index].slot for index in drafters]), module] = logq_BV
+                self._logq_SKV[self._to_device([sequences[index].slot for index in drafters]), module] = logq_BV
 
     def _tokens(
-        self, module: int, sequences: Sequence[Lookahead], members: Sequence[int], draft_BK: Tensor
+        self, module: int, sequences: Sequence[MTPSequence], members: Sequence[int], draft_BK: Tensor
     ) -> tuple[Tensor, list[int], Tensor, Tensor]:
         """Returns the tokens that a module runs, including drafts of earlier modules; which sequences draft, as list
         and tensor; and the row of each draft."""
@@ -292,17 +293,17 @@ class Runner:
                 tokens += [0] * module
                 drafters.append(index)
                 last_rows.append(len(tokens) - 1)
-        token_N, (drafter_B, last_row_B) = self._put(tokens), self._put([drafters, last_rows])
+        token_N, (drafter_B, last_row_B) = self._to_device(tokens), self._to_device([drafters, last_rows])
         if module and drafters:
             back_K = torch.arange(1 - module, 1, device=token_N.device)
             token_N[last_row_B[:, None] + back_K] = draft_BK[drafter_B, :module]
         return token_N, drafters, drafter_B, last_row_B
 
-    def _put(self, integers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    def _to_device(self, integers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(integers, dtype=torch.int64, device=self.cache.device)
 
 
-def _reals(shape: Shape, batch: Completing) -> npt.NDArray[np.float64]:
+def _reals(shape: Shape, batch: DecodeBatch) -> npt.NDArray[np.float64]:
     """The float inputs of a decode step: temperatures and random numbers."""
     temperature_B1 = np.array(batch.temperatures, np.float64)[:, None]
     if shape.is_greedy:
@@ -310,6 +311,6 @@ def _reals(shape: Shape, batch: Completing) -> npt.NDArray[np.float64]:
     _, num_tokens, num_verdicts, num_drafts = shape.widths_of_reals
     counts: dict[Stream, int] = {"token": num_tokens, "verdict": num_verdicts, "draft": num_drafts}
     streams = [stream for stream, num in counts.items() for _ in range(num)]
-    ahead_X = np.concatenate([np.arange(num) for num in counts.values()])
-    index_BX = np.array(batch.indices)[:, None] + ahead_X
+    offset_X = np.concatenate([np.arange(num) for num in counts.values()])
+    index_BX = np.array(batch.indices)[:, None] + offset_X
     return np.concatenate((temperature_B1, uniforms(batch.seeds, batch.samples, index_BX, streams)), 1)

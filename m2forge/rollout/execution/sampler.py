@@ -101,8 +101,8 @@ def distribution(x_BV: Tensor, rows: Sequence[Row]) -> Tensor:
     cut = [index for index, row in enumerate(rows) if _is_cut(row.sampling)]
     if cut:
         cut_C = torch.tensor(cut, device=x_BV.device)
-        kept_CV = kept(x_BV[cut_C], [rows[index].sampling for index in cut])
-        x_BV = x_BV.index_put((cut_C,), x_BV[cut_C].masked_fill(~kept_CV, -torch.inf))
+        allowed_CV = allowed(x_BV[cut_C], [rows[index].sampling for index in cut])
+        x_BV = x_BV.index_put((cut_C,), x_BV[cut_C].masked_fill(~allowed_CV, -torch.inf))
     return x_BV.log_softmax(-1)
 
 
@@ -113,7 +113,7 @@ def tempered(x_BV: Tensor, temperature_B: Tensor) -> Tensor:
     return (x_BV - x_BV.amax(-1, keepdim=True)) / temperature_B[:, None]
 
 
-def kept(x_BV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+def allowed(x_BV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """Mask of the tokens that may be sampled: each rule keeps a prefix in order of probability, and so do all
     together."""
     vocab_size = x_BV.shape[1]
@@ -171,8 +171,8 @@ def philox(counter: Words, key: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uin
 
 def is_bare(sampling: Sampling) -> bool:
     """Whether temperature is the only sampling parameter in effect."""
-    is_whole = sampling.top_p == 1 and sampling.top_k == 0 and sampling.min_p == 0
-    return (is_whole or sampling.temperature == 0) and not sampling.is_penalised
+    is_untruncated = sampling.top_p == 1 and sampling.top_k == 0 and sampling.min_p == 0
+    return (is_untruncated or sampling.temperature == 0) and not sampling.is_penalised
 
 
 def _is_cut(sampling: Sampling) -> bool:

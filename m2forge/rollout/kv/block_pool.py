@@ -30,7 +30,7 @@ class Block:
         self.index = index
         self.num_holders = 0
         self.num_modules = 0
-        """How many prediction modules have run over all of its tokens."""
+        """How many MTP modules have run over all of its tokens."""
         self.content: Content | None = None
         """None while the block is not in the tree, where other requests cannot find it."""
         self.parent: Block | None = None
@@ -126,7 +126,7 @@ class BlockPool:
 
     def clear(self) -> None:
         """Empty the prefix cache. No block may be held."""
-        assert not self.num_held, "blocks are held whose contents would be forgotten"
+        assert not self.num_held, "the prefix cache is cleared while requests hold blocks"
         while self._unused:
             block, _ = self._unused.popitem(last=False)
             self._unlink(block)
@@ -135,7 +135,7 @@ class BlockPool:
     def _unlink(self, block: Block) -> None:
         assert block.content is not None
         assert block.parent is not None
-        assert not block.children, "a block with others behind it is evicted"
+        assert not block.children, "a block with children is evicted"
         (version, tokens), node = block.content, block.parent
         del node.children[block.content]
         siblings = node.sorted[version]
@@ -151,7 +151,7 @@ class BlockPool:
             held.update(blocks)
             assert len(set(blocks)) == len(blocks), "a request holds a block twice"
             for before, block in zip([self._root, *blocks], blocks, strict=False):
-                assert block.parent in (None, before), "a block lies behind another one than in the tree"
+                assert block.parent in (None, before), "a request's previous block is not the block's parent"
                 assert block.content is None or before is self._root or before.content is not None, "a gap in the tree"
         for node in (self._root, *self._blocks):
             contents = [(version, tokens) for version, each in node.sorted.items() for tokens in each]
@@ -167,14 +167,14 @@ class BlockPool:
             states = (block in free, block in rank, block.num_holders > 0)
             assert sum(states) == 1, f"block {block.index} is free, unused, held: {states}"
             assert (block.content is None) == (block.parent is None)
-            assert not (block in free and block.content), "a free block is in the tree"
-            assert not (block in rank and block.content is None), "an unused block is in no tree"
+            assert not (block in free and block.content), "a free block is in the prefix tree"
+            assert not (block in rank and block.content is None), "an unused block is not in the prefix tree"
             if block.parent is not None and block.content is not None:
                 assert block.parent.children.get(block.content) is block
-                assert len(block.content[1]) == self.block_tokens or not block.children, "a block behind a tail"
+                assert len(block.content[1]) == self.block_tokens or not block.children, "a partial block has children"
             for child in block.children.values():
                 assert child.parent is block
-                assert block.num_holders >= child.num_holders, "who holds a block does not hold the one before it"
+                assert block.num_holders >= child.num_holders, "a request holds a block without the one before it"
                 assert block not in rank or rank[child] < rank[block], "a block would be evicted before its child"
 
 

@@ -40,12 +40,12 @@ class PagedCache:
         num_modules: int = 0,
     ) -> None:
         # One scratch block beyond the pool: padding writes there, and no token attends to it.
-        places, attention = (num_blocks + 1, block_tokens), config.attention
-        shape = (config.num_layers + num_modules, *places, attention.num_kv_heads, attention.head_dim)
+        slots, attention = (num_blocks + 1, block_tokens), config.attention
+        shape = (config.num_layers + num_modules, *slots, attention.num_kv_heads, attention.head_dim)
         # Zeros, because attention multiplies masked values by 0, and uninitialised memory may hold NaN or infinity.
         self.k_YPTGK = torch.zeros(shape, device=device, dtype=dtype)
         self.v_YPTGK = torch.zeros(shape, device=device, dtype=dtype)
-        self.state_MPTD = torch.zeros((num_modules, *places, config.hidden_size), device=device, dtype=dtype)
+        self.state_MPTD = torch.zeros((num_modules, *slots, config.hidden_size), device=device, dtype=dtype)
         """Input states by the module that takes them; index 0 holds those of the main model."""
 
     @property
@@ -57,7 +57,7 @@ class PagedCache:
         return self.state_MPTD.shape[0]
 
     @property
-    def nowhere(self) -> int:
+    def scratch_slot(self) -> int:
         """The first slot of the scratch block, where padding writes."""
         return (self.k_YPTGK.shape[1] - 1) * self.block_tokens
 
@@ -75,7 +75,7 @@ class PagedCache:
         for x in (self.k_YPTGK, self.v_YPTGK, self.state_MPTD):
             x.zero_()
 
-    def keep_states(self, module: int, plan: "PagedPlan", state_ND: Tensor) -> None:
+    def write_states(self, module: int, plan: "PagedPlan", state_ND: Tensor) -> None:
         """Write the input states of `module` at the plan's slots."""
         self.state_MPTD[module].flatten(0, 1).index_copy_(0, plan.slot_N, state_ND)
 
@@ -104,7 +104,7 @@ class Span:
 
 def arranged(spans: Sequence[Span]) -> list[int]:
     """Indices of the spans in the order in which a step runs them."""
-    return sorted(range(len(spans)), key=lambda place: spans[place].shape)
+    return sorted(range(len(spans)), key=lambda index: spans[index].shape)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class PagedPlan:
         (bundle,), size = self._bundles, self.cache.block_tokens
         position_BQ = bundle.position_BQ - num_back
         block_BQ = bundle.table_BS.gather(1, position_BQ.clamp(min=0) // size)
-        return torch.where(position_BQ >= 0, block_BQ * size + position_BQ % size, self.cache.nowhere).flatten()
+        return torch.where(position_BQ >= 0, block_BQ * size + position_BQ % size, self.cache.scratch_slot).flatten()
 
     def attend(self, q_NHK: Tensor, k_PTGK: Tensor, v_PTGK: Tensor, sight: tuple[int, int] | None) -> Tensor:
         """Attention of one layer, whose keys and values are already in the cache."""
@@ -199,14 +199,14 @@ def planned(cache: PagedCache, spans: Sequence[Span], first_layer: int = 0) -> P
         position_BQ = np.array([span.start for span in together])[:, None] + np.arange(together[0].num_tokens)
         groups.append((table_BS, position_BQ))
 
-    def places(table_BS: npt.NDArray[np.int64], position_BQ: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def slots_of(table_BS: npt.NDArray[np.int64], position_BQ: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return np.take_along_axis(table_BS, position_BQ // size, 1) * size + position_BQ % size
 
     positions = [position_BQ for _, position_BQ in groups]
-    slots = [places(*group) for group in groups]
-    parents = [np.where(at > 0, places(table, np.maximum(at - 1, 0)), cache.nowhere) for table, at in groups]
+    slots = [slots_of(*group) for group in groups]
+    parents = [np.where(at > 0, slots_of(table, np.maximum(at - 1, 0)), cache.scratch_slot) for table, at in groups]
     rows = [np.concatenate([part.ravel() for part in parts]) for parts in (positions, slots, parents)]
-    position_N, slot_N, parent_slot_N, *tensors = _put_together([*rows, *chain.from_iterable(groups)], cache.device)
+    position_N, slot_N, parent_slot_N, *tensors = _copy_to_device([*rows, *chain.from_iterable(groups)], cache.device)
     bundles, first = [], 0
     for table, position in zip(tensors[::2], tensors[1::2], strict=True):
         bundles.append(Bundle(first, table, position))
@@ -214,12 +214,12 @@ def planned(cache: PagedCache, spans: Sequence[Span], first_layer: int = 0) -> P
     return PagedPlan(cache, bundles, first_layer, position_N, slot_N, parent_slot_N)
 
 
-def _put_together(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
+def _copy_to_device(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
     """Moves the arrays to the device in one copy. Each starts at a multiple of 16 bytes, because Triton compiles a
     kernel again for other alignments."""
     starts = np.cumsum([0, *(array.size + array.size % 2 for array in arrays)])
     flat = np.zeros(starts[-1], np.int64)
     for start, array in zip(starts, arrays, strict=False):
         flat[start : start + array.size] = array.ravel()
-    put = torch.from_numpy(flat).to(device)
-    return [put[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=False)]
+    copied = torch.from_numpy(flat).to(device)
+    return [copied[start : start + array.size].view(array.shape) for start, array in zip(starts, arrays, strict=False)]

@@ -26,7 +26,7 @@ from m2forge.rollout.request import Request
 
 Copy = tuple[int, int]
 """(source, target) block indices."""
-Reading = tuple[Block | None, tuple[int, ...]]
+PendingBlock = tuple[Block | None, tuple[int, ...]]
 """The block before a full block, and the full block's tokens."""
 
 
@@ -70,7 +70,7 @@ class Scheduler:
         return id in self._started
 
     @property
-    def num_coming(self) -> int:
+    def num_after_prefill(self) -> int:
         """Sequences that will run once all waiting requests are prefilled, at most `max_running`."""
         return min(len(self.running) + len(self.waiting), self.config.max_running)
 
@@ -83,22 +83,22 @@ class Scheduler:
         """Returns the number of tokens to compute for each request, and gives each the blocks for them. `admits`:
         whether prompts that have not started may be admitted."""
         self._step, self._budget, self.copies = {}, self.config.step_tokens, []
-        completing, reading = list[Request](), list[Request]()
+        decoding, prefilling = list[Request](), list[Request]()
         for request in self.running:
-            (completing if request.num_left == 1 else reading).append(request)
-        for request in completing:
+            (decoding if request.num_uncomputed == 1 else prefilling).append(request)
+        for request in decoding:
             if request.blocks:  # else it was preempted
                 self._continue(request)
-        for request in reading:
+        for request in prefilling:
             if self.waiting and _is_lower(request, self.waiting[0]):
                 self._admit(version, admits, above=request)
             if request.blocks:
                 self._continue(request)
         if self.waiting:
             self._admit(version, admits)
-        for request in completing if self.config.speculation else ():
+        for request in decoding if self.config.speculation else ():
             if request.drafts and request in self._step:
-                num_drafts = min(len(request.drafts), self._budget, self._room(request) - 1)
+                num_drafts = min(len(request.drafts), self._budget, self._capacity(request) - 1)
                 self._grant(request, 1 + num_drafts)
         return self._step.copy()
 
@@ -117,7 +117,7 @@ class Scheduler:
         ((_, version),) = request.computed_by
         block = self.pool.publish(request.blocks[index], parent, version, tokens)
         if block is not request.blocks[index]:
-            self._foresee_less(request, block.num_modules, index * self.config.block_tokens)
+            self._limit_mtp_computed(request, block.num_modules, index * self.config.block_tokens)
         self._set_block(request, index, block)
 
     def table(self, request: Request) -> npt.NDArray[np.int64]:
@@ -133,9 +133,9 @@ class Scheduler:
 
     # -- drafts -------------------------------------------------------------------------------------------------------
 
-    def lend(self, request: Request, num_drafts: int) -> int:
+    def reserve(self, request: Request, num_drafts: int) -> int:
         """Take blocks for drafts after the computed tokens, until `trim`; returns how many drafts fit."""
-        num_drafts = min(num_drafts, self._room(request), self.max_context - request.num_computed)
+        num_drafts = min(num_drafts, self._capacity(request), self.max_context - request.num_computed)
         self._take(request, num_drafts)
         return num_drafts
 
@@ -146,32 +146,32 @@ class Scheduler:
             self.pool.release(request.blocks[num_needed:])
             del request.blocks[num_needed:]
 
-    def note_foreseen(self, request: Request, depth: int, num_tokens: int) -> None:
+    def note_mtp_computed(self, request: Request, depth: int, num_tokens: int) -> None:
         """Note that the first `depth` MTP modules have run over the request's first `num_tokens` tokens."""
         for module in range(depth):
-            before, after = request.num_foreseen[module], max(request.num_foreseen[module], num_tokens)
+            before, after = request.num_mtp_computed[module], max(request.num_mtp_computed[module], num_tokens)
             for block in request.blocks[before // self.config.block_tokens : after // self.config.block_tokens]:
                 block.num_modules = max(block.num_modules, module + 1)
-            request.num_foreseen[module] = after
+            request.num_mtp_computed[module] = after
 
-    def _foresee_less(self, request: Request, num_modules: int, num_tokens: int) -> None:
+    def _limit_mtp_computed(self, request: Request, num_modules: int, num_tokens: int) -> None:
         """Note that only the first `num_modules` modules have run over the tokens after `num_tokens`."""
-        for module in range(num_modules, len(request.num_foreseen)):
-            request.num_foreseen[module] = min(request.num_foreseen[module], num_tokens)
+        for module in range(num_modules, len(request.num_mtp_computed)):
+            request.num_mtp_computed[module] = min(request.num_mtp_computed[module], num_tokens)
 
     # -- running requests ---------------------------------------------------------------------------------------------
 
     def _continue(self, request: Request) -> None:
-        num_tokens = min(request.num_left, self._budget)
+        num_tokens = min(request.num_uncomputed, self._budget)
         if request.num_computed + num_tokens <= len(request.blocks) * self.config.block_tokens:
             self._grant(request, num_tokens)
             return
         while self._num_missing(request, num_tokens) > self.pool.num_available and self.running[-1] is not request:
             self._preempt(self.running[-1])
         # The last request takes the blocks that remain and keeps them while it waits for more.
-        self._grant(request, min(num_tokens, self._room(request)))
+        self._grant(request, min(num_tokens, self._capacity(request)))
 
-    def _room(self, request: Request) -> int:
+    def _capacity(self, request: Request) -> int:
         """Tokens that still fit if the request took all available blocks."""
         return (len(request.blocks) + self.pool.num_available) * self.config.block_tokens - request.num_computed
 
@@ -211,7 +211,7 @@ class Scheduler:
             self._publish(request, num_full, request.ids[request.num_computed - num_tail : request.num_computed])
         self.pool.release(request.blocks)
         request.blocks, request.num_computed, request.computed_by = [], 0, []
-        request.num_foreseen, request.drafts = [], []
+        request.num_mtp_computed, request.drafts = [], []
         self._slots.append(request.slot)
         self.running.remove(request)
         self._budget += self._step.pop(request, 0)
@@ -220,7 +220,7 @@ class Scheduler:
 
     def _admit(self, version: PolicyVersion, admits: bool, above: Request | None = None) -> None:
         """Admit waiting requests; with `above`, only those of higher priority than `above`."""
-        promised = {self._reading(request, version) for request in self.running} - {None}
+        promised = {self._pending_block(request, version) for request in self.running} - {None}
         for request in self.waiting.copy():
             if self._budget < 1 or (above is not None and not _is_lower(above, request)):
                 return
@@ -234,17 +234,17 @@ class Scheduler:
             if not self._make_room(request, match):
                 return
             self._enter(request, match, version)
-            promised.add(self._reading(request, version))
+            promised.add(self._pending_block(request, version))
             promised.discard(None)
 
-    def _reading(self, request: Request, version: PolicyVersion) -> Reading | None:
+    def _pending_block(self, request: Request, version: PolicyVersion) -> PendingBlock | None:
         """The block that the request will publish next, if its tokens are known."""
         if any(computed_by != version for _, computed_by in request.computed_by):
             return None
         num_full = request.num_computed // self.config.block_tokens
         return self._next_block(request, num_full, request.blocks[max(num_full - 1, 0) : num_full])
 
-    def _next_block(self, request: Request, num_full: int, last: list[Block]) -> Reading | None:
+    def _next_block(self, request: Request, num_full: int, last: list[Block]) -> PendingBlock | None:
         size = self.config.block_tokens
         tokens = request.ids[num_full * size : (num_full + 1) * size]
         return (last[0] if last else None, tuple(tokens)) if len(tokens) == size else None
@@ -273,10 +273,10 @@ class Scheduler:
         self._started.add(request.id)
         request.slot = self._slots.pop()
         num_there = len(match.blocks) * self.config.block_tokens
-        request.num_foreseen = [num_there] * self.config.speculation
+        request.num_mtp_computed = [num_there] * self.config.speculation
         for index, block in enumerate(match.blocks):
             self.pool.hold(block)
-            self._foresee_less(request, block.num_modules, index * self.config.block_tokens)
+            self._limit_mtp_computed(request, block.num_modules, index * self.config.block_tokens)
             self._add_block(request, block)
         if match.tail is not None:
             # The copy runs before any write of the step, so its source may already be evicted.
@@ -288,7 +288,7 @@ class Scheduler:
             request.note_computed(num_there, version)
         if request.num_cached is None:
             request.num_cached = min(num_there, request.num_prompt)
-        self._grant(request, min(request.num_left, self._budget))
+        self._grant(request, min(request.num_uncomputed, self._budget))
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -312,9 +312,9 @@ class Scheduler:
             assert len(request.blocks) == num_needed, f"{len(request.blocks)} blocks for {request.num_computed} tokens"
             indices = [block.index for block in request.blocks]
             assert self.tables[request.slot, :num_needed].tolist() == indices, "the table names other blocks"
-            assert [request.num_computed, *request.num_foreseen] == sorted(
-                [request.num_computed, *request.num_foreseen], reverse=True
-            ), f"modules ran over {request.num_foreseen} of {request.num_computed} tokens"
+            assert [request.num_computed, *request.num_mtp_computed] == sorted(
+                [request.num_computed, *request.num_mtp_computed], reverse=True
+            ), f"modules ran over {request.num_mtp_computed} of {request.num_computed} tokens"
         slots = [*self._slots, *(request.slot for request in self.running)]
         assert sorted(slots) == list(range(self.config.max_running)), "a slot is lost or there twice"
         for request in self.waiting:

@@ -139,46 +139,46 @@ class Guard:
         error_body: ErrorBody = error_body,
         read_key: ReadKey = read_bearer,
     ) -> None:
-        """`error_body`: makes the body of a refusal from its status and message. `read_key`: finds the key that a
+        """`error_body`: makes the body of a rejection from its status and message. `read_key`: finds the key that a
         request sends in its headers."""
         self._app, self._expected = app, key.encode()
         self._error_body, self._read_key = error_body, read_key
-        self._hosts = {_own_name(entry) for entry in (*LOOPBACK, config.host, *config.hosts)} - {""}
-        self._takes_addresses = config.host in ANY_ADDRESS
+        self._hosts = {_configured_name(entry) for entry in (*LOOPBACK, config.host, *config.hosts)} - {""}
+        self._accepts_addresses = config.host in ANY_ADDRESS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        refusal = self._refusal(scope)
-        if refusal is None:
+        rejection = self._rejection(scope)
+        if rejection is None:
             await self._app(scope, receive, send)
             return
-        status, message = refusal
+        status, message = rejection
         await JSONResponse(self._error_body(status, message), status, headers={"connection": "close"})(
             scope, receive, send
         )
 
-    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+    def _rejection(self, scope: Scope) -> tuple[int, str] | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
-        if not self._is_own(host_name(host)):
+        if not self._names_this_server(host_name(host)):
             return 421, f"the Host header names {host[:200]!r}, not this server; add the name to server.hosts"
         if origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
             return 403, f"the Origin header names {origin[:200]!r}; other sites may not use this server"
         # Constant-time comparison.
         sent = self._read_key(dict(scope["headers"]))
         if not hmac.compare_digest(sent.encode("latin-1"), self._expected):
-            return 401, "the server's key is needed: send Authorization: Bearer KEY"
+            return 401, "the API key is missing or wrong; send Authorization: Bearer KEY"
         content_type = headers.get(b"content-type", "").partition(";")[0].strip().lower()
         if scope["method"] == "POST" and content_type != JSON_TYPE:
             return 415, f"the content type is {content_type[:200]!r}; send JSON as {JSON_TYPE}"
         return None
 
-    def _is_own(self, name: str) -> bool:
-        return name in self._hosts or (self._takes_addresses and _is_address(name))
+    def _names_this_server(self, name: str) -> bool:
+        return name in self._hosts or (self._accepts_addresses and _is_address(name))
 
 
-def _own_name(entry: str) -> str:
+def _configured_name(entry: str) -> str:
     """The name of a configured host in the form that `host_name` gives for a request: without a port, which a proxy may
     change."""
     return entry.lower() if _is_address(entry) else host_name(entry)
@@ -195,7 +195,7 @@ def _is_address(name: str) -> bool:
 T = TypeVar("T")
 
 EVENT_STREAM, LINES = "text/event-stream", "application/x-ndjson"
-CLIENT_GONE = 499
+CLIENT_CLOSED_REQUEST = 499
 """Logged status of a response to a client that has disconnected."""
 GRACE_S = 5
 """Time that requests in flight get to finish after the server is asked to stop."""
@@ -210,7 +210,7 @@ class Measured(Protocol):
     async def metrics(self) -> dict[str, float]: ...
 
 
-class HungUp(Exception):
+class ClientDisconnected(Exception):
     """The client has disconnected."""
 
 
@@ -224,7 +224,7 @@ def make_app(engine: Engine, config: ServerConfig, key: str) -> Guard:
             Route("/health", service.show_health),
             Route("/metrics", service.show_metrics),
         ],
-        exception_handlers={M2ForgeError: _on_error, HTTPException: _on_http_error, HungUp: _on_hung_up},
+        exception_handlers={M2ForgeError: _on_error, HTTPException: _on_http_error, ClientDisconnected: _on_disconnect},
     )
     return Guard(app, config, key)
 
@@ -256,9 +256,11 @@ class _Service:
                 raise RequestError(f"num_samples: {expected}, received {body.num_samples}")
             chunks = self._engine.generate(body.prompt())
             if not body.stream:
-                return JSONResponse(await _unless_gone(request, self._answer(chunks, body.num_samples, started_s)))
+                return JSONResponse(
+                    await _unless_disconnected(request, self._answer(chunks, body.num_samples, started_s))
+                )
             # Wait for the first chunk: once the stream has begun, an error can no longer set the status.
-            first = await _unless_gone(request, anext(chunks))
+            first = await _unless_disconnected(request, anext(chunks))
         except Exception as error:
             self._note_failure(error)
             raise
@@ -273,7 +275,7 @@ class _Service:
         body = wire.read_body(wire.WeightsBody, await self._read(request))
         version = body.version.version()
         await self._engine.load(Path(body.folder), version)
-        _log.info("the weights of %s sample as %s, step %d", body.folder, version.lineage, version.step)
+        _log.info("loaded the weights of %s as policy version %s, step %d", body.folder, version.lineage, version.step)
         return JSONResponse({"version": version.to_dict()})
 
     async def show_health(self, request: Request) -> Response:
@@ -323,34 +325,34 @@ class _Service:
                 if len(body) > self._config.max_body_bytes:
                     raise HTTPException(413, f"the body exceeds {self._config.max_body_bytes} bytes; send less")
         except ClientDisconnect as error:
-            raise HungUp from error
+            raise ClientDisconnected from error
         return bytes(body)
 
     def _note_failure(self, error: Exception) -> None:
-        if isinstance(error, HungUp):
+        if isinstance(error, ClientDisconnected):
             self._counts.note_request(Outcome.HUNG_UP)
         else:
             refused = isinstance(error, M2ForgeError | HTTPException) and not isinstance(error, EngineError)
             self._counts.note_request(Outcome.REFUSED if refused else Outcome.FAILED)
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled if the client disconnects."""
 
-    async def hang_up() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
+    working, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
     try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise HungUp
+            raise ClientDisconnected
         return working.result()
     finally:
-        for task in (working, gone):
+        for task in (working, disconnected):
             task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        await asyncio.gather(working, disconnected, return_exceptions=True)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -364,8 +366,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return JSONResponse(body, error.status_code, headers=error.headers)
 
 
-async def _on_hung_up(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_GONE)
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 DTYPES = {
@@ -456,7 +458,7 @@ def _find_decode(path: Path) -> Decode | None:
     except NotFoundError:
         return None
     except M2ForgeError as error:
-        _log.warning("prompts with stop texts will be refused: %s", error)
+        _log.warning("the tokenizer cannot be loaded, so prompts with stop texts will be rejected: %s", error)
         return None
 
 

@@ -126,7 +126,7 @@ def read_body(kind: type[BodyT], data: bytes) -> BodyT:
                 problems.append(f"{location}: {details['msg']}" if location else details["msg"])
         if error.error_count() > _NUM_SHOWN:
             problems.append(f"{error.error_count() - _NUM_SHOWN} more")
-        raise RequestError(f"the body cannot be used: {'; '.join(problems)}") from error
+        raise RequestError(f"invalid request body: {'; '.join(problems)}") from error
 
 
 def write_prompt(prompt: Prompt) -> bytes:
@@ -174,7 +174,7 @@ def read_chunk(line: str | bytes) -> Chunk:
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         if isinstance(error, M2ForgeError):
             raise
-        raise EngineError(f"the server sent a line that is no chunk ({error!r}): {line[:200]!r}") from error
+        raise EngineError(f"the server sent a line that is not a chunk ({error!r}): {line[:200]!r}") from error
 
 
 def read_chunks(lines: Sequence[bytes]) -> Iterator[Chunk]:

@@ -95,20 +95,22 @@ def judged(
     logq_BKV, draft_BK, shape = drafts.logprob_BKV, drafts.token_BK, logp_BJV.shape[:2]
     if logq_BKV is None:
         token_BJ = pick(logp_BJV.flatten(0, 1), number_BJ.flatten()).view(shape)
-        stands_BK = token_BJ[:, :-1] == draft_BK
+        is_accepted_BK = token_BJ[:, :-1] == draft_BK
     else:
         is_free_BK = is_free_B[:, None] & drafts.is_there_BK
         left_BKV = torch.where(is_free_BK[..., None], residual(logp_BJV[:, :-1], logq_BKV), logp_BJV[:, :-1])
         left_BJV = torch.cat((left_BKV, logp_BJV[:, -1:]), 1)
         token_BJ = pick(left_BJV.flatten(0, 1), number_BJ.flatten()).view(shape)
         p_BK, q_BK = at(logp_BJV[:, :-1], draft_BK).double().exp(), at(logq_BKV, draft_BK).double().exp()
-        stands_BK = torch.where(is_free_BK, verdict_BJ[:, :-1] * q_BK < p_BK, token_BJ[:, :-1] == draft_BK)
-        token_BJ = torch.cat((torch.where(stands_BK, draft_BK, token_BJ[:, :-1]), token_BJ[:, -1:]), 1)
-    return _verified(raw_BJV, token_BJ, at(logp_BJV, token_BJ), drafts, stands_BK)
+        is_accepted_BK = torch.where(is_free_BK, verdict_BJ[:, :-1] * q_BK < p_BK, token_BJ[:, :-1] == draft_BK)
+        token_BJ = torch.cat((torch.where(is_accepted_BK, draft_BK, token_BJ[:, :-1]), token_BJ[:, -1:]), 1)
+    return _verified(raw_BJV, token_BJ, at(logp_BJV, token_BJ), drafts, is_accepted_BK)
 
 
-def _verified(raw_BJV: Tensor, token_BJ: Tensor, logprob_BJ: Tensor, drafts: Drafts, stands_BK: Tensor) -> Verified:
-    num_B = 1 + (stands_BK & drafts.is_there_BK).long().cumprod(1).sum(1)
+def _verified(
+    raw_BJV: Tensor, token_BJ: Tensor, logprob_BJ: Tensor, drafts: Drafts, is_accepted_BK: Tensor
+) -> Verified:
+    num_B = 1 + (is_accepted_BK & drafts.is_there_BK).long().cumprod(1).sum(1)
     return Verified(token_BJ, logprob_BJ, at(raw_BJV, token_BJ) - raw_BJV.logsumexp(-1), num_B)
 
 

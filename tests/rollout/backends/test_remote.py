@@ -115,7 +115,10 @@ async def answer_nonsense(request: Request) -> Response:
 
 @pytest.mark.parametrize(
     ("answer", "problem"),
-    [(answer_half, "ended its answer with 1 completions unfinished"), (answer_nonsense, "no chunk.*a proxy's page")],
+    [
+        (answer_half, "ended its response with 1 completions unfinished"),
+        (answer_nonsense, "not a chunk.*a proxy's page"),
+    ],
 )
 def test_an_answer_that_is_none_is_told(answer: object, problem: str) -> None:
     async def run() -> None:
@@ -124,7 +127,7 @@ def test_an_answer_that_is_none_is_told(answer: object, problem: str) -> None:
             engine = RemoteEngine(url)
             with pytest.raises(EngineError, match=problem):
                 await complete(engine, make_prompt())
-            with pytest.raises(EngineError, match=r"JSON|state of an engine"):
+            with pytest.raises(EngineError, match=r"JSON|did not return an engine state"):
                 await engine.state()
             await engine.close()
 

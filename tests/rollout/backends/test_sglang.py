@@ -117,7 +117,7 @@ def test_the_models_end_token_ends_nothing_unasked() -> None:
             free = [int(id) for id in await complete(engine, make_prompt(max_tokens=12, seed=3))]
             fake.end_id = free[4]
             assert await complete(engine, make_prompt(max_tokens=12, seed=3)) == free
-            with pytest.raises(EngineError, match=f"at {free[4]}, which is none of the prompt's stop ids"):
+            with pytest.raises(EngineError, match=f"at {free[4]}, which is not in the prompt's stop ids"):
                 await complete(engine, make_prompt(max_tokens=12, seed=3, stop_ids=(VOCAB_SIZE + 1,)))
 
     asyncio.run(run())
@@ -151,11 +151,11 @@ def test_a_load_that_breaks_off_stops_requests_until_a_success(tmp_path: Path) -
         async with behind(fake) as engine:
             with pytest.raises(EngineError, match="502"):
                 await engine.load(tmp_path / "model", PolicyVersion("run", 1))
-            with pytest.raises(EngineError, match="not known which weights"):
+            with pytest.raises(EngineError, match="weights are unknown"):
                 await complete(engine, make_prompt())
             with pytest.raises(NotFoundError):
                 await engine.load(tmp_path / "none", PolicyVersion("run", 2))
-            with pytest.raises(EngineError, match="not known which weights"):
+            with pytest.raises(EngineError, match="weights are unknown"):
                 await complete(engine, make_prompt())
             fake.is_broken = False
             await engine.load(tmp_path / "model", PolicyVersion("run", 3))

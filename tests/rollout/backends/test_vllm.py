@@ -149,7 +149,7 @@ def test_a_server_outside_development_mode_cannot_reload(weights: Path) -> None:
     [
         ("/collective_rpc", Response("no such tensor", 500), "collective_rpc: answered 500: no such tensor"),
         ("/reset_prefix_cache", Response("gone", 502), "reset_prefix_cache: answered 502"),
-        ("/reset_prefix_cache", Response('{"success": false}'), "keeps a cache of the old weights"),
+        ("/reset_prefix_cache", Response('{"success": false}'), "did not reset the prefix cache"),
     ],
 )
 def test_a_load_that_breaks_off_stops_requests_until_a_success(
@@ -170,7 +170,7 @@ def test_a_load_that_breaks_off_stops_requests_until_a_success(
                 await engine.load(weights, PolicyVersion("run", 1))
             assert fake.admin_calls[-1] == "resume"
             assert (await engine.state()).version == START
-            with pytest.raises(EngineError, match="not known which weights"):
+            with pytest.raises(EngineError, match="weights are unknown"):
                 await complete(engine, make_prompt())
             fake.is_broken = False
             await engine.load(weights, PolicyVersion("run", 2))

@@ -15,7 +15,7 @@ from m2forge.kernels.linear import KERNELS
 from m2forge.model.build import build
 from m2forge.model.config import ModelConfig
 from m2forge.model.transformer import Transformer
-from m2forge.rollout.execution.cpu_network import JoinedNetwork, serves
+from m2forge.rollout.execution.cpu_network import CPUNetwork, serves
 from m2forge.rollout.execution.decode import Network
 from m2forge.rollout.execution.runner import PlainNetwork
 from m2forge.rollout.kv.paged_plan import PagedCache, Span, planned
@@ -68,7 +68,7 @@ def test_its_error_is_that_of_the_plain_network(config: ModelConfig, seed: int) 
     token_N = torch.randint(config.vocab_size, (18,), generator=torch.Generator().manual_seed(seed))
     caches = [PagedCache(config, 6, 4, token_N.device, dtype, 1) for dtype in (torch.bfloat16,) * 2 + (torch.float64,)]
     assert serves(model, caches[0])
-    joined = run(JoinedNetwork(model, caches[0]), caches[0], token_N)
+    joined = run(CPUNetwork(model, caches[0]), caches[0], token_N)
     plain = run(PlainNetwork(model), caches[1], token_N)
     exact = run(PlainNetwork(exact_model), caches[2], token_N)
     for ours, other, true in zip(joined, plain, exact, strict=True):
@@ -82,7 +82,7 @@ def test_the_experts_are_told() -> None:
     model = build(SMALL, dtype=torch.bfloat16, seed=0)
     cache = PagedCache(SMALL, 6, 4, torch.device("cpu"), torch.bfloat16, 1)
     plan = planned(cache, SPANS[:1])
-    _, _, experts_NLK = JoinedNetwork(model, cache).main(torch.arange(7), plan)
+    _, _, experts_NLK = CPUNetwork(model, cache).main(torch.arange(7), plan)
     assert experts_NLK is not None
     assert experts_NLK.shape == (7, 4, 2)
 

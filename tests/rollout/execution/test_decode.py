@@ -81,8 +81,8 @@ def test_what_a_module_ran_it_does_not_run_again(depth: int, num_sequences: int,
             num_run_B = torch.where(before[:, 2] < 0, 0, (before[:, 3] - 1).clamp(0, depth))
             assert torch.equal(before[:, NUM_RUN], num_run_B)
         has_begun = True
-        num_stood = (outs[0][:, shape.num_rows].long() - 1).tolist()
+        num_accepted = (outs[0][:, shape.num_rows].long() - 1).tolist()
         for module, (ours, all_rows) in enumerate(zip(networks[0].rows, networks[1].rows, strict=True)):
-            for place, stood in enumerate(num_stood):
+            for place, stood in enumerate(num_accepted):
                 num_done = min(stood, module) + 1 if module < int(before[place, NUM_RUN]) else 0
                 assert ours[place] == max(all_rows[place] - num_done, 0)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.records import Sampling
-from m2forge.rollout.execution.sampler import Row, distribution, draw, kept, penalised, philox, uniforms
+from m2forge.rollout.execution.sampler import Row, allowed, distribution, draw, penalised, philox, uniforms
 from tests.rollout.plain import plain_distribution, plain_pick
 
 VOCAB = 13
@@ -99,7 +99,7 @@ def test_ties_go_to_the_lower_id() -> None:
         (Sampling(top_p=1e-9), [1]),
         (Sampling(0.0), [1]),
     ):
-        assert kept(x, [sampling])[0].nonzero().flatten().tolist() == found
+        assert allowed(x, [sampling])[0].nonzero().flatten().tolist() == found
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e30])

@@ -157,5 +157,5 @@ def test_an_audit_finds_what_is_wrong(corrupt: object) -> None:
 def test_what_is_held_is_not_forgotten() -> None:
     pool = BlockPool(4, SIZE)
     read(pool, [1, 2, 3])
-    with pytest.raises(AssertionError, match="blocks are held"):
+    with pytest.raises(AssertionError, match="requests hold blocks"):
         pool.clear()

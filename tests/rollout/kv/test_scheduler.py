@@ -29,7 +29,7 @@ def step(scheduler: Scheduler) -> dict[str, int]:
     assert sum(batch.values()) <= scheduler.config.step_tokens
     for member, num_tokens in batch.items():
         scheduler.advance(member, num_tokens, version(0))
-        if member.num_left == 0:
+        if member.num_uncomputed == 0:
             member.extend(Drawn([99], [0.0], [0.0]), 0)
     for member in batch:
         if member.finish_reason:

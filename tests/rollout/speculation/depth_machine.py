@@ -42,9 +42,9 @@ def run_dear(
     random, now, num_tokens, total_s, num_dear = np.random.default_rng(0), 0, 0, 0.0, 0
     for step in range(400 * len(shares)):
         is_free = bool(free_every) and step % free_every == 0
-        depth = chooser.choose(Moment(4, is_apart=not is_free))
+        depth = chooser.choose(Moment(4, is_separate_step=not is_free))
         if depth > now and not is_free:
-            chooser.note_catch_up(4, price)
+            chooser.note_mtp_prefill_step(4, price)
             num_dear += 1
         else:
             num_right = 0
@@ -73,12 +73,14 @@ def serve_batches(num_batches: int, module_s: float, num_parts: int = 4) -> list
         read_s, steps_s, num_computed, num_tokens = 4 * 14.0, 0.0, 0.0, 0.0
         num_seen = [0.0] * 3
         while num_tokens < 128:
-            is_reading = num_computed < num_prompt
-            num_behind = [round(num_sequences * (num_computed - seen)) for seen in num_seen]
-            num_coming = num_sequences if is_reading else 0
-            depth = chooser.choose(Moment(num_sequences, num_coming, not is_reading, num_behind, 128 - num_tokens))
+            is_prefilling = num_computed < num_prompt
+            mtp_lag = [round(num_sequences * (num_computed - seen)) for seen in num_seen]
+            num_after_prefill = num_sequences if is_prefilling else 0
+            depth = chooser.choose(
+                Moment(num_sequences, num_after_prefill, not is_prefilling, mtp_lag, 128 - num_tokens)
+            )
             num_missed = num_computed - num_seen[depth - 1] if depth else 0.0
-            if is_reading:
+            if is_prefilling:
                 num_computed += num_prompt // num_parts
                 num_missed += num_prompt // num_parts
                 duration_s = 0.0
@@ -96,12 +98,12 @@ def serve_batches(num_batches: int, module_s: float, num_parts: int = 4) -> list
                 chooser.note_drafts([10_000] * depth, nums[1:])
             if depth and num_missed:
                 module_total_s = depth * module_s * num_missed * 4 / num_prompt
-                if is_reading:
-                    chooser.note_reading(depth, num_sequences, round(num_sequences * num_missed), module_total_s)
+                if is_prefilling:
+                    chooser.note_mtp_prefill(depth, num_sequences, round(num_sequences * num_missed), module_total_s)
                     read_s += module_total_s
                 else:
                     duration_s += module_total_s
-                    chooser.note_catch_up(num_sequences, duration_s)
+                    chooser.note_mtp_prefill_step(num_sequences, duration_s)
             num_seen[:depth] = [num_computed] * depth
             steps_s += duration_s
         for _ in range(num_sequences):

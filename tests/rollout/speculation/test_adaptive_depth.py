@@ -57,10 +57,10 @@ def test_prefill_for_a_growing_batch_uses_the_whole_batchs_depth() -> None:
         run(chooser, 300, 2, lambda depth: 1 + 0.1 * depth, 0.8)
         run(chooser, 300, 200, lambda depth: 1.0 + depth, 0.8)
     for num_sequences in (1, 2, 50, 199):
-        assert chooser.choose(Moment(num_sequences, num_coming=200, is_apart=False)) == 0
-    assert chooser.choose(Moment(1, num_coming=2, is_apart=False)) == 3
+        assert chooser.choose(Moment(num_sequences, num_after_prefill=200, is_separate_step=False)) == 0
+    assert chooser.choose(Moment(1, num_after_prefill=2, is_separate_step=False)) == 3
     # A size that was never met does as the nearest.
-    assert chooser.choose(Moment(200, num_coming=4000, is_apart=False)) == 0
+    assert chooser.choose(Moment(200, num_after_prefill=4000, is_separate_step=False)) == 0
     assert Counter(run(chooser, 100, 2, lambda depth: 1 + 0.1 * depth, 0.8))[3] > 90
 
 
@@ -137,18 +137,18 @@ def test_drafts_that_hardly_pay_are_not_made() -> None:
     assert Counter(run(MeasuredDepth(3), 2000, 4, seconds, 0.8)).most_common(1)[0][0] == 0
 
 
-def served(chooser: MeasuredDepth, num_read: int, reading_s: float, num_batches: int = 60) -> Counter[int]:
+def served(chooser: MeasuredDepth, num_prefilled: int, reading_s: float, num_batches: int = 60) -> Counter[int]:
     """How often each depth, where batches of 16 read so many tokens each, which takes a module `reading_s` a token,
     and then sample 64; a step takes 1 + 0.1 · depth, and 0.8 of all drafts are right."""
     depths = Counter[int]()
     for _ in range(num_batches):
         for num_before in (0, 8):  # half of them at a time
-            depth = chooser.choose(Moment(num_before + 8, num_coming=16, is_apart=False))
-            if depth and num_read:
-                chooser.note_reading(depth, 16, 8 * num_read, 8 * num_read * reading_s * depth)
+            depth = chooser.choose(Moment(num_before + 8, num_after_prefill=16, is_separate_step=False))
+            if depth and num_prefilled:
+                chooser.note_mtp_prefill(depth, 16, 8 * num_prefilled, 8 * num_prefilled * reading_s * depth)
         depths.update(run(chooser, 64, 16, lambda depth: 1 + 0.1 * depth, 0.8))
         for _ in range(16):
-            chooser.note_end(num_read, 64)
+            chooser.note_end(num_prefilled, 64)
     return depths
 
 

@@ -54,17 +54,22 @@ def test_a_first_trial_waits_for_prefill_and_lasts_as_long() -> None:
     """Where modules have more to catch up on than is left to sample."""
     chooser, far_behind = MeasuredDepth(3), [4 * 400] * 3
     for _ in range(50):
-        assert chooser.choose(Moment(4, num_behind=far_behind, num_wanted=50)) == 0
+        assert chooser.choose(Moment(4, mtp_lag=far_behind, num_remaining=50)) == 0
         chooser.note_steps(0, 4, 1, 1.0)
-    for num_read in range(0, 1600, 16):
-        assert chooser.choose(Moment(4, 4, is_apart=False, num_behind=[0, num_read, num_read], num_wanted=50)) == 1
-    assert chooser.choose(Moment(4, num_behind=[0, 1600, 1600], num_wanted=50)) == 1
+    for num_prefilled in range(0, 1600, 16):
+        assert (
+            chooser.choose(
+                Moment(4, 4, is_separate_step=False, mtp_lag=[0, num_prefilled, num_prefilled], num_remaining=50)
+            )
+            == 1
+        )
+    assert chooser.choose(Moment(4, mtp_lag=[0, 1600, 1600], num_remaining=50)) == 1
     # Less than what is left: it may be tried at once.
     other = MeasuredDepth(3)
     for _ in range(TRIAL_STEPS):
-        assert other.choose(Moment(4, num_behind=far_behind, num_wanted=401)) == 0
+        assert other.choose(Moment(4, mtp_lag=far_behind, num_remaining=401)) == 0
         other.note_steps(0, 4, 1, 1.0)
-    assert other.choose(Moment(4, num_behind=far_behind, num_wanted=401)) == 1
+    assert other.choose(Moment(4, mtp_lag=far_behind, num_remaining=401)) == 1
 
 
 @pytest.mark.parametrize("is_catching_up", [False, True])
@@ -73,8 +78,8 @@ def test_what_modules_catch_up_on_in_several_steps_costs_several(is_catching_up:
     chooser = MeasuredDepth(3)
     run_dear(chooser, (1.0, 1.1, 1.2, 1.3), 30.0, [0.9])
     chooser._depth, chooser._sizes[3].pause_steps = 0, 10_000
-    num_behind = 4000 if is_catching_up else 10
-    assert chooser.choose(Moment(4, num_behind=[num_behind] * 3, most_behind=100)) == (0 if is_catching_up else 3)
+    mtp_lag = 4000 if is_catching_up else 10
+    assert chooser.choose(Moment(4, mtp_lag=[mtp_lag] * 3, max_mtp_prefill=100)) == (0 if is_catching_up else 3)
 
 
 def test_trials_repeat_as_often_as_a_small_share_of_time_allows() -> None:
@@ -103,9 +108,9 @@ def test_a_depth_yields_to_a_deeper_one_unless_modules_lag_far(num_sequences: in
     """At a size that is known, and at one that does as another."""
     chooser = MeasuredDepth(3)
     run_dear(chooser, (1.0, 1.1, 1.2, 1.3), 1.0, [0.9])
-    chooser.note_reading(3, 4, 100, 100.0)
+    chooser.note_mtp_prefill(3, 4, 100, 100.0)
     chooser._sizes[3].pause_steps = 10_000
-    for num_behind, depth in ((4000, 0), (0, 3)):
+    for mtp_lag, depth in ((4000, 0), (0, 3)):
         chooser._depth = 0
-        is_apart = num_sequences == 4
-        assert chooser.choose(Moment(num_sequences, is_apart=is_apart, num_behind=[num_behind] * 3)) == depth
+        is_separate_step = num_sequences == 4
+        assert chooser.choose(Moment(num_sequences, is_separate_step=is_separate_step, mtp_lag=[mtp_lag] * 3)) == depth

@@ -99,7 +99,7 @@ def check_drafts(served: Served) -> None:
 NUM_SYMBOLS, NUM_SAMPLES = 4, 1600
 
 
-def chi_square(sampling: Sampling, depth: int, decodes_whole: bool = False) -> tuple[float, float]:
+def chi_square(sampling: Sampling, depth: int, multi_step: bool = False) -> tuple[float, float]:
     """Of tokens 1, 2 and 3 behind a prompt, together, against their exact probabilities; and what it may be at 1%."""
     # Room for all at once: one that enters or reads would keep a step from running as one.
     config = RolloutConfig(
@@ -108,12 +108,12 @@ def chi_square(sampling: Sampling, depth: int, decodes_whole: bool = False) -> t
     model = network(TINY.model_copy(update={"num_mtp": depth, "vocab_size": NUM_SYMBOLS}), seed=3)
     with torch.no_grad():
         model.head_weight.mul_(0.8)  # so that no token is too rare
-    core = Core(model, config, version(0), depth=FixedDepth(depth), decodes_whole=decodes_whole)
+    core = Core(model, config, version(0), depth=FixedDepth(depth), multi_step=multi_step)
     core.add("a", Prompt(ids_of(1, 2), 5, sampling, num_samples=NUM_SAMPLES))
     completions: Completions = {}
     while not core.is_idle:
         collect(completions, core.step())
-    assert (core.metrics()["total_whole_steps"] > 0) == decodes_whole
+    assert (core.metrics()["total_whole_steps"] > 0) == multi_step
     counts = Counter(tuple(completion.ids[1:4]) for completion in completions.values())
     metrics = core.metrics()
     for place in range(1, depth + 1):
@@ -157,7 +157,7 @@ def test_three_tokens_in_a_row_have_the_policys_distribution(sampling: Sampling,
 
 @pytest.mark.parametrize(("temperature", "depth"), [(1.0, 1), (0.6, 3)])
 def test_steps_that_run_as_one_draw_from_the_policy_too(temperature: float, depth: int) -> None:
-    found, most = chi_square(Sampling(temperature), depth, decodes_whole=True)
+    found, most = chi_square(Sampling(temperature), depth, multi_step=True)
     assert found < most
 
 
@@ -199,15 +199,15 @@ def make_sure(model: Transformer) -> None:
             module.block.load_state_dict(model.blocks[-1].state_dict())
 
 
-@pytest.mark.parametrize("decodes_whole", [False, True])
+@pytest.mark.parametrize("multi_step", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_drafts_that_are_right_save_steps(depth: int, decodes_whole: bool) -> None:
+def test_drafts_that_are_right_save_steps(depth: int, multi_step: bool) -> None:
     model = network(TINY.model_copy(update={"num_mtp": depth}))
     make_sure(model)
     config = RolloutConfig(
         block_tokens=4, num_blocks=16, max_running=8, step_tokens=64, speculation=depth, steps_per_sync=1
     )
-    core = Core(model, config, version(0), depth=FixedDepth(depth), decodes_whole=decodes_whole)
+    core = Core(model, config, version(0), depth=FixedDepth(depth), multi_step=multi_step)
     core.add("a", Prompt(ids_of(1, 2, 3), 25, GREEDY))
     completion = finish(core)["a", 0]
     assert completion.ids == generate(model, [1, 2, 3], max_new_tokens=25)
@@ -253,7 +253,7 @@ def test_modules_that_are_broken_cost_nothing_but_time() -> None:
 
 def test_more_drafts_than_modules_are_refused() -> None:
     config = RolloutConfig(speculation=2)
-    with pytest.raises(ConfigError, match="2 drafts need as many prediction modules; this model has 1"):
+    with pytest.raises(ConfigError, match="2 drafts need as many MTP modules; this model has 1"):
         Core(network(TINY.model_copy(update={"num_mtp": 1})), config, version(0))
     with pytest.raises(ValueError, match="less than or equal to 3"):
         RolloutConfig(speculation=4)
