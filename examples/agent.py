@@ -1,6 +1,6 @@
 """From the text of Python's standard library to a small agent that calls tools, on two CPU cores.
 
-    python examples/agent.py [--scale 1.0] [--runs runs/agent]
+    python examples/agent.py [--scale 1.0] [--runs runs/agent] [--text FOLDER]
 
 Five stages, each of which `m2forge` also offers as a command, with the configurations in configs/:
 
@@ -11,7 +11,8 @@ Five stages, each of which `m2forge` also offers as a command, with the configur
     eval       the base model's held-out loss, and the agent's calls on requests with names that training never used
 
 A stage that was killed goes on where it stopped, and one that is complete is not repeated. `--scale 0.5` trains half
-as long and asks half as many held-out requests.
+as long, warmup included, and asks half as many held-out requests. `--text` names a folder of Python files to read
+instead of the standard library.
 """
 
 import os
@@ -54,9 +55,8 @@ TRAIN_SEED, HELD_OUT_SEED = 0, 1
 Result = TypeVar("Result")
 
 
-def make_corpus(folder: Path) -> Path:
-    stdlib = sysconfig.get_path("stdlib")
-    config = load(CorpusConfig, CONFIGS / "corpus" / "stdlib.toml", [f"sources.0.path={json.dumps(stdlib)}"])
+def make_corpus(text: Path, folder: Path) -> Path:
+    config = load(CorpusConfig, CONFIGS / "corpus" / "stdlib.toml", [f"sources.0.path={json.dumps(str(text))}"])
     print("\n".join(build_corpus(config, folder, num_workers=2).lines()))
     return folder
 
@@ -64,9 +64,10 @@ def make_corpus(folder: Path) -> Path:
 def pretrain(corpus: Path, runs: Path, scale: float) -> Path:
     path = CONFIGS / "pretrain" / "nano.toml"
     phases = load(PretrainConfig, path).phases
-    steps = [
-        f"phases.{i}.steps={max(1, phase.warmup_steps, round(phase.steps * scale))}" for i, phase in enumerate(phases)
-    ]
+    steps = []
+    for index, phase in enumerate(phases):
+        steps.append(f"phases.{index}.steps={max(1, round(phase.steps * scale))}")
+        steps.append(f"phases.{index}.warmup_steps={round(phase.warmup_steps * min(scale, 1.0))}")
     return run_pretrain(load(PretrainConfig, path, [f"corpus={json.dumps(str(corpus))}", *steps]), runs)
 
 
@@ -122,6 +123,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small agent from the text of the standard library.")
     parser.add_argument("--scale", type=float, default=1.0, help="how long to train (default: 1.0)")
     parser.add_argument("--runs", type=Path, default=Path("runs/agent"), help="default: runs/agent")
+    parser.add_argument(
+        "--text", type=Path, default=Path(sysconfig.get_path("stdlib")), help="default: the standard library"
+    )
     args = parser.parse_args()
     if not 0 < args.scale <= 100:
         parser.error(f"--scale {args.scale}: give a number above 0, at most 100")
@@ -134,7 +138,7 @@ def main() -> None:
         seconds[name] = time.monotonic() - started_s
         return result
 
-    corpus = timed("corpus", lambda: make_corpus(runs / "corpus"))
+    corpus = timed("corpus", lambda: make_corpus(args.text, runs / "corpus"))
     base = timed("pretrain", lambda: pretrain(corpus, runs, args.scale))
     train, held_out = timed("data", lambda: make_trajectories(runs / "trajectories", args.scale))
     agent = timed("sft", lambda: fine_tune(base, train, runs))

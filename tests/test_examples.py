@@ -3,8 +3,10 @@
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,12 @@ def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_agent_goes_from_text_to_calls(tmp_path: Path) -> None:
-    result = run("agent.py", "--scale", "0.01", "--runs", str(tmp_path))
+    # A part of the standard library's text: every stage reads it as it reads the whole.
+    stdlib, text = Path(sysconfig.get_path("stdlib")), tmp_path / "text"
+    text.mkdir()
+    for path in stdlib.glob("[a-d]*.py"):
+        shutil.copy(path, text)
+    result = run("agent.py", "--scale", "0.01", "--runs", str(tmp_path), "--text", str(text))
     assert result.returncode == 0, result.stderr
     assert re.search(r"^calls +\d+\.\d% of 3 held-out requests", result.stdout, re.MULTILINE)
     assert json.loads((tmp_path / "summary.json").read_text())["seconds"].keys() == {
@@ -70,10 +77,14 @@ def test_the_demo_closes_the_ring(tmp_path: Path) -> None:
     assert re.fullmatch(r"demo: error: .* was started with seed = 0, .*; --runs names another folder\n", again.stderr)
 
 
-def test_the_demo_refuses_a_scale_that_is_none(tmp_path: Path) -> None:
-    result = run("demo.py", "--scale=0", "--runs", str(tmp_path / "run"))
-    assert result.returncode == 2
-    assert "give a number above 0, at most 1" in result.stderr
+def test_the_demo_refuses_a_scale_that_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--scale=0", "--runs", str(tmp_path / "run")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert "give a number above 0, at most 1" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
