@@ -29,7 +29,7 @@ PLATFORMS := $(foreach tag,manylinux_2_28 manylinux_2_17 manylinux2014,--platfor
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-control test test-long test-vllm check format offline-deps clean
+.PHONY: help setup demo demo-control test test-fast test-long test-vllm check format offline-deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,9 @@ demo-control: $(DEMO_STAMP) ## the demo with rewards dealt at random
 
 test: $(STAMP) $(CHROMIUM) ## run the tests on 2 workers (ARGS="-k name" is passed on)
 	$(ONE_THREAD) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
+
+test-fast: $(STAMP) ## run the tests that start no process and load no torch, with fewer random cases, in about a minute
+	M2FORGE_FAST=1 $(ONE_THREAD) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-long: $(STAMP) $(CHROMIUM) ## run the tests with many more random cases, and those marked long
 	M2FORGE_LONG=1 $(ONE_THREAD) $(BIN)/python -m pytest $(WORKERS) $(ARGS)

@@ -1,26 +1,31 @@
-"""Settings of every test run: how many random cases, which tests are left to `make test-long`, how many threads."""
+"""Settings of every test run: how many random cases, which tests run and in which order, how many threads."""
 
 import gc
 import os
 import signal
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.cost import Cost, cost_of
+
 MAX_S = 240
 """What a test of `make test` may take: one that waits for ever fails then, with the place where it waits."""
 LONG = os.environ.get("M2FORGE_LONG") == "1"
+FAST = os.environ.get("M2FORGE_FAST") == "1"
 
 settings.register_profile("default", max_examples=25, derandomize=True, deadline=None, database=None)
 settings.register_profile(
     "long", max_examples=1000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("long" if LONG else "default")
+settings.register_profile("fast", settings.get_profile("default"), max_examples=5)
+settings.load_profile("long" if LONG else "fast" if FAST else "default")
 
 
 def pytest_configure() -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if "PYTEST_XDIST_WORKER" in os.environ and not FAST:
         import torch
 
         torch.set_num_threads(1)
@@ -52,7 +57,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         signal.signal(signal.SIGALRM, before)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without this a fast run would import the files whose tests it leaves out."""
+    is_left_out = FAST and collection_path.name.startswith("test_") and cost_of(collection_path) != Cost.LIGHT
+    return True if is_left_out else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # A worker that has run its half takes tests from the end of the other's: no long one may be left there. The order
+    # within a file stays, so that what its tests share is made once.
+    items.sort(key=lambda item: cost_of(item.path))
+    if FAST:
+        slow = [item for item in items if "slow" in item.keywords]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if "slow" not in item.keywords]
     if LONG:
         return
     skip = pytest.mark.skip(reason="long; run with make test-long")

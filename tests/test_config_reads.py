@@ -33,6 +33,7 @@ STAGES: list[type[Config]] = [
 ]
 
 
+@pytest.mark.slow
 def test_the_value_of_every_field_of_every_configuration_is_used() -> None:
     sources = [(module, ast.parse(inspect.getsource(module))) for module in modules()]
     assert unused(STAGES, sources) == []

@@ -20,6 +20,7 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo three"
 LAST = Message("assistant", "", "Done.", (call("bash", command=SUBMIT),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_mini_swe_agent_is_recorded_token_for_token(format_name: str, tmp_path: Path) -> None:
     result = run_example(

@@ -329,6 +329,7 @@ def test_good_conversations_of_every_dialect_are_answered() -> None:
         check_recorded(gateway, episode)
 
 
+@pytest.mark.slow
 def test_broken_requests_of_a_megabyte_are_refused_too() -> None:
     rng = random.Random(1)
     with live(minimax()) as gateway:
@@ -345,6 +346,7 @@ def test_broken_requests_of_a_megabyte_are_refused_too() -> None:
         check_recorded(gateway, episode)
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_nothing_is_hung_up_on(parser: str) -> None:
     config = GatewayConfig(port=0, write_timeout_s=0.3)
     with live(minimax(), config=config) as gateway:

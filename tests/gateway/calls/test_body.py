@@ -256,6 +256,7 @@ def test_an_episode_has_one_large_body_in_a_worker_at_a_time(monkeypatch: pytest
     assert asyncio.run(both()) == (1, 2)
 
 
+@pytest.mark.slow
 def test_a_body_that_would_take_too_much_memory_is_refused() -> None:
     setup = make_setup(minimax())
     bomb = b'{"model": "m", "messages": [' + b"{}," * (15 << 20) + b"0]}"

@@ -163,6 +163,7 @@ def test_killed_at_any_moment_the_record_is_the_same(
         assert not list(tmp_path.glob(f"*{SUFFIX}"))
 
 
+@pytest.mark.slow
 def test_a_start_opens_the_journals_of_open_episodes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     format = minimax()
     episodes = Episodes(format, folder=tmp_path)

@@ -82,6 +82,7 @@ def test_what_modules_catch_up_on_in_several_steps_costs_several(is_catching_up:
     assert chooser.choose(Moment(4, mtp_lag=[mtp_lag] * 3, max_mtp_prefill=100)) == (0 if is_catching_up else 3)
 
 
+@pytest.mark.slow
 def test_trials_repeat_as_often_as_a_small_share_of_time_allows() -> None:
     # Where modules that catch up take long,
     _, num_dear = run_dear(MeasuredDepth(3), NEAR_TIMES, 300.0, [0.7] * 100)

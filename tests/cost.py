@@ -1,0 +1,65 @@
+"""What a test file costs, by what it loads: the whole suite runs the dearest first, `make test-fast` only the cheapest.
+
+A file's imports, at the top of the file, are followed through the package and through the modules beside the tests.
+"""
+
+import functools
+import re
+from enum import IntEnum
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("m2forge", "tests", "examples")
+"""Packages whose modules are followed."""
+IMPORT = re.compile(r"^(?:from ([\w.]+) import (?!\()(.+)|from ([\w.]+) import \(|import ([\w.]+))", re.MULTILINE)
+
+
+class Cost(IntEnum):
+    """In the order in which the files run."""
+
+    PROCESS = 0
+    """The file itself, or a module beside the tests, starts processes: most take seconds, and wait for one another."""
+    NETWORK = 1
+    """It loads torch or a library to compare with, most to run or train a network."""
+    LIGHT = 2
+
+
+STARTS_PROCESSES = frozenset({"subprocess", "multiprocessing", "playwright.sync_api"})
+LOADS_NETWORKS = frozenset({"torch", "transformers", "trl", "datasets", "gguf"})
+
+
+@functools.cache
+def cost_of(path: Path) -> Cost:
+    loaded = _closure(path)
+    if any(STARTS_PROCESSES & _imports(found) for found in loaded if not found.is_relative_to(ROOT / "m2forge")):
+        return Cost.PROCESS
+    if any(name.split(".")[0] in LOADS_NETWORKS for found in loaded for name in _imports(found)):
+        return Cost.NETWORK
+    return Cost.LIGHT
+
+
+def _closure(path: Path) -> set[Path]:
+    found, left = {path}, [path]
+    while left:
+        modules = {module for name in _imports(left.pop()) if (module := _module(name)) is not None}
+        left += modules - found
+        found |= modules
+    return found
+
+
+@functools.cache
+def _imports(path: Path) -> frozenset[str]:
+    """What a file imports when it is loaded; names that it takes from a module too, as they may be modules."""
+    names = set[str]()
+    for module, taken, module_of_many, plain in IMPORT.findall(path.read_text(encoding="utf-8")):
+        source = module or module_of_many or plain
+        names |= {source, *(f"{source}.{name.split()[0]}" for name in taken.split(",") if name.strip())}
+    return frozenset(names)
+
+
+@functools.cache
+def _module(name: str) -> Path | None:
+    if name.split(".")[0] not in PACKAGES:
+        return None
+    path = ROOT.joinpath(*name.split(".")).with_suffix(".py")
+    return path if path.is_file() else None
