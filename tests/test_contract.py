@@ -5,6 +5,7 @@ breach, so that a rule that cannot fail is noticed.
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -66,6 +67,23 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+def outline(path: Path) -> ast.Module:
+    """A module's docstring and, wherever they stand in it, its imports, classes and functions without their bodies."""
+    return _outline(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _outline(text: str) -> ast.Module:
+    """By the text, since tests change files. Most rules read every file, and reading one takes them all their time."""
+    tree = ast.parse(text)
+    kinds = ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes: list[ast.stmt] = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    for node in nodes:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = []
+    return ast.Module([*tree.body[: ast.get_docstring(tree) is not None], *nodes], [])
+
+
 def imported_rooms(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and room of every import from the package, wherever it stands. The root module is the room ""."""
     for node in ast.walk(tree):
@@ -93,7 +111,7 @@ def floor_breaches(root: Path) -> list[str]:
         if room not in FLOOR_OF:
             breaches.append(f"{place}: room {room!r} has no floor; add it to FLOORS and docs/architecture.md")
             continue
-        for line, other in imported_rooms(parse(path)):
+        for line, other in imported_rooms(outline(path)):
             if other in ("", room):
                 continue
             allowed = other in FLOOR_OF and (
@@ -132,7 +150,7 @@ def circle_breaches(root: Path) -> list[str]:
     """Circles of imports between modules. Modules that import nothing but modules without circles are removed until
     none is left to remove; of the others, each on a circle is named with its way back to itself."""
     paths = modules(root)
-    left = {name: imported_modules(parse(path), paths) - {name} for name, path in paths.items()}
+    left = {name: imported_modules(outline(path), paths) - {name} for name, path in paths.items()}
     while free := {name for name, others in left.items() if not others}:
         left = {name: others - free for name, others in left.items() if name not in free}
     found: dict[frozenset[str], str] = {}
@@ -188,7 +206,7 @@ def docstring_breaches(root: Path) -> list[str]:
     return [
         f"{path.relative_to(root)}: no module docstring"
         for path in sources(root, *CODE_FOLDERS)
-        if not ast.get_docstring(parse(path))
+        if not ast.get_docstring(outline(path))
     ]
 
 
@@ -196,7 +214,7 @@ def name_breaches(root: Path) -> list[str]:
     breaches = []
     for path in sources(root, *CODE_FOLDERS):
         place = path.relative_to(root)
-        classes = [node.name for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef)]
+        classes = [node.name for node in ast.walk(outline(path)) if isinstance(node, ast.ClassDef)]
         for name in [*place.with_suffix("").parts, *classes]:
             words = re.findall(r"[A-Z]?[a-z0-9]+", name)
             if FORBIDDEN_WORDS & {word.lower() for word in words}:
@@ -218,7 +236,7 @@ def long_test_names(root: Path) -> list[str]:
     return [
         f"{path.relative_to(root)}: {node.name} has {len(node.name)} characters, at most {MAX_TEST_NAME}"
         for path in sources(root, "tests")
-        for node in ast.walk(parse(path))
+        for node in ast.walk(outline(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.name.startswith("test_")
         and len(node.name) > MAX_TEST_NAME
@@ -269,7 +287,7 @@ def function_breaches(root: Path) -> list[str]:
     breaches = []
     for path in sources(root, *CODE_FOLDERS):
         place = path.relative_to(root)
-        for node in ast.walk(parse(path)):
+        for node in ast.walk(outline(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if num_lines > MAX_FUNCTION_LINES:
