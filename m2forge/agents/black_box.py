@@ -7,8 +7,8 @@
     M2FORGE_TASK_FILE                                        path of the instruction's file in the workspace
     M2FORGE_TASK                                             the instruction itself, if it fits into a variable
 
-It runs in the sandbox's workspace until it exits or the sandbox kills it. Its output and exit status are kept, with the
-API key redacted.
+It runs in the sandbox's workspace until it exits or the sandbox kills it. Its output and exit status are returned, with
+the API key redacted.
 """
 
 import json
@@ -35,8 +35,8 @@ class BlackBoxAgent:
         await sandbox.write(TASK_FILE, task.instruction.encode(errors="replace"))
         env = environment(task, endpoint, sandbox.workspace) | dict(self._config.env)
         outcome = await sandbox.run(Command(self._config.command, env, timeout_s=self._config.timeout_s))
-        # A program may print its environment; its output is kept for longer than the key should be known.
-        stdout, stderr = (said.text().replace(endpoint.key, KEY) for said in (outcome.stdout, outcome.stderr))
+        # A program may print its environment; its output is stored for longer than the key should be known.
+        stdout, stderr = (stream.text().replace(endpoint.key, KEY) for stream in (outcome.stdout, outcome.stderr))
         return AgentResult(
             end=_end(outcome),
             answer=stdout,
@@ -70,7 +70,7 @@ def environment(task: Task, endpoint: Endpoint, workspace: str) -> dict[str, str
 
 
 def write_transcript(result: AgentResult, folder: Path) -> None:
-    """Write the whole transcript to a new folder."""
+    """Write the transcript's files to a new folder."""
     with staged_folder(folder) as partial:
         for name, content in result.transcript.items():
             (partial / name).write_bytes(content)
@@ -87,15 +87,15 @@ def _failure(outcome: Outcome) -> str | None:
         case OutcomeReason.EXITED:
             return None if outcome.is_success else f"exit status {outcome.status}"
         case OutcomeReason.SIGNALLED:
-            return f"ended by signal {-outcome.status}"
+            return f"killed by signal {-outcome.status}"
         case OutcomeReason.TIMEOUT:
             return f"time ran out after {outcome.finished_s - outcome.started_s:.1f} s"
         case OutcomeReason.FLOODED:
-            return "wrote more than it may"
+            return "exceeded the output limit"
         case OutcomeReason.KILLED:
-            return "was ended from outside"
+            return "was killed from outside"
         case OutcomeReason.TAMPERED:
-            return "wrote to the sandbox's own channel, and was killed"
+            return "wrote to the sandbox's control channel and was killed"
 
 
 def _exit(outcome: Outcome) -> dict[str, JsonValue]:

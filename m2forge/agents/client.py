@@ -73,7 +73,7 @@ class ChatClient:
             if response.status < 500:
                 return _read_body(response)
             failure = f"status {response.status}: {response.text[:500]}"
-        raise EngineError(f"{self._http.url} does not answer after {NUM_ATTEMPTS} attempts; the last: {failure}")
+        raise EngineError(f"{self._http.url} did not respond in {NUM_ATTEMPTS} attempts; the last: {failure}")
 
 
 def _message_body(message: Message) -> dict[str, JsonValue]:
@@ -83,11 +83,11 @@ def _message_body(message: Message) -> dict[str, JsonValue]:
 
 def _read_body(response: Response) -> JsonValue:
     if response.status >= 400:
-        raise RequestError(f"the policy cannot be asked so: status {response.status}: {response.text[:500]}")
+        raise RequestError(f"the server refused the request: status {response.status}: {response.text[:500]}")
     try:
         data: JsonValue = json.loads(response.content)
     except ValueError as error:
-        raise EngineError(f"the server sent what is no JSON: {response.text[:200]!r}") from error
+        raise EngineError(f"expected JSON from the server, received {response.text[:200]!r}") from error
     return data
 
 
@@ -103,4 +103,6 @@ def _read_reply(data: JsonValue) -> Reply:
             num_sampled=int(usage["completion_tokens"]),
         )
     except (AssertionError, KeyError, IndexError, TypeError, ValueError, FormatError) as error:
-        raise EngineError(f"the server's answer cannot be read ({type(error).__name__}: {error})") from error
+        raise EngineError(
+            f"the server's response is not a chat completion ({type(error).__name__}: {error})"
+        ) from error

@@ -83,7 +83,7 @@ class WhiteBoxConfig(Config):
     max_turns: Count = 50
     """Maximum completions of the main conversation."""
     max_s: Seconds = 600.0
-    """Timeout of the whole attempt."""
+    """Timeout of the attempt, sub-agents included."""
     context_tokens: Count = 32768
     """Context length of the policy, to which the shares of operations refer."""
     max_tokens: Count | None = None

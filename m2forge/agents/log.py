@@ -41,8 +41,8 @@ class Called:
     """The server's id of the completion."""
     answer: Message
     suffix: tuple[Message, ...] = ()
-    """Messages sent after the conversation and not kept in it."""
-    is_kept: bool = True
+    """Messages sent after the conversation that do not become part of it."""
+    is_appended: bool = True
     """Whether the answer became part of the conversation."""
 
 
@@ -84,7 +84,7 @@ def _body(entry: LogEntry) -> dict[str, JsonValue]:
                 "id": entry.id,
                 "answer": message_to_openai(entry.answer),
                 "suffix": _bodies(entry.suffix),
-                "is_kept": entry.is_kept,
+                "is_kept": entry.is_appended,
             }
         case Applied():
             body = {"kind": "applied", "context": entry.context, "operation": entry.operation}
@@ -104,7 +104,7 @@ def _entry(body: Any) -> LogEntry:
         case "applied":
             return Applied(context, str(body["operation"]), dict(body["parameters"]), dict(body["inputs"]))
         case kind:
-            raise ValueError(f"kind {kind!r} is not known; known: opened, appended, called, applied")
+            raise ValueError(f"kind {kind!r} is unknown; expected opened, appended, called, applied")
 
 
 def _bodies(messages: Iterable[Message]) -> list[JsonValue]:

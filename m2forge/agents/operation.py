@@ -1,4 +1,4 @@
-"""The protocol of operations on a conversation: named, deterministic changes of its messages, logged with their inputs.
+"""Operations on a conversation: named, deterministic changes of its messages, logged with their inputs.
 
     is_due        whether the operation should be applied to the conversation
     prepare       gathers its inputs, JSON values; may request a completion
@@ -7,25 +7,20 @@
 The log holds name, parameters and inputs, so `apply` alone rebuilds the prompts. If the model may call an operation
 itself, `tool` describes it, and `read_call` converts a call's arguments to inputs.
 
-The structure of a conversation: a head followed by turns.
+A conversation is a head followed by turns; operations keep or drop complete turns, so that no result is left without
+its call:
 
     head     everything before the first assistant message: the system message, the task, notes on dropped turns
     turn     one assistant message with all that follows it, mainly the results of its calls
 
-Operations keep whole turns or drop them, so that no result is left without its call.
+Built-in operations:
 
-Drop tool output: when it exceeds a share of the context, a one-line placeholder replaces the oldest results.
-
-Results of the last turn are never dropped, because the model has not seen them yet.
-
-Sliding window: drops the oldest turns, keeps the head and the last turns.
-
-Summarise: the model's own notes replace all turns but the last ones.
-
-The policy writes notes about the whole conversation. The new conversation is the task, the notes as a user message, and
-the last turns. Earlier notes are dropped, because the later ones were written with them in context.
-
-Creates operations from their configuration, or from their name and parameters in a log.
+    DropToolOutput   when tool output exceeds a share of the context, a one-line placeholder replaces the oldest
+                     results, except those of the last turn, because the model has not seen them yet
+    SlidingWindow    drops the oldest turns, keeps the head and the last turns
+    Summarise        the policy writes notes about the conversation; the new conversation is the task, the notes as a
+                     user message, and the last turns. Earlier notes are dropped, because the later ones were written
+                     with them in context
 """
 
 import re
@@ -41,7 +36,7 @@ from m2forge.records import JsonValue
 from m2forge.text.message import Message, Tool
 
 Inputs: TypeAlias = Mapping[str, JsonValue]
-AskAside: TypeAlias = Callable[[Sequence[Message]], Awaitable[Reply]]
+CompleteAside: TypeAlias = Callable[[Sequence[Message]], Awaitable[Reply]]
 """Requests a completion of the conversation plus these messages; the conversation keeps neither them nor the answer."""
 
 
@@ -68,7 +63,7 @@ class Operation(Protocol):
 
     def is_due(self, view: View) -> bool: ...
 
-    async def prepare(self, view: View, ask: AskAside) -> Inputs: ...
+    async def prepare(self, view: View, complete: CompleteAside) -> Inputs: ...
 
     def apply(self, messages: Sequence[Message], inputs: Inputs) -> tuple[Message, ...]:
         """Must keep the messages up to the first user message, and every result with its call."""
@@ -91,19 +86,19 @@ def split_turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[M
     return head, turns
 
 
-def task_of(messages: Sequence[Message]) -> list[Message]:
+def task_messages(messages: Sequence[Message]) -> list[Message]:
     """The messages up to the first user message, which are never dropped."""
     for index, message in enumerate(messages):
         if message.role == "user":
             return list(messages[: index + 1])
-    raise RecordError("a conversation without a user's message has no task")
+    raise RecordError("a conversation: expected a user message, which is the task, received none")
 
 
-def check_operation(name: str, before: Sequence[Message], after: Sequence[Message]) -> None:
+def require_valid(name: str, before: Sequence[Message], after: Sequence[Message]) -> None:
     """Raise if an operation changed the task or separated a call from its result."""
-    task = task_of(before)
+    task = task_messages(before)
     if list(after[: len(task)]) != task:
-        raise RecordError(f"operation {name}: expected the messages up to the task unchanged")
+        raise RecordError(f"operation {name}: expected the messages up to the task unchanged, received others")
     waiting: list[str] = []
     for index, message in enumerate(after):
         if message.role == "tool":
@@ -114,12 +109,12 @@ def check_operation(name: str, before: Sequence[Message], after: Sequence[Messag
                 raise RecordError(f"operation {name}: message {index} follows a call without its result")
             waiting = [call.id for call in message.tool_calls]
     if waiting:
-        raise RecordError(f"operation {name}: the last message's calls lost their results")
+        raise RecordError(f"operation {name}: the results of the last message's calls are missing")
 
 
 _DROPPED = re.compile(r"\[\d+ characters of output dropped\]")
 _SHORT = 60
-"""Results of at most this many characters are kept, because the placeholder would be no shorter."""
+"""Results of at most this many characters stay, because the placeholder would be no shorter."""
 DROP_TOOL_OUTPUT = Tool(
     "drop_tool_output",
     "Drop the output of earlier turns' tool calls from this conversation; the calls themselves stay.",
@@ -142,10 +137,10 @@ class DropToolOutput:
         self.parameters: Mapping[str, JsonValue] = config.model_dump(mode="json")
 
     def is_due(self, view: View) -> bool:
-        said = sum(view.count(message.content) for message in view.messages if message.role == "tool")
-        return said > self._config.max_share * view.max_tokens and bool(self._beyond(view))
+        num_tokens = sum(view.count(message.content) for message in view.messages if message.role == "tool")
+        return num_tokens > self._config.max_share * view.max_tokens and bool(self._beyond(view))
 
-    async def prepare(self, view: View, ask: AskAside) -> Inputs:
+    async def prepare(self, view: View, complete: CompleteAside) -> Inputs:
         return {"indexes": self._beyond(view)}
 
     def apply(self, messages: Sequence[Message], inputs: Inputs) -> tuple[Message, ...]:
@@ -153,7 +148,7 @@ class DropToolOutput:
         dropped = set(indexes) if isinstance(indexes, Sequence) else set()
         return tuple(
             replace(message, content=f"[{len(message.content)} characters of output dropped]")
-            if index in dropped and _can_go(message)
+            if index in dropped and _is_droppable(message)
             else message
             for index, message in enumerate(messages)
         )
@@ -163,7 +158,7 @@ class DropToolOutput:
         keep = arguments["keep_results"]
         num_kept = max(int(keep), 0) if isinstance(keep, int | float) else 0
         dropped = old[: max(len(old) - num_kept, 0)]
-        return {"indexes": [index for index in dropped if _can_go(view.messages[index])]}
+        return {"indexes": [index for index in dropped if _is_droppable(view.messages[index])]}
 
     def _beyond(self, view: View) -> list[int]:
         """Indices of the results beyond the newest that fit into `keep_share`, except those of the last turn."""
@@ -174,7 +169,7 @@ class DropToolOutput:
             message = view.messages[index]
             if message.role == "tool":
                 room -= view.count(message.content)
-                if room < 0 and index < last_turn and _can_go(message):
+                if room < 0 and index < last_turn and _is_droppable(message):
                     beyond.append(index)
         return beyond[::-1]
 
@@ -184,7 +179,7 @@ def _last_turn(messages: Sequence[Message]) -> int:
     return max((index for index, message in enumerate(messages) if message.role == "assistant"), default=0)
 
 
-def _can_go(message: Message) -> bool:
+def _is_droppable(message: Message) -> bool:
     return message.role == "tool" and len(message.content) > _SHORT and not _DROPPED.fullmatch(message.content)
 
 
@@ -212,13 +207,13 @@ class SlidingWindow:
     def is_due(self, view: View) -> bool:
         return len(split_turns(view.messages)[1]) > self._config.max_turns
 
-    async def prepare(self, view: View, ask: AskAside) -> Inputs:
+    async def prepare(self, view: View, complete: CompleteAside) -> Inputs:
         return {"keep_turns": self._config.keep_turns}
 
     def apply(self, messages: Sequence[Message], inputs: Inputs) -> tuple[Message, ...]:
         head, turns = split_turns(messages)
-        kept = turns[-_positive(inputs["keep_turns"]) :]
-        return (*head, *(message for turn in kept for message in turn))
+        turns_kept = turns[-_positive(inputs["keep_turns"]) :]
+        return (*head, *(message for turn in turns_kept for message in turn))
 
     def read_call(self, view: View, arguments: Mapping[str, JsonValue]) -> Inputs:
         return {"keep_turns": _positive(arguments["keep_turns"])}
@@ -255,15 +250,15 @@ class Summarise:
         has_more = len(split_turns(view.messages)[1]) > self._config.keep_turns
         return has_more and view.num_tokens > self._config.threshold * view.max_tokens
 
-    async def prepare(self, view: View, ask: AskAside) -> Inputs:
-        reply = await ask([Message("user", self._config.request)])
+    async def prepare(self, view: View, complete: CompleteAside) -> Inputs:
+        reply = await complete([Message("user", self._config.request)])
         return {"summary": reply.message.content.strip() or NO_NOTES}
 
     def apply(self, messages: Sequence[Message], inputs: Inputs) -> tuple[Message, ...]:
         _, turns = split_turns(messages)
-        kept = turns[-self._config.keep_turns :]
+        turns_kept = turns[-self._config.keep_turns :]
         notes = Message("user", f"{NOTES_HEAD}{inputs['summary']}")
-        return (*task_of(messages), notes, *(message for turn in kept for message in turn))
+        return (*task_messages(messages), notes, *(message for turn in turns_kept for message in turn))
 
     def read_call(self, view: View, arguments: Mapping[str, JsonValue]) -> Inputs:
         return {"summary": str(arguments["summary"]).strip() or NO_NOTES}
@@ -286,13 +281,13 @@ def make_operation(config: OperationConfig) -> Operation:
             return DropToolOutput(config)
 
 
-def find_operation(name: str, parameters: Mapping[str, JsonValue], own: Sequence[Operation] = ()) -> Operation:
+def find_operation(name: str, parameters: Mapping[str, JsonValue], custom: Sequence[Operation] = ()) -> Operation:
     """The operation of `own` with this name and these parameters, otherwise a built-in one."""
-    for operation in own:
+    for operation in custom:
         if operation.name == name and operation.parameters == parameters:
             return operation
     if name not in _CONFIGS:
-        known = {*_CONFIGS, *(operation.name for operation in own)}
-        raise NotFoundError(f"operation {name!r} with {dict(parameters)} is not known; {suggest(name, known)}")
+        known = {*_CONFIGS, *(operation.name for operation in custom)}
+        raise NotFoundError(f"operation {name!r} with {dict(parameters)} is unknown; {suggest(name, known)}")
     kind: type[Config] = _CONFIGS[name]
     return make_operation(build(kind, parameters, origin=f"operation {name}"))  # type: ignore[arg-type]  # one of those

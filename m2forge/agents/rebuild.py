@@ -1,25 +1,24 @@
-"""A log and the gateway's recorded calls in, the exact state of each call out, checked token for token.
+"""A log and the gateway's recorded calls in, the exact state of each call out, verified token for token.
 
 Replaying the log appends messages and applies operations again, which gives the messages of each call. They are
-tokenized again (see `prompt`) and must equal the recorded call's prompt; the recorded answer must parse to the message
-that the agent received. So training uses exactly what the agent's rules make of the conversation, and a
-non-deterministic operation, or a gateway that recorded something else, is detected.
+tokenized again and must equal the recorded call's prompt; the recorded answer must parse to the message that the agent
+received. So training uses exactly what the agent's rules make of the conversation, and a non-deterministic operation,
+or a gateway that recorded something else, is detected.
 
-Tokenizes a conversation in a simple way: the policy's answers as sampled, the rest rendered by the chat template.
+`Prompts` tokenizes a conversation in a simple way: the policy's answers as sampled, the rest rendered by the chat
+template. A gateway does the same by other means and for any client; this file serves to verify it.
 
     ids = prompts.open(messages, tools, recorded)
     prompts.record(messages, tools, ids, answer, response_ids)
 
 The ids are those of the longest recorded conversation (prompt and answer of one call) that is a prefix of the messages,
-followed by the rest as the chat format appends it; other answers of the policy in the rest keep their sampled tokens.
+followed by the rest as the chat format appends it; other answers of the policy in the rest have their sampled tokens.
 If the format cannot append (its template would render earlier messages differently), the rest is rendered after the
 nearest recorded answer from which it can, or from the beginning.
 
 Answers with the same text may have different tokens: text split otherwise, a malformed call that left nothing. A
 message does not say which, so the answer that `recorded` has at that position is chosen; nothing else is taken from
 `recorded`.
-
-A gateway does the same by other means and for any client; this file serves to check it.
 """
 
 import json
@@ -145,7 +144,7 @@ def replay(entries: Iterable[LogEntry], operations: Sequence[Operation] = ()) ->
         name = entry.context
         if isinstance(entry, Opened) == (name in messages):
             raise RecordError(
-                f"log entry {number}: context {name!r} is {'open already' if name in messages else 'not open'}"
+                f"log entry {number}: context {name!r} is {'already open' if name in messages else 'not open'}"
             )
         match entry:
             case Opened():
@@ -157,7 +156,7 @@ def replay(entries: Iterable[LogEntry], operations: Sequence[Operation] = ()) ->
                 messages[name] = operation.apply(messages[name], entry.inputs)
             case Called():
                 yield CallState(name, entry.id, (*messages[name], *entry.suffix), tools[name], entry.answer)
-                if entry.is_kept:
+                if entry.is_appended:
                     messages[name] += (entry.answer,)
 
 
@@ -174,15 +173,15 @@ def rebuild(
     prompts = Prompts(format)
     states = []
     for number, state in enumerate(replay(entries, operations)):
-        place = f"call {number} ({state.id}, context {state.context})"
+        where = f"call {number} ({state.id}, context {state.context})"
         if state.id not in calls:
-            raise RecordError(f"{place}: is in the log, but was not recorded")
+            raise RecordError(f"{where}: it is in the log, but the gateway did not record it")
         call = calls[state.id]
         recorded = call.prompt_ids.tolist()
         rebuilt = prompts.open(state.messages, state.tools, recorded)
         if rebuilt != recorded:
-            raise RecordError(f"{place}: {_difference(rebuilt, recorded, format)}")
-        _check_answer(place, state, call, format)
+            raise RecordError(f"{where}: {_difference(rebuilt, recorded, format)}")
+        _require_same_answer(where, state, call, format)
         prompts.record(state.messages, state.tools, recorded, state.answer, call.response_ids.tolist())
         states.append(state)
     return states
@@ -190,20 +189,20 @@ def rebuild(
 
 def _difference(rebuilt: Sequence[int], recorded: Sequence[int], format: ChatFormat) -> str:
     same = next((at for at, (one, other) in enumerate(zip(rebuilt, recorded, strict=False)) if one != other), None)
-    place = min(len(rebuilt), len(recorded)) if same is None else same
-    shown = [repr(format.tokenizer.decode(ids[max(place - 8, 0) : place + 8])) for ids in (rebuilt, recorded)]
+    where = min(len(rebuilt), len(recorded)) if same is None else same
+    shown = [repr(format.tokenizer.decode(ids[max(where - 8, 0) : where + 8])) for ids in (rebuilt, recorded)]
     return (
         f"the rebuilt prompt of {len(rebuilt)} tokens differs from the recorded one of {len(recorded)} at position "
-        f"{place}: rebuilt …{shown[0]}…, recorded …{shown[1]}…"
+        f"{where}: rebuilt …{shown[0]}…, recorded …{shown[1]}…"
     )
 
 
-def _check_answer(place: str, state: CallState, call: Call, format: ChatFormat) -> None:
+def _require_same_answer(where: str, state: CallState, call: Call, format: ChatFormat) -> None:
     parser = format.parser(state.tools)
     parser.feed(format.tokenizer.decode_bytes(call.response_ids.tolist()))
-    said = _without_ids(parser.finish().message())
-    if said != _without_ids(state.answer):
-        raise RecordError(f"{place}: the recorded answer reads {said}, the agent took it for {state.answer}")
+    parsed = _without_ids(parser.finish().message())
+    if parsed != _without_ids(state.answer):
+        raise RecordError(f"{where}: the recorded answer parses to {parsed}, but the agent received {state.answer}")
 
 
 def _without_ids(message: Message) -> Message:

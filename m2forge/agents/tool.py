@@ -1,21 +1,18 @@
-"""Tools that a loop can run. Every call gets a result, whatever goes wrong.
+"""Tools that an agent loop can run: calls in, results out. Every call gets a result, whatever goes wrong.
 
 A call that names an unknown tool, has arguments that do not match the schema, fails, or times out gets a result that
-says so, so that the model can correct itself.
+says so, so that the model can correct itself. The tools:
 
-Tools that read, write and edit files of the workspace without a shell.
-
-Calls of one turn run concurrently, but file tools run one after the other, in the order of the calls.
-
-A shell tool in the sandbox: each call runs in a new shell, and no process that it starts outlives it.
-
-A Python function as a tool: its name, its docstring as the description, and its annotations as the schema.
+    ReadTool, WriteTool, EditTool   files of the workspace, without a shell. Calls of one turn run concurrently, but
+                                    file tools run one after the other, in the order of the calls
+    ShellTool                       each call runs in a new shell in the sandbox; no process that it starts outlives it
+    FunctionTool                    a Python function: its name, its docstring as the description, and its annotations
+                                    as the schema. One that is not a coroutine runs in its own thread. The result is
+                                    the returned string, or JSON for other types
 
     @function_tool
     async def search(query: str, limit: int = 5) -> str:
         '''Look it up.'''
-
-A function that is not a coroutine runs in its own thread. The result is the returned string, or JSON for other types.
 """
 
 import asyncio
@@ -61,7 +58,7 @@ async def answer_call(
     try:
         async with asyncio.timeout(timeout_s if runner.is_timed else None) as limit:
             text = await runner.run(call.arguments)
-    except Exception as error:  # noqa: BLE001  (one tool's failure is kept from the rest)
+    except Exception as error:  # noqa: BLE001  (one tool's failure must not affect others)
         is_late = limit.expired() and isinstance(error, TimeoutError)
         text = f"{call.name} did not end within {timeout_s:g} s" if is_late else f"{type(error).__name__}: {error}"
         text = f"error: {text}"
@@ -95,12 +92,12 @@ def _tool(name: str, description: str, *others: str) -> Tool:
 class _FileTool:
     is_timed = True
 
-    def __init__(self, sandbox: Sandbox, turn: asyncio.Lock) -> None:
+    def __init__(self, sandbox: Sandbox, lock: asyncio.Lock) -> None:
         """`turn`: lock shared by the tools of one workspace, because one of two concurrent edits would be lost."""
-        self._sandbox, self._turn = sandbox, turn
+        self._sandbox, self._lock = sandbox, lock
 
     async def run(self, arguments: Mapping[str, JsonValue]) -> str:
-        async with self._turn:
+        async with self._lock:
             return await self._use(arguments)
 
     async def _use(self, arguments: Mapping[str, JsonValue]) -> str:
@@ -190,11 +187,11 @@ class FunctionTool:
 
     async def run(self, arguments: Mapping[str, JsonValue]) -> str:
         try:
-            checked = self._model.model_validate_json(json.dumps(dict(arguments)))
+            validated = self._model.model_validate_json(json.dumps(dict(arguments)))
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
             return f"error: {self.tool.name} was not called: {'; '.join(problems)}"
-        values = {name: getattr(checked, name) for name in type(checked).model_fields}
+        values = {name: getattr(validated, name) for name in type(validated).model_fields}
         if inspect.iscoroutinefunction(self._function):
             output = await self._function(**values)
         else:

@@ -1,16 +1,14 @@
 """Our own agent: a tool loop that logs all of its contexts, so that training states can be rebuilt.
 
 Its conversations, main and sub-agents', share a client, a sandbox and a log. The log is the transcript's `log.jsonl`;
-`rebuild` checks it against the gateway's recorded calls.
+`rebuild` verifies it against the gateway's recorded calls.
 
-One conversation of an agent: its messages, and the log of every change to them.
-
-Only the methods here change the messages, and each logs its change. So replaying a log gives the messages of each call.
-
-The agent loop: request a completion, run its tool calls, append their results, until it answers without a call.
+A `Context` is one conversation. Only its methods change the messages, and each logs its change, so replaying a log
+gives the messages of each call. `Loop` requests a completion, runs its tool calls and appends their results, until the
+policy answers without a call:
 
     operations that are due change the conversation
-    the policy answers with thinking, content and calls; the conversation keeps all of it
+    the policy answers with thinking, content and calls, all of which become part of the conversation
     its calls run concurrently, up to a limit, and their results are appended in the order of the calls
     then operations that it called itself are applied
 
@@ -27,7 +25,7 @@ from dataclasses import dataclass
 from m2forge.agents.client import ChatClient, CompletionClient, Reply
 from m2forge.agents.config import SubAgentConfig, WhiteBoxConfig
 from m2forge.agents.log import MAIN, Appended, Applied, Called, LogEntry, Opened, write_log
-from m2forge.agents.operation import Inputs, Operation, View, check_operation, make_operation
+from m2forge.agents.operation import Inputs, Operation, View, make_operation, require_valid
 from m2forge.agents.tool import EditTool, ReadTool, ShellTool, ToolRunner, WriteTool, answer_call, call_problems
 from m2forge.errors import ConfigError
 from m2forge.protocols import AgentEnd, AgentResult, Endpoint, Sandbox
@@ -36,138 +34,9 @@ from m2forge.text.message import Message, Tool, ToolCall, tool_to_openai
 
 TOKENS_PER_CHAR = 0.35
 """Estimate used until the first call's usage gives the real ratio."""
-
-
-class Context:
-    def __init__(
-        self,
-        name: str,
-        tools: Sequence[Tool],
-        client: CompletionClient,
-        log: list[LogEntry],
-        *,
-        max_tokens: int,
-    ) -> None:
-        """`log`: shared by all conversations of one attempt. `max_tokens`: context length of the policy."""
-        self.name, self.tools = name, tuple(tools)
-        self.messages: tuple[Message, ...] = ()
-        self._client, self._log, self._max_tokens = client, log, max_tokens
-        self._num_tool_chars = sum(len(json.dumps(tool_to_openai(tool))) for tool in tools)
-        self._tokens_per_char = TOKENS_PER_CHAR
-        log.append(Opened(name, self.tools))
-
-    def append(self, *messages: Message) -> None:
-        self._log.append(Appended(self.name, messages))
-        self.messages += messages
-
-    async def ask(self) -> Reply:
-        """Request a completion and append it to the conversation."""
-        reply = await self._ask(())
-        self._log.append(Called(self.name, reply.id, reply.message))
-        self.messages += (reply.message,)
-        return reply
-
-    async def ask_aside(self, suffix: Sequence[Message]) -> Reply:
-        """Request a completion of the conversation plus `suffix`; the conversation keeps neither."""
-        reply = await self._ask(suffix)
-        self._log.append(Called(self.name, reply.id, reply.message, tuple(suffix), is_kept=False))
-        return reply
-
-    def apply(self, operation: Operation, inputs: Inputs) -> None:
-        changed = operation.apply(self.messages, inputs)
-        check_operation(operation.name, self.messages, changed)
-        self._log.append(Applied(self.name, operation.name, operation.parameters, inputs))
-        self.messages = changed
-
-    def view(self) -> View:
-        num_tokens = round(self._num_chars(self.messages) * self._tokens_per_char)
-        return View(self.messages, num_tokens, self._max_tokens, self._tokens_per_char)
-
-    async def _ask(self, suffix: Sequence[Message]) -> Reply:
-        messages = (*self.messages, *suffix)
-        reply = await self._client.complete(messages, self.tools)
-        if reply.num_prompt:
-            self._tokens_per_char = reply.num_prompt / max(self._num_chars(messages), 1)
-        return reply
-
-    def _num_chars(self, messages: Sequence[Message]) -> int:
-        return self._num_tool_chars + sum(map(_num_chars, messages))
-
-
-def _num_chars(message: Message) -> int:
-    calls = sum(len(call.name) + len(json.dumps(call.arguments)) for call in message.tool_calls)
-    return len(message.content) + len(message.thinking) + calls
-
-
 CUT_OFF = "Your answer was cut off before it ended. Be brief: call a tool, or answer."
 NOTHING = "You neither answered nor made a call that can be read. Call a tool in the form you were shown, or answer."
 WILL_APPLY = "It is done after this turn."
-
-
-@dataclass(frozen=True, slots=True)
-class LoopResult:
-    end: AgentEnd
-    """FINISHED or OUT_OF_TURNS."""
-    answer: str
-
-
-class OperationTool:
-    """See `ToolRunner`. An operation that the model calls; it is applied after all results of the turn are appended."""
-
-    is_timed = True
-
-    def __init__(self, operation: Operation) -> None:
-        self.operation, self.tool = operation, operation.tool
-
-    async def run(self, arguments: Mapping[str, JsonValue]) -> str:
-        return WILL_APPLY
-
-
-class Loop:
-    def __init__(self, config: WhiteBoxConfig, runners: Sequence[ToolRunner], operations: Sequence[Operation]) -> None:
-        """`operations`: applied automatically when due; the model calls operations through an `OperationTool`."""
-        self._config, self._operations = config, tuple(operations)
-        self._runners: Mapping[str, ToolRunner] = {runner.tool.name: runner for runner in runners}
-        # One per loop: a sub-agent that waits for the slot held by its parent's call would deadlock.
-        self._slots = asyncio.Semaphore(config.max_parallel_calls)
-
-    async def run(self, context: Context, max_turns: int) -> LoopResult:
-        content = ""
-        for _ in range(max_turns):
-            await self._manage(context)
-            reply = await context.ask()
-            content = reply.message.content
-            if reply.message.tool_calls:
-                await self._act(context, reply.message.tool_calls)
-            elif reply.is_cut:
-                context.append(Message("user", CUT_OFF))
-            elif content.strip():
-                return LoopResult(AgentEnd.FINISHED, content)
-            else:
-                context.append(Message("user", NOTHING))
-        return LoopResult(AgentEnd.OUT_OF_TURNS, content)
-
-    async def _manage(self, context: Context) -> None:
-        for operation in self._operations:
-            view = context.view()
-            if operation.is_due(view):
-                context.apply(operation, await operation.prepare(view, context.ask_aside))
-
-    async def _act(self, context: Context, calls: Sequence[ToolCall]) -> None:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._answer(call)) for call in calls]
-        context.append(*(task.result() for task in tasks))
-        for call in calls:
-            runner = self._runners.get(call.name)
-            if isinstance(runner, OperationTool) and not call_problems(call, runner.tool):
-                context.apply(runner.operation, runner.operation.read_call(context.view(), call.arguments))
-
-    async def _answer(self, call: ToolCall) -> Message:
-        timeout_s, max_chars = self._config.tool_timeout_s, self._config.max_tool_chars
-        async with self._slots:
-            return await answer_call(call, self._runners, timeout_s=timeout_s, max_chars=max_chars)
-
-
 LOG_FILE = "log.jsonl"
 DELEGATE = Tool(
     "delegate",
@@ -197,7 +66,7 @@ class WhiteBoxAgent:
             async with asyncio.timeout(self._config.max_s) as limit:
                 result = await attempt.converse(MAIN, self._config.system, instruction, self._config.max_turns)
             end, answer = result.end, result.answer
-        except Exception as error:  # noqa: BLE001  (an operation of the caller's may raise anything; the log is kept)
+        except Exception as error:  # noqa: BLE001  (an operation of the caller's may raise anything; the log is returned)
             failure = f"{type(error).__name__}: {error}"
             if limit.expired() and isinstance(error, TimeoutError):
                 end, failure = AgentEnd.TIMEOUT, f"time ran out after {self._config.max_s:g} s"
@@ -211,9 +80,134 @@ class WhiteBoxAgent:
         if "shell" in self._config.tools:
             runners.append(ShellTool(sandbox, timeout_s=self._config.tool_timeout_s))
         if "files" in self._config.tools:
-            turn = asyncio.Lock()
-            runners += [ReadTool(sandbox, turn), WriteTool(sandbox, turn), EditTool(sandbox, turn)]
+            lock = asyncio.Lock()
+            runners += [ReadTool(sandbox, lock), WriteTool(sandbox, lock), EditTool(sandbox, lock)]
         return runners
+
+
+@dataclass(frozen=True, slots=True)
+class LoopResult:
+    end: AgentEnd
+    """FINISHED or OUT_OF_TURNS."""
+    answer: str
+
+
+class Context:
+    def __init__(
+        self,
+        name: str,
+        tools: Sequence[Tool],
+        client: CompletionClient,
+        log: list[LogEntry],
+        *,
+        max_tokens: int,
+    ) -> None:
+        """`log`: shared by all conversations of one attempt. `max_tokens`: context length of the policy."""
+        self.name, self.tools = name, tuple(tools)
+        self.messages: tuple[Message, ...] = ()
+        self._client, self._log, self._max_tokens = client, log, max_tokens
+        self._num_tool_chars = sum(len(json.dumps(tool_to_openai(tool))) for tool in tools)
+        self._tokens_per_char = TOKENS_PER_CHAR
+        log.append(Opened(name, self.tools))
+
+    def append(self, *messages: Message) -> None:
+        self._log.append(Appended(self.name, messages))
+        self.messages += messages
+
+    async def complete(self) -> Reply:
+        """Request a completion and append it to the conversation."""
+        reply = await self._complete(())
+        self._log.append(Called(self.name, reply.id, reply.message))
+        self.messages += (reply.message,)
+        return reply
+
+    async def complete_aside(self, suffix: Sequence[Message]) -> Reply:
+        """Request a completion of the conversation plus `suffix`; neither becomes part of the conversation."""
+        reply = await self._complete(suffix)
+        self._log.append(Called(self.name, reply.id, reply.message, tuple(suffix), is_appended=False))
+        return reply
+
+    def apply(self, operation: Operation, inputs: Inputs) -> None:
+        changed = operation.apply(self.messages, inputs)
+        require_valid(operation.name, self.messages, changed)
+        self._log.append(Applied(self.name, operation.name, operation.parameters, inputs))
+        self.messages = changed
+
+    def view(self) -> View:
+        num_tokens = round(self._num_chars(self.messages) * self._tokens_per_char)
+        return View(self.messages, num_tokens, self._max_tokens, self._tokens_per_char)
+
+    async def _complete(self, suffix: Sequence[Message]) -> Reply:
+        messages = (*self.messages, *suffix)
+        reply = await self._client.complete(messages, self.tools)
+        if reply.num_prompt:
+            self._tokens_per_char = reply.num_prompt / max(self._num_chars(messages), 1)
+        return reply
+
+    def _num_chars(self, messages: Sequence[Message]) -> int:
+        return self._num_tool_chars + sum(map(_num_chars, messages))
+
+
+def _num_chars(message: Message) -> int:
+    calls = sum(len(call.name) + len(json.dumps(call.arguments)) for call in message.tool_calls)
+    return len(message.content) + len(message.thinking) + calls
+
+
+class OperationTool:
+    """See `ToolRunner`. An operation that the model calls; it is applied after all results of the turn are appended."""
+
+    is_timed = True
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation, self.tool = operation, operation.tool
+
+    async def run(self, arguments: Mapping[str, JsonValue]) -> str:
+        return WILL_APPLY
+
+
+class Loop:
+    def __init__(self, config: WhiteBoxConfig, runners: Sequence[ToolRunner], operations: Sequence[Operation]) -> None:
+        """`operations`: applied automatically when due; the model calls operations through an `OperationTool`."""
+        self._config, self._operations = config, tuple(operations)
+        self._runners: Mapping[str, ToolRunner] = {runner.tool.name: runner for runner in runners}
+        # One per loop: a sub-agent that waits for the slot held by its parent's call would deadlock.
+        self._slots = asyncio.Semaphore(config.max_parallel_calls)
+
+    async def run(self, context: Context, max_turns: int) -> LoopResult:
+        content = ""
+        for _ in range(max_turns):
+            await self._manage(context)
+            reply = await context.complete()
+            content = reply.message.content
+            if reply.message.tool_calls:
+                await self._act(context, reply.message.tool_calls)
+            elif reply.is_cut:
+                context.append(Message("user", CUT_OFF))
+            elif content.strip():
+                return LoopResult(AgentEnd.FINISHED, content)
+            else:
+                context.append(Message("user", NOTHING))
+        return LoopResult(AgentEnd.OUT_OF_TURNS, content)
+
+    async def _manage(self, context: Context) -> None:
+        for operation in self._operations:
+            view = context.view()
+            if operation.is_due(view):
+                context.apply(operation, await operation.prepare(view, context.complete_aside))
+
+    async def _act(self, context: Context, calls: Sequence[ToolCall]) -> None:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._answer(call)) for call in calls]
+        context.append(*(task.result() for task in tasks))
+        for call in calls:
+            runner = self._runners.get(call.name)
+            if isinstance(runner, OperationTool) and not call_problems(call, runner.tool):
+                context.apply(runner.operation, runner.operation.read_call(context.view(), call.arguments))
+
+    async def _answer(self, call: ToolCall) -> Message:
+        timeout_s, max_chars = self._config.tool_timeout_s, self._config.max_tool_chars
+        async with self._slots:
+            return await answer_call(call, self._runners, timeout_s=timeout_s, max_chars=max_chars)
 
 
 class Attempt:

@@ -66,7 +66,7 @@ class Claim:
 class Restored:
     num_returned: int
     """Number of units that returned to ready."""
-    num_gone: int
+    num_deleted: int
     """Number of units that the restored weights have not trained on, but that retention has deleted."""
 
 
@@ -97,7 +97,7 @@ def claim(
     """Claim a batch for weights at `version`; None while the window holds too few finished units. `watch`: how long
     each unfinished unit, by place, has been observed; used to give up stragglers."""
     queue = lock_queue(connection)
-    _check_lineage(queue, version)
+    _require_lineage(queue, version)
     rows = _window_rows(connection, config.window.size, wanted)
     by_place = {row.place: row for row in rows}
     window = Window(config.window.size, [_unit(row) for row in rows], queue.num_taken)
@@ -115,16 +115,16 @@ def claim(
             break
         if not _is_straggler(connection, config, by_place[head.place], now_s()):
             break
-        gone = [by_place[unit.place] for unit in window.give_up(head.place)]
-        _give_up(connection, config, gone, config.window.straggler, DropReason.STRAGGLER)
+        given_up = [by_place[unit.place] for unit in window.give_up(head.place)]
+        _give_up(connection, config, given_up, config.window.straggler, DropReason.STRAGGLER)
         taken = wanted.take(window)
     if not taken:
         return None
     chosen = [by_place[unit.place] for unit in taken]
-    return _mark_taken(connection, queue, chosen)
+    return _take(connection, queue, chosen)
 
 
-def _mark_taken(connection: Connection, queue: QueueRow, rows: Sequence[UnitRow]) -> Claim:
+def _take(connection: Connection, queue: QueueRow, rows: Sequence[UnitRow]) -> Claim:
     values = {"epoch": queue.epoch, "num_units": len(rows), "is_open": True}
     batch: int = connection.execute(insert(batch_table).values(values).returning(batch_table.c.id)).scalar_one()
     ids = [row.id for row in rows]
@@ -143,17 +143,19 @@ def _window_rows(connection: Connection, size: int, wanted: Wanted) -> Sequence[
     """The units that a batch may be chosen from: the first W + n queued units for a batch of n, plus later units of
     labels that are rare among those, queried by label."""
     unit, episode = unit_table.c, episode_table.c
-    own = select(func.coalesce(func.sum(episode.num_tokens), 0)).where(episode.unit == unit.id).scalar_subquery()
-    num_tokens = (literal(0) if wanted.max_tokens is None else own).label("num_tokens")
+    unit_tokens = (
+        select(func.coalesce(func.sum(episode.num_tokens), 0)).where(episode.unit == unit.id).scalar_subquery()
+    )
+    num_tokens = (literal(0) if wanted.max_tokens is None else unit_tokens).label("num_tokens")
     columns = [*(unit[name] for name in _WINDOW_COLUMNS), num_tokens]
     query = select(*columns).where(unit.is_queued).order_by(unit.place).with_for_update(of=unit_table)
     rows = list(connection.execute(query.limit(size + wanted.num_units)).all())
     if wanted.quotas is None or len(rows) < size + wanted.num_units:
         return rows
-    num_found, behind = Counter(make_label(row.stage, row.domain) for row in rows), rows[-1].place
+    num_in_window, behind = Counter(make_label(row.stage, row.domain) for row in rows), rows[-1].place
     for label, quota in wanted.quotas(wanted.num_units).items():
         # A smaller batch may hold one unit more of a label, by rounding.
-        if num_found[label] <= quota:
+        if num_in_window[label] <= quota:
             stage, domain = split_label(label)
             of_label = query.where(unit.place > behind, unit.stage.is_not_distinct_from(stage), unit.domain == domain)
             rows += connection.execute(of_label.limit(quota + 1)).all()
@@ -193,7 +195,7 @@ def _give_up(
 def commit(connection: Connection, config: PoolConfig, claimed: Claim, version: PolicyVersion) -> None:
     """Mark a batch as trained: its step produced `version`."""
     queue = lock_queue(connection)
-    _check_lineage(queue, version)
+    _require_lineage(queue, version)
     if claimed.epoch != queue.epoch:
         raise StateError(f"batch {claimed.id} was claimed before the pool was restored; claim another batch")
     if version.step <= queue.step:
@@ -212,8 +214,8 @@ def commit(connection: Connection, config: PoolConfig, claimed: Claim, version: 
     move_episodes(connection, EpisodeState.TRAINED, episode.unit.in_(ids))
     if moved != len(claimed.units):
         raise StateError(
-            f"batch {claimed.id}: {moved} of {len(claimed.units)} units are still its own; restore the pool to the "
-            "version that the weights are at, and claim another batch"
+            f"batch {claimed.id}: only {moved} of {len(claimed.units)} units still belong to it; restore the pool to "
+            "the version that the weights are at, and claim another batch"
         )
     connection.execute(update(queue_table).values(named))
     count(connection, TRAINED, [row.difficulty for row in rows], config.difficulty_bin)
@@ -224,13 +226,13 @@ def restore(connection: Connection, config: PoolConfig, version: PolicyVersion) 
     queue = lock_queue(connection)
     refuse_behind(queue, version)
     batch, unit = batch_table.c, unit_table.c
-    is_learnt = and_(unit.lineage == version.lineage, unit.step <= version.step)
-    forgotten = and_(unit.state == UnitState.TRAINED, ~is_learnt)
-    difficulties = connection.execute(select(unit.difficulty).where(forgotten)).scalars().all()
-    batch_learnt = and_(batch.lineage == version.lineage, batch.step <= version.step)
-    undone = and_(batch.lineage.is_not(None), ~batch_learnt)
+    is_trained = and_(unit.lineage == version.lineage, unit.step <= version.step)
+    untrained = and_(unit.state == UnitState.TRAINED, ~is_trained)
+    difficulties = connection.execute(select(unit.difficulty).where(untrained)).scalars().all()
+    is_batch_trained = and_(batch.lineage == version.lineage, batch.step <= version.step)
+    undone = and_(batch.lineage.is_not(None), ~is_batch_trained)
     num_undone = connection.execute(select(func.coalesce(func.sum(batch.num_units), 0)).where(undone)).scalar_one()
-    returned = _return(connection, or_(forgotten, unit.state == UnitState.TRAINING))
+    returned = _return(connection, or_(untrained, unit.state == UnitState.TRAINING))
     connection.execute(
         update(batch_table).where(or_(batch.is_open, undone)).values(is_open=False, lineage=None, step=None)
     )
@@ -293,7 +295,7 @@ def batch_sizes(connection: Connection, lineage: str) -> list[int]:
 def mark_durable(connection: Connection, version: PolicyVersion) -> None:
     """Record that a checkpoint of `version` is on disk, so that the units it trained on will not return."""
     queue = lock_queue(connection)
-    _check_lineage(queue, version)
+    _require_lineage(queue, version)
     connection.execute(update(queue_table).values(durable_step=max(queue.durable_step, version.step)))
 
 
@@ -302,12 +304,12 @@ def refuse_behind(queue: QueueRow, version: PolicyVersion) -> None:
     if queue.lineage in (None, version.lineage) and queue.step < version.step:
         raise StateError(
             f"the pool has lost commits: its last one is step {queue.step}, and the checkpoint is of step "
-            f"{version.step} of {version.lineage!r}; bring the pool of this run back, or remove the checkpoints behind "
-            f"step {queue.step}, or start a new run from the checkpoint's model"
+            f"{version.step} of {version.lineage!r}; restore the pool's database of this run, or remove the "
+            f"checkpoints after step {queue.step}, or start a new run from the checkpoint's model"
         )
 
 
-def _check_lineage(queue: QueueRow, version: PolicyVersion) -> None:
+def _require_lineage(queue: QueueRow, version: PolicyVersion) -> None:
     if queue.lineage not in (None, version.lineage):
         raise StateError(
             f"the pool follows the weights of {queue.lineage!r}, received a version of {version.lineage!r}; restore "

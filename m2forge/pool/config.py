@@ -40,8 +40,8 @@ class WindowConfig(Config):
     stale: Literal["drop", "requeue"] = "drop"
     """What to do with a unit that is too stale."""
     straggler: Literal["wait", "requeue", "drop"] = "wait"
-    """What to do with a head that keeps a batch waiting longer than `straggler_s`. requeue: its whole group restarts at
-    the end of the queue. drop: its whole group is dropped."""
+    """What to do with a head that keeps a batch waiting longer than `straggler_s`. requeue: its group restarts at the
+    end of the queue. drop: its group is dropped."""
     straggler_s: Seconds = 600.0
     """A head is a straggler once its first episode started this long ago and the trainer has seen it unfinished this
     long."""
@@ -62,11 +62,11 @@ class WindowConfig(Config):
 
 
 class RetentionConfig(Config):
-    """How many trained and dropped units to keep for inspection. Units that a restored checkpoint may need are always
-    kept."""
+    """How many trained and dropped units to retain for inspection. Units that a restored checkpoint may need are
+    always retained."""
 
     versions: Count | None = 64
-    """Number of last policy versions whose units are kept; None keeps all."""
+    """Number of last policy versions whose units are retained; None retains all."""
     num_bytes: Count | None = None
     """Limit on the bytes of recorded calls; None sets no limit."""
     sweep_episodes: Count = 64
@@ -93,7 +93,7 @@ class PoolConfig(Config):
     admit_deployed: bool = False
     """Whether groups of deployed agents' episodes, which the loop did not start, are trained once they are rewarded."""
     deployed_s: Seconds = 604800.0
-    """A deployed agent's episode is deleted if its whole group is not rewarded within this time of its opening."""
+    """A deployed agent's episode is deleted if its group is not completely rewarded within this time of its opening."""
     difficulty_bin: Annotated[float, Field(gt=0)] = 1.0
     """Width of the bins by which submitted, trained and dropped units are counted."""
     window: WindowConfig = WindowConfig()
@@ -105,7 +105,9 @@ class PoolConfig(Config):
         if parts.scheme not in ("sqlite", "postgresql"):
             raise ValueError(f"url must begin with sqlite:/// or postgresql://, received {parts.scheme!r}")
         if parts.password:
-            raise ValueError("url must hold no password, which would be written down; set PGPASSWORD instead")
+            raise ValueError(
+                "url must hold no password, which the run would store in its config.toml; set PGPASSWORD instead"
+            )
         if parts.scheme == "sqlite" and not parts.path.strip("/"):
             raise ValueError("url must name a file: processes share the pool, so it cannot live in memory")
         return self

@@ -30,7 +30,7 @@ PAGE_BYTES = 16384
 """Page size of SQLite, large enough for a few calls."""
 _SCHEMA_LOCK = 0x6D32706F
 """Id of PostgreSQL's advisory lock held while tables are created."""
-_CHECK_EVERY = 64
+_BOUND_LOG_EVERY = 64
 """Write transactions between two checks of the log's size."""
 _RETRY_S = 0.01
 """Delay between retries to set up a file that other processes set up at the same time."""
@@ -68,10 +68,11 @@ class Database:
                 self.engine = create_engine(url, connect_args=arguments, pool_pre_ping=True)
         except (ModuleNotFoundError, NoSuchModuleError) as error:
             raise ConfigError(
-                "pool.url asks for PostgreSQL, whose driver is not installed; run pip install 'm2forge[postgres]'"
+                "pool.url names a PostgreSQL database, but its driver is not installed; "
+                "run pip install 'm2forge[postgres]'"
             ) from error
         except OSError as error:
-            raise PoolError(f"{self.display_url}: its folder cannot be made ({error.strerror})") from error
+            raise PoolError(f"{self.display_url}: its folder cannot be created ({error.strerror})") from error
         self._writing: Engine = self.engine.execution_options(m2forge_writes=True)
 
     @contextmanager
@@ -80,7 +81,7 @@ class Database:
         with self._named(), self._writing.begin() as connection:
             yield connection
         self._num_writes += 1
-        if self.is_sqlite and self._num_writes % _CHECK_EVERY == 0:
+        if self.is_sqlite and self._num_writes % _BOUND_LOG_EVERY == 0:
             self.bound_log()
 
     @contextmanager
@@ -94,7 +95,7 @@ class Database:
             yield
         except DBAPIError as error:
             # The driver's message only: SQLAlchemy adds the statement and its parameters, which contain agents' text.
-            raise PoolError(f"{self.display_url}: the database does not serve: {error.orig}") from error
+            raise PoolError(f"{self.display_url}: the database failed: {error.orig}") from error
 
     def log_bytes(self) -> int:
         """Size of SQLite's write-ahead log; 0 for PostgreSQL."""
@@ -112,7 +113,11 @@ class Database:
             assert isinstance(raw, sqlite3.Connection)
             is_busy = raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         if is_busy:
-            _log.warning("%s: a reader keeps the log from being emptied; %d bytes", self.display_url, self.log_bytes())
+            _log.warning(
+                "%s: a reader prevents the truncation of the write-ahead log; it has %d bytes",
+                self.display_url,
+                self.log_bytes(),
+            )
 
     def now_s(self, connection: Connection) -> float:
         """Seconds since the epoch by the database's clock, which all its processes share."""

@@ -28,15 +28,13 @@ from sqlalchemy import Connection, and_, delete, func, insert, or_, select
 from m2forge.errors import ConfigError, M2ForgeError
 from m2forge.pool import batch as batches
 from m2forge.pool import deployed_groups as deployed
-from m2forge.pool import pool as retention
 from m2forge.pool import queue as queues
-from m2forge.pool import queue as submission
 from m2forge.pool import record
 from m2forge.pool.batch import Claim, Restored, Wanted
 from m2forge.pool.config import PoolConfig, RetentionConfig
 from m2forge.pool.deployed_groups import DeployedEpisode
 from m2forge.pool.dialect import Database
-from m2forge.pool.queue import Owed, Tally, Watch, read_queue, read_tally
+from m2forge.pool.queue import Tally, UnreplacedGroup, Watch, read_queue, read_tally
 from m2forge.pool.record import Append, Ending, Rewarding
 from m2forge.pool.schema import (
     QUEUE_ID,
@@ -86,16 +84,18 @@ class Pool:
         # Most processes find the tables, and then do not wait for the writer.
         with self.database.read() as connection:
             # A pool created by an earlier version lacks only the last table.
-            is_made = all(connection.dialect.has_table(connection, table.name) for table in (queue_table, fork_table))
-        if not is_made:
+            is_created = all(
+                connection.dialect.has_table(connection, table.name) for table in (queue_table, fork_table)
+            )
+        if not is_created:
             self._make_tables()
         with self.database.read() as connection:
             row = queues.read_queue(connection)
         for name, expected in (("schema_version", SCHEMA_VERSION), ("vocab_size", self.vocab_size)):
-            found = getattr(row, name)
-            if found != expected:
+            stored = getattr(row, name)
+            if stored != expected:
                 raise ConfigError(
-                    f"{self.database.display_url}: its {name} is {found}, expected {expected}; use another pool"
+                    f"{self.database.display_url}: its {name} is {stored}, expected {expected}; use another pool"
                 )
 
     def _make_tables(self) -> None:
@@ -121,8 +121,6 @@ class Pool:
     def close(self) -> None:
         self.database.close()
 
-    # -- tasks and workers -------------------------------------------------------------------------------------------
-
     def room(self) -> int:
         """Number of units that fit into the queue."""
         with self.database.read() as connection:
@@ -136,22 +134,22 @@ class Pool:
         atomically. `stage`: the curriculum stage; its units are labelled STAGE/DOMAIN for quotas and replaced when
         dropped. If deployed agents are admitted, their rewarded groups take the slots of tasks of their domain."""
         with self.database.write() as connection:
-            return submission.put(connection, self.config, tasks, note, stage)
+            return queues.put(connection, self.config, tasks, note, stage)
 
-    def owed(self) -> list[Owed]:
+    def unreplaced(self) -> list[UnreplacedGroup]:
         """Groups of a stage that were dropped and not yet replaced."""
         with self.database.read() as connection:
-            return submission.owed(connection)
+            return queues.unreplaced(connection)
 
-    def replace(self, given: Sequence[tuple[Owed, Task, int]], note: str | None = None) -> list[str]:
-        """Queue a task with its number of episodes to replace each owed group. `note`: as for `put`."""
+    def replace(self, replacements: Sequence[tuple[UnreplacedGroup, Task, int]], note: str | None = None) -> list[str]:
+        """Queue a task with its number of episodes to replace each dropped group. `note`: as for `put`."""
         with self.database.write() as connection:
-            return submission.replace(connection, self.config, given, note)
+            return queues.replace(connection, self.config, replacements, note)
 
     def note(self) -> str | None:
         """The last stored note."""
         with self.database.read() as connection:
-            return submission.read_note(connection)
+            return queues.read_note(connection)
 
     def lease(self, worker: str, num_episodes: int) -> list[Lease]:
         """Lease up to `num_episodes` queued episodes, oldest first. The worker must renew them within `lease_s`."""
@@ -196,14 +194,12 @@ class Pool:
         """One transaction per lease, since workers renew and finish meanwhile."""
         try:
             with self.database.write() as connection:
-                state = queues.break_off(connection, self.config, lease, failure, is_death=True, until_s=until_s)
+                state = queues.fail_attempt(connection, self.config, lease, failure, is_death=True, until_s=until_s)
         except LeaseLostError:
             return False
         if state is EpisodeState.FAILED:
-            _log.warning("%s is dropped, because too many workers died at it: %s", lease.group, failure)
+            _log.warning("%s is dropped, because too many workers died during its attempts: %s", lease.group, failure)
         return True
-
-    # -- deployed agents ---------------------------------------------------------------------------------------------
 
     def known(self, names: Collection[str]) -> set[str]:
         """The subset of `names` that are episodes of the pool."""
@@ -215,8 +211,6 @@ class Pool:
         takes the slot of a task of its domain in a later batch."""
         with self.database.write() as connection:
             deployed.add_deployed(connection, self.config, group, task, episodes, self._now_s(connection))
-
-    # -- attempts ------------------------------------------------------------------------------------------------------
 
     def append(self, appends: Sequence[Append]) -> list[M2ForgeError | None]:
         """Store calls of several attempts; returns for each None or the error that refused it."""
@@ -234,10 +228,10 @@ class Pool:
         with self.database.write() as connection:
             return record.end(connection, self.config, endings, self._now_s(connection))
 
-    def reward_unit(self, given: Sequence[Rewarding]) -> None:
+    def reward_unit(self, rewards: Sequence[Rewarding]) -> None:
         """Reward the finished attempts of one unit in one transaction."""
         with self.database.write() as connection:
-            record.reward_unit(connection, self.config, given)
+            record.reward_unit(connection, self.config, rewards)
 
     def reward(self, lease: Lease, reward: Reward, step_rewards: Sequence[float] | None = None) -> None:
         """Reward a finished attempt. `step_rewards`: one per call."""
@@ -246,16 +240,14 @@ class Pool:
 
     def fail(self, lease: Lease, failure: str) -> EpisodeState:
         """End an attempt that failed for a reason other than the policy: the episode is retried, or after
-        `max_failures` its whole group is dropped."""
+        `max_failures` its group is dropped."""
         with self.database.write() as connection:
-            return queues.break_off(connection, self.config, lease, failure)
+            return queues.fail_attempt(connection, self.config, lease, failure)
 
     def interrupt(self, lease: Lease, reason: str) -> bool:
         """End an attempt because a process it depends on died: the episode is retried, up to `max_deaths`. Returns
         False if the lease is lost."""
         return self._give_up(lease, reason)
-
-    # -- the trainer ---------------------------------------------------------------------------------------------------
 
     def claim(self, num_units: int, version: PolicyVersion, quotas: Mapping[str, int] | None = None) -> Claim | None:
         """Claim a batch for weights at `version`; None while the window holds too few finished units. `quotas`: units
@@ -310,8 +302,10 @@ class Pool:
         commits of batches claimed before are refused. Raises if the pool is behind the checkpoint."""
         with self.database.write() as connection:
             restored = batches.restore(connection, self.config, version)
-        if restored.num_gone:
-            _log.warning("%d units that version %s has not learnt are deleted already", restored.num_gone, version)
+        if restored.num_deleted:
+            _log.warning(
+                "%d units that version %s has not trained on are already deleted", restored.num_deleted, version
+            )
         return restored
 
     def epoch(self) -> int:
@@ -330,8 +324,6 @@ class Pool:
         with self.database.read() as connection:
             batches.refuse_behind(queues.read_queue(connection), version)
 
-    # -- queries -------------------------------------------------------------------------------------------------------
-
     def unjudged(self, num_units: int) -> list[tuple[StoredUnit, list[Lease]]]:
         """Units whose episodes have all ended but lack rewards, including those that a dead loop left."""
         unit = unit_table.c
@@ -339,17 +331,17 @@ class Pool:
         with self.database.read() as connection:
             ids = list(connection.execute(select(unit.id).where(*is_over).order_by(unit.id).limit(num_units)).scalars())
             return [
-                (found, queues.leases_in(connection, id))
+                (stored, queues.leases_in(connection, id))
                 for id in ids
-                for found in read_units(connection, [id], self.vocab_size)
+                for stored in read_units(connection, [id], self.vocab_size)
             ]
 
     def counts(self) -> dict[str, int]:
         """Number of episodes in each state."""
         query = select(episode_table.c.state, func.count()).group_by(episode_table.c.state)
         with self.database.read() as connection:
-            found = {row.state: row[1] for row in connection.execute(query)}
-        return {state: found.get(state, 0) for state in EpisodeState}
+            counts = {row.state: row[1] for row in connection.execute(query)}
+        return {state: counts.get(state, 0) for state in EpisodeState}
 
     def queue_positions(self, num_units: int) -> list[tuple[int, str]]:
         """Position and state of the first queued units, the head first."""
@@ -364,9 +356,9 @@ class Pool:
             return read_tally(connection)
 
     def sweep(self) -> int:
-        """Delete some of the episodes that retention does not keep; returns how many, 0 when none are left."""
+        """Delete some of the episodes beyond the retention limits; returns how many, 0 when none are left."""
         with self.database.write() as connection:
-            num_episodes = retention.sweep(connection, self.config.retention)
+            num_episodes = _sweep(connection, self.config.retention)
         if num_episodes:
             self.database.reclaim()
         return num_episodes
@@ -375,7 +367,7 @@ class Pool:
 # -- retention ---------------------------------------------------------------------------------------------------------
 
 
-def sweep(connection: Connection, config: RetentionConfig) -> int:
+def _sweep(connection: Connection, config: RetentionConfig) -> int:
     """Deletes trained and dropped units once they are old enough, a few episodes at a time.
 
     It keeps units that a restored checkpoint would need again, those of steps after the newest checkpoint, and dropped
@@ -385,11 +377,11 @@ def sweep(connection: Connection, config: RetentionConfig) -> int:
     """
     queue = read_queue(connection)
     by_versions = 0 if config.versions is None else queue.step - config.versions + 1
-    oldest_kept = max(by_versions, _oldest_kept(connection, config))
+    oldest_retained = max(by_versions, _oldest_retained(connection, config))
     unit = unit_table.c
     is_durable = or_(unit.state == UnitState.DROPPED, unit.step <= queue.durable_step)
     is_done = unit.state.in_((UnitState.TRAINED, UnitState.DROPPED))
-    is_over = and_(is_done, unit.step < oldest_kept, is_durable, ~unit.is_owed)
+    is_over = and_(is_done, unit.step < oldest_retained, is_durable, ~unit.is_owed)
     ids: list[int] = []
     num_episodes = 0
     query = select(unit.id, unit.size).where(is_over).order_by(unit.step, unit.id).limit(config.sweep_episodes)
@@ -403,7 +395,7 @@ def sweep(connection: Connection, config: RetentionConfig) -> int:
     return num_episodes
 
 
-def _oldest_kept(connection: Connection, config: RetentionConfig) -> int:
+def _oldest_retained(connection: Connection, config: RetentionConfig) -> int:
     """The oldest step such that all units from it on fit into the byte limit."""
     if config.num_bytes is None:
         return 0
@@ -420,9 +412,9 @@ def _oldest_kept(connection: Connection, config: RetentionConfig) -> int:
 
 def _delete(connection: Connection, unit_ids: Sequence[int]) -> None:
     episode = episode_table.c
-    own = list(connection.execute(select(episode.id).where(episode.unit.in_(unit_ids))).scalars())
-    connection.execute(delete(call_table).where(call_table.c.episode.in_(own)))
-    connection.execute(delete(episode_table).where(episode.id.in_(own)))
+    ids = list(connection.execute(select(episode.id).where(episode.unit.in_(unit_ids))).scalars())
+    connection.execute(delete(call_table).where(call_table.c.episode.in_(ids)))
+    connection.execute(delete(episode_table).where(episode.id.in_(ids)))
     connection.execute(delete(unit_table).where(unit_table.c.id.in_(unit_ids)))
 
 

@@ -87,12 +87,12 @@ class Watch(Generic[Key]):
         self._clock = clock
         self._since: dict[Key, tuple[object, float]] = {}
 
-    def unchanged_s(self, found: Mapping[Key, object]) -> dict[Key, float]:
-        """Seconds since each key was first seen with its current value; keys that are not in `found` are forgotten."""
+    def unchanged_s(self, values: Mapping[Key, object]) -> dict[Key, float]:
+        """Seconds since each key was first seen with its current value; keys that are not in `values` are forgotten."""
         now_s = self._clock()
         self._since = {
             key: known if (known := self._since.get(key)) is not None and known[0] == value else (value, now_s)
-            for key, value in found.items()
+            for key, value in values.items()
         }
         return {key: now_s - since_s for key, (_, since_s) in self._since.items()}
 
@@ -114,7 +114,7 @@ FRESH: dict[str, object] = {
     "step_rewards": None,
     "artifacts": json.dumps({}),
 }
-"""Column values of an episode without recorded data; its attempt counters are kept."""
+"""Column values of an episode without recorded data; its attempt counters are not among them."""
 
 
 def lock_queue(connection: Connection) -> QueueRow:
@@ -144,9 +144,6 @@ def _lock_group_of(connection: Connection, unit: int) -> UnitRow:
 
 def num_queued(connection: Connection) -> int:
     return connection.execute(select(func.count()).where(unit_table.c.is_queued)).scalar_one()
-
-
-# -- leases -----------------------------------------------------------------------------------------------------------
 
 
 def lease(connection: Connection, config: PoolConfig, worker: str, num_episodes: int, now_s: float) -> list[Lease]:
@@ -189,14 +186,14 @@ def renew(connection: Connection, config: PoolConfig, leases: Sequence[Lease], n
         return []
     episode = episode_table.c
     pairs = sorted((lease.episode, lease.attempt) for lease in leases)
-    kept = connection.execute(
+    renewed = connection.execute(
         update(episode_table)
         .where(tuple_(episode.id, episode.attempt).in_(pairs), episode.state == EpisodeState.RUNNING)
         .values(lease_until_s=now_s + config.lease_s)
         .returning(episode.id)
     ).scalars()
-    alive = set(kept)
-    return [lease for lease in leases if lease.episode not in alive]
+    renewed_ids = set(renewed)
+    return [lease for lease in leases if lease.episode not in renewed_ids]
 
 
 def _leases(connection: Connection, episode_ids: Sequence[int]) -> list[Lease]:
@@ -207,10 +204,7 @@ def _leases(connection: Connection, episode_ids: Sequence[int]) -> list[Lease]:
     return [read_lease(row) for row in connection.execute(query.order_by(episode_table.c.id))]
 
 
-# -- failed attempts, dropped and requeued groups ---------------------------------------------------------------------
-
-
-def break_off(
+def fail_attempt(
     connection: Connection,
     config: PoolConfig,
     lease: Lease,
@@ -224,20 +218,20 @@ def break_off(
     then, since it may have been renewed."""
     unit = _lock_group_of(connection, lease.unit)
     episode = episode_table.c
-    here = [episode.id == lease.episode, episode.attempt == lease.attempt, episode.state == EpisodeState.RUNNING]
+    current = [episode.id == lease.episode, episode.attempt == lease.attempt, episode.state == EpisodeState.RUNNING]
     if until_s is not None:
-        here.append(episode.lease_until_s == until_s)
-    broken = episode.num_deaths if is_death else episode.num_failures
-    num_before = connection.execute(select(broken).where(*here).with_for_update()).scalar_one_or_none()
+        current.append(episode.lease_until_s == until_s)
+    counter = episode.num_deaths if is_death else episode.num_failures
+    num_before = connection.execute(select(counter).where(*current).with_for_update()).scalar_one_or_none()
     if num_before is None:
         raise LeaseLostError(describe_loss(connection, lease))
-    values = {broken.name: num_before + 1, "failure": failure}
+    values = {counter.name: num_before + 1, "failure": failure}
     limit = config.max_deaths if is_death else config.max_failures
     if num_before + 1 < limit:
-        move_episodes(connection, EpisodeState.QUEUED, *here, **FRESH | values)
+        move_episodes(connection, EpisodeState.QUEUED, *current, **FRESH | values)
         connection.execute(delete(call_table).where(call_table.c.episode == lease.episode))
         return EpisodeState.QUEUED
-    move_episodes(connection, EpisodeState.FAILED, *here, lease_until_s=None, **values)
+    move_episodes(connection, EpisodeState.FAILED, *current, lease_until_s=None, **values)
     drop_group(connection, config, unit.group_name, DropReason.FAILED)
     return EpisodeState.FAILED
 
@@ -256,8 +250,7 @@ def leases_on(connection: Connection, episode_ids: Sequence[int]) -> list[Lease]
 
 
 def drop_group(connection: Connection, config: PoolConfig, group: str, reason: DropReason) -> int:
-    """Drop all untrained units of a group; returns how many. Units of a stage become owed: other tasks replace them
-    (`pool/queue.py`)."""
+    """Drop all untrained units of a group; returns how many. Other tasks replace those of a stage (`replace`)."""
     rows = _group_units(connection, group)
     ids = [row.id for row in rows]
     unit, episode = unit_table.c, episode_table.c
@@ -282,8 +275,8 @@ def requeue_group(connection: Connection, config: PoolConfig, group: str) -> int
         values |= {"num_requeues": row.num_requeues + 1, "taken_before": queue.num_taken}
         move_units(connection, UnitState.OPEN, unit_table.c.id == row.id, **values)
         move_episodes(connection, EpisodeState.QUEUED, episode.unit == row.id, **FRESH)
-        own = select(episode.id).where(episode.unit == row.id).scalar_subquery()
-        connection.execute(delete(call_table).where(call_table.c.episode.in_(own)))
+        ids = select(episode.id).where(episode.unit == row.id).scalar_subquery()
+        connection.execute(delete(call_table).where(call_table.c.episode.in_(ids)))
     connection.execute(update(queue_table).values(next_place=queue.next_place + len(rows)))
     count(connection, REQUEUED, [row.difficulty for row in rows], config.difficulty_bin)
     return len(rows)
@@ -301,7 +294,7 @@ def describe_loss(connection: Connection, lease: Lease) -> str:
         select(episode_table.c.state, episode_table.c.attempt).where(episode_table.c.id == lease.episode)
     ).one_or_none()
     if row is None:
-        return f"{lease.name}: the episode is not in the pool any more"
+        return f"{lease.name}: the episode is no longer in the pool"
     return f"{lease.name}: refused; the episode is {row.state}, at attempt {row.attempt}"
 
 
@@ -309,7 +302,7 @@ _ADD_EPISODES = insert(episode_table)
 
 
 @dataclass(frozen=True, slots=True)
-class Owed:
+class UnreplacedGroup:
     """Units of a group that was dropped and not yet replaced."""
 
     group: str
@@ -376,21 +369,23 @@ def put(
 ) -> list[str]:
     """Tasks in, queued units out: batches of a stage, and replacements for dropped units.
 
-        trained(stage, domain) + queued(stage, domain) + owed(stage, domain) = submitted in batches(stage, domain)
+        trained(stage, domain) + queued(stage, domain) + unreplaced(stage, domain) = submitted in batches(stage, domain)
 
-    Units get consecutive queue positions in the order of submission. A dropped unit of a stage is owed, whatever the
-    reason: `replace` queues another task of the same stage and domain at the end of the queue. So the equation above
-    always holds, and training finds exactly the units that the batches of a stage were drawn with. If deployed agents'
-    groups are admitted, each takes the slot of a drawn task of its domain. The caller passes the transaction in which
-    these functions run.
+    Units get consecutive queue positions in the order of submission. Every dropped unit of a stage, whatever the
+    reason, is replaced: `replace` queues another task of the same stage and domain at the end of the queue. So the
+    equation above always holds, and training finds exactly the units that the batches of a stage were drawn with. If
+    deployed agents' groups are admitted, each takes the slot of a drawn task of its domain. The caller passes the
+    transaction in which these functions run.
 
     Queue groups, each a task and its number of episodes, and return their names. `note` replaces the stored note.
     """
-    queue, groups = lock_queue(connection), [Queued(*given) for given in tasks]
-    if any(given.num_episodes < 1 for given in groups):
-        raise RecordError("a group: expected one episode or more")
-    sizes = [unit_size(config, given.num_episodes) for given in groups]
-    num_units = sum(given.num_episodes // size for given, size in zip(groups, sizes, strict=True))
+    queue, groups = lock_queue(connection), [Queued(*item) for item in tasks]
+    if any(group.num_episodes < 1 for group in groups):
+        raise RecordError(
+            f"a group: expected 1 episode or more, received {min(group.num_episodes for group in groups)}"
+        )
+    sizes = [unit_size(config, group.num_episodes) for group in groups]
+    num_units = sum(group.num_episodes // size for group, size in zip(groups, sizes, strict=True))
     # Units that a restore returned may have overfilled the queue.
     room = max(0, config.window.queue - num_queued(connection))
     if num_units > room:
@@ -405,44 +400,50 @@ def put(
             connection.execute(update(unit_table).where(unit_table.c.id == unit).values(values))
             added.note(difficulty)
         if len(admitted) < num_slots:
-            num_left = num_episodes - len(admitted) * size
-            added.add_group(connection, queue, task, num_left, size, Slot(stage, context=context))
+            num_remaining = num_episodes - len(admitted) * size
+            added.add_group(connection, queue, task, num_remaining, size, Slot(stage, context=context))
     added.write(connection, config, note)
     return added.names
 
 
-def owed(connection: Connection) -> list[Owed]:
+def unreplaced(connection: Connection) -> list[UnreplacedGroup]:
     """Dropped units of a stage that wait for a replacement, by group, oldest first."""
     unit = unit_table.c
     columns = (unit.id, unit.group_name, unit.stage, unit.domain, unit.num_skips, unit.reason, unit.context)
     rows = connection.execute(select(*columns).where(unit.is_owed).order_by(unit.place)).all()
     num_units = Counter(row.group_name for row in rows)
     firsts = {row.group_name: row for row in reversed(rows)}
-    return [_owed(firsts[group], num) for group, num in num_units.items()]
+    return [_unreplaced(firsts[group], num) for group, num in num_units.items()]
 
 
-def _owed(row: Row[Any], num_units: int) -> Owed:
+def _unreplaced(row: Row[Any], num_units: int) -> UnreplacedGroup:
     num_skips = row.num_skips + 1 if row.reason == DropReason.NO_SIGNAL else 0
-    return Owed(row.group_name, row.stage, Domain(row.domain), num_units, num_skips, row.context)
+    return UnreplacedGroup(row.group_name, row.stage, Domain(row.domain), num_units, num_skips, row.context)
 
 
 def replace(
-    connection: Connection, config: PoolConfig, given: Sequence[tuple[Owed, Task, int]], note: str | None = None
+    connection: Connection,
+    config: PoolConfig,
+    replacements: Sequence[tuple[UnreplacedGroup, Task, int]],
+    note: str | None = None,
 ) -> list[str]:
-    """Queue a task with its number of episodes to replace each owed group, even if a restore has overfilled the queue,
-    because training may be waiting for exactly these."""
+    """Queue a task with its number of episodes to replace each dropped group, even if a restore has overfilled the
+    queue, because training may be waiting for exactly these."""
     queue = lock_queue(connection)
     unit = unit_table.c
     added = _Added(queue.next_place)
-    for debt, task, num_episodes in given:
-        if task.domain != debt.domain:
-            raise RecordError(f"{debt.group}: expected a task of the domain {debt.domain}, received {task.domain}")
-        settled = update(unit_table).where(unit.group_name == debt.group, unit.is_owed).values(is_owed=False)
-        if connection.execute(settled).rowcount != debt.num_units:
-            raise StateError(
-                f"{debt.group}: other units than these {debt.num_units} are owed by now; read `owed` again"
+    for missing, task, num_episodes in replacements:
+        if task.domain != missing.domain:
+            raise RecordError(
+                f"{missing.group}: expected a task of the domain {missing.domain}, received {task.domain}"
             )
-        slot = Slot(debt.stage, debt.num_skips, debt.context)
+        settled = update(unit_table).where(unit.group_name == missing.group, unit.is_owed).values(is_owed=False)
+        if connection.execute(settled).rowcount != missing.num_units:
+            raise StateError(
+                f"{missing.group}: expected {missing.num_units} units to replace, and the pool has another number by "
+                "now; read `unreplaced` again"
+            )
+        slot = Slot(missing.stage, missing.num_skips, missing.context)
         added.add_group(connection, queue, task, num_episodes, unit_size(config, num_episodes), slot)
     added.write(connection, config, note)
     return added.names
@@ -457,10 +458,10 @@ def _deployed(connection: Connection) -> dict[str, list[tuple[int, float]]]:
     unit = unit_table.c
     is_waiting = (unit.state == UnitState.READY, unit.place.is_(None))
     query = select(unit.id, unit.domain, unit.difficulty).where(*is_waiting).order_by(unit.id)
-    found: dict[str, list[tuple[int, float]]] = {}
+    waiting: dict[str, list[tuple[int, float]]] = {}
     for id, domain, difficulty in connection.execute(query.with_for_update()).all():
-        found.setdefault(domain, []).append((id, difficulty))
-    return found
+        waiting.setdefault(domain, []).append((id, difficulty))
+    return waiting
 
 
 def _cut(waiting: list[tuple[int, float]], num: int) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:

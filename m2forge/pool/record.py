@@ -1,8 +1,8 @@
 """Records an attempt: its calls, its end, its reward. Each is refused if the episode has moved on to another attempt.
 The caller passes the transaction in which these functions run.
 
-`end` stores whole attempts, several at a time, and `reward_unit` rewards a whole unit: a statement costs about as much
-for all of them as for one.
+`end` stores complete attempts, several at a time, and `reward_unit` rewards all attempts of a unit: a statement costs
+about as much for all of them as for one.
 """
 
 import json
@@ -83,23 +83,23 @@ def _ending() -> Update:
             state=EpisodeState.FINISHED,
             lease_until_s=None,
             finished_s=bindparam("at_s"),
-            failure=bindparam("told_failure", type_=Text),
-            artifacts=bindparam("left"),
+            failure=bindparam("new_failure", type_=Text),
+            artifacts=bindparam("new_artifacts"),
         )
     )
 
 
 def _rewarding() -> Update:
-    given: dict[str, BindParameter[object]] = {
-        name: bindparam(f"given_{name}") for name in ("reward", "reward_total", "step_rewards")
+    values: dict[str, BindParameter[object]] = {
+        name: bindparam(f"new_{name}") for name in ("reward", "reward_total", "step_rewards")
     }
-    return update(episode_table).where(episode_table.c.id == bindparam("of_episode")).values(given)
+    return update(episode_table).where(episode_table.c.id == bindparam("of_episode")).values(values)
 
 
 def _counting_down() -> Update:
     unit = unit_table.c
-    left = unit.num_unfinished - bindparam("num_ended", type_=Integer)
-    return update(unit_table).where(unit.id == bindparam("of_unit")).values(num_unfinished=left)
+    num_unfinished = unit.num_unfinished - bindparam("num_ended", type_=Integer)
+    return update(unit_table).where(unit.id == bindparam("of_unit")).values(num_unfinished=num_unfinished)
 
 
 # Built once, because building them costs several times what the database takes to run them.
@@ -155,28 +155,28 @@ def _extend_all(connection: Connection, runs: Sequence[Sequence[Append]]) -> boo
         return False
     # The update of several attempts may succeed for only some, which is then rolled back.
     savepoint = connection.begin_nested() if len(runs) > 1 else None
-    is_whole = connection.execute(_EXTEND, [_numbers(run) for run in runs]).rowcount == len(runs)
-    if is_whole:
+    are_all_valid = connection.execute(_EXTEND, [_numbers(run) for run in runs]).rowcount == len(runs)
+    if are_all_valid:
         connection.execute(_STORE, [_row(item) for run in runs for item in run])
     if savepoint is not None:
-        savepoint.commit() if is_whole else savepoint.rollback()
-    return is_whole
+        savepoint.commit() if are_all_valid else savepoint.rollback()
+    return are_all_valid
 
 
 def _extend_one(connection: Connection, run: Sequence[Append]) -> M2ForgeError | None:
     """Store those calls of an attempt that are not yet stored, or return the error that refuses all of them."""
     episode, lease = episode_table.c, run[0].lease
-    here = (episode.id == lease.episode, episode.attempt == lease.attempt, episode.state == EpisodeState.RUNNING)
-    num_calls = connection.execute(select(episode.num_calls).where(*here).with_for_update()).scalar_one_or_none()
+    current = (episode.id == lease.episode, episode.attempt == lease.attempt, episode.state == EpisodeState.RUNNING)
+    num_calls = connection.execute(select(episode.num_calls).where(*current).with_for_update()).scalar_one_or_none()
     if num_calls is None:
         return LeaseLostError(describe_loss(connection, lease))
-    left = [item for item in run if item.call.ordinal >= num_calls]
-    if not left:
+    unstored = [item for item in run if item.call.ordinal >= num_calls]
+    if not unstored:
         return None
-    if not _is_consecutive(left) or connection.execute(_EXTEND, _numbers(left)).rowcount != 1:
-        ordinals = [item.call.ordinal for item in left]
+    if not _is_consecutive(unstored) or connection.execute(_EXTEND, _numbers(unstored)).rowcount != 1:
+        ordinals = [item.call.ordinal for item in unstored]
         return RecordError(f"{lease.name}: expected call {num_calls} next, received {ordinals}")
-    connection.execute(_STORE, [_row(item) for item in left])
+    connection.execute(_STORE, [_row(item) for item in unstored])
     return None
 
 
@@ -206,8 +206,8 @@ def end(
     connection: Connection, config: PoolConfig, endings: Sequence[Ending], now_s: float
 ) -> list[bool | M2ForgeError]:
     """Store calls and outcomes of attempts; returns for each whether its unit may now be complete, or the error that
-    refused it, which does not affect the others. An attempt is stored whole or not at all, and skipped if it is already
-    stored."""
+    refused it, which does not affect the others. An attempt is stored completely or not at all, and skipped if it is
+    already stored."""
     order = sorted(range(len(endings)), key=lambda n: endings[n].lease.episode)
     over = _end_all(connection, [endings[n] for n in order], now_s)
     if over is not None:
@@ -235,21 +235,23 @@ def _end_all(connection: Connection, endings: Sequence[Ending], now_s: float) ->
     unit = unit_table.c
     units = select(unit.id, unit.num_unfinished).where(unit.id.in_(num_ended)).order_by(unit.place, unit.id)
     savepoint = connection.begin_nested()
-    num_left = {row.id: row.num_unfinished - num_ended[row.id] for row in connection.execute(units.with_for_update())}
-    is_whole = len(num_left) == len(num_ended)
-    if is_whole and runs:
-        is_whole = connection.execute(_EXTEND, [_numbers(run) for run in runs]).rowcount == len(runs)
-    if is_whole:
+    num_remaining = {
+        row.id: row.num_unfinished - num_ended[row.id] for row in connection.execute(units.with_for_update())
+    }
+    are_all_valid = len(num_remaining) == len(num_ended)
+    if are_all_valid and runs:
+        are_all_valid = connection.execute(_EXTEND, [_numbers(run) for run in runs]).rowcount == len(runs)
+    if are_all_valid:
         rows = [_end_row(ending, now_s) for ending in endings]
-        is_whole = connection.execute(_END, rows).rowcount == len(endings)
-    if not is_whole:
+        are_all_valid = connection.execute(_END, rows).rowcount == len(endings)
+    if not are_all_valid:
         savepoint.rollback()
         return None
     if runs:
         connection.execute(_STORE, [_row(item) for run in runs for item in run])
     connection.execute(_COUNT_DOWN, [{"of_unit": id, "num_ended": num} for id, num in sorted(num_ended.items())])
     savepoint.commit()
-    return {id for id, num in num_left.items() if num == 0}
+    return {id for id, num in num_remaining.items() if num == 0}
 
 
 def _end_one(connection: Connection, config: PoolConfig, ending: Ending, now_s: float) -> None:
@@ -264,8 +266,8 @@ def _end_one(connection: Connection, config: PoolConfig, ending: Ending, now_s: 
 
 def _is_over(connection: Connection, lease: Lease) -> bool:
     episode = episode_table.c
-    here = (episode.id == lease.episode, episode.attempt == lease.attempt, episode.state == EpisodeState.FINISHED)
-    return connection.execute(select(episode.id).where(*here)).first() is not None
+    current = (episode.id == lease.episode, episode.attempt == lease.attempt, episode.state == EpisodeState.FINISHED)
+    return connection.execute(select(episode.id).where(*current)).first() is not None
 
 
 def _end_row(ending: Ending, now_s: float) -> dict[str, object]:
@@ -273,8 +275,8 @@ def _end_row(ending: Ending, now_s: float) -> dict[str, object]:
         "of_episode": ending.lease.episode,
         "of_attempt": ending.lease.attempt,
         "at_s": now_s,
-        "told_failure": ending.outcome.failure,
-        "left": json.dumps(dict(ending.outcome.artifacts)),
+        "new_failure": ending.outcome.failure,
+        "new_artifacts": json.dumps(dict(ending.outcome.artifacts)),
     }
 
 
@@ -282,11 +284,11 @@ def finish(connection: Connection, config: PoolConfig, lease: Lease, outcome: Ou
     """End an attempt; idempotent."""
     unit = lock_unit(connection, lease.unit)
     episode = episode_table.c
-    here = (episode.id == lease.episode, episode.attempt == lease.attempt)
+    current = (episode.id == lease.episode, episode.attempt == lease.attempt)
     moved = move_episodes(
         connection,
         EpisodeState.FINISHED,
-        *here,
+        *current,
         episode.state == EpisodeState.RUNNING,
         lease_until_s=None,
         finished_s=now_s,
@@ -304,31 +306,33 @@ def finish(connection: Connection, config: PoolConfig, lease: Lease, outcome: Ou
 
 
 def reward(
-    connection: Connection, config: PoolConfig, lease: Lease, given: Reward, step_rewards: Sequence[float] | None
+    connection: Connection, config: PoolConfig, lease: Lease, new_reward: Reward, step_rewards: Sequence[float] | None
 ) -> None:
     """Reward a finished attempt. Idempotent for the same reward; a different one is refused."""
     unit = lock_unit(connection, lease.unit)
     episode = episode_table.c
-    here = (episode.id == lease.episode, episode.attempt == lease.attempt)
-    row = connection.execute(select(episode.state, episode.num_calls, episode.reward).where(*here)).one_or_none()
+    current = (episode.id == lease.episode, episode.attempt == lease.attempt)
+    row = connection.execute(select(episode.state, episode.num_calls, episode.reward).where(*current)).one_or_none()
     if row is None or row.state in (EpisodeState.DROPPED, EpisodeState.FAILED):
         raise LeaseLostError(describe_loss(connection, lease))
     if row.reward is not None:
-        if row.reward != reward_text(given):
-            raise StateError(f"{lease.name}: it has a reward already, another one than {given.total}")
+        if row.reward != reward_text(new_reward):
+            raise StateError(f"{lease.name}: it already has another reward, received {new_reward.total}")
         return
     if row.state != EpisodeState.FINISHED:
-        raise StateError(f"{lease.name}: expected an episode that is finished, it is {row.state}")
+        raise StateError(f"{lease.name}: expected a finished episode, received one that is {row.state}")
     if step_rewards is not None and len(step_rewards) != row.num_calls:
         raise RecordError(
             f"{lease.name}: step_rewards: expected one per call, {row.num_calls}, received {len(step_rewards)}"
         )
-    _give(connection, config, unit, [Rewarding(lease, given, None if step_rewards is None else tuple(step_rewards))])
+    _store_rewards(
+        connection, config, unit, [Rewarding(lease, new_reward, None if step_rewards is None else tuple(step_rewards))]
+    )
 
 
-def reward_unit(connection: Connection, config: PoolConfig, given: Sequence[Rewarding]) -> None:
+def reward_unit(connection: Connection, config: PoolConfig, rewards: Sequence[Rewarding]) -> None:
     """Reward finished attempts of one unit; raises if one is refused, so that none is rewarded."""
-    unit = lock_unit(connection, given[0].lease.unit)
+    unit = lock_unit(connection, rewards[0].lease.unit)
     episode = episode_table.c
     query = select(episode.id, episode.attempt, episode.num_calls).where(
         episode.unit == unit.id, episode.state == EpisodeState.FINISHED, episode.reward.is_(None)
@@ -336,35 +340,35 @@ def reward_unit(connection: Connection, config: PoolConfig, given: Sequence[Rewa
     open_calls = {(row.id, row.attempt): row.num_calls for row in connection.execute(query)}
     num_calls = {
         (item.lease.episode, item.lease.attempt): None if item.step_rewards is None else len(item.step_rewards)
-        for item in given
+        for item in rewards
     }
-    is_plain = len(num_calls) == len(given) and all(
+    is_plain = len(num_calls) == len(rewards) and all(
         attempt in open_calls and num in (None, open_calls[attempt]) for attempt, num in num_calls.items()
     )
     if is_plain:
-        _give(connection, config, unit, given)
+        _store_rewards(connection, config, unit, rewards)
         return
-    for item in given:
+    for item in rewards:
         reward(connection, config, item.lease, item.reward, item.step_rewards)
 
 
-def _give(connection: Connection, config: PoolConfig, unit: UnitRow, given: Sequence[Rewarding]) -> None:
+def _store_rewards(connection: Connection, config: PoolConfig, unit: UnitRow, rewards: Sequence[Rewarding]) -> None:
     """Store rewards that have been validated."""
     rows = [
         {
             "of_episode": item.lease.episode,
-            "given_reward": reward_text(item.reward),
-            "given_reward_total": item.reward.total,
-            "given_step_rewards": None
+            "new_reward": reward_text(item.reward),
+            "new_reward_total": item.reward.total,
+            "new_step_rewards": None
             if item.step_rewards is None
             else json.dumps(list(item.step_rewards), allow_nan=False),
         }
-        for item in given
+        for item in rewards
     ]
     connection.execute(_REWARD, sorted(rows, key=itemgetter("of_episode")))
-    num_left = unit.num_unrewarded - len(given)
-    connection.execute(update(unit_table).where(unit_table.c.id == unit.id).values(num_unrewarded=num_left))
-    if not num_left:
+    num_remaining = unit.num_unrewarded - len(rewards)
+    connection.execute(update(unit_table).where(unit_table.c.id == unit.id).values(num_unrewarded=num_remaining))
+    if not num_remaining:
         _settle(connection, config, unit.id)
 
 

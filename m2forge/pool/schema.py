@@ -2,7 +2,7 @@
 
     queue     one row: the pool's counters and the policy version that it follows
     unit      what is ordered and trained as one: a group or a single episode
-    episode   one attempt at a task and its outcome; of earlier failed attempts only the number is kept
+    episode   one attempt at a task and its outcome; earlier failed attempts are only counted
     call      what each completion call adds to those before it (pool/stored.py)
     batch     units taken for one optimizer step
     tally     number of units by difficulty that were submitted, trained, requeued, or dropped for each reason
@@ -44,39 +44,44 @@ queue_table = Table(
     Column("vocab_size", BigInteger, nullable=False),
     Column("next_place", BigInteger, nullable=False),
     Column("num_taken", BigInteger, nullable=False),
-    Column("epoch", BigInteger, nullable=False, comment="counts restores; a batch of an earlier one is refused"),
-    Column("lineage", String, comment="of the weights that the pool follows; NULL before the first step"),
-    Column("step", Integer, nullable=False, comment="of the last commit"),
-    Column("durable_step", Integer, nullable=False, comment="of the newest checkpoint"),
+    Column(
+        "epoch",
+        BigInteger,
+        nullable=False,
+        comment="number of restores; a batch claimed in an earlier epoch is refused",
+    ),
+    Column("lineage", String, comment="lineage of the current weights; NULL before the first step"),
+    Column("step", Integer, nullable=False, comment="policy step of the last commit"),
+    Column("durable_step", Integer, nullable=False, comment="policy step of the newest checkpoint"),
 )
 
 unit_table = Table(
     "unit",
     metadata,
     Column("id", _Id, primary_key=True),
-    Column("place", BigInteger, unique=True, comment="in the queue; NULL for what was not admitted yet"),
+    Column("place", BigInteger, unique=True, comment="queue position; NULL until a deployed unit is admitted"),
     Column("is_queued", Boolean, nullable=False),
-    Column("is_owed", Boolean, nullable=False, comment="dropped, and not replaced yet by another task of its stage"),
+    Column("is_owed", Boolean, nullable=False, comment="dropped and not yet replaced by another task of its stage"),
     Column("group_name", String, nullable=False, index=True),
     Column("origin", String, nullable=False),
-    Column("stage", String, comment="of the curriculum; NULL for units outside of it"),
+    Column("stage", String, comment="curriculum stage; NULL for units outside of it"),
     Column("domain", String, nullable=False),
     Column("difficulty", Double, nullable=False),
     Column("task", Text, nullable=False, comment="JSON"),
-    Column("context", Integer, comment="tokens of a call, prompt and completion together; NULL: what the model allows"),
+    Column("context", Integer, comment="maximum tokens of prompt plus completion; NULL: the model's limit"),
     Column("state", String, nullable=False),
     Column("reason", String, comment="why it was dropped"),
     Column("size", Integer, nullable=False),
     Column("num_unfinished", Integer, nullable=False),
     Column("num_unrewarded", Integer, nullable=False),
     Column("num_requeues", Integer, nullable=False),
-    Column("num_skips", Integer, nullable=False, comment="groups without signal that it replaces, in a row"),
+    Column("num_skips", Integer, nullable=False, comment="consecutive groups without signal that it replaces"),
     Column("oldest_step", Integer),
-    Column("taken_before", BigInteger, nullable=False, comment="units taken when it was submitted"),
+    Column("taken_before", BigInteger, nullable=False, comment="number of units taken before its submission"),
     Column("lag", BigInteger),
     Column("batch", BigInteger, index=True),
     Column("lineage", String),
-    Column("step", Integer, comment="that it trained, or before which it was dropped"),
+    Column("step", Integer, comment="policy step that it trained, or the step at which it was dropped"),
     Column("num_bytes", BigInteger, nullable=False),
     Index("unit_by_step", "state", "step", "num_bytes"),
 )
@@ -96,9 +101,9 @@ episode_table = Table(
     Column("name", String, nullable=False, unique=True),
     Column("unit", BigInteger, nullable=False, index=True),
     Column("state", String, nullable=False),
-    Column("attempt", Integer, nullable=False, comment="0 before the first"),
-    Column("num_failures", Integer, nullable=False, comment="attempts that broke"),
-    Column("num_deaths", Integer, nullable=False, comment="attempts whose workers died"),
+    Column("attempt", Integer, nullable=False, comment="number of the current attempt; 0 before the first"),
+    Column("num_failures", Integer, nullable=False, comment="number of failed attempts"),
+    Column("num_deaths", Integer, nullable=False, comment="number of attempts whose worker died"),
     Column("worker", String, nullable=False),
     Column("lease_until_s", Double),
     Column("started_s", Double),
@@ -109,9 +114,9 @@ episode_table = Table(
     Column("oldest_step", Integer),
     Column("failure", Text),
     Column("reward_total", Double),
-    Column("reward", Text, comment="JSON, the verifier's evidence included"),
+    Column("reward", Text, comment="JSON, including the verifier's evidence"),
     Column("step_rewards", Text, comment="JSON"),
-    Column("artifacts", Text, nullable=False, comment="JSON: names and where they lie"),
+    Column("artifacts", Text, nullable=False, comment="JSON: artifacts by name"),
     Index("episode_by_state", "state", "id"),
     Index("episode_by_lease", "state", "lease_until_s"),
 )
@@ -134,7 +139,7 @@ batch_table = Table(
     Column("epoch", BigInteger, nullable=False),
     Column("num_units", Integer, nullable=False),
     Column("is_open", Boolean, nullable=False),
-    Column("lineage", String, comment="NULL until committed, and again if the weights are gone"),
+    Column("lineage", String, comment="NULL until committed, and after a restore that lost its weights"),
     Column("step", Integer),
     UniqueConstraint("lineage", "step"),
 )
@@ -143,7 +148,7 @@ tally_table = Table(
     "tally",
     metadata,
     Column("kind", String, primary_key=True),
-    Column("difficulty", Double, primary_key=True, comment="the middle of its bin"),
+    Column("difficulty", Double, primary_key=True, comment="midpoint of the difficulty bin"),
     Column("num_units", BigInteger, nullable=False),
 )
 
@@ -151,7 +156,7 @@ fork_table = Table(
     "fork",
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=False),
-    Column("step", Integer, nullable=False, comment="later tokens count as sampled at this step"),
+    Column("step", Integer, nullable=False, comment="tokens of later steps count as sampled at this step"),
 )
 
 note_table = Table(

@@ -70,7 +70,7 @@ class _Branches:
     def find(self, ordinal: int) -> _Branch:
         branch = self._by_ordinal.get(ordinal)
         if branch is None:
-            raise RecordError(f"a stored call continues call {ordinal}, which is no branch's end")
+            raise RecordError(f"a stored call continues call {ordinal}, which is not the end of a branch")
         return branch
 
     def follow(self, parent: _Branch | None, num_shared: int, branch: _Branch) -> None:
@@ -175,7 +175,7 @@ def _read(ordinal: int, data: bytes, branches: _Branches, id_width: int) -> tupl
         len(data) < _HEAD.size + _SAMPLING.size + _CHECKSUM.size
         or zlib.crc32(body) != _CHECKSUM.unpack(data[-_CHECKSUM.size :])[0]
     ):
-        raise RecordError("a wrong checksum; it was damaged or cut off")
+        raise RecordError("wrong checksum: the data is damaged or truncated")
     head = _HEAD.unpack_from(body)
     parent_ordinal, num_shared, num_prompt, num_response, num_runs, num_known, num_added = head[:7]
     num_layers, num_chosen, finish_reason, is_replaced, started_s, finished_s = head[7:]

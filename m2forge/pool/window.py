@@ -9,10 +9,10 @@ W ≥ N takes the oldest finished unit at any position. The lag of a unit is the
 submission and its own claim: at most N−1 that were ahead of it and W−1 that overtook it, N+W−2 in all. N = 8, W = 4:
 three may overtake, the largest lag is 10.
 
-A batch is taken whole or not at all. It is a number of units, or as many as fit into a token limit. Quotas are met
+A batch is taken completely or not at all. It is a number of units, or as many as fit into a token limit. Quotas are met
 exactly: if the window holds no unit of a wanted label, it reaches on to the oldest queued unit of that label, and if
 none is queued, the batch waits until one is submitted. So a label whose units were dropped delays a batch and never
-changes its ratios. A group is given up whole: where its episodes are separate units, all that are still queued are
+changes its ratios. A group is given up completely: where its episodes are separate units, all that are still queued are
 removed. This file has no clock and no storage; the pool and the simulation both use it.
 """
 
@@ -112,20 +112,20 @@ class Window:
         the group again."""
         unit = self._units.get(place)
         if unit is None:
-            raise RecordError(f"place {place}: expected a queued unit")
-        gone = [other for other in self if other.group == unit.group]
-        for other in gone:
+            raise RecordError(f"queue position {place}: expected a queued unit")
+        removed = [other for other in self if other.group == unit.group]
+        for other in removed:
             del self._units[other.place]
-        return gone
+        return removed
 
     def give_up_stale(self, oldest_step: int) -> list[Unit]:
         """Give up the groups of finished units with tokens from before `oldest_step`."""
-        gone: list[Unit] = []
+        removed: list[Unit] = []
         for unit in list(self):
             is_stale = unit.is_finished and unit.oldest_step is not None and unit.oldest_step < oldest_step
             if is_stale and unit.place in self._units:
-                gone += self.give_up(unit.place)
-        return gone
+                removed += self.give_up(unit.place)
+        return removed
 
     def _consume(self, units: list[Unit]) -> list[Unit]:
         for unit in units:
@@ -159,7 +159,7 @@ class Window:
     def _insert(self, unit: Unit) -> None:
         last = next(reversed(self._units), None)
         if last is not None and unit.place <= last:
-            raise RecordError(f"Unit: place: expected one behind {last}, received {unit.place}")
+            raise RecordError(f"Unit: place: expected a position after {last}, received {unit.place}")
         self._units[unit.place] = unit
 
     def _oldest(self, num_units: int) -> list[Unit]:
@@ -179,16 +179,16 @@ class Window:
         return []
 
     def _by_quota(self, quotas: Mapping[str, int]) -> list[Unit]:
-        left = {label: num for label, num in quotas.items() if num > 0}
+        remaining = {label: num for label, num in quotas.items() if num > 0}
         chosen: dict[int, Unit] = {}
-        while left:
-            unit = next((unit for unit in self._candidates(chosen, left) if unit.is_finished), None)
+        while remaining:
+            unit = next((unit for unit in self._candidates(chosen, remaining) if unit.is_finished), None)
             if unit is None:
                 return []
             chosen[unit.place] = unit
-            left[unit.label] -= 1
-            if not left[unit.label]:
-                del left[unit.label]
+            remaining[unit.label] -= 1
+            if not remaining[unit.label]:
+                del remaining[unit.label]
         return sorted(chosen.values(), key=lambda unit: unit.place)
 
     def _candidates(self, chosen: Container[int], labels: Collection[str]) -> Iterator[Unit]:
@@ -205,11 +205,11 @@ class Window:
 
     def _reached(self, chosen: Container[int]) -> list[Unit]:
         """Units inside the window after the chosen ones are consumed."""
-        rest = (unit for unit in self._units.values() if unit.place not in chosen)
-        head = next(rest, None)
+        unchosen = (unit for unit in self._units.values() if unit.place not in chosen)
+        head = next(unchosen, None)
         if head is None:
             return []
-        return [head, *itertools.takewhile(lambda unit: unit.place < head.place + self.size, rest)]
+        return [head, *itertools.takewhile(lambda unit: unit.place < head.place + self.size, unchosen)]
 
 
 def _num_tokens(units: Iterable[Unit]) -> int:

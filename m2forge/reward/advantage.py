@@ -4,29 +4,27 @@
     A_it = (G_it − B_i) / s
 
     leave_one_out     B_i = mean of R_j over the other episodes j of the group
-    group_mean        B_i = mean of R_j over the whole group
+    group_mean        B_i = mean of R_j over all episodes of the group
     trajectory_mean   B_i = mean of G_it over the calls t of the episode itself
 
     s = 1, or max(min_std, the sample standard deviation of R_j over the group, or over the batch)
 
 leave_one_out is unbiased, since B_i does not depend on episode i; for a group of G its advantages are G / (G − 1) times
 those of group_mean. trajectory_mean needs no group and only ranks the calls within an episode: with γ = 1, a reward
-paid only at the end gives advantage 0. An episode alone in its group has, by default, advantage 0.
-
-An episode without calls has no sample and says nothing about the policy: every mean leaves it out. Weights are those of
-`reward/advantage.py`, over the batch.
+paid only at the end gives advantage 0. The only episode of a group has, by default, advantage 0. An episode without
+calls has no sample and says nothing about the policy: every mean leaves it out.
 
 Three attempts of one call with rewards 1, 0 and 0.5, leave_one_out: B = (0.25, 0.75, 0.5), A = (0.75, −0.75, 0).
 One attempt with r = (0.1, 0, 1), γ = 0.5: G = (0.35, 0.5, 1); trajectory_mean: B = 0.6167.
 
-Loss weights of samples: the factor of each of a sample's token terms in the loss.
+The loss weight is the factor of each of a sample's token terms in the loss:
 
     token_mean     w_i = 1 / Σ_j |o_j|                  every token of the batch counts equally: CISPO as defined
     episode_mean   w_i = 1 / (E · Σ_{j in e(i)} |o_j|)   every episode counts equally, whatever its number of samples
 
 |o_i| is the number of sampled tokens of sample i, e(i) its episode, E the number of episodes with any token. Either way
 Σ_i w_i·|o_i| = 1, so the loss of a batch is the plain sum of weighted terms, however they are split into packs or
-ranks. The batch is that of the whole optimizer step.
+ranks. The batch is that of the optimizer step.
 
 Two episodes, of 10 + 30 and of 60 tokens: token_mean gives all three samples 1/100; episode_mean gives 1/80, 1/80 and
 1/120, so that each episode has 1/2 in total.
@@ -44,40 +42,6 @@ from m2forge.reward.config import AdvantageConfig, Baseline, Weighting
 from m2forge.reward.judge import Judged
 
 WeightArray = npt.NDArray[np.float64]
-
-
-def token_mean(num_tokens: Sequence[int], episodes: Sequence[int]) -> WeightArray:
-    """A weight per sample, given its sampled tokens and the index of its episode."""
-    counts, _ = _checked(num_tokens, episodes)
-    return np.full(counts.size, 1.0 / max(1, int(counts.sum())))
-
-
-def episode_mean(num_tokens: Sequence[int], episodes: Sequence[int]) -> WeightArray:
-    """A weight per sample, given its sampled tokens and the index of its episode."""
-    counts, owners = _checked(num_tokens, episodes)
-    totals = np.bincount(owners, counts)
-    num_episodes = max(1, np.count_nonzero(totals))
-    # An episode with only empty completions has no token term, so any finite weight works.
-    weights: WeightArray = 1.0 / (num_episodes * np.maximum(totals[owners], 1.0))
-    return weights
-
-
-WEIGHTINGS: Mapping[Weighting, Callable[[Sequence[int], Sequence[int]], WeightArray]] = {
-    "token_mean": token_mean,
-    "episode_mean": episode_mean,
-}
-
-
-def _checked(num_tokens: Sequence[int], episodes: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    if len(num_tokens) != len(episodes):
-        raise RecordError(f"weights: episodes: expected one per sample, {len(num_tokens)}, received {len(episodes)}")
-    counts, owners = np.asarray(num_tokens, np.int64), np.asarray(episodes, np.int64)
-    for name, values in (("num_tokens", counts), ("episodes", owners)):
-        if values.size and values.min() < 0:
-            raise RecordError(f"weights: {name}: expected 0 or more, received {int(values.min())}")
-    return counts, owners
-
-
 ReturnArray = npt.NDArray[np.float64]
 
 
@@ -144,12 +108,12 @@ def episode_advantages(groups: Sequence[Sequence[Sequence[float]]], config: Adva
 def reward_to_go(rewards: Sequence[float], gamma: float) -> ReturnArray:
     """G_t of every step of an episode."""
     to_go = np.zeros(len(rewards))
-    ahead = 0.0
+    later = 0.0
     for step in reversed(range(len(rewards))):
         if not math.isfinite(rewards[step]):
             raise RecordError(f"reward of step {step}: expected a finite number, received {rewards[step]!r}")
-        ahead = rewards[step] + gamma * ahead
-        to_go[step] = ahead
+        later = rewards[step] + gamma * later
+        to_go[step] = later
     return to_go
 
 
@@ -174,3 +138,37 @@ def _std(to_go: Sequence[ReturnArray], config: AdvantageConfig) -> float:
     """Standard deviation of the returns, at least `min_std`; 1 if there are fewer than two."""
     returns = _returns(to_go)
     return max(config.min_std, float(returns.std(ddof=1))) if returns.size > 1 else 1.0
+
+
+def token_mean(num_tokens: Sequence[int], episodes: Sequence[int]) -> WeightArray:
+    """A weight per sample, given its sampled tokens and the index of its episode."""
+    counts, _ = _require_counts(num_tokens, episodes)
+    return np.full(counts.size, 1.0 / max(1, int(counts.sum())))
+
+
+def episode_mean(num_tokens: Sequence[int], episodes: Sequence[int]) -> WeightArray:
+    """A weight per sample, given its sampled tokens and the index of its episode."""
+    counts, owners = _require_counts(num_tokens, episodes)
+    totals = np.bincount(owners, counts)
+    num_episodes = max(1, np.count_nonzero(totals))
+    # An episode with only empty completions has no token term, so any finite weight works.
+    weights: WeightArray = 1.0 / (num_episodes * np.maximum(totals[owners], 1.0))
+    return weights
+
+
+WEIGHTINGS: Mapping[Weighting, Callable[[Sequence[int], Sequence[int]], WeightArray]] = {
+    "token_mean": token_mean,
+    "episode_mean": episode_mean,
+}
+
+
+def _require_counts(
+    num_tokens: Sequence[int], episodes: Sequence[int]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    if len(num_tokens) != len(episodes):
+        raise RecordError(f"weights: episodes: expected one per sample, {len(num_tokens)}, received {len(episodes)}")
+    counts, owners = np.asarray(num_tokens, np.int64), np.asarray(episodes, np.int64)
+    for name, values in (("num_tokens", counts), ("episodes", owners)):
+        if values.size and values.min() < 0:
+            raise RecordError(f"weights: {name}: expected 0 or more, received {int(values.min())}")
+    return counts, owners

@@ -91,7 +91,7 @@ class Judge:
         base_s = self._base_times.base_s(tasks[0], times_s)
         judged = [self._judge(attempt, base_s) for attempt in attempts]
         self._base_times.add(tasks[0], times_s)
-        return _dealt_anew(judged) if self._config.shuffled else judged
+        return _shuffled(judged) if self._config.shuffled else judged
 
     def base_times(self) -> dict[str, list[float]]:
         """State for a checkpoint, as JSON values: a judge created with it continues exactly."""
@@ -109,12 +109,12 @@ class Judge:
         time_s, earned = episode_time_s(episode), 0.0
         if self._passed(attempt) and base_s is not None:
             earned = speed(config.speed.shape, time_s, base_s, config.speed.half_ratio)
-        whole = math.fsum(process)
+        total_process = math.fsum(process)
         reward = Reward(
-            process=whole,
+            process=total_process,
             speed=earned,
             perf=attempt.perf,
-            total=config.alpha * whole + config.beta * earned + attempt.perf,
+            total=config.alpha * total_process + config.beta * earned + attempt.perf,
             evidence={
                 "verifier": attempt.evidence,
                 "rules": _steps_of_rules(measures),
@@ -134,10 +134,10 @@ class Judge:
         return measures
 
 
-def _dealt_anew(group: Sequence[Judged]) -> list[Judged]:
+def _shuffled(group: Sequence[Judged]) -> list[Judged]:
     """Permute the rewards within the group at random, deterministically per group, and pay them at the last step.
 
-    Whole rewards are permuted, including those of the rules: any part left with its attempt would still be a signal.
+    All parts of the rewards are permuted, those of the rules too: any part left with its attempt would be a signal.
     """
     rewards = [judged.episode.reward for judged in group]
     random.Random("/".join(judged.episode.id for judged in group)).shuffle(rewards)
@@ -155,11 +155,11 @@ def _paid(judged: Judged, reward: Reward | None) -> Judged:
 
 def _steps_of_rules(measures: Sequence[Mapping[str, float]]) -> dict[str, list[JsonValue]]:
     """Step index and measure wherever a rule applied, by rule."""
-    found: dict[str, list[JsonValue]] = {}
+    measured: dict[str, list[JsonValue]] = {}
     for index, step in enumerate(measures):
         for name, value in step.items():
-            found.setdefault(name, []).append([index, value])
-    return found
+            measured.setdefault(name, []).append([index, value])
+    return measured
 
 
 def _require_one_per_call(episode: Episode, name: str, count: int) -> None:
@@ -283,7 +283,7 @@ class BaseTimes:
         *,
         max_tasks: int = MAX_TASKS,
     ) -> None:
-        """`state`: from an earlier `state()`. If the window is smaller now, the latest times are kept."""
+        """`state`: from an earlier `state()`. If the window is smaller now, the oldest times are dropped."""
         self._config, self._max_tasks = config, max_tasks
         self._lock = threading.Lock()
         self._times_s: dict[str, deque[float]] = {}

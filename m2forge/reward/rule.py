@@ -56,8 +56,8 @@ def prose(text: str) -> str:
     return _ASCII_WORD.sub(_plain, _NO_PROSE.sub(_GAP, unicodedata.normalize("NFC", text)))
 
 
-def _plain(found: re.Match[str]) -> str:
-    word = found.group()
+def _plain(phrase: re.Match[str]) -> str:
+    word = phrase.group()
     core = word.strip(_EDGE).replace("-", "").replace("'", "")
     is_plain = not core or (core.isalpha() and (core[1:].islower() or len(core) == 1))
     return word if is_plain else _GAP
@@ -132,12 +132,12 @@ def count_written(text: str, scripts: Collection[str], context: str, min_latin_w
     for script, members in characters.items():
         word = f"[{''.join(sorted(members))}]+"
         pattern = f"{word}(?:{_LATIN_GAP}{word})*" if script == LATIN else word
-        for found, count in Counter(re.findall(pattern, text)).items():
-            words = re.findall(word, found)
+        for phrase, count in Counter(re.findall(pattern, text)).items():
+            words = re.findall(word, phrase)
             num_letters = sum(map(len, words))
             is_symbol = script in _ALPHABETS and num_letters <= (_GREEK_SYMBOLS if script == GREEK else 1)
             is_term = script == LATIN and len(words) < min_latin_words
-            if not (is_symbol or is_term or found in context):
+            if not (is_symbol or is_term or phrase in context):
                 written[script] += num_letters * count * _LETTERS.get(script, 1)
     return written
 
@@ -170,7 +170,7 @@ def foreign_share(completion: Completion, context: Sequence[Message], config: Mi
     num_foreign, num_letters = 0, 0
     for text in map(prose, (completion.thinking, completion.content)):
         letters = count_letters(text)
-        home = conversation or _alone(dominant(letters))
+        home = conversation or _singleton(dominant(letters))
         foreign = count_written(text, letters.keys() - home, quotable, config.min_latin_words).total()
         num_foreign += foreign
         num_letters += foreign + sum(letters[script] for script in home)
@@ -186,11 +186,11 @@ def _home(context: Sequence[Message], config: MixingConfig) -> frozenset[str]:
         written = count_written(text, letters, "", config.min_latin_words)
         main = dominant(written or letters)
         if main is not None:
-            return _alone(main) | {script for script, count in written.items() if count >= config.home_letters}
+            return _singleton(main) | {script for script, count in written.items() if count >= config.home_letters}
     return frozenset()
 
 
-def _alone(script: str | None) -> frozenset[str]:
+def _singleton(script: str | None) -> frozenset[str]:
     return frozenset() if script is None else frozenset((script,))
 
 

@@ -480,18 +480,18 @@ class Supply:
         return is_filled
 
     async def _replace(self) -> bool:
-        owed = await self._writer.run(self._pool.owed)
-        if not owed:
+        unreplaced = await self._writer.run(self._pool.unreplaced)
+        if not unreplaced:
             return False
         before = self.curriculum.state()
         is_group = self._config.pool.window.unit == "group"
         replacements: list[tuple[Task, int]] = []
-        for debt in owed:
-            drawn = await self.curriculum.draw_task(debt.stage, debt.domain, self._draw)
-            replacements.append((drawn.task, self._config.group_size if is_group else debt.num_units))
-        pairs = zip(owed, replacements, strict=True)
+        for missing in unreplaced:
+            drawn = await self.curriculum.draw_task(missing.stage, missing.domain, self._draw)
+            replacements.append((drawn.task, self._config.group_size if is_group else missing.num_units))
+        pairs = zip(unreplaced, replacements, strict=True)
         try:
-            await self._writer.run(self._pool.replace, [(debt, *item) for debt, item in pairs], self._note())
+            await self._writer.run(self._pool.replace, [(missing, *item) for missing, item in pairs], self._note())
         except StateError as error:
             # The trainer may drop units while tasks are drawn; then the replacements are drawn again.
             _log.info("the groups to replace have changed, so their replacements are drawn again: %s", error)

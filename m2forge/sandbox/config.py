@@ -20,7 +20,7 @@ class SandboxConfig(Config):
     """Wall-clock limit; a command that exceeds it gets SIGTERM, and SIGKILL after `grace_s`."""
     grace_s: Annotated[float, Field(ge=0)] = 0.5
     max_output_bytes: Annotated[int, Field(ge=2)] = 1 << 20
-    """Bytes kept of each stream, half from its beginning and half from its end; also the limit of a worker's line."""
+    """Bytes stored of each stream, half from its beginning and half from its end; also the limit of a worker's line."""
     on_flood: Literal["drop", "kill"] = "drop"
     """How to treat output over that limit: drop its middle, or kill the command."""
     max_memory_bytes: Count | None = 4 << 30

@@ -32,7 +32,7 @@ LIMITS = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_NPROC", "RLIMIT_COR
 STARTED = struct.Struct(f"<{SECRET_BYTES}sq")
 """Secret, the command's process id."""
 REPORT = struct.Struct(f"<{SECRET_BYTES}sH??dq")
-"""Secret, wait status, whether it timed out, whether the keeper was asked to kill, CPU seconds, peak memory bytes."""
+"""Secret, wait status, whether it timed out, whether the sandbox requested the kill, CPU seconds, peak memory bytes."""
 _ORDER = struct.Struct(f"<{SECRET_BYTES}sdd{len(LIMITS)}qII")
 """Secret, timeout and grace in seconds, limits (-1: none), number of arguments and of variables. Length-prefixed texts
 follow: folder, arguments, names and values of environment variables."""
@@ -81,8 +81,8 @@ SUBREAPER, DEATH_SIGNAL, DUMPABLE = 36, 1, 4
 """Options of prctl."""
 GIVE_UP_S = 5.0
 """Processes that survive SIGKILL for this long are stuck in the kernel."""
-PARENT_CHECK_S = 1.0
-"""Interval of checks whether the parent is alive: a fork of the parent may keep CONTROL open after its death."""
+PARENT_POLL_S = 1.0
+"""Poll interval for the parent's death: a fork of the parent may keep CONTROL open after its death."""
 CANNOT_RUN, NOT_FOUND = 126, 127
 
 
@@ -110,7 +110,7 @@ def main() -> None:
     keeper = Keeper(command, control, woken, parent)
     keeper.watch(order.timeout_s, order.grace_s)
     keeper.kill_all()
-    report = (keeper.wait_status, keeper.is_timeout, keeper.is_asked, keeper.cpu_s, keeper.max_memory_bytes)
+    report = (keeper.wait_status, keeper.is_timeout, keeper.is_requested, keeper.cpu_s, keeper.max_memory_bytes)
     try:  # noqa: SIM105  (contextlib takes long to import)
         os.write(status, REPORT.pack(order.secret, *report))
     except BrokenPipeError:
@@ -122,7 +122,7 @@ class Keeper:
         self._command, self._control, self._woken, self._parent = command, control, woken, parent
         self._is_over, self._has_children = False, True
         self.wait_status = signal.SIGKILL.value
-        self.is_timeout, self.is_asked = False, False
+        self.is_timeout, self.is_requested = False, False
         self.cpu_s, self.max_memory_bytes = 0.0, 0
 
     def watch(self, timeout_s: float, grace_s: float) -> None:
@@ -137,11 +137,11 @@ class Keeper:
                     return
                 self.is_timeout = True
                 end_s += grace_s
-                self._tell_to_end()
+                self._terminate_all()
                 continue
-            ready, _, _ = select.select([self._control, self._woken], [], [], min(left_s, PARENT_CHECK_S))
+            ready, _, _ = select.select([self._control, self._woken], [], [], min(left_s, PARENT_POLL_S))
             if self._control in ready or os.getppid() != self._parent or self._has_command():
-                self.is_asked = True
+                self.is_requested = True
                 return
             self._reap()
 
@@ -156,7 +156,7 @@ class Keeper:
             self._has_command()
             self._reap()
 
-    def _tell_to_end(self) -> None:
+    def _terminate_all(self) -> None:
         for process in descendants(os.getpid()):
             _signal(process, signal.SIGTERM)
 
@@ -195,13 +195,13 @@ def descendants(ancestor: int) -> list[int]:
             except (OSError, ValueError, IndexError):
                 continue
             children.setdefault(parent, []).append(int(name))
-    found: list[int] = []
+    below_ancestor: list[int] = []
     waiting = [ancestor]
     while waiting:
         below = children.get(waiting.pop(), [])
-        found += below
+        below_ancestor += below
         waiting += below
-    return found
+    return below_ancestor
 
 
 def _become(order: Order, pipes: set[int]) -> None:
@@ -248,7 +248,7 @@ def _read_exactly(source: int, size: int) -> bytes:
     while size:
         part = os.read(source, size)
         if not part:
-            sys.exit("the order broke off")
+            sys.exit("the order ended early")
         parts.append(part)
         size -= len(part)
     return b"".join(parts)

@@ -42,7 +42,7 @@ class ProcessSandbox:
             raise
 
     async def start(self, command: Command) -> ProcessWorker:
-        """Start a worker; the sandbox's timeout covers its whole life."""
+        """Start a worker; the sandbox's timeout covers its lifetime."""
         return await self._start(command, is_fed=True)
 
     async def read(self, path: str, max_bytes: int) -> bytes:
@@ -72,9 +72,9 @@ class ProcessSandbox:
         worker.ended.add_done_callback(lambda _: self._workers.discard(worker))
         return worker
 
-    def _environment(self, own: Mapping[str, str]) -> dict[str, str]:
+    def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         passed_on = {name: os.environ[name] for name in self._config.inherits if name in os.environ}
-        return {"PATH": DEFAULT_PATH} | passed_on | {"HOME": self.workspace, "PWD": self.workspace} | dict(own)
+        return {"PATH": DEFAULT_PATH} | passed_on | {"HOME": self.workspace, "PWD": self.workspace} | dict(variables)
 
     def _read(self, path: str, max_bytes: int) -> bytes:
         target = self._inside(path)
@@ -83,7 +83,7 @@ class ProcessSandbox:
         with target.open("rb") as file:
             content = file.read(max_bytes + 1)
         if len(content) > max_bytes:
-            raise DataError(f"{path} is larger than {max_bytes} bytes; read a part of it by a command")
+            raise DataError(f"{path} is larger than {max_bytes} bytes; read part of it with a command")
         return content
 
     def _write(self, path: str, content: bytes) -> None:
@@ -96,5 +96,5 @@ class ProcessSandbox:
     def _inside(self, path: str) -> Path:
         target = (self._root / path).resolve()
         if not target.is_relative_to(self._root) or target == self._root:
-            raise NotFoundError(f"{path} is not a file inside the workspace; give a path below it")
+            raise NotFoundError(f"{path} is not a file inside the workspace; use a path below it")
         return target

@@ -43,7 +43,7 @@ class Capture:
         room = self._max_head - len(self._head)
         self._head += data[:room]
         self._tail += data[room:] if room < len(data) else b""
-        # Not at every chunk: small chunks would move the whole tail each time.
+        # Not at every chunk: small chunks would move the tail each time.
         if len(self._tail) > 2 * self._max_tail + 4096:
             self._cut()
 
@@ -232,7 +232,9 @@ class ProcessWorker:
             while (end := self._lines.find(b"\n", self._num_searched)) < 0:
                 self._num_searched = len(self._lines)
                 if self._num_searched > self._config.max_output_bytes:
-                    raise DataError(f"a worker's line exceeds {self._config.max_output_bytes} bytes; raise the limit")
+                    raise DataError(
+                        f"a worker's line exceeds {self._config.max_output_bytes} bytes; raise max_output_bytes"
+                    )
                 if self._pipes.stdout.ended.done():
                     end = len(self._lines) - 1
                     break
@@ -322,11 +324,11 @@ class ProcessWorker:
     def _judge(self, finished_s: float) -> Outcome:
         # Without a report the keeper was killed: by this side with a reason, or by another process.
         report: _Report = (signal.SIGKILL.value, False, self._reason is not None, 0.0, 0)
-        wait_status, is_timeout, is_asked, cpu_s, max_memory_bytes = self._read_report() or report
+        wait_status, is_timeout, is_requested, cpu_s, max_memory_bytes = self._read_report() or report
         status = os.waitstatus_to_exitcode(wait_status)
         if is_timeout:
             reason = OutcomeReason.TIMEOUT
-        elif is_asked:
+        elif is_requested:
             reason = self._reason or OutcomeReason.KILLED
         else:
             reason = OutcomeReason.SIGNALLED if status < 0 else OutcomeReason.EXITED
@@ -367,19 +369,19 @@ class ProcessWorker:
         if len(self._messages) != _ALL_BYTES or self._read_command() is None:
             return None
         secret, *report = keeper.REPORT.unpack_from(self._messages, keeper.STARTED.size)
-        wait_status, is_timeout, is_asked, cpu_s, max_memory_bytes = report
+        wait_status, is_timeout, is_requested, cpu_s, max_memory_bytes = report
         is_sound = secret == self._secret and 0 <= cpu_s < math.inf and max_memory_bytes >= 0
-        return (wait_status, is_timeout, is_asked, cpu_s, max_memory_bytes) if is_sound else None
+        return (wait_status, is_timeout, is_requested, cpu_s, max_memory_bytes) if is_sound else None
 
     def _take_stdout(self, data: bytes) -> None:
         self._stdout.add(data)
-        self._check_flood()
+        self._stop_if_flooded()
 
     def _take_stderr(self, data: bytes) -> None:
         self._stderr.add(data)
-        self._check_flood()
+        self._stop_if_flooded()
 
-    def _check_flood(self) -> None:
+    def _stop_if_flooded(self) -> None:
         most = max(self._stdout.num_bytes, self._stderr.num_bytes)
         if self._config.on_flood == "kill" and most > self._config.max_output_bytes:
             self.kill(OutcomeReason.FLOODED)

@@ -3,14 +3,12 @@ number of operators in the expression.
 
     Write a stack program for (a+3)*b.                        answer: a 3 + b *
 
-The verifier runs the answer on inputs (`tasks/coding.py`), so every program that computes the expression is
-right. All cases must pass: a program that is right for only some inputs has perf 0.
+The verifier runs the answer on inputs, so every program that computes the expression is right. All cases must pass: a
+program that is right for only some inputs has perf 0.
 
-Interpreter of a tiny bounded stack language, in which the coding family's answers are written.
-
-A program is words separated by spaces. A number or the name of an input is pushed; `+ - *` pop two values and push one;
-`dup`, `drop`, `swap` and `over` rearrange the stack. The result is the single remaining value. There are no loops, so a
-program takes as many steps as it has words.
+A program of the stack machine is words separated by spaces. A number or the name of an input is pushed; `+ - *` pop two
+values and push one; `dup`, `drop`, `swap` and `over` rearrange the stack. The result is the single remaining value.
+There are no loops, so a program takes as many steps as it has words.
 """
 
 import random
@@ -52,17 +50,17 @@ def _step(word: str, stack: list[int], inputs: Mapping[str, int]) -> None:
         stack.append(inputs[word])
     elif word.isascii() and word.isdecimal() and len(word) <= MAX_DIGITS:
         stack.append(int(word))
-    elif word in NUM_TAKEN:
-        if len(stack) < NUM_TAKEN[word]:
-            raise ProgramError(f"{word}: {len(stack)} values on the stack, expected {NUM_TAKEN[word]}")
-        taken = stack[len(stack) - NUM_TAKEN[word] :]
-        del stack[len(stack) - NUM_TAKEN[word] :]
+    elif word in NUM_OPERANDS:
+        if len(stack) < NUM_OPERANDS[word]:
+            raise ProgramError(f"{word}: {len(stack)} values on the stack, expected {NUM_OPERANDS[word]}")
+        taken = stack[len(stack) - NUM_OPERANDS[word] :]
+        del stack[len(stack) - NUM_OPERANDS[word] :]
         stack.extend(_apply(word, taken))
     else:
         raise ProgramError("an unknown word")
 
 
-NUM_TAKEN = {"+": 2, "-": 2, "*": 2, "dup": 1, "drop": 1, "swap": 2, "over": 2}
+NUM_OPERANDS = {"+": 2, "-": 2, "*": 2, "dup": 1, "drop": 1, "swap": 2, "over": 2}
 """Number of values that each word pops."""
 
 

@@ -165,9 +165,11 @@ class CurriculumConfig(Config):
                 raise ValueError(f"stages: {name}: expected the same on_raise in every stage")
         for stage in self.stages[:-1]:
             if stage.num_batches is None:
-                raise ValueError(f"stages: {stage.name}: num_batches is missing; only the last stage goes on for ever")
+                raise ValueError(
+                    f"stages: {stage.name}: num_batches is missing; only the last stage has no end; set it"
+                )
         if self.stages[-1].num_batches is not None:
-            raise ValueError(f"stages: {names[-1]}: the last stage goes on for ever; leave num_batches out")
+            raise ValueError(f"stages: {names[-1]}: the last stage has no end; leave num_batches out")
         for stage in self.stages:
             for domain, ratio in stage.ratios().items():
                 if ratio * self.batch_groups < 1:

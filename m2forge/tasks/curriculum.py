@@ -62,7 +62,7 @@ class Curriculum:
         """`state`: state of an earlier curriculum to resume from."""
         self._config = config
         for stage in config.stages:
-            _check(stage)
+            _require_known(stage)
         self._positions = dict.fromkeys(sorted(config.family_names), 0)
         """Number of tasks drawn from each family."""
         self._paces: dict[str, Pace] = {}
@@ -88,10 +88,10 @@ class Curriculum:
     async def draw_task(self, stage: str, domain: Domain, draw: Draw) -> Assignment:
         """Draw a replacement for a task of that stage and domain that was not trained; the stage may be over. It does
         not count towards a batch."""
-        found = next((known for known in self._config.stages if known.name == stage and domain in known.domains), None)
-        if found is None:
+        config = next((known for known in self._config.stages if known.name == stage and domain in known.domains), None)
+        if config is None:
             raise RecordError(f"curriculum: no stage {stage!r} with the domain {domain}; use another pool")
-        return await self._draw(self._choose(found, domain), draw)
+        return await self._draw(self._choose(config, domain), draw)
 
     async def _draw(self, choice: _Choice, draw: Draw) -> Assignment:
         seed, levels = self._config.seed, (choice.lowest, choice.highest)
@@ -168,7 +168,7 @@ class Curriculum:
                 self._paces[name].restore(pace)
 
 
-def _check(stage: StageConfig) -> None:
+def _require_known(stage: StageConfig) -> None:
     """Refuse families of another domain, or without the configured difficulties."""
     for domain, settings in stage.domains.items():
         for wanted in settings.families:
@@ -222,15 +222,18 @@ class Mixture(Generic[Name]):
             raise ConfigError(f"mixture: expected 1 to {MAX_DOMAINS} ratios of at least 0, received {dict(ratios)}")
         if sum(ratios.values()) != 1:
             raise ConfigError(f"mixture: expected ratios that add up to 1, received {dict(ratios)}")
-        due = {name: ratio * num_units for name, ratio in ratios.items()}
-        self._base = {name: floor(units) for name, units in due.items()}
-        self._part = {name: units - floor(units) for name, units in due.items()}
-        self._num_extra = int(sum(self._part.values()))
+        exact = {name: ratio * num_units for name, ratio in ratios.items()}
+        self._base = {name: floor(units) for name, units in exact.items()}
+        self._fraction = {name: units - floor(units) for name, units in exact.items()}
+        self._num_extra = int(sum(self._fraction.values()))
         self.num_batches = num_batches
         self.extras = {name: (state or {}).get(name, 0) for name in ratios}
         for name, num in self.extras.items():
-            if not abs(self._part[name] * num_batches - num) < 1:
-                raise RecordError(f"mixture: state: {name}: {num} extra units in {num_batches} batches are not its own")
+            if not abs(self._fraction[name] * num_batches - num) < 1:
+                raise RecordError(
+                    f"mixture: state: {name}: {num} extra units in {num_batches} batches do not match its ratio; "
+                    "resume with the ratios of the stored state"
+                )
 
     def next(self) -> dict[Name, int]:
         """Number of units of each domain in the next batch."""
@@ -242,22 +245,22 @@ class Mixture(Generic[Name]):
 
     def _chosen(self) -> set[Name]:
         """The domains that get one unit more than their floor in batch `num_batches`."""
-        some = [name for name, part in self._part.items() if part]
+        some = [name for name, fraction in self._fraction.items() if fraction]
         if self._num_extra <= len(some) // 2:
-            return set(_first_due(some, self._part, self.extras, self.num_batches, self._num_extra))
+            return set(_earliest_deadlines(some, self._fraction, self.extras, self.num_batches, self._num_extra))
         # Choose the domains to leave out by the same rule: the complement of a fair schedule is fair.
-        rest = {name: 1 - self._part[name] for name in some}
+        complement = {name: 1 - self._fraction[name] for name in some}
         left_out = {name: self.num_batches - 1 - self.extras[name] for name in some}
         num_left_out = len(some) - self._num_extra
-        return set(some) - set(_first_due(some, rest, left_out, self.num_batches, num_left_out))
+        return set(some) - set(_earliest_deadlines(some, complement, left_out, self.num_batches, num_left_out))
 
 
-def _first_due(
-    names: list[Name], part: Mapping[Name, Fraction], given: Mapping[Name, int], batch: int, num: int
+def _earliest_deadlines(
+    names: list[Name], fraction: Mapping[Name, Fraction], extras: Mapping[Name, int], batch: int, num: int
 ) -> list[Name]:
     """The `num` eligible domains with the earliest deadlines in this batch."""
-    open_ = [name for name in names if floor(given[name] / part[name]) + 1 <= batch]
-    return sorted(open_, key=lambda name: (ceil((given[name] + 1) / part[name]), name))[:num]
+    open_ = [name for name in names if floor(extras[name] / fraction[name]) + 1 <= batch]
+    return sorted(open_, key=lambda name: (ceil((extras[name] + 1) / fraction[name]), name))[:num]
 
 
 # -- levels ------------------------------------------------------------------------------------------------------------

@@ -154,14 +154,12 @@ class TaskRunner:
 
     async def distinct(self, family: str, split: Split, seed: int, num: int, lowest: int, highest: int) -> list[Task]:
         """The first `num` distinct tasks of a stream."""
-        found = Distinct(family, split, num, lowest, highest)
+        distinct = Distinct(family, split, num, lowest, highest)
         for position in itertools.count():
-            if not found.is_wanting:
+            if not distinct.is_wanting:
                 break
-            found.add(await self.next_task(family, split, seed, position, lowest, highest))
-        return found.tasks
-
-    # -- workers -------------------------------------------------------------------------------------------------------
+            distinct.add(await self.next_task(family, split, seed, position, lowest, highest))
+        return distinct.tasks
 
     async def _value(self, request: dict[str, JsonValue], family: str) -> JsonValue:
         reply = await self._ask(request, family)
@@ -196,10 +194,10 @@ class TaskRunner:
                 problem = str(reply["text"])
             finally:
                 self._idle.put_nowait(seat)
-            _log.warning("a worker of tasks was lost, trying again: %s", problem)
+            _log.warning("a task worker was lost; retrying: %s", problem)
             await asyncio.sleep(RETRY_S)
         raise EngineError(
-            f"{family}: {MAX_LOST} workers of tasks were lost at one request ({request['op']}); if the machine is "
+            f"{family}: {MAX_LOST} task workers were lost at one request ({request['op']}); if the machine is "
             "short of memory or processes, lower `verify.num_workers` or raise `verify.max_memory_bytes`, then start "
             f"the run again. The last one: {problem}"
         )
@@ -209,7 +207,7 @@ class TaskRunner:
             for family in self._families:
                 await seat.ask({"op": "prepare", "family": family})
         except _LostError as error:
-            _log.warning("a worker of tasks could not start: %s", error)
+            _log.warning("a task worker could not start: %s", error)
         finally:
             self._idle.put_nowait(seat)
 

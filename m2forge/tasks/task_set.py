@@ -51,7 +51,7 @@ class TaskSet:
                 return task
         raise DataError(
             f"{name}: none of {MAX_DRAWS} tasks of difficulty {lowest} to {highest} belongs to the split "
-            f"{self._split!r}; ask for other difficulties"
+            f"{self._split!r}; choose other difficulties"
         )
 
 
@@ -77,7 +77,7 @@ class Distinct:
         if self._num_repeats > MAX_DRAWS:
             raise DataError(
                 f"{self._family}: only {len(self._tasks)} different tasks of difficulty {self._lowest} to "
-                f"{self._highest} were found in the split {self._split!r}, expected {self._num}; ask for fewer, or for "
-                "other difficulties"
+                f"{self._highest} exist in the split {self._split!r}, expected {self._num}; request fewer, or "
+                "choose other difficulties"
             )
         self._tasks[task.id] = task

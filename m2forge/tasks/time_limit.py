@@ -3,8 +3,8 @@
 A process that is runnable but gets no CPU on a loaded machine uses nothing of its limit meanwhile; nor does one that
 waits for a disk or is stopped. So a verdict does not depend on the load of the machine.
 
-    own_s += CPU time                             if it is runnable, stopped, or waits for a disk
-    own_s += time since the last sample           if it is asleep
+    used_s += CPU time                            if it is runnable, stopped, or waits for a disk
+    used_s += time since the last sample          if it is asleep
 
 The state is sampled every `period_s`. A late sample, because the observing process was starved itself, counts as at
 most two periods of sleep.
@@ -33,11 +33,11 @@ class Use:
         self.period_s = min(MAX_PERIOD_S, limit_s / NUM_LOOKS)
         self._started_s = self._seen_s = time.monotonic()
         self._first_cpu_s = self._seen_cpu_s = self._look()[1]
-        self.own_s = 0.0
+        self.used_s = 0.0
 
     @property
     def is_over(self) -> bool:
-        return self.own_s >= self._limit_s
+        return self.used_s >= self._limit_s
 
     @property
     def is_starved(self) -> bool:
@@ -58,7 +58,7 @@ class Use:
             return
         state, cpu_s = self._look()
         since_s, on_cpu_s = now_s - self._seen_s, cpu_s - self._seen_cpu_s
-        self.own_s += max(on_cpu_s, min(since_s, 2 * self.period_s)) if state == _ASLEEP else on_cpu_s
+        self.used_s += max(on_cpu_s, min(since_s, 2 * self.period_s)) if state == _ASLEEP else on_cpu_s
         self._seen_s, self._seen_cpu_s = now_s, cpu_s
 
     def _look(self) -> tuple[str, float]:

@@ -4,7 +4,7 @@
 
 It imports the families and forks an executor, which serves requests. An executor that exceeds a limit is killed and
 another is forked, which takes milliseconds however long the imports took; so any damage that a hostile answer did to
-its memory is gone with it. The sandbox limits the address space of both.
+its memory ends with it. The sandbox limits the address space of both.
 
 A request has one of these outcomes. An executor that fails in a way that the request may not have caused is replaced,
 and the request runs once more in a fresh one:
@@ -171,7 +171,7 @@ class Executor:
         os.close(replies)
 
     def serve(self, line: bytes, timeout_s: float, prepare_timeout_s: float) -> dict[str, JsonValue]:
-        """Try a request once; `own_s` and `has_begun` of the reply say how much of its time it used and whether it
+        """Try a request once; `used_s` and `has_begun` of the reply say how much of its time it used and whether it
         reached the family's code. `prepare_timeout_s`: time limit until it begins. After any outcome but `ok` and
         `refused` the executor is dead."""
         use = Use(self.pid, prepare_timeout_s)
@@ -188,7 +188,7 @@ class Executor:
         if received and reply["outcome"] not in (RequestOutcome.OK, RequestOutcome.REFUSED):
             _, usage = self.kill()
             reply["memory_bytes"] = usage.ru_maxrss << 10
-        return reply | {"own_s": use.own_s, "has_begun": has_begun}
+        return reply | {"used_s": use.used_s, "has_begun": has_begun}
 
     def kill(self) -> tuple[int, resource.struct_rusage]:
         """Kill the executor and its process group. It is our child and not yet reaped, so its pid cannot be reused."""
@@ -212,11 +212,11 @@ class Executor:
             text = f"a reply of over {MAX_REPLY_BYTES} bytes"
             return reply | {"outcome": RequestOutcome.LIMIT, "text": text, "was_busy": True}
         if is_over:
-            text = f"no result after {use.own_s:.1f} s"
-            was_busy = use.cpu_s >= BUSY_SHARE * use.own_s
+            text = f"no result after {use.used_s:.1f} s"
+            was_busy = use.cpu_s >= BUSY_SHARE * use.used_s
             return reply | {"outcome": RequestOutcome.LIMIT, "text": text, "was_busy": was_busy}
         if is_starved:
-            text = f"starved: {use.own_s:.1f} s of its own in {use.passed_s:.1f} s, {MAX_WAIT} times its limit"
+            text = f"starved: {use.used_s:.1f} s used in {use.passed_s:.1f} s, {MAX_WAIT} times its limit"
             return reply | {"outcome": RequestOutcome.INFRA, "text": text}
         code = os.waitstatus_to_exitcode(status)
         if code == -signal.SIGKILL:
@@ -306,8 +306,8 @@ class Worker:
                     is_over = is_last
                     reply = reply | {"outcome": RequestOutcome.VERIFIER_ERROR}
                     # Both tries share one time limit.
-                    own_s = reply["own_s"]
-                    left_s = max(0.1, left_s - (own_s if isinstance(own_s, float) else 0.0))
+                    used_s = reply["used_s"]
+                    left_s = max(0.1, left_s - (used_s if isinstance(used_s, float) else 0.0))
                 case _:
                     is_over = True
             if is_over:

@@ -72,14 +72,14 @@ class ScriptedPolicy:
 
 
 def shaped_logprobs(
-    logits_V: npt.NDArray[np.float64], sampling: Sampling, kept_id: int | None = None
+    logits_V: npt.NDArray[np.float64], sampling: Sampling, scripted_id: int | None = None
 ) -> npt.NDArray[np.float64]:
     """Logprobs of the sampling distribution, −inf for excluded tokens: min_p, then top_k, then top_p of the remaining
-    ones. `kept_id` is never excluded."""
-    kept_V = np.zeros(logits_V.size, bool)
+    ones. `scripted_id` is never excluded."""
+    allowed_V = np.zeros(logits_V.size, bool)
     if sampling.temperature == 0:
-        kept_V[int(logits_V.argmax()) if kept_id is None else kept_id] = True
-        return np.where(kept_V, 0.0, -np.inf)
+        allowed_V[int(logits_V.argmax()) if scripted_id is None else scripted_id] = True
+        return np.where(allowed_V, 0.0, -np.inf)
     hot_V = _log_softmax(logits_V / sampling.temperature)
     order_V = np.argsort(-hot_V, kind="stable")
     sorted_V = hot_V[order_V]
@@ -88,10 +88,10 @@ def shaped_logprobs(
         chosen_V[sampling.top_k :] = False
     share_V = np.exp(_log_softmax(np.where(chosen_V, sorted_V, -np.inf)))
     chosen_V &= share_V.cumsum() - share_V < sampling.top_p  # probability of all likelier tokens
-    kept_V[order_V[chosen_V]] = True
-    if kept_id is not None:
-        kept_V[kept_id] = True
-    return _log_softmax(np.where(kept_V, hot_V, -np.inf))
+    allowed_V[order_V[chosen_V]] = True
+    if scripted_id is not None:
+        allowed_V[scripted_id] = True
+    return _log_softmax(np.where(allowed_V, hot_V, -np.inf))
 
 
 def uniform_draw(seed: int, sample: int, index: int) -> float:
@@ -188,10 +188,12 @@ class ScriptedEngine:
     def _scripted(self, ids: tuple[int, ...]) -> Sequence[int] | None:
         if self._script is None:
             return None
-        found = self._script.get(ids) if isinstance(self._script, Mapping) else self._script(ids)
-        if found is not None and not found:
-            raise RequestError(f"the script answers a prompt of {len(ids)} tokens with none; give at least one")
-        return found
+        response = self._script.get(ids) if isinstance(self._script, Mapping) else self._script(ids)
+        if response is not None and not response:
+            raise RequestError(
+                f"the script has an empty response to a prompt of {len(ids)} tokens; expected one token or more"
+            )
+        return response
 
     def _has_stop_text(self, ids: Sequence[int], stop_texts: Sequence[str]) -> bool:
         if not stop_texts or self._decode is None:

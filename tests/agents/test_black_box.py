@@ -47,8 +47,8 @@ def test_an_instruction_that_no_variable_holds_is_in_the_file(tmp_path: Path) ->
     [
         ("exit 0", AgentEnd.FINISHED, None),
         ("exit 3", AgentEnd.FAILED, "exit status 3"),
-        ("kill -9 $$", AgentEnd.FAILED, "ended by signal 9"),
-        ("yes", AgentEnd.FAILED, "wrote more than it may"),
+        ("kill -9 $$", AgentEnd.FAILED, "killed by signal 9"),
+        ("yes", AgentEnd.FAILED, "exceeded the output limit"),
         ("sleep 60", AgentEnd.TIMEOUT, "time ran out after"),
     ],
 )

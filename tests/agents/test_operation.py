@@ -17,11 +17,11 @@ from m2forge.agents.operation import (
     SlidingWindow,
     Summarise,
     View,
-    check_operation,
     find_operation,
     make_operation,
+    require_valid,
     split_turns,
-    task_of,
+    task_messages,
 )
 from m2forge.config import build
 from m2forge.errors import ConfigError, NotFoundError, RecordError
@@ -71,10 +71,10 @@ def test_operations_keep_what_must_stay(messages: tuple[Message, ...], chain: li
     for operation in chain:
         inputs = inputs_of(operation, messages)
         changed = operation.apply(messages, inputs)
-        check_operation(operation.name, messages, changed)
+        require_valid(operation.name, messages, changed)
         assert operation.apply(messages, inputs) == changed
         assert operation.apply(changed, inputs) == changed
-        assert changed[: len(task_of(messages))] == tuple(task_of(messages))
+        assert changed[: len(task_messages(messages))] == tuple(task_messages(messages))
         assert split_turns(changed)[1][-1:] == split_turns(messages)[1][-1:]
         messages = changed
 
@@ -83,7 +83,7 @@ def test_operations_keep_what_must_stay(messages: tuple[Message, ...], chain: li
 def test_the_model_may_call_them_with_any_number(messages: tuple[Message, ...], operation: Operation, n: int) -> None:
     arguments: Any = {"keep_turns": n, "summary": " what I know ", "keep_results": n}
     changed = operation.apply(messages, operation.read_call(view(messages), arguments))
-    check_operation(operation.name, messages, changed)
+    require_valid(operation.name, messages, changed)
     # What its other calls of that turn said, the model has not seen yet.
     assert split_turns(changed)[1][-1:] == split_turns(messages)[1][-1:]
 
@@ -150,10 +150,10 @@ def test_old_output_is_dropped_and_the_last_stays() -> None:
 
 def test_an_operation_that_breaks_the_conversation_is_refused() -> None:
     whole = [*TASK, *turns(2)]
-    check_operation("x", whole, whole)
+    require_valid("x", whole, whole)
     for broken in (whole[1:], [*TASK, *turns(2)[1:]], whole[:-1], [*whole[:3], *whole[4:]], [TASK[0], *whole[2:]]):
         with pytest.raises(RecordError, match="operation x"):
-            check_operation("x", whole, broken)
+            require_valid("x", whole, broken)
 
 
 def test_operations_are_found_by_what_a_log_says() -> None:

@@ -57,9 +57,9 @@ async def wander(contexts: Sequence[Context], steps: Sequence[int], rng: random.
         context = contexts[step % len(contexts)]
         if step % 3 == 0 and len(context.messages) > 2:
             operation = rng.choice(OPERATIONS)
-            context.apply(operation, await operation.prepare(context.view(), context.ask_aside))
+            context.apply(operation, await operation.prepare(context.view(), context.complete_aside))
             continue
-        reply: Reply = await context.ask()
+        reply: Reply = await context.complete()
         results = [
             Message("tool", "out " * rng.randrange(40), tool_call_id=made.id) for made in reply.message.tool_calls
         ]
@@ -90,7 +90,7 @@ def test_calls_that_differ_by_their_ids_alone_are_rebuilt(name: str) -> None:
     context = Context(MAIN, TOOLS, client, log, max_tokens=1000)
     asyncio.run(wander([context], [1, 2], rng))
     context.apply(OPERATIONS[0], {"keep_turns": 1})
-    asyncio.run(context.ask())
+    asyncio.run(context.complete())
     first, second = (made.response_ids.tolist() for made in list(client.calls.values())[:2])
     assert first != second, "the policy should say the same in other tokens"
     assert len(rebuild(log, format, client.calls)) == 3
@@ -149,10 +149,12 @@ def test_an_answer_that_was_not_given_is_noticed() -> None:
     log, client = short_log(format)
     at, entry = next((index, entry) for index, entry in enumerate(log) if isinstance(entry, Called))
     forged = replace(entry, answer=replace(entry.answer, content="forged"))
-    with pytest.raises(RecordError, match=r"call 0 .* the agent took it for"):
+    with pytest.raises(RecordError, match=r"call 0 .* but the agent received"):
         rebuild([*log[:at], forged, *log[at + 1 :]], format, client.calls)
     calls = {id: made for id, made in client.calls.items() if id != "id-1"}
-    with pytest.raises(RecordError, match=r"call 1 \(id-1, context main\): is in the log, but was not recorded"):
+    with pytest.raises(
+        RecordError, match=r"call 1 \(id-1, context main\): it is in the log, but the gateway did not record it"
+    ):
         rebuild(log, format, calls)
 
 
@@ -160,7 +162,7 @@ def test_a_log_that_makes_no_sense_is_refused() -> None:
     log, _ = short_log(minimax())
     with pytest.raises(RecordError, match="log entry 1: context 'main' is not open"):
         list(replay(log[1:]))
-    with pytest.raises(RecordError, match="log entry 2: context 'main' is open already"):
+    with pytest.raises(RecordError, match="log entry 2: context 'main' is already open"):
         list(replay([log[0], *log]))
     with pytest.raises(NotFoundError, match="operation 'other'"):
         list(replay([*log, Applied(MAIN, "other", {}, {})]))

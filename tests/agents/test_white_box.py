@@ -335,7 +335,7 @@ def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     agent = WhiteBoxAgent(Settings(tools=()))
     result = asyncio.run(agent.run(TASK, Endpoint("http://127.0.0.1:9", "key"), ProcessSandbox(tmp_path)))
     assert result.end is AgentEnd.FAILED
-    assert "does not answer after 5 attempts" in str(result.failure)
+    assert "did not respond in 5 attempts" in str(result.failure)
 
 
 def test_tools_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_what_the_restored_weights_have_not_learnt_returns(config: PoolConfig) -
         assert under_way is not None
         pool.put([(task(4), 2)])
         restored = pool.restore(version(1))
-        assert (restored.num_returned, restored.num_gone) == (3, 0)
+        assert (restored.num_returned, restored.num_deleted) == (3, 0)
         assert pool.queue_positions(9) == [(1, "ready"), (2, "ready"), (3, "ready"), (4, "open")]
         assert pool.tally().total(TRAINED) == 1
         with pytest.raises(StateError, match="before the pool was restored"):
@@ -173,7 +173,7 @@ def test_old_episodes_are_deleted_gradually_after_a_checkpoint(config: PoolConfi
         assert sum(pool.counts().values()) == 6
         assert pool.tally().total(SUBMITTED) == 6
         restored = pool.restore(version(1))
-        assert (restored.num_returned, restored.num_gone) == (2, 2)
+        assert (restored.num_returned, restored.num_deleted) == (2, 2)
 
 
 def test_bytes_may_be_the_limit(config: PoolConfig) -> None:

@@ -100,7 +100,7 @@ def test_damage_is_refused_with_the_call() -> None:
     broken[40] ^= 1
     with pytest.raises(RecordError, match=r"call 1 of g0-0-1 .* checksum"):
         read_tree([stored[0], bytes(broken), stored[2]], VOCAB_SIZE, NAME)
-    with pytest.raises(RecordError, match=r"call 1 .* cut off"):
+    with pytest.raises(RecordError, match=r"call 1 .* truncated"):
         read_tree([stored[0], stored[1][:50]], VOCAB_SIZE, NAME)
     with pytest.raises(RecordError, match=r"call 1 .* continues call 1"):
         read_tree([stored[0], stored[2]], VOCAB_SIZE, NAME)

@@ -81,7 +81,7 @@ def test_a_full_queue_refuses_and_says_how_much_fits(config: PoolConfig) -> None
         with pytest.raises(StateError, match="room for 1 of 3"):
             pool.put([(task(2), 2), (task(3), 2)])
         assert pool.room() == 1
-        with pytest.raises(RecordError, match="one episode or more"):
+        with pytest.raises(RecordError, match="1 episode or more, received 0"):
             pool.put([(task(2), 0)])
 
 
@@ -132,14 +132,19 @@ def test_a_dropped_unit_is_owed_until_its_domain_replaces_it(config: PoolConfig)
         for num_skips in (1, 2):
             for lease in pool.lease("worker", 2):
                 play(pool, lease, 1.0)
-            (debt,) = pool.owed()
-            assert (debt.stage, debt.domain, debt.num_units, debt.num_skips) == ("early", "agent", 1, num_skips)
+            (missing,) = pool.unreplaced()
+            assert (missing.stage, missing.domain, missing.num_units, missing.num_skips) == (
+                "early",
+                "agent",
+                1,
+                num_skips,
+            )
             with pytest.raises(RecordError, match="expected a task of the domain agent"):
-                pool.replace([(debt, task(1, domain=Domain.CODING), 2)])
-            pool.replace([(debt, task(num_skips), 2)], note=f"note {num_skips}")
-            assert (pool.owed(), pool.note()) == ([], f"note {num_skips}")
-            with pytest.raises(StateError, match="read `owed` again"):
-                pool.replace([(debt, task(1), 2)])
+                pool.replace([(missing, task(1, domain=Domain.CODING), 2)])
+            pool.replace([(missing, task(num_skips), 2)], note=f"note {num_skips}")
+            assert (pool.unreplaced(), pool.note()) == ([], f"note {num_skips}")
+            with pytest.raises(StateError, match="read `unreplaced` again"):
+                pool.replace([(missing, task(1), 2)])
         for lease in pool.lease("worker", 2):
             play(pool, lease, 1.0)
         assert pool.queue_positions(1) == [(2, "ready")], "after so many skips it is trained as it is"
@@ -158,8 +163,8 @@ def test_a_groups_context_goes_with_its_leases_and_replacements(config: PoolConf
         assert (again.episode, again.context) == (first.episode, 512)
         for lease in (again, others[0]):
             play(pool, lease, 0.0)
-        (debt,) = pool.owed()
-        pool.replace([(debt, task(2), 2)])
+        (missing,) = pool.unreplaced()
+        pool.replace([(missing, task(2), 2)])
         assert [lease.context for lease in pool.lease("w", 4)] == [512, 512]
 
 
@@ -316,7 +321,7 @@ def test_a_reward_may_come_again_but_not_another_one(config: PoolConfig) -> None
     with Pool(config, VOCAB_SIZE) as pool:
         pool.put([(task(), 2)])
         lease, _ = pool.lease("worker", 2)
-        with pytest.raises(StateError, match="it is running"):
+        with pytest.raises(StateError, match="received one that is running"):
             pool.reward(lease, reward(1.0))
         record(pool, lease, calls(0, 2))
         for _ in range(2):
@@ -325,7 +330,7 @@ def test_a_reward_may_come_again_but_not_another_one(config: PoolConfig) -> None
             pool.reward(lease, reward(1.0), (1.0,))
         for _ in range(2):
             pool.reward(lease, reward(1.0), (0.0, 1.0))
-        with pytest.raises(StateError, match="a reward already"):
+        with pytest.raises(StateError, match="already has another reward"):
             pool.reward(lease, reward(0.0))
 
 

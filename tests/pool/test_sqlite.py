@@ -98,7 +98,7 @@ def test_a_lingering_reader_is_named_and_the_log_truncated_later(
         with other.database.read() as connection, caplog.at_level(logging.WARNING):
             connection.execute(text("SELECT count(*) FROM unit")).scalar_one()
             write_much(pool, 150)
-            assert "a reader keeps the log from being emptied" in caplog.text
+            assert "a reader prevents the truncation of the write-ahead log" in caplog.text
             assert pool.database.log_bytes() > LIMIT
         write_much(pool, 64)
         assert pool.database.log_bytes() <= LIMIT + 64 * 12 * 16384
@@ -167,7 +167,7 @@ def test_no_query_of_the_loop_reads_a_whole_table(tmp_path: Path) -> None:
         pool.requeue_expired()
         pool.sweep()
         pool.put([(task(), 2)], stage="early")
-        pool.replace([(debt, task(), 2) for debt in pool.owed()])
+        pool.replace([(missing, task(), 2) for missing in pool.unreplaced()])
     tables = ("SCAN unit", "SCAN episode", "SCAN call", "SCAN batch")
     # These indices hold what is queued alone, and what is owed alone.
     scans = [

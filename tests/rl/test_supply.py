@@ -180,8 +180,8 @@ def test_replacements_are_redrawn_when_the_trainer_drops_more(tmp_path: Path) ->
     def drop(index: int) -> None:
         with run.pool.database.write() as connection:
             ids = connection.execute(select(unit_table.c.id).where(*own).order_by(unit_table.c.place)).scalars().all()
-            owed = {"is_owed": True, "is_queued": False}
-            move_units(connection, UnitState.DROPPED, unit_table.c.id == ids[index], **owed)
+            unreplaced = {"is_owed": True, "is_queued": False}
+            move_units(connection, UnitState.DROPPED, unit_table.c.id == ids[index], **unreplaced)
 
     async def fill() -> tuple[bool, bool]:
         async with PoolWriter(run.pool) as writer:
@@ -196,7 +196,7 @@ def test_replacements_are_redrawn_when_the_trainer_drops_more(tmp_path: Path) ->
             return refused, await supply._replace()
 
     assert asyncio.run(fill()) == (False, True)
-    assert not run.pool.owed()
+    assert not run.pool.unreplaced()
     run.pool.close()
 
 

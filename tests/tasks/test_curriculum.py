@@ -145,7 +145,7 @@ def test_groups_begun_before_the_last_move_are_not_counted() -> None:
     [
         ("batch_groups=3", "a batch of 3 groups has no room for agent at 0.25 of it"),
         ("stages.0.domains.agent.ratio=0.0", "greater than 0"),
-        ("stages.1.num_batches=5", "late: the last stage goes on for ever"),
+        ("stages.1.num_batches=5", "late: the last stage has no end"),
         ("stages.1.name=early", "expected a different name for each"),
         ("pace.lower_below=0.9", r"raise_above \(0.8\) must exceed lower_below \(0.9\)"),
         ("stages.1.domains.agent.families.0.start=9", r"start \(9\) must lie within difficulty \[2, 8\]"),

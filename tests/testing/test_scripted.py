@@ -43,18 +43,18 @@ samplings = st.builds(
 def test_truncation_keeps_the_likeliest_tokens_and_renormalises(sampling: Sampling, seed: int) -> None:
     raw_V = np.log(np.random.default_rng(seed).dirichlet(np.ones(12)))
     shaped_V = shaped_logprobs(raw_V, sampling)
-    kept_V = np.isfinite(shaped_V)
+    allowed_V = np.isfinite(shaped_V)
     assert np.exp(shaped_V).sum() == pytest.approx(1)
-    assert not kept_V.all() or not sampling.is_truncated or sampling.top_p > 0.5 or sampling.min_p < 0.5
-    if not kept_V.all():
-        assert raw_V[kept_V].min() >= raw_V[~kept_V].max()
+    assert not allowed_V.all() or not sampling.is_truncated or sampling.top_p > 0.5 or sampling.min_p < 0.5
+    if not allowed_V.all():
+        assert raw_V[allowed_V].min() >= raw_V[~allowed_V].max()
     heat_V = np.exp(raw_V / sampling.temperature)
     left_V = np.sort(heat_V)[::-1]
     left_V = left_V[left_V >= sampling.min_p * left_V[0]][: sampling.top_k or 12]
     num_kept = int(np.searchsorted(left_V.cumsum() / left_V.sum(), sampling.top_p * (1 - 1e-12)) + 1)
     # A bound met exactly may fall on either side by rounding.
-    assert abs(int(kept_V.sum()) - min(num_kept, left_V.size)) <= 1
-    ratio_V = shaped_V[kept_V] - raw_V[kept_V] / sampling.temperature
+    assert abs(int(allowed_V.sum()) - min(num_kept, left_V.size)) <= 1
+    ratio_V = shaped_V[allowed_V] - raw_V[allowed_V] / sampling.temperature
     assert np.allclose(ratio_V, ratio_V[0])
 
 
