@@ -151,7 +151,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedSampling:
     """The requested sampling, where the run overrode it."""
 
     sampling: Sampling
@@ -180,7 +180,7 @@ class Call:
     """Wall clock, seconds since the epoch."""
     finished_s: float
     sampling: Sampling = field(default_factory=plain_sampling)
-    asked: Asked | None = None
+    requested: RequestedSampling | None = None
     """The requested sampling, if `sampling` replaced it; None if it was used as requested."""
 
     _path: IntArray | None = field(init=False, repr=False, default=None)
@@ -217,7 +217,7 @@ class Call:
             and self.started_s == other.started_s
             and self.finished_s == other.finished_s
             and self.sampling == other.sampling
-            and self.asked == other.asked
+            and self.requested == other.requested
             and np.array_equal(self.prompt_ids, other.prompt_ids)
             and np.array_equal(self.response_ids, other.response_ids)
             and np.array_equal(self.logprobs, other.logprobs)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from m2forge.errors import RecordError
 from m2forge.records import (
     NO_TARGET,
-    Asked,
     Call,
     Domain,
     Episode,
     FinishReason,
     Pack,
     PolicyVersion,
+    RequestedSampling,
     Reward,
     Sampling,
     Task,
@@ -114,7 +114,7 @@ OTHER_VALUES: dict[str, Any] = {
     "started_s": 9.5,
     "finished_s": 12.0,
     "sampling": Sampling(0.7),
-    "asked": Asked(Sampling(0.0)),
+    "requested": RequestedSampling(Sampling(0.0)),
 }
 
 

@@ -31,7 +31,7 @@ class SlidingWindowConfig(Config):
     max_turns: Count = 20
     """Maximum turns; when there are more, the oldest are dropped."""
     keep_turns: Count = 10
-    """Turns kept after a drop; fewer than `max_turns`, so that not every turn starts a new branch."""
+    """Turns that remain after a drop; fewer than `max_turns`, so that not every turn starts a new branch."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -57,7 +57,7 @@ class DropToolOutputConfig(Config):
     max_share: Share = 0.3
     """Share of the context that tool output may take; above it, the oldest output is dropped."""
     keep_share: Share = 0.2
-    """Share kept after a drop; less than `max_share`, so that not every turn starts a new branch."""
+    """Share that remains after a drop; less than `max_share`, so that not every turn starts a new branch."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -8,7 +8,7 @@ gives the messages of each call. `Loop` requests a completion, runs its tool cal
 policy answers without a call:
 
     operations that are due change the conversation
-    the policy answers with thinking, content and calls, all of which become part of the conversation
+    the policy answers with thinking, content and calls; all become part of the conversation
     its calls run concurrently, up to a limit, and their results are appended in the order of the calls
     then operations that it called itself are applied
 

@@ -11,10 +11,10 @@
 
 Every field but `value` is optional. `budget` is {"max_calls", "max_tokens", "max_s"}. `sampling` ({"temperature",
 "top_p", …}) overrides the sampling parameters of the episode's requests, seeds included; without it each request uses
-its own. The episode's tools work on `task` (a whole `Task`, metadata included); its client never sees it.
+its own. The episode's tools work on `task` (a complete `Task`, metadata included); its client never sees it.
 `context` limits prompt plus completion: a longer prompt gets the vendor's error for a full context.
 
-A reward is for the whole episode or for one call. `call` is that call's index or its response id; for a response with
+A reward is for the episode or for one call. `call` is that call's index or its response id; for a response with
 several choices (`n`), `choice` is the index of the rewarded one. `id` identifies the reward; by default the episode
 and each call have one reward each.
 """
@@ -71,9 +71,9 @@ class Admin:
         call = _call(episode, fields)
         evidence = read_object(fields.value("evidence") or {}, "evidence")
         name = fields.text("id") or ("episode" if call is None else f"call-{call}")
-        is_taken = episode.reward(Rewarded(name, value, call, evidence))
-        self._counts.num_rewards += is_taken
-        return {"id": name, "is_taken": is_taken}
+        is_accepted = episode.reward(Rewarded(name, value, call, evidence))
+        self._counts.num_rewards += is_accepted
+        return {"id": name, "is_taken": is_accepted}
 
     def close(self, id: str, body: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         episode = self._find(id)
@@ -97,10 +97,10 @@ class Admin:
         ids = Fields(body, _DELETE_FIELDS).value("ids")
         if not isinstance(ids, list) or not all(isinstance(id, str) for id in ids):
             refuse_value("ids", "a list of texts", ids)
-        found = [id for id in dict.fromkeys(cast("list[str]", ids)) if self._episodes.knows(id)]
-        for id in found:
+        known = [id for id in dict.fromkeys(cast("list[str]", ids)) if self._episodes.knows(id)]
+        for id in known:
             self._episodes.delete(id)
-        return {"num_deleted": len(found)}
+        return {"num_deleted": len(known)}
 
     def _find(self, id: str) -> Episode:
         episode = self._episodes.get(id)
@@ -133,8 +133,8 @@ def _read(kind: type[ConfigT], fields: Fields, name: str) -> ConfigT | None:
     """Read the object in field `name`; None if the field is absent."""
     if not fields.has(name):
         return None
-    given = Fields(fields.value(name), frozenset(kind.model_fields), name)
-    data = {key: value for key in given.data if (value := given.value(key)) is not None}
+    nested = Fields(fields.value(name), frozenset(kind.model_fields), name)
+    data = {key: value for key in nested.data if (value := nested.value(key)) is not None}
     return build(kind, cast("dict[str, float]", data), origin=name)
 
 

@@ -60,7 +60,7 @@ from m2forge.gateway.episodes.episode import BudgetError, ClosedError, Episode
 from m2forge.gateway.episodes.registry import Episodes, hash_key
 from m2forge.gateway.http.connection import REFUSAL, Owners
 from m2forge.gateway.http.limits import (
-    Gone,
+    ClientDisconnected,
     Headers,
     Pairs,
     Receive,
@@ -146,8 +146,8 @@ class GatewayApp:
             f"{MODELS_PATH}/NAME": {"GET": self._list_models},
             _TOOLS_PATH: {"GET": self._list_tools},
             f"{_TOOLS_PATH}/call": {"POST": self._call_tool},
-            "/health": {"GET": self._tell_health},
-            "/metrics": {"GET": self._tell_metrics},
+            "/health": {"GET": self._health},
+            "/metrics": {"GET": self._metrics},
             admin.PATH: {
                 "POST": partial(act, lambda _, body: control.create(body), status=201),
                 "DELETE": partial(act, lambda _, body: control.delete_all(body)),
@@ -178,10 +178,10 @@ class GatewayApp:
                 raise Refusal(404, "there is no such route here")
             handle = handlers.get(scope["method"])
             if handle is None:
-                methods = f"the route takes {' and '.join(handlers)} alone"
+                methods = f"the route accepts only {' and '.join(handlers)}"
                 raise Refusal(405, methods, allowed=", ".join(handlers))
             await handle(Incoming(scope, headers, name, receive, send))
-        except Gone:
+        except ClientDisconnected:
             pass
         except M2ForgeError as error:
             body = _dialect_of(scope).error(status_of(error), str(error), field_of(error), code_of(error))
@@ -197,9 +197,7 @@ class GatewayApp:
         """Runs every second: closes expired episodes and compacts journals of closed ones."""
         num_expired = self.episodes.expire(self._config.expire_s)
         if num_expired:
-            _log.warning(
-                "%d episodes were asked for nothing for %g s and are closed", num_expired, self._config.expire_s
-            )
+            _log.warning("closed %d episodes that received no request for %g s", num_expired, self._config.expire_s)
         stop_s = time.monotonic() + _TIDY_S
         while time.monotonic() < stop_s and await self.episodes.compact_next():
             pass
@@ -269,7 +267,7 @@ class GatewayApp:
         else:
             await respond(incoming.send, status, result)
 
-    async def _tell_health(self, incoming: Incoming) -> None:
+    async def _health(self, incoming: Incoming) -> None:
         if self.calls.is_draining:
             raise EngineError("the gateway is stopping")
         state = await self._engine.state()
@@ -282,7 +280,7 @@ class GatewayApp:
         }
         await respond(incoming.send, 200, body)
 
-    async def _tell_metrics(self, incoming: Incoming) -> None:
+    async def _metrics(self, incoming: Incoming) -> None:
         text = self.counts.to_text(len(self.episodes), self.calls.num_running)
         await respond_bytes(incoming.send, 200, text.encode(), [(b"content-type", TEXT_TYPE.encode())])
 
@@ -326,7 +324,7 @@ class EpisodeTools:
         GET  /v1/tools                                       {"tools": [{"type": "function", "function": {…}}, …]}
         POST /v1/tools/call  {"name": "…", "arguments": …}   {"content": "…"}
 
-    A `ToolHost` runs them on the whole task that the episode was created with; an agent sees neither. Each request
+    A `ToolHost` runs them on the complete task that the episode was created with; an agent sees neither. Each request
     waits out its tool's latency here, so the calls of one turn wait concurrently. Tool calls do not count as
     `max_calls` of the budget, but are refused beyond `max_tool_calls` per episode, after its time budget, and once it
     is closed.

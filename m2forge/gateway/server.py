@@ -1,4 +1,4 @@
-"""A listening gateway: inside the process of a training loop, or as its own process (`serve`).
+"""A listening gateway: inside the process of a training loop, or as its own process.
 
     async with GatewayServer(engine, format, config, context=32768) as gateway:
         episode, key = gateway.episodes.create("task-1")
@@ -7,8 +7,8 @@
 By default it listens on this machine only; other addresses require an admin key. At shutdown, requests in flight may
 finish for `shutdown_s`; then they are aborted, and streamed ones recorded. It does not close the engine.
 
-A gateway as its own process: the tokenizer and chat format of a model folder, over any engine, until it is
-stopped.
+`serve_gateway` runs a gateway as its own process, with the tokenizer and chat format of a model folder, over any
+engine, until it is stopped.
 """
 
 import asyncio
@@ -188,7 +188,7 @@ def bind(config: GatewayConfig, admin_key: str | None) -> socket.socket:
 
 
 _COLLECTOR_THRESHOLDS = (5_000, 4, 1_000)
-_IDLE_CHECK_S = 1.0
+_IDLE_POLL_S = 1.0
 
 
 def serve_gateway(
@@ -270,9 +270,9 @@ async def collect_when_idle(num_running: Callable[[], int], num_prompt: Callable
     """Run a full collection while no request waits: when none is in flight and none arrived for a while."""
     before = 0
     while True:
-        await asyncio.sleep(_IDLE_CHECK_S)
-        before, asked = num_prompt(), num_prompt() - before
-        if gc.get_count()[2] and not asked and not num_running():
+        await asyncio.sleep(_IDLE_POLL_S)
+        before, num_new = num_prompt(), num_prompt() - before
+        if gc.get_count()[2] and not num_new and not num_running():
             gc.collect()
 
 

@@ -358,7 +358,7 @@ def _show_call(
         "finish_reason": sample.finish_reason,
         "versions": [int(steps[0]), int(steps[-1])] if steps.size else None,
         "temperature": sample.sampling.temperature,
-        "asked": None if sample.asked is None else asdict(sample.asked),
+        "asked": None if sample.requested is None else asdict(sample.requested),
     }, sum(min(part.end - part.start, PART_TOKENS) for part in [*parts, *answer])
 
 

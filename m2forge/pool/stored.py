@@ -17,7 +17,18 @@ from sqlalchemy import Connection, Row, select
 from m2forge.errors import RecordError
 from m2forge.pool.schema import call_table, episode_table, unit_table
 from m2forge.pool.state import Origin
-from m2forge.records import Asked, Call, Domain, Episode, FinishReason, FloatArray, IntArray, Reward, Sampling, Task
+from m2forge.records import (
+    Call,
+    Domain,
+    Episode,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    RequestedSampling,
+    Reward,
+    Sampling,
+    Task,
+)
 from m2forge.tree.token_tree import UNKNOWN_EXPERT, ExpertArray, TokenTree, checked_experts
 
 MAX_BRANCHES = 16
@@ -133,13 +144,13 @@ class CallWriter:
             added.shape[0],
             *shape,
             _FINISH_REASONS.index(call.finish_reason),
-            call.asked is not None,
+            call.requested is not None,
             call.started_s,
             call.finished_s,
         )
         narrow = np.ascontiguousarray(tokens, "<i4").view("u1").reshape(-1, 4)[:, : self._id_width]
         arrays = (narrow, call.logprobs.astype("<f4", copy=False), runs, added.astype("<i2", copy=False))
-        ways = [_sampling_bytes(call.sampling)] + ([] if call.asked is None else [_asked_bytes(call.asked)])
+        ways = [_sampling_bytes(call.sampling)] + ([] if call.requested is None else [_requested_bytes(call.requested)])
         body = b"".join([head, *ways, *(array.tobytes() for array in arrays)])
         ordinal = self._num_calls
         self._num_calls += 1
@@ -180,9 +191,9 @@ def _read(ordinal: int, data: bytes, branches: _Branches, id_width: int) -> tupl
     parent_ordinal, num_shared, num_prompt, num_response, num_runs, num_known, num_added = head[:7]
     num_layers, num_chosen, finish_reason, is_replaced, started_s, finished_s = head[7:]
     start = _HEAD.size + _SAMPLING.size
-    sampling, asked = _read_sampling(data[_HEAD.size : start]), None
+    sampling, requested = _read_sampling(data[_HEAD.size : start]), None
     if is_replaced:
-        asked, start = _read_asked(data, start)
+        requested, start = _read_requested(data, start)
     parent = None if parent_ordinal == _NO_PARENT else branches.find(parent_ordinal)
     arrays = _Arrays(body[start:])
     tokens = arrays.ids(num_prompt + num_response - num_shared, id_width)
@@ -209,7 +220,7 @@ def _read(ordinal: int, data: bytes, branches: _Branches, id_width: int) -> tupl
         started_s=started_s,
         finished_s=finished_s,
         sampling=sampling,
-        asked=asked,
+        requested=requested,
     )
     return call, experts
 
@@ -261,15 +272,15 @@ def _read_sampling(data: bytes) -> Sampling:
     return Sampling(*_SAMPLING.unpack(data))
 
 
-def _asked_bytes(asked: Asked) -> bytes:
-    return _sampling_bytes(asked.sampling) + _SEED.pack(asked.seed is not None, asked.seed or 0)
+def _requested_bytes(requested: RequestedSampling) -> bytes:
+    return _sampling_bytes(requested.sampling) + _SEED.pack(requested.seed is not None, requested.seed or 0)
 
 
-def _read_asked(data: bytes, start: int) -> tuple[Asked, int]:
+def _read_requested(data: bytes, start: int) -> tuple[RequestedSampling, int]:
     """Parse the request's sampling from `start` on; returns it and its end."""
     sampling = _read_sampling(data[start : start + _SAMPLING.size])
     has_seed, seed = _SEED.unpack_from(data, start + _SAMPLING.size)
-    return Asked(sampling, seed if has_seed else None), start + _SAMPLING.size + _SEED.size
+    return RequestedSampling(sampling, seed if has_seed else None), start + _SAMPLING.size + _SEED.size
 
 
 def _runs(versions: IntArray) -> npt.NDArray[np.int32]:

@@ -272,8 +272,8 @@ class BaseTimes:
 
     In: the times of attempts that completed and passed. Out: a baseline time per task that follows the policy: as
     attempts become faster, so does the baseline. It depends only on the sequence of times, and its state is JSON: an
-    object created from it continues exactly. Only the `max_tasks` most recently updated tasks are kept, so that memory
-    stays bounded with endless new tasks. Thread-safe.
+    object created from it continues exactly. Only the `max_tasks` most recently updated tasks have a baseline, so that
+    memory stays bounded with endless new tasks. Thread-safe.
     """
 
     def __init__(

@@ -311,7 +311,7 @@ class Pace:
         return {"lowest": self._lowest, "rates": list(self._rates)}
 
     def restore(self, state: Mapping[str, JsonValue]) -> None:
-        """Resume from a `state()`. If `num_groups` is now smaller, the latest pass rates are kept."""
+        """Resume from a `state()`. If `num_groups` is now smaller, the oldest pass rates are dropped."""
         lowest, rates = state.get("lowest"), state.get("rates")
         if not isinstance(lowest, int) or not isinstance(rates, list):
             raise RecordError(f"pace: state: expected lowest and rates, received {dict(state)!r}")

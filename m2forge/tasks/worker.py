@@ -44,7 +44,7 @@ from m2forge.tasks.time_limit import MAX_WAIT, Use
 from m2forge.text.message import tool_to_openai
 
 MAX_TRACE = 4000
-"""Characters kept from the end of a traceback."""
+"""Characters reported from the end of a traceback."""
 MAX_EVIDENCE = 64 << 10
 """Maximum bytes of a verdict's evidence."""
 MAX_REPLY_BYTES = 8 << 20

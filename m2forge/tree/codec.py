@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import RecordError
-from m2forge.records import LOGPROB_SLACK, Asked, FinishReason, FloatArray, IntArray, Sampling
+from m2forge.records import LOGPROB_SLACK, FinishReason, FloatArray, IntArray, RequestedSampling, Sampling
 from m2forge.tree.token_tree import MAX_VOCAB_SIZE, ExpertArray, Node, Sample, TokenTree
 
 MAGIC = b"M2TT"
@@ -29,7 +29,7 @@ _FINISH_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
 _SAMPLING_FIELDS = tuple(item.name for item in fields(Sampling))
 """Each field is stored as a column."""
 
-_NOT_ASKED = -1
+_NOT_REQUESTED = -1
 Columns = dict[str, npt.NDArray[np.generic]]
 
 
@@ -96,8 +96,8 @@ def encode_tree(tree: TokenTree) -> bytes:
     run_version, run_length = _runs(np.concatenate([np.empty(0, np.int32), *(sample.versions for sample in samples)]))
     shape = tree.experts_shape or (0, 0)
     experts = [node.experts(shape) for node in nodes] if tree.experts_shape else []
-    asked = {wish: index for index, wish in enumerate(dict.fromkeys(s.asked for s in samples if s.asked))}
-    texts = [[[s.name, s.episode] for s in samples], [[*astuple(wish.sampling), wish.seed] for wish in asked]]
+    requested = {wish: index for index, wish in enumerate(dict.fromkeys(s.requested for s in samples if s.requested))}
+    texts = [[[s.name, s.episode] for s in samples], [[*astuple(wish.sampling), wish.seed] for wish in requested]]
     text = json.dumps(texts, separators=(",", ":")).encode()
     samplings = {sampling: index for index, sampling in enumerate(dict.fromkeys(s.sampling for s in samples))}
     counts = _Counts(
@@ -125,7 +125,7 @@ def encode_tree(tree: TokenTree) -> bytes:
         "advantage": [sample.advantage for sample in samples],
         "weight": [sample.weight for sample in samples],
         "sampling": [samplings[sample.sampling] for sample in samples],
-        "asked": [_NOT_ASKED if sample.asked is None else asked[sample.asked] for sample in samples],
+        "asked": [_NOT_REQUESTED if sample.requested is None else requested[sample.requested] for sample in samples],
         **{name: [getattr(sampling, name) for sampling in samplings] for name in _SAMPLING_FIELDS},
         "logprob": logprobs,
         "run_version": run_version,
@@ -228,9 +228,9 @@ def _decoded_samples(counts: _Counts, columns: Columns, text: bytes) -> list[Sam
     times_s = np.stack([columns["started_s"], columns["finished_s"]]).astype(np.float64)
     _require(bool(np.isfinite(times_s).all() and (times_s[0] <= times_s[1]).all()), "times")
     _require(max(columns["finish_reason"].tolist(), default=0) < len(_FINISH_REASONS), "finish reasons")
-    names, asked = _decoded_texts(text, counts.num_samples)
+    names, requested = _decoded_texts(text, counts.num_samples)
     wishes = columns["asked"].tolist()
-    _require(all(_NOT_ASKED <= index < len(asked) for index in wishes), "wishes that it does not tell")
+    _require(all(_NOT_REQUESTED <= index < len(requested) for index in wishes), "wishes that it does not tell")
     samplings = [Sampling(*row) for row in zip(*(columns[name].tolist() for name in _SAMPLING_FIELDS), strict=True)]
     used = columns["sampling"].tolist()
     _require(all(0 <= index < len(samplings) for index in used), "ways of sampling that it does not tell")
@@ -247,23 +247,23 @@ def _decoded_samples(counts: _Counts, columns: Columns, text: bytes) -> list[Sam
             advantage=float(columns["advantage"][index]),
             sampling=samplings[used[index]],
             weight=float(columns["weight"][index]),
-            asked=None if wishes[index] == _NOT_ASKED else asked[wishes[index]],
+            requested=None if wishes[index] == _NOT_REQUESTED else requested[wishes[index]],
         )
         for index, ((name, episode), end) in enumerate(zip(names, ends, strict=True))
     ]
 
 
-def _decoded_texts(text: bytes, num_samples: int) -> tuple[list[tuple[str, str]], list[Asked]]:
+def _decoded_texts(text: bytes, num_samples: int) -> tuple[list[tuple[str, str]], list[RequestedSampling]]:
     try:
         pairs, wishes = json.loads(text)
         names = [(name, episode) for name, episode in pairs]
-        asked = [Asked(Sampling(*sampling), seed) for *sampling, seed in wishes]
+        requested = [RequestedSampling(Sampling(*sampling), seed) for *sampling, seed in wishes]
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise RecordError(f"bytes that are no token tree: their names cannot be read ({error})") from error
     _require(all(isinstance(part, str) for pair in names for part in pair), "names that are not text")
     _require(len(names) == num_samples == len({name for name, _ in names}), "names missing or used twice")
-    _require(all(wish.seed is None or isinstance(wish.seed, int) for wish in asked), "seeds that are no integers")
-    return names, asked
+    _require(all(wish.seed is None or isinstance(wish.seed, int) for wish in requested), "seeds that are no integers")
+    return names, requested
 
 
 def _require(condition: bool, found: str) -> None:

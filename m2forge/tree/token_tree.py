@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import RecordError
-from m2forge.records import Asked, Call, FinishReason, FloatArray, IntArray, Sampling, plain_sampling
+from m2forge.records import Call, FinishReason, FloatArray, IntArray, RequestedSampling, Sampling, plain_sampling
 
 ExpertArray: TypeAlias = npt.NDArray[np.int16]
 """(tokens, layers, chosen): the experts chosen for each token, in every layer with a router."""
@@ -45,7 +45,7 @@ class Sample:
     sampling: Sampling = field(default_factory=plain_sampling)
     weight: float = 1.0
     """Weight of each of its tokens, relative to those of other samples in the same optimizer step."""
-    asked: Asked | None = None
+    requested: RequestedSampling | None = None
     """The requested sampling, if `sampling` replaced it."""
 
     def __post_init__(self) -> None:
@@ -240,7 +240,7 @@ class TokenTree:
             advantage=advantage,
             sampling=call.sampling,
             weight=weight,
-            asked=call.asked,
+            requested=call.requested,
         )
         routed = None if experts is None else self._checked_experts(sample, experts)
         path = call.path()
@@ -299,7 +299,7 @@ class TokenTree:
             started_s=sample.started_s,
             finished_s=sample.finished_s,
             sampling=sample.sampling,
-            asked=sample.asked,
+            requested=sample.requested,
         )
 
     def routing(self, index: int) -> ExpertArray | None:

@@ -318,5 +318,5 @@ def test_a_stop_text_is_found_however_the_text_is_cut(size: int) -> None:
         ("ß💥", ["💥"], "ß", "💥"),
     ):
         cutter, data = StopCutter(stops), text.encode()
-        told = b"".join(cutter.cut(data[at : at + size]) for at in range(0, len(data), size)) + cutter.rest()
-        assert (told.decode(), cutter.found) == (expected, found)
+        told = b"".join(cutter.cut(data[at : at + size]) for at in range(0, len(data), size)) + cutter.flush()
+        assert (told.decode(), cutter.stop_text) == (expected, found)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from m2forge.errors import RecordError
 from m2forge.pool.stored import MAX_BRANCHES, CallWriter, read_tree
-from m2forge.records import Asked, Call, FinishReason, Sampling
+from m2forge.records import Call, FinishReason, RequestedSampling, Sampling
 from m2forge.tree.codec import encode_tree
 from m2forge.tree.token_tree import TokenTree
 from tests.pool.scene import VOCAB_SIZE, calls
@@ -39,7 +39,10 @@ def episodes(draw: st.DrawFn) -> list[tuple[Call, int]]:
                     float(number),
                     number + 0.25,
                     sampling,
-                    draw(st.none() | st.builds(Asked, st.just(sampling), st.none() | st.integers(-(2**63), 2**63 - 1))),
+                    draw(
+                        st.none()
+                        | st.builds(RequestedSampling, st.just(sampling), st.none() | st.integers(-(2**63), 2**63 - 1))
+                    ),
                 ),
                 draw(st.integers(0, len(prompt) + len(response))),
             )

@@ -18,7 +18,7 @@ from m2forge.observe.metrics import read_metrics
 from m2forge.pool.pool import Pool
 from m2forge.pool.record import Append
 from m2forge.pool.stored import Outcome, read_units
-from m2forge.records import Asked, Reward, Sampling
+from m2forge.records import RequestedSampling, Reward, Sampling
 from m2forge.rl.child import Child
 from m2forge.rl.layout import Layout
 from m2forge.rl.loop import run_rl
@@ -75,7 +75,7 @@ def test_an_agent_that_asks_for_greedy_samples_is_trained(model: Path, run_dir: 
     samples = [sample for tree in read_trees(run_dir, model) for sample in tree.samples]
     assert samples
     assert all(sample.sampling == Sampling() for sample in samples)
-    assert all(sample.asked == Asked(Sampling(0.0, 0.5), 7) for sample in samples)
+    assert all(sample.requested == RequestedSampling(Sampling(0.0, 0.5), 7) for sample in samples)
 
 
 def test_completions_end_where_the_context_of_their_domain_does(model: Path, run_dir: Path) -> None:

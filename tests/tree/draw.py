@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from m2forge.records import Asked, Call, FinishReason, Sampling
+from m2forge.records import Call, FinishReason, RequestedSampling, Sampling
 from m2forge.tree.flat import FlatTree
 from m2forge.tree.token_tree import TokenTree
 
@@ -33,7 +33,7 @@ def make_call(prompt: IdsLike, response: IdsLike, seed: int = 0) -> Call:
         started_s=float(seed),
         finished_s=seed + 0.5,
         sampling=SAMPLINGS[seed % len(SAMPLINGS)],
-        asked=Asked(SAMPLINGS[seed % 2], (None, 7, -(2**63))[seed % 3]) if seed % 4 else None,
+        requested=RequestedSampling(SAMPLINGS[seed % 2], (None, 7, -(2**63))[seed % 3]) if seed % 4 else None,
     )
 
 

@@ -12,8 +12,8 @@ result is the same.
 
 Prompts that cannot fit the context are refused before they are tokenized. A message costs at least the markers and the
 template text around its content: `measure_overhead` finds the number of these tokens for each role. So more messages
-than the context can hold are refused by count alone. If the text, names of tools and calls included, has so many bytes
-that it probably exceeds the context, it is tokenized piece by piece until it is known to be too long; what passes is
+than the context can hold are refused by their count. If the bytes of the text, names of tools and calls included,
+probably exceed the context, it is tokenized piece by piece until it is known to be too long; what passes is
 then encoded like any prompt.
 """
 
@@ -69,12 +69,12 @@ _PLAIN_BYTES = 8
 _PIECE_CHARS = 1 << 16
 """Number of characters tokenized at a time."""
 _SEAM = 16
-"""Tokens by which a piece may exceed its share of the whole text's count, since it is cut anywhere."""
+"""Tokens by which a piece may exceed its share of the text's count, since it is cut anywhere."""
 _DIGEST_LENGTH = 32
 _PIECE_BYTES = 256 << 10
 """Number of bytes sent to a worker at a time."""
 _BRACKET_BIT = ord("[") ^ ord("{")
-_KEPT_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV")
+_PASSED_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV")
 """Environment variables that workers inherit; others are withheld because they may contain API keys."""
 
 _calls_of = attrgetter("tool_calls")
@@ -132,7 +132,7 @@ class PromptSizes:
             )
 
     def needs_count(self, ask: Ask, num_body_bytes: int) -> bool:
-        """Return whether the text has so many bytes that it probably exceeds the context."""
+        """Return whether the bytes of the text probably exceed the context."""
         most_bytes = _PLAIN_BYTES * self.context
         return num_body_bytes > most_bytes and sum(len(text.encode()) for text in self._texts(ask)) > most_bytes
 
@@ -169,11 +169,11 @@ def measure_overhead(format: ChatFormat) -> dict[Role, int]:
     user, answer = Message("user"), Message("assistant")
     calling, result = Message("assistant", tool_calls=(ToolCall("f", {}),)), Message("tool")
     both = _marginal(format, [user, answer], [user, answer])
-    alone = min(_marginal(format, [user], [user]) or both, both)
+    user_only = min(_marginal(format, [user], [user]) or both, both)
     called = _marginal(format, [user, calling, result], [calling, result])
     answered = _marginal(format, [user, Message("assistant", tool_calls=2 * calling.tool_calls), result], [result])
-    assistant = min(both, called) - max(alone, answered)
-    return {"system": 0, "user": alone, "assistant": max(assistant, 0), "tool": min(answered, called)}
+    assistant = min(both, called) - max(user_only, answered)
+    return {"system": 0, "user": user_only, "assistant": max(assistant, 0), "tool": min(answered, called)}
 
 
 def _marginal(format: ChatFormat, before: Sequence[Message], new: Sequence[Message]) -> int:
@@ -300,16 +300,16 @@ class LoopShare:
 
     def __init__(self) -> None:
         self.num_requests = 0
-        """Number of requests in flight in the whole gateway, short ones included; the gateway updates it."""
-        self._is_taken = False
+        """Number of requests in flight in the gateway, short ones included; the gateway updates it."""
+        self._is_busy = False
         """Whether a piece or the pause after it is running, or the next piece was woken."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run one piece when it is its turn."""
-        if self._is_taken:
+        if self._is_busy:
             await self._wait()
-        self._is_taken = True
+        self._is_busy = True
         start_s = time.monotonic()
         try:
             return work()
@@ -329,7 +329,7 @@ class LoopShare:
     def _end(self, took_s: float) -> None:
         is_long = took_s > FREE_S
         if not is_long and not self._waiting:
-            self._is_taken = False
+            self._is_busy = False
             return
         has_others = self.num_requests > 1
         pause_s = min(PAUSES * (took_s - FREE_S), MAX_PAUSE_S) if is_long and has_others else 0.0
@@ -342,7 +342,7 @@ class LoopShare:
             if not turn.done():
                 turn.set_result(None)
                 return
-        self._is_taken = False
+        self._is_busy = False
 
 
 # -- choosing where it is read ----------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ class _Worker:
     @classmethod
     async def start(cls, setup: Setup) -> "_Worker":
         ours, theirs = socket.socketpair()
-        environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
+        environment = {name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ}
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
         command = [sys.executable, "-c", "from m2forge.gateway.calls.body_worker import main; main()"]
         with theirs:

@@ -3,7 +3,7 @@
     body -> dialect -> Ask -> admitted by the episode, or a retry -> prompt ids -> Generation -> response or events
 
 A client that disconnects leaves its generation, which is aborted when no other connection waits for it. An undelivered
-response is kept for the retry. A request waits while the token budget it needs is reserved by other requests.
+response is stored for the retry. A request waits while the token budget it needs is reserved by other requests.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from m2forge.gateway.episodes.episode import Episode, Request, RequestState, Res
 from m2forge.gateway.history.history import Opening
 from m2forge.gateway.http.limits import (
     STREAM_HEADERS,
-    Gone,
+    ClientDisconnected,
     Headers,
     Receive,
     Send,
@@ -38,7 +38,7 @@ from m2forge.gateway.http.limits import (
 )
 from m2forge.gateway.metrics import GatewayCounts, Outcome
 from m2forge.protocols import Engine, Prompt
-from m2forge.records import Asked, IntArray, Sampling
+from m2forge.records import IntArray, RequestedSampling, Sampling
 from m2forge.text.format import ChatFormat
 from m2forge.text.tokenizer import UnencodedError, encoded_ahead
 
@@ -106,7 +106,7 @@ class Calls:
         num_failed = episode.num_failed
         try:
             outcome = await self._complete(route, episode, headers, receive, send)
-        except Gone:
+        except ClientDisconnected:
             outcome = Outcome.HUNG_UP
         except M2ForgeError as error:
             if status_of(error) >= 500 and episode.num_failed == num_failed:
@@ -140,8 +140,8 @@ class Calls:
             except ReservedError:
                 now_s = time.monotonic()
                 until_s = now_s + time_limit(episode, self._config.call_timeout_s) if until_s is None else until_s
-                watch = asyncio.create_task(_gone(receive))
-                if not await _unless_gone(watch, episode.wait_for_end(), until_s - now_s):
+                watch = asyncio.create_task(_wait_for_disconnect(receive))
+                if not await _unless_disconnected(watch, episode.wait_for_end(), until_s - now_s):
                     raise
                 continue
             request.num_waiting += 1
@@ -188,7 +188,7 @@ class Calls:
             raise route.dialect.too_long(ids.size, context)
         created_s = time.time()
         id = route.id_prefix + secrets.token_hex(12)
-        sampling, seed, asked = decide_sampling(ask, episode.sampling)
+        sampling, seed, requested = decide_sampling(ask, episode.sampling)
         prompt = Prompt(
             ids=ids,
             max_tokens=episode.reserve(request, min(ask.max_tokens or room, room)),
@@ -203,7 +203,7 @@ class Calls:
         stream = route.dialect.stream(ask, id, int(created_s)) if ask.is_streamed else None
         if self._config.logs_text:
             _log.info("request %s of %s: %r", id, episode.id, self._format.tokenizer.decode(ids.tolist()))
-        return Plan(id, ask, opening, prompt, asked, route.call_prefix, stream, int(created_s))
+        return Plan(id, ask, opening, prompt, requested, route.call_prefix, stream, int(created_s))
 
     async def _open(self, ask: Ask, episode: Episode, is_long: bool) -> Opening | IntArray:
         if ask.prompt is None:
@@ -242,16 +242,16 @@ class Calls:
             if generation.plan.stream is None:
                 await generation.end()
                 if generation.reply is not None and not watch.done():
-                    await self._tell(route, generation.plan.ask, generation.reply, send)
+                    await self._send_reply(route, generation.plan.ask, generation.reply, send)
             else:
                 data = await generation.more()
                 if generation.is_begun and not watch.done():
                     await self._stream(generation, data, send)
             # Nothing is awaited in between: the end of a response also completes the watch.
-            is_gone = watch.done()
+            is_disconnected = watch.done()
         finally:
             watch.cancel()
-        return _outcome(generation, is_gone)
+        return _outcome(generation, is_disconnected)
 
     async def _stream(self, generation: Generation, data: bytes, send: Send) -> None:
         headers = [*STREAM_HEADERS, *id_headers(generation.plan.id)]
@@ -261,7 +261,7 @@ class Calls:
             data = await generation.more(time.monotonic())
         await send({"type": "http.response.body", "body": data})
 
-    async def _tell(self, route: Route, ask: Ask, reply: Reply, send: Send) -> None:
+    async def _send_reply(self, route: Route, ask: Ask, reply: Reply, send: Send) -> None:
         body = route.dialect.answer(ask, reply.id, reply.created_s, reply.answers, reply.usage)
         await respond(send, 200, body, id_headers(reply.id))
 
@@ -283,43 +283,43 @@ class Calls:
         """Resend the response to an earlier request, waiting until it is there; None if that request got none."""
         opening = self._opening.get(request)
         if opening is not None:
-            await _unless_gone(asyncio.create_task(_gone(receive)), opening.wait())
+            await _unless_disconnected(asyncio.create_task(_wait_for_disconnect(receive)), opening.wait())
         generation = self._running.get(request)
         if generation is not None:
-            await _unless_gone(_watch(generation, receive), generation.end())
+            await _unless_disconnected(_watch(generation, receive), generation.end())
         if request.state is not RequestState.ANSWERED or request.answer is None or not request.answer.digest:
             return None
         reply = read_reply(request.answer, ask, self._format.tokenizer)
-        watch = asyncio.create_task(_gone(receive))
+        watch = asyncio.create_task(_wait_for_disconnect(receive))
         try:
             await asyncio.wait((watch,), timeout=_NOTICE_S)
             if not watch.done():
-                await self._tell_again(route, ask, reply, send)
+                await self._resend(route, ask, reply, send)
             # Nothing is awaited in between: see `_follow`.
-            is_gone = watch.done()
+            is_disconnected = watch.done()
         finally:
             watch.cancel()
-        request.is_delivered |= not is_gone
-        return Outcome.HUNG_UP if is_gone else Outcome.REPEATED
+        request.is_delivered |= not is_disconnected
+        return Outcome.HUNG_UP if is_disconnected else Outcome.REPEATED
 
-    async def _tell_again(self, route: Route, ask: Ask, reply: Reply, send: Send) -> None:
+    async def _resend(self, route: Route, ask: Ask, reply: Reply, send: Send) -> None:
         if not ask.is_streamed:
-            await self._tell(route, ask, reply, send)
+            await self._send_reply(route, ask, reply, send)
             return
         data = play(route.dialect.stream(ask, reply.id, reply.created_s), reply)
         await respond_bytes(send, 200, data, (*STREAM_HEADERS, *id_headers(reply.id)))
 
 
-def decide_sampling(ask: Ask, decided: Sampling | None) -> tuple[Sampling, int | None, Asked | None]:
+def decide_sampling(ask: Ask, decided: Sampling | None) -> tuple[Sampling, int | None, RequestedSampling | None]:
     """Return the sampling parameters, the seed, and what the request asked for if that differs. An episode with fixed
     sampling ignores the request's seed, which would make all attempts of a group identical."""
     if decided is None:
         return ask.sampling, ask.seed, None
     is_same = ask.sampling == decided and ask.seed is None
-    return decided, None, None if is_same else Asked(ask.sampling, ask.seed)
+    return decided, None, None if is_same else RequestedSampling(ask.sampling, ask.seed)
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -328,12 +328,12 @@ async def _gone(receive: Receive) -> None:
 def _watch(generation: Generation, receive: Receive) -> "asyncio.Task[None]":
     """Return a task that ends when the client disconnects. Until then the connection counts as a listener."""
     generation.join()
-    watch = asyncio.get_running_loop().create_task(_gone(receive))
+    watch = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
     watch.add_done_callback(lambda task: generation.leave())
     return watch
 
 
-async def _unless_gone(
+async def _unless_disconnected(
     watch: "asyncio.Task[None]", coming: Coroutine[object, object, object], limit_s: float | None = None
 ) -> bool:
     """Return whether `coming` finished within the limit. Raises Gone if the client (`watch`) disconnects first."""
@@ -341,19 +341,19 @@ async def _unless_gone(
     try:
         await asyncio.wait((watch, awaited), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if watch.done() and not awaited.done():
-            raise Gone
+            raise ClientDisconnected
         return awaited.done()
     finally:
         watch.cancel()
         awaited.cancel()
 
 
-def _outcome(generation: Generation, is_gone: bool) -> Outcome:
+def _outcome(generation: Generation, is_disconnected: bool) -> Outcome:
     """Return the outcome of a request whose response was sent, or could not be."""
     if generation.reply is not None:
-        generation.request.is_delivered |= not is_gone
-        return Outcome.HUNG_UP if is_gone else Outcome.ANSWERED
-    if is_gone or generation.abort_reason is Abort.HUNG_UP:
+        generation.request.is_delivered |= not is_disconnected
+        return Outcome.HUNG_UP if is_disconnected else Outcome.ANSWERED
+    if is_disconnected or generation.abort_reason is Abort.HUNG_UP:
         return Outcome.HUNG_UP
     if generation.is_begun and generation.plan.stream is not None:
         return Outcome.FAILED

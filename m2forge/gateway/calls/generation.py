@@ -28,7 +28,7 @@ from m2forge.gateway.dialects.types import Ask, Stream, Usage
 from m2forge.gateway.episodes.episode import Episode, Request, Sampled
 from m2forge.gateway.history.history import Opening
 from m2forge.protocols import Chunk, Engine, Prompt
-from m2forge.records import Asked, FinishReason, IntArray
+from m2forge.records import FinishReason, IntArray, RequestedSampling
 from m2forge.text.format import ChatFormat
 
 LEAST_GAP_S = 0.001
@@ -66,7 +66,7 @@ class Plan:
     opening: Opening | IntArray
     """The prompt that the history built from the messages, or the ids of a raw prompt."""
     prompt: Prompt
-    asked: Asked | None
+    requested: RequestedSampling | None
     """Sampling that the request asked for, if the episode's sampling overrides it."""
     call_prefix: str
     """Prefix of tool call ids."""
@@ -247,13 +247,13 @@ class Generation:
         failure: M2ForgeError | None = None
         try:
             async with contextlib.aclosing(self._engine.generate(self.plan.prompt)) as chunks:
-                naps, asked_s = Naps(self._pace), time.monotonic()
+                naps, requested_s = Naps(self._pace), time.monotonic()
                 async for chunk in chunks:
                     self._take(chunk)
-                    nap_s = naps.after(len(chunk.ids), time.monotonic() - asked_s)
+                    nap_s = naps.after(len(chunk.ids), time.monotonic() - requested_s)
                     if nap_s and chunk.finish_reason is None:
                         await asyncio.sleep(nap_s)
-                    asked_s = time.monotonic()
+                    requested_s = time.monotonic()
             if self._inbox and self.plan.stream is not None and not self._pace.is_late:
                 # Recording takes longer than sending: the last tokens are sent first.
                 await asyncio.sleep(0)
@@ -347,7 +347,7 @@ class Generation:
         try:
             samples = [
                 Sampled(
-                    reader.call(prompt.ids, prompt.sampling, plan.asked, self._started_s),
+                    reader.call(prompt.ids, prompt.sampling, plan.requested, self._started_s),
                     answer.completion,
                     reader.experts(prompt.ids.size + reader.num_sampled),
                 )

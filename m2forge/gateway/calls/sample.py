@@ -1,8 +1,8 @@
 """One completion being sampled: engine chunks in; events, logprobs and finally an `Answer` out.
 
-All sampled tokens are kept. The client receives less: not the stop text that ended the completion, and for a raw prompt
-not the stop token. A suffix of the text that may become a stop text is held back. Tool calls get their ids here, the
-same in the events and in the answer.
+All sampled tokens are recorded. The client receives less: not the stop text that ended the completion, and for a raw
+prompt not the stop token. A suffix of the text that may become a stop text is held back. Tool calls get their ids here,
+the same in the events and in the answer.
 """
 
 import codecs
@@ -18,7 +18,7 @@ from m2forge.errors import NotFoundError
 from m2forge.gateway.dialects.types import Answer, Ask, Ending, Stream, TokenLogprob, Usage, offered
 from m2forge.gateway.episodes.journal import Answered
 from m2forge.protocols import Chunk
-from m2forge.records import Asked, Call, FinishReason, FloatArray, IntArray, JsonValue, Sampling
+from m2forge.records import Call, FinishReason, FloatArray, IntArray, JsonValue, RequestedSampling, Sampling
 from m2forge.text.format import ChatFormat
 from m2forge.text.parser import THINK_CLOSE, CallFinished, Completion, ContentDelta, Event, ThinkingDelta
 from m2forge.text.tokenizer import Tokenizer
@@ -61,23 +61,23 @@ class StopCutter:
     def __init__(self, stop_texts: Sequence[str]) -> None:
         self._stops = [(text.encode(), text) for text in stop_texts]
         self._held = b""
-        self.found: str | None = None
+        self.stop_text: str | None = None
 
     def cut(self, data: bytes) -> bytes:
         """Return the text that is final and was not returned yet."""
-        if self.found is not None:
+        if self.stop_text is not None:
             return b""
         data = self._held + data
         ends = [(at + len(stop), at, text) for stop, text in self._stops if (at := data.find(stop)) >= 0]
         if ends:
-            _, at, self.found = min(ends)
+            _, at, self.stop_text = min(ends)
             self._held = b""
             return data[:at]
         keep = max((_overlap(data, stop) for stop, _ in self._stops), default=0)
         self._held = data[len(data) - keep :]
         return data[: len(data) - keep]
 
-    def rest(self) -> bytes:
+    def flush(self) -> bytes:
         """Return the text held back, when nothing follows."""
         held, self._held = self._held, b""
         return held
@@ -127,18 +127,20 @@ class SampleReader:
 
     def finish(self, finish_reason: FinishReason) -> list[Event]:
         """Return the last events and set `answer`."""
-        events = self._named(self._parser.feed(self._cutter.rest())) if self._cutter is not None else []
+        events = self._named(self._parser.feed(self._cutter.flush())) if self._cutter is not None else []
         completion = self._parser.finish()
         events += self._named(list(completion.final_events))
         calls = [replace(call, id=id) for call, id in zip(completion.tool_calls, self._call_ids, strict=True)]
         completion = replace(completion, tool_calls=tuple(calls), final_events=())
-        stop_text = None if self._cutter is None else self._cutter.found
+        stop_text = None if self._cutter is None else self._cutter.stop_text
         self.finish_reason = finish_reason
         ending = _ending(finish_reason, has_calls=bool(calls), stop_text=stop_text)
         self.answer = Answer(completion, ending, stop_text, tuple(self._sent_logprobs))
         return events
 
-    def call(self, prompt_ids: IntArray, sampling: Sampling, asked: Asked | None, started_s: float) -> Call:
+    def call(
+        self, prompt_ids: IntArray, sampling: Sampling, requested: RequestedSampling | None, started_s: float
+    ) -> Call:
         """Return the call to record."""
         assert self.finish_reason is not None
         return Call(
@@ -150,7 +152,7 @@ class SampleReader:
             started_s=started_s,
             finished_s=max(self.finished_s, started_s),
             sampling=sampling,
-            asked=asked,
+            requested=requested,
         )
 
     def experts(self, num_tokens: int) -> ExpertArray | None:

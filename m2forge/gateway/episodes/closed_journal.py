@@ -73,8 +73,8 @@ def closed_marks(folder: Path) -> dict[str, tuple[str, int, int]]:
     for suffix in (SUFFIX, COMPACT_SUFFIX):
         for path in folder.glob(f"{FOLDER}/*{_MARK}*{suffix}"):
             with contextlib.suppress(FileNotFoundError):  # compacted or deleted concurrently
-                found = path.stat()
-                marks[path.stem.partition(_MARK)[0]] = (path.name, found.st_mtime_ns, found.st_size)
+                stat = path.stat()
+                marks[path.stem.partition(_MARK)[0]] = (path.name, stat.st_mtime_ns, stat.st_size)
     return marks
 
 

@@ -30,7 +30,7 @@ from m2forge.text.message import Message, Tool
 from m2forge.text.parser import Completion
 from m2forge.tree.token_tree import ExpertArray, TokenTree, checked_experts
 
-_MAX_GONE = 256
+_MAX_UNANSWERED = 256
 
 
 class BudgetError(M2ForgeError, RuntimeError):
@@ -99,27 +99,27 @@ class Requests:
     def __init__(self) -> None:
         self._by_digest: dict[str, list[Request]] = {}
         self._by_id: dict[str, Request] = {}
-        self._gone: deque[str] = deque(maxlen=_MAX_GONE)
+        self._unanswered: deque[str] = deque(maxlen=_MAX_UNANSWERED)
         """Digests of requests that ended without a response, until the same body arrives again."""
 
     def find(self, digest: str, *, attempt: int = 0, retry_token: str = "") -> Request | None:
         """Return the request that this one retries. The caller counts its connections (`num_waiting`)."""
         same = self._by_digest.get(digest, ())
         if retry_token:
-            found = [request for request in same if request.retry_token == retry_token]
+            candidates = [request for request in same if request.retry_token == retry_token]
         else:
-            found = [request for request in same if request.is_lost]
-            if attempt and not found and digest not in self._gone:
-                found = list(same)
-        if not found:
+            candidates = [request for request in same if request.is_lost]
+            if attempt and not candidates and digest not in self._unanswered:
+                candidates = list(same)
+        if not candidates:
             return None
-        request = min(reversed(found), key=lambda request: (request.is_delivered, request.num_attempts))
+        request = min(reversed(candidates), key=lambda request: (request.is_delivered, request.num_attempts))
         request.num_attempts += 1
         return request
 
     def add(self, request: Request) -> None:
-        if request.digest in self._gone:
-            self._gone.remove(request.digest)
+        if request.digest in self._unanswered:
+            self._unanswered.remove(request.digest)
         self._by_digest.setdefault(request.digest, []).append(request)
 
     def remove(self, request: Request) -> None:
@@ -128,7 +128,7 @@ class Requests:
         same.remove(request)
         if not same:
             del self._by_digest[request.digest]
-        self._gone.append(request.digest)
+        self._unanswered.append(request.digest)
 
     def name(self, request: Request, id: str) -> None:
         """Register an answered request under the response id that its client knows."""
@@ -283,7 +283,7 @@ class Episode:
         is_charged: bool = True,
     ) -> None:
         """Record the engine's output. `prompt` is the opening, or the ids of a raw prompt; `id` and `reply` are needed
-        to resend the response. `is_delivered`: whether the client gets the whole response; if not, a retry is a new
+        to resend the response. `is_delivered`: whether the client gets the complete response; if not, a retry is a new
         request. `is_charged`: whether the request counts against the budget."""
         if request not in self._running:
             raise RecordError(f"request {id}: expected one that runs, received one that is {request.state}")
@@ -374,7 +374,7 @@ class Episode:
         num_calls = self._num_paid_calls + sum(request.num_samples for request in self._running)
         if budget.max_calls is not None and num_calls + num_samples > budget.max_calls:
             raise BudgetError(
-                f"episode {self.id}: {num_calls} of {budget.max_calls} calls are spent, {num_samples} were asked for"
+                f"episode {self.id}: {num_calls} of {budget.max_calls} calls are spent, {num_samples} were requested"
             )
         if self.seconds_left <= 0:
             raise BudgetError(f"episode {self.id}: its {budget.max_s} seconds are over")
@@ -385,7 +385,7 @@ class Episode:
         if unspent < num_samples:
             raise BudgetError(
                 f"episode {self.id}: {self._num_paid_tokens} of {budget.max_tokens} sampled tokens are spent, at least "
-                f"{num_samples} were asked for"
+                f"{num_samples} were requested"
             )
         if left < min(num_samples * max_tokens, unspent):
             raise ReservedError(
@@ -473,7 +473,7 @@ class Episode:
             prompt_ids=prompt_ids,
             divergence=prompt.divergence if isinstance(prompt, Opening) else None,
             sampling=samples[0].call.sampling,
-            asked=samples[0].call.asked,
+            requested=samples[0].call.requested,
             samples=tuple(make_sample(sample.call, sample.completion, sample.experts) for sample in samples),
             reply=reply,
         )

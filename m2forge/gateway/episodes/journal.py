@@ -27,7 +27,7 @@ from m2forge.errors import ExistsError, M2ForgeError, RecordError
 from m2forge.gateway.config import Budget
 from m2forge.gateway.history.history import Divergence
 from m2forge.gateway.history.turn import PathRecord, TurnRecord
-from m2forge.records import Asked, Call, FinishReason, FloatArray, IntArray, JsonValue, Sampling, Task
+from m2forge.records import Call, FinishReason, FloatArray, IntArray, JsonValue, RequestedSampling, Sampling, Task
 from m2forge.text.message import Message, Role, Tool, ToolCall
 from m2forge.text.parser import Completion, Problem, ProblemKind
 from m2forge.tree.token_tree import UNKNOWN_EXPERT, ExpertArray
@@ -105,7 +105,7 @@ class Answered:
     elapsed_s: float | None = None
     """Seconds of the episode's time at the write, gateway downtime excluded; None in journals that did not record
     it."""
-    asked: Asked | None = None
+    requested: RequestedSampling | None = None
     """Sampling that the request asked for, if `sampling` overrode it."""
 
     def call(self, sample: SampleEntry, prompt_ids: IntArray) -> Call:
@@ -119,7 +119,7 @@ class Answered:
             started_s=sample.started_s,
             finished_s=sample.finished_s,
             sampling=self.sampling,
-            asked=self.asked,
+            requested=self.requested,
         )
 
 
@@ -203,7 +203,7 @@ def _answered_head(entry: Answered) -> _Fields:
         "num_prompt": entry.prompt_ids.size,
         "divergence": entry.divergence,
         "sampling": {name: getattr(entry.sampling, name) for name in _SAMPLING_FIELDS},
-        "asked": None if entry.asked is None else asdict(entry.asked),
+        "asked": None if entry.requested is None else asdict(entry.requested),
         "samples": [_sample_fields(sample) for sample in entry.samples],
         "reply": entry.reply,
         "is_charged": entry.is_charged,
@@ -228,15 +228,15 @@ def _answered(head: dict[str, object], arrays: "_Arrays") -> Answered:
         reply=cast("dict[str, JsonValue]", head["reply"]),
         is_charged=cast("bool", head.get("is_charged", True)),
         elapsed_s=cast("float | None", head.get("elapsed_s")),
-        asked=_asked(cast("dict[str, object] | None", head.get("asked"))),
+        requested=_requested(cast("dict[str, object] | None", head.get("asked"))),
     )
 
 
-def _asked(fields: dict[str, object] | None) -> Asked | None:
+def _requested(fields: dict[str, object] | None) -> RequestedSampling | None:
     if fields is None:
         return None
     sampling = cast("dict[str, float]", fields["sampling"])
-    return Asked(Sampling(**sampling), cast("int | None", fields["seed"]))  # type: ignore[arg-type]  # top_k alone is int
+    return RequestedSampling(Sampling(**sampling), cast("int | None", fields["seed"]))  # type: ignore[arg-type]  # top_k alone is int
 
 
 def _sample_fields(sample: SampleEntry) -> _Fields:
@@ -473,13 +473,13 @@ class Journal:
             if self._is_torn:
                 os.ftruncate(descriptor, self._size)
                 self._is_torn = False
-            found, ours = self.path.stat(), os.fstat(descriptor)
+            on_disk, ours = self.path.stat(), os.fstat(descriptor)
         except OSError as error:
             raise _unwritable(self.path, error) from error
-        if not os.path.samestat(found, ours) or found.st_size != self._size:
+        if not os.path.samestat(on_disk, ours) or on_disk.st_size != self._size:
             raise JournalError(
-                f"{self.path}: the journal cannot be written: another file of {found.st_size} bytes, expected ours of "
-                f"{self._size}: is it another gateway's as well?"
+                f"{self.path}: the journal cannot be written: the file has {on_disk.st_size} bytes or was replaced, "
+                f"expected {self._size} bytes; make sure that no other gateway uses this folder"
             )
 
     def _write(self, descriptor: int, data: bytes) -> None:
@@ -564,6 +564,6 @@ def sync_folder(folder: Path) -> None:
 
 def _unwritable(path: Path, error: OSError) -> JournalError:
     return JournalError(
-        f"{path}: the journal cannot be written ({error.strerror}); nothing of the entry was kept: make room, or set "
+        f"{path}: the journal cannot be written ({error.strerror}); the entry was not stored: free disk space, or set "
         "gateway.journal to a folder that can be written"
     )

@@ -63,7 +63,7 @@ class Episodes:
     ) -> None:
         """`budget`: default of new episodes. `folder`: of the journals; without it nothing is written, and nothing
         leaves memory. `vocab_size`: the network's, if it is larger than the tokenizer's. `clock`: dates records;
-        `monotonic`: measures time budgets. `max_closed`: number of closed episodes kept in memory though they could be
+        `monotonic`: measures time budgets. `max_closed`: number of closed episodes held in memory though they could be
         reloaded."""
         self._format, self._restores_thinking, self._clock = format, restores_thinking, clock
         self._vocab_size, self._monotonic = vocab_size, monotonic
@@ -205,14 +205,14 @@ class Episodes:
         return True
 
     def _swap(self, id: str, path: Path, partial: Path) -> None:
-        whole = path.with_suffix(COMPACT_SUFFIX)
-        partial.rename(whole)
+        compacted = path.with_suffix(COMPACT_SUFFIX)
+        partial.rename(compacted)
         path.unlink()
         if self._sync == "disk":
             sync_folder(path.parent)
         episode = self._by_id.get(id) or self._held.get(id)
         if episode is not None and episode.journal is not None:
-            episode.journal.switch(whole)
+            episode.journal.switch(compacted)
         del self._uncompacted[id]
 
     def _is_running(self, id: str) -> bool:
@@ -259,7 +259,7 @@ class Episodes:
 
     def _restore(self, path: Path) -> None:
         try:
-            self._restore_whole(path)
+            self._restore_compacted(path)
         except (RecordError, JournalError) as error:
             self._set_aside(path, path.name.removesuffix(SUFFIX), error)
 
@@ -274,7 +274,7 @@ class Episodes:
             return
         _log.warning("%s; the journal is set aside as %s, and its episode is lost", error, aside.name)
 
-    def _restore_whole(self, path: Path) -> None:
+    def _restore_compacted(self, path: Path) -> None:
         journal, entries = Journal.open(path, sync=self._sync)
         if not entries:
             # Created by a process that ended before it returned the key.

@@ -105,8 +105,8 @@ class History:
         self._tools_of: dict[Turn, tuple[Tool, ...]] = {}
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Opening:
-        """Raises FormatError for a conversation that the chat format cannot express. If anything raises, nothing is
-        kept."""
+        """Raises FormatError for a conversation that the chat format cannot express. If anything raises, the
+        history is unchanged."""
         root = self._beginning(tools)
         try:
             opening = self._open(root, messages, tools)
@@ -121,7 +121,7 @@ class History:
         left_at = turn
         while left_at.number is None and left_at.parent is not None:
             left_at = left_at.parent
-        divergence = classify(left_at, messages[left_at.depth :], self._answers.said, is_first=not self._answers)
+        divergence = classify(left_at, messages[left_at.depth :], self._answers.find_answer, is_first=not self._answers)
         if turn.depth < len(messages) or turn.opened is None or turn.strand is None:
             base = self._base(turn, messages, tools)
             try:
@@ -231,11 +231,11 @@ class History:
             self._close_answer(turn)
         elif turn.opened is not None and turn.strand is not None:
             try:
-                asked = append(self._format, self._past(turn, messages), (), tools, generation=True)
+                appended = append(self._format, self._past(turn, messages), (), tools, generation=True)
             except FormatError:
                 return False
-            size = turn.opened - asked.size
-            if size >= 0 and np.array_equal(turn.strand.view(turn.opened)[size:], asked):
+            size = turn.opened - appended.size
+            if size >= 0 and np.array_equal(turn.strand.view(turn.opened)[size:], appended):
                 turn.closed = size
         return turn.closed is not None
 
@@ -265,17 +265,17 @@ class History:
 
     def _as_recorded(self, turn: Turn, messages: Sequence[Message], after: Turn) -> list[Message]:
         """Return all messages with their recorded thinking; see `_blocks` for `after`."""
-        whole = list(messages)
+        restored = list(messages)
         trail, since = Trail(after), after.depth - 1
-        for index in range(turn.depth, len(whole)):
-            twin = self._answers.twin(whole[index], trail, index - since)
+        for index in range(turn.depth, len(restored)):
+            twin = self._answers.twin(restored[index], trail, index - since)
             if twin is not None:
-                whole[index], trail, since = twin.complete(whole[index]), Trail(twin), index
+                restored[index], trail, since = twin.complete(restored[index]), Trail(twin), index
         at: Turn = turn
         while at.parent is not None:
-            whole[at.depth - 1] = at.complete(whole[at.depth - 1])
+            restored[at.depth - 1] = at.complete(restored[at.depth - 1])
             at = at.parent
-        return whole
+        return restored
 
     # -- encoding new messages -----------------------------------------------------------------------------------------
 
@@ -309,19 +309,19 @@ class History:
             return
         yield _Block(1, ids, is_opened=False)
 
-    def _rewritten(self, base: Turn, whole: list[Message], tools: Sequence[Tool]) -> tuple[Turn, list[_Block]]:
+    def _rewritten(self, base: Turn, restored: list[Message], tools: Sequence[Tool]) -> tuple[Turn, list[_Block]]:
         """Return the nearest turn above `base` after which the format can render the rest, and that rest."""
         above = list(base.above()) or [base]
         num_refused, at, step = 0, 0, 1
-        written = self._written_after(above[at], whole, tools)
+        written = self._written_after(above[at], restored, tools)
         while isinstance(written, FormatError):
             if at == len(above) - 1:
                 raise written
             num_refused, at, step = at + 1, min(at + step, len(above) - 1), 2 * step
-            written = self._written_after(above[at], whole, tools)
+            written = self._written_after(above[at], restored, tools)
         while num_refused < at:
             middle = (num_refused + at) // 2
-            nearer = self._written_after(above[middle], whole, tools)
+            nearer = self._written_after(above[middle], restored, tools)
             if isinstance(nearer, FormatError):
                 num_refused = middle + 1
             else:
@@ -329,12 +329,12 @@ class History:
         return written
 
     def _written_after(
-        self, turn: Turn, whole: list[Message], tools: Sequence[Tool]
+        self, turn: Turn, restored: list[Message], tools: Sequence[Tool]
     ) -> tuple[Turn, list[_Block]] | FormatError:
-        base = self._base(turn, whole, tools)
-        new = whole[base.depth :]
+        base = self._base(turn, restored, tools)
+        new = restored[base.depth :]
         try:
-            ids = append(self._format, whole[: base.depth], new, tools, generation=True)
+            ids = append(self._format, restored[: base.depth], new, tools, generation=True)
         except FormatError as error:
             return error
         return base, [_Block(len(new), ids, is_opened=True)]
@@ -432,17 +432,17 @@ class History:
 
 
 def classify(
-    left_at: Turn, rest: Sequence[Message], known: Callable[[Message], Turn | None], *, is_first: bool
+    left_at: Turn, remaining: Sequence[Message], known: Callable[[Message], Turn | None], *, is_first: bool
 ) -> Divergence | None:
     """Classifies why a call does not simply continue the recorded conversation, by comparing messages.
 
-    The inputs are the messages after the last one found in the recorded conversation (`rest`), and what was recorded
-    from there on. Only what the model answered counts as recorded. The first rule that fits applies:
+    The inputs are the messages after the last one found in the recorded conversation (`remaining`), and what was
+    recorded from there on. Only what the model answered counts as recorded. The first rule that fits applies:
 
-    1. Nothing is recorded, or `rest` is empty: no divergence. Repeating a prompt draws another sample of it.
-    2. `rest` contains model answers recorded elsewhere. If fewer messages precede them than before: TRUNCATED if all of
-       those are known, SUMMARISED if one is not. Otherwise: DROPPED_THINKING if `rest` starts with a recorded answer
-       without its thinking, else EDITED_TEXT, which also covers another system message or tool list.
+    1. Nothing is recorded, or `remaining` is empty: no divergence. Repeating a prompt draws another sample of it.
+    2. `remaining` contains model answers recorded elsewhere. If fewer messages precede them than before: TRUNCATED if
+       all of those are known, SUMMARISED if one is not. Otherwise: DROPPED_THINKING if `remaining` starts with a
+       recorded answer without its thinking, else EDITED_TEXT, which also covers another system message or tool list.
     3. No answer was recorded after the point of departure: no divergence if the model has answered before it, else
        NEW_CONVERSATION. A departure before the model's first answer with another client message is one, too.
     4. Departure at an answer: DROPPED_THINKING or EDITED_TEXT. Departure with another user message where two or more
@@ -451,35 +451,37 @@ def classify(
     TEMPLATE is not found here: it is a continuing call that the chat format cannot render without changing recorded
     tokens.
 
-    `left_at`: the call's last recorded turn; `rest`: its messages after that one; `known`: returns a model answer that
-    matches the message, ignoring thinking; `is_first`: whether the episode has no answer yet.
+    `left_at`: the call's last recorded turn; `remaining`: its messages after that one; `known`: returns a model answer
+    that matches the message, ignoring thinking; `is_first`: whether the episode has no answer yet.
     """
-    if is_first or not rest:
+    if is_first or not remaining:
         return None
-    found = [known(message) if message.role == "assistant" else None for message in rest]
-    kept = [index for index, turn in enumerate(found) if turn is not None]
-    if kept:
-        return _classify_kept(left_at, rest, found, kept[-1])
+    turns = [known(message) if message.role == "assistant" else None for message in remaining]
+    recorded_at = [index for index, turn in enumerate(turns) if turn is not None]
+    if recorded_at:
+        return _classify_recorded(left_at, remaining, turns, recorded_at[-1])
     after = left_at.answered
     if after is None:
         return None if left_at.num_sampled else Divergence.NEW_CONVERSATION
-    if rest[0].role == "assistant":
-        return _classify_answer(left_at, rest[0])
+    if remaining[0].role == "assistant":
+        return _classify_answer(left_at, remaining[0])
     if not left_at.num_sampled and after.role != "assistant":
         return Divergence.NEW_CONVERSATION
-    if rest[0].role == "user" and _num_answers(left_at) >= _MANY_ANSWERS:
+    if remaining[0].role == "user" and _num_answers(left_at) >= _MANY_ANSWERS:
         return Divergence.SUMMARISED
     return Divergence.EDITED_TEXT
 
 
-def _classify_kept(left_at: Turn, rest: Sequence[Message], found: Sequence[Turn | None], last: int) -> Divergence:
-    twin = found[last]
+def _classify_recorded(
+    left_at: Turn, remaining: Sequence[Message], turns: Sequence[Turn | None], last: int
+) -> Divergence:
+    twin = turns[last]
     num_missing = twin.depth - (left_at.depth + last + 1) if twin is not None else 0
     if num_missing <= 0:
-        return _classify_answer(left_at, rest[0])
+        return _classify_answer(left_at, remaining[0])
     recorded = _keys_above(twin)
     is_known = all(
-        turn is not None or key_of(message) in recorded for turn, message in zip(found, rest[:last], strict=False)
+        turn is not None or key_of(message) in recorded for turn, message in zip(turns, remaining[:last], strict=False)
     )
     return Divergence.TRUNCATED if is_known else Divergence.SUMMARISED
 
@@ -552,7 +554,7 @@ class Answers:
         if answer.message.tool_calls and answer.message.tool_calls[0].id:
             self._by_call[answer.message.tool_calls[0].id] = answer
 
-    def said(self, message: Message) -> Turn | None:
+    def find_answer(self, message: Message) -> Turn | None:
         """Return an answer that matches `message`, ignoring thinking."""
         named = self._named(message, Echo.WITHOUT_THINKING)
         if named is not None:

@@ -32,7 +32,7 @@ _MAX_CLIMBS = 16
 _PLAIN = (str, int, float, bool, type(None))
 Key: TypeAlias = tuple[object, ...]
 """Equal for messages that may match; differs for most that do not."""
-_FOUND: WeakKeyDictionary[ChatFormat, dict[str, bool]] = WeakKeyDictionary()
+_PROPERTIES: WeakKeyDictionary[ChatFormat, dict[str, bool]] = WeakKeyDictionary()
 """Test results per format, shared by all episodes of a gateway."""
 
 
@@ -305,14 +305,14 @@ def best_echo(
 ) -> Turn | None:
     """Return the best match for `message`: by call ids, then below `after` and nearest to `distance` messages below it,
     then by thinking, then the most recent."""
-    found = [turn for turn in turns if turn.echo(message).value >= least.value]
-    if len(found) > 1:
-        found = [turn for turn in found if turn.has_ids_of(message)] or found
-    if len(found) > 1 and after is not None:
-        found = _nearest(found, after, distance) or found
-    if len(found) > 1:
-        found = [turn for turn in found if turn.message.thinking == message.thinking] or found
-    return found[-1] if found else None
+    matches = [turn for turn in turns if turn.echo(message).value >= least.value]
+    if len(matches) > 1:
+        matches = [turn for turn in matches if turn.has_ids_of(message)] or matches
+    if len(matches) > 1 and after is not None:
+        matches = _nearest(matches, after, distance) or matches
+    if len(matches) > 1:
+        matches = [turn for turn in matches if turn.message.thinking == message.thinking] or matches
+    return matches[-1] if matches else None
 
 
 def _nearest(turns: Sequence[Turn], after: Turn, distance: int) -> list[Turn]:
@@ -409,7 +409,7 @@ def append(
     """
     if any(message.role == "system" for message in (new if history else new[1:])) and not shows_systems(format):
         raise FormatError(
-            "the model's chat template shows a system's message at the beginning alone; put the later ones into that, "
+            "the model's chat template shows a system message only at the beginning; put the later ones into that, "
             "or into a user's"
         )
     try:
@@ -442,10 +442,10 @@ def keeps_thinking(format: ChatFormat) -> bool:
 
 
 def _find_out(format: ChatFormat, what: str, find_out: Callable[[ChatFormat], bool]) -> bool:
-    found = _FOUND.setdefault(format, {})
-    if what not in found:
-        found[what] = find_out(format)
-    return found[what]
+    properties = _PROPERTIES.setdefault(format, {})
+    if what not in properties:
+        properties[what] = find_out(format)
+    return properties[what]
 
 
 def _differ(format: ChatFormat, one: Sequence[Message], other: Sequence[Message], tools: Sequence[Tool]) -> bool:
@@ -465,10 +465,10 @@ def _later_systems() -> Iterator[tuple[list[Message], list[Message], list[Tool]]
 
 def _passes_trials(format: ChatFormat) -> bool:
     for history, new, tools in _trials():
-        whole, short = _attempt(format, history, new, tools), near(history)
-        if _attempt(format, short, new, tools) != whole:
+        full, short = _attempt(format, history, new, tools), near(history)
+        if _attempt(format, short, new, tools) != full:
             return False
-        if _attempt(format, [_tamed(message) for message in short], new, tools) != whole:
+        if _attempt(format, [_tamed(message) for message in short], new, tools) != full:
             return False
     return True
 

@@ -40,7 +40,7 @@ OTHER_FILES = 512
 """File descriptors reserved for journals, body workers and the admin's connections."""
 LEAST_OTHER_FILES, LEAST_CONNECTION_FILES = 192, 16
 """Minimum file descriptors that a gateway works with; up to 128 journals stay open."""
-_NOBODY, _ADMIN = "", "admin"
+_KEYLESS, _ADMIN = "", "admin"
 _log = logging.getLogger(__name__)
 
 
@@ -63,11 +63,11 @@ class Owners:
 
     def find(self, key: str) -> str:
         if not key:
-            return _NOBODY
+            return _KEYLESS
         hashed = self.hash_key(key)
         if self.admin_hash is not None and hmac.compare_digest(hashed, self.admin_hash):
             return _ADMIN
-        return hashed if self.is_episode(hashed) else _NOBODY
+        return hashed if self.is_episode(hashed) else _KEYLESS
 
 
 class ConnectionLimits:
@@ -94,8 +94,8 @@ class ConnectionLimits:
         """Connections of each owner, in the same order."""
 
     def open(self, connection: Connection) -> None:
-        self._move(connection, _NOBODY)
-        keyless = self._of_owner[_NOBODY]
+        self._move(connection, _KEYLESS)
+        keyless = self._of_owner[_KEYLESS]
         if len(keyless) > self._max_keyless:
             oldest = next(iter(keyless))
             self._evict(next((other for other in keyless if other.is_idle and other is not connection), oldest))
@@ -104,11 +104,11 @@ class ConnectionLimits:
         """Register a request with these headers. Returns the reason for refusing it, or None."""
         owner = self._owners.find(read_key(dict(headers)))
         self._move(connection, owner)
-        if owner in (_NOBODY, _ADMIN):
+        if owner in (_KEYLESS, _ADMIN):
             return None
-        own = self._of_owner[owner]
-        if len(own) > self._max_per_key and not self._evict_idle(own, connection):
-            self._move(connection, _NOBODY)
+        connections = self._of_owner[owner]
+        if len(connections) > self._max_per_key and not self._evict_idle(connections, connection):
+            self._move(connection, _KEYLESS)
             return Refusal(
                 429,
                 f"the episode has {self._max_per_key} connections that are busy, which is as many as it may have; "
@@ -117,7 +117,7 @@ class ConnectionLimits:
                 retry_after_s=RETRY_AFTER_S,
             )
         if self._num_keyed > self._max_keyed and not self._evict_idle(self._keyed(), connection):
-            self._move(connection, _NOBODY)
+            self._move(connection, _KEYLESS)
             return Refusal(
                 503,
                 f"{self._max_keyed} connections of episodes are busy, which is as many as there may be; ask again, or "
@@ -130,17 +130,17 @@ class ConnectionLimits:
     def close(self, connection: Connection) -> None:
         owner = self._owner_of.pop(connection, None)
         if owner is not None:
-            own = self._of_owner[owner]
-            del own[connection]
-            if not own:
+            connections = self._of_owner[owner]
+            del connections[connection]
+            if not connections:
                 del self._of_owner[owner]
 
     @property
     def _num_keyed(self) -> int:
-        return len(self._owner_of) - sum(len(self._of_owner.get(owner, ())) for owner in (_NOBODY, _ADMIN))
+        return len(self._owner_of) - sum(len(self._of_owner.get(owner, ())) for owner in (_KEYLESS, _ADMIN))
 
     def _keyed(self) -> Iterable[Connection]:
-        return (other for other, owner in self._owner_of.items() if owner not in (_NOBODY, _ADMIN))
+        return (other for other, owner in self._owner_of.items() if owner not in (_KEYLESS, _ADMIN))
 
     def _move(self, connection: Connection, owner: str) -> None:
         self.close(connection)
@@ -458,14 +458,14 @@ if HAS_HTTPTOOLS:
         def _feed(self, data: bytes) -> None:
             """Feed the parser as the parent does, but ignore protocol upgrades."""
             self._unset_keepalive_if_required()
-            rest = memoryview(data)
+            unparsed = memoryview(data)
             try:
-                while rest:
+                while unparsed:
                     try:
-                        self.parser.feed_data(rest)
+                        self.parser.feed_data(unparsed)
                         return
                     except httptools.HttpParserUpgrade as offer:
-                        rest = rest[offer.args[0] :]
+                        unparsed = unparsed[offer.args[0] :]
                         self._pass_over()
             except httptools.HttpParserError:
                 self.send_400_response("Invalid HTTP request received.")
@@ -473,12 +473,12 @@ if HAS_HTTPTOOLS:
         def _pass_over(self) -> None:
             """Some clients offer an HTTP/2 upgrade with their first request, and the parser then treats what follows as
             the new protocol. Parse the head again without the offer."""
-            kept = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"connection")]
+            headers = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"connection")]
             if self._method == b"CONNECT":
                 raise httptools.HttpParserInvalidMethodError("a tunnel is none of our routes")
             is_last = any(name == b"connection" and b"close" in value.lower() for name, value in self.headers)
-            kept += [(b"connection", b"close")] if is_last else []
-            lines = [b"%b %b HTTP/1.1" % (self._method, self.url), *(b"%b: %b" % pair for pair in kept)]
+            headers += [(b"connection", b"close")] if is_last else []
+            lines = [b"%b %b HTTP/1.1" % (self._method, self.url), *(b"%b: %b" % pair for pair in headers)]
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))

@@ -52,7 +52,7 @@ class Refusal(M2ForgeError):
         """Seconds after which a retry may succeed; None if it would not."""
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client disconnected before its request was complete or answered."""
 
 
@@ -125,7 +125,7 @@ async def _receive_within(receive: Receive, config: GatewayConfig) -> MutableMap
     except TimeoutError:
         raise _too_slow(config) from None
     if message["type"] == "http.disconnect":
-        raise Gone
+        raise ClientDisconnected
     return message
 
 
@@ -135,7 +135,7 @@ async def _read_on(body: bytearray, receive: Receive, config: GatewayConfig) -> 
             raise _too_large(config)
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Gone
+            raise ClientDisconnected
         body += message.get("body", b"")
         if not message.get("more_body", False):
             if len(body) > config.max_body_bytes:

@@ -21,7 +21,7 @@ from tests.text.draw import TOOLS
 def test_calls_over_the_budget_are_refused_with_those_in_flight() -> None:
     episode, _ = Episodes(minimax(), budget=Budget(max_calls=3)).create()
     first, _ = episode.admit("a", num_samples=2)
-    with pytest.raises(BudgetError, match=r"2 of 3 calls are spent, 2 were asked for"):
+    with pytest.raises(BudgetError, match=r"2 of 3 calls are spent, 2 were requested"):
         episode.admit("b", num_samples=2)
     episode.admit("b")
     with pytest.raises(BudgetError):
@@ -55,7 +55,7 @@ def test_tokens_are_promised_once() -> None:
     assert episode.reserve(other, 1) == 1
     with pytest.raises(BudgetError, match=f"too few for {left} samples"):
         episode.reserve(last, 1)
-    with pytest.raises(BudgetError, match=f"at least {left + 1} were asked for") as spent:
+    with pytest.raises(BudgetError, match=f"at least {left + 1} were requested") as spent:
         episode.admit("f", num_samples=left + 1)
     assert not isinstance(spent.value, ReservedError), "to wait for others would not help"
 

@@ -7,7 +7,7 @@ import httpx2
 import pytest
 
 from m2forge.gateway.config import GatewayConfig
-from m2forge.records import Asked, Call, Sampling
+from m2forge.records import Call, RequestedSampling, Sampling
 from m2forge.tree.codec import decode_tree
 from tests.gateway.dialogue import minimax
 from tests.gateway.episodes.test_retry_http import PATHS, post
@@ -27,11 +27,11 @@ WISHES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"temperature": 0, "top_p": 0.5},
     "/v1/messages": {"temperature": 0, "top_p": 0.5, "top_k": 3},
 }
-ASKED = {
-    "/v1/chat/completions": Asked(Sampling(0.0, 0.5, presence_penalty=1.0, frequency_penalty=-0.5), 7),
-    "/v1/completions": Asked(Sampling(0.0, 0.5), -7),
-    "/v1/responses": Asked(Sampling(0.0, 0.5)),
-    "/v1/messages": Asked(Sampling(0.0, 0.5, top_k=3)),
+REQUESTED = {
+    "/v1/chat/completions": RequestedSampling(Sampling(0.0, 0.5, presence_penalty=1.0, frequency_penalty=-0.5), 7),
+    "/v1/completions": RequestedSampling(Sampling(0.0, 0.5), -7),
+    "/v1/responses": RequestedSampling(Sampling(0.0, 0.5)),
+    "/v1/messages": RequestedSampling(Sampling(0.0, 0.5, top_k=3)),
 }
 
 
@@ -52,7 +52,7 @@ def test_the_episodes_sampling_replaces_what_requests_ask_for(path: str) -> None
         (prompt,) = gateway.engine.prompts
         assert (prompt.sampling, prompt.seed) == (DECIDED, None)
         (call,) = calls_of(gateway, "own")
-        assert (call.sampling, call.asked) == (DECIDED, ASKED[path])
+        assert (call.sampling, call.requested) == (DECIDED, REQUESTED[path])
 
 
 def test_a_gateway_without_set_sampling_serves_requests_as_asked() -> None:
@@ -61,17 +61,17 @@ def test_a_gateway_without_set_sampling_serves_requests_as_asked() -> None:
         made = create(gateway, id="own").json()
         assert post(gateway, made["key"], PATHS[path] | WISHES[path], path).status_code == 200
         (prompt,) = gateway.engine.prompts
-        assert (prompt.sampling, prompt.seed) == (ASKED[path].sampling, 7)
+        assert (prompt.sampling, prompt.seed) == (REQUESTED[path].sampling, 7)
         assert not prompt.returns_experts, "no request asked for experts, which cost bandwidth"
         (call,) = calls_of(gateway, "own")
-        assert (call.sampling, call.asked) == (ASKED[path].sampling, None)
+        assert (call.sampling, call.requested) == (REQUESTED[path].sampling, None)
 
 
 def test_a_request_that_asks_for_what_is_set_leaves_no_note() -> None:
     with live(minimax()) as gateway:
         made = create(gateway, id="own", sampling={}).json()
         assert post(gateway, made["key"], PATHS["/v1/chat/completions"] | {"temperature": 1}).status_code == 200
-        assert [(call.sampling, call.asked) for call in calls_of(gateway, "own")] == [(Sampling(), None)]
+        assert [(call.sampling, call.requested) for call in calls_of(gateway, "own")] == [(Sampling(), None)]
 
 
 def test_the_decision_and_what_was_asked_survive_a_restart(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_decision_and_what_was_asked_survive_a_restart(tmp_path: Path) -> No
         assert prompt.sampling == DECIDED
         after = calls_of(gateway, "own")
         assert after[:1] == before
-        assert after[1].asked == Asked(Sampling(0.0))
+        assert after[1].requested == RequestedSampling(Sampling(0.0))
         shown = httpx2.get(f"{gateway.url}/episodes/own", headers=ADMIN).json()
         assert shown["sampling"]["temperature"] == 0.8
 

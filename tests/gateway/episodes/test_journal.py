@@ -34,7 +34,7 @@ from m2forge.gateway.episodes.journal import (
 )
 from m2forge.gateway.history.history import Divergence
 from m2forge.gateway.history.turn import PathRecord, TurnRecord
-from m2forge.records import Asked, FinishReason, Sampling
+from m2forge.records import FinishReason, RequestedSampling, Sampling
 from m2forge.text.message import Message
 from m2forge.text.parser import Completion, Problem, ProblemKind
 from tests.text.draw import TOOLS, assistants, hostile_text
@@ -89,7 +89,8 @@ ANSWERED = st.builds(
     samples=st.lists(samples(), min_size=1, max_size=3).map(tuple),
     reply=st.dictionaries(hostile_text, hostile_text | st.integers() | st.none(), max_size=3),
     is_charged=st.booleans(),
-    asked=st.none() | st.builds(Asked, st.just(Sampling(0.0)), st.none() | st.integers(-(2**63), 2**63 - 1)),
+    requested=st.none()
+    | st.builds(RequestedSampling, st.just(Sampling(0.0)), st.none() | st.integers(-(2**63), 2**63 - 1)),
 )
 ENTRIES = (
     ANSWERED
@@ -104,7 +105,7 @@ def same_entry(one: Entry, other: Entry) -> bool:
     """Field by field, arrays by value and type."""
     if not isinstance(one, Answered) or not isinstance(other, Answered):
         return one == other
-    names = ("id", "digest", "retry_token", "path", "divergence", "sampling", "reply", "is_charged", "asked")
+    names = ("id", "digest", "retry_token", "path", "divergence", "sampling", "reply", "is_charged", "requested")
     return (
         all(getattr(one, name) == getattr(other, name) for name in names)
         and _same_array(one.prompt_ids, other.prompt_ids)

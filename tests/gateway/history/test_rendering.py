@@ -93,7 +93,7 @@ def test_a_system_message_that_would_not_be_shown_is_refused() -> None:
     for sent in ([SYSTEM, USER, later], [USER, later, USER], [SYSTEM, USER, Message("assistant", "a"), later, USER]):
         for tools in ((), TOOLS):
             history = History(chatml())
-            with pytest.raises(FormatError, match="at the beginning alone"):
+            with pytest.raises(FormatError, match="only at the beginning"):
                 history.open(sent, tools)
             assert not history._beginnings
     shown = chatml(NUMBERED)

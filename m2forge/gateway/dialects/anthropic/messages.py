@@ -1,6 +1,8 @@
-"""Anthropic's model list, served on the same routes as OpenAI's (`openai_models.py`) to Anthropic clients.
+"""Anthropic's Messages: `POST /v1/messages`, `POST /v1/messages/count_tokens`, and Anthropic's model list.
 
-Anthropic Messages, the conversation: reads system and messages into a `Conversation`, or raises `AskError`.
+The request: JSON in, `Ask` out, or `AskError` naming the field. Fields in `READ` are honoured. Fields in `ALLOWED`
+cannot change the response, or are accepted only with a no-op value. Fields in `REFUSED` cannot be honoured. System and
+messages become a `Conversation`:
 
     user        text, tool_result
     assistant   text, thinking, tool_use; consecutive messages are one turn, as at the vendor
@@ -8,28 +10,23 @@ Anthropic Messages, the conversation: reads system and messages into a `Conversa
 
 A result with `is_error` gets the prefix `Error: `, because chat templates show the model no flag. Signatures of
 thinking blocks are not verified: comparing the thinking with the recorded one shows whether it was sampled here. If a
-block's thinking is empty, it is read from the signature, provided it is one of ours (`seal.py`).
+block's thinking is empty, it is read from the signature, provided it is one of ours (`opaque_thinking.py`).
 
 `cache_control` is allowed anywhere, because it cannot change the response. Images, documents, citations, blocks of the
-vendor's server-side tools, and redacted thinking are refused: the model cannot read them.
-
-Anthropic Messages, the request: JSON in, `Ask` out, or `AskError` naming the field.
-
-Fields in `READ` are honoured. Fields in `ALLOWED` cannot change the response, or are accepted only with a no-op value.
-Fields in `REFUSED` cannot be honoured. `anthropic_messages_block.py` reads the messages' blocks.
+vendor's server-side tools, and redacted thinking are refused: the model cannot read them. Only the client's own tools
+are accepted. The vendor's server-side tools, response prefill by the client, forced tool calls and structured output
+are refused.
 
 Thinking cannot be disabled or limited: the policy is sampled as it is. `enabled` and `adaptive` are accepted as no-ops
 (the vendor treats `budget_tokens` as a target; `max_tokens` is the limit); `disabled` and `between_tools` are refused.
 `display` is honoured; the "summary" is the full thinking.
 
-Only the client's own tools are accepted. The vendor's server-side tools, response prefill by the client, forced tool
-calls and structured output are refused.
-
-Anthropic Messages, the response as server-sent events, and the parts that both response forms share.
+The response's content is a thinking block, a text block and one tool_use block per call; empty blocks are left out.
+Cached prompt tokens are counted separately from `input_tokens`, as the vendor does. As server-sent events:
 
     message_start
     content_block_start, content_block_delta…, content_block_stop        for each block, one after the other
-        thinking    thinking_delta…, signature_delta                     omitted thinking: the signature alone
+        thinking    thinking_delta…, signature_delta                     omitted thinking: only the signature
         text        text_delta…
         tool_use    input_json_delta: the arguments in one piece, once complete
     message_delta (stop_reason, usage), message_stop                     or error, at any time
@@ -37,11 +34,7 @@ Anthropic Messages, the response as server-sent events, and the parts that both 
 A tool call is sent when it is complete, so a call that the model did not finish is never sent. Text after a call gets
 its own text block; a client that sends all blocks back sends the same message.
 
-Anthropic's Messages: `POST /v1/messages`, and `POST /v1/messages/count_tokens`.
-
-`anthropic_messages_read.py` decides what a request may contain. A response's content is a thinking block, a text block
-and one tool_use block per call; empty blocks are left out. Cached prompt tokens are counted separately from
-`input_tokens`, as the vendor does.
+Anthropic clients get the model list on the same routes as OpenAI's, in Anthropic's format.
 """
 
 import json
@@ -210,7 +203,7 @@ def _text_block(block: Mapping[str, JsonValue], location: str) -> str:
 
 def _refuse_block(kind: JsonValue, location: str, expected: str) -> NoReturn:
     path = f"{location}.type"
-    raise AskError(f"{path}: expected {expected}, received {shown(kind)}; the model reads text alone", path)
+    raise AskError(f"{path}: expected {expected}, received {shown(kind)}; the model reads only text", path)
 
 
 READ = frozenset({"max_tokens", "messages", "model", "stop_sequences", "stream", "system", "temperature", "thinking"})
@@ -218,7 +211,7 @@ READ |= {"tool_choice", "tools", "top_k", "top_p"}
 ALLOWED = frozenset({"cache_control", "context_management", "metadata", "output_config", "service_tier", "speed"})
 REFUSED: Mapping[str, str] = {
     "container": "there are no containers here; offer a custom tool instead",
-    "diagnostics": "no diagnostics of the prompt cache are kept; leave it out",
+    "diagnostics": "no diagnostics of the prompt cache are stored; leave it out",
     "inference_geo": "where the model runs cannot be chosen; leave it out",
     "mcp_servers": "the gateway calls no servers; offer their tools as custom tools",
     "user_profile_id": "is a header, not a field of the body",

@@ -144,7 +144,7 @@ _ASSISTANT_REFUSED = {
     "refusal": "the model knows no refusals beside its content; send the text as content",
     "audio": "audio is not supported; send text",
     "function_call": "replaced by tool_calls",
-    "parsed": "parsed answers are not supported; send content alone",
+    "parsed": "parsed answers are not supported; send only content",
     "thinking_blocks": "send the thinking as reasoning_content",
     "images": "images are not supported; send text",
 }
@@ -221,9 +221,7 @@ def _max_tokens(fields: Fields) -> int | None:
     """Read both names of the limit; the older one predates thinking."""
     older, newer = (fields.integer(name, 1, MAX_INT32) for name in ("max_tokens", "max_completion_tokens"))
     if older is not None and newer is not None and older != newer:
-        fields.refuse(
-            "max_tokens", f"{older} is not max_completion_tokens, {newer}, which replaced it; send that alone"
-        )
+        fields.refuse("max_tokens", f"{older} is not max_completion_tokens, {newer}, which replaced it; send only that")
     return older if newer is None else newer
 
 
@@ -231,11 +229,11 @@ def _num_top_logprobs(fields: Fields) -> int | None:
     num_top = fields.integer("top_logprobs", 0, 20)
     if not fields.boolean("logprobs"):
         if num_top is not None:
-            fields.refuse("top_logprobs", "log-probabilities were not asked for; set logprobs to true")
+            fields.refuse("top_logprobs", "log-probabilities were not requested; set logprobs to true")
         return None
     if num_top:
         fields.refuse(
-            "top_logprobs", f"expected 0, received {num_top}; the engine tells of the tokens that it sampled alone"
+            "top_logprobs", f"expected 0, received {num_top}; the engine reports logprobs only of sampled tokens"
         )
     return 0
 
@@ -254,7 +252,7 @@ def _check_allowed(fields: Fields, *, has_tools: bool) -> None:
         fields.refuse("modalities", "expected ['text']; the model writes nothing else")
     refuse_bias(fields)
     if fields.boolean("parallel_tool_calls") is False and has_tools:
-        fields.refuse("parallel_tool_calls", "a policy that is sampled cannot be kept to one call; leave it out")
+        fields.refuse("parallel_tool_calls", "a sampled policy cannot be limited to one call; leave it out")
     _check_format(fields)
 
 
@@ -263,7 +261,7 @@ def _check_format(fields: Fields) -> None:
     if format is not None and (format.value("type") != "text" or format.has("json_schema")):
         fields.refuse(
             "response_format",
-            "expected {'type': 'text'}; what a policy samples is not kept to a grammar, so ask for JSON in a message",
+            "expected {'type': 'text'}; sampling is not constrained by a grammar, so request JSON in a message",
         )
 
 
@@ -285,13 +283,13 @@ def read_sampling(fields: Fields) -> Sampling:
         "frequency_penalty": fields.number("frequency_penalty", -2, 2),
         "repetition_penalty": fields.number("repetition_penalty", 0, 10),
     }
-    given = {name: value for name, value in numbers.items() if value is not None}
+    numbers_set = {name: value for name, value in numbers.items() if value is not None}
     for name in ("top_p", "repetition_penalty"):
-        if given.get(name) == 0:
+        if numbers_set.get(name) == 0:
             fields.refuse(name, "expected a number above 0, received 0; set temperature to 0 for the likeliest tokens")
     # Open source servers use -1 for no limit, which is 0 here.
     top_k = max(fields.integer("top_k", -1, MAX_INT32) or 0, 0)
-    return Sampling(**given, top_k=top_k)
+    return Sampling(**numbers_set, top_k=top_k)
 
 
 def read_stop(fields: Fields) -> tuple[str, ...]:
@@ -331,7 +329,7 @@ def read_tool_choice(fields: Fields) -> Literal["auto", "none"]:
     choice = fields.value("tool_choice")
     if choice not in (None, "auto", "none"):
         kind = choice.get("type") if isinstance(choice, Mapping) else choice
-        reason = "a sampled model cannot be forced to call a tool, nor kept from one that is offered"
+        reason = "a sampled model cannot be forced to call a tool, nor prevented from calling one that is offered"
         fields.refuse("tool_choice", f"expected 'auto' or 'none', received {shown(kind)}; {reason}")
     return "none" if choice == "none" else "auto"
 
@@ -376,14 +374,14 @@ def _message(value: JsonValue, location: str) -> Message:
 
 
 def _system(value: JsonValue, location: str) -> Message:
-    return Message("system", _said(value, location))
+    return Message("system", _text_content(value, location))
 
 
 def _user(value: JsonValue, location: str) -> Message:
-    return Message("user", _said(value, location))
+    return Message("user", _text_content(value, location))
 
 
-def _said(value: JsonValue, location: str) -> str:
+def _text_content(value: JsonValue, location: str) -> str:
     fields = Fields(value, SYSTEM_FIELDS, location)
     if fields.has("name"):
         fields.refuse("name", _NAME)
@@ -535,7 +533,7 @@ class ChatStream:
 
     For each choice: a chunk with the role, in the order of the choices, because SDKs append choices as they see them;
     then deltas of `reasoning_content`, `content` and `tool_calls`, choices interleaved; then one with the finish
-    reason. The usage comes last, if the client asked for it, in a chunk without choices.
+    reason. The usage comes last, if the client requested it, in a chunk without choices.
 
     A tool call is sent when it is complete: one that has started may turn out malformed, and a delta cannot be
     retracted. Its id and name come first, then all its arguments in a second delta.
@@ -562,7 +560,7 @@ class ChatStream:
         self._plain_end = f'}}, "logprobs": null, "finish_reason": null}}]{self._tail}'
         """End of a chunk after the delta's fields, without logprobs and finish reason."""
         self._num_calls = [0] * ask.num_samples
-        self._has_said = [False] * ask.num_samples
+        self._has_content = [False] * ask.num_samples
 
     def begin(self, num_prompt: int, num_cached: int) -> bytes:
         role = '"role": "assistant", "content": null, "refusal": null'
@@ -575,7 +573,7 @@ class ChatStream:
         for event in events:
             match event:
                 case ContentDelta(text):
-                    self._has_said[sample] = True
+                    self._has_content[sample] = True
                     delta = f'"content": {quote(text)}'
                 case ThinkingDelta(text):
                     delta = f'"reasoning_content": {quote(text)}'
@@ -593,7 +591,7 @@ class ChatStream:
 
     def end_sample(self, sample: int, answer: Answer) -> bytes:
         # Clients that concatenate deltas get null if there were none; an empty completion is an empty string.
-        delta = "" if self._has_said[sample] or self._num_calls[sample] else '"content": ""'
+        delta = "" if self._has_content[sample] or self._num_calls[sample] else '"content": ""'
         return f"{self._deltas[sample]}{delta}{self._end(None, FINISH_REASONS[answer.ending])}".encode()
 
     def finish(self, usage: Usage) -> bytes:

@@ -195,9 +195,7 @@ def _token(value: JsonValue, location: str) -> int:
 def _num_top_logprobs(fields: Fields) -> int | None:
     num_top = fields.integer("logprobs", 0, 20)
     if num_top:
-        fields.refuse(
-            "logprobs", f"expected 0, received {num_top}; the engine tells of the tokens that it sampled alone"
-        )
+        fields.refuse("logprobs", f"expected 0, received {num_top}; the engine reports logprobs only of sampled tokens")
     return num_top
 
 

@@ -1,17 +1,11 @@
-"""OpenAI's Responses: `POST /v1/responses`.
+"""OpenAI's Responses: `POST /v1/responses`. `responses_input.py` reads the request; this file builds the response.
 
-`openai_responses_read.py` decides what a request may contain, `openai_responses_item.py` reads the conversation's
-items, `openai_responses_output.py` builds the response's items, and `openai_responses_stream.py` streams them.
-
-OpenAI Responses, the parts of a response: its items, the response object, and the logprobs of its text.
-
-    reasoning       the thinking, as text or as summary; with `encrypted_content` if the client asked for it
+    reasoning       the thinking, as text or as summary; with `encrypted_content` if the client requested it
     message         the text
     function_call   one per tool call
 
 An empty completion becomes a message with empty text, so that a client that sends items back sends an assistant turn.
-
-OpenAI Responses, the response as server-sent events.
+As server-sent events:
 
     response.created, response.in_progress
     response.output_item.added … response.output_item.done               for each item, one after the other
@@ -249,12 +243,12 @@ class ResponsesStream:
             item = self._item
             assert item is not None
         item.texts.append(text)
-        rest = f'{item.location},"delta":{quote(text)}'
+        fields = f'{item.location},"delta":{quote(text)}'
         if form is _WORDS:
-            rest = f'{rest},"logprobs":{self._logprobs(item, text)}'
+            fields = f'{fields},"logprobs":{self._logprobs(item, text)}'
         elif self._tokens is not None:
             self._tokens.take(text)
-        return opened + self._event(f"{form.text_event}.delta", rest)
+        return opened + self._event(f"{form.text_event}.delta", fields)
 
     def _logprobs(self, item: _Item, text: str) -> str:
         if self._tokens is None:
@@ -315,9 +309,9 @@ class ResponsesStream:
         """Encode the response in its current state as JSON."""
         return f'"response":{self._response},{quote(state)[1:]}'
 
-    def _event(self, name: str, rest: str) -> bytes:
+    def _event(self, name: str, fields: str) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
-        return f'event: {name}\ndata: {{"type":"{name}","sequence_number":{number},{rest}}}\n\n'.encode()
+        return f'event: {name}\ndata: {{"type":"{name}","sequence_number":{number},{fields}}}\n\n'.encode()
 
 
 class OpenAIResponses:

@@ -1,17 +1,17 @@
 """OpenAI Responses, the request: JSON in, `Ask` out, or `AskError` naming the field.
 
 Fields in `READ` are honoured or repeated in the response. Fields in `ALLOWED` cannot change the response, or are
-accepted only with a no-op value. Fields in `REFUSED` cannot be honoured. `openai_responses_item.py` reads `input`.
+accepted only with a no-op value. Fields in `REFUSED` cannot be honoured.
 
 Responses are not stored for clients: `store` may be absent or false, and `previous_response_id` is refused, so clients
-send the whole conversation each time, as the agents SDK does by default. A function's `strict` is allowed, because it
-is the vendor's default and SDKs send it unasked; the response's `tools` say false, since nothing is enforced.
+send the complete conversation each time, as the agents SDK does by default. A function's `strict` is allowed, because
+it is the vendor's default and SDKs send it on their own; the response's `tools` say false, since nothing is enforced.
 
-Thinking is returned as the text of reasoning items, or as their summary if the client asks for one (`auto`,
+Thinking is returned as the text of reasoning items, or as their summary if the client requests one (`auto`,
 `detailed`); the summary is the full thinking. Reasoning effort cannot be set. `reasoning.encrypted_content` is an
-opaque string that contains the thinking (`seal.py`), for clients that store nothing else.
+opaque string that contains the thinking (`opaque_thinking.py`), for clients that store nothing else.
 
-OpenAI Responses, the items of `input`: each adds its part to a conversation, or raises `AskError`.
+Each item of `input` adds its part to a conversation:
 
     message                 from user, system (or developer) or assistant: text, or text parts
     reasoning               the assistant's thinking: its content, else its `encrypted_content`, else the summary
@@ -72,7 +72,7 @@ def read_item(conversation: Conversation, value: JsonValue, location: str) -> No
     path = f"{location}.type"
     if kind == "item_reference":
         raise AskError(
-            f"{location}: responses are not kept, so items cannot be referred to; send the item itself", location
+            f"{location}: responses are not stored, so items cannot be referred to; send the item itself", location
         )
     raise AskError(f"{path}: expected one of {', '.join(_READERS)}, received {shown(kind)}", path)
 
@@ -169,7 +169,7 @@ def _content(value: JsonValue, location: str) -> str:
         if kind not in ("input_text", "output_text"):
             path = f"{at}.type"
             raise AskError(
-                f"{path}: expected input_text or output_text, received {shown(kind)}; the model reads text alone", path
+                f"{path}: expected input_text or output_text, received {shown(kind)}; the model reads only text", path
             )
         texts.append(read_text(Fields(part, PART_FIELDS, at).value("text"), f"{at}.text"))
     return "".join(texts)
@@ -200,11 +200,11 @@ ALLOWED = frozenset({"background", "context_management", "parallel_tool_calls", 
 ALLOWED |= {"stream_options", "text", "truncation"}
 REFUSED: Mapping[str, str] = {
     "access_programs": "there are none here; leave it out",
-    "conversation": "conversations are not kept; send the whole of it as input",
+    "conversation": "conversations are not stored; send the complete conversation as input",
     "image": "images are not supported; send text",
     "moderation": "there is no moderation here; leave it out",
-    "previous_response_id": "responses are not kept; send the whole conversation as input",
-    "prompt": "prompts are not kept; send instructions and input",
+    "previous_response_id": "responses are not stored; send the complete conversation as input",
+    "prompt": "prompts are not stored; send instructions and input",
 }
 FIELDS = READ | ALLOWED | REFUSED.keys()
 
@@ -283,7 +283,7 @@ def _check_allowed(fields: Fields, *, has_tools: bool) -> None:
     if fields.boolean("background"):
         fields.refuse("background", "responses are made while the client waits; leave it out or send false")
     if fields.boolean("store"):
-        fields.refuse("store", "responses are not kept for retrieval; leave it out or send false")
+        fields.refuse("store", "responses are not stored for retrieval; leave it out or send false")
     if fields.items("context_management"):
         fields.refuse("context_management", "context is never edited here; leave it out")
     if fields.boolean("parallel_tool_calls") is False and has_tools:
@@ -295,7 +295,7 @@ def _check_allowed(fields: Fields, *, has_tools: bool) -> None:
         cache.choice("mode", ("implicit", "explicit"))
         cache.choice("ttl", ("30m", "12h"))
         if cache.has("comparison_response_id"):
-            cache.refuse("comparison_response_id", "no diagnostics of the prompt cache are kept; leave it out")
+            cache.refuse("comparison_response_id", "no diagnostics of the prompt cache are stored; leave it out")
         if cache.boolean("prewarm"):
             cache.refuse("prewarm", "a prompt cannot be sent without sampling an answer; leave it out")
     options = fields.object("stream_options", {"include_obfuscation"})
@@ -334,10 +334,10 @@ def _summary(fields: Fields) -> str | None:
         reasoning.refuse("mode", "'pro' cannot be had; leave it out or say 'standard'")
     if reasoning.choice("context", ("auto", "current_turn", "all_turns")) == "current_turn":
         reasoning.refuse("context", "thinking that is sent is shown to the model; leave out what it should not see")
-    asked = [reasoning.choice(name, ("auto", "concise", "detailed")) for name in ("summary", "generate_summary")]
-    if "concise" in asked:
+    summaries = [reasoning.choice(name, ("auto", "concise", "detailed")) for name in ("summary", "generate_summary")]
+    if "concise" in summaries:
         reasoning.refuse("summary", "thinking is not shortened; say 'auto' or 'detailed', or leave it out")
-    return asked[0] or asked[1]
+    return summaries[0] or summaries[1]
 
 
 def _tool(value: JsonValue, location: str) -> Tool:
