@@ -105,7 +105,7 @@ class Admin:
     def _find(self, id: str) -> Episode:
         episode = self._episodes.get(id)
         if episode is None:
-            raise NotFoundError("there is no such episode; make one with POST /episodes")
+            raise NotFoundError("there is no such episode; create one with POST /episodes")
         return episode
 
 

@@ -189,7 +189,7 @@ class GatewayApp:
         except Exception as error:  # noqa: BLE001  (its body differs from the server's own 500)
             # Leaves out the error message, which may contain prompt text.
             _log.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
-            await respond(send, 500, _dialect_of(scope).error(500, "the gateway failed; its log says where"))
+            await respond(send, 500, _dialect_of(scope).error(500, "the gateway failed; see its log"))
         finally:
             self.calls.share.num_requests -= 1
 
@@ -343,11 +343,11 @@ class EpisodeTools:
             raise Refusal(413, f"the body exceeds max_tool_bytes ({self._config.max_tool_bytes}); send less")
         name, arguments = _read_call(parse_body(body, self._config.max_depth))
         if episode.closed is not None:
-            raise ClosedError(f"episode {episode.id} is closed; make another")
+            raise ClosedError(f"episode {episode.id} is closed; create another")
         if episode.seconds_left <= 0:
-            raise BudgetError(f"episode {episode.id}: its {episode.budget.max_s} seconds are over")
+            raise BudgetError(f"episode {episode.id}: its time budget of {episode.budget.max_s} s is spent")
         if episode.num_tool_calls >= self._config.max_tool_calls:
-            raise BudgetError(f"episode {episode.id}: its {self._config.max_tool_calls} calls of tools are spent")
+            raise BudgetError(f"episode {episode.id}: its {self._config.max_tool_calls} tool calls are spent")
         episode.num_tool_calls += 1
         try:
             return {"content": await host.call(task, name, arguments)}

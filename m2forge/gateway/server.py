@@ -89,7 +89,7 @@ class GatewayServer:
             await asyncio.sleep(0)
         if self._task.done():
             await self._task
-            raise ConfigError(f"{self.url}: the gateway ended before it took requests; its log says why")
+            raise ConfigError(f"{self.url}: the gateway exited before it accepted requests; see its log")
         return self
 
     async def __aexit__(
@@ -182,7 +182,7 @@ def bind(config: GatewayConfig, admin_key: str | None) -> socket.socket:
     """Return a socket that listens on the configured address."""
     if admin_key is None and config.host not in LOOPBACK:
         raise ConfigError(
-            f"host {config.host}: other machines could reach the gateway; give it an admin key, or listen on 127.0.0.1"
+            f"host {config.host}: other machines could reach the gateway; set an admin key, or listen on 127.0.0.1"
         )
     return listen(config.host, config.port, backlog=2048)
 
@@ -209,7 +209,7 @@ def serve_gateway(
     in-process engine once every request in flight has ended."""
     context = config.context or context
     if context is None:
-        raise ConfigError(f"{folder} does not say how long its context is; give it with --set context=N")
+        raise ConfigError(f"{folder} does not state its context length; set it with --set context=N")
     # Messages are tokenized one at a time: passing them to other threads would only take longer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     format = make_format(config.format, load_tokenizer(folder))

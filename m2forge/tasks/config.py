@@ -166,7 +166,7 @@ class CurriculumConfig(Config):
         for stage in self.stages[:-1]:
             if stage.num_batches is None:
                 raise ValueError(
-                    f"stages: {stage.name}: num_batches is missing; only the last stage has no end; set it"
+                    f"stages: {stage.name}: num_batches is missing; set it, because only the last stage has no end"
                 )
         if self.stages[-1].num_batches is not None:
             raise ValueError(f"stages: {names[-1]}: the last stage has no end; leave num_batches out")
@@ -174,7 +174,7 @@ class CurriculumConfig(Config):
             for domain, ratio in stage.ratios().items():
                 if ratio * self.batch_groups < 1:
                     raise ValueError(
-                        f"stages: {stage.name}: a batch of {self.batch_groups} groups has no room for {domain} at "
+                        f"stages: {stage.name}: a batch of {self.batch_groups} groups cannot hold {domain} at "
                         f"{float(ratio):.3g} of it; raise batch_groups or its ratio"
                     )
         return self

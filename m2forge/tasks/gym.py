@@ -103,15 +103,15 @@ class GymFamily(ToolFree):
         """The answer only: the library gives no solution steps."""
         answer = self._open(task)[1]["answer"]
         if not isinstance(answer, str):
-            raise DataError(f"{self.name}: its tasks come without an answer; take demonstrations from another family")
+            raise DataError(f"{self.name}: its tasks have no answer; take demonstrations from another family")
         return [Message("user", task.instruction), Message("assistant", answer)]
 
     def _open(self, task: Task) -> tuple[Dataset, Entry]:
         dataset, entry = _open(self.dataset, read_int(task, "level"), read_int(task, "seed"))
         if str(entry["question"]) != task.instruction:
             raise DataError(
-                f"Task {task.id}: the installed reasoning-gym makes another question of it; "
-                "install the version that the task was made with"
+                f"Task {task.id}: the installed reasoning-gym generates another question; "
+                "install the version that generated the task"
             )
         return dataset, entry
 
@@ -158,5 +158,5 @@ def _open(name: str, level: int, seed: int) -> tuple[Dataset, Entry]:
     except _ERRORS as error:
         # At the highest levels some of the library's curricula exceed what its datasets allow.
         raise DataError(
-            f"{GYM_PREFIX}{name}: the library makes no task of level {level} ({error}); choose other levels"
+            f"{GYM_PREFIX}{name}: the library generates no task of level {level} ({error}); choose other levels"
         ) from error

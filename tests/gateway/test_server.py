@@ -186,7 +186,11 @@ def test_a_failed_engine_is_reported_and_its_tokens_are_free(
     num_chunks: int, is_streamed: bool, failure: Exception
 ) -> None:
     format = minimax()
-    words = str(failure) if isinstance(failure, EngineError) else "the gateway failed (ZeroDivisionError); ask again"
+    words = (
+        str(failure)
+        if isinstance(failure, EngineError)
+        else "the gateway failed (ZeroDivisionError); retry the request"
+    )
 
     async def run() -> None:
         engine = FailingEngine(format, Scene(format))
@@ -267,7 +271,7 @@ def test_a_gateway_that_cannot_start_says_so_at_once(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(OSError, match="no more files"):
         asyncio.run(run(OSError("no more files")))
-    with pytest.raises(ConfigError, match="ended before it took requests"):
+    with pytest.raises(ConfigError, match="exited before it accepted requests"):
         asyncio.run(run(None))
 
 

@@ -143,7 +143,7 @@ def test_groups_begun_before_the_last_move_are_not_counted() -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("batch_groups=3", "a batch of 3 groups has no room for agent at 0.25 of it"),
+        ("batch_groups=3", "a batch of 3 groups cannot hold agent at 0.25 of it"),
         ("stages.0.domains.agent.ratio=0.0", "greater than 0"),
         ("stages.1.num_batches=5", "late: the last stage has no end"),
         ("stages.1.name=early", "expected a different name for each"),

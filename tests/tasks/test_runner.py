@@ -128,7 +128,7 @@ def test_a_verifier_without_cpu_is_retried_and_gives_no_verdict(
     monkeypatch.setattr("m2forge.tasks.runner.MAX_LOST", 2)
 
     async def scene(runner: TaskRunner) -> None:
-        with pytest.raises(EngineError, match=r"2 workers of tasks were lost at one request.*starved"):
+        with pytest.raises(EngineError, match=r"2 task workers were lost at one request.*starved"):
             await runner.verify(TASK, "stop")
 
     run(tmp_path, scene, timeout_s=0.2)
@@ -151,7 +151,7 @@ def test_a_lost_worker_is_retried_and_never_a_verdict(tmp_path: Path, monkeypatc
     monkeypatch.setattr("m2forge.tasks.runner.MAX_LOST", 3)
 
     async def scene(runner: TaskRunner) -> None:
-        with pytest.raises(EngineError, match="3 workers of tasks were lost"):
+        with pytest.raises(EngineError, match="3 task workers were lost"):
             await runner.verify(TASK, "die")
         pid = (await runner.verify(TASK, "fine")).evidence["pid"]
         assert isinstance(pid, int)

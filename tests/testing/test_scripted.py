@@ -158,7 +158,7 @@ def test_time_passes_by_the_clock_it_is_given() -> None:
 def test_what_it_cannot_do_is_refused() -> None:
     engine = ScriptedEngine(16, script={(1,): ()})
     for prompt, problem in (
-        (make_prompt((1,)), "answers a prompt of 1 tokens with none"),
+        (make_prompt((1,)), "empty response to a prompt of 1 tokens"),
         (make_prompt((2,), stop_texts=("a",)), "decode"),
         (make_prompt((2,), returns_experts=True), "no experts"),
     ):

@@ -397,15 +397,15 @@ class Bodies:
             except TimeoutError:
                 # The machine may be overloaded, so the request is not to blame.
                 raise EngineError(
-                    f"reading the body took longer than {WORKER_S:g} s; ask again, or send less"
+                    f"reading the body took longer than {WORKER_S:g} s; retry the request, or send less"
                 ) from None
             except (OSError, EOFError) as error:
                 _log.warning("a worker that read a body of %d bytes died (%s)", len(body), type(error).__name__)
-                raise EngineError("the process that read the body died; ask again") from None
+                raise EngineError("the process that read the body died; retry the request") from None
         answer: Read | Refused | Failed = await self._share.run(lambda: pickle.loads(data))
         if isinstance(answer, Failed):
             _log.error("a body: %s\n%s", answer.kind, answer.frames)
-            raise EngineError(f"the gateway failed ({answer.kind}); ask again")
+            raise EngineError(f"the gateway failed ({answer.kind}); retry the request")
         if isinstance(answer, Refused):
             raise answer.error()
         return answer
@@ -433,7 +433,7 @@ class Bodies:
                 return await _Worker.start(self._setup)
         except (OSError, TimeoutError) as error:
             _log.warning("a worker that reads bodies did not start (%s)", type(error).__name__)
-            raise EngineError("the process that reads bodies did not start; ask again") from None
+            raise EngineError("the process that reads bodies did not start; retry the request") from None
 
 
 class _Worker:

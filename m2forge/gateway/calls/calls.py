@@ -128,7 +128,7 @@ class Calls:
         until_s, context = None, episode.context_within(self._context)
         while True:
             if self.is_draining:
-                raise EngineError("the gateway is stopping; ask again")
+                raise EngineError("the gateway is stopping; retry the request")
             try:
                 request, is_repeated = episode.admit(
                     read.digest,
@@ -169,7 +169,7 @@ class Calls:
         try:
             opening = await self._open(ask, episode, is_long)
             if self.is_draining:
-                raise EngineError("the gateway is stopping; ask again")
+                raise EngineError("the gateway is stopping; retry the request")
             plan = self._plan(route, ask, episode, request, opening)
             generation = Generation(plan, self._engine, self._format, episode, request, self._pace, on_end=self._on_end)
             self._running[request] = generation
@@ -311,7 +311,7 @@ class Calls:
 
 
 def decide_sampling(ask: Ask, decided: Sampling | None) -> tuple[Sampling, int | None, RequestedSampling | None]:
-    """Return the sampling parameters, the seed, and what the request asked for if that differs. An episode with fixed
+    """Return the sampling parameters, the seed, and the requested sampling if that differs. An episode with fixed
     sampling ignores the request's seed, which would make all attempts of a group identical."""
     if decided is None:
         return ask.sampling, ask.seed, None

@@ -67,7 +67,7 @@ class Plan:
     """The prompt that the history built from the messages, or the ids of a raw prompt."""
     prompt: Prompt
     requested: RequestedSampling | None
-    """Sampling that the request asked for, if the episode's sampling overrides it."""
+    """The requested sampling, if the episode's sampling overrides it."""
     call_prefix: str
     """Prefix of tool call ids."""
     stream: Stream | None
@@ -258,7 +258,7 @@ class Generation:
                 # Recording takes longer than sending: the last tokens are sent first.
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
-            failure = EngineError("the gateway is stopping; ask again")
+            failure = EngineError("the gateway is stopping; retry the request")
         except M2ForgeError as error:
             failure = error
         except Exception as error:  # noqa: BLE001  (one request's failure must not reach the others)
@@ -316,7 +316,7 @@ class Generation:
             if all(reader.answer is not None for reader in self._readers):
                 self._commit()
                 return
-            failure = EngineError("the engine ended before all completions did; ask again")
+            failure = EngineError("the engine ended before all completions did; retry the request")
         self._break_off(failure)
 
     def _break_off(self, failure: M2ForgeError) -> None:
@@ -381,7 +381,7 @@ class Generation:
         # Leaves out the error message, which may contain prompt text.
         frames = "".join(traceback.format_tb(error.__traceback__))
         _log.error("request %s: %s\n%s", self.plan.id, type(error).__name__, frames)
-        return EngineError(f"the gateway failed ({type(error).__name__}); ask again")
+        return EngineError(f"the gateway failed ({type(error).__name__}); retry the request")
 
     def _fail(self, error: M2ForgeError) -> None:
         self.failure = error
@@ -402,7 +402,7 @@ class Generation:
     def _end_unrun(self, task: "asyncio.Task[None]") -> None:
         """Fail a task that was cancelled before its first step, so that it never ran."""
         if not self.is_over:
-            self._fail(EngineError("the request was broken off; ask again"))
+            self._fail(EngineError("the request was broken off; retry the request"))
 
 
 def time_limit(episode: Episode, call_timeout_s: float) -> float:

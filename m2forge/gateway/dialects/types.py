@@ -196,7 +196,7 @@ class Fields:
         if not self.data.keys() <= known:
             name = next(name for name in self.data if name not in known)
             path = self.path(name[:_NUM_SHOWN])
-            raise AskError(f"{path}: not a field that is known here; {suggest(name[:_NUM_SHOWN], known)}", path)
+            raise AskError(f"{path}: unknown field; {suggest(name[:_NUM_SHOWN], known)}", path)
 
     def path(self, name: str) -> str:
         return f"{self.location}.{name}" if self.location else name

@@ -286,7 +286,7 @@ class Episode:
         to resend the response. `is_delivered`: whether the client gets the complete response; if not, a retry is a new
         request. `is_charged`: whether the request counts against the budget."""
         if request not in self._running:
-            raise RecordError(f"request {id}: expected one that runs, received one that is {request.state}")
+            raise RecordError(f"request {id}: expected a running request, received one that is {request.state}")
         entry = replace(
             self._entry(request, prompt, samples, id, reply or {}),
             is_charged=is_charged,
@@ -328,7 +328,7 @@ class Episode:
     def _require_open(self) -> None:
         if self.closed is not None:
             reason = "" if self.closed.failure is None else f" ({self.closed.failure})"
-            raise ClosedError(f"episode {self.id} is closed{reason}; make another")
+            raise ClosedError(f"episode {self.id} is closed{reason}; create another")
 
     # -- budget --------------------------------------------------------------------------------------------------------
 
@@ -377,7 +377,7 @@ class Episode:
                 f"episode {self.id}: {num_calls} of {budget.max_calls} calls are spent, {num_samples} were requested"
             )
         if self.seconds_left <= 0:
-            raise BudgetError(f"episode {self.id}: its {budget.max_s} seconds are over")
+            raise BudgetError(f"episode {self.id}: its time budget of {budget.max_s} s is spent")
         left = self.tokens_left
         if budget.max_tokens is None or left is None:
             return
@@ -389,8 +389,8 @@ class Episode:
             )
         if left < min(num_samples * max_tokens, unspent):
             raise ReservedError(
-                f"episode {self.id}: of {budget.max_tokens} sampled tokens {unspent - left} are promised to calls in "
-                "flight; ask again when they have ended"
+                f"episode {self.id}: of {budget.max_tokens} sampled tokens {unspent - left} are reserved by calls in "
+                "flight; retry when they have ended"
             )
 
     # -- rewards and closing -------------------------------------------------------------------------------------------
@@ -403,7 +403,9 @@ class Episode:
             raise RecordError(f"reward {reward.id}: call: expected 0 to {self.num_calls - 1}, received {reward.call}")
         if reward.id in self.rewards:
             if self.rewards[reward.id] != reward:
-                raise ExistsError(f"reward {reward.id} is {self.rewards[reward.id].value}; give another one another id")
+                raise ExistsError(
+                    f"reward {reward.id} is {self.rewards[reward.id].value}; use another id for another reward"
+                )
             return False
         self._write(reward)
         self.rewards[reward.id] = reward
@@ -435,7 +437,7 @@ class Episode:
         """Apply an entry read from the journal."""
         match entry:
             case Created():
-                raise RecordError(f"episode {entry.id}: made twice in one journal")
+                raise RecordError(f"episode {entry.id}: created twice in one journal")
             case Rewarded():
                 self.rewards[entry.id] = entry
             case Closed():

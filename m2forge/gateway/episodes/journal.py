@@ -106,7 +106,7 @@ class Answered:
     """Seconds of the episode's time at the write, gateway downtime excluded; None in journals that did not record
     it."""
     requested: RequestedSampling | None = None
-    """Sampling that the request asked for, if `sampling` overrode it."""
+    """The requested sampling, if `sampling` overrode it."""
 
     def call(self, sample: SampleEntry, prompt_ids: IntArray) -> Call:
         """Return one of its samples as a call; `prompt_ids` is the whole prompt."""
@@ -188,7 +188,7 @@ def decode_entry(data: bytes) -> Entry:
             return Closed(**head)
     except (KeyError, TypeError, ValueError, IndexError, struct.error) as error:
         raise RecordError(f"an entry cannot be read: {type(error).__name__}: {error}") from error
-    raise RecordError(f"an entry of kind {kind!r} is not known here; was it written by a later version?")
+    raise RecordError(f"unknown entry kind {kind!r}; it may be of a later version")
 
 
 # -- one request ------------------------------------------------------------------------------------------------------
@@ -548,7 +548,7 @@ def _frames(path: Path, data: bytes) -> Iterator[tuple[bytes, int]]:
             if start + length >= len(data) or not any(data[at:]):
                 return
             raise RecordError(
-                f"{path}: byte {at}: damaged, and entries follow; restore the file, or cut it there to go without them"
+                f"{path}: byte {at}: damaged, and entries follow; restore the file, or truncate it there to drop them"
             )
         at = start + length
         yield frame, at

@@ -259,7 +259,7 @@ class Episodes:
 
     def _restore(self, path: Path) -> None:
         try:
-            self._restore_compacted(path)
+            self._restore_journal(path)
         except (RecordError, JournalError) as error:
             self._set_aside(path, path.name.removesuffix(SUFFIX), error)
 
@@ -274,7 +274,7 @@ class Episodes:
             return
         _log.warning("%s; the journal is set aside as %s, and its episode is lost", error, aside.name)
 
-    def _restore_compacted(self, path: Path) -> None:
+    def _restore_journal(self, path: Path) -> None:
         journal, entries = Journal.open(path, sync=self._sync)
         if not entries:
             # Created by a process that ended before it returned the key.
@@ -345,7 +345,7 @@ def _created(path: Path, entries: list[Entry]) -> Created:
     first = entries[0] if entries else None
     if not isinstance(first, Created):
         begin = "nothing" if first is None else type(first).__name__
-        raise RecordError(f"{path}: begins with {begin}, expected the episode's making")
+        raise RecordError(f"{path}: begins with {begin}, expected the entry that creates the episode")
     return first
 
 

@@ -218,7 +218,7 @@ def test_a_dead_worker_is_replaced_and_its_request_retried(monkeypatch: pytest.M
         environment = Path(f"/proc/{worker._process.pid}/environ").read_bytes()
         assert b"secret-key" not in environment
         worker._process.kill()
-        with pytest.raises(EngineError, match="ask again"):
+        with pytest.raises(EngineError, match="retry the request"):
             await bodies.read(path, large, lock)
         assert await bodies.read(path, large, lock) == first
         monkeypatch.setattr(body_module, "WORKER_S", 0.0)

@@ -193,7 +193,7 @@ def test_every_field_of_the_sdks_blocks_is_known() -> None:
 
 
 def test_an_unknown_field_is_refused_with_the_near_name() -> None:
-    assert str(refused(max_token=5)) == "max_token: not a field that is known here; did you mean 'max_tokens'?"
+    assert str(refused(max_token=5)) == "max_token: unknown field; did you mean 'max_tokens'?"
     assert refused(messages=[USER | {"contents": "x"}]).field == "messages[0].contents"
 
 

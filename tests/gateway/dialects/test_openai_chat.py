@@ -196,7 +196,7 @@ def test_every_field_of_the_sdks_messages_is_known() -> None:
 
 
 def test_an_unknown_field_is_refused_with_the_near_name() -> None:
-    assert str(refused(temprature=0)) == "temprature: not a field that is known here; did you mean 'temperature'?"
+    assert str(refused(temprature=0)) == "temprature: unknown field; did you mean 'temperature'?"
     error = refused(messages=[USER | {"contents": "x"}])
     assert error.field == "messages[0].contents"
     assert "did you mean 'content'?" in str(error)

@@ -217,7 +217,7 @@ def test_every_field_of_the_sdks_items_is_known() -> None:
 
 def test_an_unknown_field_is_refused_with_the_near_name() -> None:
     error = refused(max_output_token=5)
-    assert str(error) == "max_output_token: not a field that is known here; did you mean 'max_output_tokens'?"
+    assert str(error) == "max_output_token: unknown field; did you mean 'max_output_tokens'?"
     assert refused(input=[USER | {"contents": "x"}]).field == "input[0].contents"
 
 

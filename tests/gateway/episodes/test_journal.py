@@ -204,7 +204,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing_behind(tmp_path: Path) -> N
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 30, limits[1]))
     try:
-        with pytest.raises(JournalError, match=r"a\.journal: the journal cannot be written .*make room"):
+        with pytest.raises(JournalError, match=r"a\.journal: the journal cannot be written .*free disk space"):
             journal.append(Rewarded("r" * 200, 1.0))
         assert journal.path.read_bytes() == before
     finally:

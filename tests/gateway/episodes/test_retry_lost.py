@@ -184,6 +184,6 @@ def test_a_waiting_client_may_leave_and_waits_a_calls_time() -> None:
         begun_s = time.monotonic()
         told = post(gateway, key, OPEN_END | {"user": "third"})
         assert told.status_code == 429
-        assert "promised to calls in flight" in told.json()["error"]["message"]
+        assert "reserved by calls in flight" in told.json()["error"]["message"]
         assert 0.4 < time.monotonic() - begun_s < 5
         assert httpx2.get(f"{gateway.url}/health").json()["num_requests"] == 0

@@ -16,11 +16,11 @@ BOTH = pytest.mark.parametrize("format", [minimax(), chatml()], ids=list(FORMATS
 
 
 def answer(
-    history: History, format: ChatFormat, sent: list[Message], find_answer: Message, number: int
+    history: History, format: ChatFormat, sent: list[Message], said: Message, number: int
 ) -> tuple[Opening, Message]:
     """One call, answered in tokens that no other answer has: its prompt, and what the client was told."""
     opening = history.open(sent, TOOLS)
-    ids = sample(format, find_answer, random.Random(number))
+    ids = sample(format, said, random.Random(number))
     completion = read(format, ids, number)
     history.record(opening, ids, completion)
     history.release(opening)
@@ -80,14 +80,12 @@ def test_equal_answers_keep_their_tokens_in_an_edited_history(format: ChatFormat
 def test_the_ids_of_calls_say_which_answer_it_is(format: ChatFormat) -> None:
     """In another place than any of those that read the same; where one stands already, that one is followed."""
     history = History(format)
-    find_answer = Message("assistant", "Look", "t", (call(query="q"),))
-    told = [
-        answer(history, format, [Message("user", f"Place {number}")], find_answer, number)[1] for number in range(80)
-    ]
+    said = Message("assistant", "Look", "t", (call(query="q"),))
+    told = [answer(history, format, [Message("user", f"Place {number}")], said, number)[1] for number in range(80)]
     for number in (0, 40, 79):
         opening = history.open([USER, told[number], Message("tool", "r")], TOOLS)
         history.release(opening)
-        own, ids = sample(format, find_answer, random.Random(number)).tolist(), opening.ids.tolist()
+        own, ids = sample(format, said, random.Random(number)).tolist(), opening.ids.tolist()
         assert any(ids[at : at + len(own)] == own for at in range(len(ids)))
 
 

@@ -66,7 +66,7 @@ def test_a_conversation_keeps_tokens_and_encodes_new_messages(
         completion = dialogue.answer(opening, ids[: data.draw(st.integers(0, ids.size))] if is_cut else ids)
         dialogue.sent = [
             echo(message, rng, keeps_thinking=keeps_thinking) if message.role == "assistant" else message
-            for message in dialogue.find_answer
+            for message in dialogue.said
         ]
         results = [Message("tool", rng.choice(texts)) for _ in completion.tool_calls]
         dialogue.say(*results, *([Message("user", rng.choice(texts))] if not results or rng.random() < 0.3 else []))
@@ -216,17 +216,15 @@ def test_an_edit_branches_and_later_answers_keep_their_tokens(
         dialogue.say(*[Message("tool", "r") for _ in completion.tool_calls], Message("user", "Go on"))
     place = data.draw(st.integers(0, len(dialogue.sent) - 1))
     sent = [echo(message, rng, keeps_thinking=False) for message in dialogue.sent]
-    sent[place] = replace(dialogue.find_answer[place], content=dialogue.find_answer[place].content + "EDITED")
-    find_answer = [*dialogue.find_answer[:place], sent[place], *dialogue.find_answer[place + 1 :]]
+    sent[place] = replace(dialogue.said[place], content=dialogue.said[place].content + "EDITED")
+    said = [*dialogue.said[:place], sent[place], *dialogue.said[place + 1 :]]
     opening = dialogue.history.open(sent, TOOLS)
     ids = opening.ids.tolist()
     assert opening.divergence is (Divergence.EDITED_TEXT if place <= max(sampled) else None)
     kept = max(end for num_messages, end in dialogue.ends.items() if num_messages <= place)
     assert ids[:kept] == dialogue.ids[:kept]
     assert opening.num_recorded >= kept + sum(len(ids) for index, ids in sampled.items() if index > place)
-    assert format.tokenizer.decode(ids) == format.tokenizer.decode(
-        format.render(find_answer, TOOLS, generation=True).ids
-    )
+    assert format.tokenizer.decode(ids) == format.tokenizer.decode(format.render(said, TOOLS, generation=True).ids)
     at = kept
     for index in range(place + 1, len(sent)):
         if index in sampled:
@@ -276,11 +274,11 @@ def test_a_truncated_conversation_keeps_tokens_and_thinking(format: ChatFormat) 
     sent = [*dialogue.sent[:2], *dialogue.sent[-4:]]
     opening = history.open(sent, TOOLS)
     assert opening.divergence is Divergence.TRUNCATED
-    find_answer = [*dialogue.find_answer[:2], *dialogue.find_answer[-4:]]
-    text = format.tokenizer.decode(format.render(find_answer, TOOLS, generation=True).ids)
+    said = [*dialogue.said[:2], *dialogue.said[-4:]]
+    text = format.tokenizer.decode(format.render(said, TOOLS, generation=True).ids)
     assert format.tokenizer.decode(opening.ids.tolist()) == text
     assert "Think 4" in text
-    num_client = len(format.extend(find_answer[:3], find_answer[3:4], TOOLS, generation=True).ids)
+    num_client = len(format.extend(said[:3], said[3:4], TOOLS, generation=True).ids)
     assert opening.num_encoded < opening.ids.size // 2
     assert num_client < opening.num_encoded
     # And goes on from there as any other.
