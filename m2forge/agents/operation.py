@@ -282,7 +282,7 @@ def make_operation(config: OperationConfig) -> Operation:
 
 
 def find_operation(name: str, parameters: Mapping[str, JsonValue], custom: Sequence[Operation] = ()) -> Operation:
-    """The operation of `own` with this name and these parameters, otherwise a built-in one."""
+    """The operation of `custom` with this name and these parameters, otherwise a built-in one."""
     for operation in custom:
         if operation.name == name and operation.parameters == parameters:
             return operation

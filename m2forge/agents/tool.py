@@ -93,7 +93,7 @@ class _FileTool:
     is_timed = True
 
     def __init__(self, sandbox: Sandbox, lock: asyncio.Lock) -> None:
-        """`turn`: lock shared by the tools of one workspace, because one of two concurrent edits would be lost."""
+        """`lock`: lock shared by the tools of one workspace, because one of two concurrent edits would be lost."""
         self._sandbox, self._lock = sandbox, lock
 
     async def run(self, arguments: Mapping[str, JsonValue]) -> str:

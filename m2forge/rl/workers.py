@@ -167,7 +167,7 @@ class Workers:
         self, id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool] = (), *, is_exclusive: bool = False
     ) -> str:
         """Run a job and return its answer; raises `JobError`, or `TimeoutError` after the attempt's timeout, which
-        starts when a worker has a free slot. `is_alone`: give the worker no other job, so that this one is to blame
+        starts when a worker has a free slot. `is_exclusive`: give the worker no other job, so that this one is to blame
         for its death."""
         job = _job(id, task, endpoint, tools)
         if is_exclusive:

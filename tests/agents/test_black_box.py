@@ -64,8 +64,8 @@ def test_the_transcript_is_written_whole(tmp_path: Path) -> None:
     write_transcript(result, tmp_path / "kept")
     assert (tmp_path / "kept" / "stdout.txt").read_text() == "out\n"
     assert (tmp_path / "kept" / "stderr.txt").read_text() == "err\n"
-    told = json.loads((tmp_path / "kept" / "exit.json").read_text())
-    assert (told["reason"], told["status"], told["num_stdout_bytes"]) == ("exited", 2, 4)
+    received = json.loads((tmp_path / "kept" / "exit.json").read_text())
+    assert (received["reason"], received["status"], received["num_stdout_bytes"]) == ("exited", 2, 4)
     with pytest.raises(ExistsError):
         write_transcript(result, tmp_path / "kept")
 

@@ -52,13 +52,13 @@ async def ask(answers: Sequence[bytes]) -> tuple[Reply | M2ForgeError, list[dict
     async with server:
         port = server.sockets[0].getsockname()[1]
         client = ChatClient(Endpoint(f"http://127.0.0.1:{port}", "m2f-key", "nano"), max_tokens=5)
-        told: Reply | M2ForgeError
+        received: Reply | M2ForgeError
         try:
-            told = await client.complete([Message("user", "Hi")], TOOLS[:1])
+            received = await client.complete([Message("user", "Hi")], TOOLS[:1])
         except M2ForgeError as error:
-            told = error
+            received = error
         await client.close()
-    return told, headers, bodies
+    return received, headers, bodies
 
 
 @pytest.fixture(autouse=True)
@@ -67,9 +67,9 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_was_away_is_asked_again() -> None:
-    told, headers, bodies = asyncio.run(ask([b"", response(503, "stopping"), response(200, ANSWER)]))
+    received, headers, bodies = asyncio.run(ask([b"", response(503, "stopping"), response(200, ANSWER)]))
     call = ToolCall("stop", {}, "c")
-    assert told == Reply("chatcmpl-1", Message("assistant", "", "Hm.", (call,)), False, 7, 3)
+    assert received == Reply("chatcmpl-1", Message("assistant", "", "Hm.", (call,)), False, 7, 3)
     assert [one["x-stainless-retry-count"] for one in headers] == ["0", "1", "2"]
     assert all(one["authorization"] == "Bearer m2f-key" for one in headers)
     assert bodies[0] == bodies[1] == bodies[2]
@@ -79,9 +79,9 @@ def test_a_server_that_was_away_is_asked_again() -> None:
 
 
 def test_what_is_refused_is_not_asked_again() -> None:
-    told, headers, _ = asyncio.run(ask([response(429, {"error": {"message": "budget is spent"}})]))
-    assert isinstance(told, RequestError)
-    assert "budget is spent" in str(told)
+    received, headers, _ = asyncio.run(ask([response(429, {"error": {"message": "budget is spent"}})]))
+    assert isinstance(received, RequestError)
+    assert "budget is spent" in str(received)
     assert len(headers) == 1
 
 
@@ -89,12 +89,12 @@ def test_what_is_refused_is_not_asked_again() -> None:
     "body", ["no JSON", [], {}, {"choices": []}, ANSWER | {"usage": None}, ANSWER | {"choices": [1]}]
 )
 def test_an_answer_that_cannot_be_read_is_told(body: object) -> None:
-    told, _, _ = asyncio.run(ask([response(200, body)]))
-    assert isinstance(told, EngineError)
+    received, _, _ = asyncio.run(ask([response(200, body)]))
+    assert isinstance(received, EngineError)
 
 
 def test_a_server_that_stays_away_is_told() -> None:
-    told, headers, _ = asyncio.run(ask([response(500, "broken")] * 5))
-    assert isinstance(told, EngineError)
-    assert "5 attempts; the last: status 500: broken" in str(told)
+    received, headers, _ = asyncio.run(ask([response(500, "broken")] * 5))
+    assert isinstance(received, EngineError)
+    assert "5 attempts; the last: status 500: broken" in str(received)
     assert len(headers) == 5

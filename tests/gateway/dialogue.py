@@ -162,12 +162,12 @@ class Dialogue:
     def open(self) -> Opening:
         return self.history.open(self.sent, self.tools)
 
-    def answer(self, opening: Opening, ids: IntArray, told: Message | None = None) -> Completion:
-        """`told`: what the client keeps, if it is not what it was told."""
+    def answer(self, opening: Opening, ids: IntArray, client_message: Message | None = None) -> Completion:
+        """`client_message`: the message in the client's history, if it differs from the response."""
         completion = read(self.format, ids, len(self.sent), self.tools)
         self.history.record(opening, ids, completion)
         self.said.append(completion.message())
-        self.sent.append(completion.message() if told is None else told)
+        self.sent.append(completion.message() if client_message is None else client_message)
         self.ids = [*opening.ids.tolist(), *ids.tolist()]
         if not ids.size or int(ids[-1]) not in self.format.stop_ids:
             self.ids.append(self.format.stop_ids[0])

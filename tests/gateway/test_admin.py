@@ -81,8 +81,8 @@ def test_one_request_closes_with_the_tree_and_one_deletes_many(tmp_path: Path) -
             assert post(gateway, episode["key"], BODY | {"seed": 1}).status_code == 403
         assert client.get("/episodes/one").json()["closed"]["failure"] == "late"
         assert client.post("/episodes/none/take").status_code == 404
-        told = client.request("DELETE", "/episodes", json={"ids": ["one", "none", "two", "one"]})
-        assert told.json() == {"num_deleted": 2}
+        response = client.request("DELETE", "/episodes", json={"ids": ["one", "none", "two", "one"]})
+        assert response.json() == {"num_deleted": 2}
         assert journal_ids(tmp_path) == ["three"]
         assert post(gateway, made[0]["key"], BODY).status_code == 401
         for wrong in ({}, {"ids": "three"}, {"ids": [3]}):

@@ -55,13 +55,13 @@ def test_messages_with_tools_are_recorded_as_they_were_sampled(
         with connected(gateway, key) as client:
             messages: list[Any] = [{"role": "user", "content": "Find."}]
             for said in SAYS:
-                told = say(client, is_streamed, system="Be brief.", messages=messages, tools=MESSAGES_TOOLS)
-                blocks = [block for block in told.content if keeps_thinking or block.type != "thinking"]
-                assert "".join(block.text for block in told.content if block.type == "text") == said.content
-                uses = [block for block in told.content if block.type == "tool_use"]
+                response = say(client, is_streamed, system="Be brief.", messages=messages, tools=MESSAGES_TOOLS)
+                blocks = [block for block in response.content if keeps_thinking or block.type != "thinking"]
+                assert "".join(block.text for block in response.content if block.type == "text") == said.content
+                uses = [block for block in response.content if block.type == "tool_use"]
                 assert [use.input for use in uses] == [dict(made.arguments) for made in said.tool_calls]
                 assert all(use.id.startswith("toolu_") for use in uses)
-                assert told.stop_reason == ("tool_use" if uses else "end_turn")
+                assert response.stop_reason == ("tool_use" if uses else "end_turn")
                 messages.append({"role": "assistant", "content": [block.model_dump() for block in blocks]})
                 results = [{"type": "tool_result", "tool_use_id": use.id, "content": "found"} for use in uses]
                 if results:
@@ -78,11 +78,11 @@ def test_token_counts_equal_the_prompts_and_record_nothing() -> None:
             messages: list[Any] = [{"role": "user", "content": "Find."}]
             counted = client.messages.count_tokens(model="m", messages=messages, tools=MESSAGES_TOOLS)
             assert episode.num_calls == 0
-            told = say(client, False, messages=messages, tools=MESSAGES_TOOLS)
-        assert counted.input_tokens == len(gateway.engine.seen()[0][0]) == told.usage.input_tokens
-        assert told.usage.output_tokens == len(gateway.engine.seen()[0][1])
-        thinking_tokens = told.usage.output_tokens_details.thinking_tokens
-        assert 0 < thinking_tokens < told.usage.output_tokens
+            response = say(client, False, messages=messages, tools=MESSAGES_TOOLS)
+        assert counted.input_tokens == len(gateway.engine.seen()[0][0]) == response.usage.input_tokens
+        assert response.usage.output_tokens == len(gateway.engine.seen()[0][1])
+        thinking_tokens = response.usage.output_tokens_details.thinking_tokens
+        assert 0 < thinking_tokens < response.usage.output_tokens
         check_recorded(gateway, episode)
 
 
@@ -97,9 +97,9 @@ def test_errors_are_the_exceptions_of_the_client() -> None:
                 say(client, False, messages=hello, max_tokens=0)
             with pytest.raises(anthropic.NotFoundError):
                 client.messages.batches.list()
-            told = say(client, True, messages=hello, stop_sequences=["two"])
-            assert (told.stop_reason, told.stop_sequence) == ("stop_sequence", "two")
-            assert told.content[-1].text == "one "
+            response = say(client, True, messages=hello, stop_sequences=["two"])
+            assert (response.stop_reason, response.stop_sequence) == ("stop_sequence", "two")
+            assert response.content[-1].text == "one "
 
 
 def test_models_and_request_ids_have_the_vendors_form() -> None:
@@ -120,8 +120,8 @@ def test_models_and_request_ids_have_the_vendors_form() -> None:
                 client.models.retrieve("c")
             assert isinstance(caught.value.body, dict)
             assert caught.value.body["type"] == "error"
-            told = say(client, False, messages=hello)
-            assert told._request_id == told.id
+            response = say(client, False, messages=hello)
+            assert response._request_id == response.id
             with client.messages.stream(model="m", max_tokens=9, messages=hello) as stream:
                 assert stream.request_id == stream.get_final_message().id
             assert client.messages.count_tokens(model="m", messages=hello)._request_id

@@ -56,17 +56,17 @@ def test_a_conversation_with_tools_is_recorded_as_it_was_sampled(name: str, is_s
         with connected(gateway, key) as client:
             messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Find."}]
             for number, said in enumerate(SAYS):
-                told = chat(client, messages, is_streamed=is_streamed)
-                assert (told.content or "") == said.content
-                assert getattr(told, "reasoning_content", "") == said.thinking or not said.thinking
-                calls = [json.loads(made.function.arguments) for made in told.tool_calls or []]
+                received = chat(client, messages, is_streamed=is_streamed)
+                assert (received.content or "") == said.content
+                assert getattr(received, "reasoning_content", "") == said.thinking or not said.thinking
+                calls = [json.loads(made.function.arguments) for made in received.tool_calls or []]
                 assert calls == [dict(made.arguments) for made in said.tool_calls]
-                messages.append(told.model_dump(exclude_none=True, exclude={"parsed": True}))
+                messages.append(received.model_dump(exclude_none=True, exclude={"parsed": True}))
                 messages += [
                     {"role": "tool", "tool_call_id": made.id, "content": f"result of {made.id}"}
-                    for made in told.tool_calls or []
+                    for made in received.tool_calls or []
                 ]
-                if not told.tool_calls:
+                if not received.tool_calls:
                     messages.append({"role": "user", "content": f"Thanks {number}"})
         check_recorded(gateway, episode)
         assert gateway.counts.num_encoded == num_new_tokens(format, gateway.engine.seen())
@@ -139,9 +139,9 @@ def test_several_samples_are_all_told_and_recorded(is_streamed: bool) -> None:
                 for choice in part.choices:
                     num_logprobs[choice.index] += len(choice.logprobs.content) if choice.logprobs else 0
                     reasons[choice.index] = reasons[choice.index] or choice.finish_reason
-                    told = choice.delta if is_streamed else choice.message
+                    received = choice.delta if is_streamed else choice.message
                     for name in ("content", "reasoning_content"):
-                        text = texts[choice.index].get(name, "") + (getattr(told, name, None) or "")
+                        text = texts[choice.index].get(name, "") + (getattr(received, name, None) or "")
                         texts[choice.index][name] = text
             usage = parts[-1].usage
         seen = gateway.engine.seen()
@@ -165,9 +165,9 @@ def test_a_stop_text_is_cut_off_and_the_conversation_goes_on(is_streamed: bool) 
         episode, key = gateway.episode()
         with connected(gateway, key) as client:
             messages: list[Any] = [{"role": "user", "content": "Count"}]
-            told = chat(client, messages, is_streamed=is_streamed, stop=["thr", "zz"])
-            assert told.content == "one two "
-            messages += [told.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
+            received = chat(client, messages, is_streamed=is_streamed, stop=["thr", "zz"])
+            assert received.content == "one two "
+            messages += [received.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
             assert chat(client, messages, is_streamed=is_streamed).content == "ok"
         check_recorded(gateway, episode)
         assert gateway.counts.num_encoded == num_new_tokens(format, gateway.engine.seen())

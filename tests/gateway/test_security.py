@@ -198,11 +198,11 @@ def test_an_internal_failure_is_logged_without_prompt_text(
         owners = {"generate": gateway.engine, "piece": ChatStream, "end_sample": ChatStream, "parser": SampleReader}
         with monkeypatch.context() as patch:
             patch.setattr(owners.get(place, OpenAIChat), "take" if place == "parser" else place, fail)
-            told = post(gateway, key, body)
+            response = post(gateway, key, body)
         is_reached = (
             is_streamed != (place == "answer") if place in ("answer", "stream", "piece", "end_sample") else True
         )
-        assert secret not in told.text
+        assert secret not in response.text
         assert ("ZeroDivisionError" in "\n".join(texts_of(caplog))) == is_reached
         gateway.wait_until(lambda: episode.num_running == 0)
         assert post(gateway, key, body).status_code == 200

@@ -199,13 +199,13 @@ def test_a_failed_engine_is_reported_and_its_tokens_are_free(
             # Enough for one call: that the engine fails is not the agent's doing.
             episode, key = gateway.episodes.create(budget=Budget(max_calls=1, max_tokens=BODY["max_tokens"]))
             async with httpx2.AsyncClient(base_url=gateway.url, headers={"x-api-key": key}, verify=False) as client:
-                told = await client.post("/v1/chat/completions", json=BODY | {"stream": is_streamed})
+                response = await client.post("/v1/chat/completions", json=BODY | {"stream": is_streamed})
                 if is_streamed and num_chunks:
-                    assert told.status_code == 200
-                    assert json.loads(told.text.split("data: ")[-1])["error"]["message"] == words
+                    assert response.status_code == 200
+                    assert json.loads(response.text.split("data: ")[-1])["error"]["message"] == words
                 else:
-                    assert told.status_code == 503
-                    assert told.json()["error"]["message"] == words
+                    assert response.status_code == 503
+                    assert response.json()["error"]["message"] == words
                 # A client may go on from what it was shown; of the rest nothing stays.
                 calls = episode.calls()
                 assert [call.finish_reason for call in calls] == [FinishReason.ABORT] * bool(num_chunks and is_streamed)
@@ -244,9 +244,9 @@ def test_what_an_engine_does_wrong_is_not_the_clients_mistake(is_streamed: bool)
             episode, key = gateway.episodes.create()
             async with httpx2.AsyncClient(base_url=gateway.url, headers={"x-api-key": key}, verify=False) as client:
                 body = BODY | {"stream": is_streamed, "logprobs": False}
-                told = await client.post("/v1/chat/completions", json=body)
-            assert told.status_code == (200 if is_streamed else 503)
-            error = json.loads(told.text.split("data: ")[-1])["error"] if is_streamed else told.json()["error"]
+                response = await client.post("/v1/chat/completions", json=body)
+            assert response.status_code == (200 if is_streamed else 503)
+            error = json.loads(response.text.split("data: ")[-1])["error"] if is_streamed else response.json()["error"]
             assert error["type"] == "server_error"
             assert "what the engine sampled cannot be recorded" in error["message"]
             assert (episode.num_calls, episode.num_running) == (0, 0)
@@ -280,9 +280,9 @@ def test_an_answer_that_cannot_be_written_down_is_not_told(tmp_path: Path) -> No
         episode, key = gateway.episode()
         path = tmp_path / f"{episode.id}.journal"
         path.rename(tmp_path / "away")
-        told = post(gateway, key, BODY | {"stream": True, "max_tokens": 100})
-        assert "cannot be written" in told.text
-        assert '"finish_reason": "' not in told.text
+        response = post(gateway, key, BODY | {"stream": True, "max_tokens": 100})
+        assert "cannot be written" in response.text
+        assert '"finish_reason": "' not in response.text
         assert episode.num_calls == 0
         (tmp_path / "away").rename(path)
         assert post(gateway, key, BODY).status_code == 200
@@ -293,19 +293,19 @@ def test_a_call_that_takes_too_long_is_aborted_recorded_and_told() -> None:
     config = GatewayConfig(port=0, call_timeout_s=0.2)
     with live(minimax(), config=config, delay_s=0.02) as gateway:
         episode, key = gateway.episode()
-        told = post(gateway, key, BODY | {"max_tokens": 2000}).json()
-        assert told["choices"][0]["finish_reason"] == "length"
+        response = post(gateway, key, BODY | {"max_tokens": 2000}).json()
+        assert response["choices"][0]["finish_reason"] == "length"
         (call,) = gateway.run(episode.calls)
         assert call.finish_reason is FinishReason.ABORT
-        assert 0 < call.response_ids.size == told["usage"]["completion_tokens"]
+        assert 0 < call.response_ids.size == response["usage"]["completion_tokens"]
 
 
 def test_samples_over_the_limit_are_refused() -> None:
     with live(minimax(), config=GatewayConfig(port=0, max_samples=130)) as gateway:
         episode, key = gateway.episode()
         assert len(post(gateway, key, BODY | {"n": 130, "max_tokens": 1}).json()["choices"]) == 130
-        told = post(gateway, key, BODY | {"n": 131}).json()["error"]
-        assert (told["param"], told["message"]) == ("n", "n: expected at most 130, received 131")
+        response = post(gateway, key, BODY | {"n": 131}).json()["error"]
+        assert (response["param"], response["message"]) == ("n", "n: expected at most 130, received 131")
         wrong = [{"role": "tool", "tool_call_id": "x", "content": "of no call"}]
         assert post(gateway, key, BODY | {"messages": wrong}).status_code == 400
         assert episode.num_running == 0
@@ -322,5 +322,5 @@ def test_a_stop_text_is_found_however_the_text_is_cut(size: int) -> None:
         ("ß💥", ["💥"], "ß", "💥"),
     ):
         cutter, data = StopCutter(stops), text.encode()
-        told = b"".join(cutter.cut(data[at : at + size]) for at in range(0, len(data), size)) + cutter.flush()
-        assert (told.decode(), cutter.stop_text) == (expected, found)
+        response = b"".join(cutter.cut(data[at : at + size]) for at in range(0, len(data), size)) + cutter.flush()
+        assert (response.decode(), cutter.stop_text) == (expected, found)

@@ -61,9 +61,9 @@ def ask(url: str, key: str, messages: list[Any], **options: Any) -> Iterator[str
         contextlib.suppress(httpx2.TransportError),
         httpx2.stream(
             "POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=20, verify=False
-        ) as told,
+        ) as response,
     ):
-        for line in told.iter_lines():
+        for line in response.iter_lines():
             if line.startswith("data: "):
                 yield line.removeprefix("data: ")
 
@@ -148,9 +148,9 @@ def test_in_process_the_loop_creates_episodes_and_reads_trees() -> None:
             episode, key = gateway.episodes.create("task", group="g")
             body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100}
             async with httpx2.AsyncClient(base_url=gateway.url, headers={"x-api-key": key}) as client:
-                told = await client.post("/v1/chat/completions", json=body)
+                response = await client.post("/v1/chat/completions", json=body)
                 refused = await client.post("/episodes", json={})
-            assert told.json()["choices"][0]["message"]["content"] == "Hello"
+            assert response.json()["choices"][0]["message"]["content"] == "Hello"
             assert refused.status_code == 403  # there is no admin key
             assert [call.response_ids.tolist() for call in episode.calls()] == engine.completions[0]
         # The engine is the caller's.

@@ -35,7 +35,7 @@ def test_attempts_end_together_and_repeats_change_nothing(config: PoolConfig) ->
         # The first one's other calls follow; the third's group is not over yet.
         first = [ending(leases[1]), ending(leases[2]), ending(leases[0], first=1)]
         assert pool.end(first) == [True, False, True]
-        assert not any(isinstance(told, StateError) for told in pool.end(first))
+        assert not any(isinstance(received, StateError) for received in pool.end(first))
         assert pool.end([ending(leases[3], num_calls=0)]) == [True]
         over = pool.unjudged(4)
         assert [len(unit.episodes) for unit, _ in over] == [2, 2]
@@ -51,8 +51,8 @@ def test_one_that_is_refused_leaves_nothing_and_disturbs_nobody(config: PoolConf
         pool.put([(task(), 3)])
         lost, torn, kept = pool.lease("worker", 3)
         pool.fail(lost, "broken")
-        told = pool.end([ending(lost), ending(torn, first=1), ending(kept)])
-        assert [type(answer) for answer in told] == [LeaseLostError, RecordError, bool]
+        received = pool.end([ending(lost), ending(torn, first=1), ending(kept)])
+        assert [type(answer) for answer in received] == [LeaseLostError, RecordError, bool]
         assert pool.counts()["finished"] == 1
         assert [lease.num_calls for lease in pool.leases_of("worker")] == [0]
         assert pool.end([ending(torn)]) == [False]

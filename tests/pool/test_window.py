@@ -109,11 +109,11 @@ def test_wrong_numbers_are_refused() -> None:
     window = filled(2, 2)
     with pytest.raises(RecordError, match="size"):
         Window(0)
-    with pytest.raises(RecordError, match="behind 1"):
+    with pytest.raises(RecordError, match="after 1"):
         window.submit(Unit(1, "g"))
     with pytest.raises(RecordError, match="quotas"):
         window.take(2, {"a": 1})
-    with pytest.raises(RecordError, match="place 9"):
+    with pytest.raises(RecordError, match="queue position 9"):
         window.give_up(9)
 
 

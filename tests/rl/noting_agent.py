@@ -1,4 +1,4 @@
-"""An agent program that is another one, and writes down what that is told.
+"""An agent program that runs another one and records the lines that it receives.
 
 python noting_agent.py NOTES PROGRAM
 """
@@ -10,13 +10,13 @@ from typing import TextIO
 
 
 class Noted:
-    """Standard input, of which every line is added to a file before it is read."""
+    """Standard input that appends every line to a file before the program reads it."""
 
-    def __init__(self, told: TextIO, notes: Path) -> None:
-        self._told, self._notes = told, notes
+    def __init__(self, stdin: TextIO, notes: Path) -> None:
+        self._stdin, self._notes = stdin, notes
 
     def readline(self) -> str:
-        line = self._told.readline()
+        line = self._stdin.readline()
         with self._notes.open("a", encoding="utf-8") as file:
             file.write(line)
         return line

@@ -174,11 +174,11 @@ def test_nothing_that_an_agent_gets_holds_the_verifiers_data(tmp_path: Path) -> 
             return (await make_agents(lambda: 0).attempt("g0-0-1", task, "g0")).answer
 
     with live(minimax(), config=GatewayConfig(port=0)) as gateway:
-        told = asyncio.run(scene(gateway))
+        received = asyncio.run(scene(gateway))
     for name, value in task.metadata.items():
-        assert f'"{name}"' not in told, name
-        assert name in ("family", "start", "num_links") or str(value) not in told, name
-    job = json.loads(told.splitlines()[0])
+        assert f'"{name}"' not in received, name
+        assert name in ("family", "start", "num_links") or str(value) not in received, name
+    job = json.loads(received.splitlines()[0])
     assert job["task"] == {
         "id": task.id,
         "domain": "agent",

@@ -266,8 +266,10 @@ def test_a_pool_behind_its_checkpoint_is_refused(model: Path, tmp_path: Path) ->
         file.unlink()
     for file in tmp_path.glob("old-pool.db*"):
         file.rename(tmp_path / file.name.removeprefix("old-"))
-    told = "its last one is step 0, and the checkpoint is of step 2 of 'run'; restore the pool's database of this run"
-    with pytest.raises(StateError, match=told):
+    message = (
+        "its last one is step 0, and the checkpoint is of step 2 of 'run'; restore the pool's database of this run"
+    )
+    with pytest.raises(StateError, match=message):
         Trainer(tmp_path, config).run()
-    with pytest.raises(StateError, match=told):
+    with pytest.raises(StateError, match=message):
         Loop(Layout(tmp_path), config)

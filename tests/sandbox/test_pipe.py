@@ -33,8 +33,8 @@ ENDS: dict[str, Callable[[Drain, int], None]] = {
 @pytest.mark.parametrize("state", ENDS)
 def test_a_pipe_is_aborted_in_any_state(state: str) -> None:
     async def scene() -> list[dict[str, object]]:
-        told: list[dict[str, object]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        received: list[dict[str, object]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: received.append(context))
         reader, writer = os.pipe()
         drain = await Drain.connect(os.fdopen(writer, "wb", buffering=0))
         ENDS[state](drain, reader)
@@ -44,6 +44,6 @@ def test_a_pipe_is_aborted_in_any_state(state: str) -> None:
             os.fstat(writer)
         if state != "broken":
             os.close(reader)
-        return told
+        return received
 
     assert asyncio.run(scene()) == []

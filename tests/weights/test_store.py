@@ -125,14 +125,14 @@ def test_a_publisher_killed_at_any_moment_leaves_whole_versions(tmp_path: Path) 
             [sys.executable, "-c", PUBLISHER, str(store.folder)], stdout=subprocess.PIPE, text=True
         ) as process:
             assert process.stdout is not None
-            told = int(process.stdout.readline())
+            published = int(process.stdout.readline())
             time.sleep(delay_s)
             process.send_signal(signal.SIGKILL)
-            told = max([told, *map(int, process.stdout.read().split())])
+            published = max([published, *map(int, process.stdout.read().split())])
         found = store.newest()
         assert found is not None
         version, folder = found
-        assert version.step >= told > last
+        assert version.step >= published > last
         assert (load_model(folder).norm.weight == version.step).all()
         last = version.step
     store.publish(make_model(), last + 1)

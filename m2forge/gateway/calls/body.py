@@ -317,13 +317,13 @@ class LoopShare:
             self._end(time.monotonic() - start_s)
 
     async def _wait(self) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        woken = asyncio.get_running_loop().create_future()
+        self._waiting.append(woken)
         try:
-            await turn
+            await woken
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._wake_next()  # pass on the turn that this piece had
+            if woken.done() and not woken.cancelled():
+                self._wake_next()  # wake the next piece instead of this one
             raise
 
     def _end(self, took_s: float) -> None:
@@ -338,9 +338,9 @@ class LoopShare:
 
     def _wake_next(self) -> None:
         while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
+            woken = self._waiting.popleft()
+            if not woken.done():
+                woken.set_result(None)
                 return
         self._is_busy = False
 
@@ -367,10 +367,10 @@ class Bodies:
         """Idle workers; None is a worker that has not been started."""
         self._slots = asyncio.Semaphore(num_workers)
 
-    async def read(self, path: str, body: bytes, turn: asyncio.Lock) -> Read:
-        """Raises `Refusal` and `AskError`. `turn` is the episode's lock, held while a worker reads."""
+    async def read(self, path: str, body: bytes, lock: asyncio.Lock) -> Read:
+        """Raises `Refusal` and `AskError`. `lock` is the episode's lock, held while a worker reads."""
         if is_large(body):
-            async with turn:
+            async with lock:
                 return await self._read_apart(path, body)
         if len(body) <= LONG_BYTES:
             read = read_body(self._setup, path, body)

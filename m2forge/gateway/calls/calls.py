@@ -336,7 +336,8 @@ def _watch(generation: Generation, receive: Receive) -> "asyncio.Task[None]":
 async def _unless_disconnected(
     watch: "asyncio.Task[None]", coming: Coroutine[object, object, object], limit_s: float | None = None
 ) -> bool:
-    """Return whether `coming` finished within the limit. Raises Gone if the client (`watch`) disconnects first."""
+    """Return whether `coming` finished within the limit. Raises ClientDisconnected if the client (`watch`) disconnects
+    first."""
     awaited = asyncio.ensure_future(coming)
     try:
         await asyncio.wait((watch, awaited), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)

@@ -38,7 +38,7 @@ def read_here(setup: Setup, path: str, body: bytes) -> Read:
     return read
 
 
-def told(error: M2ForgeError) -> tuple[object, ...]:
+def error_fields(error: M2ForgeError) -> tuple[object, ...]:
     status = error.status if isinstance(error, Refusal) else None
     return type(error), str(error), status, error.field if isinstance(error, AskError) else None
 
@@ -69,11 +69,11 @@ def test_a_worker_reads_what_the_gateway_would(monkeypatch: pytest.MonkeyPatch) 
             try:
                 here: object = read_here(setup, path, body)
             except M2ForgeError as error:
-                here = told(error)
+                here = error_fields(error)
             try:
                 apart: object = await bodies.read(path, body, asyncio.Lock())
             except M2ForgeError as error:
-                apart = told(error)
+                apart = error_fields(error)
             assert apart == here
             num_read += isinstance(apart, Read)
         await bodies.close()

@@ -36,9 +36,9 @@ PLACES = {"/v1/chat/completions": "messages", "/v1/responses": "input", "/v1/com
 def test_a_prompt_beyond_the_context_gets_the_vendors_error(path: str, is_streamed: bool) -> None:
     with live(minimax()) as gateway:
         made = create(gateway, id="own", context=64).json()
-        told = post(gateway, made["key"], PATHS[path] | LONG[path] | {"stream": is_streamed}, path)
-        assert told.status_code == 400, told.text
-        error = told.json()["error"]
+        response = post(gateway, made["key"], PATHS[path] | LONG[path] | {"stream": is_streamed}, path)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
         assert error["message"].startswith(SAYS[path])
         assert error["type"] == "invalid_request_error"
         if path in PLACES:

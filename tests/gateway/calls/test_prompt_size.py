@@ -52,9 +52,9 @@ def test_a_text_far_beyond_the_context_is_refused_untokenized(path: str, monkeyp
         body = PATHS.get(path, {"model": "m"}) | changed
         assert keeps_thinking(format)  # found out once for each format, on made-up conversations
         given = format.num_messages
-        told = post(gateway, key, body, path)
-        assert told.status_code == 400
-        error = told.json()["error"]
+        response = post(gateway, key, body, path)
+        assert response.status_code == 400
+        error = response.json()["error"]
         if path.startswith("/v1/messages"):
             assert re.fullmatch(
                 r"prompt is too long: \d+ tokens > 4096 maximum", error["message"].removeprefix("messages: ")
@@ -74,9 +74,9 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_forgotten() -> None:
         episode, key = gateway.episode()
         for number in range(3):
             messages = [{"role": "user", "content": f"{number} " + "x y z " * 2000}]
-            told = post(gateway, key, BODY | {"messages": messages})
-            assert told.status_code == 400
-            assert "maximum context length is 4096 tokens" in told.json()["error"]["message"]
+            response = post(gateway, key, BODY | {"messages": messages})
+            assert response.status_code == 400
+            assert "maximum context length is 4096 tokens" in response.json()["error"]["message"]
         assert not episode.history._beginnings
 
 
@@ -167,9 +167,9 @@ def test_more_messages_than_the_context_are_refused_unrendered() -> None:
         episode, key = gateway.episode()
         given = format.num_messages
         messages = [{"role": "user", "content": ""}] * 3000
-        told = post(gateway, key, BODY | {"messages": messages})
-        assert told.status_code == 400
-        assert told.json()["error"]["code"] == "context_length_exceeded"
+        response = post(gateway, key, BODY | {"messages": messages})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
         assert format.num_messages == given
         assert not episode.history._beginnings
 

@@ -48,7 +48,7 @@ def serve(wire: Wire, answer: Answer, pieces: Arrivals = ()) -> list[Ask]:
     return asks
 
 
-def told(message: types.Message) -> dict[str, object]:
+def content_of(message: types.Message) -> dict[str, object]:
     """What was said, words after a call joined to those before."""
     blocks = message.content
     return {
@@ -78,9 +78,9 @@ def test_the_client_reads_an_answer(answer: Answer) -> None:
     types.Message.model_validate(message.to_dict())
     assert not extras_of(message)
     thinking, content, calls = expected(answer)
-    assert "".join(thought for thought, _ in told(message)["thinking"]) == thinking  # type: ignore[attr-defined]
-    assert told(message)["text"] == content
-    assert told(message)["calls"] == calls
+    assert "".join(thought for thought, _ in content_of(message)["thinking"]) == thinking  # type: ignore[attr-defined]
+    assert content_of(message)["text"] == content
+    assert content_of(message)["calls"] == calls
     assert [block.type for block in message.content] == sorted(
         [block.type for block in message.content], key=["thinking", "text", "tool_use"].index
     )
@@ -96,7 +96,7 @@ def test_the_client_accumulates_a_stream_to_the_whole_answer(data: st.DataObject
         with client.messages.stream(model="m2", max_tokens=9, messages=[USER], thinking=thinking) as stream:
             kinds = [event.type for event in stream]
             final = stream.get_final_message()
-    assert told(final) == told(whole)
+    assert content_of(final) == content_of(whole)
     assert [block.type for block in final.content] == [block.type for block in whole.content]
     assert kinds[0] == "message_start"
     assert kinds[-2:] == ["message_delta", "message_stop"]

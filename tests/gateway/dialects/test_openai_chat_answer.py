@@ -83,7 +83,7 @@ def test_usage_tells_cached_and_thinking_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "told"),
+    ("ending", "finish_reason"),
     [
         (Ending.STOP, "stop"),
         (Ending.STOP_TEXT, "stop"),
@@ -92,10 +92,10 @@ def test_usage_tells_cached_and_thinking_tokens() -> None:
         (Ending.ABORT, "length"),
     ],
 )
-def test_endings_are_told(ending: Ending, told: str) -> None:
-    assert whole(ask_for(), [plain("x", ending)]).choices[0].finish_reason == told
+def test_endings_become_finish_reasons(ending: Ending, finish_reason: str) -> None:
+    assert whole(ask_for(), [plain("x", ending)]).choices[0].finish_reason == finish_reason
     chunk = json.loads(events_of(CHAT.stream(ask_for(), ID, CREATED_S).end_sample(0, plain("x", ending)))[0])
-    assert chunk["choices"][0]["finish_reason"] == told
+    assert chunk["choices"][0]["finish_reason"] == finish_reason
 
 
 def test_metadata_and_tier_are_repeated() -> None:

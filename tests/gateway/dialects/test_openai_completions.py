@@ -200,14 +200,18 @@ def test_the_client_adds_a_stream_up_to_the_whole_answer(
         pieces = [piece for chunk in chunks for piece in chunk.choices if piece.index == choice.index]
         assert choice.text == "".join(piece.text for piece in pieces) == answer.completion.content
         assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [choice.finish_reason]
-        told = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+        streamed_logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
         if choice.logprobs is None:
             assert logprobs is None
-            assert not told
+            assert not streamed_logprobs
             continue
-        assert [token for part in told for token in part.tokens or []] == choice.logprobs.tokens
-        assert [value for part in told for value in part.token_logprobs or []] == choice.logprobs.token_logprobs
-        assert [offset for part in told for offset in part.text_offset or []] == choice.logprobs.text_offset
+        assert [token for part in streamed_logprobs for token in part.tokens or []] == choice.logprobs.tokens
+        assert [
+            value for part in streamed_logprobs for value in part.token_logprobs or []
+        ] == choice.logprobs.token_logprobs
+        assert [
+            offset for part in streamed_logprobs for offset in part.text_offset or []
+        ] == choice.logprobs.text_offset
 
 
 def test_offsets_count_characters_of_the_text() -> None:

@@ -110,11 +110,11 @@ def test_the_client_accumulates_a_stream_to_the_whole_answer(
         whole = client.responses.create(model="m2", input="Hi", **setting)
         events = list(client.responses.create(model="m2", input="Hi", stream=True, **setting))
         with client.responses.stream(model="m2", input="Hi", **setting) as stream:
-            told = list(stream)
+            received = list(stream)
             final = None if answer.ending in CUT_OFF else stream.get_final_response()
     assert without_logprobs(last_response(events)) == without_logprobs(whole)
     assert final is None or without_logprobs(final) == without_logprobs(whole)
-    texts = [event.delta for event in told if event.type == "response.output_text.delta"]
+    texts = [event.delta for event in received if event.type == "response.output_text.delta"]
     assert "".join(texts) == answer.completion.content
 
 
@@ -218,7 +218,7 @@ def test_the_events_of_an_answer(is_summarised: bool) -> None:
     answer = Answer(Completion("Hm.", "So. Yes.", (call,), (), closed=True), Ending.TOOL_CALLS)
     events: list[Event] = [ThinkingDelta("Hm."), ContentDelta("So."), CallFinished(call), ContentDelta(" Yes.")]
     reasoning: JsonValue = {"summary": "auto"} if is_summarised else None
-    told = stream_of(answer, [(0, [event], []) for event in events], reasoning=reasoning)
+    received = stream_of(answer, [(0, [event], []) for event in events], reasoning=reasoning)
     thought = (
         ["reasoning_summary_part", "reasoning_summary_text"] if is_summarised else ["content_part", "reasoning_text"]
     )
@@ -230,7 +230,7 @@ def test_the_events_of_an_answer(is_summarised: bool) -> None:
         "content_part.done",
         "output_item.done",
     ]
-    assert [event["type"].removeprefix("response.") for event in told] == [
+    assert [event["type"].removeprefix("response.") for event in received] == [
         "created",
         "in_progress",
         "output_item.added",
@@ -247,7 +247,7 @@ def test_the_events_of_an_answer(is_summarised: bool) -> None:
         *words,
         "completed",
     ]
-    output = told[-1]["response"]["output"]
+    output = received[-1]["response"]["output"]
     results = [
         {"type": "function_call_output", "call_id": call.id, "output": "ok"} for call in answer.completion.tool_calls
     ]
@@ -280,10 +280,10 @@ def test_log_probabilities_are_those_of_the_words() -> None:
     part = message.content[0]
     assert isinstance(part, responses.ResponseOutputText)
     assert [one.token for one in part.logprobs or ()] == ["So", ". Ye", "s.<"]
-    told = stream_of(answer, pieces, include=[LOGPROBS])
-    deltas = [event for event in told if event["type"] == "response.output_text.delta"]
+    received = stream_of(answer, pieces, include=[LOGPROBS])
+    deltas = [event for event in received if event["type"] == "response.output_text.delta"]
     assert [[one["token"] for one in event["logprobs"]] for event in deltas] == [["So"], [". Ye"], ["s.<"]]
-    assert told[-1]["response"]["output"] == whole["output"]
+    assert received[-1]["response"]["output"] == whole["output"]
     assert not any(event.get("logprobs") for event in stream_of(answer, pieces))
 
 

@@ -254,7 +254,7 @@ def test_the_gateway_expires_and_compacts_by_itself(tmp_path: Path) -> None:
         episode, key = gateway.episode()
         assert post(gateway, key, BODY).status_code == 200
         gateway.wait_until(lambda: episode.closed is not None)
-        told = post(gateway, key, BODY | {"seed": 5})
-        assert told.status_code == 403
-        assert "expired after 0.3 s without a request" in told.json()["error"]["message"]
+        response = post(gateway, key, BODY | {"seed": 5})
+        assert response.status_code == 403
+        assert "expired after 0.3 s without a request" in response.json()["error"]["message"]
         gateway.wait_until(lambda: len(list((tmp_path / FOLDER).glob(f"*{COMPACT_SUFFIX}"))) == 1)

@@ -228,7 +228,7 @@ def test_a_journal_that_another_process_writes_to_is_left_alone(tmp_path: Path) 
     journal = Journal.create(tmp_path / "a.journal")
     other, _ = Journal.open(journal.path)
     other.append(CREATED)
-    with pytest.raises(JournalError, match="another gateway"):
+    with pytest.raises(JournalError, match="no other gateway uses this folder"):
         journal.append(Rewarded("r", 1.0))
     assert read_entries(journal.path)[0] == [CREATED]
 
@@ -261,12 +261,12 @@ def test_what_was_committed_survives_a_kill(tmp_path: Path) -> None:
             env=os.environ | {"PYTHONPATH": "."},
         )
         assert writer.stdout is not None
-        told = writer.stdout.readline()
+        line = writer.stdout.readline()
         time.sleep(rng.uniform(0.0, 0.1))
         os.kill(writer.pid, signal.SIGKILL)
         rest, _ = writer.communicate()
-        assert int(told) == num_before
-        num_told = int((told + rest).rpartition("\n")[0].split()[-1]) + 1
+        assert int(line) == num_before
+        num_told = int((line + rest).rpartition("\n")[0].split()[-1]) + 1
         ids = [entry.id for entry in read_entries(path)[0] if isinstance(entry, Rewarded)]
         assert len(ids) >= num_told > num_before
         assert ids == [str(number) for number in range(len(ids))]

@@ -126,9 +126,9 @@ def test_the_sdks_own_retry_is_one_sample(monkeypatch: pytest.MonkeyPatch) -> No
             httpx2.Client(event_hooks={"request": [note], "response": [drop]}) as http,
             openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=2, http_client=http) as client,
         ):
-            told = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+            received = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
         assert tries == ["0", "1"]
-        assert told.choices[0].message.content == "Hello."
+        assert received.choices[0].message.content == "Hello."
         check_recorded(gateway, episode)
         assert episode.num_calls == 1
 
@@ -259,9 +259,9 @@ def test_a_reward_by_the_id_of_several_choices_says_which() -> None:
         with httpx2.Client(base_url=gateway.url, headers={"Authorization": f"Bearer {ADMIN_KEY}"}) as client:
             wrong: Any
             for wrong in ({}, {"choice": 3}, {"choice": -1}, {"choice": "0"}, {"call": 1, "choice": 0}):
-                told = client.post(f"/episodes/{episode.id}/reward", json={"value": 1, "call": id} | wrong)
-                assert told.status_code == 400
-                assert told.json()["error"]["param"] == "choice"
+                received = client.post(f"/episodes/{episode.id}/reward", json={"value": 1, "call": id} | wrong)
+                assert received.status_code == 400
+                assert received.json()["error"]["param"] == "choice"
             assert not episode.rewards
             client.post(f"/episodes/{episode.id}/reward", json={"value": 1, "call": id, "choice": 2})
         assert [(reward.id, reward.call) for reward in episode.rewards.values()] == [("call-3", 3)]

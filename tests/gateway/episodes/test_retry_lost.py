@@ -79,10 +79,10 @@ def test_what_a_retry_was_told_is_nobody_elses(is_streamed: bool) -> None:
             retried = pool.submit(post, gateway, key, body, x_stainless_retry_count="1")
             gateway.wait_until(lambda: gateway.num_listeners() == 2)
             connection.close()
-            told = retried.result()
-        assert told.status_code == 200
+            response = retried.result()
+        assert response.status_code == 200
         other = post(gateway, key, body)
-        assert other.headers["x-request-id"] != told.headers["x-request-id"]
+        assert other.headers["x-request-id"] != response.headers["x-request-id"]
         assert episode.num_calls == 2
         check_recorded(gateway, episode)
 
@@ -100,11 +100,11 @@ def test_a_retry_of_one_of_two_equal_requests_gets_its_sample() -> None:
             connection.close()
             gateway.wait_until(lambda: episode.num_running == 1)
             retried = post(gateway, key, body, x_stainless_retry_count="1")
-            told = other.result()
-        assert retried.json()["id"] != told.json()["id"]
+            response = other.result()
+        assert retried.json()["id"] != response.json()["id"]
         # Nobody is owed anything now: the next attempt is of one that was answered.
         again = post(gateway, key, body, x_stainless_retry_count="2")
-        assert again.json()["id"] in (retried.json()["id"], told.json()["id"])
+        assert again.json()["id"] in (retried.json()["id"], response.json()["id"])
 
 
 def answered(requests: Requests, digest: str = "d", *, is_delivered: bool) -> Request:
@@ -143,9 +143,9 @@ def test_parallel_calls_wait_for_budget_promised_to_others() -> None:
         episode, key = gateway.episode(budget=Budget(max_tokens=4000))
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             bodies = [OPEN_END | {"user": str(number)} for number in range(3)]
-            told = list(pool.map(lambda body: post(gateway, key, body), bodies))
-        assert [answer.status_code for answer in told] == [200, 200, 200]
-        assert all(answer.json()["choices"][0]["finish_reason"] == "stop" for answer in told)
+            response = list(pool.map(lambda body: post(gateway, key, body), bodies))
+        assert [answer.status_code for answer in response] == [200, 200, 200]
+        assert all(answer.json()["choices"][0]["finish_reason"] == "stop" for answer in response)
         check_recorded(gateway, episode)
 
 
@@ -158,10 +158,10 @@ def test_what_is_spent_is_refused_to_those_who_waited_too() -> None:
             second = pool.submit(post, gateway, key, BODY | {"max_tokens": 31, "seed": 3})
             assert first.result().status_code == 200
             assert episode.num_sampled == 30
-            told = second.result()
-        assert told.status_code == 429
-        assert told.headers["x-should-retry"] == "false"
-        assert "30 of 30 sampled tokens are spent" in told.json()["error"]["message"]
+            response = second.result()
+        assert response.status_code == 429
+        assert response.headers["x-should-retry"] == "false"
+        assert "30 of 30 sampled tokens are spent" in response.json()["error"]["message"]
 
 
 def test_a_waiting_client_may_leave_and_waits_a_calls_time() -> None:
@@ -182,8 +182,8 @@ def test_a_waiting_client_may_leave_and_waits_a_calls_time() -> None:
         held, _ = gateway.run(lambda: episode.admit("held"))
         gateway.run(lambda: episode.reserve(held, 4000))
         begun_s = time.monotonic()
-        told = post(gateway, key, OPEN_END | {"user": "third"})
-        assert told.status_code == 429
-        assert "reserved by calls in flight" in told.json()["error"]["message"]
+        response = post(gateway, key, OPEN_END | {"user": "third"})
+        assert response.status_code == 429
+        assert "reserved by calls in flight" in response.json()["error"]["message"]
         assert 0.4 < time.monotonic() - begun_s < 5
         assert httpx2.get(f"{gateway.url}/health").json()["num_requests"] == 0

@@ -49,12 +49,12 @@ def test_work_for_an_edited_conversation_is_linear_in_its_length(
     for number in range(61):
         messages.append(Message("user", f"u{number}"))
         before = num_looks[0]
-        opening, told = answer(
+        opening, received = answer(
             history, format, [Message("system", f"step {number}"), *messages], Message("assistant", "ok", "t"), number
         )
         looks.append(num_looks[0] - before)
         assert opening.divergence is (Divergence.EDITED_TEXT if number else None)
-        messages.append(told)
+        messages.append(received)
     assert looks[60] < 2.2 * looks[30]
     assert looks[60] < 10 * 60
 
@@ -81,9 +81,9 @@ def test_the_ids_of_calls_say_which_answer_it_is(format: ChatFormat) -> None:
     """In another place than any of those that read the same; where one stands already, that one is followed."""
     history = History(format)
     said = Message("assistant", "Look", "t", (call(query="q"),))
-    told = [answer(history, format, [Message("user", f"Place {number}")], said, number)[1] for number in range(80)]
+    received = [answer(history, format, [Message("user", f"Place {number}")], said, number)[1] for number in range(80)]
     for number in (0, 40, 79):
-        opening = history.open([USER, told[number], Message("tool", "r")], TOOLS)
+        opening = history.open([USER, received[number], Message("tool", "r")], TOOLS)
         history.release(opening)
         own, ids = sample(format, said, random.Random(number)).tolist(), opening.ids.tolist()
         assert any(ids[at : at + len(own)] == own for at in range(len(ids)))

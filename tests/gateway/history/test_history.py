@@ -101,9 +101,9 @@ def test_a_stop_text_is_sampled_but_not_sent(format: ChatFormat) -> None:
     ids = sample(format, Message("assistant", "One. END of it"), random.Random(0), ())
     ids = ids[: ids.size // 2 + 3]
     opening = dialogue.open()
-    told = replace(read(format, ids, tools=()), content="One. ")
-    history.record(opening, ids, told)
-    following = history.open([USER, told.message(), USER])
+    received = replace(read(format, ids, tools=()), content="One. ")
+    history.record(opening, ids, received)
+    following = history.open([USER, received.message(), USER])
     path = [*opening.ids.tolist(), *ids.tolist(), format.stop_ids[0]]
     assert following.ids[: len(path)].tolist() == path
     assert following.divergence is None

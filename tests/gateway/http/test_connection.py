@@ -181,21 +181,21 @@ def test_connections_of_one_key_are_limited_to_its_own_cost(parser: str) -> None
 
         busy = [ask(one_key) for _ in range(3)]
         gateway.wait_until(lambda: one.num_running == 3)
-        told = response(ask(one_key))
-        assert told.startswith(b"HTTP/1.1 429")
-        assert b"max_connections_per_key" in told
-        error = json.loads(told.partition(b"\r\n\r\n")[2])["error"]
+        received = response(ask(one_key))
+        assert received.startswith(b"HTTP/1.1 429")
+        assert b"max_connections_per_key" in received
+        error = json.loads(received.partition(b"\r\n\r\n")[2])["error"]
         assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
-        start = told.lower().partition(b"\r\n\r\n")[0]
+        start = received.lower().partition(b"\r\n\r\n")[0]
         assert b"\r\nretry-after: 1" in start
         assert b"x-should-retry" not in start
         # The others are served until all that there may be are busy; the admin is served even then.
         busy += [ask(other_key) for _ in range(2)]
         gateway.wait_until(lambda: gateway.server.app.calls.num_running == 5)
-        told = response(ask(third_key))
-        assert told.startswith(b"HTTP/1.1 503")
-        assert b"max_connections" in told
-        assert b"\r\nretry-after: 1" in told.lower()
+        received = response(ask(third_key))
+        assert received.startswith(b"HTTP/1.1 503")
+        assert b"max_connections" in received
+        assert b"\r\nretry-after: 1" in received.lower()
         admin = f"GET /episodes/{one.id} HTTP/1.1\r\nhost: x\r\nx-api-key: {ADMIN_KEY}\r\nconnection: close\r\n\r\n"
         assert talk(gateway, admin.encode()).startswith(b"HTTP/1.1 200")
         assert all(client.recv(100) for client in busy)
