@@ -230,7 +230,7 @@ class Demo:
         print("agent      examples/task_agent.py, unmodified, by OpenAI's SDK through the gateway")
         print(f"trees      each token computed once stood for {_mean(steps, 'token_ratio'):.1f} in the calls")
         lag, staleness = (max(step[name] for step in steps) for name in ("lag", "staleness"))
-        print(f"window     groups at most {lag:.0f} places out of order, {staleness:.0f} versions old")
+        print(f"window     groups at most {lag:.0f} positions out of order, {staleness:.0f} versions old")
         print(f"trainer    {trained_s:.0f} s training, {waited_s:.0f} s waiting for agents")
         print(f"seconds    {stages}: {total_s:.0f} in all")
         print(f"look       open {report}, or `m2forge page {run}`")

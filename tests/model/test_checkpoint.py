@@ -320,15 +320,15 @@ def test_an_occupied_destination_is_refused_untouched(saved: Path, tmp_path: Pat
 
 def test_a_killed_save_leaves_no_destination(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from m2forge.model import shard\n"
+        "import os, signal, sys; from pathlib import Path; from m2forge.model import safetensors_file\n"
         "from m2forge.model.build import build; from m2forge.model.checkpoint import save_model\n"
         "from m2forge.model.preset import PRESETS\n"
-        "real, count = shard.save_file, []\n"
+        "real, count = safetensors_file.save_file, []\n"
         "def save(*args, **kwargs):\n"
         "    count.append(1)\n"
         "    if len(count) == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    real(*args, **kwargs)\n"
-        "shard.save_file = save\n"
+        "safetensors_file.save_file = save\n"
         "save_model(build(PRESETS['m2-nano']), Path(sys.argv[1]), max_shard_bytes=10**6)\n"
     )
     result = subprocess.run([sys.executable, "-c", program, str(tmp_path / "m")], cwd=ROOT, capture_output=True)

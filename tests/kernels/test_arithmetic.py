@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = "from m2forge.kernels import native; print(native.library() is not None)"
+SCRIPT = "from m2forge.kernels import arithmetic; print(arithmetic.library() is not None)"
 
 
 def run(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
