@@ -42,7 +42,7 @@ from m2forge.corpus.reader import CorpusReader
 from m2forge.corpus.token_set import CorpusWriter
 from m2forge.corpus.write.document_table import Table, Tables
 from m2forge.corpus.write.long_sample import long_samples
-from m2forge.corpus.write.surviving import Kept
+from m2forge.corpus.write.surviving import Survivors
 from m2forge.corpus.write.tokenise import token_dtype, tokenise_part
 from m2forge.kernels.head_loss import linear_cross_entropy
 from m2forge.model.build import build
@@ -264,7 +264,7 @@ def stage_peaks(source: Path, folder: Path) -> dict[str, int]:
         for index, table in enumerate(tables.parts):
             kept = repeat[tables.first[index] : tables.first[index + 1]] == Repeat.NONE
             tokenise_part(table, kept, tokenizer, token_folders[index])
-        all_kept = Kept(tables, Tables(token_folders), token_dtype(tokenizer), domain_names(config), 0.01, 0)
+        all_kept = Survivors(tables, Tables(token_folders), token_dtype(tokenizer), domain_names(config), 0.01, 0)
         settings = config.long
         long, _ = traced(lambda: sum(1 for _ in long_samples(settings, all_kept, tokenizer, folder)))
     return {"deduplicate": dedup, "long samples": long, WHOLE: watch.peak}

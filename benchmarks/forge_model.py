@@ -48,9 +48,9 @@ class Shown:
 
     family: str
     levels: tuple[int, int]
-    """Of the run."""
+    """Difficulty levels of the run."""
     shown_levels: tuple[int, int]
-    """Of the demonstrations."""
+    """Difficulty levels of the demonstrations."""
     num: int
     """Demonstrations in a step."""
 

@@ -41,13 +41,13 @@ PACE_MS = 10.0
 MOST_STREAMS_PER_S = 2000
 """More than a gateway in Python can do: so many episodes are made beforehand."""
 PROBE_STREAMS_PER_S = 60.0
-"""Few enough for any gateway, to find out how many make its core half busy."""
+"""Few enough for any gateway; used to find the number of clients that makes its core half busy."""
 HALF_OF_CLIENTS = 64
-"""Clients of the load of which half is measured."""
+"""Clients of the saturating load; half of its rate is measured."""
 NUM_TALKING = 64
-"""Conversations that take turns where streams come by the clock."""
+"""Conversations used in rotation where streams start at fixed times."""
 NUM_EVENTS = NUM_CHUNKS + 1
-"""Of a stream that is passed on as it is: its chunks, and the end."""
+"""Events of a stream that is proxied unchanged: its chunks and the end."""
 
 
 _LATENCY_COLUMNS = ("", "streams/s", "its core", "words", "p50", "p90", "p99", "most")

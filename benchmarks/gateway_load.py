@@ -85,13 +85,13 @@ class Client(asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What was measured of as many streams at once as there were clients."""
+    """Measurements of one run in which every client has one stream open."""
 
     seconds: float
     timings: list[Timing]
-    """Of streams that ended within these seconds."""
+    """Timings of the streams that ended within `seconds`."""
     num_events: int
-    """That came within them, those of other streams too."""
+    """Events received within `seconds`, including those of other streams."""
 
     @property
     def streams_per_s(self) -> float:

@@ -38,13 +38,13 @@ class Timed:
 
     is_solved: bool
     is_broken: bool
-    """Through no doing of the policy; not solved, and its time counts."""
+    """Failed for a reason other than the policy; counts as not solved, and its time counts."""
     time_s: float
-    """From the task to the answer, as somebody who waits for it would measure."""
+    """Wall-clock time from the task to the answer."""
     num_turns: int
-    """Of the policy."""
+    """Number of the policy's turns."""
     tools_s: float
-    """Of the time, what tools took; those that were called in one turn ran together."""
+    """Time spent in tools; the calls of one turn run in parallel."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Summary:
         )
 
     def cells(self) -> tuple[str, ...]:
-        """Of a table with `TITLES`."""
+        """The cells of a table row under `TITLES`."""
         shares = (f"{value:.1%}" for value in (self.success, self.margin))
         times = (f"{value:.3f}" for value in (self.success_s, self.time_s, self.tools_s))
         return (*shares, *times, f"{self.num_turns:.2f}")

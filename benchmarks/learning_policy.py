@@ -44,7 +44,7 @@ class Policy:
         self._tell("made from demonstrations")
 
     def config(self, **settings: object) -> RLConfig:
-        """Of a run with these settings, keys joined by __, besides the file's."""
+        """The config of a run: the file's, overridden by `settings` (nested keys are joined by __)."""
         own = {
             "model": str(self.model),
             "agent__command": [sys.executable, str(ROOT / "examples" / "task_agent.py")],

@@ -54,7 +54,7 @@ class Workload:
     fact_tokens: int
     """In short documents with hidden facts; half as many in long ones."""
     base_tokens: int
-    """Of a pack. Small packs: it takes steps, more than tokens, until a network looks facts up."""
+    """Tokens per pack. Packs are small, because learning to look facts up takes many steps rather than many tokens."""
     base_steps: int
     extend_tokens: int
     extend_steps: int

@@ -53,11 +53,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Of decode steps, the median of the repeats."""
+    """Measurements of decode steps: the median of the repeats."""
 
     step_s: float
     mean_context: float
-    """Tokens that a request had behind it, on average."""
+    """Mean context length of a request."""
 
 
 @dataclass(frozen=True)

@@ -60,17 +60,17 @@ class Load:
     written: int
     """Texts that the network writes for its modules,"""
     num_written: int
-    """tokens of each, behind a prompt,"""
+    """Tokens of each completion, after its prompt."""
     writers: int
-    """and how many are written at once."""
+    """Completions generated at once."""
     module_steps: int
-    """Of either loss."""
+    """Training steps of the modules with each loss."""
     lr: float
     batches: tuple[int, ...]
     num_prompt: int
     num_new: int
     repeats: int
-    """Of small batches, which take little time; of others half as many."""
+    """Repeats of small batches, which take little time; larger ones are repeated half as often."""
 
 
 GPU = Load(
@@ -109,9 +109,9 @@ CPU = Load(
 )
 QUICK = replace(CPU, text_bytes=300_000, base_steps=30, written=32, num_written=24, module_steps=5, num_new=24)
 TOP_K = 256
-"""Likeliest tokens whose shares modules learn one by one; at temperature 1 those behind them are drawn too."""
+"""Number of likeliest tokens whose probabilities the modules learn singly; temperature 1 also samples others."""
 UNSEEN_EVERY = 12
-"""Of so many files one is left out of training, for the network to write behind its parts."""
+"""One file in this many is held out of training; its parts are the prompts."""
 
 
 def speculation(

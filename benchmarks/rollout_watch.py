@@ -17,7 +17,7 @@ class Timed:
     seconds: float
     """From the arrival of the prompts to the last token."""
     read_s: float
-    """Of them, until each request had its first token."""
+    """Seconds until each request had its first token."""
     decode_s: float
     decode_steps: int
     decode_tokens: int

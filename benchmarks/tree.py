@@ -109,7 +109,7 @@ class Job:
     name: str
     passes: Sequence[Pass]
     work: Work
-    """Of all calls."""
+    """The work of all calls."""
     scale: float = 1.0
     """All FLOPs over those of the passes."""
 

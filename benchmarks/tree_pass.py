@@ -94,7 +94,7 @@ class Pass:
 
 Weights = npt.NDArray[np.float32]
 PlanOf = Callable[[Sequence[int], torch.device], AttentionPlan]
-"""Of rows of these lengths, laid end to end."""
+"""Makes the attention plan of concatenated rows of these lengths."""
 
 
 def tree_pass(flat: FlatTree, weight_S: Weights, device: torch.device, multiple: int = 1) -> Pass:

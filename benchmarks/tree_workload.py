@@ -164,7 +164,7 @@ def build_tree(calls: Sequence[TokenCall], vocab_size: int) -> TokenTree:
 class Row:
     tokens: IntArray
     position: npt.NDArray[np.int64]
-    """Of each loss edge, the index of the token that predicts."""
+    """Index of the token that predicts, by loss edge."""
     target: IntArray
     sample: npt.NDArray[np.int64]
     """Which sample each loss edge belongs to."""
