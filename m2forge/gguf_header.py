@@ -52,11 +52,11 @@ def read_header(path: Path) -> GGUFHeader:
     try:
         data = np.memmap(path, mode="r")
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not a whole GGUF file: {error}; fetch it again") from error
+        raise DataError(f"{path} is not a complete GGUF file: {error}; fetch it again") from error
     try:
         return _Reader(data).read()
     except (ValueError, struct.error) as error:
-        raise DataError(f"{path} is not a whole GGUF file: {error}; fetch it again") from error
+        raise DataError(f"{path} is not a complete GGUF file: {error}; fetch it again") from error
 
 
 class _Reader:

@@ -95,7 +95,7 @@ def test_headers_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
 def test_a_header_that_promises_more_than_the_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(content)
-    with within(), pytest.raises(CheckpointError, match=f"is not a whole GGUF file: .*{message}"):
+    with within(), pytest.raises(CheckpointError, match=f"is not a complete GGUF file: .*{message}"):
         GGUFSource(path)
     with within(), pytest.raises(DataError, match=message):
         load_tokenizer(path)
@@ -115,5 +115,5 @@ def test_tensors_that_the_file_cannot_hold_are_refused(
 ) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(file(tensors=tensors))
-    with within(), pytest.raises(CheckpointError, match=f"is not a whole GGUF file: .*{message}"):
+    with within(), pytest.raises(CheckpointError, match=f"is not a complete GGUF file: .*{message}"):
         GGUFSource(path)

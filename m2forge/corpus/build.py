@@ -30,7 +30,7 @@ from m2forge.corpus.read.source import Part
 from m2forge.corpus.token_set import CorpusWriter
 from m2forge.corpus.write.document_table import Tables
 from m2forge.corpus.write.long_sample import long_samples
-from m2forge.corpus.write.surviving import Kept, gather
+from m2forge.corpus.write.surviving import Survivors, gather
 from m2forge.corpus.write.tokenise import fingerprint, get_tokenizer, token_dtype, tokenise_part
 from m2forge.corpus.write.work import Work, open_work, remove_work
 from m2forge.errors import ConfigError, DataError, ExistsError
@@ -71,7 +71,7 @@ class CorpusReport(Config):
         """The report as human-readable lines."""
         dropped = ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items()) or "none"
         text = [
-            f"read {self.num_read:,} documents, {self.num_bytes / 1e6:,.1f} MB; kept {self.num_kept:,}",
+            f"read {self.num_read:,} documents, {self.num_bytes / 1e6:,.1f} MB; {self.num_kept:,} survived the filters",
             f"dropped: {dropped}",
         ]
         for domain, count in self.train_tokens.items():
@@ -151,10 +151,10 @@ def _build(config: CorpusConfig, work: Work, dest: Path, num_workers: int) -> Co
     _scan(config, work, num_workers)
     scanned = Tables(work.stage_folders("scan"))
     repeat = _deduplicate(config, work, scanned)
-    is_kept = repeat == Repeat.NONE
+    is_surviving = repeat == Repeat.NONE
     folder = work.folder / TOKENIZER_NAME
-    tokenizer = get_tokenizer(config.tokenizer, scanned, is_kept, config.seed, folder)
-    _tokenise(work, scanned, is_kept, tokenizer)
+    tokenizer = get_tokenizer(config.tokenizer, scanned, is_surviving, config.seed, folder)
+    _tokenise(work, scanned, is_surviving, tokenizer)
     built = work.folder / "corpus"
     # A run killed between this stage and the last rename only needs the rename.
     if not built.exists():
@@ -213,14 +213,14 @@ def _deduplicate(config: CorpusConfig, work: Work, scanned: Tables) -> npt.NDArr
     return np.fromfile(path, np.uint8)
 
 
-def _tokenise(work: Work, scanned: Tables, is_kept: npt.NDArray[np.bool_], tokenizer: Tokenizer) -> None:
-    with progress(int(is_kept.sum()), "tokenise") as bar:
+def _tokenise(work: Work, scanned: Tables, is_surviving: npt.NDArray[np.bool_], tokenizer: Tokenizer) -> None:
+    with progress(int(is_surviving.sum()), "tokenise") as bar:
         for index, table in enumerate(scanned.parts):
-            kept = is_kept[scanned.first[index] : scanned.first[index + 1]]
+            surviving = is_surviving[scanned.first[index] : scanned.first[index + 1]]
             folder = work.stage("tokens", index)
             if not folder.exists():
-                tokenise_part(table, kept, tokenizer, folder)
-            bar.advance(int(kept.sum()))
+                tokenise_part(table, surviving, tokenizer, folder)
+            bar.advance(int(surviving.sum()))
 
 
 def _assemble(
@@ -232,21 +232,23 @@ def _assemble(
     staged: Path,
 ) -> CorpusReport:
     tokenised = Tables(work.stage_folders("tokens"))
-    kept = Kept(scanned, tokenised, token_dtype(tokenizer), domain_names(config), config.held_out, config.seed)
+    survivors = Survivors(
+        scanned, tokenised, token_dtype(tokenizer), domain_names(config), config.held_out, config.seed
+    )
     with CorpusWriter(staged, vocab_size=tokenizer.vocab_size) as writer:
         with progress(work.num_parts, "assemble") as bar:
-            for part in kept.parts():
-                for split, in_split in kept.splits(part):
+            for part in survivors.parts():
+                for split, in_split in survivors.splits(part):
                     for index in np.unique(part.domain[in_split]).tolist():
                         tokens, lengths = gather(part.tokens, np.flatnonzero(in_split & (part.domain == index)))
-                        writer.add_many(kept.domains[index], tokens, lengths, split=split)
+                        writer.add_many(survivors.domains[index], tokens, lengths, split=split)
                 bar.advance()
         if config.long is not None:
-            for sample in long_samples(config.long, kept, tokenizer, work.folder):
+            for sample in long_samples(config.long, survivors, tokenizer, work.folder):
                 writer.add(sample.domain, np.concatenate(sample.tokens), split="train", kind=Kind.LONG)
         train_tokens = writer.num_tokens("train")
         if not train_tokens:
-            raise DataError(_nothing_left(scanned, repeat))
+            raise DataError(_empty_corpus_message(scanned, repeat))
         mixture = resolve_mixture(config.mixture, train_tokens)
         shutil.copytree(work.folder / TOKENIZER_NAME, staged / TOKENIZER_NAME)
         if (work.folder / CLASSIFIER_NAME).exists():
@@ -283,7 +285,7 @@ def _totals(scanned: Tables, repeat: npt.NDArray[np.uint8]) -> tuple[Problems, d
     return problems, dict(sorted(dropped.items()))
 
 
-def _nothing_left(scanned: Tables, repeat: npt.NDArray[np.uint8]) -> str:
+def _empty_corpus_message(scanned: Tables, repeat: npt.NDArray[np.uint8]) -> str:
     problems, dropped = _totals(scanned, repeat)
     reasons = {**dropped, **{kind.value: count for kind, count in problems.counts.items()}}
     summary = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "the sources are empty"

@@ -47,7 +47,7 @@ class Source(Config):
 
 class TokenizerConfig(Config):
     path: str | None = None
-    """A Hugging Face folder, tokenizer.json or GGUF file. None: train a tokenizer on the kept documents."""
+    """A Hugging Face folder, tokenizer.json or GGUF file. None: train a tokenizer on the surviving documents."""
     vocab_size: Annotated[int, Field(ge=257)] = 8192
     """Vocabulary size of a trained tokenizer, special tokens included."""
     specials: tuple[str, ...] = ("<|endoftext|>",)
@@ -103,7 +103,7 @@ class DedupConfig(Config):
     exact: bool = True
     minhash: bool = True
     threshold: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.8
-    """Jaccard similarity of shingle sets from which documents are near-duplicates; the first one read is kept."""
+    """Jaccard similarity of shingle sets from which documents are near-duplicates; the first one read survives."""
     num_perm: Annotated[int, Field(ge=8, le=1024)] = 128
     num_bands: Count | None = None
     """LSH bands of a signature. None: the fewest that find 19 of 20 pairs whose similarity equals the threshold."""
@@ -160,7 +160,7 @@ class LongConfig(Config):
 
 class CorpusConfig(Config):
     sources: Annotated[tuple[Source, ...], Field(min_length=1)]
-    """Input sources; the first of several duplicates is kept, so list trusted sources first."""
+    """Input sources; the first of several duplicates survives, so list trusted sources first."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     quality: QualityConfig = QualityConfig()
     dedup: DedupConfig = DedupConfig()

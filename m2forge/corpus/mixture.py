@@ -33,7 +33,7 @@ def resolve_mixture(config: MixtureConfig, num_tokens: Mapping[str, int]) -> Res
     """
     total = sum(num_tokens.values())
     for domain in {*config.weights, *config.upsample} - set(num_tokens):
-        _log.warning("mixture: no document of domain %r was kept; its weight goes to the others", domain)
+        _log.warning("mixture: no document of domain %r survived the filters; its weight goes to the others", domain)
     if config.weights:
         wish = {domain: config.weights.get(domain, 0.0) for domain in num_tokens}
     else:
@@ -53,8 +53,8 @@ def resolve_mixture(config: MixtureConfig, num_tokens: Mapping[str, int]) -> Res
             scale = (low + high) / 2
             held = {domain: min(max(scale * wish[domain], least[domain]), most[domain]) for domain in wish}
             low, high = (low, scale) if sum(held.values()) > 1.0 else (scale, high)
-    whole = sum(held.values())
-    shares = {domain: share / whole for domain, share in held.items()}
+    held_sum = sum(held.values())
+    shares = {domain: share / held_sum for domain, share in held.items()}
     return Resolved(shares, {domain: share * total / num_tokens[domain] for domain, share in shares.items()})
 
 

@@ -224,8 +224,8 @@ class ReaderState(Config):
     def from_json(cls, data: Mapping[str, JsonValue]) -> "ReaderState":
         if "pieces" in data and "documents" not in data:
             raise DataError(
-                "the reader's state counts pieces in the order of an earlier version, which this version cannot go on "
-                "with; start a run of another name from the checkpoint's model folder"
+                "the reader's state counts pieces in the order of an earlier version, which this version cannot resume "
+                "from; start a run of another name from the checkpoint's model folder"
             )
         try:
             return cls.model_validate_json(json.dumps(data))
@@ -263,7 +263,7 @@ class CorpusReader:
             _name(token_set): (token_set, share)
             for token_set, share in set_shares(manifest, mixture, split, long_share)
         }
-        self._made_for = ReaderState(
+        self._expected_state = ReaderState(
             corpus=manifest.fingerprint,
             context=context,
             pack_tokens=pack_tokens,
@@ -277,8 +277,8 @@ class CorpusReader:
             self._require_same(state, ("corpus", "context", "pack_tokens", "seed", "split", "shares"))
         if after is not None:
             self._require_same(after, ("corpus", "seed", "split"))
-        came_from = state or after
-        self._documents = dict(came_from.documents) if came_from else {}
+        previous = state or after
+        self._documents = dict(previous.documents) if previous else {}
         self._streams = [
             Stream(
                 name,
@@ -300,12 +300,12 @@ class CorpusReader:
         self._tags = np.array([stream.tag for stream in self._streams], np.int32)
 
     def next_pack(self) -> Pack:
-        return self._read(self._fill(self._made_for.pack_tokens))
+        return self._read(self._fill(self._expected_state.pack_tokens))
 
     def packs(self, num_packs: int, num_tokens: int) -> Iterator[Pack]:
         """At most `num_packs` packs with at most `num_tokens` tokens in total; ends early if no piece fits the rest."""
         for _ in range(num_packs):
-            chosen = self._fill(min(num_tokens, self._made_for.pack_tokens))
+            chosen = self._fill(min(num_tokens, self._expected_state.pack_tokens))
             if not chosen:
                 return
             num_tokens -= sum(piece.length for _, piece in chosen)
@@ -313,7 +313,7 @@ class CorpusReader:
 
     def state(self) -> ReaderState:
         """The reader's position after the last pack returned."""
-        return self._made_for.model_copy(
+        return self._expected_state.model_copy(
             update={
                 "tokens": {stream.name: stream.num_tokens for stream in self._streams},
                 "documents": self._documents | {stream.name: stream.position() for stream in self._streams},
@@ -322,15 +322,15 @@ class CorpusReader:
 
     def _require_same(self, state: ReaderState, names: Sequence[str]) -> None:
         for name in names:
-            received, expected = getattr(state, name), getattr(self._made_for, name)
+            received, expected = getattr(state, name), getattr(self._expected_state, name)
             if received != expected:
                 raise ConfigError(
-                    f"the reader's state was made for {name} {received!r}, this reader has {expected!r}; "
-                    "resume with what it was made for, or start without a state"
+                    f"the reader's state was saved with {name} {received!r}, this reader has {expected!r}; "
+                    "resume with the saved value, or start without a state"
                 )
 
     def _fill(self, num_tokens: int) -> list[Chosen]:
-        return fill(self._streams, num_tokens, self._made_for.context)
+        return fill(self._streams, num_tokens, self._expected_state.context)
 
     def _read(self, chosen: Sequence[Chosen]) -> Pack:
         stream = np.array([index for index, _ in chosen])

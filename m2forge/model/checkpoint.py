@@ -21,7 +21,7 @@ from m2forge.files import staged_folder, write_atomic
 from m2forge.model.build import empty
 from m2forge.model.config import ModelConfig
 from m2forge.model.config_file import CONFIG_FILE
-from m2forge.model.family import OWN_KEY, public_parts, to_public
+from m2forge.model.family import CONFIG_KEY, public_parts, to_public
 from m2forge.model.folder import FolderSource
 from m2forge.model.gguf_file import GGUF_SUFFIX, GGUFSource
 from m2forge.model.safetensors_file import Written, write_shards
@@ -115,8 +115,8 @@ def _config_json(source: Source, config: ModelConfig, dtype: torch.dtype, public
     except CheckpointError:
         if public_only:
             raise
-        public = {"model_type": OWN_KEY}
+        public = {"model_type": CONFIG_KEY}
     # Written even if unknown: otherwise a reader would use the ids of another model's vocabulary.
     ids: dict[str, Any] = {key: source.token_ids.get(key) for key in TOKEN_ID_KEYS}
-    ours = {} if public_only else {OWN_KEY: config.model_dump_json()}
+    ours = {} if public_only else {CONFIG_KEY: config.model_dump_json()}
     return json.dumps(public | {"dtype": str(dtype).removeprefix("torch.")} | ids | ours, indent=2) + "\n"

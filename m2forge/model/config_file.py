@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a model folder."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"it has {path.stat().st_size} bytes, and {MAX_JSON_BYTES} are the most")
+            raise ValueError(f"it has {path.stat().st_size} bytes, at most {MAX_JSON_BYTES} are allowed")
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist; a model folder needs it") from error
@@ -59,10 +59,10 @@ def translate(path: Path, public: Mapping[str, Any]) -> ModelConfig:
     except KeyError as error:
         raise CheckpointError(f"{path}: the key {error} is missing; add it or fetch the file again") from error
     except ValidationError as error:
-        raise CheckpointError(f"{path}: a value cannot be used: {list_problems(error)}") from error
+        raise CheckpointError(f"{path}: invalid value: {list_problems(error)}") from error
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         # The file is the user's: any error that its values cause is an error of the file.
-        raise CheckpointError(f"{path}: a value cannot be used: {error}") from error
+        raise CheckpointError(f"{path}: invalid value: {error}") from error
 
 
 def _refuse_other_quantization(path: Path, quantization: object) -> None:

@@ -147,7 +147,7 @@ def _cost(config: ModelConfig, components: Mapping[str, Component], context: int
     modules = (
         2 * (_active_mtp(config, components["mtp"].total) + config.num_mtp * head) + config.num_mtp * attention[-1]
     )
-    cache = sum(_keys_kept(config, layer, context) for layer in range(config.num_layers)) * _cache_bytes(config)
+    cache = sum(_cached_keys(config, layer, context) for layer in range(config.num_layers)) * _cache_bytes(config)
     return Cost(context, forward, 3 * (forward + modules), cache)
 
 
@@ -162,12 +162,12 @@ def _active_mtp(config: ModelConfig, total: int) -> int:
 
 def _attention_flops(config: ModelConfig, layer: int, context: int) -> int:
     """Scores and mixing, each 2 · q_width for every key a query sees, averaged over the queries of a sequence."""
-    keys = _keys_kept(config, layer, context)
+    keys = _cached_keys(config, layer, context)
     seen = keys - keys * keys / (2 * context)
     return round(4 * config.attention.q_width * seen)
 
 
-def _keys_kept(config: ModelConfig, layer: int, context: int) -> int:
+def _cached_keys(config: ModelConfig, layer: int, context: int) -> int:
     window = config.attention.window
     if window is None or not config.is_windowed(layer):
         return context

@@ -30,7 +30,7 @@ ARCHITECTURES: dict[FamilyName, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-OWN_KEY = "m2forge"
+CONFIG_KEY = "m2forge"
 """Key of config.json that holds our whole config, as JSON text."""
 QK_NORM: dict[str, Literal["none", "flat", "head"]] = {
     "minimax_m2": "flat",
@@ -114,14 +114,14 @@ def _swiglu_parts(
 
 def from_public(public: Mapping[str, Any]) -> ModelConfig:
     """Our config from the contents of a public `config.json`."""
-    if OWN_KEY in public:
-        return _from_own(public)
+    if CONFIG_KEY in public:
+        return _from_config_key(public)
     family = public.get("model_type")
     if family not in ARCHITECTURES:
         raise CheckpointError(f"model_type {family!r} is not supported; {suggest(str(family), ARCHITECTURES)}")
     for field in ("attention_bias", "mlp_bias"):
         if public.get(field):
-            raise CheckpointError(f"{field} = true is not supported: every projection here is free of biases")
+            raise CheckpointError(f"{field} = true is not supported: projections here have no biases")
     if public.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"hidden_act {public['hidden_act']!r} is not supported; every family here uses silu")
     _check_sizes(public)
@@ -151,22 +151,22 @@ def _check_sizes(public: Mapping[str, Any]) -> None:
     for key, most in _LARGEST.items():
         value = public.get(key)
         if value is not None and (type(value) is not int or not 0 <= value <= most):
-            raise ValueError(f"{key} is {str(value)[:40]}, expected a whole number of at most {most}")
+            raise ValueError(f"{key} is {str(value)[:40]}, expected an integer of at most {most}")
 
 
-def _from_own(public: Mapping[str, Any]) -> ModelConfig:
+def _from_config_key(public: Mapping[str, Any]) -> ModelConfig:
     """Our own config; rejected if another program has changed the public keys beside it."""
-    config = ModelConfig.model_validate_json(public[OWN_KEY])
+    config = ModelConfig.model_validate_json(public[CONFIG_KEY])
     try:
         stated = from_public(to_public(config))
     except CheckpointError:
         return config  # the family cannot express it, so there is nothing public to compare
-    around = from_public({key: value for key, value in public.items() if key != OWN_KEY})
+    around = from_public({key: value for key, value in public.items() if key != CONFIG_KEY})
     differing = _differences(stated.model_dump(), around.model_dump())
     if differing:
         raise CheckpointError(
-            f"the key {OWN_KEY!r} and the public keys disagree on {', '.join(differing)}: another program changed the "
-            f"model; remove the key {OWN_KEY!r} to read it as that program left it"
+            f"the key {CONFIG_KEY!r} and the public keys disagree on {', '.join(differing)}: another program changed "
+            f"the model; remove the key {CONFIG_KEY!r} to read it as that program left it"
         )
     return config
 
@@ -315,7 +315,7 @@ def _scaling_to_public(scaling: RopeScaling) -> dict[str, Any]:
     return public
 
 
-_OURS_ALONE = ("num_mtp", "float32_head")
+_PRIVATE_FIELDS = ("num_mtp", "float32_head")
 """Fields for training or drafting that do not change what the public network computes."""
 
 
@@ -323,7 +323,7 @@ def _refuse_inexpressible(config: ModelConfig, public: Mapping[str, Any]) -> Non
     """Checks that the public form, read back, is the same network."""
     back = from_public(public).model_dump()
     mine = config.model_dump()
-    for name in _OURS_ALONE:
+    for name in _PRIVATE_FIELDS:
         back[name] = mine[name]
     if mine["moe"] and back["moe"]:
         for name in ("bias_update", "bias_rate", "aux_loss_weight"):

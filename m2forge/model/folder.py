@@ -97,12 +97,12 @@ class FolderSource:
 
     def _without_scales(self) -> dict[str, TensorHeader]:
         """Merges each FP8 weight and its scales into one tensor, for which bfloat16 is precise enough."""
-        given = dict(self._stored)
+        headers = dict(self._stored)
         for name, header in self._stored.items():
             if header.dtype != torch.float8_e4m3fn:
                 continue
-            given[name] = TensorHeader(header.shape, torch.bfloat16)
-            scale = given.pop(name + fp8.SCALE_SUFFIX, None)
+            headers[name] = TensorHeader(header.shape, torch.bfloat16)
+            scale = headers.pop(name + fp8.SCALE_SUFFIX, None)
             expected = fp8.scale_shape(header.shape)
             if scale is None:
                 self._problems.append(
@@ -114,7 +114,7 @@ class FolderSource:
                 self._problems.append(
                     f"{name}{fp8.SCALE_SUFFIX} has shape {list(scale.shape)}, expected {list(expected)}"
                 )
-        return given
+        return headers
 
 
 # -- safetensors ------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         raise CheckpointError(f"{folder / INDEX_FILE} names files outside the folder: {', '.join(outside)}")
     absent = [name for name in names if not (folder / name).exists()]
     if absent:
-        raise CheckpointError(f"{folder} lacks {', '.join(absent)}, which {INDEX_FILE} names; fetch what is missing")
+        raise CheckpointError(f"{folder} lacks {', '.join(absent)}, which {INDEX_FILE} names; fetch the missing files")
     return {name: folder / name for name in names}
 
 
@@ -149,7 +149,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}; fetch it again") from error
+        raise CheckpointError(f"{path} is not a complete safetensors file: {error}; fetch it again") from error
 
 
 def _locate(folder: Path, files: Mapping[str, Any]) -> dict[str, str]:

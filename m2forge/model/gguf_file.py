@@ -72,7 +72,7 @@ class GGUFSource:
         except DataError as error:
             raise CheckpointError(str(error)) from error
         except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{path} is not a whole GGUF file: {error}; fetch it again") from error
+            raise CheckpointError(f"{path} is not a complete GGUF file: {error}; fetch it again") from error
         self._fields = header.fields
         self.config = self._read_config()
         ids = {key: self._fields.get(stored) for key, stored in _TOKEN_IDS.items()}
@@ -90,9 +90,9 @@ class GGUFSource:
         values = self._dequantize(self._tensors[name])
         attention = self.config.attention
         if name.endswith("q_proj.weight"):
-            values = _put_back(values, attention.num_heads)
+            values = _unpermuted(values, attention.num_heads)
         elif name.endswith("k_proj.weight"):
-            values = _put_back(values, attention.num_kv_heads)
+            values = _unpermuted(values, attention.num_kv_heads)
         # The memory map is read-only and a tensor must not be, so values that still point into it are copied.
         return torch.from_numpy(values if values.flags.writeable else values.copy()).to(dtype)
 
@@ -128,8 +128,8 @@ class GGUFSource:
         return np.asarray(self._gguf.dequantize(tensor.data, tensor.kind), dtype=np.float32)
 
     def _header(self, tensor: _Tensor) -> TensorHeader:
-        kept = {"F16": torch.float16, "BF16": torch.bfloat16}
-        return TensorHeader(tensor.shape, kept.get(tensor.kind.name, torch.float32))
+        unquantised = {"F16": torch.float16, "BF16": torch.bfloat16}
+        return TensorHeader(tensor.shape, unquantised.get(tensor.kind.name, torch.float32))
 
     def _can_dequantize(self, kind: Any) -> bool:
         _, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
@@ -166,7 +166,7 @@ class GGUFSource:
                 max_context=self._number("context_length", 4096),
             )
         except ValidationError as error:
-            raise CheckpointError(f"{self.origin}: its metadata cannot be used: {list_problems(error)}") from error
+            raise CheckpointError(f"{self.origin}: invalid metadata: {list_problems(error)}") from error
         if config.attention.rotary_dim != head_dim:
             raise CheckpointError(
                 f"{self.origin}: rope.dimension_count {config.attention.rotary_dim} differs from the head dimension "
@@ -194,9 +194,7 @@ class GGUFSource:
     def _number(self, key: str, default: int | None = None) -> int:
         value = self._metadata(f"{ARCHITECTURE}.{key}", default)
         if not isinstance(value, int):
-            problem = (
-                "is missing" if value is None else f"is {str(value)[:60]}, expected one whole number for all layers"
-            )
+            problem = "is missing" if value is None else f"is {str(value)[:60]}, expected one integer for all layers"
             raise CheckpointError(f"{self.origin}: {ARCHITECTURE}.{key} {problem}")
         return value
 
@@ -254,6 +252,6 @@ def _public_name(name: str) -> str:
     return _NAMES.get(name, name)
 
 
-def _put_back(stored: np.ndarray, num_heads: int) -> np.ndarray:
+def _unpermuted(stored: np.ndarray, num_heads: int) -> np.ndarray:
     pairs = stored.reshape(num_heads, -1, 2, stored.shape[-1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(stored.shape)

@@ -414,7 +414,7 @@ class Transformer(nn.Module):
             raise ValueError(f"the plan is for {plan.position_N.shape[0]} tokens, got {tokens_N.shape[0]}")
         recorded = self._recorded(experts_NLK, tokens_N.shape[0])
         embedding_ND = self.embedding(tokens_N)
-        turn = rotation(plan.position_N, frequencies(self.config.attention, tokens.device), embedding_ND.dtype)
+        rotary = rotation(plan.position_N, frequencies(self.config.attention, tokens.device), embedding_ND.dtype)
         full = plan.bind(None)
         window = self.config.attention.window
         windowed = full if window is None else plan.bind(window)
@@ -422,7 +422,7 @@ class Transformer(nn.Module):
         with fastest_attention(tokens.device):
             for layer, block in enumerate(self.blocks):
                 attend = windowed if self.config.is_windowed(layer) else full
-                x_ND, balance = self._run(block, x_ND, turn, attend, plan.count_N, recorded.get(layer))
+                x_ND, balance = self._run(block, x_ND, rotary, attend, plan.count_N, recorded.get(layer))
                 balances.append(balance)
             chosen_NLK = _chosen(balances) if returns_experts else None
             state_ND, mtp_hidden = x_ND, []
@@ -431,7 +431,7 @@ class Transformer(nn.Module):
             last = windowed if self.config.is_windowed(self.config.num_layers - 1) else full
             for module in self.mtp if with_mtp else ():
                 parent_ND = plan.to_parent(state_ND)
-                state_ND, balance = self._run(module, parent_ND, embedding_ND, turn, last, plan.count_N)
+                state_ND, balance = self._run(module, parent_ND, embedding_ND, rotary, last, plan.count_N)
                 balances.append(balance)
                 assert isinstance(module, MTPModule)
                 mtp_hidden.append(module.norm(state_ND))
@@ -442,11 +442,11 @@ class Transformer(nn.Module):
         `parent_ND` is the state of the previous module, or of the main model, at n's parent."""
         module = self.mtp[index]
         assert isinstance(module, MTPModule)
-        turn = rotation(plan.position_N, frequencies(self.config.attention, tokens_N.device), parent_ND.dtype)
+        rotary = rotation(plan.position_N, frequencies(self.config.attention, tokens_N.device), parent_ND.dtype)
         is_windowed = self.config.is_windowed(self.config.num_layers - 1)
         attend = plan.bind(self.config.attention.window if is_windowed else None)
         with fastest_attention(tokens_N.device):
-            state_ND, _ = module(parent_ND, self.embedding(tokens_N), turn, attend, plan.count_N)
+            state_ND, _ = module(parent_ND, self.embedding(tokens_N), rotary, attend, plan.count_N)
         return state_ND, module.norm(state_ND)
 
     def logits(self, hidden: Tensor) -> Tensor:

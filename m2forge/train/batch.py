@@ -42,7 +42,7 @@ def refuse_untrainable(
     trees: Sequence[TokenTree], model: ModelConfig, policy: PolicyConfig
 ) -> tuple[list[TokenTree], tuple[Problem, ...]]:
     """(trainable trees, problems); the group of a problem is the index of its tree in `trees`."""
-    kept: list[TokenTree] = []
+    accepted: list[TokenTree] = []
     problems: list[Problem] = []
     for index, tree in enumerate(trees):
         reasons = dict(_reasons(tree, model, policy))
@@ -50,10 +50,10 @@ def refuse_untrainable(
             Problem(tree.samples[sample_index].name, str(index), reason) for sample_index, reason in reasons.items()
         ]
         if not reasons:
-            kept.append(tree)
+            accepted.append(tree)
         elif len(reasons) < len(tree.samples):
-            kept.append(_without(tree, reasons.keys(), model, policy))
-    return kept, tuple(problems)
+            accepted.append(_without(tree, reasons.keys(), model, policy))
+    return accepted, tuple(problems)
 
 
 def _reasons(tree: TokenTree, model: ModelConfig, policy: PolicyConfig) -> Iterator[tuple[int, str]]:

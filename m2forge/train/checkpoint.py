@@ -28,7 +28,7 @@ from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.transformer import Transformer
 from m2forge.train.config import CheckpointConfig
 from m2forge.train.engine import TrainEngine
-from m2forge.train.parallel import refuse_drift, whole_model
+from m2forge.train.parallel import refuse_drift, unsharded_model
 from m2forge.train.position import (
     MODEL_FOLDER,
     POSITION_FILE,
@@ -56,7 +56,7 @@ class CheckpointStore:
         if not self.config.keep or ranks.max_int(is_there):
             return
         refuse_drift(engine.model, ranks)
-        model, (tensors, num_steps) = whole_model(engine.model, ranks), engine.optimizer.state()
+        model, (tensors, num_steps) = unsharded_model(engine.model, ranks), engine.optimizer.state()
         if ranks.rank == 0 and model is not None:
             content = {"position": _to_json(position), "num_steps": num_steps}
             self._write(dest, model, tensors, content)

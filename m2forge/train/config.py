@@ -59,7 +59,7 @@ class PolicyConfig(Config):
     that the balance loss is a mean over their layers too, and one gradient norm clips both. all: it also reaches the
     policy, embedding and head, as in pre-training."""
     mtp_top_k: Count = 32
-    """topk losses: number of the policy's likeliest tokens kept separate; all others share one bucket. Ours."""
+    """topk losses: number of the policy's likeliest tokens compared one by one; all others share one bucket. Ours."""
     truncated_sampling: Literal["refuse", "allow"] = "refuse"
     """What to do with samples drawn by top-p, top-k or min-p, whose recorded logprobs no softmax over the vocabulary
     can match. allow: train them as if nothing had been cut off. Greedy samples are refused either way; sft, which needs
@@ -117,7 +117,7 @@ class PhaseConfig(Config):
     """Loss of the MTP modules: ce learns the text, topk_kl the main model's distribution, topk_acceptance maximizes the
     acceptance of their drafts by the main model."""
     mtp_top_k: Count = 32
-    """topk losses: number of the main model's likeliest tokens kept separate; all others share one bucket. Ours."""
+    """topk losses: number of the main model's likeliest tokens compared singly; all others share one bucket. Ours."""
     num_mtp: Count | None = None
     """Extend the chain of MTP modules to this many before the phase."""
     mtp_source: Literal["main", "mtp1", "random"] = "main"
@@ -142,7 +142,7 @@ class CheckpointConfig(Config):
     every_steps: Count = 500
     """Steps between checkpoints, and so the most that a crash loses. The end of a phase is always saved."""
     keep: int = Field(default=2, ge=0)
-    """Checkpoints kept; older ones are removed. 0: none is written, and a run that crashes starts over."""
+    """Checkpoints to retain; older ones are removed. 0: none is written, and a run that crashes starts over."""
 
 
 class EvalConfig(Config):

@@ -65,7 +65,7 @@ from m2forge.train.config import MTPLoss, OptimizerConfig, PolicyConfig, RouterB
 from m2forge.train.loss.next_token import draft_agreement, next_token_loss
 from m2forge.train.loss.policy import policy_loss
 from m2forge.train.optimizer import Norms, Optimizer
-from m2forge.train.parallel import ALONE, Ranks
+from m2forge.train.parallel import SINGLE_RANK, Ranks
 from m2forge.train.step_metrics import PolicySums, RowSums, StepCounts, TokenLogprobs
 from m2forge.tree.build import Problem
 from m2forge.tree.flat import FlatTree
@@ -124,7 +124,7 @@ _PackT = TypeVar("_PackT")
 
 
 @dataclass(frozen=True)
-class _WholeStep:
+class _StepTotals:
     """What the backward pass of one pack needs to know about all packs of its step."""
 
     num_packs: int
@@ -141,7 +141,7 @@ class TrainEngine:
         model: Transformer,
         config: OptimizerConfig,
         tag_names: Sequence[str] = (),
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
         policy: PolicyConfig | None = None,
         offload: Literal["none", "host"] = "none",
         router_bias: RouterBias = "frozen",
@@ -183,7 +183,7 @@ class TrainEngine:
         make = partial(self._row_batch, length=pack_tokens if self.pads else None)
         micro_batches = self._begin(packs)
         loads = (self.model(batch.tokens_N, batch.plan).load_LE for batch in map(make, micro_batches))
-        whole = self._look_ahead(len(micro_batches), num_tokens, loads)
+        totals = self._step_totals(len(micro_batches), num_tokens, loads)
 
         def train(pack: Pack | None) -> Tensor | None:
             """Run one pack forward and backward; its output is freed when this returns, before the next pack starts."""
@@ -201,7 +201,7 @@ class TrainEngine:
             sums.add(batch, found)
             if measure_agreement and sums.num_packs == len(packs):
                 sums.agreement = draft_agreement(self.model, output, batch)
-            self._backward(found.total, output, whole)
+            self._backward(found.total, output, totals)
             return output.load_LE
 
         load_LE = self._sum_loads(train(pack) for pack in micro_batches)
@@ -269,7 +269,7 @@ class TrainEngine:
         sums = PolicySums(self.policy, self._num_drafts(), self.device, version)
         micro_batches = self._begin(packs)
         loads = (self._run_trees(self._tree_batch(pack, counts.weight)).load_LE for pack in micro_batches)
-        whole = self._look_ahead(len(micro_batches), counts.num_input_tokens, loads)
+        totals = self._step_totals(len(micro_batches), counts.num_input_tokens, loads)
 
         def train(pack: FlatTree | None) -> Tensor | None:
             """Run one pack forward and backward; its output is freed when this returns, before the next pack starts."""
@@ -277,7 +277,7 @@ class TrainEngine:
             output = self._run_trees(batch)
             found = policy_loss(self.model, output, batch, self.policy)
             sums.add(batch, found)
-            self._backward(found.total, output, whole)
+            self._backward(found.total, output, totals)
             return output.load_LE
 
         load_LE = self._sum_loads(train(pack) for pack in micro_batches)
@@ -335,24 +335,24 @@ class TrainEngine:
         self.model.freeze_learnt_biases(self.router_bias == "frozen")
         return [*packs, *[None] * (self.ranks.max_int(len(packs)) - len(packs))]
 
-    def _look_ahead(self, num_packs: int, num_tokens: float, loads: Iterator[Tensor | None]) -> _WholeStep:
+    def _step_totals(self, num_packs: int, num_tokens: float, loads: Iterator[Tensor | None]) -> _StepTotals:
         """`loads`: runs the packs forward, one by one, as it is read; read only if the balance loss needs the loads of
         several packs."""
         moe = self.model.config.moe
         if moe is None or moe.aux_loss_weight == 0 or (num_packs == 1 and self.ranks.num_ranks == 1):
-            return _WholeStep(num_packs, num_tokens)
+            return _StepTotals(num_packs, num_tokens)
         with torch.no_grad():
-            return _WholeStep(num_packs, num_tokens, self._sum_loads(loads))
+            return _StepTotals(num_packs, num_tokens, self._sum_loads(loads))
 
-    def _backward(self, loss: Tensor, output: Output, whole: _WholeStep) -> None:
+    def _backward(self, loss: Tensor, output: Output, totals: _StepTotals) -> None:
         """Accumulate the gradients of one pack: those of its share of the loss and of the balance loss."""
-        moe, own_LE = self.model.config.moe, output.load_LE
-        if moe is not None and own_LE is not None and output.affinity_LE is not None:
-            load_LE = own_LE if whole.load_LE is None else whole.load_LE
-            loss = loss + moe.aux_loss_weight * aux_loss(load_LE, output.affinity_LE, int(whole.num_tokens))
+        moe, local_LE = self.model.config.moe, output.load_LE
+        if moe is not None and local_LE is not None and output.affinity_LE is not None:
+            load_LE = local_LE if totals.load_LE is None else totals.load_LE
+            loss = loss + moe.aux_loss_weight * aux_loss(load_LE, output.affinity_LE, int(totals.num_tokens))
         if loss.requires_grad:
             loss.backward()
-        if whole.num_packs > 1:
+        if totals.num_packs > 1:
             self.optimizer.collect()
 
     def _sum_loads(self, loads: Iterable[Tensor | None]) -> Tensor | None:

@@ -64,7 +64,15 @@ from m2forge.train.config import Curve, PhaseConfig, TrainConfig
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.evaluation import Evaluation, selection_loss
 from m2forge.train.machine import choose_device, choose_dtype, machine_settings, peak_flops, set_up_model
-from m2forge.train.parallel import ALONE, ProcessRanks, Ranks, align, refuse_difference, shard_model, whole_model
+from m2forge.train.parallel import (
+    SINGLE_RANK,
+    ProcessRanks,
+    Ranks,
+    align,
+    refuse_difference,
+    shard_model,
+    unsharded_model,
+)
 from m2forge.train.position import CHECKPOINT_FOLDER, MODEL_FOLDER, Best, Position, read_position
 from m2forge.train.run_dir import hold_run
 
@@ -102,7 +110,7 @@ class PackSource(Protocol):
         ...
 
 
-class Ahead(NamedTuple):
+class Prefetched(NamedTuple):
     packs: list[Pack]
     state: Mapping[str, JsonValue]
     """State of the source after these packs."""
@@ -113,7 +121,7 @@ class Prefetch:
 
     def __init__(self, source: PackSource, packs_per_step: int) -> None:
         self._source, self._packs_per_step = source, packs_per_step
-        self._queue: queue.Queue[Ahead | BaseException] = queue.Queue(DEPTH)
+        self._queue: queue.Queue[Prefetched | BaseException] = queue.Queue(DEPTH)
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="prefetch", daemon=True)
         self.waited_s = 0.0
@@ -133,7 +141,7 @@ class Prefetch:
             except queue.Empty:
                 self._thread.join(0.01)
 
-    def take(self) -> Ahead:
+    def take(self) -> Prefetched:
         start_s = time.perf_counter()
         item = self._queue.get()
         self.waited_s = time.perf_counter() - start_s
@@ -145,7 +153,7 @@ class Prefetch:
         try:
             while not self._leaving.is_set():
                 packs = [self._source.next_pack() for _ in range(self._packs_per_step)]
-                self._queue.put(Ahead(packs, self._source.state()))
+                self._queue.put(Prefetched(packs, self._source.state()))
         except BaseException as error:  # noqa: BLE001, raised again by `take`
             self._queue.put(error)
 
@@ -199,7 +207,7 @@ class TrainLoop:
         build_model: BuildModel,
         open_source: OpenSource,
         companions: tuple[Path, ...] = (),
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
         evaluation: Evaluation | None = None,
     ) -> None:
         self.run_dir, self.config, self.phases, self.open_source = run_dir, config, tuple(phases), open_source
@@ -217,7 +225,7 @@ class TrainLoop:
             model, self.position = build_model(home, self.dtype), Position()
         else:
             model, self.position = load_checkpoint_model(newest, home, self.dtype), read_position(newest)
-            _log.info("going on from %s", newest)
+            _log.info("resuming from %s", newest)
             self._forget_missing_best()
         if isinstance(ranks, ProcessRanks):
             refuse_difference(f"checkpoints of {run_dir}", repr(self.position), ranks)
@@ -243,7 +251,7 @@ class TrainLoop:
         hold = hold_run(self.run_dir) if leads else nullcontext()
         with hold, machine_settings(self.config.machine, self.device):
             if self.store.newest() != self._loaded:
-                raise ExistsError(f"another process went on with {self.run_dir} meanwhile; start again")
+                raise ExistsError(f"another process resumed {self.run_dir} in the meantime; start again")
             self._peak_flops = self.ranks.num_ranks * peak_flops(self.device, self.dtype)
             with MetricsWriter(self.run_dir, self.config.metrics) if leads else nullcontext() as writer:
                 for index in range(self.position.phase, len(self.phases)):
@@ -270,20 +278,20 @@ class TrainLoop:
         before = self.position
         description = f"{phase.name}, context {phase.context}"
         shown = progress(phase.steps, description) if self.ranks.rank == 0 else nullcontext()
-        with Prefetch(source, phase.packs_per_step) as ahead, shown as bar:
+        with Prefetch(source, phase.packs_per_step) as prefetch, shown as bar:
             if bar is not None:
                 bar.advance(self.position.step_in_phase)
             pending: _Pending | None = None
             started_s = time.perf_counter()
             while self.position.step_in_phase < phase.steps:
-                current = self.step(phase, ahead, cost)
+                current = self.step(phase, prefetch, cost)
                 # Metrics of the previous step: the device has finished them while it runs this one.
                 self._report(pending, writer, bar)
                 passed_s = time.perf_counter() - started_s
                 started_s += passed_s
-                current.extra |= _speed(current, passed_s, ahead.waited_s, self._peak_flops)
+                current.extra |= _speed(current, passed_s, prefetch.waited_s, self._peak_flops)
                 pending = current
-                evaluation = self._due_evaluation(phase)
+                evaluation = self._scheduled_evaluation(phase)
                 saves = self.position.step % self.config.checkpoint.every_steps == 0
                 if evaluation is not None or saves:
                     self._report(pending, writer, bar)
@@ -312,8 +320,8 @@ class TrainLoop:
         model.config = model.config.model_copy(update={"attention": attention, "max_context": context})
         model.freeze_main(phase.trains == "mtp")
 
-    def step(self, phase: PhaseConfig, ahead: Prefetch, cost: TokenCost | None) -> _Pending:
-        packs, state = ahead.take()
+    def step(self, phase: PhaseConfig, prefetch: Prefetch, cost: TokenCost | None) -> _Pending:
+        packs, state = prefetch.take()
         done = self.position.step_in_phase
         lr, mtp_weight = lr_at(phase, done), mtp_weight_at(phase, done)
         metrics = self.engine.step_rows(
@@ -360,12 +368,12 @@ class TrainLoop:
                 f"older checkpoint of {self.run_dir}"
             )
 
-    def _due_evaluation(self, phase: PhaseConfig) -> Evaluation | None:
+    def _scheduled_evaluation(self, phase: PhaseConfig) -> Evaluation | None:
         """The evaluation to run after this step, if any."""
         if self.evaluation is None:
             return None
-        is_due = self.position.step % self.evaluation.config.every == 0
-        return self.evaluation if is_due or self.position.step_in_phase == phase.steps else None
+        is_scheduled = self.position.step % self.evaluation.config.every == 0
+        return self.evaluation if is_scheduled or self.position.step_in_phase == phase.steps else None
 
     def _evaluate(
         self, evaluation: Evaluation, phase: PhaseConfig, writer: MetricsWriter | None, bar: Progress | None
@@ -405,7 +413,7 @@ class TrainLoop:
             if self.ranks.rank == 0:
                 self._replace_model(source, dest)
         else:
-            model = whole_model(self.engine.model, self.ranks)
+            model = unsharded_model(self.engine.model, self.ranks)
             if self.ranks.rank == 0 and model is not None:
                 self._replace_model(model, dest)
         self.ranks.max_int(0)
@@ -443,11 +451,13 @@ def _refuse_missing_modules(phases: Sequence[PhaseConfig], num_mtp: int) -> None
         wanted = num_mtp if phase.num_mtp is None else phase.num_mtp
         if not num_mtp and (wanted or phase.trains == "mtp"):
             raise ConfigError(
-                f'phase {phase.name}: num_mtp {wanted}, trains "{phase.trains}": the network has no prediction module '
-                "to start from; give it num_mtp 1"
+                f'phase {phase.name}: num_mtp {wanted}, trains "{phase.trains}": the network has no MTP module '
+                "to start from; build it with num_mtp = 1"
             )
         if wanted < num_mtp:
-            raise ConfigError(f"phase {phase.name}: num_mtp {wanted} is less than the {num_mtp} modules there are then")
+            raise ConfigError(
+                f"phase {phase.name}: num_mtp {wanted} is less than the {num_mtp} modules of the phase before"
+            )
         num_mtp = wanted
 
 
@@ -456,7 +466,7 @@ def _refuse_added_modules(phases: Sequence[PhaseConfig], num_mtp: int) -> None:
         if phase.num_mtp is not None and phase.num_mtp > num_mtp:
             raise ConfigError(
                 f'phase {phase.name}: num_mtp {phase.num_mtp}: with machine.parallel "fsdp" a network of {num_mtp} '
-                'modules cannot get more; start this phase as a run of its own, or use parallel "data"'
+                'modules cannot grow; start this phase as a separate run, or use parallel "data"'
             )
 
 

@@ -10,7 +10,7 @@ import torch
 from m2forge.errors import ConfigError
 from m2forge.model.transformer import Transformer
 from m2forge.train.config import MachineConfig
-from m2forge.train.parallel import ALONE, Ranks, joined_ranks
+from m2forge.train.parallel import SINGLE_RANK, Ranks, process_ranks
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
 """Dense bfloat16 FLOPS, as stated by the vendor."""
@@ -55,9 +55,9 @@ def machine_settings(config: MachineConfig, device: torch.device) -> Iterator[No
 def machine_ranks(config: MachineConfig) -> Iterator[Ranks]:
     """The ranks that train together, including this process."""
     if config.parallel == "none":
-        yield ALONE
+        yield SINGLE_RANK
         return
-    with joined_ranks(choose_device(config)) as ranks:
+    with process_ranks(choose_device(config)) as ranks:
         yield ranks
 
 

@@ -7,7 +7,7 @@ Gradients are accumulated over packs and all-reduced over ranks in at least floa
 clipping and update equal those of one process with all the packs. For a sharded weight, each rank keeps and updates the
 state of its own shard.
 
-A step with non-finite gradients changes no weight and no moment but still counts as a step: the count is kept on the
+A step with non-finite gradients changes no weight and no moment but still counts as a step: the count is stored on the
 host, while only the device knows whether the gradients are finite.
 """
 
@@ -27,7 +27,7 @@ from m2forge.kernels.adamw import AdamWRule, AdamWState, adamw_
 from m2forge.kernels.arithmetic import at_least_float32
 from m2forge.model.transformer import Transformer
 from m2forge.train.config import OptimizerConfig
-from m2forge.train.parallel import ALONE, Ranks, gathered, is_sharded, local, sharded_modules, sliced
+from m2forge.train.parallel import SINGLE_RANK, Ranks, gathered, is_sharded, local, sharded_modules, sliced
 
 BUCKET_ELEMENTS = 1 << 25
 """Gradient elements per all-reduce."""
@@ -87,7 +87,7 @@ class Optimizer:
         self,
         model: Transformer,
         config: OptimizerConfig,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
         offload: Literal["none", "host"] = "none",
     ) -> None:
         """`offload`: host keeps master weights and moments in host memory."""
@@ -107,11 +107,11 @@ class Optimizer:
 
     def _fresh_slot(self, name: str, weight: nn.Parameter) -> Slot:
         precision, held = at_least_float32(weight.dtype), local(weight.data)
-        master = None if weight.dtype == precision else self._keep(held.to(precision))
+        master = None if weight.dtype == precision else self._to_storage(held.to(precision))
         kinds = ("momentum",) if self._is_muon(name, weight) else ("mean", "square")
-        return Slot(weight, master, {kind: self._keep(torch.zeros_like(held, dtype=precision)) for kind in kinds})
+        return Slot(weight, master, {kind: self._to_storage(torch.zeros_like(held, dtype=precision)) for kind in kinds})
 
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def _to_storage(self, tensor: Tensor) -> Tensor:
         return to_host(tensor) if self.offload == "host" else tensor
 
     def reshard(self) -> None:
@@ -194,9 +194,9 @@ class Optimizer:
             assert slot.gradient is not None
             # A sharded matrix is gathered; in a stack of matrices each rank holds whole matrices.
             like = slot.weight if slot.weight.dim() == 2 else slot.local
-            kept = (slot.exact, slot.tensors["momentum"])
+            stored = (slot.exact, slot.tensors["momentum"])
             exact, momentum, grad = (
-                gathered(x.to(self._device), like) for x in (*kept, slot.gradient.to(slot.exact.dtype) * scale)
+                gathered(x.to(self._device), like) for x in (*stored, slot.gradient.to(slot.exact.dtype) * scale)
             )
             muon_(
                 self._matrices(name, exact),
@@ -207,7 +207,7 @@ class Optimizer:
                 momentum=self.config.muon_momentum,
                 iterations=self.config.muon_iterations,
             )
-            for old, changed in zip(kept, (exact, momentum), strict=True):
+            for old, changed in zip(stored, (exact, momentum), strict=True):
                 if changed is not old:
                     old.copy_(sliced(changed, like))
             if slot.master is not None:
@@ -236,34 +236,34 @@ class Optimizer:
         state is gathered to rank 0's host memory; the other ranks get none of it. All ranks call this together."""
         self._settle()
         tensors: dict[str, Tensor] = {}
-        for name, slot, tensor in self._kept():
+        for name, slot, tensor in self._state_tensors():
             if not slot.is_sharded:
                 tensors[name] = tensor
                 continue
-            whole = gathered(tensor, slot.weight)
+            full = gathered(tensor, slot.weight)
             if self.ranks.rank == 0:
-                tensors[name] = whole.cpu()
+                tensors[name] = full.cpu()
         return tensors, {name: slot.num_steps for name, slot in self.slots.items()}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], num_steps: Mapping[str, int]) -> None:
         """Load what `state` returned; every rank passes the unsharded tensors."""
         self._settle()
-        shapes = {name: slot.weight.shape for name, slot, _ in self._kept()}
-        wrong = sorted(shapes.keys() ^ tensors.keys()) + sorted(
+        shapes = {name: slot.weight.shape for name, slot, _ in self._state_tensors()}
+        mismatched = sorted(shapes.keys() ^ tensors.keys()) + sorted(
             name for name in shapes.keys() & tensors.keys() if shapes[name] != tensors[name].shape
         )
-        if wrong or num_steps.keys() != self.slots.keys():
+        if mismatched or num_steps.keys() != self.slots.keys():
             raise CheckpointError(
-                f"the optimizer's state does not fit this network and optimizer: {(wrong or ['step counts'])[:4]}; "
+                f"the optimizer's state does not fit this network or optimizer: {(mismatched or ['step counts'])[:4]}; "
                 "resume with the configuration that the run was started with"
             )
-        for name, slot, tensor in self._kept():
+        for name, slot, tensor in self._state_tensors():
             tensor.copy_(sliced(tensors[name], slot.weight))
         for name, slot in self.slots.items():
             slot.num_steps = num_steps[name]
 
-    def _kept(self) -> Iterator[tuple[str, Slot, Tensor]]:
+    def _state_tensors(self) -> Iterator[tuple[str, Slot, Tensor]]:
         """Every state tensor of every slot, with its name."""
         for name, slot in self.slots.items():
             if slot.master is not None:
@@ -385,10 +385,10 @@ def adamw_from_host_(
     for stream in streams:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(scale.device))
-    turn = cycle(streams)
+    stream_cycle = cycle(streams)
     for state, grad, time in zip(states, grads, times, strict=True):
         for start in range(0, state.weight.numel(), size):
-            stream = next(turn)
+            stream = next(stream_cycle)
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 _step_chunk(state, grad, time, scale, rule, slice(start, start + size))
     for stream in streams:
@@ -411,6 +411,6 @@ def _step_chunk(state: AdamWState, grad: Tensor, time: int, scale: Tensor, rule:
     assert square is not None
     here = AdamWState(state.weight.view(-1)[chunk], master, mean, square)
     adamw_([here], [grad.reshape(-1)[chunk]], [time], scale, rule)
-    for kept, changed in zip(at_host, (master, mean, square), strict=True):
-        if kept is not None and changed is not None:
-            kept.copy_(changed, non_blocking=True)
+    for host, changed in zip(at_host, (master, mean, square), strict=True):
+        if host is not None and changed is not None:
+            host.copy_(changed, non_blocking=True)

@@ -2,8 +2,8 @@
 
     rank r holds some of a step's packs → its sums and gradients → summed over all ranks → the same update everywhere
 
-Every loss is divided by counts of the whole step, so ranks reduce by sum, never by mean. A single process uses `ALONE`,
-which communicates nothing. All ranks must call the same collectives in the same order: a rank with fewer packs than
+Every loss is divided by counts of the whole step, so ranks reduce by sum, never by mean. With one process `SINGLE_RANK`
+communicates nothing. All ranks must call the same collectives in the same order: a rank with fewer packs than
 another runs blank ones to match.
 
 Weights are equal on all ranks by construction: rank 0 broadcasts its own at the start, and all ranks apply the same
@@ -13,8 +13,8 @@ With FSDP2, weights, gradients and optimizer state are sharded over the ranks. E
 along its first dimension. A block's weights are all-gathered when the block runs and freed after it; its gradients are
 reduce-scattered by sum. Weights outside the blocks (embedding, head, norms, the projections of the MTP modules) stay
 gathered from the first forward pass of a step until the optimizer's step, because the loss needs the head after the
-model's forward pass. The few weights kept in a higher precision than the rest (selection biases that learn by gradient)
-are not sharded: their gradients are all-reduced like those of an unsharded model.
+model's forward pass. The few weights of higher precision than the rest (selection biases that learn by gradient) are
+not sharded: their gradients are all-reduced like those of an unsharded model.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ class Ranks(Protocol):
         ...
 
 
-class _Alone:
+class _SingleRank:
     rank = 0
     num_ranks = 1
 
@@ -75,7 +75,7 @@ class _Alone:
         return value
 
 
-ALONE: Ranks = _Alone()
+SINGLE_RANK: Ranks = _SingleRank()
 
 
 class ProcessRanks:
@@ -99,7 +99,7 @@ class ProcessRanks:
 
 
 @contextmanager
-def joined_ranks(device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[ProcessRanks]:
+def process_ranks(device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[ProcessRanks]:
     """Join the process group of a launcher such as torchrun, from the variables it sets: RANK, WORLD_SIZE and the
     rendezvous address. On CUDA, LOCAL_RANK chooses the GPU."""
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
@@ -176,12 +176,12 @@ def shard_model(model: Transformer, ranks: ProcessRanks) -> None:
     mesh = init_device_mesh(ranks.device.type, (ranks.num_ranks,))
     dtype = model.embedding.weight.dtype
     policy = MixedPrecisionPolicy(reduce_dtype=at_least_float32(dtype))
-    whole = {weight for weight in model.parameters() if weight.dtype != dtype}
-    for weight in whole:
+    full = {weight for weight in model.parameters() if weight.dtype != dtype}
+    for weight in full:
         weight.data = weight.data.to(ranks.device)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for module in (*blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=full)
     for split in sharded_modules(model):
         split.set_gradient_divide_factor(1.0)
         # Otherwise torch uses a pre-multiplied sum, which only NCCL supports.
@@ -224,18 +224,18 @@ def gathered(slice_of: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def sliced(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of a tensor that every rank holds whole."""
+def sliced(full: Tensor, like: Tensor) -> Tensor:
+    """This rank's shard of a full tensor that every rank holds."""
     if not is_sharded(like):
-        return whole
+        return full
     from torch.distributed.tensor import distribute_tensor
 
-    split = distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    split = distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
     return split.to_local()
 
 
 @torch.no_grad()
-def whole_model(model: Transformer, ranks: Ranks) -> Transformer | None:
+def unsharded_model(model: Transformer, ranks: Ranks) -> Transformer | None:
     """The unsharded model, for saving: `model` itself if it is not sharded, else a copy in rank 0's host memory, and
     None on the other ranks. All ranks call this together."""
     modules = sharded_modules(model)

@@ -41,7 +41,7 @@ class Position:
     source: Mapping[str, JsonValue] | None = None
     """State of the data reader after the last step, from which the next phase starts; None before the first step."""
     best: Best | None = None
-    """None: nothing was evaluated in this phase. Its checkpoint is kept until the next best one is complete."""
+    """None: nothing was evaluated in this phase. Its checkpoint is retained until the next best one is complete."""
 
     @property
     def last_begun(self) -> int | None:

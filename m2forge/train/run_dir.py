@@ -21,7 +21,7 @@ FAILURE_FILE = "failure.txt"
 """The error that ended the run's last process, in one line; absent while a process runs and after an interrupt."""
 MODE = 0o700
 """A run's directory is private to its owner: it holds the pool and what agents and models wrote."""
-FREE = ("train.machine", "train.checkpoint", "train.metrics", "eval.export")
+MUTABLE_KEYS = ("train.machine", "train.checkpoint", "train.metrics", "eval.export")
 """Config tables and keys that may change on resume."""
 IMPLIED = {"train.router_bias": "balanced"}
 """Values that older runs used implicitly, before their configuration recorded the key."""
@@ -57,7 +57,7 @@ def make_private(run_dir: Path) -> None:
     mode = stat.S_IMODE(run_dir.stat().st_mode)
     if mode & ~MODE:
         run_dir.chmod(MODE)
-        _log.warning("%s was open to other users (mode %04o); it is now its owner's alone (%04o)", run_dir, mode, MODE)
+        _log.warning("%s was accessible to other users (mode %04o); changed to %04o", run_dir, mode, MODE)
 
 
 def open_run(run_dir: Path, config: Config, phase: int | None) -> None:
@@ -75,7 +75,7 @@ def refuse_changes(run_dir: Path, config: Config, phase: int | None) -> None:
     before = _read_run(type(config), path)
     after = _flat(tomllib.loads(dump(config)))
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-    changed = [key for key in changed if not key.startswith(FREE) and not _is_to_come(key, phase)]
+    changed = [key for key in changed if not key.startswith(MUTABLE_KEYS) and not _is_future_phase(key, phase)]
     if changed:
         key = changed[0]
         raise ConfigError(
@@ -96,7 +96,7 @@ def _read_run(kind: type[Config], path: Path) -> dict[str, TomlValue]:
     return defaults | IMPLIED | _flat(written)
 
 
-def _is_to_come(key: str, phase: int) -> bool:
+def _is_future_phase(key: str, phase: int) -> bool:
     """Whether a key belongs to a phase that has not begun."""
     parts = key.split(".")
     return parts[0] == "phases" and int(parts[1]) > phase

@@ -48,7 +48,7 @@ def folder_of(path: Path, config: ModelConfig, changes: dict[str, JsonValue]) ->
         (
             LLAMA,
             {"num_hidden_layers": 1 << 24},
-            "num_hidden_layers is 16777216, expected a whole number of at most 4096",
+            "num_hidden_layers is 16777216, expected an integer of at most 4096",
         ),
         (LLAMA, {"num_hidden_layers": 10**15}, "num_hidden_layers is 10{15}, expected"),
         (
@@ -67,7 +67,7 @@ def folder_of(path: Path, config: ModelConfig, changes: dict[str, JsonValue]) ->
         (
             QWEN,
             {"use_sliding_window": True, "sliding_window": 4, "num_hidden_layers": 10**12},
-            "expected a whole number",
+            "expected an integer",
         ),
         (
             QWEN,
@@ -105,7 +105,7 @@ def test_our_own_config_is_bounded_too(tmp_path: Path) -> None:
     [
         ({"block_count": 1 << 24}, "num_layers"),
         ({"block_count": 4000}, "asks for more than"),
-        ({"embedding_length": 1 << 30}, "metadata cannot be used: head_dim: Input should be less than"),
+        ({"embedding_length": 1 << 30}, "invalid metadata: head_dim: Input should be less than"),
         ({"attention.key_length": 1 << 24, "rope.dimension_count": 1 << 24}, "tensors do not fit"),
         ({"vocab_size": 1 << 24}, "tensors do not fit"),
     ],
@@ -135,5 +135,5 @@ def test_gguf_metadata_that_asks_for_more_tensors_is_refused(tmp_path: Path, num
 def test_a_safetensors_header_beyond_its_file_is_refused(tmp_path: Path, content: bytes) -> None:
     folder = folder_of(tmp_path / "m", LLAMA, {})
     (folder / WEIGHTS_FILE).write_bytes(content + bytes(4))
-    with within(), pytest.raises(CheckpointError, match="is not a whole safetensors file"):
+    with within(), pytest.raises(CheckpointError, match="is not a complete safetensors file"):
         load_model(folder, dtype=torch.float32)

@@ -114,7 +114,7 @@ def test_bad_weights_exit_with_2_and_write_nothing(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("m2forge: error:") == 1
-    assert ("not a whole safetensors file" if how == "truncated" else "2 tensors do not fit") in captured.err
+    assert ("not a complete safetensors file" if how == "truncated" else "2 tensors do not fit") in captured.err
     assert names(tmp_path) == {"ours"}
 
 

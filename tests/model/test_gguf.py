@@ -201,9 +201,9 @@ def test_every_misfit_is_named_in_one_error(tmp_path: Path) -> None:
         ),
         (lambda path: write_small(path, small_tensors(), numbers={"rope.dimension_count": 4}), "rotates whole heads"),
         (lambda path: write_small(path, small_tensors(), numbers={"attention.head_count_kv": 3}), "must be a multiple"),
-        (lambda path: path.write_bytes(b"GGUF"), "is not a whole GGUF file"),
-        (lambda path: path.write_bytes(bytes(range(256)) * 16), "is not a whole GGUF file"),
-        (lambda path: cut(path), "is not a whole GGUF file"),
+        (lambda path: path.write_bytes(b"GGUF"), "is not a complete GGUF file"),
+        (lambda path: path.write_bytes(bytes(range(256)) * 16), "is not a complete GGUF file"),
+        (lambda path: cut(path), "is not a complete GGUF file"),
         (
             lambda path: retype(path, 999),
             "output_norm.weight is stored as type 999, a quantisation that the installed gguf library does not know",

@@ -25,7 +25,7 @@ from m2forge.pretrain.stage import run_pretrain
 from m2forge.records import Pack
 from m2forge.text.tokenizer import END_OF_TEXT, train_tokenizer
 from m2forge.train.config import PhaseConfig
-from m2forge.train.loop import Ahead, Prefetch
+from m2forge.train.loop import Prefetch, Prefetched
 from tests.pretrain.small import NETWORK, make_config, write_corpus, write_numbered
 
 NUM_KILLS = 12 if os.environ.get("M2FORGE_LONG") == "1" else 3
@@ -128,7 +128,7 @@ def watch_steps(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[Pack]],
             raise KeyboardInterrupt
         take, number = ahead.take, self.position.step
 
-        def taking() -> Ahead:
+        def taking() -> Prefetched:
             taken = take()
             trained[number] = taken.packs
             return taken

@@ -331,5 +331,5 @@ def test_a_file_whose_tokenizer_cannot_be_used_is_refused(tmp_path: Path, change
 
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
-    with pytest.raises(DataError, match="is not a whole GGUF file"):
+    with pytest.raises(DataError, match="is not a complete GGUF file"):
         load_tokenizer(tmp_path / "a.gguf")

@@ -22,16 +22,16 @@ from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, res
 from m2forge.train.config import CheckpointConfig, OptimizerConfig, PolicyConfig
 from m2forge.train.engine import TrainEngine
 from m2forge.train.parallel import (
-    ALONE,
+    SINGLE_RANK,
     ProcessRanks,
     Ranks,
     align,
-    joined_ranks,
+    process_ranks,
     refuse_difference,
     refuse_drift,
     shard_model,
     sharded_modules,
-    whole_model,
+    unsharded_model,
 )
 from m2forge.train.position import Position
 from m2forge.tree.token_tree import TokenTree
@@ -173,7 +173,7 @@ def train(engine: TrainEngine, steps: Sequence[int], over: str = "rows") -> dict
         for step in steps
     ]
     refuse_drift(engine.model, ranks)
-    whole, (state, num_steps) = whole_model(engine.model, ranks), engine.optimizer.state()
+    whole, (state, num_steps) = unsharded_model(engine.model, ranks), engine.optimizer.state()
     return {
         "metrics": {
             name: torch.tensor([values[name] for values in metrics], dtype=torch.float64) for name in metrics[0]
@@ -261,7 +261,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> Any:
     """What each rank made of everything above, by rank: all in one go, because processes start slowly."""
-    engine = make_engine(Case(), ALONE)
+    engine = make_engine(Case(), SINGLE_RANK)
     train(engine, [0])
     CheckpointStore(folder / "one", CheckpointConfig()).save(engine, Position(step=1))
     return run_ranks(partial(scenario, folder=folder), folder / "processes")
@@ -278,7 +278,7 @@ def distance(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> floa
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one_process_does(outcomes: Any, name: str) -> None:
     case, both = CASES[name], [outcome[name] for outcome in outcomes]
-    expected = run_case(case, ALONE)
+    expected = run_case(case, SINGLE_RANK)
     for ours in both:
         assert distance(ours["metrics"], expected["metrics"]) <= 1e-12
         assert ours["num_steps"] == expected["num_steps"]
@@ -289,7 +289,7 @@ def test_two_ranks_train_as_one_process_does(outcomes: Any, name: str) -> None:
 
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_ranks_evaluate_between_steps_as_one_process_does(outcomes: Any, parallel: Literal["data", "fsdp"]) -> None:
-    expected = train_and_evaluate(parallel, ALONE)
+    expected = train_and_evaluate(parallel, SINGLE_RANK)
     for outcome in outcomes:
         for ours, theirs in zip(outcome[f"evaluation between steps, {parallel}"], expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-12)
@@ -297,7 +297,7 @@ def test_ranks_evaluate_between_steps_as_one_process_does(outcomes: Any, paralle
 
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_the_held_out_loss_has_the_same_bits_on_two_ranks(outcomes: Any, parallel: Literal["data", "fsdp"]) -> None:
-    expected = evaluate(parallel, ALONE)
+    expected = evaluate(parallel, SINGLE_RANK)
     assert {"loss", "loss/a", "loss/b", "mtp_loss/2"} <= expected.keys()
     assert [outcome[f"evaluation, {parallel}"] for outcome in outcomes] == [expected, expected]
 
@@ -305,7 +305,7 @@ def test_the_held_out_loss_has_the_same_bits_on_two_ranks(outcomes: Any, paralle
 @pytest.mark.parametrize("name", PLANTED)
 def test_an_average_over_the_ranks_would_be_noticed(outcomes: Any, name: str) -> None:
     case = PLANTED[name]
-    expected, wrong = run_case(case, ALONE), outcomes[0][f"planted in {name}"]
+    expected, wrong = run_case(case, SINGLE_RANK), outcomes[0][f"planted in {name}"]
     # AdamW does not care for the scale of all gradients: weights tell only where some steps are clipped, not all.
     is_clipped = expected["metrics"]["grad_norm"] > case.optimizer.max_norm
     assert is_clipped.any()
@@ -315,10 +315,10 @@ def test_an_average_over_the_ranks_would_be_noticed(outcomes: Any, name: str) ->
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(outcomes: Any, folder: Path) -> None:
-    expected = make_engine(Case(), ALONE)
+    expected = make_engine(Case(), SINGLE_RANK)
     train(expected, [0, 1])
     model = load_checkpoint_model(folder / "two/step-00000002", CPU, torch.float64)
-    engine = make_engine(Case(), ALONE, model)
+    engine = make_engine(Case(), SINGLE_RANK, model)
     restore(engine, folder / "two/step-00000002")
     ours, theirs = train(engine, [2]), train(expected, [2])
     for key in ("metrics", "weights", "state"):
@@ -327,7 +327,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(outcomes: Any, folder: Path)
 
 
 def test_a_bias_of_higher_precision_is_not_split(outcomes: Any) -> None:
-    ours, expected = outcomes[0]["bfloat16"], run_case(LOW_PRECISION, ALONE)
+    ours, expected = outcomes[0]["bfloat16"], run_case(LOW_PRECISION, SINGLE_RANK)
     whole = expected["num_steps"].keys() - set(ours["sharded"])
     assert whole == {name for name in expected["num_steps"] if name.endswith("router.bias")}
     # bfloat16 has two to three digits, and a pack's gradient is rounded to it before or behind the sum over ranks.
@@ -353,18 +353,18 @@ def test_ranks_that_differ_are_told(outcomes: Any) -> None:
 
 def test_alone_nothing_is_sent() -> None:
     x = torch.ones(2)
-    assert (ALONE.rank, ALONE.num_ranks, ALONE.max_int(3)) == (0, 1, 3)
-    assert ALONE.sum(x) is x
+    assert (SINGLE_RANK.rank, SINGLE_RANK.num_ranks, SINGLE_RANK.max_int(3)) == (0, 1, 3)
+    assert SINGLE_RANK.sum(x) is x
 
 
 def test_a_launcher_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ConfigError, match=r"needs \['WORLD_SIZE'\] in the environment; start it by torchrun"):
-        joined_ranks(CPU).__enter__()
+        process_ranks(CPU).__enter__()
     for name, value in {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
-    with joined_ranks(CPU, timeout_s=10) as ranks:
+    with process_ranks(CPU, timeout_s=10) as ranks:
         assert (ranks.rank, ranks.num_ranks, ranks.max_int(5)) == (0, 1, 5)
         assert ranks.sum(torch.tensor([1, 2])).tolist() == [1, 2]
 

@@ -192,4 +192,4 @@ def test_a_directory_open_to_others_is_closed_with_a_message(
     run_dir.chmod(mode)
     with caplog.at_level(logging.WARNING), hold_run(run_dir):
         assert mode_of(run_dir) == 0o700
-    assert f"{run_dir} was open to other users (mode 0{mode:o})" in caplog.text
+    assert f"{run_dir} was accessible to other users (mode 0{mode:o})" in caplog.text

@@ -80,9 +80,9 @@ def train_classifier(positive: Sequence[bytes], negative: Sequence[bytes]) -> Cl
         bias_square += float(error.sum()) ** 2
         weight -= _RATE * gradient / np.sqrt(weight_square)
         bias -= 0.1 * float(error.sum()) / bias_square**0.5
-    whole = np.zeros(NUM_BUCKETS, np.float32)
-    whole[used] = weight
-    return Classifier(whole, float(np.float32(bias)))
+    weights = np.zeros(NUM_BUCKETS, np.float32)
+    weights[used] = weight
+    return Classifier(weights, float(np.float32(bias)))
 
 
 def _all_terms(texts: Sequence[bytes]) -> tuple[Int64Array, Int64Array]:

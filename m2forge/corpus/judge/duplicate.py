@@ -1,7 +1,7 @@
 """Find duplicates: exact ones by a 128-bit hash, near-duplicates by MinHash.
 
-In: the scanned tables. Out: for every document whether it is kept, an exact or a near-duplicate; the first document of
-each set of duplicates is kept. Near-duplicates are found band by band: documents are sorted by the band's key, those
+In: the scanned tables. Out: for every document whether it is unique, an exact or a near-duplicate; the first of each
+set of duplicates survives. Near-duplicates are found band by band: documents are sorted by the band's key, those
 with equal keys are compared by their full signatures, and pairs with at least the threshold's similarity are merged.
 
 Memory per document: sorting takes 8 bytes for keys, 8 for the order, 8 for the sorted keys and 4 of scratch, the
@@ -70,7 +70,7 @@ def find_duplicates(tables: Tables, config: DedupConfig, num_bands: int) -> npt.
             bar.advance()
         for band in range(num_bands):
             earlier, later = _equal_pairs(tables.column(f"band-{band:03d}", np.uint64))
-            _join_alike(tables, forest, earlier, later, config)
+            _merge_near_duplicates(tables, forest, earlier, later, config)
             bar.advance()
     _mark(forest, repeat, Repeat.NEAR)
     return repeat
@@ -102,7 +102,9 @@ def _rows_equal(tables: Tables, left: Int64Array, right: Int64Array) -> npt.NDAr
     return equal
 
 
-def _join_alike(tables: Tables, forest: Forest, left: Int64Array, right: Int64Array, config: DedupConfig) -> None:
+def _merge_near_duplicates(
+    tables: Tables, forest: Forest, left: Int64Array, right: Int64Array, config: DedupConfig
+) -> None:
     for begin in range(0, len(left), _CHUNK):
         a, b = left[begin : begin + _CHUNK], right[begin : begin + _CHUNK]
         apart = forest.roots(a) != forest.roots(b)

@@ -8,7 +8,7 @@ import numpy as np
 
 from m2forge.corpus.config import ClassifierConfig, CorpusConfig, Source
 from m2forge.corpus.judge.classifier import Classifier, train_classifier
-from m2forge.corpus.judge.quality import KEPT, broken_rules, rule_scores
+from m2forge.corpus.judge.quality import PASSED, broken_rules, rule_scores
 from m2forge.corpus.judge.scan import Scanner, batches
 from m2forge.corpus.read.document import Document, Problems
 from m2forge.corpus.read.file import read_span
@@ -53,9 +53,9 @@ def _by_rules(config: CorpusConfig, parts: Sequence[Part], count: int) -> Classi
     for fixed, batch in _batches(config, parts, count):
         measured = scanner.measure([document.text for document in batch])
         is_code = scanner.domains_of(batch, fixed, measured.features) == "code"
-        kept = broken_rules(measured.features, is_code, config.quality) == KEPT
+        passed = broken_rules(measured.features, is_code, config.quality) == PASSED
         # A document that breaks a rule ranks below all that break none.
-        scores += (rule_scores(measured.features, is_code) + kept).tolist()
+        scores += (rule_scores(measured.features, is_code) + passed).tolist()
         texts += [document.text[:MAX_EXAMPLE_BYTES] for document in batch]
     order = np.argsort(scores, kind="stable").tolist()
     size = max(1, int(len(order) * _CLASS_SHARE))

@@ -13,7 +13,7 @@ from m2forge.corpus.config import QualityConfig, Rule
 from m2forge.corpus.judge.feature import Feature, FeatureArray
 
 BoolArray = npt.NDArray[np.bool_]
-KEPT = -1
+PASSED = -1
 """Instead of a rule's index: no rule is broken."""
 
 
@@ -28,10 +28,10 @@ class _Ratios:
 
 
 def broken_rules(features: FeatureArray, is_code: BoolArray, config: QualityConfig) -> npt.NDArray[np.int8]:
-    """For each document the index in `Rule` of the first rule it breaks, or KEPT."""
+    """For each document the index in `Rule` of the first rule it breaks, or PASSED."""
     ratio = _Ratios(features)
     prose, code = _prose_limits(features, ratio, config), _code_limits(features, ratio, config)
-    broken = np.full(len(features), KEPT, np.int8)
+    broken = np.full(len(features), PASSED, np.int8)
     for index, rule in reversed(list(enumerate(Rule))):
         if rule in config.rules:
             never = np.zeros(len(features), bool)
@@ -97,6 +97,6 @@ def _code_limits(features: FeatureArray, ratio: _Ratios, config: QualityConfig) 
     }
 
 
-def _mean(kept: Sequence[BoolArray]) -> FeatureArray:
-    total: FeatureArray = np.sum(np.stack(kept), axis=0, dtype=np.float64)
-    return total / len(kept)
+def _mean(passed: Sequence[BoolArray]) -> FeatureArray:
+    total: FeatureArray = np.sum(np.stack(passed), axis=0, dtype=np.float64)
+    return total / len(passed)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from m2forge.corpus.config import DOMAINS, CorpusConfig, Rule
 from m2forge.corpus.judge.classifier import Classifier, load_classifier
 from m2forge.corpus.judge.feature import Feature, FeatureArray, count_features
-from m2forge.corpus.judge.quality import KEPT, broken_rules, rule_scores
+from m2forge.corpus.judge.quality import PASSED, broken_rules, rule_scores
 from m2forge.corpus.judge.signature import NOTHING, MinHash, SignatureArray, band_keys, bands_for, shingles
 from m2forge.corpus.judge.topic import SketchArray, sketch, sketch_sums
 from m2forge.corpus.judge.words import WINDOW_BYTES, TextBatch, cut, windows
@@ -121,7 +121,7 @@ class Scanner:
         return found.astype(str)
 
     def write(self, documents: Sequence[Document], fixed: str | None, table: TableWriter, counts: Counter[str]) -> None:
-        """Filter a batch and append the kept documents to `table`."""
+        """Filter a batch and append the documents that pass to `table`."""
         measured = self.measure([document.text for document in documents])
         domains = self.domains_of(documents, fixed, measured.features)
         is_code = domains == "code"
@@ -132,29 +132,29 @@ class Scanner:
             scores = rule_scores(measured.features, is_code)
         else:
             scores = self._classifier.scores(measured.classified)
-        low = (broken == KEPT) & (scores < self.config.quality.threshold)
+        low = (broken == PASSED) & (scores < self.config.quality.threshold)
         counts[BELOW_THRESHOLD] += int(low.sum())
         for index, rule in enumerate(Rule):
             counts[rule.value] += int((broken == index).sum())
-        kept = np.flatnonzero((broken == KEPT) & ~low)
-        counts["num_rows"] += len(kept)
-        if not len(kept):
+        passed = np.flatnonzero((broken == PASSED) & ~low)
+        counts["num_rows"] += len(passed)
+        if not len(passed):
             return
-        chosen = [documents[index] for index in kept.tolist()]
+        chosen = [documents[index] for index in passed.tolist()]
         digests = b"".join(hashlib.blake2b(document.text.strip(), digest_size=16).digest() for document in chosen)
         hashes = np.frombuffer(digests, "<u8").reshape(-1, 2)
         table.append("hash", hashes[:, 0])
         table.append("hash_rest", hashes[:, 1])
-        table.append("domain", np.searchsorted(self.domains, domains[kept]).astype(np.uint8))
+        table.append("domain", np.searchsorted(self.domains, domains[passed]).astype(np.uint8))
         texts = [document.text for document in chosen]
         # A name may be bytes that are not valid UTF-8.
         names = [document.name.encode(errors="backslashreplace") for document in chosen]
         table.append_stretches("text", b"".join(texts), np.array([len(text) for text in texts]))
         table.append_stretches("name", b"".join(names), np.array([len(name) for name in names]))
         if self._minhash is not None:
-            self._write_signature(measured.signature[kept], hashes[:, 0], table)
+            self._write_signature(measured.signature[passed], hashes[:, 0], table)
         if self._topics:
-            sketches: SketchArray = sketch(measured.topic[kept])
+            sketches: SketchArray = sketch(measured.topic[passed])
             table.append("sketch", sketches)
 
     def _measure(self, batch: TextBatch) -> tuple[npt.NDArray[np.generic], ...]:

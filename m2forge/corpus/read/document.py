@@ -50,14 +50,14 @@ class Problems:
         # File names may be bytes that are not valid UTF-8.
         message = f"{location}: {detail}".encode(errors="backslashreplace").decode()
         if self._strict:
-            raise DataError(f"{message}; mend or remove it, or set strict = false to leave such input out")
+            raise DataError(f"{message}; fix or remove it, or set strict = false to skip such input")
         self.counts[kind] += 1
-        self._keep(kind, [message])
+        self._add_examples(kind, [message])
 
     def merge(self, other: "Problems") -> None:
         self.counts.update(other.counts)
         for kind, locations in other.examples.items():
-            self._keep(kind, locations)
+            self._add_examples(kind, locations)
 
     @property
     def total(self) -> int:
@@ -80,6 +80,6 @@ class Problems:
             problems.examples[kind] = [str(location) for location in locations]
         return problems
 
-    def _keep(self, kind: ProblemKind, locations: Iterable[str]) -> None:
-        kept = self.examples.setdefault(kind, [])
-        kept += list(locations)[: MAX_EXAMPLES - len(kept)]
+    def _add_examples(self, kind: ProblemKind, locations: Iterable[str]) -> None:
+        examples = self.examples.setdefault(kind, [])
+        examples += list(locations)[: MAX_EXAMPLES - len(examples)]

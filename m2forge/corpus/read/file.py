@@ -174,7 +174,7 @@ def _read_file(span: FileSpan, problems: Problems) -> Iterator[Document]:
 
 
 def _read_jsonl(span: FileSpan, source: Source, problems: Problems) -> Iterator[Document]:
-    location, key = _Place(span), source.text_key
+    location, key = _Location(span), source.text_key
     for line in _lines(span, source.unpack, location, problems):
         location.line += 1
         if line.isspace():
@@ -203,7 +203,7 @@ def _read_jsonl(span: FileSpan, source: Source, problems: Problems) -> Iterator[
                 )
 
 
-class _Place:
+class _Location:
     """File and line for messages. Lines before a span in the middle of a file are counted on first use."""
 
     def __init__(self, span: FileSpan) -> None:
@@ -228,7 +228,7 @@ def _newlines_before(path: str, end: int) -> int:
     return count + 1
 
 
-def _lines(span: FileSpan, config: UnpackConfig, location: _Place, problems: Problems) -> Iterator[bytes]:
+def _lines(span: FileSpan, config: UnpackConfig, location: _Location, problems: Problems) -> Iterator[bytes]:
     if span.path.endswith(".gz"):
         with gzip.open(span.path, "rb") as file:
             lines = split_lines(read_blocks(file.read1, Unpacked(span.path, config)), config.max_line_bytes)
@@ -256,7 +256,7 @@ def _plain_lines(file: BinaryIO, span: FileSpan) -> Iterator[bytes]:
 
 
 def _archive_lines(
-    lines: Iterator[bytes | None], location: _Place, problems: Problems, errors: tuple[type[Exception], ...]
+    lines: Iterator[bytes | None], location: _Location, problems: Problems, errors: tuple[type[Exception], ...]
 ) -> Iterator[bytes]:
     """Lines of an archive; if it is broken or decompresses to too much, the lines before that."""
     while True:

@@ -144,7 +144,9 @@ def _files(source: Source) -> Iterator[tuple[str, str]]:
     elif Path(path).is_file():
         if source.kind is None and kind_of(path) is None:
             known = [kind.value for kind in SourceKind]
-            raise ConfigError(f"source {path!r}: its suffix tells no kind; set kind, {suggest('', known)}")
+            raise ConfigError(
+                f"source {path!r}: its suffix does not determine the kind; set kind, {suggest('', known)}"
+            )
         yield path, Path(path).name
     else:
         raise NotFoundError(f"source {path!r}: no such file or folder")

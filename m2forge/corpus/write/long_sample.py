@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from m2forge.corpus.config import LongConfig
 from m2forge.corpus.judge.topic import NUM_BUCKETS, group
-from m2forge.corpus.write.surviving import Kept, KeptPart
+from m2forge.corpus.write.surviving import SurvivingPart, Survivors
 from m2forge.records import IntArray
 from m2forge.text.tokenizer import Tokenizer
 
@@ -132,23 +132,23 @@ class LongSample:
     """Consecutive pieces of the sample."""
 
 
-def long_samples(config: LongConfig, kept: Kept, tokenizer: Tokenizer, work: Path) -> Iterator[LongSample]:
+def long_samples(config: LongConfig, survivors: Survivors, tokenizer: Tokenizer, work: Path) -> Iterator[LongSample]:
     """All long samples in a fixed order. `work`: a folder for data too large for memory."""
     if config.natural:
-        yield from _natural(config, kept)
+        yield from _natural(config, survivors)
     if config.code:
-        yield from _code(config, kept, tokenizer)
+        yield from _code(config, survivors, tokenizer)
     if config.related:
-        for index, domain in enumerate(kept.domains):
+        for index, domain in enumerate(survivors.domains):
             if domain != "code":
-                yield from _related(config, kept, index, work)
+                yield from _related(config, survivors, index, work)
 
 
-def _natural(config: LongConfig, kept: Kept) -> Iterator[LongSample]:
-    for part in kept.parts():
+def _natural(config: LongConfig, survivors: Survivors) -> Iterator[LongSample]:
+    for part in survivors.parts():
         long_enough = np.diff(part.tokens.offsets) >= config.min_tokens
         for index in np.flatnonzero(long_enough & ~part.is_held_out).tolist():
-            yield LongSample(kept.domains[part.domain[index]], [part.tokens[index]])
+            yield LongSample(survivors.domains[part.domain[index]], [part.tokens[index]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,23 +158,23 @@ class _File:
     num_tokens: int
 
 
-def _code(config: LongConfig, kept: Kept, tokenizer: Tokenizer) -> Iterator[LongSample]:
+def _code(config: LongConfig, survivors: Survivors, tokenizer: Tokenizer) -> Iterator[LongSample]:
     repository: tuple[int, tuple[str, ...]] | None = None
     files: dict[str, _File] = {}
-    for key, name, file in _code_files(config, kept):
+    for key, name, file in _code_files(config, survivors):
         if key != repository:
-            yield from _repository(config, kept, tokenizer, files)
+            yield from _repository(config, survivors, tokenizer, files)
             repository, files = key, {}
         files[name] = file
-    yield from _repository(config, kept, tokenizer, files)
+    yield from _repository(config, survivors, tokenizer, files)
 
 
-def _code_files(config: LongConfig, kept: Kept) -> Iterator[tuple[tuple[int, tuple[str, ...]], str, _File]]:
+def _code_files(config: LongConfig, survivors: Survivors) -> Iterator[tuple[tuple[int, tuple[str, ...]], str, _File]]:
     """Repository, name and location of every code file. Sources are read in order, so a repository's are contiguous."""
-    if "code" not in kept.domains:
+    if "code" not in survivors.domains:
         return
-    code = kept.domains.index("code")
-    for part in kept.parts():
+    code = survivors.domains.index("code")
+    for part in survivors.parts():
         source = part.scanned.count("source")
         names = part.scanned.texts("name")
         lengths = np.diff(part.tokens.offsets)
@@ -185,19 +185,21 @@ def _code_files(config: LongConfig, kept: Kept) -> Iterator[tuple[tuple[int, tup
                 yield (source, folders[: config.repository_depth]), name, _File(part.index, index, int(lengths[index]))
 
 
-def _repository(config: LongConfig, kept: Kept, tokenizer: Tokenizer, files: dict[str, _File]) -> Iterator[LongSample]:
+def _repository(
+    config: LongConfig, survivors: Survivors, tokenizer: Tokenizer, files: dict[str, _File]
+) -> Iterator[LongSample]:
     if sum(file.num_tokens for file in files.values()) < config.min_tokens or len(files) < 2:
         return
     texts = {}
     for name, file in files.items():
-        part: KeptPart = kept.part(file.part)
+        part: SurvivingPart = survivors.part(file.part)
         texts[name] = part.scanned.texts("text").text(int(part.row[file.index]))
     stretches: list[Tokens] = []
     filled, num_files = 0, 0
     for name in dependency_order(texts):
         mark = "#" if name.lower().endswith(_HASH_COMMENTS) else "//"
         header = np.array(tokenizer.encode(f"{mark} {name}\n"))
-        tokens = kept.part(files[name].part).tokens[files[name].index]
+        tokens = survivors.part(files[name].part).tokens[files[name].index]
         size = len(header) + len(tokens)
         if filled + size > config.max_tokens:
             if filled >= config.min_tokens and num_files > 1:
@@ -211,10 +213,10 @@ def _repository(config: LongConfig, kept: Kept, tokenizer: Tokenizer, files: dic
         yield LongSample("code", stretches)
 
 
-def _related(config: LongConfig, kept: Kept, domain: int, work: Path) -> Iterator[LongSample]:
+def _related(config: LongConfig, survivors: Survivors, domain: int, work: Path) -> Iterator[LongSample]:
     """Groups of one domain's shorter documents, most similar first, until its share of the tokens is reached."""
-    path = work / f"sketch-{kept.domains[domain]}.bin"
-    location, length, total = _write_sketches(config, kept, domain, path)
+    path = work / f"sketch-{survivors.domains[domain]}.bin"
+    location, length, total = _write_sketches(config, survivors, domain, path)
     num_tokens = int(length.sum(dtype=np.int64))
     if num_tokens < config.min_tokens:
         return
@@ -231,15 +233,17 @@ def _related(config: LongConfig, kept: Kept, domain: int, work: Path) -> Iterato
         if size > left:
             break
         left -= size
-        yield LongSample(kept.domains[domain], [kept.part(p).tokens[i] for p, i in location[rows].tolist()])
+        yield LongSample(survivors.domains[domain], [survivors.part(p).tokens[i] for p, i in location[rows].tolist()])
 
 
-def _write_sketches(config: LongConfig, kept: Kept, domain: int, path: Path) -> tuple[IntArray, IntArray, int]:
+def _write_sketches(
+    config: LongConfig, survivors: Survivors, domain: int, path: Path
+) -> tuple[IntArray, IntArray, int]:
     """Write the sketches of a domain's shorter documents to a file; returns their locations, lengths, and the domain's
     tokens."""
     locations, lengths, total = [np.zeros((0, 2), np.int32)], [np.zeros(0, np.int32)], 0
     with path.open("wb") as file:
-        for part in kept.parts():
+        for part in survivors.parts():
             length = np.diff(part.tokens.offsets)
             mine = (part.domain == domain) & ~part.is_held_out
             total += int(length[mine].sum())

@@ -1,4 +1,4 @@
-"""The kept documents of a build, joined over the tables of two stages: scanned documents and their tokens."""
+"""The surviving documents of a build, joined over the tables of two stages: scanned documents and their tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ _OPEN_PARTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPart:
-    """The kept documents of one part, one entry each."""
+class SurvivingPart:
+    """The surviving documents of one part, one entry each."""
 
     index: int
     scanned: Table
@@ -28,7 +28,7 @@ class KeptPart:
     tokens: Stretches[np.unsignedinteger]
 
 
-class Kept:
+class Survivors:
     def __init__(
         self,
         scanned: Tables,
@@ -46,19 +46,19 @@ class Kept:
         self._seed = seed
         self.part = lru_cache(_OPEN_PARTS)(self._part)
 
-    def parts(self) -> Iterator[KeptPart]:
+    def parts(self) -> Iterator[SurvivingPart]:
         for index in range(len(self._scanned.parts)):
             yield self._part(index)
 
-    def splits(self, part: KeptPart) -> Iterator[tuple[Split, npt.NDArray[np.bool_]]]:
+    def splits(self, part: SurvivingPart) -> Iterator[tuple[Split, npt.NDArray[np.bool_]]]:
         yield "train", ~part.is_held_out
         yield "held_out", part.is_held_out
 
-    def _part(self, index: int) -> KeptPart:
+    def _part(self, index: int) -> SurvivingPart:
         scanned, tokenised = self._scanned.parts[index], self._tokenised.parts[index]
         row = tokenised.column("row", np.int64).astype(np.int64)
         hashes = scanned.column("hash", np.uint64)[row]
-        return KeptPart(
+        return SurvivingPart(
             index=index,
             scanned=scanned,
             row=row,

@@ -1,4 +1,4 @@
-"""Text to tokens: the tokenizer, loaded or trained on the kept documents, and the tokens of every kept document.
+"""Text to tokens: the tokenizer, loaded or trained on the surviving documents, and their tokens.
 
 The tokenizer library does the work on all cores; this file keeps batches large, splits long texts where the
 pre-tokenizer would split them anyway, and converts ids to arrays without a Python loop over them.
@@ -30,14 +30,14 @@ _WORD = re.compile(rb"[A-Za-z](?= [A-Za-z])")
 
 
 def get_tokenizer(
-    config: TokenizerConfig, tables: Tables, is_kept: npt.NDArray[np.bool_], seed: int, folder: Path
+    config: TokenizerConfig, tables: Tables, is_surviving: npt.NDArray[np.bool_], seed: int, folder: Path
 ) -> Tokenizer:
     """The tokenizer in `folder`; loaded or trained and saved there first if it is missing."""
     if not folder.exists():
         if config.path is not None:
             tokenizer = load_tokenizer(Path(config.path))
         else:
-            texts = _sample(tables, is_kept, config.train_bytes, seed)
+            texts = _sample(tables, is_surviving, config.train_bytes, seed)
             tokenizer = train_tokenizer(texts, config.vocab_size, config.specials)
         with staged_folder(folder) as staged:
             tokenizer.save(staged)
@@ -49,10 +49,10 @@ def fingerprint(tokenizer_folder: Path) -> str:
     return hashlib.sha256((tokenizer_folder / "tokenizer.json").read_bytes()).hexdigest()
 
 
-def tokenise_part(table: Table, is_kept: npt.NDArray[np.bool_], tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the tokens of a part's kept documents, each ending with the end-of-text token if there is one."""
+def tokenise_part(table: Table, is_surviving: npt.NDArray[np.bool_], tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the tokens of a part's surviving documents, each ending with the end-of-text token if there is one."""
     texts = table.texts("text")
-    rows = np.flatnonzero(is_kept)
+    rows = np.flatnonzero(is_surviving)
     num_tokens = 0
     with staged_folder(folder) as staged, TableWriter(staged) as tokens:
         for batch in _batches(texts, rows):
@@ -115,15 +115,15 @@ def _batches(texts: Stretches[np.uint8], rows: npt.NDArray[np.int64]) -> Iterato
         yield rows[begin:end]
 
 
-def _sample(tables: Tables, is_kept: npt.NDArray[np.bool_], num_bytes: int, seed: int) -> Iterator[str]:
-    """Kept documents, or chunks of long ones, sampled by their hashes: about `num_bytes` in total."""
+def _sample(tables: Tables, is_surviving: npt.NDArray[np.bool_], num_bytes: int, seed: int) -> Iterator[str]:
+    """Surviving documents, or chunks of long ones, sampled by their hashes: about `num_bytes` in total."""
     total = 0
     for part, begin, end in zip(tables.parts, tables.first[:-1], tables.first[1:], strict=True):
-        total += int(np.diff(part.texts("text").offsets)[is_kept[begin:end]].sum())
+        total += int(np.diff(part.texts("text").offsets)[is_surviving[begin:end]].sum())
     share = num_bytes / max(total, 1)
     for part, begin, end in zip(tables.parts, tables.first[:-1], tables.first[1:], strict=True):
         texts = part.texts("text")
-        rows = np.flatnonzero(is_kept[begin:end])
+        rows = np.flatnonzero(is_surviving[begin:end])
         # Sampling a few long documents whole would often select none.
         count = np.maximum(1, np.diff(texts.offsets)[rows] // SAMPLE_BYTES) if share < 1 else np.ones_like(rows)
         row = np.repeat(rows, count)

@@ -100,9 +100,9 @@ def ppo_clip(logp_M: Tensor, old_M: Tensor, advantage_M: Tensor, low: float, hig
         slope = − r · A  where r · A is the lesser,  else 0
     """
     ratio_M = importance_ratio(logp_M, old_M)
-    free_M = ratio_M * advantage_M
+    unclipped_M = ratio_M * advantage_M
     bound_M = ratio_M.clamp(1 - low, 1 + high) * advantage_M
-    return -torch.minimum(free_M, bound_M), torch.where(free_M <= bound_M, -free_M, 0.0)
+    return -torch.minimum(unclipped_M, bound_M), torch.where(unclipped_M <= bound_M, -unclipped_M, 0.0)
 
 
 def sft(logp_M: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 from m2forge.corpus.config import CorpusConfig, QualityConfig, Rule, Source
 from m2forge.corpus.judge.classifier import load_classifier, train_classifier
 from m2forge.corpus.judge.feature import Feature, FeatureArray, count_features
-from m2forge.corpus.judge.quality import KEPT, broken_rules, rule_scores
+from m2forge.corpus.judge.quality import PASSED, broken_rules, rule_scores
 from m2forge.corpus.judge.scan import Scanner, domain_of_name, recognise
 from m2forge.corpus.judge.signature import shingles
 from m2forge.corpus.judge.topic import group, sketch, sketch_sums
@@ -36,7 +36,7 @@ def features_of(*texts: str) -> FeatureArray:
 
 def broken(text: str, *, is_code: bool = False, config: QualityConfig | None = None) -> Rule | None:
     index = int(broken_rules(features_of(text), np.array([is_code]), config or QualityConfig())[0])
-    return None if index == KEPT else list(Rule)[index]
+    return None if index == PASSED else list(Rule)[index]
 
 
 @pytest.mark.parametrize(

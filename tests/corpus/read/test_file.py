@@ -82,7 +82,7 @@ def test_broken_lines_are_counted_by_kind_with_file_and_line(tmp_path: Path) -> 
 def test_strict_refuses_at_the_first_problem(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\n{"body": "elsewhere"}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl:2: no key 'text' among 'body'; mend or remove it"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: no key 'text' among 'body'; fix or remove it"):
         read(path, strict=True)
 
 
@@ -250,5 +250,5 @@ def test_sources_that_match_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no file of"):
         read(tmp_path / "*.jsonl")
     (tmp_path / "a.bin").write_text("x")
-    with pytest.raises(ConfigError, match="its suffix tells no kind"):
+    with pytest.raises(ConfigError, match="its suffix does not determine the kind"):
         read(tmp_path / "a.bin")

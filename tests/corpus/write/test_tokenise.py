@@ -62,12 +62,12 @@ def test_a_tokenizer_trains_on_the_configured_amount_of_text(tmp_path: Path, siz
         table.append("hash", np.random.default_rng(0).integers(0, 1 << 63, len(sizes), np.uint64))
         table.append_stretches("text", "é".encode() * (sum(sizes) // 2), np.array(sizes))
         table.finish({"num_rows": len(sizes)})
-    tables, is_kept = Tables([tmp_path]), np.ones(len(sizes), bool)
+    tables, is_surviving = Tables([tmp_path]), np.ones(len(sizes), bool)
     for seed in range(4):
-        drawn = list(tokenise._sample(tables, is_kept, 4_000_000, seed))
+        drawn = list(tokenise._sample(tables, is_surviving, 4_000_000, seed))
         assert 3e6 < sum(len(text.encode()) for text in drawn) < 5e6
         assert set("".join(drawn)) == {"é"}
-    everything = list(tokenise._sample(tables, is_kept, 20_000_000, 0))
+    everything = list(tokenise._sample(tables, is_surviving, 20_000_000, 0))
     assert [len(text.encode()) for text in everything] == sizes
 
 

@@ -210,7 +210,7 @@ def test_weights_that_would_end_the_server_are_not_sent(weights: Path) -> None:
 
     async def run() -> None:
         async with behind(fake) as engine:
-            with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+            with pytest.raises(CheckpointError, match="not a complete safetensors file"):
                 await engine.load(weights, PolicyVersion("run", 1))
         assert fake.admin_calls == []
 
