@@ -115,7 +115,7 @@ def report(watched: Watched, options: argparse.Namespace) -> list[Bar]:
 
 
 def fits(start: EvalResult) -> bool:
-    """Whether there is anything to measure: a run from elsewhere is not worth its time."""
+    """Whether there is anything to measure: a run that starts outside this range is skipped."""
     return MIN_START <= start.success <= MAX_START
 
 

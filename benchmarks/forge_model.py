@@ -103,7 +103,7 @@ def make_model(gguf: Sequence[Path], folder: Path, families: Sequence[Shown], si
 
 
 def fine_tune(base: Path, folder: Path, families: Sequence[Shown], num_steps: int) -> Path:
-    """The model that has seen so many steps of demonstrations, each once."""
+    """Trains the model on `num_steps` steps of demonstrations, each shown once."""
     tasks = [
         task
         for family in families

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 POLL_S = 0.1
 UTILISATION_MS = 200
 END_S = 30.0
-"""How long a run may take to end when it is told to."""
+"""How long a run may take to end after a stop signal."""
 
 
 @dataclass

@@ -39,7 +39,7 @@ from m2forge.text.format import make_format
 PEER_RATIO = 20.0
 PACE_MS = 10.0
 MOST_STREAMS_PER_S = 2000
-"""More than a gateway in Python can do: so many episodes are made beforehand."""
+"""More than a gateway in Python can serve; bounds the episodes that are created beforehand."""
 PROBE_STREAMS_PER_S = 60.0
 """Few enough for any gateway; used to find the number of clients that makes its core half busy."""
 HALF_OF_CLIENTS = 64
@@ -173,7 +173,7 @@ def _paced_ours(
 def _paced(
     server: Server, keys: "deque[str]", streams_per_s: float, seconds: float, pace_ms: float
 ) -> tuple[list[float], float]:
-    """How late words were, at so many streams a second; and how busy the server's core was."""
+    """The delays of words at `streams_per_s`, and the utilisation of the server's core."""
     gaps_s = np.random.default_rng(0).exponential(1 / streams_per_s, int(streams_per_s * seconds))
     before_s, start_s = server.cpu_s, time.monotonic()
     # Ten times as many connections as there are streams at once on average, and some.

@@ -2,11 +2,11 @@
 
     POST /generate               lines of JSON, as `m2forge serve` answers: token ids with their log-probabilities
     POST /v1/chat/completions    server-sent events, as an OpenAI-compatible server answers
-    GET  /health                 the state of an engine, as `m2forge serve` tells it
+    GET  /health                 the state of an engine, as `m2forge serve` reports it
 
 Both answers have the same text in the same number of chunks, and every chunk is sent by itself. Without a pace all
 streams advance in turns, a chunk of each, as the steps of an engine do; with one, a stream's first chunk is sent at
-once and the others so many milliseconds apart. A client that hangs up is forgotten.
+once and the others N milliseconds apart. The stream of a client that disconnects ends.
 
     python benchmarks/gateway_upstream.py ANSWERS [--pace-ms N]        prints its port
 """

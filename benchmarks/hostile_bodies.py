@@ -60,7 +60,7 @@ def _head(path: str) -> dict[str, object]:
 
 
 def _calls(number: int, name: Callable[[int], str]) -> list[object]:
-    """An assistant's message with so many calls, and their results."""
+    """An assistant message with `number` tool calls, and their results."""
     calls = [
         {"id": f"c{index}", "type": "function", "function": {"name": name(index), "arguments": "{}"}}
         for index in range(number)

@@ -1,8 +1,8 @@
 """Models behind gateways, side by side, and how long agents take with each: no trainer, nothing is learnt.
 
 Each model has a sampler, a gateway and an agent program of its own, all processes as in a run of the loop. Attempts
-take turns over the models, task by task, a few at once: whatever else the machine does meets all models alike, and
-nobody waits long for a token.
+take turns over the models, task by task, a few at once: other load on the machine affects all models alike, and
+no request waits long for a token.
 """
 
 import asyncio

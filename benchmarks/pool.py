@@ -161,8 +161,8 @@ def fill(pool: Pool, num_episodes: int, num_real: int) -> None:
 
 
 def copy_unit(pool: Pool, num_units: int, unit_state: UnitState, state: EpisodeState) -> None:
-    """Units of one episode with small calls, as `put` and a recorder would leave them; by the database itself, since
-    there are so many."""
+    """Units of one episode with small calls, as `put` and a recorder would leave them; the database copies them, which
+    is faster than calls for each."""
     pool.put([(TASK, 1)])
     (lease,) = pool.lease("benchmark", 1)
     small = StoredCall(0, b"x" * 64, 1, 0)

@@ -1,10 +1,10 @@
 """SmolLM2-135M on a CPU: ours, vLLM and transformers complete the same prompts, each in a process of its own.
 
-Prompts are windows of the standard library's text, others in every repeat, so that no cache of prefixes helps anybody.
+Prompts are windows of the standard library's text, others in every repeat, so that no cache of prefixes helps any side.
 The processes stay and take turns; the one whose turn it is has the machine to itself. Ours runs in bfloat16, as asked.
 Each peer runs in bfloat16 and in the types that a CPU without bfloat16 instructions is faster in, and ours is held
 against the fastest. Before all, every mode completes one short prompt; one that would take minutes for a load by the
-speed of that (where bfloat16 is emulated it is a hundred times slower) is told, and not measured further.
+speed of that (where bfloat16 is emulated it is a hundred times slower) is reported, and not measured further.
 
 vLLM has an environment of its own, build/vllm-venv, which `make test-vllm` makes.
 """
@@ -79,7 +79,7 @@ QUICK_LOAD = Load(8, num_prompt=32, num_new=16, repeats=1)
 
 
 class Side:
-    """A process that completes batches when it is told to."""
+    """A process that completes batches on request."""
 
     def __init__(self, process: subprocess.Popen[str], mode: Mode) -> None:
         self._process, self._mode = process, mode

@@ -21,7 +21,7 @@ from rollout_watch import Timed, Watch
 
 MAX_REQUESTS, MAX_CONTEXT = 32, 256
 STEP_TOKENS = 1024
-"""Tokens of a step, at most, where a side can be told: larger ones were not faster."""
+"""Token budget of a step, for sides that have such a setting: larger ones were not faster."""
 MARK = "timed: "
 
 Complete = Callable[[Sequence[Sequence[int]], int], Timed]

@@ -214,7 +214,7 @@ def write(folder: Path, load: Load, corpus: Path, written: Path) -> int:
 
 
 def held_out(load: Load, corpus: Path, domain: str, num_prompts: int) -> IntArray:
-    """Held-out documents laid end to end, enough for so many prompts to be different ones."""
+    """Concatenated held-out documents, enough for `num_prompts` different prompts."""
     pack_tokens = num_prompts * load.num_prompt
     reader = CorpusReader(
         corpus, context=load.context, pack_tokens=pack_tokens, seed=0, mixture={domain: 1.0}, split="held_out"
@@ -293,7 +293,7 @@ def acceptance(model: Transformer, load: Load, text: IntArray, temperature: floa
 
 
 def with_depth(core: Core, depth: int) -> Core:
-    """The same that always drafts so many."""
+    """The same core with a fixed number of drafts."""
     return Core(core.model, core.config, core.version, depth=FixedDepth(depth))
 
 

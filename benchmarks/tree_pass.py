@@ -34,7 +34,7 @@ from m2forge.tree.flat import FlatTree
 
 ENOUGH_S = 3.0
 MOST_REPEATS = 5
-"""Passes are repeated until so many seconds are spent on them, or so often."""
+"""Passes are repeated for `ENOUGH_S` seconds, at most `MOST_REPEATS` times."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Work:
 class Pass:
     tokens_N: Tensor
     make_plan: Callable[[], AttentionPlan]
-    """Made anew in every pass, as training does, and timed with it."""
+    """Called in every pass, as in training, and timed with it."""
     position_M: Tensor
     target_M: Tensor
     weight_M: Tensor
@@ -98,7 +98,7 @@ PlanOf = Callable[[Sequence[int], torch.device], AttentionPlan]
 
 
 def tree_pass(flat: FlatTree, weight_S: Weights, device: torch.device, multiple: int = 1) -> Pass:
-    """`weight_S`: by sample of the one tree there is. `multiple`: of which the padded length is one."""
+    """`weight_S`: weights of the tree's samples. `multiple`: the padded length is a multiple of it."""
     length = -(-flat.num_tokens // multiple) * multiple
     return Pass(
         _on(device, np.pad(flat.tokens_N, (0, length - flat.num_tokens))),

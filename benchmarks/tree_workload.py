@@ -107,7 +107,7 @@ class Workload:
     text: str
     """What it is, for the table."""
     every: int
-    """Rows per call are measured on every so many calls by length, scaled by FLOPs; 1 for all of them."""
+    """Rows per call are measured on every n-th call by length and scaled by FLOPs; 1: on all calls."""
     fill: Callable[[Draw], None]
 
     def calls(self, vocab_size: int) -> list[TokenCall]:

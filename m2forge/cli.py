@@ -193,8 +193,8 @@ def command_serve(args: argparse.Namespace) -> None:
 
     refuse_key_variable("M2FORGE_ADMIN_KEY", "--key-file")
     server = {"host": args.host, "port": args.port}
-    given = {name: value for name, value in server.items() if value is not None}
-    config = build(ModelServerConfig, {"server": given}, args.set, origin="serve")
+    options = {name: value for name, value in server.items() if value is not None}
+    config = build(ModelServerConfig, {"server": options}, args.set, origin="serve")
     if args.dry_run:
         from m2forge.dry_run import describe_server, print_dry_run
 
@@ -231,10 +231,12 @@ def command_gateway(args: argparse.Namespace) -> None:
 
     refuse_key_variable("M2FORGE_GATEWAY_ADMIN_KEY", "--admin-key-file")
     refuse_key_variable("M2FORGE_ENGINE_KEY", "--engine-key-file")
-    given = {"host": args.host, "port": args.port, "journal": args.journal}
-    config = build(GatewayConfig, {k: v for k, v in given.items() if v is not None}, args.set, origin="gateway")
+    options = {"host": args.host, "port": args.port, "journal": args.journal}
+    config = build(GatewayConfig, {k: v for k, v in options.items() if v is not None}, args.set, origin="gateway")
     if (args.engine == "native") != (args.url is None):
-        raise ConfigError(f"--engine {args.engine}, --url {args.url}: a server has an address, the native engine none")
+        raise ConfigError(
+            f"--engine {args.engine}, --url {args.url}: a server needs --url, the native engine takes none"
+        )
     if args.engine == "native" and args.engine_key_file is not None:
         raise ConfigError(f"--engine-key-file {args.engine_key_file}: the native engine has no key; leave it out")
     engine = build(ServeConfig, {}, args.engine_set, origin="engine")
@@ -349,23 +351,25 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 def _add_corpus(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
-    parser.add_argument("dest", type=Path, metavar="DEST", help="the folder to write; a killed build goes on")
+    parser.add_argument("dest", type=Path, metavar="DEST", help="the folder to write; a killed build resumes")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     parser.add_argument(
-        "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where runs live (default: runs)"
+        "--runs", type=Path, default=Path("runs"), metavar="DIR", help="the folder of run directories (default: runs)"
     )
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="the model folder or GGUF file to serve")
-    parser.add_argument("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine alone)")
-    parser.add_argument("--port", type=int, metavar="N", help="where to listen (default: 8400; 0: any that is free)")
     parser.add_argument(
-        "--key-file", type=Path, metavar="FILE", help="holds the server's key (default: a key is made and printed)"
+        "--host", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
+    parser.add_argument("--port", type=int, metavar="N", help="port to listen on (default: 8400; 0: any free port)")
+    parser.add_argument(
+        "--key-file", type=Path, metavar="FILE", help="file with the server's API key (default: generate and print one)"
     )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
     _add_dry_run(parser)
@@ -375,7 +379,9 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a model folder, a GGUF file, or a preset (random weights)")
     parser.add_argument("--system", metavar="TEXT", help="the system message (default: the chat format's)")
     parser.add_argument("--tools", action="store_true", help="offer a shell and files; each call is confirmed first")
-    parser.add_argument("--workspace", type=Path, metavar="DIR", help="where tools work (default: the current folder)")
+    parser.add_argument(
+        "--workspace", type=Path, metavar="DIR", help="working directory of the tools (default: the current folder)"
+    )
     parser.add_argument(
         "--sampling",
         action="append",
@@ -389,19 +395,26 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="the model folder: tokenizer, chat format, weights")
     parser.add_argument(
-        "--engine", choices=ENGINES, default="native", help="what samples: this process, or a server (default: native)"
+        "--engine",
+        choices=ENGINES,
+        default="native",
+        help="the inference engine: this process, or a server (default: native)",
     )
-    parser.add_argument("--url", metavar="URL", help="where that server is")
-    parser.add_argument("--engine-key-file", type=Path, metavar="FILE", help="holds the key that the server asks for")
+    parser.add_argument("--url", metavar="URL", help="URL of that server")
+    parser.add_argument("--engine-key-file", type=Path, metavar="FILE", help="file with that server's API key")
     parser.add_argument(
         "--admin-key-file",
         type=Path,
         metavar="FILE",
-        help="holds the key of the admin routes (default: a key is made and printed)",
+        help="file with the API key of the admin routes (default: generate and print one)",
     )
-    parser.add_argument("--journal", metavar="DIR", help="where episodes are written down, and found after a restart")
-    parser.add_argument("--host", metavar="ADDRESS", help="where to listen (default: 127.0.0.1, this machine alone)")
-    parser.add_argument("--port", type=int, metavar="N", help="where to listen (default: 8500; 0: any that is free)")
+    parser.add_argument(
+        "--journal", metavar="DIR", help="folder of the episode journals, from which a restart recovers"
+    )
+    parser.add_argument(
+        "--host", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine only)"
+    )
+    parser.add_argument("--port", type=int, metavar="N", help="port to listen on (default: 8500; 0: any free port)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the gateway")
     parser.add_argument(
         "--engine-set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the engine"
@@ -413,9 +426,11 @@ def _add_page(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run_dir", type=Path, metavar="RUN", help="the directory of a run, such as runs/NAME, or a folder of runs"
     )
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
     parser.add_argument(
-        "--port", type=int, default=8600, metavar="N", help="where to listen (default: 8600; 0: any that is free)"
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8600, metavar="N", help="port to listen on (default: 8600; 0: any free port)"
     )
 
 

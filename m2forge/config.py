@@ -44,7 +44,7 @@ Overrides: TypeAlias = Mapping[tuple[str, ...], TomlValue]
 
 
 def load(kind: type[ConfigT], path: Path | Sequence[Path], overrides: Sequence[str] = ()) -> ConfigT:
-    """Load a file, or several of which later ones override earlier ones, with `overrides` such as `"model.layers=4"`
+    """Load a file, or several, where later ones override earlier ones, with `overrides` such as `"model.layers=4"`
     on top."""
     paths = [path] if isinstance(path, Path) else path
     return _build(kind, [(str(path), _read(path)) for path in paths], overrides)

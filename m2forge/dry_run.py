@@ -175,7 +175,7 @@ def describe_eval(config: "EvalConfig") -> Iterator[tuple[str, str]]:
     for name, completions in (("tool_calls", config.tool_calls), ("exact_match", config.exact_match)):
         if completions is not None:
             if not completions.prompts.is_file():
-                raise NotFoundError(f"{name}.prompts {str(completions.prompts)!r} is no file; give a JSONL file")
+                raise NotFoundError(f"{name}.prompts {str(completions.prompts)!r} is not a file; give a JSONL file")
             limit = "all" if completions.max_prompts is None else f"at most {completions.max_prompts:,}"
             yield "suites", f"{name}: {limit} prompts of {completions.prompts}"
     yield "output", f"{config.output}: {'its report is replaced' if config.output.exists() else 'new'}"
@@ -223,7 +223,7 @@ def _read_network(folder: str, command: str) -> "ModelConfig":
     from m2forge.model.config_file import read_config
 
     if not Path(folder).is_dir():
-        raise NotFoundError(f"model {folder!r} is no folder; give one that `{command}` wrote")
+        raise NotFoundError(f"model {folder!r} is not a folder; give one that `{command}` wrote")
     return read_config(Path(folder))
 
 

@@ -97,7 +97,7 @@ def write_line(descriptor: int, line: str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line to a file that is not kept open."""
+    """Append one line to a file, which is closed again."""
     descriptor = open_lines(path)
     try:
         write_line(descriptor, line)

@@ -77,14 +77,14 @@ class _Reader:
         for _ in range(num_fields):
             name = self._text()
             if name in fields:
-                raise ValueError(f"the field {name!r} stands there twice")
+                raise ValueError(f"the field {name!r} occurs twice")
             fields[name] = self._value(name)
         self._need(num_tensors, _MIN_TENSOR, "tensors")
         entries = [self._tensor() for _ in range(num_tensors)]
         begin = self._begin(fields.get(_ALIGNMENT, 32))
         tensors = {name: tensor._replace(start=begin + tensor.start) for name, tensor in entries}
         if len(tensors) < len(entries):
-            raise ValueError(f"{len(entries) - len(tensors)} of its tensors stand there twice")
+            raise ValueError(f"{len(entries) - len(tensors)} of its tensors occur twice")
         return GGUFHeader(fields, tensors, self._data)
 
     def _begin(self, alignment: Value) -> int:
@@ -99,7 +99,7 @@ class _Reader:
         kind, num_items = struct.unpack("<IQ", self._take(12))
         self._num_items += num_items
         if self._num_items > MAX_ITEMS:
-            raise ValueError(f"its arrays have {self._num_items} items up to {name!r}, and {MAX_ITEMS} are the most")
+            raise ValueError(f"its arrays have {self._num_items} items up to {name!r}, at most {MAX_ITEMS} are allowed")
         if kind != _STRING:
             return self._numbers(kind, num_items, name)
         self._need(num_items, _LENGTH.size, f"texts in {name!r}")
@@ -116,7 +116,9 @@ class _Reader:
         name = self._text()
         (num_dimensions,) = struct.unpack("<I", self._take(4))
         if num_dimensions > MAX_DIMENSIONS:
-            raise ValueError(f"the tensor {name!r} has {num_dimensions} dimensions, and {MAX_DIMENSIONS} are the most")
+            raise ValueError(
+                f"the tensor {name!r} has {num_dimensions} dimensions, at most {MAX_DIMENSIONS} are allowed"
+            )
         *sizes, kind, offset = struct.unpack(f"<{num_dimensions}QIQ", self._take(8 * num_dimensions + 12))
         return name, StoredTensor(tuple(reversed(sizes)), kind, offset)
 
@@ -127,7 +129,7 @@ class _Reader:
     def _need(self, count: int, min_bytes: int, what: str) -> None:
         left = len(self._bytes) - self._at
         if count * min_bytes > left:
-            raise ValueError(f"it promises {count} {what} at byte {self._at}, where {left} bytes are left")
+            raise ValueError(f"it announces {count} {what} at byte {self._at}, where {left} bytes are left")
 
     def _take(self, num_bytes: int) -> memoryview:
         self._need(num_bytes, 1, "bytes")

@@ -27,7 +27,7 @@ from m2forge.records import JsonValue
 CONNECT_S = 10.0
 """Timeout of making a connection."""
 IDLE_S = 2.0
-"""How long an idle connection is kept for the next request. Servers close theirs after 5 s; a request sent on a
+"""How long an idle connection stays open for the next request. Servers close theirs after 5 s; a request sent on a
 connection just being closed would fail."""
 _END = b"\r\n"
 _HEAD_END = b"\r\n\r\n"
@@ -257,7 +257,7 @@ class Connection(asyncio.Protocol):
                 return
             self._read_body()
         except ValueError as error:
-            self.fail(BrokenOffError(f"what came is no HTTP: {error}"))
+            self.fail(BrokenOffError(f"the server sent invalid HTTP: {error}"))
             self.hang_up()
             return
         if self._num_bytes > _HIGH_BYTES and not self._is_paused and not self.is_lost:

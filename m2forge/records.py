@@ -319,7 +319,7 @@ def _require_json(record: str, name: str, value: Mapping[str, JsonValue]) -> Non
 
 
 def _joined(first: npt.ArrayLike, second: npt.ArrayLike) -> IntArray | None:
-    """Two arrays of ids as one read-only copy: one pass validates and copies both. None if one can be kept uncopied, or
+    """Two arrays of ids as one read-only copy: one pass validates and copies both. None if one can be used uncopied, or
     `_int_array` has to convert or reject one."""
     if not (isinstance(first, np.ndarray) and isinstance(second, np.ndarray)):
         return None
@@ -335,7 +335,7 @@ def _joined(first: npt.ArrayLike, second: npt.ArrayLike) -> IntArray | None:
 
 
 def _int_array(record: str, name: str, values: npt.ArrayLike, least: int = 0) -> IntArray:
-    """A read-only int32 copy; an array that already is read-only int32 is kept."""
+    """A read-only int32 copy; an array that already is read-only int32 is returned as it is."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         _refuse(record, name, f"shape {array.shape} of {array.dtype}", "expected a row of integers")

@@ -102,9 +102,9 @@ def _fitting_models(annotations: list[object], table: Mapping[str, TomlValue]) -
 def _fits(model: type[Config], table: Mapping[str, TomlValue]) -> bool:
     names = {name: key for key, name in _former_names(model).items()}
     for name, field in model.model_fields.items():
-        given = table.get(name, table.get(names.get(name, name)))
+        value = table.get(name, table.get(names.get(name, name)))
         is_literal = typing.get_origin(field.annotation) is Literal
-        if is_literal and given is not None and given not in typing.get_args(field.annotation):
+        if is_literal and value is not None and value not in typing.get_args(field.annotation):
             return False
     return True
 

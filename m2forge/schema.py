@@ -207,7 +207,7 @@ def bare_key(name: str) -> str:
 
 
 def _plain(annotation: object) -> list[object]:
-    """The alternatives that hold no table, without None; `Annotated` is kept for its bounds."""
+    """The alternatives that hold no table, without None; `Annotated` stays, for its bounds."""
     if get_origin(annotation) is Annotated:
         return [annotation] if _plain(get_args(annotation)[0]) else []
     alternatives = [annotation] if len(members(annotation)) == 1 else list(get_args(annotation))
@@ -249,9 +249,9 @@ def _bounds(metadata: Iterable[object]) -> str:
     for item in metadata:
         if isinstance(item, FieldInfo):
             found.append(_bounds(item.metadata))
-        given = {name: value for name in _BOUNDS if (value := getattr(item, name, None)) is not None}
+        bounds = {name: value for name in _BOUNDS if (value := getattr(item, name, None)) is not None}
         found += [
-            _BOUNDS[name].format(f"{value:g}" if isinstance(value, float) else value) for name, value in given.items()
+            _BOUNDS[name].format(f"{value:g}" if isinstance(value, float) else value) for name, value in bounds.items()
         ]
         if pattern := getattr(item, "pattern", None):
             found.append(f"matching {pattern}")

@@ -46,8 +46,8 @@ class Unpacked:
         """Raise if this many bytes, counted or stated by the file, exceed the limit."""
         if num_bytes > self.limit:
             raise UnpackError(
-                f"it unpacks to {num_bytes} bytes or more, and {self.limit} are the most, {self._config.max_ratio:g} "
-                "times its size; raise unpack.max_ratio if the file is sound"
+                f"it unpacks to {num_bytes} or more bytes; at most {self.limit} are allowed, "
+                f"{self._config.max_ratio:g} times its size; raise unpack.max_ratio if the file is sound"
             )
 
 
@@ -69,7 +69,7 @@ def split_lines(blocks: Iterator[bytes], max_line_bytes: int) -> Iterator[bytes 
             begun, num_begun = [], 0
         num_begun += len(rest)
         if num_begun > max_line_bytes:
-            begun = []  # counted to its end, but not kept
+            begun = []  # counted to its end, but not stored
         elif rest:
             begun.append(rest)
     if num_begun:

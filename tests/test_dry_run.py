@@ -127,7 +127,7 @@ def test_what_would_be_refused_is_refused(
     assert cli.main(["rl", "configs/rl/demo.toml", "--dry-run", "--set", f"model={tmp_path}/none"]) == 2
     captured = capsys.readouterr()
     assert "num_steps = " in captured.out
-    assert f"model '{tmp_path}/none' is no folder" in captured.err
+    assert f"model '{tmp_path}/none' is not a folder" in captured.err
     assert cli.main(["rl", "configs/rl/demo.toml", "--dry-run", "--set", "num_step=3"]) == 2
     assert capsys.readouterr().out == ""
     assert cli.main(["serve", str(model), "--dry-run", "--set", "rollout.speculation=3"]) == 2

@@ -104,7 +104,7 @@ class MultiQueryConfig(_LengthSuite):
         if self.num_queries > self.num_needles:
             raise ValueError(f"num_queries ({self.num_queries}) exceeds num_needles ({self.num_needles})")
         if self.material == "tokens" and self.decoding == "free":
-            raise ValueError('a multi_query of tokens puts its questions one by one: it needs decoding = "forced"')
+            raise ValueError('multi_query on tokens scores one question at a time: it needs decoding = "forced"')
         return self
 
 

@@ -148,7 +148,7 @@ class ModelPredictor:
         device = self._model.embedding.weight.device
         lengths = [len(document) for document in documents]
         plan: AttentionPlan
-        if self._takes_rows(lengths):
+        if self._pads_rows(lengths):
             longest = max(lengths)
             tokens, starts = _padded(documents, longest), np.arange(len(lengths)) * longest
             plan = CausalRows(len(lengths), longest, device)
@@ -165,7 +165,7 @@ class ModelPredictor:
     ) -> list[list[int]]:
         return self._decoder.complete(prompts, cache_tokens=cache_tokens, advance=advance)
 
-    def _takes_rows(self, lengths: Sequence[int]) -> bool:
+    def _pads_rows(self, lengths: Sequence[int]) -> bool:
         if self._layout != "auto":
             return self._layout == "rows"
         on_gpu = self._model.embedding.weight.device.type == "cuda"

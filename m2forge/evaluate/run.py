@@ -168,7 +168,7 @@ def _find_model(config: EvalConfig, notes: list[str]) -> Transformer:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('device = "cuda": no CUDA device is here; use "cpu" or "auto"')
+        raise ConfigError('device = "cuda": no CUDA device found; use "cpu" or "auto"')
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     if config.model in PRESETS:
         notes.append(f"{config.model} is a preset: its weights are random")

@@ -90,8 +90,8 @@ class Guard:
             if host_name(headers.get(b"host", "")) not in LOOPBACK:
                 return PlainTextResponse("this page answers to this machine's own name alone\n", 421)
             return None
-        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("key", [""])[0]
-        if given and hmac.compare_digest(given.encode(), self._key.encode()):
+        sent_key = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("key", [""])[0]
+        if sent_key and hmac.compare_digest(sent_key.encode(), self._key.encode()):
             found = RedirectResponse(scope["path"], 303)
             found.set_cookie(COOKIE, self._key, httponly=True, samesite="strict", path="/")
             return found

@@ -68,7 +68,7 @@ class Ratios:
             return EpisodeRatios(absence="it has not been trained")
         found = self._of_step(row.unit_step)
         if found is None:
-            return EpisodeRatios(absence=f"those of step {row.unit_step} are not kept")
+            return EpisodeRatios(absence=f"those of step {row.unit_step} are not stored")
         names = {call: f"{summary(row)['name']}/{call}" for call in range(row.num_calls)}
         by_call = {call: found[name] for call, name in names.items() if name in found}
         return EpisodeRatios(by_call, None if by_call else f"step {row.unit_step} refused its calls")
@@ -87,9 +87,9 @@ class Ratios:
 
 def advantages_of(connection: Connection, episode: int, config: AdvantageConfig) -> list[float] | None:
     """One number per call; None while the episode, or another of its group, has no reward."""
-    own, unit = episode_table.c, unit_table.c
+    columns, unit = episode_table.c, unit_table.c
     here = connection.execute(
-        select(unit.group_name, unit.batch).join(episode_table, own.unit == unit.id).where(own.id == episode)
+        select(unit.group_name, unit.batch).join(episode_table, columns.unit == unit.id).where(columns.id == episode)
     ).one_or_none()
     if here is None:
         return None
@@ -100,10 +100,10 @@ def advantages_of(connection: Connection, episode: int, config: AdvantageConfig)
     else:
         wanted = (unit.batch == here.batch) & (unit.group_name == here.group_name)
     rows = connection.execute(
-        select(own.id, unit.group_name, own.step_rewards)
-        .join(unit_table, own.unit == unit.id)
+        select(columns.id, unit.group_name, columns.step_rewards)
+        .join(unit_table, columns.unit == unit.id)
         .where(wanted)
-        .order_by(unit.place, unit.id, own.id)
+        .order_by(unit.place, unit.id, columns.id)
     ).all()
     groups: dict[str, list[Sequence[float]]] = {}
     names: dict[str, list[int]] = {}
@@ -119,7 +119,7 @@ def advantages_of(connection: Connection, episode: int, config: AdvantageConfig)
 
 FIRST_CALLS = 48
 """Number of calls that are read without the rest of their episode."""
-MAX_KEPT = 4
+MAX_CACHED = 4
 """Half the number of trajectories to cache, whole episodes and prefixes of them."""
 PART_TOKENS = 1200
 """Tokens of one part that are sent with its call; the rest is requested separately."""
@@ -147,9 +147,9 @@ class Episodes:
     def __init__(self, run: Run, reader: PoolReader) -> None:
         self._run, self._reader = run, reader
         self._ratios = Ratios(run.run_dir / RATIOS_FOLDER)
-        self._kept: OrderedDict[_Key, Trajectory] = OrderedDict()
+        self._cache: OrderedDict[_Key, Trajectory] = OrderedDict()
         self._lock = threading.Lock()
-        self._reading: dict[_Key, threading.Lock] = {}
+        self._load_locks: dict[_Key, threading.Lock] = {}
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class Episodes:
             row = connection.execute(query).one_or_none()
             if row is None:
                 raise NotFoundError(f"episode {episode} is not in the pool; retention may have removed it")
-            worth = None if config is None else advantages_of(connection, episode, config)
+            advantages = None if config is None else advantages_of(connection, episode, config)
             group = _group(connection, row.group_name)
             no_ratios = self._ratios.of_episode(connection, episode).absence
         return summary(row) | {
@@ -170,7 +170,7 @@ class Episodes:
             "reward_parts": None if row.reward is None else json.loads(row.reward),
             "step_rewards": None if row.step_rewards is None else json.loads(row.step_rewards),
             "no_ratios": no_ratios,
-            "advantages": None if worth is None else [round(value, 5) for value in worth],
+            "advantages": None if advantages is None else [round(value, 5) for value in advantages],
             "artifacts": json.loads(row.artifacts),
             "group_episodes": group,
             "has_text": self._run.format() is not None,
@@ -234,27 +234,29 @@ class Episodes:
         """At least the first `num_calls` calls, or all."""
         with self._reader.read() as connection:
             attempt, num_all = self._extent(connection, episode)
-        whole = _Key(episode, attempt, num_all)
+        full_key = _Key(episode, attempt, num_all)
         with self._lock:
-            if whole in self._kept:
-                self._kept.move_to_end(whole)
-                return self._kept[whole]
+            if full_key in self._cache:
+                self._cache.move_to_end(full_key)
+                return self._cache[full_key]
         key = (
-            whole if num_calls is None or num_calls > FIRST_CALLS else _Key(episode, attempt, min(FIRST_CALLS, num_all))
+            full_key
+            if num_calls is None or num_calls > FIRST_CALLS
+            else _Key(episode, attempt, min(FIRST_CALLS, num_all))
         )
         with self._lock:
-            lock = self._reading.setdefault(key, threading.Lock())
+            lock = self._load_locks.setdefault(key, threading.Lock())
         # One thread reads; others that need the same key wait for it.
         with lock:
             with self._lock:
-                if key in self._kept:
-                    return self._kept[key]
+                if key in self._cache:
+                    return self._cache[key]
             trajectory = self._read(key)
             with self._lock:
-                self._kept[key] = trajectory
-                self._reading.pop(key, None)
-                while len(self._kept) > 2 * MAX_KEPT:
-                    self._kept.popitem(last=False)
+                self._cache[key] = trajectory
+                self._load_locks.pop(key, None)
+                while len(self._cache) > 2 * MAX_CACHED:
+                    self._cache.popitem(last=False)
         return trajectory
 
     def _extent(self, connection: Connection, episode: int) -> tuple[int, int]:
@@ -288,11 +290,11 @@ class Episodes:
 
     def _advantage_config(self) -> AdvantageConfig | None:
         reward = self._run.config().get("reward")
-        given = reward.get("advantage") if isinstance(reward, dict) else None
-        if not isinstance(given, dict):
+        table = reward.get("advantage") if isinstance(reward, dict) else None
+        if not isinstance(table, dict):
             return AdvantageConfig()
         try:
-            return AdvantageConfig.model_validate(known_keys(AdvantageConfig, given))
+            return AdvantageConfig.model_validate(known_keys(AdvantageConfig, table))
         except ValueError:
             return None
 

@@ -3,8 +3,8 @@
     head(s) = the first place that was not consumed when the batch of step s was taken
 
 A unit trained by step s is consumed by that batch; one dropped after step s is consumed before the batch of s + 1. So
-the window's history follows from the units that retention has kept. Within a batch the window moves as its head is
-taken: places from head(s) to head(s + 1) + W − 1 can have been reached.
+the window's history follows from the units that retention has not removed. Within a batch the window moves as its head
+is taken: places from head(s) to head(s + 1) + W − 1 can have been reached.
 """
 
 import bisect

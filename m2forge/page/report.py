@@ -55,10 +55,10 @@ class _Tried:
 
 
 def find_held_out(attempts: Sequence[HeldOutAttempt]) -> tuple[HeldOutAttempt, HeldOutAttempt] | None:
-    """(before, after) of the attempts that evaluations have kept."""
+    """(before, after) of the attempts that evaluations have stored."""
     by_task: dict[Hashable, list[_Tried]] = {}
-    for id, kept in enumerate(attempts):
-        by_task.setdefault(kept.task.id, []).append(_Tried(id, kept.step, len(kept.calls), kept.perf >= 1))
+    for id, attempt in enumerate(attempts):
+        by_task.setdefault(attempt.task.id, []).append(_Tried(id, attempt.step, len(attempt.calls), attempt.perf >= 1))
     pair = _best(by_task)
     return None if pair is None else (attempts[pair[0].id], attempts[pair[1].id])
 
@@ -201,19 +201,19 @@ def _side(episodes: Episodes, id: int) -> dict[str, JsonValue]:
     return {"head": head, "calls": calls, "num_left": num_calls - len(calls)}
 
 
-def _held_out_side(run: Run, kept: HeldOutAttempt) -> dict[str, JsonValue]:
-    trajectory = Trajectory(kept.tree())
-    calls = show_calls(trajectory, 0, MAX_CALLS, TokenText(run.format()), tools_of(kept.task))
+def _held_out_side(run: Run, attempt: HeldOutAttempt) -> dict[str, JsonValue]:
+    trajectory = Trajectory(attempt.tree())
+    calls = show_calls(trajectory, 0, MAX_CALLS, TokenText(run.format()), tools_of(attempt.task))
     head: dict[str, JsonValue] = {
-        "name": f"held-out {kept.task.id}",
-        "oldest_step": kept.step,
-        "reward": kept.perf,
-        "reward_parts": {"perf": kept.perf},
-        "task": asdict(kept.task),
-        "num_calls": len(kept.calls),
-        "failure": kept.failure,
+        "name": f"held-out {attempt.task.id}",
+        "oldest_step": attempt.step,
+        "reward": attempt.perf,
+        "reward_parts": {"perf": attempt.perf},
+        "task": asdict(attempt.task),
+        "num_calls": len(attempt.calls),
+        "failure": attempt.failure,
     }
-    return {"head": head, "calls": calls, "num_left": len(kept.calls) - len(calls)}
+    return {"head": head, "calls": calls, "num_left": len(attempt.calls) - len(calls)}
 
 
 def bundle() -> str:

@@ -97,8 +97,8 @@ class Curves:
         receives every tenth step cannot add them up. None if the run records neither."""
         total, totals, is_known = 0.0, {}, False
         for row in self._rows:
-            if math.isfinite(given := row.values.get("num_tokens", math.nan)):
-                total, is_known = given, True
+            if math.isfinite(num_tokens := row.values.get("num_tokens", math.nan)):
+                total, is_known = num_tokens, True
             elif math.isfinite(added := row.values.get("tokens_computed", math.nan)):
                 total, is_known = total + added, True
             totals[row.step] = total
@@ -177,7 +177,7 @@ class Run:
     def __init__(self, run_dir: Path) -> None:
         if not run_dir.is_dir():
             raise NotFoundError(
-                f"{run_dir} is no folder; give the directory of a run, such as runs/NAME, or a folder of runs"
+                f"{run_dir} is not a folder; give the directory of a run, such as runs/NAME, or a folder of runs"
             )
         self.run_dir = run_dir
         self.name = run_dir.absolute().name
@@ -199,11 +199,11 @@ class Run:
 
     def pool_config(self) -> PoolConfig | None:
         """The pool configuration of a run that has a pool. Unknown keys are ignored."""
-        given = self.config().get("pool")
-        if not isinstance(given, dict):
+        table = self.config().get("pool")
+        if not isinstance(table, dict):
             return None
         try:
-            config = PoolConfig.model_validate(known_keys(PoolConfig, given))
+            config = PoolConfig.model_validate(known_keys(PoolConfig, table))
         except ValueError:
             return None
         path = config.url.removeprefix(SQLITE)
@@ -266,8 +266,8 @@ class Run:
         if isinstance(phases, list):
             steps = [phase.get("steps") for phase in phases if isinstance(phase, dict)]
             return sum(step for step in steps if isinstance(step, int)) or None
-        given = config.get("num_steps")
-        return given if isinstance(given, int) else None
+        num_steps = config.get("num_steps")
+        return num_steps if isinstance(num_steps, int) else None
 
     def state(self, held: Collection[int] | None = None) -> RunState:
         """`held`: what `held_inodes` returns, which a list of runs reads once for all of them."""
@@ -371,10 +371,10 @@ def _finite(value: JsonValue) -> float:
     return number
 
 
-def known_keys(config: type[Config], given: Table) -> dict[str, TomlValue]:
+def known_keys(config: type[Config], table: Table) -> dict[str, TomlValue]:
     """The table without keys that the class does not have, recursively."""
     known: dict[str, TomlValue] = {}
-    for name, value in given.items():
+    for name, value in table.items():
         field = config.model_fields.get(name)
         if field is None:
             continue

@@ -103,7 +103,7 @@ class RunList:
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
             raise NotFoundError(
-                f"{root} is no folder; give the directory of a run, such as runs/NAME, or a folder of runs"
+                f"{root} is not a folder; give the directory of a run, such as runs/NAME, or a folder of runs"
             )
         self.root = root
         self._lock = threading.Lock()
@@ -308,10 +308,10 @@ def eval_figures(report: EvalReport) -> tuple[Figure, ...]:
     """Held-out loss over all domains, and the score of each suite; a value that is not finite is left out."""
     figures = []
     if report.losses:
-        whole = report.losses[0]
-        figures.append(Figure("held-out loss", whole.nats_per_token))
-        if whole.bits_per_byte is not None:
-            figures.append(Figure("bits/byte", whole.bits_per_byte))
+        overall = report.losses[0]
+        figures.append(Figure("held-out loss", overall.nats_per_token))
+        if overall.bits_per_byte is not None:
+            figures.append(Figure("bits/byte", overall.bits_per_byte))
     figures += [Figure(suite, report.score(suite), "percent") for suite in report.suites]
     return tuple(figure for figure in figures if math.isfinite(figure.value))
 

@@ -1,4 +1,4 @@
-"""Streams the bytes of a plain, .gz or .zst file: `read_whole` and `read_lines`; `READ_ERRORS` lists what they raise.
+"""Streams the bytes of a plain, .gz or .zst file: `read_all` and `read_lines`; `READ_ERRORS` lists what they raise.
 
 A broken archive yields the lines before the break and then raises one of `READ_ERRORS`; one that decompresses to more
 than the limit raises an `UnpackError` (unpack.py).
@@ -26,7 +26,7 @@ def read_lines(path: Path, config: UnpackConfig) -> Iterator[bytes | None]:
             yield from file
 
 
-def read_whole(path: Path, config: UnpackConfig) -> bytes:
+def read_all(path: Path, config: UnpackConfig) -> bytes:
     with _open(path) as file:
         return b"".join(read_blocks(file.read1, Unpacked(path, config))) if path.suffix in COMPRESSED else file.read()
 

@@ -79,8 +79,8 @@ def read_arrow(
     try:
         with library.open_stream(str(path)) as stream:
             rows = _Rows.open(path, stream.schema, report, config, row_format)
-            for whole in stream:
-                batch = whole.select(rows.columns)
+            for full_batch in stream:
+                batch = full_batch.select(rows.columns)
                 # The library maps the file as it is: offsets of a broken one may point anywhere.
                 batch.validate(full=True)
                 for start in range(0, batch.num_rows, _BATCH_ROWS):
@@ -233,7 +233,7 @@ def _to_json(library: Arrow, value: object, kind: "DataType") -> JsonValue:
     if _is_json_column(kind) and isinstance(value, str):
         return parse_json(value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} is no JSON number")
+        raise ValueError(f"{value} is not a JSON number")
     if isinstance(value, str | bool | int | float):
         return value
     raise ValueError(f"a value of type {kind} has no JSON form")

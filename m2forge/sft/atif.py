@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from m2forge.errors import FormatError
 from m2forge.records import JsonValue
-from m2forge.sft.archive import READ_ERRORS, read_whole
+from m2forge.sft.archive import READ_ERRORS, read_all
 from m2forge.sft.jsonl import parse_object, tools_from_openai
 from m2forge.sft.report import Note, Problem, Rejection, Report, show
 from m2forge.sft.trajectory import Trajectory, check_order, sort_results
@@ -40,7 +40,7 @@ def read_atif(
     noted instead of refused."""
     location = str(path)
     try:
-        document = parse_object(read_whole(path, config or UnpackConfig()), location)
+        document = parse_object(read_all(path, config or UnpackConfig()), location)
     except UnpackError as error:
         report.add_problem(Rejection(Problem.TOO_LARGE, location, str(error)))
         return
@@ -62,7 +62,7 @@ def read_atif(
 def trajectories_from_atif(document: Mapping[str, JsonValue], location: str, report: Report) -> Iterator[Trajectory]:
     """One document's trajectories: usually one, more if its context was replaced or sub-agents are embedded."""
     try:
-        yield from _Reading(document, location).run(report)
+        yield from _Reader(document, location).run(report)
     except Rejection as rejection:
         report.add_problem(rejection)
     embedded = document.get("subagent_trajectories")
@@ -86,7 +86,7 @@ class _Segment:
         self.trained.append(trained)
 
 
-class _Reading:
+class _Reader:
     """Converts one document to trajectories; reports nothing unless the whole document is valid."""
 
     def __init__(self, document: Mapping[str, JsonValue], location: str) -> None:
@@ -114,7 +114,7 @@ class _Reading:
         head = [Message("system", "\n\n".join(self._prompts))] if self._prompts else []
         trajectories = []
         for number, segment in enumerate(self._segments):
-            if number and not self._is_whole(segment):
+            if number and not self._is_complete(segment):
                 continue
             messages = sort_results([*head, *segment.messages])
             try:
@@ -127,7 +127,7 @@ class _Reading:
             report.add_note(note, self._location, what)
         return trajectories
 
-    def _is_whole(self, segment: _Segment) -> bool:
+    def _is_complete(self, segment: _Segment) -> bool:
         """Whether a continuation's starting context is recorded and it has an assistant message."""
         if segment.messages and segment.messages[0].role != "user":
             self._notes.append((Note.UNKNOWN_CONTEXT, "replaced by nothing that is recorded"))

@@ -88,7 +88,7 @@ class SFTEvalConfig(EvalConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.share is None) == (not self.sources):
-            raise ValueError("give either share or sources, so that something is held out in one way")
+            raise ValueError("set either share or sources, exactly one of them")
         if any(source.weight != 1 for source in self.sources):
             raise ValueError("sources are evaluated once each; leave weight out")
         return self

@@ -196,7 +196,7 @@ def drop_parts(
     messages: Sequence[Message], parts: Sequence[PromptPart]
 ) -> tuple[tuple[Message, ...], tuple[bool, ...]]:
     """The messages without `parts`, and which messages stay: a system prompt left empty is dropped entirely."""
-    kept: list[Message] = []
+    remaining: list[Message] = []
     stays: list[bool] = []
     for message in messages:
         if message.role == "system" and parts:
@@ -206,8 +206,8 @@ def drop_parts(
         else:
             stays.append(True)
         if stays[-1]:
-            kept.append(message)
-    return tuple(kept), tuple(stays)
+            remaining.append(message)
+    return tuple(remaining), tuple(stays)
 
 
 def find_part(prompt: str, part: PromptPart) -> list[tuple[int, int]]:
@@ -381,28 +381,28 @@ class _Preparation:
         except Rejection as rejection:
             self._report.add_problem(rejection)
             return
-        kept = [result for result in results if isinstance(result, Encoded)]
-        if not kept:
+        variants = [result for result in results if isinstance(result, Encoded)]
+        if not variants:
             self._report.add_note(next(result for result in results if isinstance(result, Note)), trajectory.source)
             return
-        if any(encoded.cut for encoded in kept):
+        if any(encoded.cut for encoded in variants):
             self._report.add_note(Note.CUT, trajectory.source)
-        self._write(kept, results, source, conversation)
+        self._write(variants, results, source, conversation)
 
     def _write(
-        self, kept: Sequence[Encoded], results: Sequence[Encoded | Note], source: int, conversation: int | None
+        self, variants: Sequence[Encoded], results: Sequence[Encoded | Note], source: int, conversation: int | None
     ) -> None:
         documents: dict[int, int] = {}
-        for encoded in kept:
+        for encoded in variants:
             if id(encoded) not in documents:
                 documents[id(encoded)] = self._writer.add_document(encoded)
         # If a draw's prompt makes the trajectory too long, the document of another draw is used.
-        shown = [result if isinstance(result, Encoded) else kept[0] for result in results]
+        shown = [result if isinstance(result, Encoded) else variants[0] for result in results]
         self._writer.add_trajectory(source, [documents[id(encoded)] for encoded in shown], conversation)
         self._report.num_kept += 1
-        self._report.num_turns += kept[0].num_turns
-        self._report.num_tokens += len(kept[0].ids)
-        self._report.num_trained_tokens += int(kept[0].trained.sum())
+        self._report.num_turns += variants[0].num_turns
+        self._report.num_tokens += len(variants[0].ids)
+        self._report.num_trained_tokens += int(variants[0].trained.sum())
 
     def _variant(self, trajectory: Trajectory, name: str, draw: int) -> Trajectory:
         parts = self._config.prompt_parts

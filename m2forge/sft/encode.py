@@ -3,7 +3,7 @@
 Thinking stays where it occurred, between the actions. The loss covers the tokens that the assistant would have sampled
 in the trained messages (thinking, content, tool calls, end marker) and nothing else. Messages after the last trained
 one are dropped. A trajectory longer than the context keeps its leading whole turns: it ends after a trained assistant
-message, never within one, and its ids are exactly the rendering of the kept messages.
+message, never within one, and its ids are exactly the rendering of the remaining messages.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Encoded:
     trained: BoolArray
     """Loss mask: one per id, whether it is a target of the loss."""
     num_turns: int
-    """Assistant messages kept."""
+    """Assistant messages that remain."""
     cut: bool
     """Whether trained messages were dropped because the trajectory is too long."""
 
@@ -70,11 +70,11 @@ def _render(trajectory: Trajectory, chat_format: ChatFormat, end: int) -> Render
 
 
 def _cut(
-    trajectory: Trajectory, chat_format: ChatFormat, whole: Rendered, ends: Sequence[int], context: int
+    trajectory: Trajectory, chat_format: ChatFormat, full: Rendered, ends: Sequence[int], context: int
 ) -> tuple[int, Rendered] | None:
     """The longest prefix that fits and ends with a trained message."""
     is_assistant = [message.role == "assistant" for message in trajectory.messages[: ends[-1]]]
-    spans = find_spans(whole.trained)
+    spans = find_spans(full.trained)
     if len(spans) == sum(is_assistant):
         # The end of each assistant message in the full rendering rules out most prefixes that are too long.
         num_fitting = sum(stop <= context for _, stop in spans)

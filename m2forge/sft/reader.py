@@ -174,6 +174,6 @@ def _make_pack(store: Store, trajectories: IntArray, draw: int) -> Pack:
 def _shuffle(store: Store, seed: int, epoch: int) -> npt.NDArray[np.int32]:
     """Trajectories in the order of one epoch, each repeated according to its source's weight."""
     generator = np.random.default_rng([seed, epoch])
-    whole, rest = np.divmod(np.asarray(store.weights)[store.sources], 1.0)
-    num_shown = whole.astype(np.int64) + (generator.random(store.num_trajectories) < rest)
+    num_full, fraction = np.divmod(np.asarray(store.weights)[store.sources], 1.0)
+    num_shown = num_full.astype(np.int64) + (generator.random(store.num_trajectories) < fraction)
     return generator.permutation(np.repeat(np.arange(store.num_trajectories, dtype=np.int32), num_shown))

@@ -91,13 +91,13 @@ class Finding:
 
 @dataclass
 class Report:
-    """Counts over one set of sources. Tokens and turns are those of the first variant of each kept trajectory."""
+    """Counts over one set of sources. Tokens and turns are those of the first variant of each accepted trajectory."""
 
     num_trajectories: int = 0
-    """Trajectories read without a problem, kept or not."""
+    """Trajectories read without a problem, accepted or not."""
     num_kept: int = 0
     num_turns: int = 0
-    """Assistant messages in the kept trajectories."""
+    """Assistant messages in the accepted trajectories."""
     num_tokens: int = 0
     num_trained_tokens: int = 0
     problems: dict[Problem, Finding] = field(default_factory=dict)
@@ -123,14 +123,14 @@ class Report:
             lines = _lines(self.problems)
             raise DataError(
                 "\n  ".join(
-                    [f"{self.num_problems} problems in the trajectories; mend them or set strict = false", *lines]
+                    [f"{self.num_problems} problems in the trajectories; fix them or set strict = false", *lines]
                 )
             )
 
     def describe(self) -> str:
         """The report as text, one finding per line."""
         head = (
-            f"{self.num_kept} of {self.num_trajectories} trajectories kept: {self.num_turns} assistant turns, "
+            f"{self.num_kept} of {self.num_trajectories} trajectories accepted: {self.num_turns} assistant turns, "
             f"{self.num_tokens} tokens, {self.num_trained_tokens} of them trained"
         )
         return "\n  ".join([head, *_lines(self.problems), *_lines(self.notes)])

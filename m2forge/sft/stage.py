@@ -40,7 +40,9 @@ def run_sft(config: SFTConfig, runs: Path) -> Path:
     require_writers(config.train.metrics)
     start = Path(config.model)
     if not start.is_dir():
-        raise NotFoundError(f"model {config.model!r} is no folder; give one that `m2forge pretrain` or `import` wrote")
+        raise NotFoundError(
+            f"model {config.model!r} is not a folder; give one that `m2forge pretrain` or `import` wrote"
+        )
     chat_format = make_format(config.chat_format, load_tokenizer(start), drop_thinking=config.drop_thinking)
     run_dir = runs / config.name
     begun = begun_phase(run_dir / CHECKPOINT_FOLDER)

@@ -62,12 +62,15 @@ def check_order(messages: Sequence[Message]) -> None:
         elif message.role != "tool":
             open_ids = []
         elif not open_ids:
-            raise FormatError(f"messages[{index}] is a tool result, but no call before it waits for one")
+            raise FormatError(
+                f"messages[{index}] is a tool result, but no call of the last assistant message lacks one"
+            )
         elif message.tool_call_id in open_ids:
             open_ids.remove(message.tool_call_id)
         elif message.tool_call_id and all(open_ids):
             raise FormatError(
-                f"messages[{index}] answers call {message.tool_call_id!r}; those that wait are {', '.join(open_ids)}"
+                f"messages[{index}] answers call {message.tool_call_id!r}; the calls without a result are "
+                f"{', '.join(open_ids)}"
             )
         else:
             open_ids.pop(0)

@@ -32,7 +32,7 @@ found, that character is removed. Apart from it the template sees the real text.
     </tool_call>
 
 A newline before `<tool_call>` belongs to it. A call ends at the first `</tool_call>`, even inside a string. Its
-arguments arrive typed; a type that the tool's schema does not allow is reported and kept.
+arguments arrive typed; a type that the tool's schema does not allow is reported and left unchanged.
 """
 
 import json
@@ -283,7 +283,7 @@ class ChatMLFormat:
 
     def __init__(self, tokenizer: Tokenizer, *, drop_thinking: bool = False) -> None:
         if tokenizer.chat_template is None:
-            raise FormatError("the tokenizer came without a chat template, which the chatml format renders")
+            raise FormatError("the tokenizer has no chat template, which the chatml format renders")
         missing = [text for text in (OPEN, END) if text not in tokenizer.special_ids]
         if missing:
             raise FormatError(f"the tokenizer lacks {', '.join(missing)}, special tokens of the chatml format")
@@ -291,12 +291,12 @@ class ChatMLFormat:
         self.stop_ids: tuple[int, ...] = (tokenizer.special(END),)
         self._drop_thinking = drop_thinking
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer.names, tokenizer.special_ids)
-        asked = self._rendered([_PROBE], (), generation=True)
-        starts = [at for at in range(len(asked)) if _is_assistant(asked, at)]
-        self._prompt = asked[starts[-1] :] if starts else []
+        prompt = self._rendered([_PROBE], (), generation=True)
+        starts = [at for at in range(len(prompt)) if _is_assistant(prompt, at)]
+        self._prompt = prompt[starts[-1] :] if starts else []
         """The template's generation prompt, with which every assistant turn begins."""
         if not starts or END in (segment.text for segment in self._prompt):
-            raise FormatError(f"the model's chat template asks for a completion by something else than {OPEN}assistant")
+            raise FormatError(f"the generation prompt of the model's chat template does not begin with {OPEN}assistant")
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = False) -> Rendered:
         self._check(messages, tools)
@@ -317,13 +317,13 @@ class ChatMLFormat:
         num_known = 0 if self._drop_thinking else sum(message.role == "assistant" for message in history)
         turns = [None] * num_known + self._turns(messages if self._drop_thinking else new, tools)
         before = self._segments(history, tools, turns, generation=False)
-        whole = self._segments(messages, tools, turns, generation)
-        if whole[: len(before)] != before:
+        full = self._segments(messages, tools, turns, generation)
+        if full[: len(before)] != before:
             raise FormatError(
-                f"message {len(history)} ({new[0].role if new else 'none'}): with it the model's chat template writes "
-                "the messages before it otherwise; render the whole conversation, and append results of tools together"
+                f"message {len(history)} ({new[0].role if new else 'none'}): appending it changes how the model's "
+                "chat template renders earlier messages; render the full conversation, and append tool results together"
             )
-        return encode_segments(whole[len(before) :], self.tokenizer)
+        return encode_segments(full[len(before) :], self.tokenizer)
 
     def parser(self, tools: Sequence[Tool] = ()) -> HermesParser:
         starts_thinking = "".join(segment.text for segment in self._prompt).rstrip().endswith(THINK_OPEN)
@@ -343,42 +343,46 @@ class ChatMLFormat:
         if not messages and not generation:
             return []
         shown = messages if not self._drop_thinking or self._template.takes_thinking else _without_thinking(messages)
-        whole = self._rendered(shown, tools, generation=generation)
+        rendered = self._rendered(shown, tools, generation=generation)
         num_written = sum(message.role == "assistant" for message in messages)
-        turns = _assistant_turns(whole)
+        turns = _assistant_turns(rendered)
         if len(turns) != num_written:
             raise FormatError(
                 f"the model's chat template writes {len(turns)} assistant turns for {num_written} assistant messages"
             )
         pairs = list(zip(stable_turns, turns, strict=False))
-        rewritten = [number for number, (turn, (start, end)) in enumerate(pairs, start=1) if whole[start:end] != turn]
+        rewritten = [
+            number for number, (turn, (start, end)) in enumerate(pairs, start=1) if rendered[start:end] != turn
+        ]
         num_untrained = max(rewritten, default=0) if self._drop_thinking else 0
         segments, at = [], 0
         for number, (turn, (start, end)) in enumerate(pairs):
-            segments += whole[at:start]
+            segments += rendered[at:start]
             if turn is not None:
-                segments += whole[start:end] if number < num_untrained else self._trained(turn)
+                segments += rendered[start:end] if number < num_untrained else self._trained(turn)
             at = end
-        return segments + whole[at:]
+        return segments + rendered[at:]
 
     def _turns(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[list[Segment] | None]:
         """Each assistant turn as the template renders it for a message that was just sampled."""
         return [self._turn(message, tools) for message in messages if message.role == "assistant"]
 
     def _turn(self, message: Message, tools: Sequence[Tool]) -> list[Segment]:
-        whole = self._rendered([_PROBE, message], tools)
-        turns = _assistant_turns(whole)
-        return whole[slice(*turns[-1])] if turns else []
+        rendered = self._rendered([_PROBE, message], tools)
+        turns = _assistant_turns(rendered)
+        return rendered[slice(*turns[-1])] if turns else []
 
     def _trained(self, turn: list[Segment]) -> list[Segment]:
         """Split `turn` after the generation prompt and mark the rest as sampled."""
         last = len(self._prompt) - 1
         head, border = turn[:last], turn[last] if last < len(turn) else None
-        asked = self._prompt[last]
-        if head != self._prompt[:last] or border is None or not border.text.startswith(asked.text):
-            raise FormatError("the model's chat template begins an assistant's turn otherwise than it asks for one")
-        rest = [plain(border.text[len(asked.text) :])] if border.text != asked.text else []
-        sampled = [Segment(part.text, part.special, trained=True) for part in [*rest, *turn[last + 1 :]]]
+        prompt_border = self._prompt[last]
+        if head != self._prompt[:last] or border is None or not border.text.startswith(prompt_border.text):
+            raise FormatError(
+                "the model's chat template renders assistant turns that do not begin with its generation prompt"
+            )
+        remainder = [plain(border.text[len(prompt_border.text) :])] if border.text != prompt_border.text else []
+        sampled = [Segment(part.text, part.special, trained=True) for part in [*remainder, *turn[last + 1 :]]]
         return [*self._prompt, *sampled]
 
     def _rendered(
@@ -424,8 +428,8 @@ class ChatMLFormat:
         """Raise for messages that the parser would read differently."""
         if (tools or any(message.tool_calls for message in messages)) and not self._writes_hermes:
             raise FormatError(
-                f"the model's chat template writes calls in another way than as JSON between {CALL_OPEN} tags, which "
-                "is what the chatml format reads"
+                f"the model's chat template does not write tool calls as JSON between {CALL_OPEN} tags, which is "
+                "what the chatml format parses"
             )
         for index, message in enumerate(messages):
             if message.role == "assistant":
@@ -455,7 +459,7 @@ def _check_assistant(index: int, message: Message) -> None:
         try:
             text = json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
-            _refuse(index, f"arguments of {call.name!r} are no JSON values ({error})")
+            _refuse(index, f"arguments of {call.name!r} are not JSON values ({error})")
         if CALL_CLOSE in text:
             _refuse(index, f"a call of {call.name!r} holds {CALL_CLOSE!r}, which would end it")
 

@@ -59,7 +59,7 @@ _OUTERS = (dict, list, Mapping, Sequence)
 
 
 def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON number")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -123,7 +123,7 @@ class Tool:
         try:
             json.dumps(self.parameters, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise FormatError(f"tool {self.name}: parameters: no JSON value ({error})") from error
+            raise FormatError(f"tool {self.name}: parameters: not a JSON value ({error})") from error
 
 
 # -- OpenAI's JSON ----------------------------------------------------------------------------------------------------

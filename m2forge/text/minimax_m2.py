@@ -360,7 +360,7 @@ def _argument(index: int, message: Message, name: str, value: JsonValue) -> str:
             # Inside JSON the tag can only occur in a string, where a slash may be escaped.
             return _json(value).replace(PARAMETER_CLOSE, PARAMETER_CLOSE.replace("/", "\\/"))
         except (TypeError, ValueError) as error:
-            _refuse(index, message, f"argument {name!r} is no JSON value ({error})")
+            _refuse(index, message, f"argument {name!r} is not a JSON value ({error})")
     if PARAMETER_CLOSE in value:
         _refuse(index, message, f"argument {name!r} holds {PARAMETER_CLOSE!r}, which would end it")
     return value
@@ -379,7 +379,7 @@ def _result(messages: Sequence[Message], index: int, first: int) -> Iterator[Seg
     message = messages[index]
     calls = messages[first - 1].tool_calls if first > 0 else ()
     if index - first >= len(calls):
-        _refuse(index, message, f"no call waits for this result; the message before the results made {len(calls)}")
+        _refuse(index, message, f"no open tool call for this result; the assistant message before it made {len(calls)}")
     awaited = calls[index - first].id
     if message.tool_call_id and awaited and message.tool_call_id != awaited:
         _refuse(

@@ -46,9 +46,9 @@ class ProblemKind(StrEnum):
     MALFORMED_CALL = "malformed_call"
     """A call without a parsable name or arguments; it is dropped."""
     UNKNOWN_TOOL = "unknown_tool"
-    """A call of a tool that was not offered; it is kept."""
+    """A call of a tool that was not offered; the result includes it."""
     BAD_ARGUMENT = "bad_argument"
-    """An argument that is missing, unknown, given twice or of the wrong type; the call is kept."""
+    """An argument that is missing, unknown, given twice or of the wrong type; the result includes the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +221,11 @@ class CompletionParser(ABC):
 
     def _begin(self, final: bool) -> bool:
         """The first characters: thinking, or content."""
-        rest = self._text[self._at :]
-        if not final and len(rest) < len(THINK_OPEN) + 1 and (THINK_OPEN + "\n").startswith(rest):
+        remainder = self._text[self._at :]
+        if not final and len(remainder) < len(THINK_OPEN) + 1 and (THINK_OPEN + "\n").startswith(remainder):
             return False
         self._state = self._write
-        if rest.startswith(THINK_OPEN):
+        if remainder.startswith(THINK_OPEN):
             self._at += len(THINK_OPEN)
             self._at += self._text.startswith("\n", self._at)
             self._state = self._think
@@ -296,8 +296,8 @@ class CompletionParser(ABC):
         return True
 
     def _after_end(self, final: bool) -> bool:
-        rest = self._text[self._at :]
-        self._surplus = self._surplus or bool(rest and not rest.isspace())
+        remainder = self._text[self._at :]
+        self._surplus = self._surplus or bool(remainder and not remainder.isspace())
         self._at = len(self._text)
         return False
 

@@ -72,7 +72,7 @@ _COMPOSED = ("qwen2",)
 _WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3")
 """A piece that is itself a token is used before any merge."""
 
-_AHEAD: ContextVar[tuple[Mapping[str, list[int]], int] | None] = ContextVar("_AHEAD", default=None)
+_PRE_ENCODED: ContextVar[tuple[Mapping[str, list[int]], int] | None] = ContextVar("_PRE_ENCODED", default=None)
 
 
 class UnencodedError(Exception):
@@ -88,11 +88,11 @@ def encoded_ahead(known: Mapping[str, list[int]], max_chars: int) -> Iterator[No
     """For code that must not block: texts in `known` use these ids, and if the other texts total more than `max_chars`
     characters, encoding them raises `UnencodedError`. The caller can encode them elsewhere and add them to `known`.
     Applies to this thread or task."""
-    token = _AHEAD.set((known, max_chars))
+    token = _PRE_ENCODED.set((known, max_chars))
     try:
         yield
     finally:
-        _AHEAD.reset(token)
+        _PRE_ENCODED.reset(token)
 
 
 class Tokenizer:
@@ -128,10 +128,10 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode many texts at once, in parallel unless TOKENIZERS_PARALLELISM disables it."""
-        ahead = _AHEAD.get()
-        if ahead is None:
+        pre_encoded = _PRE_ENCODED.get()
+        if pre_encoded is None:
             return self._encode(texts)
-        known, max_chars = ahead
+        known, max_chars = pre_encoded
         missing = [text for text in dict.fromkeys(texts) if text not in known]
         if sum(map(len, missing)) > max_chars:
             raise UnencodedError(missing)
@@ -277,7 +277,7 @@ class _TokenBytes(dict[int, bytes]):
     def __missing__(self, id: int) -> bytes:
         token = self._core.id_to_token(int(id)) if 0 <= id < 2**32 else None
         if token is None:
-            raise NotFoundError(f"token id {id} is not in the vocabulary; were the ids made by another tokenizer?")
+            raise NotFoundError(f"token id {id} is not in the vocabulary; were they encoded with another tokenizer?")
         self[int(id)] = bytes(self._byte_of_sign[sign] for sign in token)
         return self[id]
 
@@ -311,7 +311,7 @@ def _refuse_surrogates(texts: Sequence[str]) -> None:
         except UnicodeEncodeError as error:
             bad = f"U+{ord(text[error.start]):04X} at character {error.start}"
             raise DataError(
-                f"text {number} of {len(texts)} is no Unicode: it holds the lone surrogate {bad}"
+                f"text {number} of {len(texts)} is not valid Unicode: it contains the lone surrogate {bad}"
             ) from error
 
 
@@ -371,7 +371,7 @@ def _folder_token_name(
     if value is None:
         return None
     if not isinstance(value, str) or core.token_to_id(value) is None:
-        raise DataError(f"{folder}/tokenizer_config.json: {part}_token {value!r} is no token of tokenizer.json")
+        raise DataError(f"{folder}/tokenizer_config.json: {part}_token {value!r} is not a token of tokenizer.json")
     return value
 
 
@@ -415,7 +415,7 @@ def read_gguf(path: Path) -> Vocabulary:
 def _build(tokens: list[str], merges: list[str], split: str, path: Path) -> tokenizers.Tokenizer:
     vocab = {token: id for id, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
-        raise DataError(f"{path}: {len(tokens) - len(vocab)} tokens of its vocabulary stand there twice")
+        raise DataError(f"{path}: {len(tokens) - len(vocab)} tokens occur twice in its vocabulary")
     # A token never contains a bare space (byte-level BPE encodes it), so the first space separates the pair.
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     try:
@@ -439,7 +439,7 @@ def _strings(fields: Mapping[str, Value], key: str, path: Path) -> list[str]:
     items = value if isinstance(value, list) else []
     texts = [item for item in items if isinstance(item, str)]
     if not isinstance(value, list) or len(texts) < len(items):
-        raise DataError(f"{path}: {key} is {'missing' if value is None else 'no list of texts'}")
+        raise DataError(f"{path}: {key} is {'missing' if value is None else 'not a list of strings'}")
     return texts
 
 

@@ -138,7 +138,7 @@ def flatten(
     recorded routing."""
     all_samples = tree.samples
     sample_S = np.arange(len(all_samples)) if samples is None else np.array(samples, np.int64)
-    kept = [all_samples[index] for index in sample_S]
+    selected = [all_samples[index] for index in sample_S]
     layout = _lay_out(tree, sample_S)
     num_V = layout.end_V - layout.start_V
     used = list(zip(layout.nodes, layout.num_used_U.tolist(), strict=True))
@@ -149,7 +149,7 @@ def flatten(
     exit_N = np.repeat(layout.exit_V, num_V)
     # A sample contains a token exactly if its path ends at the token or below it.
     num_ended = np.concatenate(([0], np.bincount(layout.last_S, minlength=tokens_N.size).cumsum()))
-    child_M, sample_M = _predicted(layout, kept)
+    child_M, sample_M = _predicted(layout, selected)
     flat = FlatTree(
         tokens_N=tokens_N,
         position_N=_int32(token_N + np.repeat(layout.depth_V - layout.start_V, num_V)),
@@ -160,20 +160,20 @@ def flatten(
         node_end_V=_int32(layout.end_V),
         node_parent_V=_int32(layout.parent_V),
         node_depth_V=_int32(layout.depth_V),
-        tree_S=np.full(len(kept), tree_index, np.int32),
+        tree_S=np.full(len(selected), tree_index, np.int32),
         sample_S=_int32(sample_S),
         last_S=_int32(layout.last_S),
-        advantage_S=np.array([sample.advantage for sample in kept], np.float64),
-        weight_S=np.array([sample.weight for sample in kept], np.float64),
-        temperature_S=np.array([sample.sampling.temperature for sample in kept], np.float64),
-        is_truncated_S=np.array([sample.sampling.is_truncated for sample in kept], np.bool_),
-        edge_end_S=_int32(np.cumsum([sample.num_response for sample in kept], dtype=np.int64)),
+        advantage_S=np.array([sample.advantage for sample in selected], np.float64),
+        weight_S=np.array([sample.weight for sample in selected], np.float64),
+        temperature_S=np.array([sample.sampling.temperature for sample in selected], np.float64),
+        is_truncated_S=np.array([sample.sampling.is_truncated for sample in selected], np.bool_),
+        edge_end_S=_int32(np.cumsum([sample.num_response for sample in selected], dtype=np.int64)),
         edge_position_M=_int32(parent_N[child_M]),
         edge_child_M=_int32(child_M),
         edge_target_M=tokens_N[child_M],
         edge_sample_M=_int32(sample_M),
-        edge_logprob_M=_joined_logprobs(kept),
-        edge_version_M=_joined_versions(kept),
+        edge_logprob_M=_joined_logprobs(selected),
+        edge_version_M=_joined_versions(selected),
         experts_NLK=_experts(tree, used) if with_experts else None,
     )
     return frozen(flat)
@@ -277,7 +277,7 @@ def _int32(array: Indices) -> IntArray:
 
 
 def join(flats: Sequence[FlatTree]) -> FlatTree:
-    """Concatenate trees. The `tree_S` of each is kept."""
+    """Concatenate trees. The `tree_S` of each is unchanged."""
     if len(flats) == 1:
         return flats[0]
     shifts = {name: [flat.num_tokens for flat in flats] for name in _TOKEN_INDICES}

@@ -119,10 +119,10 @@ class Node:
 
     def match(self, path: IntArray) -> int:
         """Length of the common prefix of this node and `path` from this node's depth on. `path` reaches deeper."""
-        ahead = path[self.depth : self.depth + self.size]
-        differs = self._tokens[: ahead.size] != ahead
+        following = path[self.depth : self.depth + self.size]
+        differs = self._tokens[: following.size] != following
         first = int(differs.argmax())
-        return first if differs[first] else ahead.size
+        return first if differs[first] else following.size
 
     def split(self, size: int) -> Self:
         """Move the first `size` tokens to a new node above, which replaces this one in its parent and is returned."""
@@ -224,7 +224,7 @@ class TokenTree:
 
         `experts`: routing of the first tokens of the path, (tokens, layers, chosen), −1 for tokens computed by another
         request; an engine knows it for all but the last token. Where calls share a token, the first recorded routing
-        is kept.
+        stays.
         """
         if name in self._names:
             raise RecordError(f"Sample {name}: name: expected one that is not in the tree yet")
@@ -319,10 +319,10 @@ class TokenTree:
         """All nodes in depth-first order, children by first token, and the index of each node's parent, −1 if none."""
         nodes: list[Node] = []
         parents: list[int] = []
-        ahead = [(self._root.children[token], -1) for token in sorted(self._root.children, reverse=True)]
-        while ahead:
-            node, parent = ahead.pop()
-            ahead += [(node.children[token], len(nodes)) for token in sorted(node.children, reverse=True)]
+        pending = [(self._root.children[token], -1) for token in sorted(self._root.children, reverse=True)]
+        while pending:
+            node, parent = pending.pop()
+            pending += [(node.children[token], len(nodes)) for token in sorted(node.children, reverse=True)]
             nodes.append(node)
             parents.append(parent)
         return nodes, parents

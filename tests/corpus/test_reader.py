@@ -302,13 +302,13 @@ def test_a_state_for_another_reading_is_refused(tmp_path: Path) -> None:
     state = reader.state()
     with pytest.raises(ConfigError, match="context 8, this reader has 16"):
         CorpusReader(tmp_path, context=16, pack_tokens=32, seed=0, state=state)
-    with pytest.raises(ConfigError, match="made for seed"):
+    with pytest.raises(ConfigError, match="saved with seed"):
         CorpusReader(tmp_path, context=8, pack_tokens=32, seed=1, state=state)
-    with pytest.raises(ConfigError, match="made for shares"):
+    with pytest.raises(ConfigError, match="saved with shares"):
         CorpusReader(tmp_path, context=8, pack_tokens=32, seed=0, mixture={"web": 1.0}, state=state)
-    with pytest.raises(ConfigError, match="made for pack_tokens 32"):
+    with pytest.raises(ConfigError, match="saved with pack_tokens 32"):
         CorpusReader(tmp_path, context=8, pack_tokens=64, seed=0, state=state)
-    with pytest.raises(ConfigError, match="made for seed"):
+    with pytest.raises(ConfigError, match="saved with seed"):
         CorpusReader(tmp_path, context=8, pack_tokens=32, seed=1, after=state)
     with pytest.raises(DataError, match="not the state of a corpus reader"):
         ReaderState.from_json({"context": 8})

@@ -117,7 +117,7 @@ def test_the_command_refuses_what_it_cannot_use(
     (tmp_path / "wide").chmod(0o644)
     for arguments, problem in (
         ([str(tmp_path / "none")], "is not a folder"),
-        ([str(model), "--engine", "vllm"], "a server has an address"),
+        ([str(model), "--engine", "vllm"], "a server needs --url"),
         ([str(model), "--url", "http://127.0.0.1:1"], "the native engine none"),
         ([str(model), "--set", "max_bodybytes=3"], "did you mean 'max_body_bytes'?"),
         ([str(model), "--engine-set", "rollout.num_block=3"], "did you mean 'num_blocks'?"),

@@ -252,7 +252,7 @@ def test_a_base_model_continues_text_and_refuses_messages(tmp_path: Path) -> Non
     train_tokenizer(["no markers"], 300, []).save(folder)
     with LLM(folder) as llm:
         assert len(llm.generate("no", GREEDY).token_ids) == 12
-        with pytest.raises(FormatError, match="no chat format: the tokenizer came without a chat template"):
+        with pytest.raises(FormatError, match="no chat format: the tokenizer has no chat template"):
             llm.chat("hi")
     with pytest.raises(FormatError, match="special tokens of the minimax_m2 format"):
         LLM(folder, format="minimax_m2")

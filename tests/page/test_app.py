@@ -144,7 +144,7 @@ def test_ratios_are_those_that_the_run_keeps(done: Path, url: str) -> None:
                 more = get(f"{path}/tokens?call={call['call']}&start={sampled['start'] + 1}&end={sampled['start'] + 3}")
                 assert more["ratios"] == found[1:3]
     assert absences["trained", 6] is None
-    assert absences["trained", 5] == "those of step 5 are not kept"
+    assert absences["trained", 5] == "those of step 5 are not stored"
     assert absences["finished", None] == "it has not been trained"
 
 

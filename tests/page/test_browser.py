@@ -125,7 +125,7 @@ def test_tokens_are_coloured_by_how_far_the_policy_had_moved(open_page: Callable
         with shooting(page, "ratio"):
             pass
         page.goto(f"{url}/#/episode/1")
-        expect(page.locator(".scale")).to_have_text("no ratios: those of step 1 are not kept")
+        expect(page.locator(".scale")).to_have_text("no ratios: those of step 1 are not stored")
         expect(page.locator(".t").first).to_be_visible()
         expect(page.locator(".t.n1, .t.p1, .t.l1")).to_have_count(0)
 

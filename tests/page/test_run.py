@@ -122,5 +122,5 @@ def test_phases_add_up(tmp_path: Path) -> None:
 
 
 def test_no_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="is no folder"):
+    with pytest.raises(NotFoundError, match="is not a folder"):
         Run(tmp_path / "none")

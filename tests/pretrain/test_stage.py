@@ -287,7 +287,7 @@ def test_a_model_of_another_tokenizer_is_refused(corpus: Path, tmp_path: Path) -
     [
         ({"phases": [{"mixture": {"cod": 1.0}}]}, "did you mean 'code'"),
         ({"phases": [{"num_mtp": 3}, {"num_mtp": 2}]}, "phase decay: num_mtp 2 is less than the 3 modules"),
-        ({"model_set": [*NETWORK, "num_mtp=0"]}, "phase modules: num_mtp 3, .* give it num_mtp 1"),
+        ({"model_set": [*NETWORK, "num_mtp=0"]}, "phase modules: num_mtp 3, .* build it with num_mtp = 1"),
         ({"phases": [{"context": 128}]}, "pack_tokens .64. must hold one document of context .128."),
         ({"model": "m2-nan"}, "did you mean 'm2-nano'"),
         ({"corpus": "nowhere"}, "nowhere"),

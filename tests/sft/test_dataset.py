@@ -54,7 +54,7 @@ def test_broken_lines_are_counted_and_the_rest_is_encoded(tmp_path: Path, caplog
         f"{first}:5",
     ]
     assert store.sources.tolist() == [0, 0, 1]
-    assert "3 of 3 trajectories kept: 5 assistant turns" in caplog.text
+    assert "3 of 3 trajectories accepted: 5 assistant turns" in caplog.text
     assert f"2 × broken JSON: {first}:2" in caplog.text
 
 
@@ -73,7 +73,7 @@ def test_strict_takes_what_is_merely_long(tmp_path: Path) -> None:
 
 def test_data_without_a_trajectory_is_refused(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", ["{"])
-    with pytest.raises(DataError, match="no trajectory to train on: 0 of 0 trajectories kept"):
+    with pytest.raises(DataError, match="no trajectory to train on: 0 of 0 trajectories accepted"):
         prepare(configure(path), chat_format(), tmp_path / "store", seed=0)
     assert not (tmp_path / "store").exists()
 

@@ -140,8 +140,8 @@ def test_sources_are_evaluated_and_their_copies_not_trained_on(
 @pytest.mark.parametrize(
     ("evaluation", "message"),
     [
-        ({"every": 2}, "give either share or sources"),
-        ({"every": 2, "share": 0.1, "sources": [{"path": "c.jsonl"}]}, "give either share or sources"),
+        ({"every": 2}, "set either share or sources"),
+        ({"every": 2, "share": 0.1, "sources": [{"path": "c.jsonl"}]}, "set either share or sources"),
         ({"every": 2, "sources": [{"path": "c.jsonl", "weight": 2.0}]}, "leave weight out"),
         ({"share": 0.1}, "every"),
         ({"every": 2, "share": 1.0}, "share"),

@@ -94,5 +94,5 @@ def test_each_held_out_trajectory_is_read_once(tmp_path: Path) -> None:
 
 
 def test_a_share_that_holds_out_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no trajectory to evaluate: 0 of 0 trajectories kept"):
+    with pytest.raises(DataError, match="no trajectory to evaluate: 0 of 0 trajectories accepted"):
         encode(tmp_path, list(range(40)), Selection("held_out", 1e-9))

@@ -76,7 +76,7 @@ def test_tools_may_be_json_text_and_blank_lines_are_skipped(tmp_path: Path) -> N
 
 BROKEN: list[tuple[object, Problem, str]] = [
     ('{"messages": [', Problem.BROKEN_JSON, "Expecting value"),
-    ('{"messages": [NaN]}', Problem.BROKEN_JSON, "NaN is no JSON number"),
+    ('{"messages": [NaN]}', Problem.BROKEN_JSON, "NaN is not a JSON number"),
     ("[" * 100_000, Problem.BROKEN_JSON, "nested deeper than 200"),
     ('{"messages": ' + "[" * 201 + "]" * 201 + "}", Problem.BROKEN_JSON, "nested deeper than 200"),
     (changed(m1={"content": "\ud800"}), Problem.BROKEN_JSON, "surrogates not allowed"),
@@ -94,16 +94,24 @@ BROKEN: list[tuple[object, Problem, str]] = [
     (changed(m2={"train": "no"}), Problem.BAD_VALUE, 'messages[2].train must be true or false, received "no"'),
     (changed(m2={"weight": 0.5}), Problem.BAD_VALUE, "messages[2].weight must be 0 or 1, received 0.5"),
     (changed(m2={"tool_calls": None}), Problem.BAD_ORDER, "messages[3] is a tool result, but no call before it"),
-    (changed(m3={"tool_call_id": "c9"}), Problem.BAD_ORDER, "messages[3] answers call 'c9'; those that wait are c1"),
+    (
+        changed(m3={"tool_call_id": "c9"}),
+        Problem.BAD_ORDER,
+        "messages[3] answers call 'c9'; the calls without a result are c1",
+    ),
     ({"messages": [{"role": "user", "content": "x"}]}, Problem.BAD_ORDER, "none of the 1 messages"),
     ({**GOOD, "tools": {"name": "add"}}, Problem.BAD_VALUE, "tools must be a list"),
     ({**GOOD, "tools": ["add"]}, Problem.BAD_VALUE, "tools[0] must be an object"),
     ({**GOOD, "tools": [{"type": "function"}]}, Problem.BAD_VALUE, "tools[0]"),
     ({**GOOD, "tools": "[{"}, Problem.BROKEN_JSON, "tools is text that is not JSON"),
     ({**GOOD, "tools": "[" * 50_000}, Problem.BROKEN_JSON, "tools is text that is not JSON (nested deeper"),
-    ({**GOOD, "tools": '[{"name": "f", "parameters": {"maximum": 1e999}}]'}, Problem.BROKEN_JSON, "1e999 is no JSON"),
+    (
+        {**GOOD, "tools": '[{"name": "f", "parameters": {"maximum": 1e999}}]'},
+        Problem.BROKEN_JSON,
+        "1e999 is not a JSON",
+    ),
     (changed(m2=call('{"a":' * 50_000)), Problem.BAD_ARGUMENTS, "nested deeper than 100"),
-    (changed(m2=call('{"a": 1e999}')), Problem.BAD_ARGUMENTS, "1e999 is no JSON number"),
+    (changed(m2=call('{"a": 1e999}')), Problem.BAD_ARGUMENTS, "1e999 is not a JSON number"),
 ]
 
 

@@ -161,7 +161,7 @@ def test_a_hundred_steps_at_learning_rate_0_change_no_weight(config: SFTConfig, 
 
 
 def test_a_missing_model_and_a_changed_configuration_are_refused(config: SFTConfig, runs: Path) -> None:
-    with pytest.raises(NotFoundError, match="model 'none' is no folder"):
+    with pytest.raises(NotFoundError, match="model 'none' is not a folder"):
         run_sft(config.model_copy(update={"model": "none"}), runs)
     with pytest.raises(ConfigError, match="was started with"):
         run_sft(config.model_copy(update={"lr": config.lr.model_copy(update={"start": 1e-3})}), runs)

@@ -296,7 +296,7 @@ def test_thinking_goes_where_the_template_has_no_place_for_it() -> None:
     # Nobody sampled the third turn as it stands, so training begins after it.
     sampled = trained().decode(sampled_ids(rendered))
     assert sampled.startswith("<think>\nso\n</think>\n\nf")
-    with pytest.raises(FormatError, match=r"message 9 \(user\): with it .* writes the messages before it otherwise"):
+    with pytest.raises(FormatError, match=r"message 9 \(user\): appending it changes how .* renders earlier messages"):
         dropping.extend(messages, [Message("user", "h")], TOOLS)
     new = dropping.extend(messages[:7], messages[7:], TOOLS)
     assert dropping.render(messages[:7], TOOLS).ids + new.ids == rendered.ids
@@ -350,7 +350,7 @@ def test_a_prompt_that_opens_thinking_is_where_completions_begin() -> None:
         (Message("assistant", "<think>a"), "content begins with '<think>'"),
         (Message("assistant", "", "a</think>"), "thinking holds '</think>'"),
         (Message("assistant", tool_calls=(ToolCall("f", {"a": "</tool_call>"}),)), "holds '</tool_call>'"),
-        (Message("assistant", tool_calls=(ToolCall("f", {"a": float("inf")}),)), "no JSON values"),
+        (Message("assistant", tool_calls=(ToolCall("f", {"a": float("inf")}),)), "not JSON values"),
         (Message("assistant", tool_calls=(ToolCall("f", {"a": nested(99)}),)), "nested deeper than 99"),
         (Message("assistant", tool_calls=(ToolCall("f", {"a": nested(900)}),)), "nested deeper than 99"),
     ],
@@ -367,7 +367,7 @@ def test_what_could_not_be_read_back_is_refused(message: Message, error: str) ->
         ("{{ raise_exception('no ' + messages[0].role) }}", "cannot express these messages: no user"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{{ messages[0].content + 1 }}", "cannot express these messages"),
-        ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "asks for a completion by something else"),
+        ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "does not begin with"),
     ],
 )
 def test_a_template_that_does_not_serve_is_refused(template: str, error: str) -> None:

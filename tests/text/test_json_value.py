@@ -31,9 +31,9 @@ def test_json_at_the_depth_limit_is_read() -> None:
     [
         ("[" * 100_000, "nested deeper than 100"),
         ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested deeper than 100"),
-        ("NaN", "NaN is no JSON number"),
-        ("[-Infinity]", "-Infinity is no JSON number"),
-        ("1e999", "1e999 is no JSON number"),
+        ("NaN", "NaN is not a JSON number"),
+        ("[-Infinity]", "-Infinity is not a JSON number"),
+        ("1e999", "1e999 is not a JSON number"),
         ('"\\ud800"', "surrogates not allowed"),
         ("{", "Expecting"),
     ],

@@ -101,7 +101,7 @@ def test_a_message_that_is_none_is_refused(data: Any, message: str) -> None:
         ({"type": "function", "function": []}, "function: expected an object"),
         ({"type": "function", "function": {"name": ""}}, "name: expected text"),
         ({"name": "f", "parameters": "x"}, "tool f: parameters: expected a JSON schema"),
-        ({"name": "f", "parameters": {"maximum": float("inf")}}, "tool f: parameters: no JSON value"),
+        ({"name": "f", "parameters": {"maximum": float("inf")}}, "tool f: parameters: not a JSON value"),
         ({"name": "f", "parameters": {"a": nested(101)}}, "tool f: parameters: nested deeper than 100"),
         ({"name": "f", "parameters": {"a": nested(50_000)}}, "tool f: parameters: nested deeper than 100"),
     ],

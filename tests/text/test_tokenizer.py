@@ -316,10 +316,10 @@ def test_a_small_file_gives_its_tokens(tmp_path: Path, split: str) -> None:
         ({"pre": "smolm"}, "pre-tokenizer 'smolm' is not supported; did you mean 'smollm'"),
         ({"pre": None}, "pre-tokenizer None is not supported"),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
-        ({"merges": [1, 2]}, "tokenizer.ggml.merges is no list of texts"),
+        ({"merges": [1, 2]}, "tokenizer.ggml.merges is not a list of strings"),
         ({"merges": ["a x y"]}, "do not fit together"),
         ({"token_type": [1, 1]}, "does not say the kind of each of 259 tokens"),
-        ({"tokens": [*sorted(byte_of_sign()), "ab", "a", "<eos>"]}, "1 tokens of its vocabulary stand there twice"),
+        ({"tokens": [*sorted(byte_of_sign()), "ab", "a", "<eos>"]}, "1 tokens occur twice in its vocabulary"),
         ({"eos_token_id": 259}, "eos_token_id is 259, expected an id below 259"),
     ],
 )

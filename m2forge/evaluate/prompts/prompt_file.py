@@ -64,16 +64,16 @@ def read_prompts(
 
 def render_prompts(file: PromptFile[PromptT], render: Callable[[PromptT], list[int]]) -> RenderedPrompts[PromptT]:
     """`render` rejects a prompt like `parse` does."""
-    kept: list[tuple[int, PromptT, list[int]]] = []
+    rendered: list[tuple[int, PromptT, list[int]]] = []
     problems = list(file.problems)
     for line, prompt in file.prompts:
         try:
-            kept.append((line, prompt, render(prompt)))
+            rendered.append((line, prompt, render(prompt)))
         except (DataError, FormatError) as error:
             problems.append(f"{file.path}, line {line}: {error}")
-    if not kept:
+    if not rendered:
         raise DataError(f"{file.path}: the chat format can express no line ({problems[0]})")
-    lines, prompts, ids = zip(*kept, strict=True)
+    lines, prompts, ids = zip(*rendered, strict=True)
     return RenderedPrompts(lines, prompts, ids, tuple(problems))
 
 

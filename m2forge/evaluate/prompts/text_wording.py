@@ -120,8 +120,8 @@ class TextWording:
     def shots_head(self) -> Sequence[int]:
         return self.begin_ids
 
-    def shot(self, given: Term, label: Term) -> list[Piece]:
-        return [Piece(self._encode(f"\n\nInput: {given.text}\nLabel:")), answer_piece(label)]
+    def shot(self, example: Term, label: Term) -> list[Piece]:
+        return [Piece(self._encode(f"\n\nInput: {example.text}\nLabel:")), answer_piece(label)]
 
     def _answers(self, terms: Sequence[Term]) -> list[Piece]:
         pieces = [answer_piece(terms[0])]

@@ -90,7 +90,7 @@ class Wording(Protocol):
 
     def shots_head(self) -> Sequence[int]: ...
 
-    def shot(self, given: Term, label: Term) -> list[Piece]:
+    def shot(self, example: Term, label: Term) -> list[Piece]:
         """One example; its label is an answer piece."""
         ...
 
@@ -127,8 +127,8 @@ class ShotTask:
         for index in order:
             for piece in self.wording.shot(inputs[index], labels[label_of[index]]):
                 prompt += piece.ids
-        asked = int(rng.choice(order))
-        return compose(prompt, self.wording.shot(inputs[asked], labels[label_of[asked]]), size=size)
+        query = int(rng.choice(order))
+        return compose(prompt, self.wording.shot(inputs[query], labels[label_of[query]]), size=size)
 
 
 LEAST_SYMBOLS = 8
@@ -226,8 +226,8 @@ class TokenWording:
     def shots_head(self) -> Sequence[int]:
         return ()
 
-    def shot(self, given: Term, label: Term) -> list[Piece]:
-        return [Piece(self._marked(Marker.SHOT, given.ids, Marker.IS)), answer_piece(label)]
+    def shot(self, example: Term, label: Term) -> list[Piece]:
+        return [Piece(self._marked(Marker.SHOT, example.ids, Marker.IS)), answer_piece(label)]
 
     def _marked(self, *parts: Marker | tuple[int, ...]) -> tuple[int, ...]:
         ids: list[int] = []

@@ -65,7 +65,7 @@ def heat_map(
         parts.append(_text(left + (column + 0.5) * cell_w, bottom + 20, label, anchor="middle"))
     parts.append(_text(left + cell_w * len(columns) / 2, bottom + 44, x_label, anchor="middle"))
     middle = top + cell_h * len(rows) / 2
-    parts.append(_text(20, middle, y_label, anchor="middle", turn=True))
+    parts.append(_text(20, middle, y_label, anchor="middle", is_vertical=True))
     parts.append(_text(left, bottom + 68, note))
     parts += _legend(left + cell_w * len(columns) + 24, top, max(cell_h * len(rows), 120))
     return _document(width, max(height, top + 150), parts)
@@ -134,12 +134,12 @@ def _legend(x: float, y: float, height: float) -> list[str]:
     return [f"<defs>{gradient}</defs>{bar}", *labels]
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "start", kind: str = "", turn: bool = False) -> str:
+def _text(x: float, y: float, text: str, *, anchor: str = "start", kind: str = "", is_vertical: bool = False) -> str:
     if not text:
         return ""
-    turned = f' transform="rotate(-90 {x:g} {y:g})"' if turn else ""
+    rotation = f' transform="rotate(-90 {x:g} {y:g})"' if is_vertical else ""
     named = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{named}{turned}>{escape(text)}</text>'
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{named}{rotation}>{escape(text)}</text>'
 
 
 def _colour(share: float) -> tuple[int, int, int]:

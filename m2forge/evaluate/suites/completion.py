@@ -34,30 +34,30 @@ def render_tool_prompts(chat: ChatFormat, file: PromptFile[ToolPrompt]) -> Rende
 def measure_tool_calls(
     predictor: Predictor,
     chat: ChatFormat,
-    asked: RenderedPrompts[ToolPrompt],
+    rendered: RenderedPrompts[ToolPrompt],
     config: CompletionConfig,
     *,
     seed: int,
     max_pack_tokens: int,
 ) -> Measured:
     """Share of valid calls and, if the file has references, share of calls equal to them."""
-    completions = _complete("tool_calls", predictor, asked.ids, chat.stop_ids, config, seed, max_pack_tokens)
-    parsed = [_parse(chat, prompt.tools, ids) for prompt, ids in zip(asked.prompts, completions, strict=True)]
+    completions = _complete("tool_calls", predictor, rendered.ids, chat.stop_ids, config, seed, max_pack_tokens)
+    parsed = [_parse(chat, prompt.tools, ids) for prompt, ids in zip(rendered.prompts, completions, strict=True)]
     verdicts = [
         judge(completion, prompt.tools, prompt.reference)
-        for prompt, completion in zip(asked.prompts, parsed, strict=True)
+        for prompt, completion in zip(rendered.prompts, parsed, strict=True)
     ]
     valid = [verdict.is_valid for verdict in verdicts]
     cells = [make_cell("tool_calls", "tool_calls", [float(each) for each in valid], valid)]
-    equal = [verdict.is_equal for prompt, verdict in zip(asked.prompts, verdicts, strict=True) if prompt.reference]
+    equal = [verdict.is_equal for prompt, verdict in zip(rendered.prompts, verdicts, strict=True) if prompt.reference]
     if equal:
         cells.append(make_cell("tool_calls_equal", "tool_calls", [float(each) for each in equal], equal))
     failures = [
         Failure(suite="tool_calls", line=line, completion=readable_text(chat.tokenizer, ids), reasons=verdict.reasons)
-        for line, ids, verdict in zip(asked.lines, completions, verdicts, strict=True)
+        for line, ids, verdict in zip(rendered.lines, completions, verdicts, strict=True)
         if not verdict.is_valid
     ]
-    return Measured(tuple(cells), tuple(failures[:MAX_FAILURES]), _skipped(asked.problems))
+    return Measured(tuple(cells), tuple(failures[:MAX_FAILURES]), _skipped(rendered.problems))
 
 
 def render_answer_prompts(
@@ -79,7 +79,7 @@ def measure_exact_match(
     predictor: Predictor,
     tokenizer: Tokenizer,
     chat: ChatFormat | None,
-    asked: RenderedPrompts[AnswerPrompt],
+    rendered: RenderedPrompts[AnswerPrompt],
     config: CompletionConfig,
     *,
     seed: int,
@@ -88,19 +88,19 @@ def measure_exact_match(
     stop_ids = {*(chat.stop_ids if chat else ())}
     if tokenizer.end_of_text_id is not None:
         stop_ids.add(tokenizer.end_of_text_id)
-    completions = _complete("exact_match", predictor, asked.ids, sorted(stop_ids), config, seed, max_pack_tokens)
+    completions = _complete("exact_match", predictor, rendered.ids, sorted(stop_ids), config, seed, max_pack_tokens)
     texts = [
         _parse(chat, (), ids).content if chat and prompt.messages else _plain(tokenizer, ids, stop_ids)
-        for prompt, ids in zip(asked.prompts, completions, strict=True)
+        for prompt, ids in zip(rendered.prompts, completions, strict=True)
     ]
-    right = [matches(text, prompt) for prompt, text in zip(asked.prompts, texts, strict=True)]
+    right = [matches(text, prompt) for prompt, text in zip(rendered.prompts, texts, strict=True)]
     failures = [
         Failure(suite="exact_match", line=line, completion=text, reasons=(f"expected {prompt.answers[0]!r}",))
-        for line, prompt, text, is_right in zip(asked.lines, asked.prompts, texts, right, strict=True)
+        for line, prompt, text, is_right in zip(rendered.lines, rendered.prompts, texts, right, strict=True)
         if not is_right
     ]
     cell = make_cell("exact_match", "exact_match", [float(each) for each in right], right)
-    return Measured((cell,), tuple(failures[:MAX_FAILURES]), _skipped(asked.problems))
+    return Measured((cell,), tuple(failures[:MAX_FAILURES]), _skipped(rendered.problems))
 
 
 def _complete(

@@ -137,8 +137,8 @@ class NeedleTask:
         num_fixed = len(head) + sum(map(len, needles)) + num_ids(tail)
         filling = self.filler.draw(rng, filler_tokens(size, num_fixed, f"num_needles = {self.num_needles}"))
         haystack = lay(filling, _inserts(needles, depths))
-        asked = depths[0] if self.num_queries == 1 else None
-        return compose([*head, *haystack.tolist()], tail, size=size, depth=asked)
+        queried_depth = depths[0] if self.num_queries == 1 else None
+        return compose([*head, *haystack.tolist()], tail, size=size, depth=queried_depth)
 
 
 def _inserts(needles: Sequence[Sequence[int]], depths: Sequence[float]) -> list[Insert]:

@@ -41,7 +41,7 @@ class Verdict:
 
 def parse_tool_prompt(record: Mapping[str, JsonValue]) -> ToolPrompt:
     """Parse a line of {"messages", "tools"}: truncated before the last assistant turn that calls a tool or, if there is
-    no assistant message, kept whole."""
+    no assistant message, all of it."""
     messages = tuple(message_from_openai(message) for message in require_list(record, "messages"))
     tools = tuple(tool_from_openai(tool) for tool in require_list(record, "tools"))
     if not messages or not tools:
