@@ -197,7 +197,7 @@ def test_prompts_and_corpora_are_looked_at_first(tmp_path: Path, tokenizer: Toke
         run_eval(config, tokenizer=tokenizer)
     prompts = write_lines(tmp_path / "p.jsonl", {"messages": [{"role": "user", "content": "x"}], "answer": "x"})
     bare = train_tokenizer(["no markers"], 300, [])
-    with pytest.raises(FormatError, match="without a chat template"):
+    with pytest.raises(FormatError, match="has no chat template"):
         run_eval(configured(tmp_path / "out", suites=SUITES[:1], exact_match={"prompts": prompts}), tokenizer=bare)
     with pytest.raises(M2ForgeError):
         run_eval(configured(tmp_path / "out", held_out={"corpus": tmp_path / "none"}))

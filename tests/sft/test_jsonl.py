@@ -93,7 +93,7 @@ BROKEN: list[tuple[object, Problem, str]] = [
     (changed(m2=call(7)), Problem.BAD_ARGUMENTS, "messages[2].tool_calls[0]: 7"),
     (changed(m2={"train": "no"}), Problem.BAD_VALUE, 'messages[2].train must be true or false, received "no"'),
     (changed(m2={"weight": 0.5}), Problem.BAD_VALUE, "messages[2].weight must be 0 or 1, received 0.5"),
-    (changed(m2={"tool_calls": None}), Problem.BAD_ORDER, "messages[3] is a tool result, but no call before it"),
+    (changed(m2={"tool_calls": None}), Problem.BAD_ORDER, "messages[3] is a tool result, but no call of the last"),
     (
         changed(m3={"tool_call_id": "c9"}),
         Problem.BAD_ORDER,

@@ -194,7 +194,7 @@ def check_cuts(format: ChatFormat, messages: list[Message], *, results_share_a_t
         start = format.render(messages[:at], TOOLS)
         inside = 0 < at < len(messages) and messages[at - 1].role == messages[at].role == "tool"
         if inside and results_share_a_turn:
-            with pytest.raises(FormatError, match="append results of tools together"):
+            with pytest.raises(FormatError, match="append tool results together"):
                 format.extend(messages[:at], messages[at:], TOOLS)
             continue
         new = format.extend(messages[:at], messages[at:], TOOLS, generation=True)
@@ -272,7 +272,9 @@ def test_thinking_goes_as_the_template_has_it_only_when_asked() -> None:
     dropped = kept.replace("<think>\nwhy\n</think>\n\n", "")
     assert qwen_like().decode(dropping.render(messages).ids) == dropped
     assert qwen_like().decode(sampled_ids(dropping.render(messages))) == "<think>\nso\n</think>\n\nd<|im_end|>"
-    with pytest.raises(FormatError, match=r"message 2 \(user\): with it the model's chat template writes"):
+    with pytest.raises(
+        FormatError, match=r"message 2 \(user\): appending it changes how the model's chat template renders"
+    ):
         dropping.extend(messages[:2], messages[2:])
 
 
@@ -379,12 +381,12 @@ def test_calls_written_in_another_way_are_refused() -> None:
     template = QWEN_LIKE.replace('<tool_call>\\n{"name": "', "<tool_call>\\n<function=")
     format = make_format("chatml", trained().with_chat_template(template))
     assert format.render([Message("user", "x")]).ids
-    with pytest.raises(FormatError, match="another way than as JSON"):
+    with pytest.raises(FormatError, match="does not write tool calls as JSON"):
         format.render([Message("user", "x")], TOOLS)
 
 
 def test_a_tokenizer_without_template_or_markers_is_refused() -> None:
-    with pytest.raises(FormatError, match="without a chat template"):
+    with pytest.raises(FormatError, match="has no chat template"):
         make_format("chatml", trained())
     bare = train_tokenizer(TRAINING_TEXTS, 300, []).with_chat_template(QWEN_LIKE)
     with pytest.raises(FormatError, match=r"lacks <\|im_start\|>, <\|im_end\|>"):

@@ -208,7 +208,7 @@ def change(update: Callable[[Any], object]) -> Callable[[Path], object]:
         (lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff"), DataError, "tokenizer.json: not UTF-8"),
         (overwrite("tokenizer_config.json", "{"), DataError, "tokenizer_config.json: not valid JSON"),
         (overwrite("tokenizer_config.json", "[]"), DataError, "expected a JSON object, received list"),
-        (overwrite("tokenizer_config.json", '{"eos_token": "<no>"}'), DataError, "eos_token '<no>' is no token"),
+        (overwrite("tokenizer_config.json", '{"eos_token": "<no>"}'), DataError, "eos_token '<no>' is not a token"),
         (
             change(lambda content: content.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"})),
             DataError,

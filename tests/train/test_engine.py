@@ -218,7 +218,7 @@ def test_training_on_a_cpu_loads_no_compiler() -> None:
         "from m2forge.train.engine import TrainEngine\n"
         "from tests.train.draw import draw_pack, small_model\n"
         "for kind in ('adamw', 'muon'):\n"
-        "    TrainEngine(small_model(), OptimizerConfig(kind=kind)).step_rows([draw_pack(0, [5])], rate=1e-3)\n"
+        "    TrainEngine(small_model(), OptimizerConfig(kind=kind)).step_rows([draw_pack(0, [5])], lr=1e-3)\n"
         "print({'torch._dynamo', 'torch.distributed.tensor', 'sympy'} & sys.modules.keys())\n"
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
