@@ -1,124 +1,30 @@
-"""What Messages makes of a request: every field of the SDK is decided, and nothing else gets through."""
+"""Anthropic's Messages: what the contract of dialects does not cover."""
 
-import random
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
+import httpx2
 import pytest
 from anthropic import types
-from anthropic.types import message_create_params
 from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.gateway.dialects.anthropic import messages as block_reader
-from m2forge.gateway.dialects.anthropic.messages import (
-    ALLOWED,
-    COUNT_FIELDS,
-    FIELDS,
-    READ,
-    REFUSED,
-    TOOL_FIELDS,
-    AnthropicMessages,
-)
+from m2forge.gateway.dialects.anthropic.messages import COUNT_FIELDS, TOOL_FIELDS, AnthropicMessages
 from m2forge.gateway.dialects.opaque_thinking import seal, sign
-from m2forge.gateway.dialects.types import Ask, AskError
-from m2forge.records import JsonValue, Sampling
-from m2forge.text.message import Message, Tool, ToolCall
-from tests.gateway.dialects.draw_answer import json_values
-from tests.gateway.mutate import mutated
+from m2forge.gateway.dialects.types import Answer, Ask, AskError, Ending
+from m2forge.records import JsonValue
+from m2forge.text.message import Message, ToolCall
+from m2forge.text.parser import CallFinished, Completion, ContentDelta, Event, ThinkingDelta
+from tests.gateway.anthropic_client import connected, named_events_of
+from tests.gateway.dialects.adapter_messages import BODY, CALLED, DISPLAYS, RESULT, TOOL, USE, USER
+from tests.gateway.dialects.dialect_contract import USAGE, Arrivals, Body
+from tests.gateway.dialects.draw_answer import answers, arrivals, play
 
-Body = dict[str, JsonValue]
-
-USER: Body = {"role": "user", "content": "Hi"}
-BODY: Body = {"model": "m2", "max_tokens": 64, "messages": [USER]}
-CACHE: Body = {"type": "ephemeral", "ttl": "1h"}
-TOOL: Body = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
-USE: Body = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": 3}}
-CALLED: Body = {"role": "assistant", "content": [USE]}
-RESULT: Body = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "A cat."}
-EXTENSIONS = {"context_management", "mcp_servers", "temperature", "top_k", "top_p"}
-"""Fields that the vendor takes, now or in its trials, though the SDK's type has them not."""
-GOOD: dict[str, list[JsonValue]] = {
-    "cache_control": [CACHE, {"type": "ephemeral"}],
-    "context_management": [{}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}],
-    "max_tokens": [1, 2**31 - 1],
-    "messages": [[USER]],
-    "metadata": [{}, {"user_id": "me"}, {"user_id": None}],
-    "model": ["m2"],
-    "output_config": [{}, {"effort": "high", "format": None}],
-    "service_tier": ["auto", "standard_only"],
-    "speed": ["standard"],
-    "stop_sequences": [[], ["END", "\n"]],
-    "stream": [True, False],
-    "system": ["", "Be brief.", [], [{"type": "text", "text": "Be brief.", "cache_control": CACHE}]],
-    "temperature": [0, 1, 0.5],
-    "thinking": [{"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive", "display": "omitted"}],
-    "tool_choice": [{"type": "auto", "disable_parallel_tool_use": False}, {"type": "none"}],
-    "tools": [[], [TOOL], [TOOL | {"type": "custom", "cache_control": CACHE, "strict": False, "defer_loading": False}]],
-    "top_k": [0, 40],
-    "top_p": [1, 0.1],
-}
-BAD: dict[str, list[JsonValue]] = {
-    "cache_control": ["ephemeral", {"type": "forever"}, {"type": "ephemeral", "ttl": "2h"}, {"kind": "ephemeral"}],
-    "container": ["box", {"id": "box"}],
-    "context_management": [{"edits": [{"type": "clear_tool_uses_20250919"}]}, {"edits": [None]}, {"edit": []}, []],
-    "diagnostics": [{"previous_message_id": None}],
-    "inference_geo": ["us"],
-    "max_tokens": [None, 0, 1.5, "5", True, 2**31],
-    "mcp_servers": [[]],
-    "messages": [None, [], "Hi", {}, [None], ["Hi"], [USER, {"role": "assistant", "content": "I"}], [{"role": "user"}]],
-    "metadata": [[], {"user_id": 5}, {"user": "me"}],
-    "model": [None, "", 5],
-    "output_config": [{"effort": "low"}, {"format": {"type": "json_schema", "schema": {}}}, {"effort": "most"}, ""],
-    "service_tier": ["priority"],
-    "speed": ["fast", 1],
-    "stop_sequences": ["END", [""], [5]],
-    "stream": ["yes", 1],
-    "system": [5, {}, [5], [{"type": "image", "source": {}}], [{"type": "text"}]],
-    "temperature": [-0.1, 1.1, "0", True],
-    "thinking": [
-        {"type": "disabled"},
-        {"type": "between_tools"},
-        {"type": "enabled"},
-        {"type": "enabled", "budget_tokens": 5},
-        {"type": "adaptive", "budget_tokens": 2048},
-        {"type": "adaptive", "display": "all"},
-        {"type": "deep"},
-        {},
-        True,
-    ],
-    "tool_choice": [
-        {"type": "any"},
-        {"type": "tool", "name": "look"},
-        {"type": "auto", "disable_parallel_tool_use": True},
-        {"type": "auto", "name": "look"},
-        {"type": "maybe"},
-        {},
-        "auto",
-    ],
-    "tools": [
-        {},
-        [None],
-        [TOOL, TOOL],
-        [{"type": "web_search_20250305", "name": "web_search"}],
-        [{"type": "bash_20250124", "name": "bash"}],
-        [{"name": "look"}],
-        [TOOL | {"name": ""}],
-        [TOOL | {"strict": True}],
-        [TOOL | {"defer_loading": True}],
-        [TOOL | {"input_examples": [{}]}],
-        [TOOL | {"allowed_callers": ["code_execution_20260120"]}],
-        [TOOL | {"input_schema": [1]}],
-        [TOOL | {"parameters": {}}],
-    ],
-    "top_k": [-1, 0.5],
-    "top_p": [0, 1.1],
-    "user_profile_id": ["me"],
-    "workspace_id": ["wrkspc_1"],
-}
+DIALECT = AnthropicMessages()
 
 
 def read(**changes: JsonValue) -> Ask:
-    return AnthropicMessages().read(BODY | changes)
+    return DIALECT.read(BODY | changes)
 
 
 def refused(**changes: JsonValue) -> AskError:
@@ -139,41 +45,8 @@ def block_refused(role: str, block: JsonValue) -> AskError:
 # -- fields -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_field_of_the_sdk_is_decided_once() -> None:
-    params = message_create_params
-    sdk = {
-        *get_type_hints(params.MessageCreateParamsStreaming),
-        *get_type_hints(params.MessageCreateParamsNonStreaming),
-    }
-    assert sdk | EXTENSIONS == FIELDS
-    assert not READ & ALLOWED
-    assert not (READ | ALLOWED) & REFUSED.keys()
-    assert GOOD.keys() == READ | ALLOWED
-    assert BAD.keys() == FIELDS
-
-
 def test_every_field_of_the_sdks_count_is_decided() -> None:
     assert set(get_type_hints(types.MessageCountTokensParams)) | {"context_management", "mcp_servers"} == COUNT_FIELDS
-
-
-@pytest.mark.parametrize("name", sorted(READ | ALLOWED))
-def test_fields_take_good_values_and_null(name: str) -> None:
-    for value in GOOD[name]:
-        read(**{name: value})
-    if name not in ("model", "messages", "max_tokens"):
-        assert read(**{name: None}) == read()
-
-
-@pytest.mark.parametrize("name", sorted(FIELDS))
-def test_fields_refuse_bad_values_by_name(name: str) -> None:
-    for value in BAD[name]:
-        error = refused(**{name: value})
-        assert str(error).startswith(error.field or "?"), (value, str(error))
-        assert (error.field or "").startswith(name), (value, str(error))
-
-
-def test_refused_fields_may_be_null() -> None:
-    assert read(**dict.fromkeys(REFUSED)) == read()
 
 
 def test_every_field_of_the_sdks_blocks_is_known() -> None:
@@ -192,45 +65,15 @@ def test_every_field_of_the_sdks_blocks_is_known() -> None:
     assert set(types.ToolUseBlock.model_fields) <= block_reader.USE_FIELDS
 
 
-def test_an_unknown_field_is_refused_with_the_near_name() -> None:
-    assert str(refused(max_token=5)) == "max_token: unknown field; did you mean 'max_tokens'?"
-    assert refused(messages=[USER | {"contents": "x"}]).field == "messages[0].contents"
-
-
-def test_a_whole_request_is_read() -> None:
-    ask = read(
-        system="Be brief.",
-        tools=[TOOL],
-        stop_sequences=["a", "b"],
-        temperature=0.5,
-        top_p=0.9,
-        top_k=7,
-        tool_choice={"type": "none"},
-        thinking={"type": "adaptive", "display": "omitted"},
-        stream=True,
-    )
-    assert ask == Ask(
-        messages=(Message("system", "Be brief."), Message("user", "Hi")),
-        tools=(Tool("look", "Looks.", {"type": "object"}),),
-        max_tokens=64,
-        sampling=Sampling(temperature=0.5, top_p=0.9, top_k=7),
-        stop_texts=("a", "b"),
-        is_streamed=True,
-        tool_choice="none",
-        model="m2",
-        echo={"display": "omitted"},
-    )
-
-
 def test_a_count_is_of_what_would_be_sent() -> None:
     body: Body = {"model": "m2", "messages": [USER], "system": "Be brief.", "tools": [TOOL]}
-    counted = AnthropicMessages().read_count(body)
-    sent = AnthropicMessages().read(body | {"max_tokens": 1})
+    counted = DIALECT.read_count(body)
+    sent = DIALECT.read(body | {"max_tokens": 1})
     assert (counted.messages, counted.tools, counted.model) == (sent.messages, sent.tools, sent.model)
     wrongs: list[Body] = [{"max_tokens": 5}, {"messages": []}, {"thinking": {"type": "disabled"}}, {"workspace_id": ""}]
     for wrong in wrongs:
         with pytest.raises(AskError):
-            AnthropicMessages().read_count(body | wrong)
+            DIALECT.read_count(body | wrong)
 
 
 # -- the conversation -------------------------------------------------------------------------------------------------
@@ -340,44 +183,64 @@ def test_blocks_that_assistants_cannot_send_are_refused(block: JsonValue) -> Non
     assert (block_refused("assistant", block).field or "").startswith("messages[0].content[0]")
 
 
-# -- anything at all --------------------------------------------------------------------------------------------------
-
-WHOLE: Body = BODY | {
-    "system": [{"type": "text", "text": "Be brief.", "cache_control": CACHE}],
-    "messages": [
-        USER,
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": "s"}, USE]},
-        {"role": "user", "content": [RESULT | {"is_error": True}, {"type": "text", "text": "So?"}]},
-    ],
-    "tools": [TOOL],
-    "tool_choice": {"type": "auto"},
-    "thinking": {"type": "enabled", "budget_tokens": 2048},
-    "stop_sequences": ["END"],
-    "metadata": {"user_id": "me"},
-    "output_config": {"effort": "high"},
-    "temperature": 0.5,
-    "top_k": 3,
-}
+# -- responses --------------------------------------------------------------------------------------------------------
 
 
-def read_anything(body: Body) -> None:
-    for read in (AnthropicMessages().read, AnthropicMessages().read_count):
-        message = ""
-        try:
-            read(body)
-        except AskError as error:
-            message = str(error)
-        assert len(message.encode()) < 1000
+def test_the_client_reads_a_count() -> None:
+    user: types.MessageParam = {"role": "user", "content": "Hi"}
+    with connected() as (client, wire):
+        wire.handle = lambda body: httpx2.Response(200, json=DIALECT.count(len(DIALECT.read_count(body).messages)))
+        assert client.messages.count_tokens(model="m2", messages=[user], system="Be brief.").input_tokens == 2
 
 
-@given(st.integers(0, 2**32))
-def test_requests_that_are_nearly_right_are_read_or_refused(seed: int) -> None:
-    chance = random.Random(seed)
-    for _ in range(40):
-        read_anything(mutated(WHOLE, chance))
+# -- events -----------------------------------------------------------------------------------------------------------
 
 
-@given(st.dictionaries(st.sampled_from(sorted(FIELDS)), json_values))
-def test_requests_of_anything_are_read_or_refused(body: Body) -> None:
-    read_anything(body)
-    read_anything(BODY | body)
+def stream_of(answer: Answer, pieces: Arrivals, display: str = "summarized") -> list[dict[str, object]]:
+    stream = DIALECT.stream(Ask((), model="m2", echo={"display": display}), "msg_1", 5)
+    return named_events_of(b"".join(play(stream, [answer], pieces, USAGE)))
+
+
+@given(st.data(), answers(), st.sampled_from(DISPLAYS))
+def test_blocks_are_told_one_after_the_other(data: st.DataObject, answer: Answer, display: str) -> None:
+    events = stream_of(answer, data.draw(arrivals([answer])), display)
+    started = -1
+    is_open = False
+    for event in events[1:-2]:
+        if event["type"] == "content_block_start":
+            assert not is_open
+            started, is_open = started + 1, True
+        assert is_open
+        assert event["index"] == started
+        is_open = event["type"] != "content_block_stop"
+    assert not is_open
+    whole: Any = DIALECT.answer(Ask((), echo={"display": display}), "msg_1", 5, [answer], USAGE)["content"]
+    starts: list[Any] = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert [block["type"] for block in starts] == [block["type"] for block in whole]
+
+
+def test_the_events_of_an_answer() -> None:
+    call = ToolCall("look", {"at": 3}, "toolu_1")
+    answer = Answer(Completion("Hm.", "So. Yes.", (call,), (), closed=True), Ending.TOOL_CALLS)
+    events: list[Event] = [ThinkingDelta("Hm."), ContentDelta("So."), CallFinished(call), ContentDelta(" Yes.")]
+    whole = stream_of(answer, [(0, [event], []) for event in events])
+    assert [
+        (event["type"], *(event[key] for key in ("index", "content_block", "delta") if key in event))
+        for event in whole[1:]
+    ] == [
+        ("content_block_start", 0, {"type": "thinking", "thinking": "", "signature": ""}),
+        ("content_block_delta", 0, {"type": "thinking_delta", "thinking": "Hm."}),
+        ("content_block_delta", 0, {"type": "signature_delta", "signature": "m2f0.msg_1"}),
+        ("content_block_stop", 0),
+        ("content_block_start", 1, {"type": "text", "text": ""}),
+        ("content_block_delta", 1, {"type": "text_delta", "text": "So."}),
+        ("content_block_stop", 1),
+        ("content_block_start", 2, {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}),
+        ("content_block_delta", 2, {"type": "input_json_delta", "partial_json": '{"at":3}'}),
+        ("content_block_stop", 2),
+        ("content_block_start", 3, {"type": "text", "text": ""}),
+        ("content_block_delta", 3, {"type": "text_delta", "text": " Yes."}),
+        ("content_block_stop", 3),
+        ("message_delta", {"stop_reason": "tool_use", "stop_sequence": None}),
+        ("message_stop",),
+    ]

@@ -1,126 +1,30 @@
-"""What Chat Completions makes of a request: every field of the SDK is decided, and nothing else gets through."""
+"""Chat Completions: what the contract of dialects does not cover."""
 
-import contextlib
-import random
+import json
+from collections.abc import Sequence
 from typing import get_type_hints
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from openai.types import chat
-from openai.types.chat import completion_create_params
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.chat_completion_message_function_tool_call_param import Function as CallFunction
 from openai.types.shared_params import FunctionDefinition
 
 from m2forge.gateway.dialects.openai import chat as openai_message
-from m2forge.gateway.dialects.openai.chat import ALLOWED, FIELDS, READ, REFUSED, OpenAIChat
-from m2forge.gateway.dialects.types import Ask, AskError
-from m2forge.records import JsonValue, Sampling
-from m2forge.text.message import Message, Tool, ToolCall
-from tests.gateway.dialects.draw_answer import json_values
-from tests.gateway.mutate import mutated
+from m2forge.gateway.dialects.openai.chat import OpenAIChat
+from m2forge.gateway.dialects.types import Answer, Ask, AskError, Dialect, Ending, TokenLogprob, Usage
+from m2forge.records import JsonValue
+from m2forge.text.message import Message, ToolCall
+from m2forge.text.parser import CallFinished, CallStarted, Completion, ContentDelta, Event, ThinkingDelta
+from tests.gateway.dialects.adapter_chat import BODY, CALL, TOOL, USER
+from tests.gateway.dialects.dialect_contract import Body
+from tests.gateway.dialects.draw_answer import answers, play
+from tests.gateway.openai_client import events_of
 
-Body = dict[str, JsonValue]
-
-USER: Body = {"role": "user", "content": "Hi"}
-BODY: Body = {"model": "m2", "messages": [USER]}
-TOOL: Body = {
-    "type": "function",
-    "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": True},
-}
-CALL: Body = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": 3}'}}
-EXTENSIONS = {"top_k", "min_p", "repetition_penalty"}
-"""Fields that open servers added to OpenAI's."""
-GOOD: dict[str, list[JsonValue]] = {
-    "frequency_penalty": [-2, 0.5],
-    "logit_bias": [{}],
-    "logprobs": [True, False],
-    "max_completion_tokens": [1, 100],
-    "max_tokens": [1, 100],
-    "messages": [[USER]],
-    "metadata": [{}, {"task": "7"}],
-    "modalities": [["text"]],
-    "model": ["m2"],
-    "n": [1, 500],
-    "parallel_tool_calls": [True, False],
-    "presence_penalty": [2, -0.5],
-    "prompt_cache_key": ["key"],
-    "prompt_cache_options": [{}, {"mode": "implicit", "ttl": "30m"}],
-    "prompt_cache_retention": ["in_memory", "24h"],
-    "response_format": [{"type": "text"}],
-    "safety_identifier": ["me"],
-    "seed": [0, -5, 2**63 - 1],
-    "service_tier": ["auto", "default"],
-    "stop": ["END", ["a", "b", "c", "d"], []],
-    "store": [False],
-    "stream": [True, False],
-    "temperature": [0, 2, 0.7],
-    "tool_choice": ["auto", "none"],
-    "tools": [[], [TOOL]],
-    "top_p": [1, 0.1],
-    "user": ["me"],
-    "top_k": [-1, 0, 40],
-    "min_p": [0, 0.1],
-    "repetition_penalty": [1, 1.1],
-}
-NEEDS: dict[str, Body] = {"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}}
-GOOD_WITH: dict[str, list[JsonValue]] = {
-    "stream_options": [{}, {"include_usage": True, "include_obfuscation": False}],
-    "top_logprobs": [0],
-}
-BAD: dict[str, list[JsonValue]] = {
-    "audio": [{"voice": "alloy", "format": "wav"}],
-    "frequency_penalty": [2.1, "1", True],
-    "function_call": ["auto"],
-    "functions": [[{"name": "look"}]],
-    "logit_bias": [{"5": 10}, []],
-    "logprobs": ["yes", 1],
-    "max_completion_tokens": [0, 1.5, -1, True, 2**31],
-    "max_tokens": [0, "5"],
-    "messages": [None, [], "Hi", {}, [None], ["Hi"]],
-    "metadata": [[], {"a": 1}, {"k" * 65: ""}, {"k": "v" * 513}, {str(key): "" for key in range(17)}],
-    "modalities": [["audio"], ["text", "audio"], "text"],
-    "model": [None, "", 5],
-    "moderation": [{"model": "omni-moderation-latest"}],
-    "n": [0, 2**31, "2"],
-    "parallel_tool_calls": ["no"],
-    "prediction": [{"type": "content", "content": "x"}],
-    "presence_penalty": [-3],
-    "prompt_cache_key": [5],
-    "prompt_cache_options": ["implicit", {"mode": "none"}, {"size": 1}],
-    "prompt_cache_retention": ["48h"],
-    "reasoning_effort": ["low", "none"],
-    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a"}}, "text", {}],
-    "safety_identifier": [5],
-    "seed": [0.5, 2**63],
-    "service_tier": ["priority", "flex"],
-    "stop": [[""], "", ["a"] * 5, 5, [5]],
-    "store": [True],
-    "stream": ["yes"],
-    "stream_options": [{"include_usage": True}],
-    "temperature": [-0.1, 2.1, "0"],
-    "tool_choice": [
-        "required",
-        {"type": "function", "function": {"name": "look"}},
-        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
-    ],
-    "tools": [
-        [{"type": "custom", "custom": {"name": "x"}}],
-        [{"type": "function"}],
-        [{"type": "function", "function": {"name": ""}}],
-        [{"function": {"name": "x"}}],
-        [TOOL, TOOL],
-        {},
-    ],
-    "top_logprobs": [0],
-    "top_p": [0, 1.1],
-    "user": [5],
-    "verbosity": ["low"],
-    "web_search_options": [{}],
-    "top_k": [-2, 0.5],
-    "min_p": [-0.1],
-    "repetition_penalty": [0],
-}
+CHAT: Dialect = OpenAIChat()
+ID, CREATED_S = "chatcmpl-1", 1_700_000_000
+USAGE = Usage(num_prompt=10, num_cached=4, num_sampled=7, num_thinking=3)
 
 
 def read(**changes: JsonValue) -> Ask:
@@ -140,42 +44,6 @@ def refused(**changes: JsonValue) -> AskError:
 # -- fields -----------------------------------------------------------------------------------------------------------
 
 
-def sdk_fields() -> set[str]:
-    params = completion_create_params
-    return {
-        *get_type_hints(params.CompletionCreateParamsStreaming),
-        *get_type_hints(params.CompletionCreateParamsNonStreaming),
-    }
-
-
-def test_every_field_of_the_sdk_is_decided_once() -> None:
-    assert sdk_fields() | EXTENSIONS == FIELDS
-    assert not READ & ALLOWED
-    assert not (READ | ALLOWED) & REFUSED.keys()
-    assert GOOD.keys() | GOOD_WITH.keys() == READ | ALLOWED
-    assert BAD.keys() == FIELDS
-
-
-@pytest.mark.parametrize("name", sorted(READ | ALLOWED))
-def test_fields_take_good_values_and_null(name: str) -> None:
-    for value in [*GOOD.get(name, []), *GOOD_WITH.get(name, [])]:
-        read(**NEEDS.get(name, {}), **{name: value})
-    if name not in ("model", "messages"):
-        assert read(**{name: None}) == read()
-
-
-@pytest.mark.parametrize("name", sorted(FIELDS))
-def test_fields_refuse_bad_values_by_name(name: str) -> None:
-    for value in BAD[name]:
-        error = refused(**{name: value})
-        assert str(error).startswith(error.field or "?"), (value, str(error))
-        assert (error.field or "").startswith(name), (value, str(error))
-
-
-def test_refused_fields_may_be_null() -> None:
-    assert read(**dict.fromkeys(REFUSED)) == read()
-
-
 def test_every_field_of_the_sdks_messages_is_known() -> None:
     known = {
         chat.ChatCompletionSystemMessageParam: openai_message.SYSTEM_FIELDS,
@@ -193,50 +61,6 @@ def test_every_field_of_the_sdks_messages_is_known() -> None:
         assert set(get_type_hints(params)) <= fields, params
     # What the SDK's answers hold may be sent back.
     assert set(chat.ChatCompletionMessage.model_fields) <= openai_message.ASSISTANT_FIELDS
-
-
-def test_an_unknown_field_is_refused_with_the_near_name() -> None:
-    assert str(refused(temprature=0)) == "temprature: unknown field; did you mean 'temperature'?"
-    error = refused(messages=[USER | {"contents": "x"}])
-    assert error.field == "messages[0].contents"
-    assert "did you mean 'content'?" in str(error)
-
-
-def test_a_whole_request_is_read() -> None:
-    ask = read(
-        tools=[TOOL],
-        max_completion_tokens=9,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=7,
-        min_p=0.1,
-        presence_penalty=0.1,
-        frequency_penalty=0.2,
-        repetition_penalty=1.3,
-        stop=["a", "b"],
-        seed=4,
-        n=3,
-        stream=True,
-        stream_options={"include_usage": True},
-        tool_choice="none",
-        logprobs=True,
-        metadata={"task": "7"},
-        service_tier="auto",
-    )
-    assert ask == Ask(
-        messages=(Message("user", "Hi"),),
-        tools=(Tool("look", "Looks.", {"type": "object"}),),
-        max_tokens=9,
-        sampling=Sampling(0.5, 0.9, 7, 0.1, 0.1, 0.2, 1.3),
-        stop_texts=("a", "b"),
-        seed=4,
-        num_samples=3,
-        is_streamed=True,
-        tool_choice="none",
-        num_top_logprobs=0,
-        model="m2",
-        echo={"include_usage": True, "metadata": {"task": "7"}, "service_tier": "default"},
-    )
 
 
 def test_two_names_of_the_limit_must_agree() -> None:
@@ -282,23 +106,14 @@ def test_an_assistants_turn_is_read() -> None:
         "parsed": None,
         "provider_specific_fields": {"refusal": None},
     }
-    result: Body = {"role": "tool", "tool_call_id": "call_1", "content": "A cat."}
+    parts: list[JsonValue] = [{"type": "text", "text": "A "}, {"type": "text", "text": "cat."}]
+    result: Body = {"role": "tool", "tool_call_id": "call_1", "content": parts, "name": "look"}
+    answered = Message("tool", "A cat.", tool_call_id="call_1")
+    assert read(messages=[whole, result]).messages == (expected, answered)
     assert said(whole, result) == said(whole | clutter, result) == expected
     assert said({"role": "assistant", "content": None, "reasoning": "Hm"}) == Message("assistant", "", "Hm")
     assert said({"role": "assistant", "content": [{"type": "text", "text": "a"}]}).content == "a"
     assert said({"role": "assistant", "tool_calls": None}) == Message("assistant")
-
-
-def test_results_stand_in_the_order_of_their_calls() -> None:
-    calls: Body = {"role": "assistant", "content": None, "tool_calls": [CALL, CALL | {"id": "call_2"}]}
-    first: Body = {"role": "tool", "tool_call_id": "call_1", "content": "one", "name": "look"}
-    second: Body = {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "two"}]}
-    ordered = read(messages=[USER, calls, first, second, USER]).messages
-    assert ordered == read(messages=[USER, calls, second, first, USER]).messages
-    assert [message.content for message in ordered[2:4]] == ["one", "two"]
-    assert ordered[3].tool_call_id == "call_2"
-    for wrong in ([USER, first], [USER, calls, first, first], [USER, calls, USER, first], [first]):
-        assert (refused(messages=wrong).field or "").startswith("messages")
 
 
 def test_systems_in_a_row_are_one_message() -> None:
@@ -342,40 +157,114 @@ def test_messages_that_cannot_be_shown_are_refused(message: Body, field: str) ->
     assert refused(messages=[USER, message]).field == f"messages[1].{field}"
 
 
-@pytest.mark.parametrize("arguments", ["{", "5", "[]", "{} x", '{"a": NaN}', '{"a": 1e999}', None, {}, "[" * 5000])
-def test_arguments_that_are_no_object_are_refused(arguments: JsonValue) -> None:
-    call = CALL | {"function": {"name": "look", "arguments": arguments}}
-    error = refused(messages=[USER, {"role": "assistant", "tool_calls": [call]}])
-    assert error.field == "messages[1].tool_calls[0].function.arguments"
-    assert len(str(error)) < 300
+def ask_for(num_samples: int = 1, **changes: JsonValue) -> Ask:
+    return CHAT.read({"model": "m2", "messages": [USER], "n": num_samples, **changes})
 
 
-def test_an_error_stays_short_whatever_was_sent() -> None:
-    huge: list[JsonValue] = ["x" * 10**5, 10**5000, ["x" * 10**5] * 9, {"x": "y" * 10**5}]
-    for value in huge:
-        for name in FIELDS - {"stop", "model", "user", "safety_identifier", "prompt_cache_key"}:
-            assert len(str(refused(**{name: value}))) < 500, name
-    assert len(str(refused(**{"x" * 10**5: 1}))) < 1000
+def whole(ask: Ask, answers: Sequence[Answer], usage: Usage = USAGE) -> ChatCompletion:
+    """The answer, as it goes over the wire, taken by the SDK's type."""
+    text = json.dumps(CHAT.answer(ask, ID, CREATED_S, answers, usage), allow_nan=False)
+    return ChatCompletion.model_validate_json(text, strict=True)
 
 
-# -- anything ---------------------------------------------------------------------------------------------------------
+def plain(text: str, ending: Ending = Ending.STOP) -> Answer:
+    return Answer(Completion("", text, (), (), closed=True), ending)
 
 
-@given(body=st.dictionaries(st.sampled_from(sorted(FIELDS)) | st.text(max_size=5), json_values))
-def test_any_object_is_read_or_refused(body: Body) -> None:
-    for changed in (body, BODY | body):
-        with contextlib.suppress(AskError):
-            OpenAIChat().read(changed)
+# -- responses --------------------------------------------------------------------------------------------------------
 
 
-@given(seed=st.integers(0, 2**32))
-def test_any_change_of_a_good_request_is_read_or_refused(seed: int) -> None:
-    assistant: Body = {"role": "assistant", "content": None, "reasoning_content": "Hm", "tool_calls": [CALL]}
-    result: Body = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "x"}]}
-    taken = {name: values[-1] for name, values in (GOOD | GOOD_WITH).items()}
-    body: Body = taken | {"messages": [USER, assistant, result], "stream": True, "logprobs": True}
-    OpenAIChat().read(body | {"parallel_tool_calls": True})
-    chance = random.Random(seed)
-    for _ in range(200):
-        with contextlib.suppress(AskError):
-            OpenAIChat().read(mutated(body, chance))
+def test_metadata_and_tier_are_repeated() -> None:
+    parsed = whole(ask_for(metadata={"task": "7"}, service_tier="auto"), [plain("x")])
+    assert parsed.metadata == {"task": "7"}
+    assert parsed.service_tier == "default"
+    assert whole(ask_for(), [plain("x")]).metadata is None
+
+
+def test_empty_content_is_null_beside_calls_alone() -> None:
+    call = ToolCall("look", {"at": "Zürich"}, "call_1")
+    message = whole(ask_for(), [Answer(Completion("", "", (call,), (), True), Ending.TOOL_CALLS)]).choices[0].message
+    assert message.content is None
+    assert message.to_dict()["tool_calls"] == [
+        {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "Zürich"}'}}
+    ]
+    assert whole(ask_for(), [plain("")]).choices[0].message.content == ""
+
+
+# -- streamed ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_has_the_order_that_clients_expect() -> None:
+    call = ToolCall("look", {"at": 3}, "call_1")
+    answer = Answer(Completion("Hm", "So", (call,), (), closed=True), Ending.TOOL_CALLS)
+    events: list[Event] = [ThinkingDelta("H"), ThinkingDelta("m"), ContentDelta("So"), CallStarted("look")]
+    stream = CHAT.stream(ask_for(stream=True, stream_options={"include_usage": True}), ID, CREATED_S)
+    bodies = [
+        json.loads(event)
+        for event in events_of(
+            b"".join(play(stream, [answer], [(0, events, []), (0, [CallFinished(call)], [])], USAGE))
+        )[:-1]
+    ]
+    assert [body["choices"][0]["delta"] for body in bodies[:-1]] == [
+        {"role": "assistant", "content": None, "refusal": None},
+        {"reasoning_content": "H"},
+        {"reasoning_content": "m"},
+        {"content": "So"},
+        {
+            "tool_calls": [
+                {"index": 0, "id": "call_1", "type": "function", "function": {"name": "look", "arguments": ""}}
+            ]
+        },
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"at": 3}'}}]},
+        {},
+    ]
+    assert [body["choices"][0]["finish_reason"] for body in bodies[:-1]] == [None] * 6 + ["tool_calls"]
+    assert all(body["usage"] is None for body in bodies[:-1])
+    assert bodies[-1]["choices"] == []
+    assert bodies[-1]["usage"]["total_tokens"] == 17
+
+
+def test_roles_come_first_in_the_order_of_choices() -> None:
+    begin = events_of(CHAT.stream(ask_for(3), ID, CREATED_S).begin(10, 4))
+    chunks = [ChatCompletionChunk.model_validate_json(event, strict=True) for event in begin]
+    assert [chunk.choices[0].index for chunk in chunks] == [0, 1, 2]
+    assert {chunk.choices[0].delta.role for chunk in chunks} == {"assistant"}
+
+
+def test_tokens_without_text_still_tell_their_logprobs() -> None:
+    stream = CHAT.stream(ask_for(logprobs=True), ID, CREATED_S)
+    token = TokenLogprob(b"\xf0\x9f", -0.5, 9)
+    (chunk,) = [
+        ChatCompletionChunk.model_validate_json(event, strict=True) for event in events_of(stream.piece(0, [], [token]))
+    ]
+    assert chunk.choices[0].delta.content is None
+    assert chunk.choices[0].logprobs is not None
+    assert chunk.choices[0].logprobs.content is not None
+    assert chunk.choices[0].logprobs.content[0].to_dict() == {
+        "token": "�",
+        "bytes": [0xF0, 0x9F],
+        "logprob": -0.5,
+        "top_logprobs": [],
+    }
+    assert CHAT.stream(ask_for(), ID, CREATED_S).piece(0, [], [token]) == b""
+
+
+# -- sent back --------------------------------------------------------------------------------------------------------
+
+
+def sent_back(message: dict[str, object]) -> Message:
+    """What is read of a message that the client appends to its history."""
+    history = json.loads(json.dumps([USER, message]))
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": ""} for call in history[-1].get("tool_calls") or ()
+    ]
+    return CHAT.read({"model": "m2", "messages": [*history, *results]}).messages[1]
+
+
+@given(answer=answers())
+def test_any_dump_of_a_message_may_be_sent_back(answer: Answer) -> None:
+    message = whole(ask_for(), [answer]).choices[0].message
+    expected = answer.completion.message()
+    assert sent_back(message.model_dump()) == expected
+    assert sent_back(message.model_dump(exclude_none=True)) == expected
+    assert sent_back(message.to_dict()) == expected
