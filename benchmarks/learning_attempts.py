@@ -29,7 +29,7 @@ from m2forge.rl.workers import Workers
 from m2forge.tasks.runner import TaskRunner
 from m2forge.train.run_dir import open_run
 
-MODULE = "m2forge.rl.process"
+MODULE = "m2forge.rl.child_main"
 
 
 @dataclass(frozen=True)

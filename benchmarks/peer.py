@@ -3,8 +3,8 @@
 import torch
 from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
 
+from m2forge.model.architecture import to_public
 from m2forge.model.config import ModelConfig
-from m2forge.model.family import to_public
 from m2forge.model.transformer import Block, MixtureFFN, Transformer
 
 

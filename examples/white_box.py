@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from m2forge.agents.call_log import Called, read_log
 from m2forge.agents.config import SlidingWindowConfig, SubAgentConfig, WhiteBoxConfig
-from m2forge.agents.log import Called, read_log
 from m2forge.agents.rebuild import rebuild
 from m2forge.agents.white_box import LOG_FILE, WhiteBoxAgent
 from m2forge.gateway.config import GatewayConfig

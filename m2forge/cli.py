@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == [COMPLETE]:
-            from m2forge.completion import complete
+            from m2forge.shell_completion import complete
 
             commands = {name: command.add_arguments for name, command in COMMANDS.items()}
             print(*complete(arguments[1:], commands), sep="\n", flush=True)
@@ -274,7 +274,7 @@ def command_page(args: argparse.Namespace) -> None:
 
 
 def command_completion(args: argparse.Namespace) -> None:
-    from m2forge.completion import script
+    from m2forge.shell_completion import script
 
     print(script(args.shell), end="")
 

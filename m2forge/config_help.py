@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from m2forge.config_class import Config
-from m2forge.schema import Key, Table, read_schema
+from m2forge.config_schema import Key, Table, read_schema
 
 TYPE_COLUMN = 34
 INDENT = 4

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pydantic_core import PydanticUndefined
 
 from m2forge.config_class import Config
-from m2forge.schema import bare_key, to_toml
+from m2forge.config_schema import bare_key, to_toml
 
 
 @dataclass(frozen=True)

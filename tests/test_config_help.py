@@ -10,8 +10,8 @@ from rich.console import Console
 
 from m2forge.command_config import config_kinds
 from m2forge.config_help import render_schema
+from m2forge.config_schema import read_schema
 from m2forge.pretrain.config import PretrainConfig
-from m2forge.schema import read_schema
 
 ROOT = Path(__file__).parent.parent
 WITHOUT_TORCH = (

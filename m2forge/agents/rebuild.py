@@ -25,7 +25,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from m2forge.agents.log import Appended, Applied, Called, LogEntry, Opened
+from m2forge.agents.call_log import Appended, Applied, Called, LogEntry, Opened
 from m2forge.agents.operation import Operation, find_operation
 from m2forge.errors import FormatError, RecordError
 from m2forge.records import Call

@@ -22,9 +22,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from m2forge.agents.call_log import MAIN, Appended, Applied, Called, LogEntry, Opened, write_log
 from m2forge.agents.client import ChatClient, CompletionClient, Reply
 from m2forge.agents.config import SubAgentConfig, WhiteBoxConfig
-from m2forge.agents.log import MAIN, Appended, Applied, Called, LogEntry, Opened, write_log
 from m2forge.agents.operation import Inputs, Operation, View, make_operation, require_valid
 from m2forge.agents.tool import EditTool, ReadTool, ShellTool, ToolRunner, WriteTool, answer_call, call_problems
 from m2forge.errors import ConfigError

@@ -18,21 +18,14 @@ import torch
 
 from m2forge.errors import CheckpointError
 from m2forge.files import staged_folder, write_atomic
+from m2forge.model.architecture import CONFIG_KEY, public_parts, to_public
 from m2forge.model.build import empty
 from m2forge.model.config import ModelConfig
 from m2forge.model.config_file import CONFIG_FILE
-from m2forge.model.family import CONFIG_KEY, public_parts, to_public
 from m2forge.model.folder import FolderSource
 from m2forge.model.gguf_file import GGUF_SUFFIX, GGUFSource
 from m2forge.model.safetensors_file import Written, write_shards
-from m2forge.model.source import (
-    TOKEN_ID_KEYS,
-    ModelSource,
-    Source,
-    TensorHeader,
-    refuse_misfits,
-    usual_dtype,
-)
+from m2forge.model.tensor_source import TOKEN_ID_KEYS, ModelSource, Source, TensorHeader, refuse_misfits, usual_dtype
 from m2forge.model.transformer import Transformer
 
 MAX_SHARD_BYTES = 5_000_000_000

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from m2forge.errors import CheckpointError, NotFoundError
+from m2forge.model.architecture import from_public
 from m2forge.model.config import ModelConfig
-from m2forge.model.family import from_public
 
 CONFIG_FILE = "config.json"
 MAX_JSON_BYTES = 256 << 20

@@ -19,7 +19,7 @@ from m2forge.model.config import FamilyName
 from m2forge.model.folder import FolderSource
 from m2forge.model.gguf_file import GGUFSource
 from m2forge.model.safetensors_file import Written
-from m2forge.model.source import Source, refuse_misfits, usual_dtype
+from m2forge.model.tensor_source import Source, refuse_misfits, usual_dtype
 from m2forge.text.tokenizer import load_tokenizer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}

@@ -24,7 +24,7 @@ from m2forge.errors import CheckpointError
 from m2forge.model import folder as fp8
 from m2forge.model.config_file import CONFIG_FILE, read_json, read_public, translate
 from m2forge.model.config_file import FP8_BLOCK as BLOCK
-from m2forge.model.source import TOKEN_ID_KEYS, TensorHeader, TokenIds
+from m2forge.model.tensor_source import TOKEN_ID_KEYS, TensorHeader, TokenIds
 
 SCALE_SUFFIX = "_scale_inv"
 

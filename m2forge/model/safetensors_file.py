@@ -15,7 +15,7 @@ from torch import Tensor
 
 from m2forge.files import write_atomic
 from m2forge.model.folder import INDEX_FILE, WEIGHTS_FILE
-from m2forge.model.source import TensorHeader
+from m2forge.model.tensor_source import TensorHeader
 
 
 @dataclass(frozen=True)

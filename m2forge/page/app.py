@@ -42,11 +42,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from m2forge.errors import M2ForgeError, NotFoundError
 from m2forge.listener import LOOPBACK, host_name
-from m2forge.page.episode import Episodes
 from m2forge.page.episode_list import ORDERS, Filter, list_episodes
+from m2forge.page.episode_view import Episodes
 from m2forge.page.pool_reader import PoolMissing, PoolReader
 from m2forge.page.queue_view import queue_now, queue_past
-from m2forge.page.run import Run
+from m2forge.page.run_folder import Run
 from m2forge.page.run_list import RunList
 from m2forge.pool.state import EpisodeState
 from m2forge.records import Domain, JsonValue

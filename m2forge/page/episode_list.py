@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, Connection, Row, func, or_, select
 
-from m2forge.pool.schema import episode_table, unit_table
 from m2forge.pool.stored import attempt_name
+from m2forge.pool.tables import episode_table, unit_table
 from m2forge.records import JsonValue
 
 MAX_INSTRUCTION = 300

@@ -23,14 +23,14 @@ from sqlalchemy import Connection, select
 
 from m2forge.files import write_atomic
 from m2forge.page.app import STATIC
-from m2forge.page.episode import Episodes, show_calls, tools_of
 from m2forge.page.episode_list import JOINED
+from m2forge.page.episode_view import Episodes, show_calls, tools_of
 from m2forge.page.message_part import TokenText
 from m2forge.page.pool_reader import PoolMissing, PoolReader
 from m2forge.page.queue_view import queue_past
-from m2forge.page.run import Run
-from m2forge.page.trajectory import Trajectory
-from m2forge.pool.schema import episode_table, unit_table
+from m2forge.page.run_folder import Run
+from m2forge.page.tree_outline import Trajectory
+from m2forge.pool.tables import episode_table, unit_table
 from m2forge.records import JsonValue
 from m2forge.rl.eval import HeldOutAttempt, read_attempts
 from m2forge.rl.layout import Layout

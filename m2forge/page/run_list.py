@@ -28,7 +28,7 @@ from m2forge.evaluate.report.report import JSON_FILE, EvalReport
 from m2forge.observe.metrics import FILE_NAME
 from m2forge.page.cached_file import CachedFile
 from m2forge.page.latest import HELD_OUT_LOSS, Latest
-from m2forge.page.run import Run, RunState, held_inodes
+from m2forge.page.run_folder import Run, RunState, held_inodes
 from m2forge.records import JsonValue
 from m2forge.train.run_dir import CONFIG_FILE, LOCK_FILE
 

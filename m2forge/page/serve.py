@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from m2forge.errors import ConfigError
 from m2forge.listener import LOOPBACK, address, listen
 from m2forge.page.app import make_app, make_list_app
-from m2forge.page.run import Run
+from m2forge.page.run_folder import Run
 from m2forge.page.run_list import RunList, is_run
 
 KEY_VARIABLE = "M2FORGE_PAGE_KEY"

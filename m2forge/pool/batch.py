@@ -24,7 +24,6 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, li
 
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.queue import TRAINED, QueueRow, UnitRow, Watch, count, drop_group, lock_queue, requeue_group
-from m2forge.pool.schema import QUEUE_ID, batch_table, episode_table, fork_table, queue_table, unit_table
 from m2forge.pool.state import (
     DropReason,
     EpisodeState,
@@ -35,6 +34,7 @@ from m2forge.pool.state import (
     move_units,
 )
 from m2forge.pool.stored import make_label, split_label
+from m2forge.pool.tables import QUEUE_ID, batch_table, episode_table, fork_table, queue_table, unit_table
 from m2forge.pool.window import Unit, Window
 from m2forge.records import PolicyVersion
 

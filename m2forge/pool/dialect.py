@@ -22,7 +22,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from m2forge.errors import ConfigError, M2ForgeError
 from m2forge.files import sync_path
 from m2forge.pool.config import PoolConfig
-from m2forge.pool.schema import call_table, queue_table
+from m2forge.pool.tables import call_table, queue_table
 
 _log = logging.getLogger(__name__)
 

@@ -36,7 +36,9 @@ from m2forge.pool.deployed_groups import DeployedEpisode
 from m2forge.pool.dialect import Database
 from m2forge.pool.queue import Tally, UnreplacedGroup, Watch, read_queue, read_tally
 from m2forge.pool.record import Append, Ending, Rewarding
-from m2forge.pool.schema import (
+from m2forge.pool.state import EpisodeState, LeaseLostError, UnitState
+from m2forge.pool.stored import Lease, Outcome, Queued, StoredCall, StoredUnit, read_units
+from m2forge.pool.tables import (
     QUEUE_ID,
     SCHEMA_VERSION,
     call_table,
@@ -46,8 +48,6 @@ from m2forge.pool.schema import (
     queue_table,
     unit_table,
 )
-from m2forge.pool.state import EpisodeState, LeaseLostError, UnitState
-from m2forge.pool.stored import Lease, Outcome, Queued, StoredCall, StoredUnit, read_units
 from m2forge.records import PolicyVersion, Reward, Task
 
 MAX_AT_ONCE = 512

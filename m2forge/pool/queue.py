@@ -17,7 +17,6 @@ from sqlalchemy import Connection, Row, delete, func, insert, select, tuple_, up
 from m2forge.errors import RecordError
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.dialect import add_up
-from m2forge.pool.schema import QUEUE_ID, call_table, episode_table, note_table, queue_table, tally_table, unit_table
 from m2forge.pool.state import (
     DropReason,
     EpisodeState,
@@ -29,6 +28,7 @@ from m2forge.pool.state import (
     move_units,
 )
 from m2forge.pool.stored import LEASE_COLUMNS, Lease, Queued, read_lease, task_text
+from m2forge.pool.tables import QUEUE_ID, call_table, episode_table, note_table, queue_table, tally_table, unit_table
 from m2forge.records import Domain, Task
 
 SUBMITTED, TRAINED, REQUEUED = "submitted", "trained", "requeued"

@@ -30,7 +30,6 @@ from sqlalchemy import (
 from m2forge.errors import M2ForgeError, RecordError
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.queue import UnitRow, describe_loss, drop_group, lock_unit
-from m2forge.pool.schema import call_table, episode_table, fork_table, unit_table
 from m2forge.pool.state import (
     DropReason,
     EpisodeState,
@@ -42,6 +41,7 @@ from m2forge.pool.state import (
     move_units,
 )
 from m2forge.pool.stored import Lease, Outcome, StoredCall, reward_text
+from m2forge.pool.tables import call_table, episode_table, fork_table, unit_table
 from m2forge.records import Reward
 
 

@@ -18,7 +18,7 @@ from enum import StrEnum
 from sqlalchemy import Column, ColumnElement, Connection, func, update
 
 from m2forge.errors import M2ForgeError
-from m2forge.pool.schema import episode_table, unit_table
+from m2forge.pool.tables import episode_table, unit_table
 
 
 class EpisodeState(StrEnum):

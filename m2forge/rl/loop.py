@@ -30,7 +30,7 @@ drawn twice.
 #     rl/gateway_admin.py               keys and records of attempts
 #     rl/servers.py                     sampler and gateway processes
 #     rl/workers.py                     agents in worker processes
-#     sandbox/worker.py                 a process within limits
+#     sandbox/command_worker.py                 a process within limits
 #     tree/codec.py                     the tree that the gateway sends
 #     reward/judge.py                   rewards of a group
 #     reward/rule.py                    process reward of a step
@@ -65,12 +65,12 @@ from m2forge.records import JsonValue, PolicyVersion, Task
 from m2forge.reward.judge import Judge
 from m2forge.rl.attempts import Agents, Attempts, Slots, cancel_all
 from m2forge.rl.child import Child
+from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
 from m2forge.rl.deployed import LOOP_EPISODE_ID, DeployedEpisodes, write_address
 from m2forge.rl.eval import EvalResult, Evaluations, read_results
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout, read_lineage
-from m2forge.rl.process import MODULE
 from m2forge.rl.servers import Server, make_servers
 from m2forge.rl.view import View
 from m2forge.rl.workers import Workers

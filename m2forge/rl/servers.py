@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from m2forge.key import make_key
 from m2forge.listener import address, listen
 from m2forge.rl.child import Child
+from m2forge.rl.child_main import MODULE
 from m2forge.rl.layout import Layout
-from m2forge.rl.process import MODULE
 
 HOST = "127.0.0.1"
 BACKLOG = 2048

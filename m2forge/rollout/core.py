@@ -13,7 +13,7 @@ Every sample of an accepted prompt ends in exactly one chunk with a finish reaso
 #     rollout/core.py                the step: schedule, run, sample, send chunks
 #     rollout/kv/scheduler.py        requests of the batch and their blocks
 #     rollout/request.py             one sequence
-#     rollout/execution/runner.py    the batch as tensors
+#     rollout/execution/model_runner.py  the batch as tensors
 #     rollout/kv/paged_plan.py       the paged KV cache and its attention mask
 #     model/transformer.py           the network
 #     model/config.py                its sizes
@@ -40,12 +40,12 @@ from m2forge.errors import CheckpointError, ConfigError, M2ForgeError, RequestEr
 from m2forge.model.checkpoint import fill
 from m2forge.model.config import ModelConfig
 from m2forge.model.folder import FolderSource
-from m2forge.model.source import refuse_misfits
+from m2forge.model.tensor_source import refuse_misfits
 from m2forge.model.transformer import Transformer, pack_weights
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, PolicyVersion
 from m2forge.rollout.config import RolloutConfig
-from m2forge.rollout.execution.runner import Candidate, DecodeBatch, MTPSequence, Runner
+from m2forge.rollout.execution.model_runner import Candidate, DecodeBatch, MTPSequence, Runner
 from m2forge.rollout.execution.sampler import Row
 from m2forge.rollout.kv.paged_plan import Span, arranged
 from m2forge.rollout.kv.scheduler import Scheduler, num_blocks_for

@@ -15,8 +15,8 @@ from pathlib import Path
 from m2forge.errors import DataError, NotFoundError
 from m2forge.files import write_atomic
 from m2forge.protocols import Command, Outcome, OutcomeReason
+from m2forge.sandbox.command_worker import ProcessWorker
 from m2forge.sandbox.config import SandboxConfig
-from m2forge.sandbox.worker import ProcessWorker
 
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 """PATH of commands if this process has none."""

@@ -36,11 +36,11 @@ from m2forge.sft.arrow import read_arrow, read_parquet
 from m2forge.sft.atif import read_atif
 from m2forge.sft.config import PromptPart, SFTDataConfig, SourceConfig
 from m2forge.sft.encode import Encoded, encode
-from m2forge.sft.held_out import Selection, conversation_hash
 from m2forge.sft.jsonl import read_jsonl
 from m2forge.sft.report import Note, Rejection, Report
-from m2forge.sft.store import META, Store, StoreWriter
+from m2forge.sft.split import Selection, conversation_hash
 from m2forge.sft.trajectory import Trajectory
+from m2forge.sft.trajectory_store import META, Store, StoreWriter
 from m2forge.text.format import ChatFormat, Rendered
 from m2forge.text.message import Message, Tool, ToolCall
 

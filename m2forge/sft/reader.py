@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from m2forge.config import Config
 from m2forge.errors import ConfigError, DataError
 from m2forge.records import NO_TARGET, IntArray, JsonValue, Pack
-from m2forge.sft.store import Store
+from m2forge.sft.trajectory_store import Store
 
 NUM_WAITING = 64
 """Size of the queue from which packs are filled."""

@@ -18,9 +18,9 @@ from m2forge.observe.tracker import require_writers
 from m2forge.records import JsonValue, Pack
 from m2forge.sft.config import SFTConfig, SFTEvalConfig
 from m2forge.sft.dataset import prepare
-from m2forge.sft.held_out import Selection
 from m2forge.sft.reader import SFTReader, SFTReaderState, read_once
-from m2forge.sft.store import Store
+from m2forge.sft.split import Selection
+from m2forge.sft.trajectory_store import Store
 from m2forge.text.format import ChatFormat, make_format
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.config import PhaseConfig

@@ -33,9 +33,9 @@ import m2forge
 from m2forge.errors import DataError, EngineError
 from m2forge.protocols import Command
 from m2forge.records import JsonValue, Task
+from m2forge.sandbox.command_worker import ProcessWorker
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.process import ProcessSandbox
-from m2forge.sandbox.worker import ProcessWorker
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.family import Verdict, VerdictReason, family_name, shown
 from m2forge.tasks.task_set import Distinct, Split

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from m2forge.agents.call_log import Applied, read_log
 from m2forge.agents.config import DropToolOutputConfig, SlidingWindowConfig, SubAgentConfig, SummariseConfig
 from m2forge.agents.config import WhiteBoxConfig as Settings
-from m2forge.agents.log import Applied, read_log
 from m2forge.agents.operation import NOTES_HEAD, SlidingWindow, View
 from m2forge.agents.rebuild import CallState, rebuild
 from m2forge.agents.tool import ToolRunner, function_tool

@@ -1,6 +1,6 @@
 """A tokenizer of bytes: enough for tasks in English, and every length can be checked by hand."""
 
-from m2forge.evaluate.prompts.sample import Sample
+from m2forge.evaluate.prompts.scored_sample import Sample
 
 
 class ByteEncoder:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m2forge.evaluate.prompts.sample import Sample
+from m2forge.evaluate.prompts.scored_sample import Sample
 from m2forge.protocols import Prompt
 from m2forge.records import IntArray
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.evaluate.predictor import ModelPredictor, batches
-from m2forge.evaluate.prompts.sample import Sample
+from m2forge.evaluate.prompts.scored_sample import Sample
 from m2forge.evaluate.prompts.text_wording import TextWording, noise_filler
 from m2forge.evaluate.prompts.wording import TokenWording, make_alphabet
 from m2forge.evaluate.report.report import wilson

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
+from m2forge.model.architecture import QK_NORM
 from m2forge.model.config import AttentionConfig, FamilyName, ModelConfig, MoEConfig, RopeScaling, WindowConfig
-from m2forge.model.family import QK_NORM
 
 FAMILIES: tuple[FamilyName, ...] = ("minimax_m2", "llama", "qwen3", "qwen3_moe")
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from m2forge.model.family import public_parts, to_public
+from m2forge.model.architecture import public_parts, to_public
 from m2forge.model.transformer import Transformer
 
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from m2forge.errors import CheckpointError, ExistsError, M2ForgeError
 from m2forge.model import safetensors_file as shard
+from m2forge.model.architecture import to_public
 from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.config import FamilyName, ModelConfig, WindowConfig
-from m2forge.model.family import to_public
 from m2forge.model.transformer import Transformer
 from tests.model.draw import FAMILIES, SMALL, model_configs
 from tests.model.peer import set_router_biases

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge import cli
+from m2forge.model.architecture import to_public
 from m2forge.model.build import skeleton
 from m2forge.model.config import ModelConfig, WindowConfig
 from m2forge.model.config_file import CONFIG_FILE
 from m2forge.model.count import count, render
-from m2forge.model.family import to_public
 from m2forge.model.preset import PRESETS
 from tests.model.draw import SMALL, model_configs
 

@@ -21,7 +21,7 @@ from m2forge.model.checkpoint import load_model
 from m2forge.model.config import RopeScaling
 from m2forge.model.convert import import_model
 from m2forge.model.gguf_file import GGUFSource
-from m2forge.model.source import refuse_misfits
+from m2forge.model.tensor_source import refuse_misfits
 from m2forge.text.tokenizer import load_tokenizer
 from tests.model.generate import generate
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch.nn import Module
 
 from m2forge.kernels.head_loss import linear_cross_entropy
+from m2forge.model.architecture import from_public, public_parts, to_public
 from m2forge.model.build import build
 from m2forge.model.config import FamilyName, ModelConfig
-from m2forge.model.family import from_public, public_parts, to_public
 from m2forge.model.preset import PRESETS
 from m2forge.model.transformer import Router, Transformer
 from tests.model.draw import FAMILIES, model_configs

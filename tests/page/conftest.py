@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from m2forge.listener import address
 from m2forge.page.app import make_app
-from m2forge.page.run import Run
+from m2forge.page.run_folder import Run
 from m2forge.page.serve import bind, make_server
 from m2forge.text.format import ChatFormat
 from tests.page.chromium import chromium

@@ -14,8 +14,8 @@ from sqlalchemy import select
 from m2forge.pool.config import PoolConfig, WindowConfig
 from m2forge.pool.pool import Pool
 from m2forge.pool.record import Append
-from m2forge.pool.schema import unit_table
 from m2forge.pool.stored import Lease, Outcome, read_units
+from m2forge.pool.tables import unit_table
 from m2forge.records import Call, FinishReason, IntArray, JsonValue, PolicyVersion, Reward, Task
 from m2forge.rl.importance_ratio import write_ratios
 from m2forge.tasks.catalog import family_of, find_family

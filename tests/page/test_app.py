@@ -20,8 +20,8 @@ from m2forge.page.serve import find_key
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.pool import Pool
 from m2forge.pool.queue import read_queue
-from m2forge.pool.schema import unit_table
 from m2forge.pool.stored import read_units
+from m2forge.pool.tables import unit_table
 from m2forge.records import Task
 from m2forge.reward.config import AdvantageConfig
 from m2forge.rl.importance_ratio import read_ratios

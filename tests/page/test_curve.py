@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from m2forge.observe.metrics import read_metrics
-from m2forge.page.run import MAX_POINTS, Curves
+from m2forge.page.run_folder import MAX_POINTS, Curves
 
 
 def line(step: int, **values: float | str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from m2forge.page import latest as page_latest
 from m2forge.page.latest import LatestMetrics
-from m2forge.page.run import Curves
+from m2forge.page.run_folder import Curves
 
 
 def line(step: int, **values: float | str) -> str:

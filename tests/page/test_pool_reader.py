@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from m2forge.page.episode import Episodes
 from m2forge.page.episode_list import ORDERS, Filter, list_episodes
+from m2forge.page.episode_view import Episodes
 from m2forge.page.pool_reader import PoolMissing, PoolReader
 from m2forge.page.queue_view import queue_now, queue_past
-from m2forge.page.run import Run
+from m2forge.page.run_folder import Run
 from m2forge.pool.config import PoolConfig, WindowConfig
 from m2forge.pool.pool import Pool
 from m2forge.records import PolicyVersion

@@ -9,7 +9,7 @@ import pytest
 from m2forge.errors import NotFoundError
 from m2forge.page.pool_reader import PoolReader
 from m2forge.page.report import bundle, collect, find_contrast, find_held_out, json_for_script, write_report
-from m2forge.page.run import Run
+from m2forge.page.run_folder import Run
 from m2forge.rl.eval import make_attempt, read_attempts, write_attempts
 from m2forge.text.format import ChatFormat
 from m2forge.tree.token_tree import TokenTree

@@ -10,9 +10,9 @@ from m2forge.pool.config import PoolConfig
 from m2forge.pool.pool import Pool
 from m2forge.pool.queue import dropped
 from m2forge.pool.record import Append
-from m2forge.pool.schema import SCHEMA_VERSION, episode_table, queue_table
 from m2forge.pool.state import DropReason, EpisodeState, LeaseLostError, StateError
 from m2forge.pool.stored import Outcome, Queued
+from m2forge.pool.tables import SCHEMA_VERSION, episode_table, queue_table
 from m2forge.records import Domain
 from m2forge.tree.token_tree import TokenTree
 from tests.pool.scene import (

@@ -12,7 +12,7 @@ from sqlalchemy import func, select
 
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.pool import Pool
-from m2forge.pool.schema import batch_table, call_table, episode_table, queue_table, unit_table
+from m2forge.pool.tables import batch_table, call_table, episode_table, queue_table, unit_table
 from tests.pool.scene import VOCAB_SIZE, task, version, windowed
 
 ROOT = Path(__file__).parent.parent.parent

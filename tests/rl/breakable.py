@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-import m2forge.rl.process as own
+import m2forge.rl.child_main as own
 from m2forge.observe.log import set_up_logging
 
 MODULE = "tests.rl.breakable"

@@ -15,7 +15,7 @@ from m2forge.rl.config import RLConfig
 ROOT = Path(__file__).parent.parent.parent
 AGENT = ROOT / "examples" / "task_agent.py"
 _NOTING = Path(__file__).parent / "noting_agent.py"
-_MODULES = ("m2forge.rl.process", "tests.rl.breakable")
+_MODULES = ("m2forge.rl.child_main", "tests.rl.breakable")
 """What the processes of a run are started as."""
 
 

@@ -29,8 +29,8 @@ from m2forge.pool import queue as submission
 from m2forge.pool.batch import fork
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.queue import count
-from m2forge.pool.schema import fork_table, unit_table
 from m2forge.pool.state import UnitState
+from m2forge.pool.tables import fork_table, unit_table
 from m2forge.records import Domain, PolicyVersion, Task
 from m2forge.rl.attempts import Agents
 from m2forge.rl.config import RLConfig

@@ -20,9 +20,9 @@ from m2forge.pool.record import Append
 from m2forge.pool.stored import Outcome, read_units
 from m2forge.records import RequestedSampling, Reward, Sampling
 from m2forge.rl.child import Child
+from m2forge.rl.child_main import MODULE
 from m2forge.rl.layout import Layout
 from m2forge.rl.loop import run_rl
-from m2forge.rl.process import MODULE
 from m2forge.rl.trainer import Trainer
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.task_set import TaskSet

@@ -13,9 +13,9 @@ from sqlalchemy import select
 
 from m2forge.pool.batch import Claim
 from m2forge.pool.pool import Pool, PoolWriter
-from m2forge.pool.schema import unit_table
 from m2forge.pool.state import UnitState, move_units
 from m2forge.pool.stored import Lease, make_label
+from m2forge.pool.tables import unit_table
 from m2forge.records import Domain, PolicyVersion, Task
 from m2forge.rl.config import RLConfig
 from m2forge.rl.loop import Supply

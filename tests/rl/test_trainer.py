@@ -21,8 +21,8 @@ from m2forge.model.checkpoint import load_model
 from m2forge.observe.busy import FOLDER_VARIABLE, read_busy
 from m2forge.observe.metrics import read_metrics
 from m2forge.pool.pool import Pool
-from m2forge.pool.schema import episode_table, unit_table
 from m2forge.pool.state import StateError
+from m2forge.pool.tables import episode_table, unit_table
 from m2forge.records import PolicyVersion
 from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout
@@ -189,7 +189,7 @@ def test_killed_at_any_moment_it_trains_every_unit_once(model: Path, tmp_path: P
         fill_pool(pool, 8, 2)
     write_resolved(config, tmp_path / CONFIG_FILE)
     rng, num_kills = random.Random(0), 0
-    command = [sys.executable, "-m", "m2forge.rl.process", "trainer", str(tmp_path)]
+    command = [sys.executable, "-m", "m2forge.rl.child_main", "trainer", str(tmp_path)]
     while True:
         with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
             published = time.monotonic()

@@ -10,7 +10,7 @@ from m2forge.protocols import Endpoint, Outcome
 from m2forge.records import Domain, Task
 from m2forge.rl.config import AgentConfig
 from m2forge.rl.workers import JobError, StuckError, WorkerDiedError, Workers, from_here
-from m2forge.sandbox.worker import ProcessWorker
+from m2forge.sandbox.command_worker import ProcessWorker
 
 PROGRAM = """
 import json, os, sys

@@ -19,7 +19,7 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import FinishReason, IntArray, PolicyVersion, Sampling
 from m2forge.rollout.config import OnWeightUpdate, RolloutConfig, StaleCache
 from m2forge.rollout.core import Core
-from m2forge.rollout.execution.runner import MTPSequence
+from m2forge.rollout.execution.model_runner import MTPSequence
 from m2forge.rollout.request import Request
 from m2forge.rollout.speculation.adaptive_depth import FixedDepth, Moment
 from tests.model.draw import model_configs

@@ -16,7 +16,7 @@ from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 from m2forge.rollout.execution.cuda_network import FusedNetwork
 from m2forge.rollout.execution.decode import Network
-from m2forge.rollout.execution.runner import PlainNetwork
+from m2forge.rollout.execution.model_runner import PlainNetwork
 from m2forge.rollout.kv.paged_plan import Bundle, PagedCache, PagedPlan
 from m2forge.rollout.speculation.adaptive_depth import FixedDepth
 

@@ -8,7 +8,7 @@ from m2forge.model.config import ModelConfig
 from m2forge.observe import log
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.execution.cuda_network import slow_reason
-from m2forge.rollout.execution.runner import Runner
+from m2forge.rollout.execution.model_runner import Runner
 from tests.model.draw import SMALL
 
 CONFIG = RolloutConfig(num_blocks=4)

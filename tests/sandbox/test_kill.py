@@ -159,7 +159,7 @@ def test_a_command_that_kills_its_keeper_dies(tmp_path: Path) -> None:
 def test_a_command_that_stops_its_keeper_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: OutcomeReason
 ) -> None:
-    monkeypatch.setattr("m2forge.sandbox.worker.STUCK_S", 0.2)
+    monkeypatch.setattr("m2forge.sandbox.command_worker.STUCK_S", 0.2)
     timeout_s = 0.5 if reason is OutcomeReason.TIMEOUT else 60
     script = "setsid sh -c 'echo $$; exec sleep 60' & sleep 0.2; echo; kill -STOP $PPID; sleep 60"
 

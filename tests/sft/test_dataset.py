@@ -11,7 +11,7 @@ from m2forge.sft.config import PromptPart, SFTDataConfig, SourceConfig
 from m2forge.sft.dataset import prepare
 from m2forge.sft.reader import SFTReader
 from m2forge.sft.report import Note, Problem, Report
-from m2forge.sft.store import Store
+from m2forge.sft.trajectory_store import Store
 from m2forge.text.format import MINIMAX_M2_SPECIALS, make_format
 from m2forge.text.message import Message
 from m2forge.text.tokenizer import train_tokenizer

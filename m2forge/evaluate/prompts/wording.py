@@ -27,7 +27,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from m2forge.errors import ConfigError
-from m2forge.evaluate.prompts.sample import Sample
+from m2forge.evaluate.prompts.scored_sample import Sample
 from m2forge.records import IntArray
 
 TermKind = Literal["key", "value", "variable", "word", "input", "label"]

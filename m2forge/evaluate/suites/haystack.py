@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 
 from m2forge.errors import ConfigError
-from m2forge.evaluate.prompts.sample import Sample
+from m2forge.evaluate.prompts.scored_sample import Sample
 from m2forge.evaluate.prompts.wording import Wording, compose, num_ids
 from m2forge.records import IntArray
 

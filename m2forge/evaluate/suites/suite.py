@@ -35,7 +35,7 @@ from m2forge.evaluate.config import (
     WordCountConfig,
 )
 from m2forge.evaluate.predictor import Predictor, batches, complete
-from m2forge.evaluate.prompts.sample import Sample, Task
+from m2forge.evaluate.prompts.scored_sample import Sample, Task
 from m2forge.evaluate.prompts.text_wording import TextWording, noise_filler, text_filler
 from m2forge.evaluate.prompts.wording import ShotTask, TokenWording, Wording, make_alphabet
 from m2forge.evaluate.report.report import Cell, make_cell, readable_text

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from m2forge.errors import ConfigError
-from m2forge.evaluate.prompts.sample import Sample
+from m2forge.evaluate.prompts.scored_sample import Sample
 from m2forge.evaluate.prompts.wording import Term, Wording, compose, num_ids
 
 SHORT = 4096

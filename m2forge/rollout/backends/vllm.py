@@ -198,7 +198,7 @@ class VLLMEngine:
 def _refuse_broken(folder: Path) -> None:
     # These import torch, which the rest of this module does not need.
     from m2forge.model.folder import FolderSource
-    from m2forge.model.source import refuse_misfits
+    from m2forge.model.tensor_source import refuse_misfits
 
     refuse_misfits(FolderSource(folder))
 

@@ -9,7 +9,7 @@ import pytest
 from m2forge.errors import DataError
 from m2forge.evaluate.config import CompletionConfig
 from m2forge.evaluate.prompts.prompt_file import read_prompts
-from m2forge.evaluate.prompts.sample import Sample
+from m2forge.evaluate.prompts.scored_sample import Sample
 from m2forge.evaluate.suites.completion import measure_exact_match, render_answer_prompts
 from m2forge.evaluate.suites.exact_match import AnswerPrompt, matches, normalised, parse_answer_prompt
 from m2forge.records import JsonValue

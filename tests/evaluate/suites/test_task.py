@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import ConfigError
-from m2forge.evaluate.prompts.sample import Sample, Task
+from m2forge.evaluate.prompts.scored_sample import Sample, Task
 from m2forge.evaluate.prompts.text_wording import TextWording, noise_filler, text_filler
 from m2forge.evaluate.prompts.wording import Marker, ShotTask, TokenWording, Wording, make_alphabet
 from m2forge.evaluate.suites.haystack import (

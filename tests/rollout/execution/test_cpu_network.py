@@ -17,7 +17,7 @@ from m2forge.model.config import ModelConfig
 from m2forge.model.transformer import Transformer
 from m2forge.rollout.execution.cpu_network import CPUNetwork, serves
 from m2forge.rollout.execution.decode import Network
-from m2forge.rollout.execution.runner import PlainNetwork
+from m2forge.rollout.execution.model_runner import PlainNetwork
 from m2forge.rollout.kv.paged_plan import PagedCache, Span, planned
 from tests.model.draw import SMALL, model_configs
 

@@ -13,7 +13,7 @@ from m2forge.model.transformer import Transformer
 from m2forge.rollout.execution.cuda_decode import FusedDecoder
 from m2forge.rollout.execution.cuda_network import FusedNetwork
 from m2forge.rollout.execution.decode import NUM_FIELDS, Decoder, Shape
-from m2forge.rollout.execution.runner import PlainNetwork
+from m2forge.rollout.execution.model_runner import PlainNetwork
 from m2forge.rollout.kv.paged_plan import PagedCache
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

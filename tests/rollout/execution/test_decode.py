@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from m2forge.rollout.execution.decode import NUM_FIELDS, Decoder, Shape
-from m2forge.rollout.execution.runner import PlainNetwork
+from m2forge.rollout.execution.model_runner import PlainNetwork
 from m2forge.rollout.kv.paged_plan import PagedCache, PagedPlan
 from tests.rollout.draw import TINY, network
 

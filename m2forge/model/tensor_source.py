@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from m2forge.errors import CheckpointError
+from m2forge.model.architecture import public_parts
 from m2forge.model.build import skeleton
 from m2forge.model.config import ModelConfig
-from m2forge.model.family import public_parts
 from m2forge.model.transformer import Transformer
 
 TokenIds = Mapping[str, int | list[int] | None]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from m2forge.errors import NotFoundError, TrainingError
-from m2forge.page import run as page_run
-from m2forge.page.run import Run
+from m2forge.page import run_folder as page_run
+from m2forge.page.run_folder import Run
 from m2forge.pool.config import PoolConfig
 from m2forge.rl.layout import Layout
 from m2forge.text.format import ChatFormat

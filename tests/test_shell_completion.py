@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from m2forge import cli, completion
+from m2forge import cli
+from m2forge import shell_completion as completion
 from m2forge.command_config import config_kinds
-from m2forge.completion import script
+from m2forge.shell_completion import script
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from m2forge.command_config import config_kinds
 from m2forge.config import Config
-from m2forge.schema import Key, Table, read_docs, read_schema
+from m2forge.config_schema import Key, Table, read_docs, read_schema
 
 
 class Color(StrEnum):

@@ -1,8 +1,8 @@
 """Entry points of the loop's child processes, each configured from the run's directory alone:
 
-    python -m m2forge.rl.process trainer RUN_DIR
-    python -m m2forge.rl.process sampler RUN_DIR SOCKET              serves the newest published weights by HTTP
-    python -m m2forge.rl.process gateway RUN_DIR SOCKET SAMPLER_URL
+    python -m m2forge.rl.child_main trainer RUN_DIR
+    python -m m2forge.rl.child_main sampler RUN_DIR SOCKET              serves the newest published weights by HTTP
+    python -m m2forge.rl.child_main gateway RUN_DIR SOCKET SAMPLER_URL
 
 SOCKET is the file descriptor of a listening socket that stays open in the loop (rl/child.py). Standard input holds
 the API keys, one per line: the server's own, then for the gateway the sampler's. The gateway's process also executes
@@ -28,7 +28,7 @@ from m2forge.tasks.runner import TaskRunner
 from m2forge.text.message import tool_to_openai
 from m2forge.train.run_dir import CONFIG_FILE
 
-MODULE = "m2forge.rl.process"
+MODULE = "m2forge.rl.child_main"
 MAX_PERF = 1.0
 """Upper bound of a posted reward, because it counts as the perf of a deployed agent's episode."""
 

@@ -129,7 +129,7 @@ def _files(word: str, suffix: str = "") -> list[str]:
 def _complete_key(command: str, option: str, before: Sequence[str], word: str) -> list[str]:
     from m2forge.command_config import config_kinds
     from m2forge.config_class import Config, annotations_at, is_model, members
-    from m2forge.schema import NAME, choices, inner_models, is_plain
+    from m2forge.config_schema import NAME, choices, inner_models, is_plain
 
     kind: type[Config] | None = config_kinds(command).get(option)
     if kind is None:

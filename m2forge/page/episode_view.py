@@ -26,12 +26,12 @@ from m2forge.errors import M2ForgeError, NotFoundError
 from m2forge.page.episode_list import JOINED, SHOWN, summary
 from m2forge.page.message_part import LOOK_BACK, Part, TokenText, cut_completion, cut_prompt
 from m2forge.page.pool_reader import PoolReader
-from m2forge.page.run import RATIOS_FOLDER, Run, known_keys
-from m2forge.page.trajectory import Trajectory
+from m2forge.page.run_folder import RATIOS_FOLDER, Run, known_keys
+from m2forge.page.tree_outline import Trajectory
 from m2forge.pool.queue import read_queue
-from m2forge.pool.schema import call_table, episode_table, unit_table
 from m2forge.pool.state import EpisodeState
 from m2forge.pool.stored import read_task, read_tree
+from m2forge.pool.tables import call_table, episode_table, unit_table
 from m2forge.records import FloatArray, JsonValue, Task
 from m2forge.reward.advantage import episode_advantages
 from m2forge.reward.config import AdvantageConfig

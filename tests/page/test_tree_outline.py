@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.page.trajectory import NO_CALL, Trajectory
+from m2forge.page.tree_outline import NO_CALL, Trajectory
 from m2forge.records import Call, FinishReason
 from m2forge.tree.token_tree import TokenTree
 
