@@ -9,8 +9,8 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.demo
 CHROMIUM := $(VENV)/.chromium
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
-# Compiling every module of every package takes longer than the rest of the installation; Python compiles a module when
-# it is first imported, and most never are.
+# For the demo: compiling every module of every package takes longer than the rest of the installation, and most are
+# never imported. Tests need compiled packages: some warn when they are compiled, and tests treat warnings as errors.
 INSTALL := $(PIP) install --no-compile
 # Two workers on two cores: a second thread in each would only take turns with the other.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
@@ -84,9 +84,9 @@ $(DEMO_STAMP): $(DEMO_REQUIREMENTS) pyproject.toml | $(BIN)/python
 
 $(STAMP): $(wildcard requirements/*.txt) pyproject.toml | $(BIN)/python
 	@echo "installing the packages for development into $(VENV), about 2 GB; this may take minutes"
-	@$(INSTALL) -r requirements/dev.txt
-	@$(INSTALL) --no-deps -r requirements/nodeps.txt
-	@$(INSTALL) --no-deps --no-build-isolation --editable .
+	@$(PIP) install -r requirements/dev.txt
+	@$(PIP) install --no-deps -r requirements/nodeps.txt
+	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $(DEMO_STAMP) $@
 
 # A browser for the tests of the run page; without one they are skipped.

@@ -118,7 +118,7 @@ def test_the_command_refuses_what_it_cannot_use(
     for arguments, problem in (
         ([str(tmp_path / "none")], "is not a folder"),
         ([str(model), "--engine", "vllm"], "a server needs --url"),
-        ([str(model), "--url", "http://127.0.0.1:1"], "the native engine none"),
+        ([str(model), "--url", "http://127.0.0.1:1"], "the native engine takes none"),
         ([str(model), "--set", "max_bodybytes=3"], "did you mean 'max_body_bytes'?"),
         ([str(model), "--engine-set", "rollout.num_block=3"], "did you mean 'num_blocks'?"),
         ([str(model), "--admin-key-file", str(tmp_path / "wide")], "(mode 0644); run chmod 600"),

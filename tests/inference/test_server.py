@@ -182,7 +182,9 @@ def test_responses_and_anthropics_messages_answer_too() -> None:
                     answer: Any = await other.messages.create(**ask)
                 assert answer.content[-1].text == "Hello."
             async with anthropic.AsyncAnthropic(base_url=url, max_retries=0, api_key="other-key") as stranger:
-                with pytest.raises(anthropic.AuthenticationError, match=r"authentication_error.*the server's key"):
+                with pytest.raises(
+                    anthropic.AuthenticationError, match=r"authentication_error.*the API key is missing or wrong"
+                ):
                     await stranger.messages.create(**ask)
         # The rollout routes take the key as before.
         async with serving(engine, format, format.tokenizer.vocab_size) as (url, _), httpx2.AsyncClient() as http:

@@ -41,7 +41,7 @@ def done(format: ChatFormat, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return scene.run_dir
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with chromium() as found:
         yield found

@@ -93,7 +93,7 @@ def test_the_state_of_another_network_is_refused(tmp_path: Path) -> None:
         TrainEngine(small_model(num_mtp=1), OptimizerConfig()),
         TrainEngine(small_model(), OptimizerConfig(kind="muon")),
     ):
-        with pytest.raises(CheckpointError, match="does not fit this network and optimizer"):
+        with pytest.raises(CheckpointError, match="does not fit this network or optimizer"):
             restore(engine, folder)
 
 

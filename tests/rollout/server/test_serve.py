@@ -45,7 +45,7 @@ def test_stop_texts_without_a_usable_tokenizer_are_refused(tmp_path: Path, caplo
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     with caplog.at_level(logging.WARNING):
         core = make_core(tmp_path / "model", CONFIG)
-    assert "prompts with stop texts will be refused" in caplog.text
+    assert "prompts with stop texts will be rejected" in caplog.text
     with pytest.raises(RequestError, match="stop_texts"):
         core.add("a", Prompt(ids_of(1), 1, stop_texts=("x",)))
     core.add("b", Prompt(ids_of(1), 1, Sampling(temperature=0)))
