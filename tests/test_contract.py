@@ -283,6 +283,21 @@ def private_breaches(root: Path) -> list[str]:
     return breaches
 
 
+def mention_breaches(root: Path) -> list[str]:
+    """Files of the package that docstrings, comments and documents name, but that do not exist."""
+    known = {str(path.relative_to(root)) for folder in CODE_FOLDERS for path in sources(root, folder)}
+    known |= {str(path.relative_to(root)) for path in sources(root, "dev")}
+    breaches = []
+    for path in [*sources(root, PACKAGE), *sources(root, "docs", pattern="*.md")]:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            breaches += [
+                f"{path.relative_to(root)}:{number}: {name} does not exist"
+                for name in re.findall(r"(?<![\w/.*-])((?:[a-z_]+/)*[a-z_]+\.py)\b", line)
+                if not any(f"/{other}".endswith(f"/{name}") for other in known)
+            ]
+    return breaches
+
+
 def function_breaches(root: Path) -> list[str]:
     breaches = []
     for path in sources(root, *CODE_FOLDERS):
@@ -334,6 +349,7 @@ RULES: list[Callable[[Path], list[str]]] = [
     function_breaches,
     long_test_names,
     private_breaches,
+    mention_breaches,
     torch_breaches,
     target_breaches,
 ]
@@ -394,6 +410,7 @@ PLANTED = [
         "from m2forge.errors import _x\n",
         "tests/text/test_a.py:1: _x is private to errors",
     ),
+    (mention_breaches, "m2forge/model/a.py", '"""As in gone.py."""\n', "a.py:1: gone.py does not exist"),
     (long_test_names, "tests/test_a.py", f"def test_{'a' * 56}(): pass\n", "has 61 characters, at most 60"),
     (torch_breaches, "m2forge/model/__init__.py", "import torch\n", "m2forge.model.config imports torch"),
     (target_breaches, "README.md", "```\nmake demo ARGS=1\n```\n", "README.md: make demo does not exist"),

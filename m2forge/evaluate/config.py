@@ -145,7 +145,7 @@ Suite: TypeAlias = Annotated[
 
 
 class AlphabetConfig(Config):
-    """Ids used by token suites. They must match those used to train a model with token_wording.py."""
+    """Ids used by token suites. They must match those used to train a model with prompts/wording.py."""
 
     first_id: Annotated[int, Field(ge=0)] = 0
     num_symbols: Count = 256

@@ -10,7 +10,7 @@ batch_groups = 8
 ...
 
 [agent]
-command = ["python", "examples/demo_agent.py"]
+command = ["python", "examples/task_agent.py"]
 
 [pool.window]
 queue = 64

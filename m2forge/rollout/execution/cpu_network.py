@@ -2,7 +2,7 @@
 
 Computes the same as `Transformer.forward` and `Transformer.run_module`, which are its references. It fuses each norm
 with the product after it, the gate and each residual sum with the product before it, and the QK norms and rotary
-embeddings with the cache writes. Sums and gates are rounded once. fused.py is the CUDA counterpart.
+embeddings with the cache writes. Sums and gates are rounded once. cuda_network.py is the CUDA counterpart.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Decode steps as one function of tensors, from the last tokens to the next drafts.
 
 The main model verifies the drafts and samples, then the MTP modules run over the sampled tokens and draft again: what
-core.py and runner.py do in parts, here without a host sync. A step updates its inputs in place for the next one, so
-that several run between host syncs. On CUDA a graph holds a step (graphs.py).
+core.py and model_runner.py do in parts, here without a host sync. A step updates its inputs in place for the next one,
+so that several run between host syncs. On CUDA a graph holds a step (cuda_decode.py).
 
     integers   per sequence: the last sampled token, its position, the number of drafts after it, the tokens that fit
                in its blocks from there on, its slot, whether it is seeded, its position in the first step, how many
@@ -81,7 +81,7 @@ class Shape(NamedTuple):
 
 
 class Step(Protocol):
-    """A decode step: `Decoder`, or its CUDA counterpart in fused_decode.py."""
+    """A decode step: `Decoder`, or its CUDA counterpart in cuda_decode.py."""
 
     def step(self, shape: Shape, integers: Tensor, reals: Tensor) -> tuple[Tensor, Tensor | None]: ...
 

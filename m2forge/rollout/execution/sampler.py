@@ -7,8 +7,8 @@
     sampled from softmax(x)           by inverse CDF in the order of the ids
 
 The random number for token t of sample s is a function of (seed, s, t) alone (Philox 4x32-10, a counter-based
-generator), so neither batching nor preemption changes what is sampled. Drafts and their verification (speculation.py)
-use separate streams of random numbers.
+generator), so neither batching nor preemption changes what is sampled. Drafts and their verification
+(speculation/verify.py) use separate streams of random numbers.
 
 Shapes: B rows, V vocabulary.
 """

@@ -165,7 +165,7 @@ class PagedPlan:
         return _PagedAttend(self, self._layers, sight)
 
     def to_parent(self, x_ND: Tensor) -> Tensor:
-        raise NotImplementedError("modules run over other spans than the main model, one at a time (runner.py)")
+        raise NotImplementedError("modules run over other spans than the main model, one at a time (model_runner.py)")
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ over ended requests, the modules' prefill time is measured, and a depth pays if 
 takes less than without drafts. Among the depths that pay, the one with the most tokens per second of its steps is
 chosen.
 
-Modules that do not draft do not run, and prefill the tokens they missed when they draft again (runner.py): where no
-depth pays, only trials cost time. On a GPU such an MTP prefill step costs as much as tens of decode steps, unless it
+Modules that do not draft do not run, and prefill the tokens they missed when they draft again (model_runner.py): where
+no depth pays, only trials cost time. On a GPU such an MTP prefill step costs as much as tens of decode steps, unless it
 prefills prompts anyway, and more the larger the lag. So the depth increases only if the remaining tokens repay the MTP
 prefill; a trial that would be mostly MTP prefill waits for the next prompt prefill; repeated trials wait until they
 fit into a small share of all time, and become rarer when they change nothing. Prompts are prefilled at the depth of the
