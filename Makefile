@@ -45,7 +45,7 @@ demo-control: $(DEMO_STAMP) ## the demo with rewards dealt at random
 test: $(STAMP) $(CHROMIUM) ## run the tests on 2 workers (ARGS="-k name" is passed on)
 	$(ONE_THREAD) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-test-fast: $(STAMP) ## run the tests that start no process and load no torch, with fewer random cases, in about a minute
+test-fast: $(STAMP) ## run the tests that start no process and load no torch, with fewer random cases, in about two minutes
 	M2FORGE_FAST=1 $(ONE_THREAD) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-long: $(STAMP) $(CHROMIUM) ## run the tests with many more random cases, and those marked long
