@@ -12,8 +12,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # For the demo: compiling every module of every package takes longer than the rest of the installation, and most are
 # never imported. Tests need compiled packages: some warn when they are compiled, and tests treat warnings as errors.
 INSTALL := $(PIP) install --no-compile
-# Two workers on two cores: a second thread in each would only take turns with the other.
-ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Two workers on two cores: a second thread in each would only take turns with the other. And compiled modules are kept:
+# tests start many processes, each of which would compile the package again.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Each takes half of the files, so that what the tests of a file share is made once, and then of the other's rest.
 WORKERS := -n 2 --dist worksteal
 
@@ -43,16 +44,16 @@ demo-control: $(DEMO_STAMP) ## the demo with rewards dealt at random
 	@$(BIN)/python examples/demo.py --control $(ARGS)
 
 test: $(STAMP) $(CHROMIUM) ## run the tests on 2 workers (ARGS="-k name" is passed on)
-	$(ONE_THREAD) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-fast: $(STAMP) ## run the tests that start no process and load no torch, with fewer random cases, in about two minutes
-	M2FORGE_FAST=1 $(ONE_THREAD) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	M2FORGE_FAST=1 $(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-long: $(STAMP) $(CHROMIUM) ## run the tests with many more random cases, and those marked long
-	M2FORGE_LONG=1 $(ONE_THREAD) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	M2FORGE_LONG=1 $(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## test the vLLM backend against a real server (downloads gigabytes, takes minutes)
-	M2FORGE_VLLM=$(VLLM)/bin/python $(ONE_THREAD) $(BIN)/python -m pytest -m vllm tests/rollout $(ARGS)
+	M2FORGE_VLLM=$(VLLM)/bin/python $(TEST_ENV) $(BIN)/python -m pytest -m vllm tests/rollout $(ARGS)
 
 check: $(STAMP) ## check format, lint, strict types and the contract of the code base
 	$(BIN)/ruff format --check .

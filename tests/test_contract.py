@@ -311,11 +311,13 @@ def function_breaches(root: Path) -> list[str]:
 
 
 def torch_breaches(root: Path) -> list[str]:
-    """Modules that must load without torch: the base, the command line, and every room's config."""
+    """Modules that must load without torch: the base, the command line, every room's config, and the RL loop, which
+    leaves networks to its child processes."""
     names = []
     for path in sources(root, PACKAGE):
         parts = path.relative_to(root).with_suffix("").parts
-        if parts[-1] == "config" or FLOOR_OF.get(parts[1]) == 0 or parts[1] == "cli":
+        is_loop = parts[1:] == ("rl", "loop")
+        if parts[-1] == "config" or FLOOR_OF.get(parts[1]) == 0 or parts[1] == "cli" or is_loop:
             names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     program = (
         "import importlib, sys\n"

@@ -1,6 +1,7 @@
 """The examples run as a reader would run them."""
 
 import json
+import os
 import re
 import runpy
 import shutil
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "examples" / example), *arguments]
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 

@@ -78,8 +78,7 @@ from m2forge.tasks.curriculum import Curriculum, Draw
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
-from m2forge.train.checkpoint import CheckpointStore
-from m2forge.train.position import begun_phase, read_position
+from m2forge.train.position import begun_phase, newest_checkpoint, read_position
 from m2forge.train.run_dir import hold_run, open_run
 
 WORKER = "loop"
@@ -198,7 +197,7 @@ class Loop:
             self._served.append(version)
 
     def _refuse_lost_commits(self) -> None:
-        newest = CheckpointStore(self.layout.checkpoints, self.config.train.checkpoint).newest()
+        newest = newest_checkpoint(self.layout.checkpoints)
         if newest is None:
             return
         try:
@@ -417,7 +416,7 @@ def is_trained(layout: Layout, config: RLConfig) -> bool:
     that step if the run keeps checkpoints."""
     if not layout.model.is_dir():
         return False
-    newest = CheckpointStore(layout.checkpoints, config.train.checkpoint).newest()
+    newest = newest_checkpoint(layout.checkpoints)
     if newest is None:
         return not config.train.checkpoint.keep
     return read_position(newest).step == config.num_steps

@@ -41,7 +41,12 @@ def machine_settings(config: MachineConfig, device: torch.device) -> Iterator[No
     try:
         torch.set_num_threads(config.num_threads or num_threads)
         # Off on CUDA, even if the process had it on: many CUDA operations have no deterministic algorithm.
-        torch.use_deterministic_algorithms(config.deterministic and device.type == "cpu")
+        is_deterministic = config.deterministic and device.type == "cpu"
+        if config.compile_blocks == "always":
+            torch.use_deterministic_algorithms(is_deterministic)
+        else:
+            # The same without the compiler's setting: importing the compiler takes seconds.
+            torch.set_deterministic_debug_mode("error" if is_deterministic else "default")
         # Filling would write every new tensor twice; ours are never read before they are written.
         memory.fill_uninitialized_memory = False
         yield

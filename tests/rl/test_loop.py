@@ -44,7 +44,7 @@ from m2forge.rollout.engine import NativeEngine
 from m2forge.rollout.server.app import make_app, make_core
 from m2forge.tasks.curriculum import Curriculum
 from m2forge.tasks.runner import BrokenVerifierError, TaskRunner
-from tests.rl.ring import AGENT, ROOT, command_of, processes_of
+from tests.rl.ring import AGENT, ROOT, command_of, processes_of, wait_until_gone
 from tests.rl.scene import make_config, make_model
 from tests.rollout.served import KEY, served
 from tests.tasks.stream import draw_batch
@@ -135,7 +135,7 @@ def test_an_agent_that_cannot_start_ends_the_run_with_one_error(
     check = config.eval.model_copy(update={"num_tasks": num_tasks})
     with pytest.raises(EngineError, match="No module named 'no_such_module'"):
         run_rl(config.model_copy(update={"agent": broken, "eval": check}), tmp_path)
-    assert not processes_of(tmp_path), "a process outlived its loop"
+    wait_until_gone(tmp_path)
     assert not read_results(Layout(tmp_path / "run").evaluations), "no evaluation ran"
 
 
@@ -163,7 +163,7 @@ def test_a_verifier_that_raises_too_often_ends_the_run(
     assert 'raising_worker.py", line' in message
     assert not read_results(Layout(tmp_path / "run").evaluations), "errors of a verifier are no result"
     assert not trained_steps(config, tmp_path / "run"), "nor are they rewards that are trained"
-    assert not processes_of(tmp_path), "a process outlived its loop"
+    wait_until_gone(tmp_path)
 
 
 @pytest.mark.parametrize("moment", ["inside", "after"])

@@ -4,8 +4,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,11 +25,12 @@ from m2forge.records import PolicyVersion
 from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout
 from m2forge.rl.loop import Loop, is_trained
-from m2forge.rl.trainer import Trainer
+from m2forge.rl.trainer import Trainer, train
 from m2forge.train.checkpoint import CheckpointStore
 from m2forge.train.engine import TrainEngine
 from m2forge.train.position import Position
 from m2forge.train.run_dir import CONFIG_FILE
+from tests.forked import start
 from tests.rl.scene import fill_pool, make_config, make_model
 
 
@@ -189,22 +188,20 @@ def test_killed_at_any_moment_it_trains_every_unit_once(model: Path, tmp_path: P
         fill_pool(pool, 8, 2)
     write_resolved(config, tmp_path / CONFIG_FILE)
     rng, num_kills = random.Random(0), 0
-    command = [sys.executable, "-m", "m2forge.rl.child_main", "trainer", str(tmp_path)]
     while True:
-        with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
-            published = time.monotonic()
-            while process.poll() is None and num_kills < 3:
-                # Anywhere between its first step and its last.
-                if Layout(tmp_path).weight_store(config).newest() is not None and time.monotonic() - published > 0.05:
-                    time.sleep(rng.uniform(0.0, 0.4))
-                    process.send_signal(signal.SIGKILL)
-                    num_kills += 1
-                    break
-                time.sleep(0.01)
-            _, said = process.communicate()
-        if process.returncode == 0:
+        process, started = start(train, tmp_path), time.monotonic()
+        while process.is_alive() and num_kills < 3:
+            # Anywhere between its first step and its last.
+            if Layout(tmp_path).weight_store(config).newest() is not None and time.monotonic() - started > 0.05:
+                time.sleep(rng.uniform(0.0, 0.4))
+                process.kill()
+                num_kills += 1
+                break
+            time.sleep(0.01)
+        process.join()
+        if process.exitcode == 0:
             break
-        assert process.returncode == -signal.SIGKILL, said.decode()
+        assert process.exitcode == -signal.SIGKILL
     with open_pool(config, tmp_path) as pool:
         assert sorted(learnt(pool).values(), key=str) == [1, 1, 2, 2, 3, 3, 4, 4]
     assert Layout(tmp_path).model.is_dir()

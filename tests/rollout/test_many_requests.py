@@ -14,7 +14,7 @@ from m2forge.rollout.core import Core
 from tests.rollout.draw import tiny
 
 MAX_CACHE_TOKENS = 20
-NUM_TIMES = 8
+NUM_TIMES = 4
 LEAK_BYTES = 4
 """Share of a request: half a reference."""
 

@@ -1,6 +1,5 @@
 """Two processes, or more, that talk over gloo, for tests of training in parallel."""
 
-import multiprocessing
 import time
 import traceback
 from collections.abc import Callable
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from m2forge.train.parallel import ProcessRanks
+from tests.forked import forked_context
 
 TIMEOUT_S = 120.0
 """Time limit of the whole; a rank that waits for another gives up earlier."""
@@ -21,7 +21,7 @@ Scenario = Callable[[ProcessRanks], object]
 
 def run_ranks(scenario: Scenario, folder: Path, num_ranks: int = 2) -> list[object]:
     """What `scenario` returns on each rank. A rank that fails, or that does not end, fails the test."""
-    context = multiprocessing.get_context("spawn")
+    context = forked_context()
     folder.mkdir(parents=True, exist_ok=True)
     processes = [context.Process(target=_serve, args=(scenario, folder, rank, num_ranks)) for rank in range(num_ranks)]
     deadline_s = time.monotonic() + TIMEOUT_S

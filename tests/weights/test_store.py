@@ -1,8 +1,8 @@
 """A version is whole or not there, means one state of the weights, and the newest few are kept."""
 
+import itertools
+import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,23 +16,6 @@ from m2forge.model.preset import preset
 from m2forge.model.transformer import Transformer
 from m2forge.records import PolicyVersion
 from m2forge.weights.store import WeightStore
-
-PUBLISHER = """
-import sys
-from pathlib import Path
-import torch
-from m2forge.model.build import build
-from m2forge.model.preset import preset
-from m2forge.weights.store import WeightStore
-store = WeightStore(Path(sys.argv[1]), "run")
-model = build(preset("m2-nano").with_layers(1), torch.device("cpu"), torch.float32)
-newest = store.newest()
-for step in range(1 + (newest[0].step if newest else 0), 1000):
-    with torch.no_grad():
-        model.norm.weight.fill_(float(step))
-    store.publish(model, step)
-    print(step, flush=True)
-"""
 
 
 def make_model() -> Transformer:
@@ -118,17 +101,33 @@ def test_keeping_none_is_refused(tmp_path: Path) -> None:
         WeightStore(tmp_path, "run", keep=0)
 
 
+def publish_forever(folder: Path, output: int) -> None:
+    store, model, newest = WeightStore(folder, "run"), make_model(), WeightStore(folder, "run").newest()
+    for step in itertools.count(1 + (newest[0].step if newest else 0)):
+        with torch.no_grad():
+            model.norm.weight.fill_(float(step))
+        store.publish(model, step)
+        os.write(output, f"{step}\n".encode())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_publisher_killed_at_any_moment_leaves_whole_versions(tmp_path: Path) -> None:
     store, last = WeightStore(tmp_path / "weights", "run"), 0
     for delay_s in (0.0, 0.011, 0.023):
-        with subprocess.Popen(
-            [sys.executable, "-c", PUBLISHER, str(store.folder)], stdout=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            published = int(process.stdout.readline())
+        source, output = os.pipe()
+        process = os.fork()
+        if not process:
+            try:
+                publish_forever(store.folder, output)
+            finally:
+                os._exit(1)
+        os.close(output)
+        with os.fdopen(source) as lines:
+            published = int(lines.readline())
             time.sleep(delay_s)
-            process.send_signal(signal.SIGKILL)
-            published = max([published, *map(int, process.stdout.read().split())])
+            os.kill(process, signal.SIGKILL)
+            published = max([published, *map(int, lines.read().split())])
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
         found = store.newest()
         assert found is not None
         version, folder = found
