@@ -15,8 +15,8 @@ INSTALL := $(PIP) install --no-compile
 # Two workers on two cores: a second thread in each would only take turns with the other. And compiled modules are kept:
 # tests start many processes, each of which would compile the package again.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
-# Each takes half of the files, so that what the tests of a file share is made once, and then of the other's rest.
-WORKERS := -n 2 --dist worksteal
+# A file stays with one worker, so that what its tests share is made once; the dearest files come first (tests/cost.py).
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 DEMO_REQUIREMENTS := $(patsubst %,requirements/%.txt,demo runtime torch portable)
 

@@ -37,6 +37,7 @@ OpenAI's. Request text is logged only if the configuration allows it.
 #     pool/dialect.py                   SQLite and PostgreSQL
 #     pool/record.py                    an attempt's calls and outcome in one transaction
 
+import asyncio
 import hmac
 import logging
 import secrets
@@ -81,7 +82,7 @@ from m2forge.gateway.http.limits import (
 )
 from m2forge.gateway.metrics import GatewayCounts
 from m2forge.observe.prometheus import TEXT_TYPE
-from m2forge.protocols import Engine, ToolHost
+from m2forge.protocols import Engine, EngineState, ToolHost
 from m2forge.records import JsonValue, Task
 from m2forge.text.format import ChatFormat
 
@@ -134,6 +135,8 @@ class GatewayApp:
         self._admin = admin.Admin(episodes, self.counts, config.max_reward)
         self._tools = EpisodeTools(tool_host, config)
         self._started_s = int(time.time())
+        self._asking: set[asyncio.Future[EngineState]] = set()
+        """Health checks that wait for the engine."""
         self._routes = self._make_routes()
 
     def _make_routes(self) -> dict[str, dict[str, Handler]]:
@@ -192,6 +195,12 @@ class GatewayApp:
             await respond(send, 500, _dialect_of(scope).error(500, "the gateway failed; see its log"))
         finally:
             self.calls.share.num_requests -= 1
+
+    def drain(self) -> None:
+        """Refuse new requests, and health checks that wait: an engine that is starting may not respond for long."""
+        self.calls.is_draining = True
+        for asking in self._asking:
+            asking.cancel()
 
     async def tidy(self) -> None:
         """Runs every second: closes expired episodes and compacts journals of closed ones."""
@@ -270,7 +279,15 @@ class GatewayApp:
     async def _health(self, incoming: Incoming) -> None:
         if self.calls.is_draining:
             raise EngineError("the gateway is stopping")
-        state = await self._engine.state()
+        asking = asyncio.ensure_future(self._engine.state())
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        try:
+            state = await asking
+        except asyncio.CancelledError:
+            if not self.calls.is_draining:
+                raise
+            raise EngineError("the gateway is stopping") from None
         body: dict[str, JsonValue] = {
             "version": state.version.to_dict(),
             "num_episodes": len(self.episodes),

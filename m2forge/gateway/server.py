@@ -156,7 +156,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         calls = self._app.calls
-        calls.is_draining = True
+        self._app.drain()
         if calls.num_running:
             _log.info("stopping: %d requests may finish for %g s", calls.num_running, self._shutdown_s)
         timer = asyncio.get_running_loop().call_later(self._shutdown_s, calls.abort_all)

@@ -21,6 +21,7 @@ from m2forge.gateway.episodes.journal import Answered, read_entries
 from m2forge.gateway.episodes.registry import Episodes
 from m2forge.gateway.server import GatewayServer
 from m2forge.records import FinishReason
+from m2forge.rollout.backends.remote import RemoteEngine
 from m2forge.text.message import Message
 from tests.gateway.dialogue import minimax
 from tests.gateway.live import ADMIN_KEY, CONTEXT, Scene, WatchedEngine
@@ -155,5 +156,30 @@ def test_in_process_the_loop_creates_episodes_and_reads_trees() -> None:
             assert [call.response_ids.tolist() for call in episode.calls()] == engine.completions[0]
         # The engine is the caller's.
         assert (await engine.state()).num_running == 0
+
+    asyncio.run(run())
+
+
+def test_a_health_check_that_waits_does_not_delay_the_end() -> None:
+    """The engine's server is starting: it accepts connections and does not respond yet."""
+
+    async def run() -> None:
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted.set()
+            await reader.read()
+            writer.close()
+
+        accepted, format = asyncio.Event(), minimax()
+        silent = await asyncio.start_server(accept, "127.0.0.1", 0)
+        engine = RemoteEngine(f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}")
+        async with silent, httpx2.AsyncClient(verify=False, timeout=20) as client:
+            async with GatewayServer(engine, format, GatewayConfig(port=0), context=CONTEXT) as gateway:
+                checking = asyncio.create_task(client.get(f"{gateway.url}/health"))
+                await accepted.wait()
+                started_s = time.monotonic()
+            assert time.monotonic() - started_s < 2.0
+            response = await checking
+            assert (response.status_code, "is stopping" in response.text) == (503, True)
+            await engine.close()
 
     asyncio.run(run())
