@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.cost import Cost, cost_of
+from tests.cost import Cost, cost_of, run_order
 
 MAX_S = 240
 """What a test of `make test` may take: one that waits for ever fails then, with the place where it waits."""
@@ -64,9 +64,9 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A worker that has run its half takes tests from the end of the other's: no long one may be left there. The order
-    # within a file stays, so that what its tests share is made once.
-    items.sort(key=lambda item: cost_of(item.path))
+    # The order within a file stays, so that what its tests share is made once.
+    places = run_order([item.path for item in items])
+    items.sort(key=lambda item: places[item.path])
     if FAST:
         slow = [item for item in items if "slow" in item.keywords]
         config.hook.pytest_deselected(items=slow)

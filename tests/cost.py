@@ -1,10 +1,11 @@
-"""What a test file costs, by what it loads: the whole suite runs the dearest first, `make test-fast` only the cheapest.
+"""What a test file costs, by what it loads: the whole suite runs the cheapest last, `make test-fast` runs only those.
 
 A file's imports, at the top of the file, are followed through the package and through the modules beside the tests.
 """
 
 import functools
 import re
+from collections.abc import Iterable
 from enum import IntEnum
 from pathlib import Path
 
@@ -15,8 +16,6 @@ IMPORT = re.compile(r"^(?:from ([\w.]+) import (?!\()(.+)|from ([\w.]+) import \
 
 
 class Cost(IntEnum):
-    """In the order in which the files run."""
-
     PROCESS = 0
     """The file itself, or a module beside the tests, starts processes: most take seconds, and wait for one another."""
     NETWORK = 1
@@ -36,6 +35,15 @@ def cost_of(path: Path) -> Cost:
     if any(name.split(".")[0] in LOADS_NETWORKS for found in loaded for name in _imports(found)):
         return Cost.NETWORK
     return Cost.LIGHT
+
+
+def run_order(paths: Iterable[Path]) -> dict[Path, float]:
+    """Sort keys of the files. Those that start processes and those that load networks alternate, each kind spread
+    evenly: while the tests of one worker wait for processes, the other's compute. No long test is left for the end."""
+    distinct = list(dict.fromkeys(paths))
+    files = {cost: [path for path in distinct if cost_of(path) == cost] for cost in Cost}
+    places = {path: (rank + 0.5) / len(found) for found in files.values() for rank, path in enumerate(found)}
+    return places | {path: 1 + places[path] for path in files[Cost.LIGHT]}
 
 
 def _closure(path: Path) -> set[Path]:

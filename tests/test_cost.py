@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cost import Cost, cost_of
+from tests.cost import Cost, cost_of, run_order
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,11 @@ from tests.cost import Cost, cost_of
 def test_a_file_costs_what_its_imports_load(tmp_path: Path, text: str, cost: Cost) -> None:
     (tmp_path / "test_a.py").write_text(text)
     assert cost_of(tmp_path / "test_a.py") == cost
+
+
+def test_files_that_wait_and_files_that_compute_alternate(tmp_path: Path) -> None:
+    texts = {"p1": "import subprocess\n", "p2": "import subprocess\n", "n1": "import torch\n", "n2": "import torch\n"}
+    for name, text in (texts | {"l1": ""}).items():
+        (tmp_path / name).write_text(text)
+    keys = run_order(tmp_path / name for name in ("l1", "p1", "p2", "n1", "n2", "p1"))
+    assert [path.name for path in sorted(keys, key=lambda path: keys[path])] == ["p1", "n1", "p2", "n2", "l1"]
