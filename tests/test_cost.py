@@ -14,7 +14,7 @@ from tests.cost import Cost, cost_of, run_order
         ("def f():\n    import torch\n", Cost.LIGHT),
         ("from m2forge.rollout.core import Core\n", Cost.NETWORK),
         ("from m2forge.model import build\n", Cost.NETWORK),
-        ("from tests.model.peer import (\n    set_router_biases,\n)\n", Cost.NETWORK),
+        ("from tests.model.peer import (\n    grad_of,\n)\n", Cost.NETWORK),
         ("import torch\nimport subprocess\n", Cost.PROCESS),
         ("from tests.rl.ring import started\n", Cost.PROCESS),
     ],

@@ -50,17 +50,17 @@ def _normed(s, weight, column, inside, D: tl.constexpr, EPS: tl.constexpr, kind:
 @triton.jit
 def _store_position(
     row, token_position, table, nowhere, frequency, position, slot, cos, sin,
-    T: tl.constexpr, R: tl.constexpr, R_LANES: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, R_LANES: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Stores position, slot and rotary angles of one row."""
+    """Stores position, slot, and cos and sin of the rotary angles of one row."""
     seen = tl.maximum(token_position, 0)
     block = tl.load(table + seen // T)
     tl.store(position + row, token_position)
     tl.store(slot + row, tl.where(token_position >= 0, block * T + seen % T, nowhere))
     lane = tl.arange(0, R_LANES)
     angle = token_position.to(tl.float32) * tl.load(frequency + lane, mask=lane < R, other=0.0)
-    tl.store(cos + row * R + lane, tl.cos(angle), mask=lane < R)
-    tl.store(sin + row * R + lane, tl.sin(angle), mask=lane < R)
+    tl.store(cos + row * R + lane, tl.cos(angle) * FACTOR, mask=lane < R)
+    tl.store(sin + row * R + lane, tl.sin(angle) * FACTOR, mask=lane < R)
 
 
 # These values change with the load: do not recompile for them.
@@ -68,7 +68,7 @@ def _store_position(
 def _begin_kernel(
     integers, embedding, weight, frequency, position, slot, cos, sin, x, out, width, nowhere, J,
     FIELDS: tl.constexpr, T: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr,
-    R_LANES: tl.constexpr, EPS: tl.constexpr,
+    R_LANES: tl.constexpr, FACTOR: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     j = row % J
@@ -77,7 +77,7 @@ def _begin_kernel(
     token = tl.load(integers + tl.where(j == 0, 0, FIELDS + j - 1))
     token_position = tl.where((j <= num_drafts) & (j < room), start + j, -1)
     table = integers + FIELDS + J - 1
-    _store_position(row, token_position, table, nowhere, frequency, position, slot, cos, sin, T, R, R_LANES)
+    _store_position(row, token_position, table, nowhere, frequency, position, slot, cos, sin, T, R, R_LANES, FACTOR)
     column = tl.arange(0, LANES)
     inside = column < D
     x_D = tl.load(embedding + token * D + column, mask=inside, other=0.0)
@@ -91,7 +91,7 @@ def _begin_module_kernel(
     integers, course, states, embedding, state_weight, embedding_weight, frequency, position, slot, cos, sin, target,
     joined, width, nowhere, module, J, KNOWN,
     FIELDS: tl.constexpr, COURSE: tl.constexpr, T: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, R: tl.constexpr,
-    R_LANES: tl.constexpr, EPS: tl.constexpr,
+    R_LANES: tl.constexpr, FACTOR: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch = row // (J + 1 + module)
@@ -103,7 +103,7 @@ def _begin_module_kernel(
     # The new drafts follow the last token that counts.
     token = tl.load(course + COURSE + tl.minimum(tl.where(w <= num, w, w - num + J), J + module))
     table = integers + batch * width + FIELDS + J - 1
-    _store_position(row, token_position, table, nowhere, frequency, position, slot, cos, sin, T, R, R_LANES)
+    _store_position(row, token_position, table, nowhere, frequency, position, slot, cos, sin, T, R, R_LANES, FACTOR)
     tl.store(target + row, tl.where(w == last, batch, -1))
     before = tl.maximum(token_position - 1, 0)
     parent = tl.load(table + before // T) * T + before % T
@@ -168,9 +168,10 @@ def begin(
     embedding_VD: Tensor,
     norm: Norm,
     frequency_R: Tensor,
+    rotary_factor: float,
 ) -> tuple[Rows, Tensor, Tensor]:
     """Returns the main model's rows, their embeddings, and the normed embeddings. `nowhere`: the scratch slot of
-    padding rows."""
+    padding rows. `rotary_factor`: multiplies cos and sin."""
     num, dim = integers.shape[0] * num_rows, embedding_VD.shape[1]
     rows = _rows(num, frequency_R)
     x_ND, out_ND = embedding_VD.new_empty(num, dim), embedding_VD.new_empty(num, dim)
@@ -178,7 +179,7 @@ def begin(
     _begin_kernel[(num,)](
         *(integers, embedding_VD, norm.weight, frequency_R, *rows, x_ND, out_ND, integers.shape[1]),
         *(nowhere, num_rows, num_fields, block_tokens, dim, lanes, frequency_R.shape[0]),
-        *(triton.next_power_of_2(frequency_R.shape[0]), norm.eps),
+        *(triton.next_power_of_2(frequency_R.shape[0]), rotary_factor, norm.eps),
         num_warps=_num_warps(lanes),
     )
     return rows, x_ND, out_ND
@@ -195,6 +196,7 @@ def begin_module(
     embedding_VD: Tensor,
     norms: tuple[Norm, Norm],
     frequency_R: Tensor,
+    rotary_factor: float,
 ) -> tuple[Rows, Tensor, Tensor]:
     """Returns a module's rows; for each, the sequence whose last row it is, or −1; and the input of the module's
     projection. `num_rows`: rows per sequence in the main model. `state_PTD`: the cached input states of the module.
@@ -208,7 +210,7 @@ def begin_module(
         *(integers, course, state_PTD, embedding_VD, norms[0].weight, norms[1].weight, frequency_R),
         *(*rows, target_N, joined, integers.shape[1], nowhere),
         *(module, num_rows, course.shape[1] - NUM_COURSE, num_fields, NUM_COURSE, block_tokens, dim, lanes),
-        *(frequency_R.shape[0], triton.next_power_of_2(frequency_R.shape[0]), norms[0].eps),
+        *(frequency_R.shape[0], triton.next_power_of_2(frequency_R.shape[0]), rotary_factor, norms[0].eps),
         num_warps=_num_warps(lanes),
     )
     return rows, target_N, joined

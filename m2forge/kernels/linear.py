@@ -1,4 +1,4 @@
-"""Linear maps, y = x Wᵀ: `linear` returns its operands' dtype, `linear_float32` at least float32.
+"""Linear maps, y = x Wᵀ + b: `linear` returns its operands' dtype, `linear_float32` at least float32.
 
 Products of bfloat16 numbers are exact in float32, so multiplying bfloat16 operands with float32 accumulation equals
 upcasting them first; on CUDA that is one tensor-core product with a float32 output. The router and the float32 LM head
@@ -39,8 +39,15 @@ LINE_BYTES = 64
 _log = logging.getLogger(__name__)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    return native_linear(x, weight, x.dtype) if serves(x, weight) else F.linear(x, weight)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return native_linear(x, weight, x.dtype) if serves(x, weight) else F.linear(x, weight)
+    return biased_linear(x, weight, bias) if serves(x, weight, bias) else F.linear(x, weight, bias)
+
+
+def biased_linear(x: Tensor, weight: Tensor, bias: Tensor, norm: Norm | None = None) -> Tensor:
+    """Requires `serves`. Computes norm(x) Wᵀ + bias and rounds once."""
+    return native_linear(x, weight, x.dtype, norm, onto=bias.expand(*x.shape[:-1], -1))
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:

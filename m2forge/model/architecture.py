@@ -1,4 +1,4 @@
-"""Tensor names and `config.json` of the four public families.
+"""Tensor names and `config.json` of the public families.
 
 `public_parts` maps every public tensor to its location in our state: a parameter, an expert in it, a range of rows.
 `from_public` and `to_public` translate configs; they reject by name what a family cannot express. MTP modules were
@@ -19,6 +19,7 @@ from m2forge.model.config import (
     MoEConfig,
     RopeScaling,
     WindowConfig,
+    yarn_factor,
 )
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 ARCHITECTURES: dict[FamilyName, str] = {
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
@@ -35,9 +38,15 @@ CONFIG_KEY = "m2forge"
 QK_NORM: dict[str, Literal["none", "flat", "head"]] = {
     "minimax_m2": "flat",
     "llama": "none",
+    "mistral": "none",
+    "qwen2": "none",
     "qwen3": "head",
     "qwen3_moe": "head",
 }
+DEFAULT_WINDOW = 4096
+"""Window of a public config that does not say `sliding_window`, which is not the same as null."""
+DEFAULT_FULL_LAYERS = 28
+"""Layers below the windowed ones in a Qwen config that does not say `max_window_layers`."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +84,11 @@ def _block_parts(config: ModelConfig, layer: int, public: str, ours: str) -> Ite
     q, kv = config.attention.q_width, config.attention.kv_width
     yield public + "input_layernorm.weight", Part(ours + "attention_norm.weight")
     yield public + "post_attention_layernorm.weight", Part(ours + "ffn_norm.weight")
-    qkv = ours + "attention.qkv.weight"
-    yield public + "self_attn.q_proj.weight", Part(qkv, start=0, stop=q)
-    yield public + "self_attn.k_proj.weight", Part(qkv, start=q, stop=q + kv)
-    yield public + "self_attn.v_proj.weight", Part(qkv, start=q + kv, stop=q + 2 * kv)
+    for kind in ("weight", "bias") if config.attention.qkv_bias else ("weight",):
+        qkv = f"{ours}attention.qkv.{kind}"
+        yield f"{public}self_attn.q_proj.{kind}", Part(qkv, start=0, stop=q)
+        yield f"{public}self_attn.k_proj.{kind}", Part(qkv, start=q, stop=q + kv)
+        yield f"{public}self_attn.v_proj.{kind}", Part(qkv, start=q + kv, stop=q + 2 * kv)
     yield public + "self_attn.o_proj.weight", Part(ours + "attention.out.weight")
     if config.attention.qk_norm != "none":
         yield public + "self_attn.q_norm.weight", Part(ours + "attention.q_norm.weight")
@@ -121,7 +131,7 @@ def from_public(public: Mapping[str, Any]) -> ModelConfig:
         raise CheckpointError(f"model_type {family!r} is not supported; {suggest(str(family), ARCHITECTURES)}")
     for field in ("attention_bias", "mlp_bias"):
         if public.get(field):
-            raise CheckpointError(f"{field} = true is not supported: projections here have no biases")
+            raise CheckpointError(f"{field} = true is not supported: only the q, k and v of qwen2 have biases here")
     if public.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"hidden_act {public['hidden_act']!r} is not supported; every family here uses silu")
     _check_sizes(public)
@@ -186,40 +196,68 @@ def _attention_from_public(family: str, public: Mapping[str, Any]) -> AttentionC
         head_dim=head_dim,
         rotary_dim=rotary_dim,
         rope_theta=float(theta),
-        rope_scaling=_scaling_from_public(rope),
+        rope_scaling=_scaling_from_public(rope, public),
+        qkv_bias=family == "qwen2",
         qk_norm=QK_NORM[family],
         window=_window_from_public(family, public),
     )
 
 
-def _scaling_from_public(rope: Mapping[str, Any]) -> RopeScaling | None:
+def _scaling_from_public(rope: Mapping[str, Any], public: Mapping[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind == "linear":
         return RopeScaling(kind="linear", factor=float(rope["factor"]))
+    # A key beside the table comes before the one in it, as in transformers.
+    original = public.get("original_max_position_embeddings") or rope.get(
+        "original_max_position_embeddings", public.get("max_position_embeddings", 4096)
+    )
     if kind == "llama3":
         return RopeScaling(
             kind="llama3",
             factor=float(rope["factor"]),
             low_frequency_factor=float(rope["low_freq_factor"]),
             high_frequency_factor=float(rope["high_freq_factor"]),
-            original_context=rope["original_max_position_embeddings"],
+            original_context=original,
         )
-    raise CheckpointError(f"rope_type {kind!r} is not supported; known: default, linear, llama3")
+    if kind == "yarn":
+        factor = rope["factor"]
+        factor = public["max_position_embeddings"] / original if factor is None else float(factor)
+        return RopeScaling(
+            kind="yarn",
+            factor=factor,
+            original_context=original,
+            beta_fast=float(rope.get("beta_fast") or 32),
+            beta_slow=float(rope.get("beta_slow") or 1),
+            truncate=rope.get("truncate", True),
+            attention_factor=_attention_factor(rope, factor),
+        )
+    raise CheckpointError(f"rope_type {kind!r} is not supported; known: default, linear, llama3, yarn")
+
+
+def _attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
+    """The stated one, or the ratio of two that DeepSeek's form states; None for YaRN's own."""
+    stated, scale, scale_all = (rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if stated is not None:
+        return float(stated)
+    if scale and scale_all:
+        return yarn_factor(factor, float(scale)) / yarn_factor(factor, float(scale_all))
+    return None
 
 
 def _window_from_public(family: str, public: Mapping[str, Any]) -> WindowConfig | None:
-    windowed = family in ("qwen3", "qwen3_moe") and public.get("use_sliding_window")
-    if not windowed or not public.get("sliding_window"):
+    windowed = family == "mistral" or (family.startswith("qwen") and public.get("use_sliding_window"))
+    size = public.get("sliding_window", DEFAULT_WINDOW)
+    if not windowed or size is None:
         return None
     num_layers = public["num_hidden_layers"]
-    if family == "qwen3_moe":  # its published code windows all layers or none
-        return WindowConfig(size=public["sliding_window"], layers=tuple(range(num_layers)))
-    first = min(public.get("max_window_layers", num_layers), num_layers)
+    if family in ("mistral", "qwen3_moe"):  # their published code windows all layers or none
+        return WindowConfig(size=size, layers=tuple(range(num_layers)))
+    first = min(public.get("max_window_layers", DEFAULT_FULL_LAYERS), num_layers)
     types = public.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
     layers = tuple(layer for layer, kind in enumerate(types[:num_layers]) if kind == "sliding_attention")
-    return WindowConfig(size=public["sliding_window"], layers=layers) if layers else None
+    return WindowConfig(size=size, layers=layers) if layers else None
 
 
 def _minimax_moe(public: Mapping[str, Any]) -> MoEConfig:
@@ -295,13 +333,24 @@ def to_public(config: ModelConfig) -> dict[str, Any]:
             "mlp_only_layers": list(moe.dense_layers),
             "decoder_sparse_step": 1,
         }
-    if attention.window is not None:
-        sliding = set(attention.window.layers)
-        kinds = ("sliding_attention" if i in sliding else "full_attention" for i in range(config.num_layers))
-        public |= {"use_sliding_window": True, "sliding_window": attention.window.size, "layer_types": list(kinds)}
-        public["max_window_layers"] = config.num_layers
+    public |= _window_to_public(config)
     _refuse_inexpressible(config, public)
     return public
+
+
+def _window_to_public(config: ModelConfig) -> dict[str, Any]:
+    window = config.attention.window
+    if config.family == "mistral":  # null, because a reader takes an absent key for its default
+        return {"sliding_window": None if window is None else window.size}
+    if window is None:
+        return {}
+    kinds = ["sliding_attention" if config.is_windowed(i) else "full_attention" for i in range(config.num_layers)]
+    return {
+        "use_sliding_window": True,
+        "sliding_window": window.size,
+        "layer_types": kinds,
+        "max_window_layers": config.num_layers,
+    }
 
 
 def _scaling_to_public(scaling: RopeScaling) -> dict[str, Any]:
@@ -312,6 +361,15 @@ def _scaling_to_public(scaling: RopeScaling) -> dict[str, Any]:
             "high_freq_factor": scaling.high_frequency_factor,
             "original_max_position_embeddings": scaling.original_context,
         }
+    if scaling.kind == "yarn":
+        public |= {
+            "original_max_position_embeddings": scaling.original_context,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.truncate,
+        }
+        if scaling.attention_factor is not None:
+            public["attention_factor"] = scaling.attention_factor
     return public
 
 

@@ -1,8 +1,9 @@
-"""Model config of the `minimax_m2`, `llama`, `qwen3` and `qwen3_moe` families.
+"""Model config of the families in `FamilyName`.
 
-A family fixes the public tensor names (family.py); everything that changes the computation is a field here.
+A family fixes the public tensor names (architecture.py); everything that changes the computation is a field here.
 """
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -18,19 +19,33 @@ Experts = Annotated[int, Field(gt=0, le=1 << 14)]
 Context = Annotated[int, Field(gt=0, le=1 << 40)]
 """A length in tokens."""
 
-FamilyName = Literal["minimax_m2", "llama", "qwen3", "qwen3_moe"]
+FamilyName = Literal["minimax_m2", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
 
 
 class RopeScaling(Config):
     """How rotary frequencies are scaled beyond the trained context."""
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float = Field(gt=0)
     low_frequency_factor: float = 1.0
     """llama3: wavelengths longer than original_context / this are divided by `factor`."""
     high_frequency_factor: float = 4.0
     """llama3: wavelengths shorter than original_context / this stay unchanged."""
     original_context: Context = 8192
+    """llama3 and yarn: the trained context."""
+    beta_fast: float = Field(default=32.0, gt=0)
+    """yarn: frequencies that turn more often than this within the trained context stay unchanged."""
+    beta_slow: float = Field(default=1.0, gt=0)
+    """yarn: frequencies that turn less often than this within the trained context are divided by `factor`."""
+    truncate: bool = True
+    """yarn: whether the bounds between which frequencies are blended are rounded to whole dimensions."""
+    attention_factor: float | None = Field(default=None, ge=0)
+    """yarn: multiplies cos and sin, so logits by its square; None: 0.1 · ln(factor) + 1, or 1 for a factor up to 1."""
+
+
+def yarn_factor(factor: float, scale: float = 1.0) -> float:
+    """YaRN's factor of cos and sin for a context that is `factor` times the trained one."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 class WindowConfig(Config):
@@ -49,6 +64,8 @@ class AttentionConfig(Config):
     head_dim: Size
     rotary_dim: Size
     """Leading dimensions of a head that rotate; the rest have no positional encoding."""
+    qkv_bias: bool = False
+    """Whether the projections to q, k and v have biases."""
     rope_theta: float = Field(default=10_000.0, gt=0)
     rope_scaling: RopeScaling | None = None
     qk_norm: Literal["none", "flat", "head"] = "none"
@@ -61,7 +78,17 @@ class AttentionConfig(Config):
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         if self.rotary_dim > self.head_dim or self.rotary_dim % 2:
             raise ValueError(f"rotary_dim ({self.rotary_dim}) must be even and at most head_dim ({self.head_dim})")
+        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
+            raise ValueError(f"rope_theta ({self.rope_theta}) must be above 1 with rope_scaling.kind = yarn")
         return self
+
+    @property
+    def rotary_factor(self) -> float:
+        """Multiplies cos and sin of the rotary embedding."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind != "yarn":
+            return 1.0
+        return yarn_factor(scaling.factor) if scaling.attention_factor is None else scaling.attention_factor
 
     @property
     def q_width(self) -> int:

@@ -125,11 +125,16 @@ def block_parameters(config: ModelConfig, layer: int) -> dict[str, int]:
     size, attention, moe = config.hidden_size, config.attention, config.moe
     q, kv = attention.q_width, attention.kv_width
     qk_norms = {"none": 0, "flat": q + kv, "head": 2 * attention.head_dim}[attention.qk_norm]
-    block = {"attention": 2 * size * (q + kv), "norms": 2 * size + qk_norms}
+    block = {"attention": 2 * size * (q + kv) + qkv_biases(config), "norms": 2 * size + qk_norms}
     if moe is None or not config.is_sparse(layer):
         return block | {"dense ffn": 3 * size * (config.intermediate_size or 0)}
     router = moe.num_experts * (size + moe.selection_bias)
     return block | {"router": router, "experts": moe.num_experts * 3 * size * moe.intermediate_size}
+
+
+def qkv_biases(config: ModelConfig) -> int:
+    """Biases of one layer's projections to q, k and v."""
+    return config.attention.q_width + 2 * config.attention.kv_width if config.attention.qkv_bias else 0
 
 
 def _is_m2(config: ModelConfig) -> bool:

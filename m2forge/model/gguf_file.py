@@ -21,8 +21,8 @@ from m2forge.errors import CheckpointError, DataError, NotFoundError
 from m2forge.gguf_header import GGUFHeader, StoredTensor, read_header
 from m2forge.model.config import AttentionConfig, ModelConfig, RopeScaling
 from m2forge.model.config_file import list_problems
+from m2forge.model.rotary import frequencies
 from m2forge.model.tensor_source import TensorHeader, TokenIds
-from m2forge.model.transformer import frequencies
 
 ARCHITECTURE = "llama"
 GGUF_SUFFIX = ".gguf"

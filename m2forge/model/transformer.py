@@ -8,7 +8,6 @@ Shapes: B rows, L their length, N flat tokens, D hidden size, V vocabulary, E ex
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from m2forge.kernels.arithmetic import at_least_float32
 from m2forge.kernels.expert import dispatch, expert_ffn
 from m2forge.kernels.linear import linear, linear_float32, pack
 from m2forge.kernels.pointwise import gated, rms_norm, rotate
-from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig, RopeScaling
+from m2forge.model.config import ModelConfig, MoEConfig
 from m2forge.model.plan import Attend, AttentionPlan, CausalRows
+from m2forge.model.rotary import Rotation, frequencies, rotation
 
 
 class RMSNorm(nn.Module):
@@ -38,53 +37,18 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias, over kernels/linear.py."""
+    """A linear layer over kernels/linear.py."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return linear(x, self.weight, self.bias)
 
 
 def pack_weights(network: nn.Module, *others: Tensor) -> None:
     """Pack the weights of a serving network's linear layers, and `others`; call it again after every weight update."""
     pack((*(part.weight for part in network.modules() if isinstance(part, Linear)), *others))
-
-
-# -- rotary position embedding -----------------------------------------------------------------------------------------
-
-
-class Rotation(NamedTuple):
-    """cos and sin of every token's angles, (N, rotary_dim / 2)."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-def frequencies(config: AttentionConfig, device: torch.device | None = None) -> Tensor:
-    """theta^(−2i / rotary_dim) for i < rotary_dim / 2, scaled if the config says so."""
-    exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device) / config.rotary_dim
-    plain = 1.0 / (config.rope_theta**exponent)
-    return plain if config.rope_scaling is None else _scaled(plain, config.rope_scaling)
-
-
-def _scaled(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    if scaling.kind == "linear":
-        return plain / scaling.factor
-    wavelength = 2 * math.pi / plain
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    blend = ((scaling.original_context / wavelength - low) / (high - low)).clamp(0, 1)
-    return blend * plain + (1 - blend) * plain / scaling.factor
-
-
-def rotation(position_N: Tensor, frequency_R: Tensor, dtype: torch.dtype) -> Rotation:
-    """The angles position[n] · frequency[i] of the leading `rotary_dim` dimensions of each head, in at least float32;
-    kernels/pointwise.py applies them.
-    """
-    precision = at_least_float32(dtype)
-    angle_NR = position_N.to(precision)[:, None] * frequency_R.to(precision)
-    return Rotation(angle_NR.cos(), angle_NR.sin())
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -99,7 +63,7 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config.attention
         width, kv_width = self.config.q_width, self.config.kv_width
-        self.qkv = Linear(config.hidden_size, width + 2 * kv_width)
+        self.qkv = Linear(config.hidden_size, width + 2 * kv_width, bias=self.config.qkv_bias)
         self.out = Linear(width, config.hidden_size)
         if self.config.qk_norm != "none":
             flat = self.config.qk_norm == "flat"
@@ -414,7 +378,7 @@ class Transformer(nn.Module):
             raise ValueError(f"the plan is for {plan.position_N.shape[0]} tokens, got {tokens_N.shape[0]}")
         recorded = self._recorded(experts_NLK, tokens_N.shape[0])
         embedding_ND = self.embedding(tokens_N)
-        rotary = rotation(plan.position_N, frequencies(self.config.attention, tokens.device), embedding_ND.dtype)
+        rotary = self._rotation(plan, embedding_ND.dtype)
         full = plan.bind(None)
         window = self.config.attention.window
         windowed = full if window is None else plan.bind(window)
@@ -442,7 +406,7 @@ class Transformer(nn.Module):
         `parent_ND` is the state of the previous module, or of the main model, at n's parent."""
         module = self.mtp[index]
         assert isinstance(module, MTPModule)
-        rotary = rotation(plan.position_N, frequencies(self.config.attention, tokens_N.device), parent_ND.dtype)
+        rotary = self._rotation(plan, parent_ND.dtype)
         is_windowed = self.config.is_windowed(self.config.num_layers - 1)
         attend = plan.bind(self.config.attention.window if is_windowed else None)
         with fastest_attention(tokens_N.device):
@@ -455,6 +419,10 @@ class Transformer(nn.Module):
             flat: Tensor = linear_float32(hidden.flatten(0, -2), self.head_weight)
             return flat.view(*hidden.shape[:-1], -1)
         return linear(hidden, self.head_weight)
+
+    def _rotation(self, plan: AttentionPlan, dtype: torch.dtype) -> Rotation:
+        attention, position_N = self.config.attention, plan.position_N
+        return rotation(position_N, frequencies(attention, position_N.device), dtype, attention.rotary_factor)
 
     def _run(self, module: nn.Module, *inputs: object) -> tuple[Tensor, Balance | None]:
         if self.recompute == "block" and torch.is_grad_enabled():

@@ -16,6 +16,7 @@ Every sample of an accepted prompt ends in exactly one chunk with a finish reaso
 #     rollout/execution/model_runner.py  the batch as tensors
 #     rollout/kv/paged_plan.py       the paged KV cache and its attention mask
 #     model/transformer.py           the network
+#     model/rotary.py                cos and sin of the rotary embedding
 #     model/config.py                its sizes
 #     kernels/arithmetic.py          precision, and the C kernels of a CPU
 #     kernels/pointwise.py           norm, rotary embedding, gate

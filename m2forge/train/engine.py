@@ -21,6 +21,7 @@ Metrics are returned as one tensor whose copy to the host is asynchronous, so a 
 #     tree/flat.py                a pack in depth-first order, with its loss edges
 #     model/plan.py               the attention mask of a pack
 #     model/transformer.py        the network and its MTP modules
+#     model/rotary.py             cos and sin of the rotary embedding
 #     model/config.py             its sizes
 #     kernels/arithmetic.py       precision, and the C kernels of a CPU
 #     kernels/pointwise.py        norm, rotary embedding, gate

@@ -14,7 +14,7 @@ The gradients of one micro-batch, activations, logits and the allocator's free b
 from dataclasses import dataclass
 
 from m2forge.model.config import ModelConfig
-from m2forge.model.count import block_parameters, count
+from m2forge.model.count import block_parameters, count, qkv_biases
 from m2forge.train.config import OptimizerConfig
 
 FLOAT32 = 4
@@ -33,12 +33,12 @@ class TrainingMemory:
 def training_memory(network: ModelConfig, optimizer: OptimizerConfig, item_bytes: int) -> TrainingMemory:
     """What training `network` takes with `item_bytes` per weight."""
     sizes = {part.name: part.total for part in count(network).components}
-    biases, norms = _vectors(network)
+    biases, vectors = _vectors(network)
     learned_biases = biases if network.moe is not None and network.moe.bias_update == "gradient" else 0
     learned = sum(sizes.values()) - biases
     num_trained = learned + learned_biases
     # Matrices outside embedding and head: all that are neither norms nor biases.
-    muon = learned - norms - sizes["embedding"] - sizes["head"] if optimizer.kind == "muon" else 0
+    muon = learned - vectors - sizes["embedding"] - sizes["head"] if optimizer.kind == "muon" else 0
     return TrainingMemory(
         weights=learned * item_bytes + biases * max(FLOAT32, item_bytes),
         gradients=num_trained * FLOAT32,
@@ -53,11 +53,12 @@ def weight_bytes(network: ModelConfig, item_bytes: int) -> int:
 
 
 def _vectors(network: ModelConfig) -> tuple[int, int]:
-    """(selection biases, norm weights) of all layers and MTP modules."""
+    """(selection biases, norm weights and biases of projections) of all layers and MTP modules."""
     last, moe = network.num_layers - 1, network.moe
     layers = [*range(network.num_layers), *[last] * network.num_mtp]
     num_biases = moe.num_experts if moe is not None and moe.selection_bias else 0
     biases = sum(num_biases for layer in layers if network.is_sparse(layer))
     # Beside those of its block, the main model has a final norm and each module three.
     norms = network.hidden_size * (1 + 3 * network.num_mtp)
-    return biases, norms + sum(block_parameters(network, layer)["norms"] for layer in layers)
+    of_blocks = sum(block_parameters(network, layer)["norms"] + qkv_biases(network) for layer in layers)
+    return biases, norms + of_blocks

@@ -1,11 +1,11 @@
-"""Random small networks of all four families, for hypothesis."""
+"""Random small networks of all families, for hypothesis."""
 
 from hypothesis import strategies as st
 
 from m2forge.model.architecture import QK_NORM
 from m2forge.model.config import AttentionConfig, FamilyName, ModelConfig, MoEConfig, RopeScaling, WindowConfig
 
-FAMILIES: tuple[FamilyName, ...] = ("minimax_m2", "llama", "qwen3", "qwen3_moe")
+FAMILIES: tuple[FamilyName, ...] = ("minimax_m2", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 SMALL = ModelConfig(
     vocab_size=512,
@@ -19,27 +19,25 @@ SMALL = ModelConfig(
 """A native network for tests that need one and care little which; no preset, so that presets may change."""
 
 
+SCALINGS = (
+    RopeScaling(kind="linear", factor=2.0),
+    RopeScaling(kind="llama3", factor=8.0, original_context=16),
+    RopeScaling(kind="yarn", factor=4.0, original_context=1024),
+    RopeScaling(kind="yarn", factor=16.0, original_context=32, beta_fast=2.0, beta_slow=0.25, truncate=False),
+    RopeScaling(kind="yarn", factor=2.0, original_context=512, attention_factor=0.7),
+)
+
+
 @st.composite
 def attentions(draw: st.DrawFn, family: FamilyName, num_layers: int) -> AttentionConfig:
     kv_heads, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     head_dim = draw(st.sampled_from((8, 16)))
     partial = family == "minimax_m2" and draw(st.booleans())
-    scaling = None
-    if family == "llama":
-        scaling = draw(
-            st.sampled_from(
-                (
-                    None,
-                    RopeScaling(kind="linear", factor=2.0),
-                    RopeScaling(kind="llama3", factor=8.0, original_context=16),
-                )
-            )
-        )
+    scaling = draw(st.sampled_from((None, *SCALINGS)))
     window = None
-    if family in ("qwen3", "qwen3_moe") and draw(st.booleans()):
-        # qwen3_moe windows every layer or none.
+    if family in ("mistral", "qwen2", "qwen3", "qwen3_moe") and draw(st.booleans()):
         some = st.sets(st.integers(0, num_layers - 1), min_size=1)
-        layers = set(range(num_layers)) if family == "qwen3_moe" else draw(some)
+        layers = set(range(num_layers)) if family in ("mistral", "qwen3_moe") else draw(some)
         window = WindowConfig(size=draw(st.integers(1, 12)), layers=tuple(sorted(layers)))
     return AttentionConfig(
         num_heads=kv_heads * groups,
@@ -48,6 +46,7 @@ def attentions(draw: st.DrawFn, family: FamilyName, num_layers: int) -> Attentio
         rotary_dim=head_dim // 2 if partial else head_dim,
         rope_theta=draw(st.sampled_from((1e4, 5e6))),
         rope_scaling=scaling,
+        qkv_bias=family == "qwen2",
         qk_norm=QK_NORM[family],
         window=window,
     )

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from m2forge.kernels.linear import linear_float32
 from m2forge.model.build import build
-from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig, WindowConfig
+from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig, RopeScaling, WindowConfig
 from m2forge.model.transformer import Router, Transformer
 from m2forge.records import Call, FinishReason
 from m2forge.tree.token_tree import TokenTree
-from tests.model.peer import set_router_biases
+from tests.model.bias import set_biases
 from tests.tree.draw import VOCAB, call_sets
 
 MIN_MARGIN = 1e-9
@@ -26,11 +26,20 @@ SMALL_TREE = ModelConfig(
     vocab_size=VOCAB,
     hidden_size=24,
     num_layers=2,
-    attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rotary_dim=4, rope_theta=1e4, qk_norm="flat"),
+    attention=AttentionConfig(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rotary_dim=4,
+        rope_theta=1e4,
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_context=64),
+        qkv_bias=True,
+        qk_norm="flat",
+    ),
     moe=MoEConfig(num_experts=6, top_k=2, intermediate_size=12, aux_loss_weight=0.3),
     num_mtp=3,
 )
-"""Shaped as m2-tiny, with three prediction modules."""
+"""Shaped as m2-tiny, with three prediction modules, biases and YaRN."""
 
 
 @st.composite
@@ -57,7 +66,7 @@ def drawn_network(config: ModelConfig, seed: int) -> Transformer:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.dim() > 1 else 1)
-    set_router_biases(model, std=0.1, seed=seed)
+    set_biases(model, std=0.1, seed=seed)
     return model
 
 

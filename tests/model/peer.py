@@ -9,14 +9,6 @@ from m2forge.model.architecture import public_parts, to_public
 from m2forge.model.transformer import Transformer
 
 
-def set_router_biases(model: Transformer, std: float, seed: int = 0) -> None:
-    """Biases that matter, so that a test which forgets them fails."""
-    generator = torch.Generator().manual_seed(seed)
-    for router in model.routers():
-        if router.bias is not None:
-            router.bias.data.normal_(0.0, std, generator=generator)
-
-
 def transformers_twin(model: Transformer) -> Any:
     """A transformers model that shares no memory with ours and holds the same weights."""
     public = to_public(model.config)

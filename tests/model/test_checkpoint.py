@@ -21,15 +21,15 @@ from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.config import FamilyName, ModelConfig, WindowConfig
 from m2forge.model.transformer import Transformer
+from tests.model.bias import set_biases
 from tests.model.draw import FAMILIES, SMALL, model_configs
-from tests.model.peer import set_router_biases
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 def small_model(config: ModelConfig = SMALL, dtype: torch.dtype = torch.float32, seed: int = 0) -> Transformer:
     model = build(config, dtype=dtype, seed=seed)
-    set_router_biases(model, std=0.1, seed=seed)
+    set_biases(model, std=0.1, seed=seed)
     return model
 
 

@@ -13,8 +13,8 @@ from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
 from m2forge.model.plan import Documents
 from m2forge.model.preset import PRESETS
 from m2forge.model.transformer import Block, MixtureFFN, MTPModule, MTPSource, Transformer
+from tests.model.bias import set_biases
 from tests.model.draw import FAMILIES, model_configs
-from tests.model.peer import set_router_biases
 
 EXACT = 1e-10
 """Float64 sums of another order, through two layers and three modules."""
@@ -37,7 +37,7 @@ def small_model(num_mtp: int, dtype: torch.dtype = torch.float64) -> Transformer
                 parameter.mul_(8)
             else:
                 parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.2)
-    set_router_biases(model, std=0.1)
+    set_biases(model, std=0.1)
     return model
 
 

@@ -1,19 +1,25 @@
-"""Logits and gradients equal transformers' on random small networks of all four families."""
+"""Logits and gradients equal transformers' on random small networks of all families."""
+
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn import Module
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from m2forge.kernels.head_loss import linear_cross_entropy
 from m2forge.model.architecture import from_public, public_parts, to_public
 from m2forge.model.build import build
 from m2forge.model.config import FamilyName, ModelConfig
 from m2forge.model.preset import PRESETS
+from m2forge.model.rotary import frequencies
 from m2forge.model.transformer import Router, Transformer
+from tests.model.bias import set_biases
 from tests.model.draw import FAMILIES, model_configs
-from tests.model.peer import grad_of, set_router_biases, transformers_twin, twin_gradient
+from tests.model.peer import grad_of, transformers_twin, twin_gradient
 
 ROUTING_MARGIN = 1e-5
 """Below this the two float32 computations may choose different experts; such cases say nothing."""
@@ -52,7 +58,7 @@ def test_logits_and_gradients_equal_transformers(family: FamilyName, data: st.Da
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.dim() > 1 else 1).add_(0.1 if parameter.dim() == 1 else 0)
-    set_router_biases(model, std=0.1, seed=seed)
+    set_biases(model, std=0.1, seed=seed)
     assume(routing_margin(model, tokens) >= ROUTING_MARGIN)
     twin = transformers_twin(model)
 
@@ -93,3 +99,60 @@ def test_presets_are_expressible_in_the_public_format(name: str) -> None:
     # How it trains is ours alone; what it computes must survive.
     moe = back.moe.model_copy(update={"bias_rate": config.moe.bias_rate})
     assert back.model_copy(update={"num_mtp": config.num_mtp, "moe": moe}) == config
+
+
+PUBLIC: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 10,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"factor": 4.0, "original_max_position_embeddings": 1024},
+        {"factor": 4.0},
+        {"factor": None, "original_max_position_embeddings": 512},
+        {"factor": 0.5, "original_max_position_embeddings": 512},
+        {"factor": 40.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.8},
+        {"factor": 40.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0},
+        {"factor": 8, "original_max_position_embeddings": 64, "beta_fast": 1.1, "beta_slow": 1, "truncate": True},
+        {"factor": 8.0, "original_max_position_embeddings": 256, "beta_fast": None, "truncate": False},
+        {"factor": 2.0, "original_max_position_embeddings": 512, "attention_factor": 1.5, "mscale": 2.0},
+    ],
+)
+def test_yarn_is_read_as_transformers_reads_it(keys: dict[str, float | None]) -> None:
+    public = PUBLIC | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **keys}}
+    theirs = AutoConfig.for_model(**public)
+    frequency_R, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    ours = from_public(public).attention
+    torch.testing.assert_close(frequencies(ours), frequency_R, rtol=1e-6, atol=0)
+    assert ours.rotary_factor == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"sliding_window": None},
+        {"sliding_window": 7},
+        {"use_sliding_window": True, "sliding_window": 7},
+        {"use_sliding_window": True, "max_window_layers": 1},
+    ],
+)
+def test_windows_are_read_as_transformers_reads_them(family: FamilyName, keys: dict[str, int | None]) -> None:
+    """Absent keys too: each has a default, which is not the same as null."""
+    public = PUBLIC | {"model_type": family, "num_hidden_layers": 30} | keys
+    theirs, ours = AutoConfig.for_model(**public), from_public(public).attention.window
+    sliding = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", ["sliding_attention"] * 30)]
+    layers = tuple(layer for layer, is_sliding in enumerate(sliding) if is_sliding and theirs.sliding_window)
+    assert (ours.size if ours else None, ours.layers if ours else ()) == (
+        theirs.sliding_window if layers else None,
+        layers,
+    )

@@ -12,8 +12,8 @@ from m2forge.kernels.flex import BLOCK, document_mask
 from m2forge.model.build import build
 from m2forge.model.config import FamilyName, ModelConfig, WindowConfig
 from m2forge.model.plan import AttentionPlan, CausalRows, Documents, visible
+from tests.model.bias import set_biases
 from tests.model.draw import FAMILIES, model_configs
-from tests.model.peer import set_router_biases
 
 EXACT = 1e-11
 """Float64 sums of another order, through at most three layers; experts are chosen alike unless scores tie."""
@@ -38,7 +38,7 @@ def drawn_model(data: st.DataObject, family: FamilyName) -> tuple[torch.nn.Modul
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.dim() > 1 else 1)
-    set_router_biases(model, std=0.1, seed=seed)
+    set_biases(model, std=0.1, seed=seed)
     return model, config, torch.Generator().manual_seed(seed)
 
 

@@ -15,8 +15,8 @@ from m2forge.model.config import AttentionConfig, FamilyName, ModelConfig, MoECo
 from m2forge.model.plan import Documents
 from m2forge.model.preset import PRESETS
 from m2forge.model.transformer import Output, Transformer, aux_loss
+from tests.model.bias import set_biases
 from tests.model.draw import FAMILIES, model_configs
-from tests.model.peer import set_router_biases
 
 AUX_WEIGHT = 0.01
 
@@ -41,7 +41,7 @@ def small_model(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: i
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(6)
-    set_router_biases(model, std=0.1)
+    set_biases(model, std=0.1)
     return model
 
 

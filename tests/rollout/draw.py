@@ -22,6 +22,7 @@ from m2forge.rollout.core import Core
 from m2forge.rollout.execution.model_runner import MTPSequence
 from m2forge.rollout.request import Request
 from m2forge.rollout.speculation.adaptive_depth import FixedDepth, Moment
+from tests.model.bias import set_biases
 from tests.model.draw import model_configs
 from tests.rollout.plain import all_logits, next_logits, plain_distribution, plain_pick
 
@@ -57,6 +58,7 @@ def network(config: ModelConfig, seed: int = 0) -> Transformer:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(12)
+        set_biases(model, std=0.1, seed=seed)
         if model.mtp:
             _make_foreseeable(model)
     return model

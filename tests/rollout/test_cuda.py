@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from m2forge.model.build import build
-from m2forge.model.config import ModelConfig
+from m2forge.model.config import ModelConfig, RopeScaling, WindowConfig
 from m2forge.model.preset import preset
 from m2forge.model.transformer import Transformer
 from m2forge.protocols import Prompt
@@ -23,6 +23,12 @@ from m2forge.rollout.speculation.adaptive_depth import FixedDepth
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
 CONFIG = preset("m2-nano").model_copy(update={"num_mtp": 3})
+EXTRAS = {
+    "qkv_bias": True,
+    "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_context=64),
+    "window": WindowConfig(size=6, layers=(1,)),
+}
+"""Of other families than ours: biases, YaRN, a window."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
@@ -38,7 +44,7 @@ def network(config: ModelConfig, dtype: torch.dtype) -> Transformer:
 @pytest.mark.parametrize("qk_norm", ["flat", "head", "none"])
 @torch.no_grad()
 def test_the_fused_network_is_the_plain_one(qk_norm: str, dtype: torch.dtype) -> None:
-    attention = CONFIG.attention.model_copy(update={"qk_norm": qk_norm})
+    attention = CONFIG.attention.model_copy(update={"qk_norm": qk_norm, **(EXTRAS if qk_norm == "none" else {})})
     config = CONFIG.model_copy(update={"attention": attention})
     model, exact = network(config, dtype), build(config, "cuda", torch.float32)
     exact.load_state_dict(model.state_dict())

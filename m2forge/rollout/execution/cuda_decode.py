@@ -20,7 +20,8 @@ from torch import Tensor
 
 from m2forge.kernels.pointwise import Norm
 from m2forge.kernels.residual import Ending
-from m2forge.model.transformer import Block, MTPModule, RMSNorm, Rotation, Transformer
+from m2forge.model.rotary import Rotation
+from m2forge.model.transformer import Block, MTPModule, RMSNorm, Transformer
 from m2forge.rollout.execution.cuda_network import FusedNetwork
 from m2forge.rollout.execution.decode import NUM_FIELDS, Shape, Step
 from m2forge.rollout.kv.paged_plan import Bundle, PagedCache, PagedPlan
@@ -58,7 +59,8 @@ class FusedDecoder:
         assert isinstance(block, Block)
         (position_N, slot_N, *rotary), x_ND, normed_ND = begin(
             *(integers, shape.num_rows, NUM_FIELDS, cache.block_tokens, cache.scratch_slot),
-            *(model.embedding.weight, _norm(block.attention_norm), self._network.frequency_R),
+            *(model.embedding.weight, _norm(block.attention_norm)),
+            *(self._network.frequency_R, self._network.rotary_factor),
         )
         plan = self._plan(shape, integers, position_N, slot_N)
         states_PD = cache.state_MPTD[0].flatten(0, 1) if cache.num_modules else None
@@ -75,7 +77,8 @@ class FusedDecoder:
         assert isinstance(part, MTPModule)
         (position_N, slot_N, *rotary), target_N, joined = begin_module(
             *(module, integers, course, shape.num_rows, NUM_FIELDS, cache.scratch_slot, cache.state_MPTD[module]),
-            *(model.embedding.weight, (_norm(part.state_norm), _norm(part.embedding_norm)), self._network.frequency_R),
+            *(model.embedding.weight, (_norm(part.state_norm), _norm(part.embedding_norm))),
+            *(self._network.frequency_R, self._network.rotary_factor),
         )
         plan = self._plan(shape, integers, position_N, slot_N, model.config.num_layers + module)
         states_PD = cache.state_MPTD[module + 1].flatten(0, 1) if module + 1 < cache.num_modules else None

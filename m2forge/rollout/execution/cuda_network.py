@@ -14,6 +14,7 @@ from m2forge.kernels.linear import linear, linear_float32
 from m2forge.kernels.residual import Ending, Pairs
 from m2forge.kernels.slow_path import expert_kernel_problem, paged_kernel_problem
 from m2forge.model.config import ModelConfig
+from m2forge.model.rotary import Rotation, frequencies, rotation
 from m2forge.model.transformer import (
     Attention,
     Block,
@@ -21,10 +22,7 @@ from m2forge.model.transformer import (
     MixtureFFN,
     MTPModule,
     RMSNorm,
-    Rotation,
     Transformer,
-    frequencies,
-    rotation,
 )
 from m2forge.rollout.kv.paged_plan import PagedCache, PagedPlan
 
@@ -68,11 +66,12 @@ class FusedNetwork:
     def __init__(self, model: Transformer, cache: PagedCache) -> None:
         self._model, self._cache = model, cache
         self.frequency_R = frequencies(model.config.attention, cache.device)
+        self.rotary_factor = model.config.attention.rotary_factor
 
     def main(self, token_N: Tensor, plan: PagedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns hidden states, the LM head's input, and the chosen experts (N, layers, K), if there are any."""
         norm, x_ND = self._model.norm, self._model.embedding(token_N)
-        rotary = rotation(plan.position_N, self.frequency_R, x_ND.dtype)
+        rotary = rotation(plan.position_N, self.frequency_R, x_ND.dtype, self.rotary_factor)
         x_ND, delta, experts = self._blocks(x_ND, _norm(x_ND, _first_norm(self._model)), rotary, plan, None)
         return *_add_norm(x_ND, delta, norm), experts
 
@@ -80,7 +79,7 @@ class FusedNetwork:
         """As `Transformer.run_module`."""
         module = self._model.mtp[index]
         assert isinstance(module, MTPModule)
-        rotary = rotation(plan.position_N, self.frequency_R, parent_ND.dtype)
+        rotary = rotation(plan.position_N, self.frequency_R, parent_ND.dtype, self.rotary_factor)
         embedding_ND = self._model.embedding(token_N)
         joined = torch.cat((_norm(parent_ND, module.state_norm), _norm(embedding_ND, module.embedding_norm)), -1)
         x_ND, delta = self._module(index, joined, rotary, plan, None)
@@ -164,7 +163,7 @@ class FusedNetwork:
         q_weight, k_weight, eps = None, None, 0.0
         if attention.config.qk_norm != "none":
             q_weight, k_weight, eps = attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps
-        qkv_NW = linear(x_ND, attention.qkv.weight)
+        qkv_NW = attention.qkv(x_ND)
         q_NHK = rotate_into_cache(
             qkv_NW, k_PTGK, v_PTGK, plan.slot_N, *rotary, attention.config.qk_norm, q_weight, k_weight, eps
         )

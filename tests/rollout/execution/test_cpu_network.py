@@ -19,6 +19,7 @@ from m2forge.rollout.execution.cpu_network import CPUNetwork, serves
 from m2forge.rollout.execution.decode import Network
 from m2forge.rollout.execution.model_runner import PlainNetwork
 from m2forge.rollout.kv.paged_plan import PagedCache, Span, planned
+from tests.model.bias import set_biases
 from tests.model.draw import SMALL, model_configs
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
@@ -45,7 +46,9 @@ def network(config: ModelConfig, seed: int) -> Transformer:
     if config.moe is not None:
         moe = config.moe.model_copy(update={"top_k": config.moe.num_experts})
         config = config.model_copy(update={"moe": moe})
-    return build(config, dtype=torch.bfloat16, seed=seed)
+    model = build(config, dtype=torch.bfloat16, seed=seed)
+    set_biases(model, std=0.1, seed=seed)
+    return model
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from m2forge.model.build import build
+from m2forge.model.config import RopeScaling
 from m2forge.model.preset import preset
 from m2forge.model.transformer import Transformer
 from m2forge.rollout.execution.cuda_decode import FusedDecoder
@@ -81,6 +82,10 @@ def is_looked_at(shape: Shape, before: Tensor, out: Tensor) -> Tensor:
 @torch.no_grad()
 def test_the_step_is_its_twin(num_sequences: int, num_drafts: int, depth: int, is_greedy: bool) -> None:
     config = preset("m2-nano").model_copy(update={"num_mtp": 3, "vocab_size": 500})
+    # YaRN multiplies the cos and sin that the step's first kernel writes.
+    scaling = RopeScaling(kind="yarn", factor=4.0, original_context=64)
+    attention = config.attention.model_copy(update={"rope_scaling": scaling, "qkv_bias": True})
+    config = config.model_copy(update={"attention": attention})
     model = build(config, "cuda", torch.float32, seed=1)
     for parameter in model.parameters():
         parameter.data.uniform_(0.5, 1.5) if parameter.dim() == 1 else parameter.data.mul_(3.0)
