@@ -11,14 +11,19 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from m2forge import __version__
 from m2forge.errors import ConfigError, M2ForgeError, NotFoundError, suggest
 
 if TYPE_CHECKING:
+    from m2forge.pretrain.config import PretrainConfig
     from m2forge.protocols import Engine
+    from m2forge.rl.config import RLConfig
     from m2forge.rollout.config import ServeConfig
+    from m2forge.sft.config import SFTConfig
+
+    RunConfigT = TypeVar("RunConfigT", PretrainConfig, SFTConfig, RLConfig)
 
 DTYPES = ("bfloat16", "float32", "float16")
 BYTES_PER_GB = 10**9
@@ -43,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # torch's CPU allocator reads this on import: keep freed memory for a second, since a training step allocates
         # the same amount again at once.
         os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
+        if not sys.stderr.isatty():
+            # huggingface_hub reads this on import: its progress bars are for terminals, not for logs.
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         from m2forge.observe.log import set_up_logging
 
         set_up_logging()
@@ -70,7 +78,7 @@ def command_params(args: argparse.Namespace) -> None:
     from m2forge.model import count
     from m2forge.model.preset import resolve_config
 
-    config = resolve_config(args.model, layers=args.layers, overrides=args.set)
+    config = resolve_config(args.model, revision=args.revision, layers=args.layers, overrides=args.set)
     report = count.count(config)
     print(json.dumps(report.to_dict()) if args.json else count.render(report))
 
@@ -85,8 +93,9 @@ def command_presets(args: argparse.Namespace) -> None:
 
 def command_import(args: argparse.Namespace) -> None:
     from m2forge.model.convert import import_model
+    from m2forge.model.hub import find_model
 
-    print(import_model(args.source, args.dest, dtype=args.dtype).describe())
+    print(import_model(find_model(args.source, args.revision), args.dest, dtype=args.dtype).describe())
     print(f"next: m2forge params {args.dest}")
 
 
@@ -94,9 +103,10 @@ def command_export(args: argparse.Namespace) -> None:
     if not 0 < args.max_shard_gb < float("inf"):
         raise ConfigError(f"--max-shard-gb {args.max_shard_gb}: expected a finite size above 0")
     from m2forge.model.convert import export_model
+    from m2forge.model.hub import find_folder
 
-    max_shard_bytes = int(args.max_shard_gb * BYTES_PER_GB)
-    print(export_model(args.folder, args.dest, dtype=args.dtype, max_shard_bytes=max_shard_bytes).describe())
+    max_shard_bytes, folder = int(args.max_shard_gb * BYTES_PER_GB), find_folder(args.folder, args.revision)
+    print(export_model(folder, args.dest, dtype=args.dtype, max_shard_bytes=max_shard_bytes).describe())
     print(f'next: transformers.AutoModelForCausalLM.from_pretrained("{args.dest}")')
 
 
@@ -124,6 +134,7 @@ def command_pretrain(args: argparse.Namespace) -> None:
     if args.dry_run:
         from m2forge.dry_run import describe_pretrain, print_dry_run
 
+        config = _pinned(config, args.runs)
         print_dry_run({"--set": config}, lambda: describe_pretrain(config, args.runs))
         return
     from m2forge.pretrain.stage import run_pretrain
@@ -141,6 +152,7 @@ def command_sft(args: argparse.Namespace) -> None:
     if args.dry_run:
         from m2forge.dry_run import describe_sft, print_dry_run
 
+        config = _pinned(config, args.runs)
         print_dry_run({"--set": config}, lambda: describe_sft(config, args.runs))
         return
     from m2forge.sft.stage import run_sft
@@ -158,6 +170,7 @@ def command_rl(args: argparse.Namespace) -> None:
     if args.dry_run:
         from m2forge.dry_run import describe_rl, print_dry_run
 
+        config = _pinned(config, args.runs)
         print_dry_run({"--set": config}, lambda: describe_rl(config, args.runs))
         return
     from m2forge.rl.loop import run_rl
@@ -175,7 +188,9 @@ def command_eval(args: argparse.Namespace) -> None:
     config = load(EvalConfig, args.config, args.set)
     if args.dry_run:
         from m2forge.dry_run import describe_eval, print_dry_run
+        from m2forge.model.hub import pinned
 
+        config = pinned(config)
         print_dry_run({"--set": config}, lambda: describe_eval(config))
         return
     from rich.console import Console
@@ -198,13 +213,17 @@ def command_serve(args: argparse.Namespace) -> None:
     if args.dry_run:
         from m2forge.dry_run import describe_server, print_dry_run
 
-        print_dry_run({"--set": config}, lambda: describe_server(args.model, config))
+        print_dry_run({"--set": config}, lambda: describe_server(args.model, args.revision, config))
         return
     key, key_lines = _find_key(args.key_file, "key")
     from m2forge.inference.server import serve
 
     serve(
-        args.model, config, key, lambda url: print(f"serving {args.model} on {url}", *key_lines, sep="\n", flush=True)
+        args.model,
+        config,
+        key,
+        lambda url: print(f"serving {args.model} on {url}", *key_lines, sep="\n", flush=True),
+        args.revision,
     )
 
 
@@ -220,7 +239,15 @@ def command_chat(args: argparse.Namespace) -> None:
         raise ConfigError(f"--set {updates[0]}: chat never updates the weights; leave it out")
     from m2forge.inference.chat import run_chat
 
-    run_chat(args.model, config, params, system=args.system, workspace=args.workspace, has_tools=args.tools)
+    run_chat(
+        args.model,
+        config,
+        params,
+        system=args.system,
+        workspace=args.workspace,
+        has_tools=args.tools,
+        revision=args.revision,
+    )
 
 
 def command_gateway(args: argparse.Namespace) -> None:
@@ -244,22 +271,26 @@ def command_gateway(args: argparse.Namespace) -> None:
         from m2forge.dry_run import describe_gateway, print_dry_run
 
         configs = {"--set": config, "--engine-set": engine}
-        print_dry_run(configs, lambda: describe_gateway(args.model, config, engine, args.engine, args.url))
+        print_dry_run(
+            configs, lambda: describe_gateway(args.model, args.revision, config, engine, args.engine, args.url)
+        )
         return
     engine_key = None if args.engine_key_file is None else read_key_file(args.engine_key_file)
     admin_key, key_lines = _find_key(args.admin_key_file, "admin key")
     from m2forge.gateway.server import serve_gateway
     from m2forge.model.config_file import read_config
+    from m2forge.model.hub import find_folder
 
     # The folder may hold only the tokenizer if a server samples.
-    model = read_config(args.model) if args.engine == "native" or (args.model / "config.json").exists() else None
+    folder = find_folder(args.model, args.revision, "all" if args.engine == "native" else "tokenizer")
+    model = read_config(folder) if args.engine == "native" or (folder / "config.json").exists() else None
     limits = [] if model is None else [model.max_context, engine.rollout.max_context or model.max_context]
     if args.engine == "native":
         limits.append(engine.rollout.num_blocks * engine.rollout.block_tokens)
     serve_gateway(
-        args.model,
+        folder,
         config,
-        lambda: _make_engine(args.engine, args.model, args.url, engine, engine_key),
+        lambda: _make_engine(args.engine, folder, Path(args.model).absolute().name, args.url, engine, engine_key),
         lambda url: print(f"gateway to {args.model} on {url}", *key_lines, sep="\n", flush=True),
         admin_key=admin_key,
         context=min(limits, default=None),
@@ -279,6 +310,14 @@ def command_completion(args: argparse.Namespace) -> None:
     print(script(args.shell), end="")
 
 
+def _pinned(config: "RunConfigT", runs: Path) -> "RunConfigT":
+    """The config of a run with the commit of its hub model."""
+    from m2forge.model.hub import pinned
+    from m2forge.train.run_dir import CONFIG_FILE
+
+    return pinned(config, runs / config.name / CONFIG_FILE)
+
+
 def _find_key(path: Path | None, name: str) -> tuple[str, list[str]]:
     """The key from a file, or a random one; and the lines to print if the user does not know it yet."""
     from m2forge.key import make_key, read_key_file
@@ -289,15 +328,16 @@ def _find_key(path: Path | None, name: str) -> tuple[str, list[str]]:
     return key, [f"{name}: {key}"]
 
 
-def _make_engine(kind: str, folder: Path, url: str, config: "ServeConfig", key: str | None) -> "Engine":
+def _make_engine(kind: str, folder: Path, name: str, url: str, config: "ServeConfig", key: str | None) -> "Engine":
+    """`name`: of the weights, unless the config names them."""
     from m2forge.records import PolicyVersion
 
-    version = PolicyVersion(config.lineage or folder.absolute().name, config.step, config.branch)
+    version = PolicyVersion(config.lineage or name, config.step, config.branch)
     if kind == "native":
         from m2forge.rollout.engine import NativeEngine
         from m2forge.rollout.server.app import make_core
 
-        return NativeEngine(make_core(folder, config))
+        return NativeEngine(make_core(folder, config, name))
     if kind == "vllm":
         from m2forge.rollout.backends.vllm import VLLMEngine
 
@@ -312,7 +352,8 @@ def _make_engine(kind: str, folder: Path, url: str, config: "ServeConfig", key: 
 
 
 def _add_params(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a preset, a TOML file or a model folder")
+    parser.add_argument("model", metavar="MODEL", help="a preset, a TOML file, a model folder or a hub id")
+    _add_revision(parser)
     parser.add_argument("--layers", type=int, metavar="N", help="count a slice of N layers")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -323,16 +364,24 @@ def _add_presets(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a Hugging Face folder or a GGUF file")
+    parser.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a GGUF file or a hub id")
     parser.add_argument("dest", type=Path, metavar="DEST", help="the folder to write; must not exist or be empty")
+    _add_revision(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: as they are stored)")
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the model folder to read")
+    parser.add_argument("folder", metavar="FOLDER", help="the model folder to read, or a hub id")
     parser.add_argument("dest", type=Path, metavar="DEST", help="the folder to write; must not exist or be empty")
+    _add_revision(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (default: as they are stored)")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="largest file (default: 5)")
+
+
+def _add_revision(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--revision", metavar="REV", help="branch, tag or commit of a hub model (default: its main branch)"
+    )
 
 
 def _add_dry_run(parser: argparse.ArgumentParser) -> None:
@@ -363,7 +412,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="the model folder or GGUF file to serve")
+    parser.add_argument("model", metavar="MODEL", help="the model folder, GGUF file or hub id to serve")
+    _add_revision(parser)
     parser.add_argument(
         "--host", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine only)"
     )
@@ -376,7 +426,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a model folder, a GGUF file, or a preset (random weights)")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a model folder, a GGUF file, a hub id, or a preset (random weights)"
+    )
+    _add_revision(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message (default: the chat format's)")
     parser.add_argument("--tools", action="store_true", help="offer a shell and files; each call is confirmed first")
     parser.add_argument(
@@ -393,7 +446,8 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="the model folder: tokenizer, chat format, weights")
+    parser.add_argument("model", metavar="MODEL", help="the model folder or hub id: tokenizer, chat format, weights")
+    _add_revision(parser)
     parser.add_argument(
         "--engine",
         choices=ENGINES,

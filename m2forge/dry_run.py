@@ -39,7 +39,7 @@ def print_dry_run(
     configs: Mapping[str, Config], facts: Callable[[], Iterable[tuple[str, str]]], console: Console | None = None
 ) -> None:
     """Print the configs, by the option that sets their keys, then the facts. What the command would refuse to start
-    with is raised after the configs."""
+    with is raised after the configs, except for a hub model that cannot be found."""
     console = console or Console()
     for option, config in configs.items():
         console.print(f"# config ({option}); a comment gives the default where a value differs", highlight=False)
@@ -91,7 +91,7 @@ def describe_corpus(config: "CorpusConfig", dest: Path, num_workers: int) -> Ite
 
 
 def describe_pretrain(config: "PretrainConfig", runs: Path) -> Iterator[tuple[str, str]]:
-    from m2forge.pretrain.network import network_config, start_folder
+    from m2forge.pretrain.network import has_weights, network_config
 
     for phase in config.phases:
         tokens = phase.packs_per_step * phase.pack_tokens
@@ -105,7 +105,7 @@ def describe_pretrain(config: "PretrainConfig", runs: Path) -> Iterator[tuple[st
     network = network_config(config)
     num_mtp = max([network.num_mtp, *(phase.num_mtp or 0 for phase in config.phases)])
     network = network.model_copy(update={"num_mtp": num_mtp})
-    origin = "random weights" if start_folder(config) is None else "weights of the folder"
+    origin = "its weights" if has_weights(config) else "random weights"
     yield from _describe_network(f"{config.model} ({origin})", network)
     yield from _describe_training(config.train, network)
 
@@ -127,7 +127,8 @@ def describe_sft(config: "SFTConfig", runs: Path) -> Iterator[tuple[str, str]]:
             "sources",
             f"{source.path}: {_count(len(files), 'file')}, {_size(sum(file.stat().st_size for file in files))}",
         )
-    yield from _describe_network(config.model, network := _read_network(config.model, "m2forge pretrain` or `import"))
+    network, _ = _read_network(config.model, config.revision)
+    yield from _describe_network(config.model, network)
     yield from _describe_training(config.train, network)
 
 
@@ -158,12 +159,14 @@ def describe_rl(config: "RLConfig", runs: Path) -> Iterator[tuple[str, str]]:
         when = f"before the first step{between} and after the last"
         yield "evaluation", f"{config.eval.num_tasks:,} held-out tasks {when}"
     yield _describe_run(runs / config.name, config, config.num_steps)
-    yield from _describe_network(config.model, network := _read_network(config.model, "m2forge sft` or `import"))
+    network, folder = _read_network(config.model, config.revision)
+    yield from _describe_network(config.model, network)
     yield from _describe_training(config.train, network)
-    yield from _describe_engine(Path(config.model), network, config.engine.rollout, config.engine.dtype)
+    yield from _describe_engine(folder, network, config.engine.rollout, config.engine.dtype)
 
 
 def describe_eval(config: "EvalConfig") -> Iterator[tuple[str, str]]:
+    from m2forge.model.hub import find_model, is_hub_id
     from m2forge.model.preset import resolve_config
 
     for name, suite in zip(config.suite_names, config.suites, strict=True):
@@ -179,39 +182,44 @@ def describe_eval(config: "EvalConfig") -> Iterator[tuple[str, str]]:
             limit = "all" if completions.max_prompts is None else f"at most {completions.max_prompts:,}"
             yield "suites", f"{name}: {limit} prompts of {completions.prompts}"
     yield "output", f"{config.output}: {'its report is replaced' if config.output.exists() else 'new'}"
-    network = resolve_config(config.model)
+    network = resolve_config(config.model, revision=config.revision)
     yield from _describe_network(config.model, network)
-    yield from _describe_sampling(Path(config.model), network, config.dtype, config.max_pack_tokens)
+    is_fetched = is_hub_id(config.model)
+    folder = find_model(config.model, config.revision, "config") if is_fetched else Path(config.model)
+    yield from _describe_sampling(folder, network, config.dtype, config.max_pack_tokens)
 
 
-def describe_server(model: Path, config: "ServeConfig") -> Iterator[tuple[str, str]]:
+def describe_server(model: str, revision: str | None, config: "ServeConfig") -> Iterator[tuple[str, str]]:
     """The native engine behind `serve` and `gateway`."""
     from m2forge.model.config_file import read_config
+    from m2forge.model.hub import find_model
 
-    if model.is_file():
+    path = find_model(model, revision, "config")
+    if path.is_file():
         # A GGUF file has its config in its header, whose reader imports torch.
         from m2forge.model.gguf_file import GGUFSource
 
-        network = GGUFSource(model).config
+        network = GGUFSource(path).config
     else:
-        network = read_config(model)
-    yield from _describe_network(str(model), network)
+        network = read_config(path)
+    yield from _describe_network(model, network)
     if config.rollout.speculation > network.num_mtp:
         raise ConfigError(
             f"rollout.speculation: {config.rollout.speculation} drafts need as many MTP modules; this model has "
             f"{network.num_mtp}"
         )
-    yield from _describe_engine(model, network, config.rollout, config.dtype)
+    yield from _describe_engine(path, network, config.rollout, config.dtype)
 
 
 def describe_gateway(
-    model: Path, config: "GatewayConfig", engine: "ServeConfig", kind: str, url: str | None
+    model: str, revision: str | None, config: "GatewayConfig", engine: "ServeConfig", kind: str, url: str | None
 ) -> Iterator[tuple[str, str]]:
+    from m2forge.model.hub import find_folder
+
     if kind == "native":
-        yield from describe_server(model, engine)
+        yield from describe_server(model, revision, engine)
     else:
-        if not model.is_dir():
-            raise NotFoundError(f"{model} is not a folder; give the folder that holds the tokenizer")
+        find_folder(model, revision, "config")
         yield "engine", f"the {kind} server at {url}"
     yield "journal", config.journal or "none: nothing is written to disk"
 
@@ -219,12 +227,13 @@ def describe_gateway(
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _read_network(folder: str, command: str) -> "ModelConfig":
+def _read_network(model: str, revision: str | None) -> tuple["ModelConfig", Path]:
+    """The network, and the folder that holds its config at least."""
     from m2forge.model.config_file import read_config
+    from m2forge.model.hub import find_folder
 
-    if not Path(folder).is_dir():
-        raise NotFoundError(f"model {folder!r} is not a folder; give one that `{command}` wrote")
-    return read_config(Path(folder))
+    folder = find_folder(model, revision, "config")
+    return read_config(folder), folder
 
 
 def _describe_network(name: str, network: "ModelConfig") -> Iterator[tuple[str, str]]:

@@ -164,7 +164,7 @@ def test_serve_refuses_what_it_cannot_use(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli.main(["serve", str(tmp_path / "none"), "--port", "0"]) == 2
-    assert "none is not a folder" in capsys.readouterr().err
+    assert "none' is not a folder" in capsys.readouterr().err
     assert cli.main(["serve", str(tmp_path), "--port", "70000"]) == 2
     assert "server.port" in capsys.readouterr().err
     assert cli.main(["serve", str(tmp_path), "--set", "rollout.num_block=3"]) == 2

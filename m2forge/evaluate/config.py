@@ -186,7 +186,9 @@ COMPLETION_SUITES = ("tool_calls", "tool_calls_equal", "exact_match")
 
 class EvalConfig(Config):
     model: str
-    """A model folder, or a preset's name for a model with random weights."""
+    """A model folder, a hub id such as Qwen/Qwen3-0.6B, or a preset's name for a model with random weights."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit of a hub model; None: its main branch. The resolved config, eval.toml, holds the commit."""
     output: Path
     """The folder for eval.json, eval.toml, table.txt and the plots; existing files of these names are replaced."""
     tokenizer: Path | None = None

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from m2forge.config import write_resolved
 from m2forge.corpus.reader import CorpusReader
-from m2forge.errors import ConfigError, NotFoundError, suggest
+from m2forge.errors import ConfigError
 from m2forge.evaluate.config import EvalConfig, HeldOutConfig
 from m2forge.evaluate.predictor import ModelPredictor, Predictor
 from m2forge.evaluate.prompts.prompt_file import RenderedPrompts, read_prompts
@@ -35,6 +35,7 @@ from m2forge.evaluate.suites.tool_call import ToolPrompt, parse_tool_prompt
 from m2forge.files import write_atomic
 from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model
+from m2forge.model.hub import find_folder, pinned, refuse_revision
 from m2forge.model.preset import PRESETS
 from m2forge.model.transformer import Transformer
 from m2forge.observe.progress import progress
@@ -57,11 +58,17 @@ def run_eval(
 
     A given `model` or `tokenizer` replaces the one that `config` names.
     """
-    tokenizer = tokenizer or _find_tokenizer(config)
+    folder = Path(config.model)
+    if config.model in PRESETS:
+        refuse_revision(config.model, config.revision)
+    elif model is None:
+        config = pinned(config)
+        folder = find_folder(config.model, config.revision)
+    tokenizer = tokenizer or _find_tokenizer(config, folder)
     _refuse_without_tokenizer(config, tokenizer)
     notes: list[str] = []
     if model is None:
-        model = _find_model(config, notes)
+        model = _load_model(config, folder, notes)
     if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
         raise ConfigError(
             f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the network's vocabulary ends at "
@@ -163,7 +170,7 @@ def _measure_completions(
 # -- inputs, validated first ------------------------------------------------------------------------------------------
 
 
-def _find_model(config: EvalConfig, notes: list[str]) -> Transformer:
+def _load_model(config: EvalConfig, folder: Path, notes: list[str]) -> Transformer:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -173,16 +180,12 @@ def _find_model(config: EvalConfig, notes: list[str]) -> Transformer:
     if config.model in PRESETS:
         notes.append(f"{config.model} is a preset: its weights are random")
         return build(PRESETS[config.model], device, dtype or torch.float32, config.seed)
-    if not Path(config.model).is_dir():
-        known = suggest(config.model, PRESETS)
-        raise NotFoundError(f"model {config.model!r} is neither a model folder nor a preset; {known}")
-    return load_model(Path(config.model), device=device, dtype=dtype)
+    return load_model(folder, device=device, dtype=dtype)
 
 
-def _find_tokenizer(config: EvalConfig) -> Tokenizer | None:
+def _find_tokenizer(config: EvalConfig, folder: Path) -> Tokenizer | None:
     if config.tokenizer is not None:
         return load_tokenizer(config.tokenizer)
-    folder = Path(config.model)
     return load_tokenizer(folder) if (folder / TOKENIZER_FILE).is_file() else None
 
 

@@ -47,11 +47,12 @@ def run_chat(
     system: str | None = None,
     workspace: Path | None = None,
     has_tools: bool = False,
+    revision: str | None = None,
 ) -> None:
     """`workspace`: folder in which tools work, by default the current one; `has_tools`: whether they are on."""
     console, is_terminal = Console(highlight=False, soft_wrap=True), sys.stdin.isatty()
     with (
-        LLM(model, **config.model_dump(mode="json", exclude_unset=True)) as llm,
+        LLM(model, revision=revision, **config.model_dump(mode="json", exclude_unset=True)) as llm,
         WorkspaceTools(workspace or Path.cwd()) as tools,
     ):
         if has_tools:

@@ -47,5 +47,5 @@ class ModelServerConfig(ServeConfig):
     format: FormatName = "auto"
     """Chat format of /v1/chat/completions; auto uses the tokenizer's."""
     models: tuple[str, ...] = ()
-    """Model names that GET /v1/models lists; empty: the folder's name. Requests may use any name, since there is only
-    one model."""
+    """Model names that GET /v1/models lists; empty: the name of the folder or hub model. Requests may use any name,
+    since there is only one model."""

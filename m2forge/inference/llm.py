@@ -37,6 +37,7 @@ from m2forge.inference.config import LLMConfig, SamplingParams
 from m2forge.inference.model import open_model
 from m2forge.inference.output import Output, make_sample
 from m2forge.loop_thread import LoopThread
+from m2forge.model.hub import find_folder
 from m2forge.protocols import Chunk, Prompt
 from m2forge.records import JsonValue, PolicyVersion
 from m2forge.rollout.engine import NativeEngine
@@ -67,12 +68,13 @@ class _Plan:
 
 
 class LLM:
-    def __init__(self, model: str | PathLike[str], **engine: Value) -> None:
-        """`model`: a model folder, a GGUF file, or a preset (random weights). `engine`: the fields of `LLMConfig`, such
-        as `device="cpu"`, `num_blocks=4096` (KV cache size) or `speculation=1`."""
+    def __init__(self, model: str | PathLike[str], *, revision: str | None = None, **engine: Value) -> None:
+        """`model`: a model folder, a GGUF file, a hub id such as `Qwen/Qwen3-0.6B`, or a preset (random weights).
+        `revision`: branch, tag or commit of a hub model. `engine`: the fields of `LLMConfig`, such as `device="cpu"`,
+        `num_blocks=4096` (KV cache size) or `speculation=1`."""
         config = build(LLMConfig, _table(engine), origin="LLM")
         self._name = fspath(model)
-        opened = open_model(self._name, config)
+        opened = open_model(self._name, config, revision)
         self._format, self._context = opened.format, opened.context
         end = self.tokenizer.end_of_text_id
         self._raw_stop_ids = tuple(dict.fromkeys((*self._format.stop_ids, *(() if end is None else (end,)))))
@@ -102,14 +104,15 @@ class LLM:
         """Cancel the requests in flight and free the engine. Idempotent."""
         self._shut()
 
-    def load(self, folder: str | PathLike[str]) -> None:
-        """Weight update: sample from the weights of another model folder of the same sizes from here on. Requests in
-        flight are treated as `on_weight_update` says."""
+    def load(self, model: str | PathLike[str], *, revision: str | None = None) -> None:
+        """Weight update: sample from the weights of another model folder or hub model of the same sizes from here on.
+        Requests in flight are treated as `on_weight_update` says."""
         self._shut.refuse_closed()
-        path = Path(folder)
+        name = fspath(model)
+        folder = find_folder(name, revision)
         step = self._thread.run(self._engine.state()).version.step + 1
-        self._thread.run(self._engine.load(path, PolicyVersion(path.absolute().name, step)))
-        self._name = fspath(folder)
+        self._thread.run(self._engine.load(folder, PolicyVersion(Path(name).absolute().name, step)))
+        self._name = name
 
     # -- raw prompts ---------------------------------------------------------------------------------------------------
 

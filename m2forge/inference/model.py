@@ -1,4 +1,5 @@
-"""Opens a model for inference: a model folder, a GGUF file or a preset in; engine core, tokenizer and chat format out.
+"""Opens a model for inference: a model folder, a GGUF file, a hub id or a preset in; engine core, tokenizer and chat
+format out.
 
 A preset has random weights and a tokenizer of single bytes, so that everything runs and what it writes is noise; a
 warning says so.
@@ -16,6 +17,7 @@ from m2forge.errors import ConfigError, FormatError, NotFoundError, suggest
 from m2forge.inference.config import LLMConfig
 from m2forge.model.build import build
 from m2forge.model.count import count
+from m2forge.model.hub import find_model, is_hub_id, refuse_revision
 from m2forge.model.preset import PRESETS
 from m2forge.rollout.core import Core
 from m2forge.rollout.execution.cpu_dtype import available_bytes
@@ -70,18 +72,20 @@ class NoChatFormat:
         raise FormatError(f"this model has no chat format: {self._reason}; give it a raw prompt instead of messages")
 
 
-def open_model(model: str | Path, config: LLMConfig) -> OpenedModel:
-    path = Path(model)
-    if path.exists():
+def open_model(model: str, config: LLMConfig, revision: str | None = None) -> OpenedModel:
+    """`revision`: branch, tag or commit of a hub model."""
+    if Path(model).exists() or is_hub_id(model):
+        path = find_model(model, revision)
         format = find_format(path, config.format)
-        core = make_core(path, config.serving())
-    elif str(model) in PRESETS:
-        core, tokenizer = _make_random(str(model), config)
+        core = make_core(path, config.serving(), Path(model).absolute().name)
+    elif model in PRESETS:
+        refuse_revision(model, revision)
+        core, tokenizer = _make_random(model, config)
         format = make_format("auto", tokenizer)
     else:
         raise NotFoundError(
-            f"{str(model)!r} is neither a model folder or GGUF file that exists nor a preset; presets: "
-            f"{suggest(str(model), PRESETS)}"
+            f"{model!r} is neither a model folder or GGUF file that exists nor a preset, nor a hub id (OWNER/NAME); "
+            f"presets: {suggest(model, PRESETS)}"
         )
     return OpenedModel(core, format, context_of(core))
 

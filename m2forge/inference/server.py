@@ -32,6 +32,7 @@ from m2forge.gateway.episodes.registry import Episodes
 from m2forge.gateway.http.limits import read_key
 from m2forge.inference.config import ModelServerConfig
 from m2forge.inference.model import context_of, find_format
+from m2forge.model.hub import find_model
 from m2forge.protocols import Engine
 from m2forge.rollout.config import ServerConfig
 from m2forge.rollout.engine import NativeEngine
@@ -44,16 +45,19 @@ VENDOR_PREFIX = "/v1/"
 _log = logging.getLogger(__name__)
 
 
-def serve(model: Path, config: ModelServerConfig, key: str, announce: Callable[[str], None]) -> None:
-    """Serve a model folder or GGUF file to clients that send `key`, until the process is asked to stop. Calls
-    `announce` with the address once the server listens. Raises the `EngineError` of a failed engine."""
+def serve(
+    model: str, config: ModelServerConfig, key: str, announce: Callable[[str], None], revision: str | None = None
+) -> None:
+    """Serve a model folder, a GGUF file or a hub model to clients that send `key`, until the process is asked to stop.
+    Calls `announce` with the address once the server listens. Raises the `EngineError` of a failed engine."""
     # Bind before loading the weights, so that an address in use fails at once.
     with bind(config.server) as listener:
-        core = make_core(model, config)
-        format = _find_format(model, config)
+        path, name = find_model(model, revision), Path(model).absolute().name
+        core = make_core(path, config, name)
+        format = _find_format(path, config)
         engine = NativeEngine(core)
         spare_collector()
-        names = config.models or (model.absolute().name,)
+        names = config.models or (name,)
         context, vocab_size = context_of(core), core.model.config.vocab_size
         open_app = partial(open_server_app, engine, format, config, key, names, context, vocab_size)
         serve_engine(engine, open_app, listener, announce)

@@ -1,4 +1,4 @@
-"""Reads config.json of a model folder, without the weights and without torch.
+"""Reads the JSON files of a model folder, without the weights and without torch.
 
 A file that cannot be used raises a CheckpointError that names it.
 """
@@ -15,6 +15,8 @@ from m2forge.model.architecture import from_public
 from m2forge.model.config import ModelConfig
 
 CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 MAX_JSON_BYTES = 256 << 20
 """Size limit of a JSON file; the index of a model with 100,000 tensors has about ten million bytes."""
 FP8_BLOCK = 128
@@ -48,6 +50,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, expected an object; fetch it again")
     return content
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor, as the index of a folder with several files says."""
+    names = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map from tensors to files; fetch it again")
+    return names
 
 
 def translate(path: Path, public: Mapping[str, Any]) -> ModelConfig:

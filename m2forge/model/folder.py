@@ -22,7 +22,7 @@ from torch import Tensor
 
 from m2forge.errors import CheckpointError
 from m2forge.model import folder as fp8
-from m2forge.model.config_file import CONFIG_FILE, read_json, read_public, translate
+from m2forge.model.config_file import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, read_public, translate, weight_map
 from m2forge.model.config_file import FP8_BLOCK as BLOCK
 from m2forge.model.tensor_source import TOKEN_ID_KEYS, TensorHeader, TokenIds
 
@@ -48,9 +48,6 @@ def dequantize(stored_RC: Tensor, scale: Tensor, dtype: torch.dtype = torch.bflo
         weight_RC[band : band + BLOCK] = stored_RC[band : band + BLOCK].to(torch.float32) * scale_C
     return weight_RC
 
-
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 _DTYPES = {
     "F64": torch.float64,
@@ -128,7 +125,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
                 f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}; other formats must be converted first"
             )
         return {WEIGHTS_FILE: folder / WEIGHTS_FILE}
-    names = sorted(set(_weight_map(folder).values()))
+    names = sorted(set(weight_map(folder).values()))
     outside = [name for name in names if Path(name).name != name]
     if outside:
         raise CheckpointError(f"{folder / INDEX_FILE} names files outside the folder: {', '.join(outside)}")
@@ -136,13 +133,6 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     if absent:
         raise CheckpointError(f"{folder} lacks {', '.join(absent)}, which {INDEX_FILE} names; fetch the missing files")
     return {name: folder / name for name in names}
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map from tensors to files; fetch it again")
-    return weight_map
 
 
 def _open(path: Path) -> Any:
@@ -154,7 +144,7 @@ def _open(path: Path) -> Any:
 
 def _locate(folder: Path, files: Mapping[str, Any]) -> dict[str, str]:
     """The file of each tensor. The files decide; the index only where two of them hold the same name."""
-    indexed = _weight_map(folder) if (folder / INDEX_FILE).exists() else {}
+    indexed = weight_map(folder) if (folder / INDEX_FILE).exists() else {}
     file_of: dict[str, str] = {}
     for file_name, file in files.items():
         for name in file.keys():  # noqa: SIM118  (not a mapping: it has no iterator)

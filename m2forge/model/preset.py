@@ -1,6 +1,6 @@
 """Configs by name: the released model and three small ones of the same architecture.
 
-`resolve_config` takes a preset's name, a TOML file or a model folder, and overrides.
+`resolve_config` takes a preset's name, a TOML file, a model folder or a hub id, and overrides.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from m2forge.config import build, load
 from m2forge.errors import ConfigError, NotFoundError, suggest
 from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
 from m2forge.model.config_file import read_config
+from m2forge.model.hub import find_model, is_hub_id, refuse_revision
 
 PRESETS: dict[str, ModelConfig] = {
     "m2": ModelConfig(
@@ -73,9 +74,12 @@ def preset(name: str) -> ModelConfig:
     return PRESETS[name]
 
 
-def resolve_config(model: str, *, layers: int | None = None, overrides: Sequence[str] = ()) -> ModelConfig:
-    """The config that `model` names, with `overrides` such as `"moe.top_k=4"`, truncated to its first `layers`."""
-    config = _named(model, overrides)
+def resolve_config(
+    model: str, *, revision: str | None = None, layers: int | None = None, overrides: Sequence[str] = ()
+) -> ModelConfig:
+    """The config that `model` names, with `overrides` such as `"moe.top_k=4"`, truncated to its first `layers`.
+    `revision`: of a hub model, of which only the config is fetched."""
+    config = _named(model, revision, overrides)
     if layers is None:
         return config
     if not 1 <= layers <= config.num_layers:
@@ -83,7 +87,10 @@ def resolve_config(model: str, *, layers: int | None = None, overrides: Sequence
     return config.with_layers(layers)
 
 
-def _named(model: str, overrides: Sequence[str]) -> ModelConfig:
+def _named(model: str, revision: str | None, overrides: Sequence[str]) -> ModelConfig:
+    if is_hub_id(model):
+        return _overridden(read_config(find_model(model, revision, "config")), overrides, model)
+    refuse_revision(model, revision)
     path = Path(model)
     if model in PRESETS:
         return _overridden(PRESETS[model], overrides, f"preset {model}")
@@ -92,7 +99,8 @@ def _named(model: str, overrides: Sequence[str]) -> ModelConfig:
     if path.is_file():
         return load(ModelConfig, path, overrides)
     raise NotFoundError(
-        f"{model!r} is neither a preset nor a TOML file or model folder that exists; presets: {suggest(model, PRESETS)}"
+        f"{model!r} is neither a preset nor a TOML file or model folder that exists, nor a hub id (OWNER/NAME); "
+        f"presets: {suggest(model, PRESETS)}"
     )
 
 

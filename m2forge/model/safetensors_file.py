@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from m2forge.files import write_atomic
-from m2forge.model.folder import INDEX_FILE, WEIGHTS_FILE
+from m2forge.model.config_file import INDEX_FILE, WEIGHTS_FILE
 from m2forge.model.tensor_source import TensorHeader
 
 

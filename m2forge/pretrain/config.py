@@ -38,8 +38,10 @@ class PretrainConfig(Config):
     corpus: str
     """Folder of a built corpus."""
     model: str
-    """A preset, a TOML file or a model folder. Training starts from a folder's weights, else from random ones. The
-    vocabulary is that of the corpus."""
+    """A preset, a TOML file, a model folder or a hub id such as Qwen/Qwen3-0.6B-Base. Training starts from the weights
+    of a folder or hub model, else from random ones. The vocabulary is that of the corpus."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit of a hub model; None: its main branch. A run's resolved config holds the commit."""
     model_set: tuple[str, ...] = ()
     """Overrides of the model configuration, such as "num_layers=4"."""
     seed: int = Field(default=0, ge=0)

@@ -17,6 +17,7 @@ from m2forge.errors import ConfigError
 from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
+from m2forge.model.hub import pinned
 from m2forge.model.transformer import Transformer
 from m2forge.observe.tracker import require_writers
 from m2forge.pretrain.config import PretrainConfig, PretrainEvalConfig
@@ -26,7 +27,7 @@ from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.evaluation import Evaluation
 from m2forge.train.loop import TrainLoop
 from m2forge.train.machine import machine_ranks
-from m2forge.train.run_dir import open_run
+from m2forge.train.run_dir import CONFIG_FILE, open_run
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ _PROBE = "def area(width):\n    return width * 1234567890  # Äpfel, 東京 🙂
 def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
     """Start or resume the run of `config`; returns the finished model's folder."""
     require_writers(config.train.metrics)
+    run_dir = runs / config.name
+    config = pinned(config, run_dir / CONFIG_FILE)
     corpus = Path(config.corpus)
     network = network_config(config)
     end_id = read_manifest(corpus).end_of_text_id
@@ -68,7 +71,6 @@ def run_pretrain(config: PretrainConfig, runs: Path) -> Path:
             )
         return CorpusSource(config, index, state)
 
-    run_dir = runs / config.name
     companions = find_companions(corpus / TOKENIZER_NAME)
     with machine_ranks(config.train.machine) as ranks:
         loop = TrainLoop(run_dir, config.train, config.phases, build_model, open_source, companions, ranks, evaluation)

@@ -68,10 +68,11 @@ def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
     admin_key, sampler_key = read_keys(2)
     from m2forge.gateway.server import serve_gateway
     from m2forge.model.config_file import read_config
+    from m2forge.model.hub import find_folder
     from m2forge.rollout.backends.remote import RemoteEngine
 
     config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
-    layout, folder = Layout(run_dir), Path(config.model)
+    layout, folder = Layout(run_dir), find_folder(config.model, config.revision)
     network = read_config(folder)
     rollout = config.engine.rollout
     serve_gateway(

@@ -97,7 +97,9 @@ class RLConfig(Config):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     model: str = Field(min_length=1)
-    """A model folder with its tokenizer."""
+    """A model folder with its tokenizer, or a hub id such as Qwen/Qwen3-0.6B."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit of a hub model; None: its main branch. A run's resolved config holds the commit."""
     num_steps: Count
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
     """Attempts per task; an attempt's advantage is relative to the rest of its group."""

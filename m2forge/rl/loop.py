@@ -51,12 +51,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from m2forge.config import build, load
-from m2forge.errors import EngineError, NotFoundError
+from m2forge.errors import EngineError
 from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.http_client import HttpClient, encode_json
 from m2forge.loop_thread import LoopThread
 from m2forge.model.config_file import CONFIG_FILE as WEIGHTS_CONFIG
 from m2forge.model.config_file import read_config
+from m2forge.model.hub import find_folder, pinned
 from m2forge.observe.tracker import require_writers
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.state import StateError
@@ -79,7 +80,7 @@ from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.position import begun_phase, newest_checkpoint, read_position
-from m2forge.train.run_dir import hold_run, open_run
+from m2forge.train.run_dir import CONFIG_FILE, hold_run, open_run
 
 WORKER = "loop"
 """Name under which the loop holds leases; a run has one loop."""
@@ -120,9 +121,9 @@ def train_rl(
 def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[EvalResult]]:
     """Start or resume the run that `config` describes; returns the finished model's folder and its evaluations."""
     require_writers(config.train.metrics)
-    if not Path(config.model).is_dir():
-        raise NotFoundError(f"model {config.model!r} is not a folder; name one that `m2forge sft` or `import` wrote")
     run_dir = runs / config.name
+    config = pinned(config, run_dir / CONFIG_FILE)
+    find_folder(config.model, config.revision)
     layout = Layout(run_dir)
     with hold_run(run_dir):
         open_run(run_dir, config, begun_phase(layout.checkpoints))
@@ -172,7 +173,7 @@ def _to_toml(value: Setting) -> str:
 class Loop:
     def __init__(self, layout: Layout, config: RLConfig) -> None:
         self.config, self.layout = config, layout
-        folder = Path(config.model)
+        folder = find_folder(config.model, config.revision)
         self.pool = Pool(self.layout.pool(config.pool), read_config(folder).vocab_size)
         self._refuse_lost_commits()
         self.weights = self.layout.weight_store(config)

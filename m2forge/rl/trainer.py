@@ -34,6 +34,7 @@ from m2forge.config import load_resolved
 from m2forge.errors import ConfigError, TrainingError
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.convert import find_companions
+from m2forge.model.hub import find_folder
 from m2forge.observe.busy import open_busy_log
 from m2forge.observe.metrics import MetricsWriter
 from m2forge.pool.batch import Claim
@@ -70,14 +71,15 @@ def train(run_dir: Path) -> None:
 class Trainer:
     def __init__(self, run_dir: Path, config: RLConfig) -> None:
         self.config, self.layout = config, Layout(run_dir)
-        self._companions = find_companions(Path(config.model))
+        folder = find_folder(config.model, config.revision)
+        self._companions = find_companions(folder)
         self._busy = open_busy_log("trainer")
         self.checkpoints = CheckpointStore(self.layout.checkpoints, config.train.checkpoint, self._companions)
         self.weights = self.layout.weight_store(config, self._companions)
         device = choose_device(config.train.machine)
         dtype, newest = choose_dtype(config.train.machine, device), self.checkpoints.newest()
         if newest is None:
-            model, self.position = load_model(Path(config.model), device=device, dtype=dtype), Position()
+            model, self.position = load_model(folder, device=device, dtype=dtype), Position()
         else:
             model, self.position = load_checkpoint_model(newest, device, dtype), read_position(newest)
         if config.policy.replay == "recorded" and model.config.moe is None:

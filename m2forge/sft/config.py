@@ -102,7 +102,9 @@ class SFTConfig(Config):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """The run's directory is RUNS/NAME; starting it again resumes it."""
     model: str = Field(min_length=1)
-    """Folder of the model to start from, including its tokenizer."""
+    """Folder of the model to start from, including its tokenizer, or a hub id such as Qwen/Qwen3-0.6B."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit of a hub model; None: its main branch. A run's resolved config holds the commit."""
     chat_format: FormatName = "auto"
     drop_thinking: bool = False
     """Drop the thinking of turns before the last user message, as the published chat template does; for ablations."""

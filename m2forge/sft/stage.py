@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from m2forge.errors import NotFoundError
 from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
+from m2forge.model.hub import find_folder, pinned
 from m2forge.model.transformer import Transformer
 from m2forge.observe.tracker import require_writers
 from m2forge.records import JsonValue, Pack
@@ -28,7 +28,7 @@ from m2forge.train.evaluation import Evaluation
 from m2forge.train.loop import TrainLoop
 from m2forge.train.machine import machine_ranks
 from m2forge.train.position import CHECKPOINT_FOLDER, begun_phase
-from m2forge.train.run_dir import open_run
+from m2forge.train.run_dir import CONFIG_FILE, open_run
 
 DATA_FOLDER, EVAL_DATA_FOLDER = "data", "eval_data"
 
@@ -38,13 +38,10 @@ _log = logging.getLogger(__name__)
 def run_sft(config: SFTConfig, runs: Path) -> Path:
     """Start or resume the run of `config`; returns the finished model's folder."""
     require_writers(config.train.metrics)
-    start = Path(config.model)
-    if not start.is_dir():
-        raise NotFoundError(
-            f"model {config.model!r} is not a folder; give one that `m2forge pretrain` or `import` wrote"
-        )
-    chat_format = make_format(config.chat_format, load_tokenizer(start), drop_thinking=config.drop_thinking)
     run_dir = runs / config.name
+    config = pinned(config, run_dir / CONFIG_FILE)
+    start = find_folder(config.model, config.revision)
+    chat_format = make_format(config.chat_format, load_tokenizer(start), drop_thinking=config.drop_thinking)
     begun = begun_phase(run_dir / CHECKPOINT_FOLDER)
     if begun is not None:
         # A started run refuses a different configuration before its data is touched.

@@ -12,9 +12,8 @@ from m2forge.errors import CheckpointError
 from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
-from m2forge.model.config_file import CONFIG_FILE, read_config
+from m2forge.model.config_file import CONFIG_FILE, WEIGHTS_FILE, read_config
 from m2forge.model.convert import import_model
-from m2forge.model.folder import WEIGHTS_FILE
 from tests.bounds import within
 from tests.model.test_gguf import Numbers, small_tensors, write_small
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from m2forge.config import write_resolved
+from m2forge.config import load, write_resolved
 from m2forge.errors import ConfigError, EngineError, TrainingError
 from m2forge.model.checkpoint import load_model
 from m2forge.model.config_file import read_config
@@ -21,6 +21,7 @@ from m2forge.pool.stored import Outcome, read_units
 from m2forge.records import RequestedSampling, Reward, Sampling
 from m2forge.rl.child import Child
 from m2forge.rl.child_main import MODULE
+from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout
 from m2forge.rl.loop import run_rl
 from m2forge.rl.trainer import Trainer
@@ -28,6 +29,7 @@ from m2forge.tasks.catalog import find_family
 from m2forge.tasks.task_set import TaskSet
 from m2forge.train.run_dir import CONFIG_FILE
 from m2forge.tree.token_tree import TokenTree
+from tests.model.stand_in_hub import FIRST_COMMIT, ID, StandInHub, hub_at, serving
 from tests.rl.ring import AGENT, ROOT
 from tests.rl.scene import make_call, make_config, make_model
 from tests.rl.test_loop import make_run
@@ -52,8 +54,11 @@ def read_trees(run_dir: Path, model: Path) -> list[TokenTree]:
 
 @pytest.fixture(scope="module")
 def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one step whose agent asks for greedy samples, in a short context, with its routing recorded."""
-    config, folder = make_run(model, num_steps=1), tmp_path_factory.mktemp("runs")
+    """A run of one step from a hub id, whose agent asks for greedy samples, in a short context, with its routing
+    recorded."""
+    config, folder = make_run(Path(ID), num_steps=1), tmp_path_factory.mktemp("runs")
+    hub = StandInHub()
+    hub.publish(model)
     stage = config.curriculum.stages[0]
     domains = {name: each.model_copy(update={"context": CONTEXT}) for name, each in stage.domains.items()}
     stages = (stage.model_copy(update={"domains": domains}),)
@@ -63,10 +68,17 @@ def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "curriculum": config.curriculum.model_copy(update={"stages": stages}),
         "policy": config.policy.model_copy(update={"replay": "recorded"}),
     }
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, serving(hub) as url, hub_at(url, folder / "home"):
         patch.setenv("PYTHONPATH", str(ROOT))
         run_rl(config.model_copy(update=changes), folder)
+    assert len(hub.fetched) == len({*hub.fetched}), "the loop fetches, its processes read the cache"
     return folder / "run"
+
+
+def test_a_run_from_a_hub_id_writes_its_commit(run_dir: Path) -> None:
+    config = load(RLConfig, run_dir / "config.toml")
+    assert (config.model, config.revision) == (ID, FIRST_COMMIT)
+    assert (run_dir / "model" / "tokenizer.json").is_file()
 
 
 def test_an_agent_that_asks_for_greedy_samples_is_trained(model: Path, run_dir: Path) -> None:

@@ -431,10 +431,11 @@ def spare_collector() -> None:
     gc.freeze()
 
 
-def make_core(path: Path, config: ServeConfig) -> Core:
-    """The engine core of the model in a folder or GGUF file, with its tokenizer if it has one."""
+def make_core(path: Path, config: ServeConfig, lineage: str | None = None) -> Core:
+    """The engine core of the model in a folder or GGUF file, with its tokenizer if it has one. `lineage`: name of the
+    weights unless the config names them; by default that of the path."""
     model = load_model(path, device=find_device(config), dtype=DTYPES[config.dtype])
-    return core_of(model, config, path.absolute().name, _find_decode(path))
+    return core_of(model, config, lineage or path.absolute().name, _find_decode(path))
 
 
 def core_of(model: Transformer, config: ServeConfig, lineage: str, decode: Decode | None) -> Core:
