@@ -10,7 +10,7 @@ import torch
 
 from m2forge.model.checkpoint import load_model
 from m2forge.protocols import Prompt
-from m2forge.records import PolicyVersion, Sampling, Task
+from m2forge.records import PolicyVersion, Sampling, Submission, Task
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 from m2forge.tasks.catalog import family_of
@@ -34,7 +34,7 @@ class Attempt:
         """The policy's turn: calls are made, an answer is judged."""
         message, family = completion.message(), family_of(self.task)
         if not message.tool_calls:
-            self.is_over, self.is_solved = True, family.verify(self.task, message.content).perf == 1
+            self.is_over, self.is_solved = True, family.verify(self.task, Submission(message.content)).perf == 1
             return
         self.messages.append(message)
         for call in message.tool_calls:

@@ -20,6 +20,7 @@ from pathlib import Path
 from report import Bar, print_table
 
 from m2forge.errors import M2ForgeError
+from m2forge.records import Submission
 from m2forge.tasks.catalog import EMBEDDED, find_family
 from m2forge.tasks.config import GYM_PREFIX, VerifyConfig
 from m2forge.tasks.family import VerdictReason
@@ -160,12 +161,12 @@ async def _ask(runner: TaskRunner, name: str, num: int) -> Found | None:
         print(f"{name}: left out: {str(error).splitlines()[0]}")
         return None
     # What is expected stands in the evidence of any verdict.
-    rights = [str((await runner.verify(task, "")).evidence.get("expected", "1")) for task in tasks]
+    rights = [str((await runner.verify(task, Submission(""))).evidence.get("expected", "1")) for task in tasks]
     # In a thread: to make them takes longer than a stall may.
     answers = await asyncio.to_thread(hostile_answers, num, rights, name)
     for index, answer in enumerate(answers):
         started_s = time.monotonic()
-        verdict = await runner.verify(tasks[index % NUM_TASKS], answer)
+        verdict = await runner.verify(tasks[index % NUM_TASKS], Submission(answer))
         found.seconds.append(time.monotonic() - started_s)
         found.reasons[verdict.reason] += 1
         found.num_right += verdict.perf == 1

@@ -19,7 +19,7 @@ from typing import ClassVar
 from m2forge.errors import M2ForgeError
 from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
-from m2forge.records import Task
+from m2forge.records import Submission, Task
 from m2forge.rl.attempts import Agents
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
@@ -122,7 +122,7 @@ async def _attempt(agents: Agents, task: Task, name: str) -> Timed:
         return Timed(False, True, time.monotonic() - started_s, 0, 0.0)
     time_s = time.monotonic() - started_s
     agents.gateway.delete_soon(name)
-    is_solved = tried.failure is None and (await agents.runner.verify(task, tried.answer)).perf == 1
+    is_solved = tried.failure is None and (await agents.runner.verify(task, Submission(tried.answer))).perf == 1
     calls = sorted(
         (tried.tree.call(index) for index in range(len(tried.tree.samples))), key=lambda call: call.started_s
     )

@@ -42,7 +42,7 @@ from m2forge.observe.metrics import FILE_NAME, read_metrics
 from m2forge.page.report import write_report
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.pretrain.stage import run_pretrain
-from m2forge.records import Task
+from m2forge.records import Submission, Task
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import EvalResult
 from m2forge.rl.loop import run_rl
@@ -245,7 +245,7 @@ def _tools(task: Task) -> str:
 
 
 def _answer(task: Task) -> str:
-    return str(family_of(task).verify(task, "").evidence["expected"])
+    return str(family_of(task).verify(task, Submission("")).evidence["expected"])
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ import torch
 from m2forge.model.checkpoint import load_model
 from m2forge.model.transformer import Transformer
 from m2forge.protocols import Chunk, Prompt
-from m2forge.records import Call, FinishReason, PolicyVersion, Task
+from m2forge.records import Call, FinishReason, PolicyVersion, Submission, Task
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 from m2forge.tasks.catalog import find_family
@@ -89,7 +89,7 @@ def rollout(core: Core, chat: ChatFormat, family: Family, tasks: Sequence[Task])
             parser.feed(chat.tokenizer.decode_bytes(call.response_ids.tolist()))
             completion = parser.finish()
             if not completion.tool_calls or not completion.closed:
-                attempt.is_done, attempt.reward = True, family.verify(attempt.task, completion.content).perf
+                attempt.is_done, attempt.reward = True, family.verify(attempt.task, Submission(completion.content)).perf
                 continue
             results = [family.call(attempt.task, made.name, dict(made.arguments)) for made in completion.tool_calls]
             history, new = [*attempt.messages, completion.message()], [Message("tool", text) for text in results]

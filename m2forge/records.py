@@ -1,4 +1,5 @@
-"""Record types shared by all packages: tasks, completion calls, episodes, groups, their rewards, and packs.
+"""Record types shared by all packages: tasks, submissions and verdicts, completion calls,
+episodes, groups, their rewards, and packs.
 
 Records are frozen and hold no torch objects, so they can cross processes and outlive a run. An invalid field raises a
 `RecordError` that names record and field, and never reaches a trainer. Token fields are read-only numpy arrays: int32
@@ -100,6 +101,75 @@ class Task:
             return cls(**dict(fields) | {"domain": Domain(fields["domain"])})  # type: ignore[arg-type]  # checked there
         except (KeyError, TypeError, ValueError) as error:
             raise RecordError(f"Task: expected its fields, received {str(fields)[:200]} ({error})") from error
+
+
+# -- submissions and verdicts -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What an attempt hands to the task's verifier. JSON values only, because verifiers run in worker processes."""
+
+    answer: str
+    """The agent's final answer."""
+    workspace: str | None = None
+    """Absolute path of the workspace as the agent left it; None if the attempt had none."""
+    messages: tuple[Mapping[str, JsonValue], ...] = ()
+    """The main conversation as the gateway recorded it, in OpenAI's message form."""
+    steps: tuple[Mapping[str, JsonValue], ...] = ()
+    """One object per call that the gateway recorded, in order."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.answer, str):
+            _refuse("Submission", "answer", self.answer, "expected text")
+        object.__setattr__(self, "messages", tuple(self.messages))
+        object.__setattr__(self, "steps", tuple(self.steps))
+
+    @classmethod
+    def read(cls, fields: Mapping[str, JsonValue]) -> "Submission":
+        """Build a submission from the JSON of `asdict`."""
+        try:
+            return cls(**dict(fields))  # type: ignore[arg-type]  # checked there
+        except TypeError as error:
+            raise RecordError(f"Submission: expected its fields, received {str(fields)[:200]} ({error})") from error
+
+
+class VerdictReason(StrEnum):
+    """How a verdict was reached; `tasks/runner.py` specifies the rule. A lost worker gives no verdict."""
+
+    JUDGED = "judged"
+    LIMIT = "limit"
+    """The verifier exceeded its time or memory limit: perf 0."""
+    VERIFIER_ERROR = "verifier_error"
+    """The verifier raised, twice: perf 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A verifier's result for a submission."""
+
+    perf: float
+    """Score from 0, wrong, to 1, right."""
+    evidence: Mapping[str, JsonValue] = field(default_factory=dict)
+    """What was received and what was expected, as JSON values."""
+    reason: VerdictReason = VerdictReason.JUDGED
+    criteria: Mapping[str, float] = field(default_factory=dict)
+    """Score of each criterion by name, from 0 to 1; the verifier combines them into `perf`."""
+
+    def __post_init__(self) -> None:
+        scores: dict[str, object] = {f"criteria: {name}": score for name, score in self.criteria.items()}
+        for name, score in {"perf": self.perf, **scores}.items():
+            if not isinstance(score, int | float) or not 0 <= score <= 1:
+                _refuse("Verdict", name, score, "expected a number from 0 to 1")
+
+    @classmethod
+    def read(cls, fields: Mapping[str, JsonValue]) -> "Verdict":
+        """Build a verdict from the JSON of `asdict`."""
+        try:
+            reason = VerdictReason(str(fields.get("reason", VerdictReason.JUDGED)))
+            return cls(**dict(fields) | {"reason": reason})  # type: ignore[arg-type]  # checked there
+        except (TypeError, ValueError) as error:
+            raise RecordError(f"Verdict: expected its fields, received {str(fields)[:200]} ({error})") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,14 +32,14 @@ def test_the_package_is_imported_in_50_ms_without_libraries() -> None:
 
 
 def test_public_names_are_those_of_their_modules() -> None:
-    from m2forge import LLM, Family, SamplingParams, Verdict, train_rl
+    from m2forge import LLM, Family, SamplingParams, Submission, Verdict, train_rl
     from m2forge.tasks import family
 
-    assert (Family, Verdict) == (family.Family, family.Verdict)
+    assert (Family, Submission, Verdict) == (family.Family, family.Submission, family.Verdict)
     assert LLM.__name__ in dir(m2forge)
-    assert {value.__name__ for value in (LLM, Family, SamplingParams, Verdict, train_rl)} | {"__version__"} == {
-        *m2forge.__all__
-    }
+    assert {value.__name__ for value in (LLM, Family, SamplingParams, Submission, Verdict, train_rl)} | {
+        "__version__"
+    } == {*m2forge.__all__}
 
 
 def test_type_checkers_and_programs_see_the_same_names() -> None:

@@ -17,7 +17,7 @@ from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.preset import preset
 from m2forge.model.transformer import Transformer
-from m2forge.records import Call, Domain, Episode, FinishReason, PolicyVersion, Task
+from m2forge.records import Call, Domain, Episode, FinishReason, PolicyVersion, Submission, Task
 from m2forge.reward.advantage import assign_advantages
 from m2forge.reward.config import AdvantageConfig
 from m2forge.reward.judge import Judged
@@ -49,7 +49,8 @@ class Vowels(ToolFree):
     def draw(self, difficulty: int, seed: int) -> Task:
         return make_task(self, difficulty, f"Write {seed % 100}.", {})
 
-    def verify(self, task: Task, answer: str) -> Verdict:
+    def verify(self, task: Task, submission: Submission) -> Verdict:
+        answer = submission.answer
         return Verdict(sum(letter in "aeiou" for letter in answer) / max(1, len(answer)))
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:

@@ -41,13 +41,12 @@ from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.record import Rewarding
 from m2forge.pool.state import EpisodeState, LeaseLostError, StateError
 from m2forge.pool.stored import Lease, Outcome, StoredEpisode, StoredUnit
-from m2forge.records import Episode, Task
+from m2forge.records import Episode, Submission, Task, Verdict
 from m2forge.reward.judge import Attempt, Judge, Judged
 from m2forge.reward.rule import Step, read_step
 from m2forge.rl.config import AgentConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.workers import AgentError, DeathCause, ErrorKind, JobError, StuckError, WorkerDiedError, Workers
-from m2forge.tasks.family import Verdict
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Tool
@@ -289,7 +288,7 @@ class Attempts:
     async def _attempt(self, stored: StoredEpisode, tools: Sequence[Tool]) -> Attempt:
         verdict = Verdict(0.0, {"failure": stored.failure or ""})
         if stored.failure is None:
-            verdict = await self.agents.runner.verify(stored.task, stored.artifacts[ANSWER])
+            verdict = await self.agents.runner.verify(stored.task, Submission(stored.artifacts[ANSWER]))
         episode, steps = await self._in_thread(_read, stored, self._format, tools)
         return Attempt(episode, steps, verdict.perf, verdict.evidence)
 

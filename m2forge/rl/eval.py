@@ -33,7 +33,7 @@ from typing import Any, ParamSpec, TypeVar
 from m2forge.errors import M2ForgeError, RecordError
 from m2forge.files import append_line, whole_lines, write_atomic
 from m2forge.pool.stored import CallWriter, read_task, read_tree
-from m2forge.records import PolicyVersion, Task
+from m2forge.records import PolicyVersion, Submission, Task
 from m2forge.rl.attempts import Agents, AttemptResult, Interrupted, Overrides, Slots, WorkerLost, gather
 from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout, read_lineage
@@ -231,7 +231,9 @@ async def evaluate(
         if result is None:
             return None
         num_tokens.update(await _in_thread(thread, _count_versions, result.tree))
-        perf = 0.0 if result.failure is not None else (await agents.runner.verify(task, result.answer)).perf
+        perf = 0.0
+        if result.failure is None:
+            perf = (await agents.runner.verify(task, Submission(result.answer))).perf
         if index in indices:
             stored[index] = await _in_thread(
                 thread, make_attempt, step, task, perf, result.answer, result.failure, result.tree

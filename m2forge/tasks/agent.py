@@ -23,8 +23,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from m2forge.records import Domain, JsonValue, Task
-from m2forge.tasks.family import Verdict, call_problem, compare, make_task, read_int, read_text, shown, task_random
+from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
+from m2forge.tasks.family import call_problem, compare, make_task, read_int, read_text, shown, task_random
 from m2forge.text.message import Message, Tool, ToolCall
 
 KEYS = tuple(f"{digit}{letter}" for digit in range(10) for letter in "ABCDEFGHIJ")
@@ -72,8 +72,8 @@ class Chain(Lookup):
     def latency_s(self, task: Task, name: str) -> float:
         return self.call_s
 
-    def verify(self, task: Task, answer: str) -> Verdict:
-        return compare(answer, _links(task)[-1])
+    def verify(self, task: Task, submission: Submission) -> Verdict:
+        return compare(submission.answer, _links(task)[-1])
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         links = _links(task)
@@ -102,8 +102,8 @@ class Gather(Lookup):
     def latency_s(self, task: Task, name: str) -> float:
         return self.call_s
 
-    def verify(self, task: Task, answer: str) -> Verdict:
-        return compare(answer, _values(task))
+    def verify(self, task: Task, submission: Submission) -> Verdict:
+        return compare(submission.answer, _values(task))
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         """Most demonstrations read one key per turn, the others all at once."""
@@ -148,8 +148,8 @@ class Copies:
     def latency_s(self, task: Task, name: str) -> float:
         return self.call_s
 
-    def verify(self, task: Task, answer: str) -> Verdict:
-        return compare(answer, _links(task)[-1])
+    def verify(self, task: Task, submission: Submission) -> Verdict:
+        return compare(submission.answer, _links(task)[-1])
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         """Never use the copy where it is out of date, so that every demonstration is right."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from m2forge.errors import RecordError
-from m2forge.records import Domain, JsonValue, Task
-from m2forge.tasks.family import ToolFree, Verdict, make_task, plain, read_text, shown, task_random
+from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
+from m2forge.tasks.family import ToolFree, make_task, plain, read_text, shown, task_random
 from m2forge.text.message import Message
 
 MAX_WORDS = 128
@@ -115,7 +115,8 @@ class StackProgram(ToolFree):
         instruction = f"Write a stack program for {_infix(expression)}."
         return make_task(self, difficulty, instruction, {"program": _postfix(expression)})
 
-    def verify(self, task: Task, answer: str) -> Verdict:
+    def verify(self, task: Task, submission: Submission) -> Verdict:
+        answer = submission.answer
         reference, program = read_text(task, "program"), plain(answer)
         for inputs in CASES:
             try:

@@ -7,7 +7,7 @@ whatever the policy wrote: an invalid call returns a line that begins with `erro
 
     task = family.draw(difficulty=3, seed=7)
     family.call(task, "look", {"key": "3G"})      '5B'
-    family.verify(task, "5B").perf                0.0 or 1.0
+    family.verify(task, Submission("5B")).perf    0.0 or 1.0
 
 Answers are compared as text after `plain`, which strips white space at both ends and one final full stop and collapses
 white space inside to one space. The comparison is case-sensitive.
@@ -17,44 +17,19 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 from m2forge.errors import ConfigError, RecordError
-from m2forge.records import Domain, JsonValue, Task
+from m2forge.records import Domain, JsonValue, Submission, Task, Verdict, VerdictReason
 from m2forge.text.argument import argument_problems, type_problem
 from m2forge.text.message import Message, Tool
+
+__all__ = ["Family", "Preparing", "Submission", "ToolFree", "Verdict", "VerdictReason"]
 
 FAMILY_KEY = "family"
 """Metadata key of the name of the task's family."""
 MAX_SHOWN = 200
 """Maximum characters of an answer or argument that evidence and error lines repeat."""
-
-
-class VerdictReason(StrEnum):
-    """How a verdict was reached; `tasks/runner.py` specifies the rule. A lost worker gives no verdict."""
-
-    JUDGED = "judged"
-    LIMIT = "limit"
-    """The verifier exceeded its time or memory limit: perf 0."""
-    VERIFIER_ERROR = "verifier_error"
-    """The verifier raised, twice: perf 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """A verifier's result for an answer."""
-
-    perf: float
-    """Score from 0, wrong, to 1, right."""
-    evidence: Mapping[str, JsonValue] = field(default_factory=dict)
-    """What was received and what was expected, as JSON values."""
-    reason: VerdictReason = VerdictReason.JUDGED
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.perf <= 1:
-            raise RecordError(f"Verdict: perf: expected a number from 0 to 1, received {self.perf!r}")
 
 
 class Family(Protocol):
@@ -85,8 +60,8 @@ class Family(Protocol):
         """Latency that the caller simulates for a call. Calls of one turn may wait concurrently."""
         ...
 
-    def verify(self, task: Task, answer: str) -> Verdict:
-        """Verify the content of the agent's last message."""
+    def verify(self, task: Task, submission: Submission) -> Verdict:
+        """Verify what an attempt submitted: the agent's last message, the workspace, the recorded conversation."""
         ...
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:

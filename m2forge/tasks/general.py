@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from m2forge.records import Domain, Task
-from m2forge.tasks.family import ToolFree, Verdict, make_task, read_text, shown, task_random
+from m2forge.records import Domain, Submission, Task, Verdict
+from m2forge.tasks.family import ToolFree, make_task, read_text, shown, task_random
 from m2forge.text.message import Message
 
 WORDS = ("sun", "cat", "red", "map", "ice", "owl", "tea", "box", "key", "fox", "bus", "jar", "pen", "log", "arm", "hat")
@@ -43,8 +43,8 @@ class Words(ToolFree):
         ordered = " ".join(ORDERS[order](words))
         return make_task(self, difficulty, instruction, {"ordered": ordered, "answer": answer})
 
-    def verify(self, task: Task, answer: str) -> Verdict:
-        expected = read_text(task, "answer")
+    def verify(self, task: Task, submission: Submission) -> Verdict:
+        expected, answer = read_text(task, "answer"), submission.answer
         perf = float(answer.strip().removesuffix(".").rstrip() == expected)
         return Verdict(perf, {"expected": expected, "received": shown(answer)})
 

@@ -19,9 +19,9 @@ from types import ModuleType
 from typing import Literal, Protocol, TypeAlias, cast
 
 from m2forge.errors import ConfigError, DataError, NotFoundError, suggest
-from m2forge.records import Domain, JsonValue, Task
+from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
 from m2forge.tasks.config import GYM_PREFIX, OnRaise
-from m2forge.tasks.family import ToolFree, Verdict, make_task, read_int, shown, task_random
+from m2forge.tasks.family import ToolFree, make_task, read_int, shown, task_random
 from m2forge.text.message import Message
 
 NUM_SEEDS = 1 << 31
@@ -84,10 +84,11 @@ class GymFamily(ToolFree):
         """Build the dataset, which may take longer than a verdict."""
         self._open(task)
 
-    def verify(self, task: Task, answer: str) -> Verdict:
+    def verify(self, task: Task, submission: Submission) -> Verdict:
         """Raises what the scorer raises, unless `on_raise` is "wrong". The worker that this runs in kills a scorer that
         exceeds its time or memory limit (`tasks/runner.py`)."""
         dataset, entry = self._open(task)
+        answer = submission.answer
         evidence: dict[str, JsonValue] = {"expected": shown(str(entry["answer"])), "received": shown(answer)}
         if len(answer) > MAX_ANSWER:
             return Verdict(0.0, evidence | {"error": f"{len(answer)} characters, at most {MAX_ANSWER}"})

@@ -9,8 +9,8 @@ result into the thinking. A guess is right once in a hundred tasks.
 import random
 from dataclasses import dataclass
 
-from m2forge.records import Domain, Task
-from m2forge.tasks.family import ToolFree, Verdict, compare, make_task, read_int, read_text, task_random
+from m2forge.records import Domain, Submission, Task, Verdict
+from m2forge.tasks.family import ToolFree, compare, make_task, read_int, read_text, task_random
 from m2forge.text.message import Message
 
 MODULUS = 10
@@ -30,9 +30,9 @@ class Counters(ToolFree):
         instruction = f"Modulo {MODULUS}: a={a} b={b}. Do {steps}. Give a b."
         return make_task(self, difficulty, instruction, {"a": a, "b": b, "steps": steps})
 
-    def verify(self, task: Task, answer: str) -> Verdict:
+    def verify(self, task: Task, submission: Submission) -> Verdict:
         _, end = _run(task)
-        return compare(answer, end)
+        return compare(submission.answer, end)
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         thoughts, end = _run(task)

@@ -1,13 +1,13 @@
-"""Runs families' code in worker processes with time and memory limits: tasks and answers in, verdicts out.
+"""Runs families' code in worker processes with time and memory limits: tasks and submissions in, verdicts out.
 
     async with TaskRunner(VerifyConfig(), folder, families=("chain",)) as runner:
-        verdict = await runner.verify(task, answer)
+        verdict = await runner.verify(task, Submission(answer))
 
 A policy's output reaches a family's code only here, so a verifier that never ends or fills the memory does not stall
 the caller. One rule holds for every verifier:
 
     over a limit                            perf 0, `limit`
-    raised twice on the same answer         perf 0, `verifier_error`, with the traceback as evidence
+    raised twice on the same submission     perf 0, `verifier_error`, with the traceback as evidence
     more than `max_error_share` of the      `BrokenVerifierError`, which ends the run: the rewards would be wrong
     last `NUM_WATCHED` verdicts are that
     a worker was lost, or starved of CPU    `infra`: retried with another, never a verdict
@@ -32,12 +32,12 @@ from typing import Self, cast
 import m2forge
 from m2forge.errors import DataError, EngineError
 from m2forge.protocols import Command
-from m2forge.records import JsonValue, Task
+from m2forge.records import JsonValue, Submission, Task, Verdict, VerdictReason
 from m2forge.sandbox.command_worker import ProcessWorker
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.process import ProcessSandbox
 from m2forge.tasks.config import VerifyConfig
-from m2forge.tasks.family import Verdict, VerdictReason, family_name, shown
+from m2forge.tasks.family import family_name, shown
 from m2forge.tasks.task_set import Distinct, Split
 from m2forge.tasks.time_limit import MAX_WAIT
 from m2forge.tasks.worker import MAX_REPLY_BYTES, RequestOutcome
@@ -105,8 +105,8 @@ class TaskRunner:
         await asyncio.gather(*self._warming, return_exceptions=True)
         await asyncio.gather(*(seat.close() for seat in self._seats))
 
-    async def verify(self, task: Task, answer: str) -> Verdict:
-        request: dict[str, JsonValue] = {"op": "verify", "task": asdict(task), "answer": answer}
+    async def verify(self, task: Task, submission: Submission) -> Verdict:
+        request: dict[str, JsonValue] = {"op": "verify", "task": asdict(task), "submission": asdict(submission)}
         request["is_wrong_on_raise"] = family_name(task) in self._wrong_on_raise
         reply = await self._ask(request, family_name(task))
         outcome = RequestOutcome(str(reply["outcome"]))
@@ -114,9 +114,8 @@ class TaskRunner:
             raise DataError(str(reply["text"]))
         self._errors.append(outcome is RequestOutcome.VERIFIER_ERROR)
         if outcome is RequestOutcome.OK:
-            value = cast("Mapping[str, JsonValue]", reply["value"])
-            return Verdict(cast("float", value["perf"]), cast("Mapping[str, JsonValue]", value["evidence"]))
-        evidence: dict[str, JsonValue] = {"reason": str(outcome), "received": shown(answer)}
+            return Verdict.read(cast("Mapping[str, JsonValue]", reply["value"]))
+        evidence: dict[str, JsonValue] = {"reason": str(outcome), "received": shown(submission.answer)}
         if outcome is RequestOutcome.LIMIT:
             return Verdict(0.0, evidence | {"error": reply["text"]}, VerdictReason.LIMIT)
         trace = str(reply.get("value") or reply["text"])

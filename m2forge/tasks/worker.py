@@ -35,7 +35,7 @@ from enum import StrEnum
 from typing import NoReturn, cast
 
 from m2forge.errors import M2ForgeError, RecordError
-from m2forge.records import JsonValue, Task
+from m2forge.records import JsonValue, Submission, Task, Verdict
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.family import Family, Preparing
 from m2forge.tasks.gym import GymFamily
@@ -92,13 +92,20 @@ def run(request: Fields) -> JsonValue:
         case "verify":
             if isinstance(family, GymFamily) and request["is_wrong_on_raise"]:
                 family = replace(family, on_raise="wrong")
-            verdict = family.verify(task, str(request["answer"]))
-            evidence = dict(verdict.evidence)
-            size = len(json.dumps(evidence, allow_nan=False))
-            if size > MAX_EVIDENCE:
-                raise RecordError(f"{family.name}: evidence: {size} bytes, at most {MAX_EVIDENCE}")
-            return {"perf": float(verdict.perf), "evidence": evidence}
+            return _verify(family, task, Submission.read(cast("Fields", request["submission"])))
     raise RecordError(f"tasks.worker: no operation {request['op']!r}")
+
+
+def _verify(family: Family, task: Task, submission: Submission) -> JsonValue:
+    verdict: object = family.verify(task, submission)
+    if not isinstance(verdict, Verdict):
+        received = "nothing" if verdict is None else repr(verdict)[:100]
+        raise RecordError(f"{family.name}: verify: expected a Verdict, received {received}; return Verdict(perf)")
+    fields = asdict(verdict) | {"perf": float(verdict.perf)}
+    size = len(json.dumps([fields["evidence"], fields["criteria"]], allow_nan=False))
+    if size > MAX_EVIDENCE:
+        raise RecordError(f"{family.name}: evidence: {size} bytes, at most {MAX_EVIDENCE}")
+    return fields
 
 
 def _next(family: Family, request: Fields) -> JsonValue:

@@ -3,14 +3,13 @@
 python -m tests.rl.raising_worker TIMEOUT_S DRAW_TIMEOUT_S
 """
 
-from m2forge.records import Task
+from m2forge.records import Submission, Task, Verdict
 from m2forge.tasks import catalog, worker
 from m2forge.tasks.agent import Chain
-from m2forge.tasks.family import Verdict
 
 
 class Raising(Chain):
-    def verify(self, task: Task, answer: str) -> Verdict:
+    def verify(self, task: Task, submission: Submission) -> Verdict:
         raise KeyError("a verifier that its author broke")
 
 

@@ -17,7 +17,7 @@ from m2forge.pool.config import PoolConfig
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.stored import Outcome, read_units
 from m2forge.protocols import Chunk, Prompt
-from m2forge.records import Reward
+from m2forge.records import Reward, Submission
 from m2forge.reward.config import RewardConfig
 from m2forge.reward.judge import Judge
 from m2forge.rl.attempts import (
@@ -266,7 +266,7 @@ def test_a_verifier_that_raises_too_often_ends_the_judging(tmp_path: Path, monke
 def test_a_hostile_answer_is_judged_in_time_after_a_restart(tmp_path: Path) -> None:
     """What a loop that died had stored: the next loop judges it, and an answer that no verifier finishes is wrong."""
     task = GymFamily("coin_flip").draw(0, 1)
-    right = str(GymFamily("coin_flip").verify(task, "").evidence["expected"])
+    right = str(GymFamily("coin_flip").verify(task, Submission("")).evidence["expected"])
     format, before = minimax(), set(threading.enumerate())
     config = AgentConfig(command=("true",))
 

@@ -9,12 +9,11 @@ import numpy as np
 
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.pool import Pool, PoolWriter
-from m2forge.records import Call, FinishReason, PolicyVersion, Task
+from m2forge.records import Call, FinishReason, PolicyVersion, Submission, Task, Verdict
 from m2forge.reward.config import RewardConfig
 from m2forge.reward.judge import Judge
 from m2forge.rl.attempts import Agents, AttemptResult, Attempts
 from m2forge.tasks.catalog import family_of, find_family
-from m2forge.tasks.family import Verdict
 from m2forge.tasks.task_set import TaskSet
 from m2forge.text.message import Tool
 from m2forge.tree.token_tree import TokenTree
@@ -39,8 +38,8 @@ class OneLongEpisode:
     async def tools(self, task: Task) -> tuple[Tool, ...]:
         return tuple(family_of(task).tools(task))
 
-    async def verify(self, task: Task, answer: str) -> Verdict:
-        return family_of(task).verify(task, answer)
+    async def verify(self, task: Task, submission: Submission) -> Verdict:
+        return family_of(task).verify(task, submission)
 
 
 def long_tree(vocab_size: int) -> TokenTree:
@@ -108,9 +107,9 @@ class SlowVerifier(OneLongEpisode):
         super().__init__(tree)
         self._may_judge = may_judge
 
-    async def verify(self, task: Task, answer: str) -> Verdict:
+    async def verify(self, task: Task, submission: Submission) -> Verdict:
         await self._may_judge.wait()
-        return await super().verify(task, answer)
+        return await super().verify(task, submission)
 
 
 def test_an_attempt_ends_before_its_group_is_judged(tmp_path: Path) -> None:

@@ -13,14 +13,13 @@ import pytest
 from m2forge.files import append_line
 from m2forge.pool.pool import PoolWriter
 from m2forge.pool.stored import Lease
-from m2forge.records import Call, FinishReason, PolicyVersion, Task
+from m2forge.records import Call, FinishReason, PolicyVersion, Submission, Task, Verdict
 from m2forge.rl.attempts import Agents, AttemptResult, Attempts
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import EvalResult, make_attempt, read_attempts, read_results, write_attempts, write_result
 from m2forge.rl.layout import Layout, begin_branch
 from m2forge.rl.loop import Loop, is_complete
 from m2forge.tasks.catalog import family_of, find_family
-from m2forge.tasks.family import Verdict
 from m2forge.tasks.task_set import Split, TaskSet
 from m2forge.tree.token_tree import TokenTree
 from tests.rl.scene import make_config, make_model
@@ -76,8 +75,8 @@ class Policy:
     async def distinct(self, family: str, split: Split, seed: int, num: int, lowest: int, highest: int) -> list[Task]:
         return distinct(TaskSet(find_family(family), split, seed), num, lowest, highest)
 
-    async def verify(self, task: Task, answer: str) -> Verdict:
-        return family_of(task).verify(task, answer)
+    async def verify(self, task: Task, submission: Submission) -> Verdict:
+        return family_of(task).verify(task, submission)
 
     async def run(self, lease: Lease) -> None:
         """An attempt of training; its group stays unfinished."""

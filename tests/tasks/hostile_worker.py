@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from m2forge.records import JsonValue, Task
+from m2forge.records import JsonValue, Submission, Task
 from m2forge.tasks import catalog, worker
 from m2forge.tasks.agent import Chain
 from m2forge.tasks.family import Verdict, make_task
@@ -43,10 +43,10 @@ class Hostile(Chain):
         return ()
 
     def call(self, task: Task, name: str, arguments: JsonValue) -> str:
-        return str(self.verify(task, name).perf)
+        return str(self.verify(task, Submission(name)).perf)
 
-    def verify(self, task: Task, answer: str) -> Verdict:
-        what, _, once = answer.partition(" ")
+    def verify(self, task: Task, submission: Submission) -> Verdict:
+        what, _, once = submission.answer.partition(" ")
         marker = Path(once or "never")
         if not once or not marker.exists():
             marker.touch() if once else None

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from m2forge.records import Submission
 from m2forge.sft.jsonl import read_jsonl
 from m2forge.sft.report import Report
 from m2forge.tasks.catalog import EMBEDDED, family_of
@@ -23,7 +24,7 @@ def test_fine_tuning_reads_what_was_written(tmp_path: Path) -> None:
         assert trajectory.messages[0] == Message("system", "Use the tools.")
         assert trajectory.messages[1] == Message("user", task.instruction)
         assert trajectory.tools == family.tools(task)
-        assert family.verify(task, trajectory.messages[-1].content).perf == 1
+        assert family.verify(task, Submission(trajectory.messages[-1].content)).perf == 1
 
 
 def test_they_repeat_exactly_and_differ_for_another_seed() -> None:

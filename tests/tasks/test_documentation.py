@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from m2forge.records import Submission
 from m2forge.tasks.catalog import EMBEDDED, find_family
 
 TEXT = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
@@ -23,4 +24,4 @@ def test_the_table_shows_a_task_of_each_family_with_its_answer() -> None:
     for name, instruction, answer in rows:
         family = find_family("reasoning-gym:chain_sum" if name == "reasoning-gym" else name)
         task = family.draw(family.levels[2], 7)
-        assert (task.instruction, family.verify(task, answer).perf) == (instruction, 1)
+        assert (task.instruction, family.verify(task, Submission(answer)).perf) == (instruction, 1)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.records import Domain, JsonValue, Task
+from m2forge.records import Domain, JsonValue, Submission, Task
 from m2forge.tasks.agent import KEYS, Chain, Copies, Gather, behind
 from m2forge.tasks.coding import MAX_WORDS, ProgramError, StackProgram, run_program
 from m2forge.tasks.family import plain, read_int
@@ -22,8 +22,8 @@ def test_counters_run_modulo_ten() -> None:
     task = Task("t", Domain.REASONING, "…", 4.0, metadata)
     (_, answer) = Counters().demonstrate(task, random.Random(0))
     assert answer.thinking == "a+3 a=7 b-2 b=5 a+b a=2 b-a b=3"
-    assert Counters().verify(task, " 2  3. ").perf == 1
-    assert Counters().verify(task, "3 2").perf == 0
+    assert Counters().verify(task, Submission(" 2  3. ")).perf == 1
+    assert Counters().verify(task, Submission("3 2")).perf == 0
 
 
 def test_a_chain_follows_what_the_tool_says() -> None:
@@ -32,7 +32,7 @@ def test_a_chain_follows_what_the_tool_says() -> None:
     assert f"Start at {key}. Follow 3 links." == task.instruction
     for _ in range(3):
         key = Chain().call(task, "look", {"key": key})
-    assert Chain().verify(task, key).perf == 1
+    assert Chain().verify(task, Submission(key)).perf == 1
     assert Chain().draw(1, 11).instruction.endswith("Follow 1 link.")
 
 
@@ -78,7 +78,7 @@ def test_a_copy_is_stale_at_as_many_links_as_the_difficulty(difficulty: int, see
         assert copied in KEYS
         key, num_old = value, num_old + (copied != value)
     assert num_old == difficulty
-    assert Copies().verify(task, key).perf == 1
+    assert Copies().verify(task, Submission(key)).perf == 1
 
 
 def test_whoever_trusts_the_copy_fails_and_nobody_notices_before() -> None:
@@ -88,7 +88,7 @@ def test_whoever_trusts_the_copy_fails_and_nobody_notices_before() -> None:
         key = str(task.metadata["start"])
         for _ in range(read_int(task, "num_links")):
             key = Copies().call(task, "recall", {"key": key})
-        num_solved += Copies().verify(task, key).perf == 1
+        num_solved += Copies().verify(task, Submission(key)).perf == 1
     assert num_solved < 15
 
 
@@ -114,9 +114,9 @@ def test_any_program_that_computes_the_expression_is_right() -> None:
     metadata = {"family": "stack", "program": "a 3 + b *"}
     task = Task("t", Domain.CODING, "Write a stack program for (a+3)*b.", 2.0, metadata)
     for right in ("a 3 + b *", "b a 3 + *", "3 a + b *", "a b * b 3 * +", "b dup a * swap 3 * +", "7 drop a 3 + b *"):
-        assert StackProgram().verify(task, right).perf == 1, right
+        assert StackProgram().verify(task, Submission(right)).perf == 1, right
     for wrong in ("a 3 b + *", "(a+3)*b", "a 3 + b", "a b *", "a 3 + c *", "a 3 + b * *", "", "0"):
-        assert StackProgram().verify(task, wrong).perf == 0, wrong
+        assert StackProgram().verify(task, Submission(wrong)).perf == 0, wrong
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_words_are_written_as_asked() -> None:
         words = ORDERS[order](head.split(", "))
         copies = [CASES[case](word) for word in words for _ in range(COUNTS[count.removesuffix(" each")])]
         answer = joiner.removeprefix("joined by ").join(copies)
-        assert Words().verify(task, f" {answer}. ").perf == 1
-        assert Words().verify(task, answer.swapcase()).perf == 0
+        assert Words().verify(task, Submission(f" {answer}. ")).perf == 1
+        assert Words().verify(task, Submission(answer.swapcase())).perf == 0
         seen.add((order, case, count, joiner))
     assert len(seen) == len(ORDERS) * len(CASES) * len(COUNTS) * len(JOINERS)
 

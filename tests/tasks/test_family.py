@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.errors import ConfigError, NotFoundError, RecordError
-from m2forge.records import Domain, Task
+from m2forge.records import Domain, Submission, Task
 from m2forge.tasks.agent import KEYS, Chain, Gather
 from m2forge.tasks.catalog import EMBEDDED, family_of, find_family
 from m2forge.tasks.coding import StackProgram
@@ -67,8 +67,8 @@ def test_a_demonstration_solves_its_task(family: Family, data: st.DataObject) ->
     assert messages[0] == Message("user", task.instruction)
     assert messages[-1].role == "assistant"
     assert not messages[-1].tool_calls
-    assert family.verify(copied(task), messages[-1].content).perf == 1.0
-    assert family.verify(task, f"  {messages[-1].content}\n").perf == 1.0
+    assert family.verify(copied(task), Submission(messages[-1].content)).perf == 1.0
+    assert family.verify(task, Submission(f"  {messages[-1].content}\n")).perf == 1.0
 
 
 @every_family
@@ -90,9 +90,9 @@ def test_demonstrated_calls_have_the_tools_real_results(family: Family, data: st
 @given(data=st.data())
 def test_no_answer_makes_a_verifier_raise(family: Family, data: st.DataObject) -> None:
     task, answer = draw(family, data), data.draw(ANY_TEXT)
-    verdict = family.verify(task, answer)
+    verdict = family.verify(task, Submission(answer))
     json.dumps(verdict.evidence, allow_nan=False, ensure_ascii=False).encode()
-    assert len(json.dumps(family.verify(task, answer * 100).evidence)) < 4000
+    assert len(json.dumps(family.verify(task, Submission(answer * 100)).evidence)) < 4000
     right = plain(solve(family, task))
     assert verdict.perf in (0, 1)
     if verdict.perf and not isinstance(family, StackProgram | GymFamily):
@@ -108,9 +108,9 @@ def test_an_answer_with_one_sign_changed_is_wrong(family: Family, data: st.DataO
     place = data.draw(st.integers(0, len(signs) - 1))
     signs[place] = data.draw(st.sampled_from("0123456789").filter(lambda sign: sign != right[place]))
     if not isinstance(family, StackProgram):
-        assert family.verify(task, "".join(signs)).perf == 0
+        assert family.verify(task, Submission("".join(signs))).perf == 0
     for wrong in ("", "?", f"{right} {right}", right[: len(right) // 2]):
-        assert family.verify(task, wrong).perf == 0, wrong
+        assert family.verify(task, Submission(wrong)).perf == 0, wrong
 
 
 @every_family
@@ -148,12 +148,12 @@ def test_no_answer_is_right_for_more_than_a_few_tasks(family: Family) -> None:
     tasks = [stream.next(family.levels[0], family.levels[0]) for _ in range(400)]
     commonest = Counter(solve(family, task) for task in tasks).most_common(10)
     for answer, _ in commonest:
-        share = sum(family.verify(task, answer).perf for task in tasks) / len(tasks)
+        share = sum(family.verify(task, Submission(answer)).perf for task in tasks) / len(tasks)
         # Of a hundred equally likely answers, the commonest in 400 draws is expected below 3.5%.
         assert share < 0.035, answer
     guesses = [solve(family, task) for task in tasks[1:] + tasks[:1]]
     pairs = zip(tasks, guesses, strict=True)
-    assert sum(family.verify(task, guess).perf for task, guess in pairs) / len(tasks) < 0.035
+    assert sum(family.verify(task, Submission(guess)).perf for task, guess in pairs) / len(tasks) < 0.035
 
 
 @every_family
@@ -199,7 +199,7 @@ def test_a_task_without_its_metadata_is_refused() -> None:
     bare = Task("t", Domain.AGENT, "Start at 3.", 1.0, {"family": "chain", "start": [3], "keys": 1, "secret": "x"})
     for family in (Chain(), Gather(), Counters(), StackProgram(), Words()):
         with pytest.raises(RecordError, match="Task t: metadata"):
-            family.verify(bare, "4")
+            family.verify(bare, Submission("4"))
     with pytest.raises(RecordError, match="perf"):
         Verdict(1.5)
 

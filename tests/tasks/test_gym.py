@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from m2forge.errors import ConfigError, DataError, NotFoundError
-from m2forge.records import Task
+from m2forge.records import Submission, Task
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.gym import EVALUATING, GymFamily, _num_levels
 
@@ -29,21 +29,24 @@ def test_a_dataset_without_a_curriculum_has_one_level() -> None:
     family = GymFamily("gsm_symbolic")
     assert family.levels == range(1)
     task = family.draw(0, 5)
-    assert family.verify(task, family.demonstrate(task, random.Random(0))[-1].content).perf == 1
+    assert family.verify(task, Submission(family.demonstrate(task, random.Random(0))[-1].content)).perf == 1
 
 
 def test_the_scorer_is_the_library_s_own() -> None:
     family = GymFamily("chain_sum")
     task = family.draw(2, 1)
-    right = family.verify(task, "").evidence["expected"]
-    assert family.verify(task, f"{right}.00").perf == 1  # it reads numbers, however they are written
-    assert family.verify(task, "9" * 70_000).evidence["error"] == "70000 characters, at most 65536"
+    right = family.verify(task, Submission("")).evidence["expected"]
+    assert family.verify(task, Submission(f"{right}.00")).perf == 1  # it reads numbers, however they are written
+    assert family.verify(task, Submission("9" * 70_000)).evidence["error"] == "70000 characters, at most 65536"
 
 
 def test_part_of_the_credit_is_given_only_if_asked_for() -> None:
     task = GymFamily("chain_sum").draw(2, 1)
-    near = f"1{GymFamily('chain_sum').verify(task, '').evidence['expected']}"
-    whole, part = GymFamily("chain_sum").verify(task, near), GymFamily("chain_sum", credit="part").verify(task, near)
+    near = f"1{GymFamily('chain_sum').verify(task, Submission('')).evidence['expected']}"
+    whole, part = (
+        GymFamily("chain_sum").verify(task, Submission(near)),
+        GymFamily("chain_sum", credit="part").verify(task, Submission(near)),
+    )
     assert (whole.perf, part.perf) == (0.0, 0.8)
     assert whole.evidence == part.evidence
     assert whole.evidence["score"] == 0.8
@@ -53,7 +56,7 @@ def test_tasks_of_another_version_are_noticed() -> None:
     task = find_family("reasoning-gym:chain_sum").draw(0, 0)
     changed = Task(task.id, task.domain, task.instruction + " ", task.difficulty, task.metadata)
     with pytest.raises(DataError, match="generates another question"):
-        GymFamily("chain_sum").verify(changed, "1")
+        GymFamily("chain_sum").verify(changed, Submission("1"))
 
 
 def test_a_level_that_the_library_cannot_make_is_refused() -> None:
@@ -65,7 +68,7 @@ def test_a_level_that_the_library_cannot_make_is_refused() -> None:
 def test_a_dataset_without_answers_has_no_demonstrations() -> None:
     family = GymFamily("graph_color")
     task = family.draw(0, 0)
-    assert family.verify(task, "{}").perf < 1
+    assert family.verify(task, Submission("{}")).perf < 1
     with pytest.raises(DataError, match="have no answer"):
         family.demonstrate(task, random.Random(0))
 

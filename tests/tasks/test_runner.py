@@ -16,6 +16,7 @@ import pytest
 
 from m2forge.config import build
 from m2forge.errors import DataError, EngineError
+from m2forge.records import Submission
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.config import CurriculumConfig, FamilyConfig, VerifyConfig
 from m2forge.tasks.curriculum import Curriculum
@@ -75,11 +76,11 @@ def test_a_verifier_on_the_event_loop_would_be_seen(block: Callable[[], object])
 @pytest.mark.parametrize("answer", ["loop", "power", "sleep", "grow", "drip", "flood"])
 def test_a_verifier_over_a_limit_has_perf_0_and_a_live_worker(tmp_path: Path, answer: str) -> None:
     async def scene(runner: TaskRunner) -> tuple[Verdict, float, Verdict, int]:
-        await runner.verify(TASK, "fine")
+        await runner.verify(TASK, Submission("fine"))
         started_s = time.monotonic()
-        verdict = await runner.verify(TASK, answer)
+        verdict = await runner.verify(TASK, Submission(answer))
         passed_s = time.monotonic() - started_s
-        return verdict, passed_s, await runner.verify(TASK, "fine"), runner.max_memory_bytes
+        return verdict, passed_s, await runner.verify(TASK, Submission("fine")), runner.max_memory_bytes
 
     verdict, passed_s, fine, memory = run(tmp_path, scene)
     assert (verdict.perf, verdict.reason, verdict.evidence["reason"]) == (0.0, VerdictReason.LIMIT, "limit")
@@ -90,7 +91,7 @@ def test_a_verifier_over_a_limit_has_perf_0_and_a_live_worker(tmp_path: Path, an
 
 @pytest.mark.parametrize("answer", ["raise", "exit", "crash", "evidence", "forge"])
 def test_a_verifier_that_raises_twice_has_perf_0_and_a_traceback(tmp_path: Path, answer: str) -> None:
-    verdict = run(tmp_path, lambda runner: runner.verify(TASK, answer))
+    verdict = run(tmp_path, lambda runner: runner.verify(TASK, Submission(answer)))
     assert (verdict.perf, verdict.reason) == (0.0, VerdictReason.VERIFIER_ERROR)
     expected = {
         "raise": "KeyError: 'what the policy wrote'",
@@ -105,8 +106,8 @@ def test_a_verifier_that_raises_twice_has_perf_0_and_a_traceback(tmp_path: Path,
 @pytest.mark.parametrize("answer", ["raise once", "crash once", "sleep once", "die once", "grow once"])
 def test_what_fails_once_is_tried_again(tmp_path: Path, answer: str) -> None:
     async def scene(runner: TaskRunner) -> Verdict:
-        await runner.verify(TASK, "fine")  # so that the worker is not fresh
-        return await runner.verify(TASK, answer)
+        await runner.verify(TASK, Submission("fine"))  # so that the worker is not fresh
+        return await runner.verify(TASK, Submission(answer))
 
     assert run(tmp_path, scene).perf == 1.0
 
@@ -115,9 +116,9 @@ def test_a_verifier_that_waits_for_a_processor_is_given_the_time(tmp_path: Path)
     """It needs two thirds of its limit, and shares its processor for thrice its limit."""
 
     async def scene(runner: TaskRunner) -> Verdict:
-        await runner.verify(TASK, "fine")
+        await runner.verify(TASK, Submission("fine"))
         with hog(seconds=1.5):
-            return await runner.verify(TASK, "starve")
+            return await runner.verify(TASK, Submission("starve"))
 
     assert run(tmp_path, scene).perf == 1.0
 
@@ -129,7 +130,7 @@ def test_a_verifier_without_cpu_is_retried_and_gives_no_verdict(
 
     async def scene(runner: TaskRunner) -> None:
         with pytest.raises(EngineError, match=r"2 task workers were lost at one request.*starved"):
-            await runner.verify(TASK, "stop")
+            await runner.verify(TASK, Submission("stop"))
 
     run(tmp_path, scene, timeout_s=0.2)
 
@@ -138,13 +139,13 @@ def test_a_verifier_without_cpu_is_retried_and_gives_no_verdict(
 def test_a_task_that_cannot_be_loaded_is_no_verdict(tmp_path: Path, difficulty: int) -> None:
     async def scene(runner: TaskRunner) -> None:
         with pytest.raises(DataError, match="hostile: the data of the task cannot be loaded"):
-            await runner.verify(Hostile().draw(difficulty, 0), "fine")
+            await runner.verify(Hostile().draw(difficulty, 0), Submission("fine"))
 
     run(tmp_path, scene, draw_timeout_s=0.5)
 
 
 def test_what_a_verifier_prints_is_no_reply(tmp_path: Path) -> None:
-    assert run(tmp_path, lambda runner: runner.verify(TASK, "print")).evidence["pid"] != os.getpid()
+    assert run(tmp_path, lambda runner: runner.verify(TASK, Submission("print"))).evidence["pid"] != os.getpid()
 
 
 def test_a_lost_worker_is_retried_and_never_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,14 +153,14 @@ def test_a_lost_worker_is_retried_and_never_a_verdict(tmp_path: Path, monkeypatc
 
     async def scene(runner: TaskRunner) -> None:
         with pytest.raises(EngineError, match="3 task workers were lost"):
-            await runner.verify(TASK, "die")
-        pid = (await runner.verify(TASK, "fine")).evidence["pid"]
+            await runner.verify(TASK, Submission("die"))
+        pid = (await runner.verify(TASK, Submission("fine"))).evidence["pid"]
         assert isinstance(pid, int)
         # The executor's parent is the worker; both may be killed from outside.
         worker = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         for victim in (pid, worker):
             os.kill(victim, signal.SIGKILL)
-            assert (await runner.verify(TASK, "fine")).perf == 1.0
+            assert (await runner.verify(TASK, Submission("fine"))).perf == 1.0
 
     run(tmp_path, scene)
 
@@ -167,11 +168,11 @@ def test_a_lost_worker_is_retried_and_never_a_verdict(tmp_path: Path, monkeypatc
 def test_a_verifier_that_raises_for_over_5_percent_ends_the_run(tmp_path: Path) -> None:
     async def scene(runner: TaskRunner) -> None:
         for _ in range(195):
-            await runner.verify(TASK, "fine")
+            await runner.verify(TASK, Submission("fine"))
         for _ in range(10):
-            assert (await runner.verify(TASK, "raise")).reason is VerdictReason.VERIFIER_ERROR
+            assert (await runner.verify(TASK, Submission("raise"))).reason is VerdictReason.VERIFIER_ERROR
         with pytest.raises(BrokenVerifierError, match=r"(?s)11 of the last 200 answers.*what the policy wrote"):
-            await runner.verify(TASK, "raise")
+            await runner.verify(TASK, Submission("raise"))
 
     run(tmp_path, scene)
 
@@ -202,8 +203,8 @@ def test_what_a_runner_gives_is_what_the_family_gives(tmp_path: Path) -> None:
             for name, arguments in (("look", {"key": "3G"}), ("recall", {"key": "3G"}), ("look", {}), ("x", None)):
                 called = await runner.call(task, name, arguments)
                 assert called.content == family.call(task, name, arguments)
-            for answer in ("3G", str(family.verify(task, "").evidence["expected"]), "\udcff\n"):
-                assert await runner.verify(task, answer) == family.verify(task, answer)
+            for answer in ("3G", str(family.verify(task, Submission("")).evidence["expected"]), "\udcff\n"):
+                assert await runner.verify(task, Submission(answer)) == family.verify(task, Submission(answer))
 
     run(tmp_path, scene)
 
@@ -231,7 +232,7 @@ def test_a_raising_library_scorer_is_a_verifier_error_by_default(tmp_path: Path,
     async def scene() -> Verdict:
         async with TaskRunner(VerifyConfig(), tmp_path, wrong_on_raise=config.wrong_on_raise) as runner:
             task = await runner.next_task(name, "train", 0, 0, 0, 0)
-            return await runner.verify(task, "I don't know")
+            return await runner.verify(task, Submission("I don't know"))
 
     verdict = asyncio.run(scene())
     assert verdict.perf == 0
@@ -250,7 +251,7 @@ def test_hostile_answers_to_the_librarys_scorers_end_in_time(tmp_path: Path, dat
         async with TaskRunner(VerifyConfig(timeout_s=0.5), tmp_path) as runner:
             task = await runner.next_task(f"reasoning-gym:{dataset}", "train", 0, 0, 0, 0)
             started_s = time.monotonic()
-            return await runner.verify(task, answer), time.monotonic() - started_s
+            return await runner.verify(task, Submission(answer)), time.monotonic() - started_s
 
     verdict, passed_s = asyncio.run(scene())
     assert (verdict.perf, verdict.reason) == (0.0, VerdictReason.LIMIT)
