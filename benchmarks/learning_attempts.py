@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from m2forge.agents.attempt import AttemptRunner
+from m2forge.agents.workspace import Workspaces
 from m2forge.errors import M2ForgeError
 from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
-from m2forge.records import Submission, Task
-from m2forge.rl.attempts import Agents
+from m2forge.records import Task
+from m2forge.rl.agent import open_agent
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout
 from m2forge.rl.servers import make_servers
-from m2forge.rl.workers import Workers
 from m2forge.tasks.runner import TaskRunner
 from m2forge.train.run_dir import open_run
 
@@ -114,15 +115,15 @@ async def _time_attempts(
     return {name: [each for turn, each in zip(turns, timed, strict=True) if turn[0] == name] for name in models}
 
 
-async def _attempt(agents: Agents, task: Task, name: str) -> Timed:
+async def _attempt(runner: AttemptRunner[TaskRunner], task: Task, name: str) -> Timed:
     started_s = time.monotonic()
     try:
-        tried = await agents.attempt(name, task, group="")
+        tried = await runner.attempt(name, task, group="")
     except M2ForgeError:
         return Timed(False, True, time.monotonic() - started_s, 0, 0.0)
     time_s = time.monotonic() - started_s
-    agents.gateway.delete_soon(name)
-    is_solved = tried.failure is None and (await agents.runner.verify(task, Submission(tried.answer))).perf == 1
+    runner.gateway.delete_soon(name)
+    is_solved = tried.failure is None and tried.verdict.perf == 1
     calls = sorted(
         (tried.tree.call(index) for index in range(len(tried.tree.samples))), key=lambda call: call.started_s
     )
@@ -132,7 +133,7 @@ async def _attempt(agents: Agents, task: Task, name: str) -> Timed:
 
 
 @asynccontextmanager
-async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[Agents]:
+async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[AttemptRunner[TaskRunner]]:
     layout = Layout(folder)
     folder.mkdir()
     open_run(folder, config, None)
@@ -142,11 +143,16 @@ async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[
     keeping = [asyncio.create_task(child.supervise()) for child in children]
     try:
         async with (
-            GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin,
-            Workers(config.agent, folder / "agents") as workers,
+            GatewayAdmin(
+                servers.gateway.url,
+                servers.gateway.key,
+                budget=config.agent.budget,
+                sampling=config.agent.sampling.record(),
+            ) as admin,
+            open_agent(config.agent, layout.agents) as agent,
             TaskRunner(config.verify, folder / "verify", config.curriculum.family_names) as runner,
         ):
-            yield Agents(config.agent, admin, workers, runner, lambda: servers.num_starts)
+            yield AttemptRunner(agent, admin, runner, Workspaces(layout.workspaces), lambda: servers.num_starts)
     finally:
         await asyncio.gather(*(child.stop() for child in children))
         await asyncio.gather(*keeping)

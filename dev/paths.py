@@ -125,7 +125,8 @@ def trace_chat(tracer: Tracer, folder: Path) -> None:
 async def _chat(tracer: Tracer, folder: Path) -> None:
     import httpx2
 
-    from m2forge.gateway.config import Budget, GatewayConfig
+    from m2forge.agents.attempt import Overrides
+    from m2forge.gateway.config import GatewayConfig
     from m2forge.gateway.server import GatewayServer
     from m2forge.pool.config import PoolConfig
     from m2forge.pool.pool import Pool, PoolWriter
@@ -151,7 +152,7 @@ async def _chat(tracer: Tracer, folder: Path) -> None:
         PoolWriter(pool) as writer,
     ):
         for attempt, lease in enumerate(pool.lease("paths", 2)):
-            key = (await admin.open(lease.name, lease.task, lease.group, Budget())).key
+            key = (await admin.open(lease.name, lease.task, lease.group, Overrides())).key
             messages = [{"role": "user", "content": "How many?"}]
             for turn in range(2):
                 body = {"model": "m", "messages": messages, "max_tokens": 8}
@@ -161,7 +162,7 @@ async def _chat(tracer: Tracer, folder: Path) -> None:
                     )
                     message = answer.raise_for_status().json()["choices"][0]["message"]
                     messages += [message, {"role": "user", "content": "Sure?"}]
-            tree = await admin.close(lease.name)
+            tree = await admin.take(lease.name)
             with tracer.on() if attempt else contextlib.nullcontext():
                 calls = lease.writer(pool.vocab_size).write_tree(tree)
                 await writer.end(lease, calls, Outcome(artifacts={ANSWER: "2"}))

@@ -120,7 +120,8 @@ def _build(
     for path, value in parsed.items():
         _set_value(merged, path, value)
     renames = Renames(kind, merged)
-    current, _ = renames.apply(merged)
+    renamed, _ = renames.apply(merged)
+    current = kind.complete(renamed)
     sources = _Sources(files, parsed, renames)
     problems = [
         sources.describe((*rename.table, rename.key), "extra_forbidden", renames.problem(rename))

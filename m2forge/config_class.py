@@ -27,6 +27,11 @@ class Config(BaseModel):
     """Former keys of this table → their current names: a bare name is a key of the same table, a dotted one counts from
     the root. Subclasses add to those of their bases."""
 
+    @classmethod
+    def complete(cls, data: Mapping[str, TomlValue]) -> dict[str, TomlValue]:
+        """Add to the merged keys of a configuration file what they imply, before they are validated."""
+        return dict(data)
+
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 

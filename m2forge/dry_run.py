@@ -152,7 +152,7 @@ def describe_rl(config: "RLConfig", runs: Path) -> Iterator[tuple[str, str]]:
     )
     groups = f"{config.num_steps:,} × {curriculum.batch_groups} groups × {config.group_size} attempts"
     yield "steps", f"{groups} = {config.num_steps * per_step:,} attempts{limit}"
-    yield "agents", f"{config.agent.num_workers} × {config.agent.jobs_per_worker} concurrent attempts"
+    yield "agents", f"{config.agent.kind}, {config.agent.num_jobs} concurrent attempts"
     if config.eval.num_tasks:
         every = config.eval.every_steps
         between = f", every {every:,} steps" if every else ""

@@ -44,6 +44,10 @@ class EngineError(M2ForgeError, RuntimeError):
     """An engine that cannot serve: it has failed, is closed, or its server responds incorrectly."""
 
 
+class RunError(EngineError):
+    """A failure that every retry would repeat: it ends the run."""
+
+
 class NotFoundError(M2ForgeError, LookupError):
     """An unknown name: a preset, a command, a file."""
 

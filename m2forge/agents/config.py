@@ -1,29 +1,115 @@
-"""Configuration of agents: the program to start, or the settings of our own loop.
+"""Configuration of agents, by `kind`: a program per attempt, our own loop, or programs that live across attempts.
 
 [agent]
-command = ["python", "agent.py"]
+kind = "command"
+command = ["my-agent", "--task", "{instruction}", "--url", "{base_url}/v1"]
 timeout_s = 300
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from m2forge.config import Config
+from m2forge.errors import suggest
+from m2forge.sandbox.config import SandboxConfig
 
 Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
+PLACEHOLDERS = ("instruction", "base_url", "key", "model", "workspace", "mcp_url")
+"""Words that are replaced in texts of a command's configuration where they stand in braces."""
+_BRACED = re.compile(r"(?<!\$)\{([A-Za-z][A-Za-z_-]*)\}")
 
-class BlackBoxConfig(Config):
+
+def require_placeholders(name: str, texts: Iterable[str]) -> None:
+    """Raise for a word in braces that looks like a misspelt placeholder; others stay as they are."""
+    for text in texts:
+        for word in _BRACED.findall(text):
+            hint = suggest(word.lower(), PLACEHOLDERS)
+            if word not in PLACEHOLDERS and hint.startswith("did you mean"):
+                raise ValueError(f"{name}: there is no placeholder {{{word}}}; {hint} Known: {', '.join(PLACEHOLDERS)}")
+
+
+class WorkerConfig(Config):
+    """A program that lives across attempts: it reads jobs as lines on standard input and writes answers as lines to
+    standard output (`agents/worker_pool.py` specifies both). Each worker runs in its own folder; words of the command
+    that are file paths are resolved against the folder in which the run was started."""
+
+    kind: Literal["worker"] = "worker"
     command: Annotated[tuple[str, ...], Field(min_length=1)]
-    """The program and its arguments, started in the workspace."""
+    """The program and its arguments."""
+    num_workers: Count = 1
+    """Number of agent processes."""
+    jobs_per_worker: Count = 16
+    """Concurrent attempts per worker; 1 for a sequential program."""
+    timeout_s: Seconds = 120.0
+    """Timeout of one attempt; the window would stall behind an attempt that never ends."""
+    cancel_s: Seconds = 5.0
+    """How long a worker may take to confirm a cancel before it is restarted."""
+    sandbox: SandboxConfig = SandboxConfig(timeout_s=7 * 86400.0)
+    """Sandbox of a worker; its timeout covers the worker's whole life."""
+
+    @property
+    def num_jobs(self) -> int:
+        return self.num_workers * self.jobs_per_worker
+
+
+class AnswerFile(Config):
+    file: str = Field(min_length=1)
+    """The file that holds the answer: in the workspace, or in the attempt's home if it begins with `~/`."""
+
+
+class CommandConfig(Config):
+    """A program that is started once for each attempt, in a fresh workspace with its own home. In `command`, `env`,
+    `files` and `stdin` these words in braces are replaced: {instruction}, {base_url} (the gateway, without /v1), {key}
+    (its API key), {model}, {workspace} and {mcp_url} (the tools of the task's family as an MCP server, with the same
+    key); other braces stay."""
+
+    kind: Literal["command"] = "command"
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    """The program and its arguments, started in the workspace. Words that are file paths are resolved against the
+    folder in which the run was started."""
     env: Mapping[str, str] = {}
     """Environment variables besides those for the gateway and the task; not for secrets, because configs are stored."""
-    timeout_s: Seconds | None = None
-    """Timeout of the program, if shorter than the sandbox's."""
+    files: Mapping[str, str] = {}
+    """Files to write before the program starts, path → content: in the attempt's home where the path begins with `~/`,
+    else in the workspace."""
+    stdin: str = ""
+    """The program's standard input."""
+    answer: Literal["stdout", "none"] | AnswerFile = "stdout"
+    """Where the program leaves its answer: on standard output, in a file (`{ file = "answer.txt" }`), or nowhere, if
+    the verifier looks at the workspace alone."""
+    timeout_s: Seconds = 600.0
+    """Timeout of one attempt."""
+    max_concurrent: Count = 4
+    """Maximum concurrent attempts."""
+    sandbox: SandboxConfig = SandboxConfig(max_memory_bytes=1 << 40)
+    """Limits of the program. That of memory is on address space, of which Node and Go reserve much and use little."""
+
+    @property
+    def num_jobs(self) -> int:
+        return self.max_concurrent
+
+    @field_validator("files")
+    @classmethod
+    def _check_paths(cls, files: Mapping[str, str]) -> Mapping[str, str]:
+        for path in files:
+            parts = path.removeprefix("~/").split("/")
+            if not all(parts) or ".." in parts or "\0" in path:
+                raise ValueError(f"expected paths in the workspace, or in the home by ~/, received {path!r}")
+        return files
+
+    @model_validator(mode="after")
+    def _check_placeholders(self) -> Self:
+        require_placeholders("command", self.command)
+        require_placeholders("env", self.env.values())
+        require_placeholders("files", self.files.values())
+        require_placeholders("stdin", (self.stdin,))
+        return self
 
 
 class SlidingWindowConfig(Config):

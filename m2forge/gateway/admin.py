@@ -4,7 +4,7 @@
     GET  /episodes/ID            budget spent, divergences of its calls, rewards
     GET  /episodes/ID/tree       the token tree, as `tree/codec.py` encodes it
     POST /episodes/ID/reward     {"value", "call", "choice", "id", "evidence"}; idempotent: a duplicate counts once
-    POST /episodes/ID/close      {"failure"}: refuse further calls
+    POST /episodes/ID/close      {"failure", "with_calls"}: refuse further calls; `with_calls` adds `describe_calls`
     POST /episodes/ID/take       {"failure"}: close and return the token tree, in one request
     DELETE /episodes/ID          delete episode and journal, once the tree is saved elsewhere; its key is refused
     DELETE /episodes             {"ids"}: delete many; unknown ids are skipped
@@ -27,6 +27,7 @@ from m2forge.config import ConfigT, build
 from m2forge.errors import NotFoundError
 from m2forge.gateway.config import Budget, SamplingConfig
 from m2forge.gateway.dialects.types import AskError, Fields, read_object, refuse_value
+from m2forge.gateway.episodes.call_list import describe_calls
 from m2forge.gateway.episodes.episode import Episode
 from m2forge.gateway.episodes.journal import Rewarded
 from m2forge.gateway.episodes.registry import Episodes
@@ -37,7 +38,8 @@ from m2forge.tree.codec import encode_tree
 PATH = "/episodes"
 _EPISODE_FIELDS = frozenset({"task_id", "group", "budget", "sampling", "context", "task", "id"})
 _REWARD_FIELDS = frozenset({"value", "call", "choice", "id", "evidence"})
-_CLOSE_FIELDS = frozenset({"failure"})
+_CLOSE_FIELDS = frozenset({"failure", "with_calls"})
+_TAKE_FIELDS = frozenset({"failure"})
 _DELETE_FIELDS = frozenset({"ids"})
 
 
@@ -76,13 +78,13 @@ class Admin:
         return {"id": name, "is_taken": is_accepted}
 
     def close(self, id: str, body: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-        episode = self._find(id)
-        episode.close(Fields(body, _CLOSE_FIELDS).text("failure"))
-        return describe(episode)
+        episode, fields = self._find(id), Fields(body, _CLOSE_FIELDS)
+        episode.close(fields.text("failure"))
+        return describe(episode) | (describe_calls(episode) if fields.boolean("with_calls") else {})
 
     def take(self, id: str, body: Mapping[str, JsonValue]) -> bytes:
         episode = self._find(id)
-        episode.close(Fields(body, _CLOSE_FIELDS).text("failure"))
+        episode.close(Fields(body, _TAKE_FIELDS).text("failure"))
         return encode_tree(episode.tree)
 
     def tree(self, id: str) -> bytes:

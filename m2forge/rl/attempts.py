@@ -1,42 +1,30 @@
-"""Runs agents on the pool's episodes: leases in, recorded calls and rewarded groups out.
+"""Runs attempts at the pool's episodes: leases in, recorded calls and rewarded groups out.
 
-    lease → gateway API key → agent → answer → recorded calls into the pool → verify → group complete: reward
+    lease → attempt → answer, verdict and recorded calls into the pool → group complete: reward
 
-Failures that the policy's tokens caused count: an attempt that ran out of time or budget, or that the agent ended with
-an error after a completion, has perf 0. Otherwise the policy would train on a biased selection of its attempts.
-Failures of the infrastructure are retried under another key and never become a reward:
+`AttemptRunner` (`agents/attempt.py`) makes one attempt, verdict included, and specifies which failures count.
+`Attempts` runs it from a lease to its end in the pool and rewards complete groups. The verdict is stored with the
+attempt; an attempt that an older version stored without one is verified by its answer alone. The gateway's copy of an
+attempt is deleted once the pool has stored it.
 
-    the agent's error has a `kind`                                  that kind; `policy` needs a recorded completion
-    it does not, and a completion is recorded, no call failed       policy
-    or was aborted, and no process was restarted meanwhile
-    the worker died                                                 retried; after `DEATHS_BEFORE_EXCLUSIVE` deaths it
-                                                                    gets a worker to itself, whose death counts:
-        over a limit of `agent.sandbox`                             policy, with the reason `limit`
-        it exited or crashed                                        as an error without a kind
-        it was killed from outside                                  infra, and the attempt counts as broken, so that
-                                                                    its group is dropped after `pool.max_failures`
-    everything else                                                 infra
-
-`Agents` makes one attempt. `Attempts` runs it from a lease to its end in the pool and rewards complete groups. The
-gateway's copy of an attempt is deleted once the pool has stored it.
-
-Training and evaluation share `Slots`: never more than `agent.num_jobs` concurrent attempts in all. While an evaluation
-runs, training leaves `eval.share` of the slots to it; training attempts that already hold one of those slots finish
-first. Before the first training step and after the last, an evaluation may take all slots.
+Training and evaluation share `Slots`: never more than the agent's `num_jobs` concurrent attempts in all. While an
+evaluation runs, training leaves `eval.share` of the slots to it; training attempts that already hold one of those slots
+finish first. Before the first training step and after the last, an evaluation may take all slots.
 """
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import ParamSpec, TypeVar
 
-from m2forge.errors import M2ForgeError
-from m2forge.gateway.config import SamplingConfig
+from m2forge.agents.attempt import TIMEOUT, AttemptResult, AttemptRunner, Interrupted, Overrides, WorkerLost
+from m2forge.errors import M2ForgeError, RunError
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.record import Rewarding
 from m2forge.pool.state import EpisodeState, LeaseLostError, StateError
@@ -44,46 +32,19 @@ from m2forge.pool.stored import Lease, Outcome, StoredEpisode, StoredUnit
 from m2forge.records import Episode, Submission, Task, Verdict
 from m2forge.reward.judge import Attempt, Judge, Judged
 from m2forge.reward.rule import Step, read_step
-from m2forge.rl.config import AgentConfig
-from m2forge.rl.gateway_admin import GatewayAdmin
-from m2forge.rl.workers import AgentError, DeathCause, ErrorKind, JobError, StuckError, WorkerDiedError, Workers
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Tool
-from m2forge.tree.token_tree import TokenTree
 
 ANSWER = "answer"
 """Artifact under which the pool stores the agent's final answer, so that it can be verified after a restart."""
-TIMEOUT = "time ran out"
-LIMIT = "limit"
-"""Prefix of the failure of an attempt that exceeded a limit of its worker."""
-DEATHS_BEFORE_EXCLUSIVE = 2
-"""After this many worker deaths an attempt gets a worker to itself, which shows whether the attempt kills it."""
+VERDICT = "verdict"
+"""Artifact under which the pool stores the verifier's verdict, as JSON."""
 JUDGED_AT_ONCE = 16
 """Complete groups read from the pool per query."""
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Overrides:
-    """Settings of the run that override those of the agent's requests."""
-
-    sampling: SamplingConfig | None = None
-    """None: `agent.sampling`."""
-    context: int | None = None
-    """Maximum tokens of prompt plus completion; None: the model's limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptResult:
-    """What a finished attempt produced."""
-
-    answer: str
-    tree: TokenTree
-    """The calls that the gateway recorded."""
-    failure: str | None = None
 
 
 @dataclass(slots=True)
@@ -107,104 +68,10 @@ class AttemptCounts:
         self.perfs.setdefault(task.domain, []).extend(perfs)
 
 
-class Interrupted(JobError):
-    """An attempt that failed because a process it depends on restarted meanwhile."""
-
-
-class WorkerLost(Interrupted):
-    """An attempt whose worker died."""
-
-
-class Agents:
-    """Attempts tasks through the gateway."""
-
-    def __init__(
-        self,
-        config: AgentConfig,
-        gateway: GatewayAdmin,
-        workers: Workers,
-        runner: TaskRunner,
-        num_starts: Callable[[], int],
-    ) -> None:
-        """`runner`: runs the families' code. `num_starts`: how often the sampler and the gateway have been started in
-        total."""
-        self.config, self.gateway, self.workers, self.runner = config, gateway, workers, runner
-        self._num_starts = num_starts
-        self._num_up = -1
-        """Value of `num_starts` when gateway and sampler last answered the health check; -1 before."""
-
-    async def attempt(
-        self, name: str, task: Task, group: str, num_deaths: int = 0, *, overrides: Overrides | None = None
-    ) -> AttemptResult:
-        """Raises `JobError` where the attempt failed for a reason other than the policy. The caller deletes the
-        gateway's copy once it has stored the calls. `num_deaths`: how many earlier attempts ended with `WorkerLost`.
-        `overrides`: settings that override the agent's requests."""
-        is_exclusive = num_deaths >= DEATHS_BEFORE_EXCLUSIVE
-        try:
-            return await self._attempt(name, task, group, is_exclusive=is_exclusive, overrides=overrides or Overrides())
-        except asyncio.CancelledError:
-            self.gateway.delete_soon(name)
-            raise
-
-    async def _attempt(
-        self, name: str, task: Task, group: str, *, is_exclusive: bool, overrides: Overrides
-    ) -> AttemptResult:
-        num_starts = self._num_starts()
-        try:
-            if num_starts != self._num_up:
-                # Otherwise requests that fail while a process starts would be blamed on the agent.
-                await self.gateway.wait_until_up()
-                self._num_up = num_starts
-            endpoint = await self.gateway.open(
-                name, task, group, self.config.budget, overrides.sampling or self.config.sampling, overrides.context
-            )
-            tools = await self.runner.tools(task)
-            answer, failure, is_stuck = "", None, False
-            try:
-                answer = await self.workers.attempt(name, task, endpoint, tools, is_exclusive=is_exclusive)
-            except (AgentError, WorkerDiedError) as error:
-                kind = error.kind if isinstance(error, AgentError) else _death_kind(error, is_exclusive=is_exclusive)
-                tree = await self._policy_failure(name, kind, num_starts)
-                if tree is None:
-                    raise
-                is_limit = isinstance(error, WorkerDiedError) and error.cause is DeathCause.LIMIT
-                return AttemptResult(answer, tree, f"{LIMIT}: {error}" if is_limit else str(error))
-            except TimeoutError as error:
-                if self._num_starts() != num_starts:
-                    raise Interrupted("the attempt timed out while a process restarted") from None
-                failure, is_stuck = TIMEOUT, isinstance(error, StuckError)
-            tree = await self.gateway.close(name)
-            if is_stuck and not tree.samples:
-                # It may have waited for another job that blocked the worker.
-                raise JobError("the attempt timed out before the agent sent a request, in a worker that was stuck")
-            return AttemptResult(answer, tree, failure)
-        except M2ForgeError as error:
-            await self.gateway.delete([name])
-            await self.gateway.wait_until_up()
-            is_death = isinstance(error, WorkerDiedError) and self._num_starts() == num_starts
-            if isinstance(error, WorkerDiedError) and is_death and is_exclusive and error.cause is DeathCause.LOST:
-                raise JobError(f"a worker that had no other attempt was killed: {error}") from error
-            if is_death:
-                raise WorkerLost(str(error)) from error
-            if self._num_starts() != num_starts:
-                raise Interrupted(str(error)) from error
-            raise
-
-    async def _policy_failure(self, name: str, kind: ErrorKind | None, num_starts: int) -> TokenTree | None:
-        """The recorded calls of an attempt that failed because of the policy; None if it failed for another reason."""
-        if kind is ErrorKind.INFRA or (kind is None and await self.gateway.num_failed(name)):
-            return None
-        # A restarted gateway has lost its failure count, so check for restarts after querying it.
-        if self._num_starts() != num_starts:
-            return None
-        tree = await self.gateway.close(name)
-        return tree if tree.samples else None
-
-
 class Attempts:
     def __init__(
         self,
-        agents: Agents,
+        runner: AttemptRunner[TaskRunner],
         pool: Pool,
         writer: PoolWriter,
         judge: Judge,
@@ -212,7 +79,7 @@ class Attempts:
         on_judged: Callable[[Task, float], None],
     ) -> None:
         """`on_judged`: called with the task and pass rate of every rewarded group."""
-        self.agents, self._pool, self._writer = agents, pool, writer
+        self.runner, self._pool, self._writer = runner, pool, writer
         self._judge, self._format, self._on_judged = judge, format, on_judged
         self._judging, self._has_ended = asyncio.Lock(), asyncio.Event()
         # One thread: several CPU-bound threads would make the event loop wait for the GIL.
@@ -231,7 +98,7 @@ class Attempts:
     async def run(self, lease: Lease) -> None:
         """Run one attempt from its lease to its end in the pool. `judge_ended` rewards the group."""
         try:
-            result = await self.agents.attempt(
+            result = await self.runner.attempt(
                 *(lease.name, lease.task, lease.group, self._num_deaths[lease.episode]),
                 overrides=Overrides(context=lease.context),
             )
@@ -240,6 +107,8 @@ class Attempts:
             self._num_deaths[lease.episode] += isinstance(error, WorkerLost)
             await self._writer.run(self._pool.interrupt, lease, str(error))
             return
+        except RunError:
+            raise
         except M2ForgeError as error:
             await self._give_up(lease, str(error))
             return
@@ -250,7 +119,7 @@ class Attempts:
             _log.warning("%s: %s", lease.name, error)
             return
         finally:
-            self.agents.gateway.delete_soon(lease.name)
+            self.runner.gateway.delete_soon(lease.name)
         self._count(result)
         if is_over:
             self._has_ended.set()
@@ -270,7 +139,7 @@ class Attempts:
                     await self._judge_unit(unit, leases)
 
     async def _judge_unit(self, unit: StoredUnit, leases: Sequence[Lease]) -> None:
-        tools = await self.agents.runner.tools(unit.task)
+        tools = await self.runner.tasks.tools(unit.task)
         attempts = await gather(self._attempt(stored, tools) for stored in unit.episodes)
         judged = await self._in_thread(self._judge.judge, attempts)
         try:
@@ -286,16 +155,22 @@ class Attempts:
         self._on_judged(unit.task, sum(perf == 1 for perf in perfs) / len(perfs))
 
     async def _attempt(self, stored: StoredEpisode, tools: Sequence[Tool]) -> Attempt:
-        verdict = Verdict(0.0, {"failure": stored.failure or ""})
-        if stored.failure is None:
-            verdict = await self.agents.runner.verify(stored.task, Submission(stored.artifacts[ANSWER]))
+        verdict = await self._verdict(stored)
         episode, steps = await self._in_thread(_read, stored, self._format, tools)
         return Attempt(episode, steps, verdict.perf, verdict.evidence)
+
+    async def _verdict(self, stored: StoredEpisode) -> Verdict:
+        if VERDICT in stored.artifacts:
+            return Verdict.read(json.loads(stored.artifacts[VERDICT]))
+        if stored.failure is not None:
+            return Verdict(0.0, {"failure": stored.failure})
+        return await self.runner.tasks.verify(stored.task, Submission(stored.artifacts[ANSWER]))
 
     async def _store(self, lease: Lease, result: AttemptResult) -> bool:
         """Store the attempt; returns whether its group may now be complete."""
         calls = await self._in_thread(lease.writer(self._pool.vocab_size).write_tree, result.tree)
-        return await self._writer.end(lease, calls, Outcome(failure=result.failure, artifacts={ANSWER: result.answer}))
+        artifacts = {ANSWER: result.answer, VERDICT: json.dumps(asdict(result.verdict))}
+        return await self._writer.end(lease, calls, Outcome(failure=result.failure, artifacts=artifacts))
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run work that reads all calls of an episode, which may take seconds, off the event loop."""
@@ -315,12 +190,6 @@ class Attempts:
         self.counts.num_timeouts += result.failure == TIMEOUT
         self.counts.num_errors += result.failure not in (None, TIMEOUT)
         self.counts.num_tokens += sum(sample.logprobs.size for sample in result.tree.samples)
-
-
-def _death_kind(error: WorkerDiedError, *, is_exclusive: bool) -> ErrorKind | None:
-    if not is_exclusive or error.cause is DeathCause.LOST:
-        return ErrorKind.INFRA
-    return ErrorKind.POLICY if error.cause is DeathCause.LIMIT else None
 
 
 def _read(stored: StoredEpisode, format: ChatFormat, tools: Sequence[Tool]) -> tuple[Episode, tuple[Step, ...]]:

@@ -10,6 +10,7 @@ batch_groups = 8
 ...
 
 [agent]
+kind = "worker"
 command = ["python", "examples/task_agent.py"]
 
 [pool.window]
@@ -17,16 +18,16 @@ queue = 64
 """
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from m2forge.config import Config
+from m2forge.agents.config import CommandConfig, WorkerConfig
+from m2forge.config import Config, TomlValue
 from m2forge.gateway.config import Budget, GatewayConfig, SamplingConfig
 from m2forge.pool.config import PoolConfig
 from m2forge.reward.config import RewardConfig
 from m2forge.rollout.config import RolloutConfig
-from m2forge.sandbox.config import SandboxConfig
 from m2forge.tasks.config import CurriculumConfig, VerifyConfig
 from m2forge.train.config import Curve, PolicyConfig, TrainConfig
 
@@ -34,31 +35,25 @@ Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class AgentConfig(Config):
-    """The agent program. It stays alive across attempts: it reads jobs as lines on standard input and writes answers
-    as lines to standard output (`rl/workers.py` specifies both). Each worker runs in its own folder; words of the
-    command that are file paths are resolved against the folder in which the loop was started."""
+class AttemptConfig(Config):
+    """Settings of one attempt that hold for every kind of agent."""
 
-    command: Annotated[tuple[str, ...], Field(min_length=1)]
-    num_workers: Count = 1
-    """Number of agent processes."""
-    jobs_per_worker: Count = 16
-    """Concurrent attempts per worker; 1 for a sequential program."""
-    timeout_s: Seconds = 120.0
-    """Timeout of one attempt; the window would stall behind an attempt that never ends."""
-    cancel_s: Seconds = 5.0
-    """How long a worker may take to confirm a cancel before it is restarted."""
     budget: Budget = Budget(max_calls=32)
     """Limits of one attempt in addition to its timeout."""
     sampling: SamplingConfig = SamplingConfig()
     """Overrides the sampling parameters of the agent's requests; a call's record holds both. A seed in a request has no
     effect, because it would make all attempts of a group the same."""
-    sandbox: SandboxConfig = SandboxConfig(timeout_s=7 * 86400.0)
-    """Sandbox of a worker; its timeout covers the worker's whole life."""
 
-    @property
-    def num_jobs(self) -> int:
-        return self.num_workers * self.jobs_per_worker
+
+class WorkerAgentConfig(AttemptConfig, WorkerConfig):
+    __doc__ = WorkerConfig.__doc__
+
+
+class CommandAgentConfig(AttemptConfig, CommandConfig):
+    __doc__ = CommandConfig.__doc__
+
+
+AgentConfig: TypeAlias = Annotated[WorkerAgentConfig | CommandAgentConfig, Field(discriminator="kind")]
 
 
 class EngineConfig(Config):
@@ -140,6 +135,12 @@ class RLConfig(Config):
     def batch_units(self) -> int:
         """Number of units in a batch of `curriculum.batch_groups` groups."""
         return self.curriculum.batch_groups * self.units_per_group
+
+    @classmethod
+    def complete(cls, data: Mapping[str, TomlValue]) -> dict[str, TomlValue]:
+        """An agent without a kind is a worker, as in runs from before there were other kinds."""
+        agent = data.get("agent")
+        return {**data, "agent": {"kind": "worker", **agent}} if isinstance(agent, dict) else dict(data)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -147,7 +147,7 @@ class DeployedEpisodes:
             self._refuse(members, f"no stage of the curriculum has the domain {task.domain}")
             return False
         try:
-            trees = [await self._gateway.close(episode.id) for episode in members]
+            trees = [await self._gateway.take(episode.id) for episode in members]
             problem = self._sampling_problem(trees)
             if problem is not None:
                 raise RecordError(f"{problem}; open episodes with `sampling`")

@@ -30,11 +30,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from m2forge.errors import M2ForgeError, RecordError
+from m2forge.agents.attempt import AttemptResult, AttemptRunner, Interrupted, Overrides, WorkerLost
+from m2forge.errors import M2ForgeError, RecordError, RunError
 from m2forge.files import append_line, whole_lines, write_atomic
 from m2forge.pool.stored import CallWriter, read_task, read_tree
-from m2forge.records import PolicyVersion, Submission, Task
-from m2forge.rl.attempts import Agents, AttemptResult, Interrupted, Overrides, Slots, WorkerLost, gather
+from m2forge.records import PolicyVersion, Task
+from m2forge.rl.attempts import Slots, gather
 from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout, read_lineage
 from m2forge.tasks.family import family_name
@@ -112,19 +113,19 @@ class Evaluations:
         self._is_over = False
         self._results = read_results(layout.evaluations)
 
-    async def first(self, agents: Agents) -> None:
+    async def first(self, runner: AttemptRunner[TaskRunner]) -> None:
         """Evaluate before training, unless an earlier loop already did."""
         if self._last_step() is None:
-            await self._evaluate(agents)
+            await self._evaluate(runner)
 
-    async def run_scheduled(self, agents: Agents) -> None:
+    async def run_scheduled(self, runner: AttemptRunner[TaskRunner]) -> None:
         """Evaluate whenever it is due, beside training; returns at once if the configuration never lets it be due."""
         seen, every = None, self._config.eval.every_steps
         while every and self._config.eval.num_tasks and not self._is_over:
             if self._served and self._served[-1] != seen:
                 seen = self._served[-1]
                 if self._is_due(seen, every):
-                    await self._evaluate(agents)
+                    await self._evaluate(runner)
             await asyncio.sleep(POLL_S)
 
     def _is_due(self, served: PolicyVersion, every: int) -> bool:
@@ -139,7 +140,7 @@ class Evaluations:
         lineage = read_lineage(self._layout.lineage)
         return max((result.step for result in self._results if lineage.holds(result.step, result.branch)), default=None)
 
-    async def last(self, agents: Agents, is_newest: Callable[[], bool]) -> None:
+    async def last(self, runner: AttemptRunner[TaskRunner], is_newest: Callable[[], bool]) -> None:
         """Evaluate after training and after any running evaluation. `is_newest`: whether the sampler serves the last
         weights."""
         self._is_over = True
@@ -149,16 +150,16 @@ class Evaluations:
             await asyncio.sleep(POLL_S)
         last = self._last_step()
         if last is None or last < self._config.num_steps:
-            await self._evaluate(agents)
+            await self._evaluate(runner)
 
-    async def _evaluate(self, agents: Agents) -> None:
+    async def _evaluate(self, runner: AttemptRunner[TaskRunner]) -> None:
         if not self._config.eval.num_tasks:
             return
         async with self._running:
             while not self._served:
                 await asyncio.sleep(POLL_S)
             with self._slots.evaluation():
-                result, stored = await self._attempt_all(agents)
+                result, stored = await self._attempt_all(runner)
             await asyncio.to_thread(self._write, result, stored)
             self._results.append(result)
         _log.info("step %d: %.1f%% of %d held-out tasks", result.step, 100 * result.success, result.num_tasks)
@@ -169,14 +170,14 @@ class Evaluations:
         write_attempts(self._layout.eval_attempts, result.step, stored)
         write_result(self._layout.evaluations, result)
 
-    async def _attempt_all(self, agents: Agents) -> tuple[EvalResult, list[HeldOutAttempt]]:
+    async def _attempt_all(self, runner: AttemptRunner[TaskRunner]) -> tuple[EvalResult, list[HeldOutAttempt]]:
         config = self._config.eval
         for repeat in range(MAX_REPEATS):
             async with self.pin if config.pin else contextlib.nullcontext():
                 first = len(self._served) - 1
-                tasks = await held_out_tasks(self._config, agents.runner)
+                tasks = await held_out_tasks(self._config, runner.tasks)
                 overrides = partial(eval_overrides, self._config)
-                result, stored = await evaluate(agents, tasks, self._served[first], self._slots, overrides)
+                result, stored = await evaluate(runner, tasks, self._served[first], self._slots, overrides)
                 result = replace(result, branches=_branches(result, self._served[first:]))
             if not config.pin or len(result.names) <= 1:
                 break
@@ -206,11 +207,12 @@ async def held_out_tasks(config: RLConfig, runner: TaskRunner) -> list[Task]:
 
 def eval_overrides(config: RLConfig, task: Task) -> Overrides:
     """The context limit is that of the last stage, from which the tasks come."""
-    return Overrides(config.eval.sampling, config.curriculum.stages[-1].domains[task.domain].context)
+    sampling = None if config.eval.sampling is None else config.eval.sampling.record()
+    return Overrides(sampling, config.curriculum.stages[-1].domains[task.domain].context)
 
 
 async def evaluate(
-    agents: Agents,
+    runner: AttemptRunner[TaskRunner],
     tasks: list[Task],
     version: PolicyVersion,
     slots: Slots,
@@ -227,13 +229,11 @@ async def evaluate(
 
     async def attempt(index: int, task: Task) -> float | None:
         async with slots.evaluating():
-            result = await _attempt(agents, task, f"check-{step}-{int(time.time() * 1e6)}-{index}", overrides(task))
+            result = await _attempt(runner, task, f"check-{step}-{int(time.time() * 1e6)}-{index}", overrides(task))
         if result is None:
             return None
         num_tokens.update(await _in_thread(thread, _count_versions, result.tree))
-        perf = 0.0
-        if result.failure is None:
-            perf = (await agents.runner.verify(task, Submission(result.answer))).perf
+        perf = result.verdict.perf
         if index in indices:
             stored[index] = await _in_thread(
                 thread, make_attempt, step, task, perf, result.answer, result.failure, result.tree
@@ -250,19 +250,23 @@ async def evaluate(
     return result, [stored[index] for index in sorted(stored)]
 
 
-async def _attempt(agents: Agents, task: Task, name: str, overrides: Overrides) -> AttemptResult | None:
+async def _attempt(
+    runner: AttemptRunner[TaskRunner], task: Task, name: str, overrides: Overrides
+) -> AttemptResult | None:
     """None if the attempt failed. After the death of a process, which says nothing about the policy, it retries."""
     num_deaths = 0
     for attempt in range(MAX_INTERRUPTIONS):
         id = f"{name}-{attempt}"
         try:
-            result = await agents.attempt(id, task, group="", num_deaths=num_deaths, overrides=overrides)
+            result = await runner.attempt(id, task, group="", num_deaths=num_deaths, overrides=overrides)
         except Interrupted as error:
             num_deaths += isinstance(error, WorkerLost)
             continue
+        except RunError:
+            raise
         except M2ForgeError:
             return None
-        agents.gateway.delete_soon(id)
+        runner.gateway.delete_soon(id)
         return result
     return None
 

@@ -1,7 +1,7 @@
 """The loop's client of the gateway's admin routes: creates API keys for attempts, fetches and deletes their records.
 
 The gateway may be killed and restarted at any time; requests sent meanwhile are retried. Attempts are many and the loop
-is one process, so an attempt costs two small requests and its share of a batched third one.
+is one process, so an attempt costs three small requests and its share of a batched fourth one.
 """
 
 import asyncio
@@ -13,11 +13,12 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
+from m2forge.agents.attempt import Overrides, Recorded
 from m2forge.errors import EngineError
-from m2forge.gateway.config import Budget, SamplingConfig
+from m2forge.gateway.config import Budget
 from m2forge.http_client import HttpClient, encode_json
 from m2forge.protocols import Endpoint
-from m2forge.records import JsonValue, Task
+from m2forge.records import JsonValue, Sampling, Task
 from m2forge.tree.codec import decode_tree
 from m2forge.tree.token_tree import TokenTree
 
@@ -39,8 +40,11 @@ class RefusedError(EngineError):
 
 
 class GatewayAdmin:
-    def __init__(self, url: str, key: str) -> None:
-        self.url = url
+    """See `Gateway`."""
+
+    def __init__(self, url: str, key: str, *, budget: Budget | None = None, sampling: Sampling | None = None) -> None:
+        """`budget` and `sampling`: those of attempts, unless an attempt's overrides say otherwise."""
+        self.url, self._budget, self._sampling = url, budget or Budget(), sampling
         self._http = HttpClient(url, key=key)
         self._seats = asyncio.Semaphore(MAX_AT_ONCE)
         self._to_delete: list[str] = []
@@ -63,21 +67,14 @@ class GatewayAdmin:
         """Wait until the gateway and the sampler behind it serve."""
         await self._request("GET", "/health")
 
-    async def open(
-        self,
-        id: str,
-        task: Task,
-        group: str,
-        budget: Budget,
-        sampling: SamplingConfig | None = None,
-        context: int | None = None,
-    ) -> Endpoint:
+    async def open(self, id: str, task: Task, group: str, overrides: Overrides) -> Endpoint:
         """Open an episode and return its endpoint. The gateway sends the key once and refuses an id that exists."""
-        body: dict[str, JsonValue] = {"id": id, "task_id": task.id, "group": group, "context": context}
+        body: dict[str, JsonValue] = {"id": id, "task_id": task.id, "group": group, "context": overrides.context}
         body["task"] = asdict(task)
-        body["budget"] = budget.model_dump(exclude_none=True)
+        body["budget"] = self._budget.model_dump(exclude_none=True)
+        sampling = overrides.sampling or self._sampling
         if sampling is not None:
-            body["sampling"] = sampling.model_dump()
+            body["sampling"] = asdict(sampling)
         response = await self._request("POST", "/episodes", body, (CREATED,))
         return Endpoint(self.url, json.loads(response)["key"])
 
@@ -90,8 +87,13 @@ class GatewayAdmin:
         """Number of the episode's calls that failed in the engine or the gateway, or were aborted."""
         return int(json.loads(await self._request("GET", f"/episodes/{id}"))["num_failed"])
 
-    async def close(self, id: str) -> TokenTree:
-        """Close the episode to further calls; returns the recorded calls."""
+    async def close(self, id: str) -> Recorded:
+        """Close the episode to further calls; returns the recorded calls with their conversations."""
+        described = json.loads(await self._request("POST", f"/episodes/{id}/close", {"with_calls": True}))
+        return Recorded(await self.take(id), tuple(described["messages"]), tuple(described["calls"]))
+
+    async def take(self, id: str) -> TokenTree:
+        """Close the episode to further calls; returns the recorded calls as tokens alone."""
         # Long episodes take long to decode, so this runs off the event loop.
         return await asyncio.to_thread(decode_tree, await self._request("POST", f"/episodes/{id}/take", {}))
 

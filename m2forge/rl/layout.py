@@ -8,6 +8,8 @@
                 lineage.jsonl       trainer processes and the steps that they resumed from
                 kept/               each evaluation's attempts at a few held-out tasks
                 ratios/             importance ratio of each trained token, for the last steps
+                agents/             folders of agent workers
+                workspaces/         workspace and home of each attempt in flight
                 log/                output of the processes
                 failure.txt         the error that ended the run's last process
                 gateway.json        URL and admin key of the gateway, while a run that admits deployed agents is running
@@ -60,6 +62,14 @@ class Layout:
     @property
     def gateway(self) -> Path:
         return self.run_dir / "gateway.json"
+
+    @property
+    def agents(self) -> Path:
+        return self.run_dir / "agents"
+
+    @property
+    def workspaces(self) -> Path:
+        return self.run_dir / "workspaces"
 
     @property
     def log(self) -> Path:

@@ -26,10 +26,12 @@ drawn twice.
 #     tasks/family.py                   a family's tasks and verdicts
 #     pool/queue.py                     groups queued and leased
 #     pool/state.py                     states of episodes and units
-#     rl/attempts.py                    one attempt, from lease to reward
+#     rl/attempts.py                    attempts, from lease to reward
+#     agents/attempt.py                 one attempt: workspace, episode, agent, verdict
+#     agents/workspace.py               its folders
 #     rl/gateway_admin.py               keys and records of attempts
 #     rl/servers.py                     sampler and gateway processes
-#     rl/workers.py                     agents in worker processes
+#     agents/worker_pool.py             agents in worker processes
 #     sandbox/command_worker.py                 a process within limits
 #     tree/codec.py                     the tree that the gateway sends
 #     reward/judge.py                   rewards of a group
@@ -50,6 +52,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from m2forge.agents.attempt import AttemptRunner
+from m2forge.agents.workspace import Workspaces
 from m2forge.config import build, load
 from m2forge.errors import EngineError
 from m2forge.gateway.episodes.closed_journal import journal_ids
@@ -64,7 +68,8 @@ from m2forge.pool.state import StateError
 from m2forge.pool.stored import Lease, Queued
 from m2forge.records import JsonValue, PolicyVersion, Task
 from m2forge.reward.judge import Judge
-from m2forge.rl.attempts import Agents, Attempts, Slots, cancel_all
+from m2forge.rl.agent import open_agent, require_agent
+from m2forge.rl.attempts import Attempts, Slots, cancel_all
 from m2forge.rl.child import Child
 from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
@@ -74,7 +79,6 @@ from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout, read_lineage
 from m2forge.rl.servers import Server, make_servers
 from m2forge.rl.view import View
-from m2forge.rl.workers import Workers
 from m2forge.tasks.curriculum import Curriculum, Draw
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import make_format
@@ -110,6 +114,7 @@ def train_rl(
     settings = list(_set_options(overrides))
     if isinstance(config, RLConfig):
         values = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        values["agent"]["kind"] = config.agent.kind
         resolved = build(RLConfig, values, settings, origin="train_rl")
     elif isinstance(config, Mapping):
         resolved = build(RLConfig, {}, [*_set_options(config), *settings], origin="train_rl")
@@ -121,6 +126,7 @@ def train_rl(
 def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[EvalResult]]:
     """Start or resume the run that `config` describes; returns the finished model's folder and its evaluations."""
     require_writers(config.train.metrics)
+    require_agent(config.agent)
     run_dir = runs / config.name
     config = pinned(config, run_dir / CONFIG_FILE)
     find_folder(config.model, config.revision)
@@ -221,8 +227,8 @@ class Loop:
                 if self.config.pool.admit_deployed:
                     write_address(self.layout.gateway, servers.gateway)
                 async with (
-                    GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin,
-                    Workers(self.config.agent, self.layout.run_dir / "agents") as workers,
+                    self._open_admin(servers.gateway) as admin,
+                    open_agent(self.config.agent, self.layout.agents) as agent,
                     TaskRunner(
                         self.config.verify,
                         self.layout.run_dir / "verify",
@@ -231,12 +237,13 @@ class Loop:
                     ) as runner,
                     PoolWriter(self.pool) as writer,
                 ):
-                    agents = Agents(self.config.agent, admin, workers, runner, lambda: servers.num_starts)
+                    workspaces = Workspaces(self.layout.workspaces)
+                    attempt_runner = AttemptRunner(agent, admin, runner, workspaces, lambda: servers.num_starts)
                     async with Attempts(
-                        agents, self.pool, writer, self.judge, self.format, self._note_group
+                        attempt_runner, self.pool, writer, self.judge, self.format, self._note_group
                     ) as attempts:
                         try:
-                            await self._roll_out(background, training, servers.sampler, attempts, writer)
+                            await self._roll_out(background, training, servers.sampler, attempts, writer, admin)
                         finally:
                             # Before the resources that they use are closed.
                             await cancel_all(background | set(self._running))
@@ -248,6 +255,10 @@ class Loop:
             self.layout.gateway.unlink(missing_ok=True)
             self.pool.close()
 
+    def _open_admin(self, gateway: Server) -> GatewayAdmin:
+        agent = self.config.agent
+        return GatewayAdmin(gateway.url, gateway.key, budget=agent.budget, sampling=agent.sampling.record())
+
     async def _roll_out(
         self,
         background: set[asyncio.Task[None]],
@@ -255,26 +266,27 @@ class Loop:
         sampler: Server,
         attempts: Attempts,
         writer: PoolWriter,
+        admin: GatewayAdmin,
     ) -> None:
-        agents = attempts.agents
-        self._start(background, agents.workers.watch())
-        await self._while_alive(background, agents.gateway.wait_until_up())
-        await self._take_over(writer, agents.gateway)
+        runner = attempts.runner
+        self._start(background, runner.agent.watch())
+        await self._while_alive(background, admin.wait_until_up())
+        await self._take_over(writer, admin)
         await attempts.judge_complete()
         self._start(background, self._push_weights(sampler, writer))
-        await self._while_alive(background, self.evaluations.first(agents))
+        await self._while_alive(background, self.evaluations.first(runner))
         self._start(background, self._renew(writer))
         self._start(background, View(self.layout, self.config, self.pool, attempts.counts).show(writer))
         self._start(background, attempts.judge_ended())
-        feeding = {self._start(background, self._feed(writer, attempts, agents.runner.next_task))}
+        feeding = {self._start(background, self._feed(writer, attempts, runner.tasks.next_task))}
         if self.config.pool.admit_deployed:
-            deployed = DeployedEpisodes(self.config, self.layout.journal, agents.gateway, self.pool, writer)
+            deployed = DeployedEpisodes(self.config, self.layout.journal, admin, self.pool, writer)
             feeding.add(self._start(background, deployed.watch()))
-        self._start(background, self.evaluations.run_scheduled(agents))
+        self._start(background, self.evaluations.run_scheduled(runner))
         await self._while_alive(background - {training}, training)
         await cancel_all(feeding | set(self._running))
         self.slots.end_training()
-        last = self.evaluations.last(agents, self._serves_newest)
+        last = self.evaluations.last(runner, self._serves_newest)
         await self._while_alive(background - {training, *feeding}, last)
 
     def _start(self, background: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Self, cast
 
 import m2forge
-from m2forge.errors import DataError, EngineError
+from m2forge.errors import DataError, EngineError, RunError
 from m2forge.protocols import Command
 from m2forge.records import JsonValue, Submission, Task, Verdict, VerdictReason
 from m2forge.sandbox.command_worker import ProcessWorker
@@ -55,7 +55,7 @@ _COMMAND = (sys.executable, "-m", "m2forge.tasks.worker")
 _log = logging.getLogger(__name__)
 
 
-class BrokenVerifierError(EngineError):
+class BrokenVerifierError(RunError):
     """A verifier raises too often for its verdicts to serve as rewards."""
 
 

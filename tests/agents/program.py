@@ -5,11 +5,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from m2forge.agents.black_box import BlackBoxAgent
-from m2forge.agents.config import BlackBoxConfig
-from m2forge.protocols import AgentResult, Endpoint
+from m2forge.agents.attempt import Answer, Job
+from m2forge.agents.command import CommandAgent
+from m2forge.agents.config import CommandConfig
+from m2forge.agents.workspace import Workspaces
+from m2forge.protocols import Endpoint
 from m2forge.records import Domain, JsonValue, Task
-from m2forge.sandbox.process import ProcessSandbox
 from m2forge.text.message import Message, Tool
 from tests.gateway.dialogue import FORMATS, call
 from tests.gateway.live import check_recorded, live, num_new_tokens
@@ -37,19 +38,18 @@ def run_example(
     name: str,
     *arguments: str,
     format_name: str,
-    workspace: Path,
+    folder: Path,
     script: Sequence[Message],
     tools: Sequence[Tool],
     env: Mapping[str, str] | None = None,
-) -> AgentResult:
-    """Its result, after it was checked that each token is recorded as the engine saw or drew it, and none twice."""
+) -> Answer:
+    """Its answer, after it was checked that each token is recorded as the engine saw or drew it, and none twice."""
     format = FORMATS[format_name]()
-    config = BlackBoxConfig(command=(sys.executable, str(EXAMPLES / name), *arguments), env=env or {}, timeout_s=60)
+    config = CommandConfig(command=(sys.executable, str(EXAMPLES / name), *arguments), env=env or {}, timeout_s=60)
     with live(format, script, tools=tools) as gateway:
         episode, key = gateway.episode()
-        sandbox = ProcessSandbox(workspace)
-        result = asyncio.run(BlackBoxAgent(config).run(TASK, Endpoint(gateway.url, key), sandbox))
-        assert result.failure is None, result.transcript["stderr.txt"].decode()
+        job = Job("attempt", TASK, Endpoint(gateway.url, key), (), Workspaces(folder).open("attempt", TASK))
+        answer = asyncio.run(CommandAgent(config).attempt(job))
         assert episode.num_calls == len(script)
         check_recorded(gateway, episode)
         assert gateway.counts.num_encoded == num_new_tokens(format, gateway.engine.seen())
@@ -57,4 +57,4 @@ def run_example(
         prompt = format.tokenizer.decode(list(gateway.engine.seen()[-1][0]))
         assert "No such file" in prompt, "the model was not shown what its tool said"
         assert "First the file." in prompt, "thinking is missing from the history"
-    return result
+    return answer

@@ -34,16 +34,16 @@ CASES = [
 def test_the_example_is_recorded_token_for_token(
     name: str, arguments: tuple[str, ...], format_name: str, tmp_path: Path
 ) -> None:
-    result = run_example(
+    answer = run_example(
         name,
         *arguments,
         format_name=format_name,
-        workspace=tmp_path,
+        folder=tmp_path,
         script=says("shell", LAST),
         tools=[tool("shell", "Run it.")],
     )
-    assert result.answer == "3\n"
-    assert (tmp_path / "g").read_text() == "ß💥\n"
+    assert answer.text == "3\n"
+    assert (tmp_path / "attempt" / "workspace" / "g").read_text() == "ß💥\n"
 
 
 def test_our_own_agent_is_rebuilt(tmp_path: Path) -> None:

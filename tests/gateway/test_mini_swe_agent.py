@@ -23,13 +23,13 @@ LAST = Message("assistant", "", "Done.", (call("bash", command=SUBMIT),))
 @pytest.mark.slow
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_mini_swe_agent_is_recorded_token_for_token(format_name: str, tmp_path: Path) -> None:
-    result = run_example(
+    answer = run_example(
         "mini_swe_agent.py",
         format_name=format_name,
-        workspace=tmp_path,
+        folder=tmp_path,
         script=says("bash", LAST),
         tools=[tool("bash", "Execute a bash command")],
         env=ENV,
     )
-    assert result.answer == "three\n\n"
-    assert (tmp_path / "g").read_text() == "ß💥\n"
+    assert answer.text == "three\n\n"
+    assert (tmp_path / "attempt" / "workspace" / "g").read_text() == "ß💥\n"

@@ -11,6 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from m2forge.agents.attempt import (
+    DEATHS_BEFORE_EXCLUSIVE,
+    AttemptResult,
+    AttemptRunner,
+    Interrupted,
+    JobError,
+    WorkerLost,
+)
+from m2forge.agents.workspace import Workspaces
 from m2forge.errors import EngineError
 from m2forge.gateway.config import GatewayConfig
 from m2forge.pool.config import PoolConfig
@@ -20,19 +29,10 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import Reward, Submission
 from m2forge.reward.config import RewardConfig
 from m2forge.reward.judge import Judge
-from m2forge.rl.attempts import (
-    ANSWER,
-    DEATHS_BEFORE_EXCLUSIVE,
-    Agents,
-    AttemptCounts,
-    AttemptResult,
-    Attempts,
-    Interrupted,
-    WorkerLost,
-)
-from m2forge.rl.config import AgentConfig
+from m2forge.rl.agent import open_agent
+from m2forge.rl.attempts import ANSWER, AttemptCounts, Attempts
+from m2forge.rl.config import WorkerAgentConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
-from m2forge.rl.workers import JobError, Workers
 from m2forge.tasks.agent import Chain
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.config import VerifyConfig
@@ -82,7 +82,7 @@ TASK = Chain().draw(1, 0)
 def attempt(
     gateway: Live, folder: Path, does: str, *, num_deaths: int = 0, starts: list[int] | None = None
 ) -> AttemptResult:
-    config = AgentConfig(command=(sys.executable, "-c", PROGRAM), timeout_s=30.0)
+    config = WorkerAgentConfig(command=(sys.executable, "-c", PROGRAM), timeout_s=30.0)
 
     def num_starts() -> int:
         return starts.pop(0) if starts and len(starts) > 1 else (starts or [0])[0]
@@ -167,7 +167,7 @@ def test_an_attempt_over_its_workers_memory_has_the_reason_limit(tmp_path: Path)
 def test_nothing_that_an_agent_gets_holds_the_verifiers_data(tmp_path: Path) -> None:
     """Neither its jobs nor its environment; but the tools work, which need it."""
     task = find_family("copies").draw(2, 7)
-    config = AgentConfig(command=(sys.executable, "-c", TELLING), timeout_s=30.0)
+    config = WorkerAgentConfig(command=(sys.executable, "-c", TELLING), timeout_s=30.0)
 
     async def scene(gateway: Live) -> str:
         async with agents_of(gateway, config, tmp_path) as make_agents:
@@ -194,16 +194,16 @@ async def attempts_of(
     gateway_url: str, key: str, pool: Pool, folder: Path, command: Sequence[str] = ()
 ) -> AsyncGenerator[Attempts, None]:
     """`command`: of the workers that run families' code."""
-    config = AgentConfig(command=(sys.executable, "-c", PROGRAM), timeout_s=30.0)
+    config = WorkerAgentConfig(command=(sys.executable, "-c", PROGRAM), timeout_s=30.0)
     verify, families = VerifyConfig(timeout_s=0.5), {"command": command} if command else {}
     async with (
         PoolWriter(pool) as writer,
         GatewayAdmin(gateway_url, key) as admin,
-        Workers(config, folder / "agents") as workers,
+        open_agent(config, folder / "agents") as agent,
         TaskRunner(verify, folder / "verify", **families) as runner,
     ):
-        agents = Agents(config, admin, workers, runner, lambda: 0)
-        yield Attempts(agents, pool, writer, Judge(RewardConfig()), minimax(), lambda task, rate: None)
+        attempt_runner = AttemptRunner(agent, admin, runner, Workspaces(folder / "workspaces"))
+        yield Attempts(attempt_runner, pool, writer, Judge(RewardConfig()), minimax(), lambda task, rate: None)
 
 
 def open_pool(folder: Path, **fields: object) -> Pool:
@@ -268,7 +268,7 @@ def test_a_hostile_answer_is_judged_in_time_after_a_restart(tmp_path: Path) -> N
     task = GymFamily("coin_flip").draw(0, 1)
     right = str(GymFamily("coin_flip").verify(task, Submission("")).evidence["expected"])
     format, before = minimax(), set(threading.enumerate())
-    config = AgentConfig(command=("true",))
+    config = WorkerAgentConfig(command=("true",))
 
     async def judge() -> list[Reward | None]:
         with Pool(PoolConfig(url=f"sqlite:///{tmp_path}/pool.db"), format.tokenizer.vocab_size) as pool:
@@ -280,12 +280,12 @@ def test_a_hostile_answer_is_judged_in_time_after_a_restart(tmp_path: Path) -> N
             async with (
                 PoolWriter(pool) as writer,
                 GatewayAdmin("http://127.0.0.1:1", "key") as admin,
-                Workers(config, tmp_path / "agents") as workers,
+                open_agent(config, tmp_path / "agents") as agent,
                 TaskRunner(VerifyConfig(), tmp_path / "verify") as runner,
             ):
-                agents = Agents(config, admin, workers, runner, lambda: 0)
+                attempt_runner = AttemptRunner(agent, admin, runner, Workspaces(tmp_path / "workspaces"))
                 judge = Judge(RewardConfig())
-                async with Attempts(agents, pool, writer, judge, format, lambda task, rate: None) as attempts:
+                async with Attempts(attempt_runner, pool, writer, judge, format, lambda task, rate: None) as attempts:
                     await attempts.judge_complete()
             assert not {thread for thread in threading.enumerate() if thread.name.startswith("episodes")} - before
             assert attempts.counts.num_groups == 1

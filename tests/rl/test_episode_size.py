@@ -7,13 +7,15 @@ from typing import cast
 
 import numpy as np
 
+from m2forge.agents.attempt import AttemptResult, AttemptRunner
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.pool import Pool, PoolWriter
-from m2forge.records import Call, FinishReason, PolicyVersion, Submission, Task, Verdict
+from m2forge.records import Call, FinishReason, PolicyVersion, Task, Verdict
 from m2forge.reward.config import RewardConfig
 from m2forge.reward.judge import Judge
-from m2forge.rl.attempts import Agents, AttemptResult, Attempts
+from m2forge.rl.attempts import Attempts
 from m2forge.tasks.catalog import family_of, find_family
+from m2forge.tasks.runner import TaskRunner
 from m2forge.tasks.task_set import TaskSet
 from m2forge.text.message import Tool
 from m2forge.tree.token_tree import TokenTree
@@ -27,19 +29,16 @@ class OneLongEpisode:
 
     def __init__(self, tree: TokenTree) -> None:
         self._tree = tree
-        self.gateway = self.runner = self
+        self.gateway = self.tasks = self
 
     async def attempt(self, *args: object, **kwargs: object) -> AttemptResult:
-        return AttemptResult("an answer", self._tree)
+        return AttemptResult("an answer", self._tree, None, Verdict(0.0))
 
     def delete_soon(self, name: str) -> None:
         pass
 
     async def tools(self, task: Task) -> tuple[Tool, ...]:
         return tuple(family_of(task).tools(task))
-
-    async def verify(self, task: Task, submission: Submission) -> Verdict:
-        return family_of(task).verify(task, submission)
 
 
 def long_tree(vocab_size: int) -> TokenTree:
@@ -70,7 +69,7 @@ def longest_stall_s(folder: Path) -> float:
 
     async def scene(pool: Pool) -> None:
         async with PoolWriter(pool) as writer:
-            agents = cast(Agents, OneLongEpisode(tree))
+            agents = cast(AttemptRunner[TaskRunner], OneLongEpisode(tree))
             attempts = Attempts(
                 agents, pool, writer, Judge(RewardConfig()), format, lambda *group: judged.append(group)
             )
@@ -100,16 +99,16 @@ def test_an_episode_of_2000_calls_does_not_block_the_event_loop(tmp_path: Path) 
     assert any(longest_stall_s(folder) < 0.1 for folder in folders)
 
 
-class SlowVerifier(OneLongEpisode):
-    """Gives its verdict when it may."""
+class SlowFamily(OneLongEpisode):
+    """Lists its tools, which judging needs, when it may."""
 
     def __init__(self, tree: TokenTree, may_judge: asyncio.Event) -> None:
         super().__init__(tree)
         self._may_judge = may_judge
 
-    async def verify(self, task: Task, submission: Submission) -> Verdict:
+    async def tools(self, task: Task) -> tuple[Tool, ...]:
         await self._may_judge.wait()
-        return await super().verify(task, submission)
+        return await super().tools(task)
 
 
 def test_an_attempt_ends_before_its_group_is_judged(tmp_path: Path) -> None:
@@ -119,7 +118,7 @@ def test_an_attempt_ends_before_its_group_is_judged(tmp_path: Path) -> None:
 
     async def scene(pool: Pool) -> None:
         may_judge = asyncio.Event()
-        agents = cast(Agents, SlowVerifier(TokenTree(pool.vocab_size), may_judge))
+        agents = cast(AttemptRunner[TaskRunner], SlowFamily(TokenTree(pool.vocab_size), may_judge))
         async with PoolWriter(pool) as writer:
             attempts = Attempts(
                 agents, pool, writer, Judge(RewardConfig()), format, lambda *group: judged.append(group)

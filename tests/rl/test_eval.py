@@ -10,16 +10,18 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from m2forge.agents.attempt import AttemptResult, AttemptRunner
 from m2forge.files import append_line
 from m2forge.pool.pool import PoolWriter
 from m2forge.pool.stored import Lease
-from m2forge.records import Call, FinishReason, PolicyVersion, Submission, Task, Verdict
-from m2forge.rl.attempts import Agents, AttemptResult, Attempts
+from m2forge.records import Call, FinishReason, PolicyVersion, Task, Verdict
+from m2forge.rl.attempts import Attempts
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import EvalResult, make_attempt, read_attempts, read_results, write_attempts, write_result
 from m2forge.rl.layout import Layout, begin_branch
 from m2forge.rl.loop import Loop, is_complete
-from m2forge.tasks.catalog import family_of, find_family
+from m2forge.tasks.catalog import find_family
+from m2forge.tasks.runner import TaskRunner
 from m2forge.tasks.task_set import Split, TaskSet
 from m2forge.tree.token_tree import TokenTree
 from tests.rl.scene import make_config, make_model
@@ -43,7 +45,7 @@ class Policy:
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
-        self.gateway = self.runner = self
+        self.gateway = self.tasks = self
         self.num_running = self.most_running = self.num_trained = 0
         self.most_evaluating = self.num_evaluated = 0
         self.step = 0
@@ -67,16 +69,13 @@ class Policy:
         ids, logprobs = np.arange(2, dtype=np.int32), np.full(2, -1.0, np.float32)
         tree.add(Call(ids, ids, logprobs, versions, FinishReason.STOP, 0.0, 1.0), "s")
         self.num_evaluated += 1
-        return AttemptResult("?", tree)
+        return AttemptResult("?", tree, None, Verdict(0.0))
 
     def delete_soon(self, name: str) -> None:
         pass
 
     async def distinct(self, family: str, split: Split, seed: int, num: int, lowest: int, highest: int) -> list[Task]:
         return distinct(TaskSet(find_family(family), split, seed), num, lowest, highest)
-
-    async def verify(self, task: Task, submission: Submission) -> Verdict:
-        return family_of(task).verify(task, submission)
 
     async def run(self, lease: Lease) -> None:
         """An attempt of training; its group stays unfinished."""
@@ -99,10 +98,10 @@ def play(config: RLConfig, run_dir: Path, scene: Callable[[Loop, Policy], Awaita
 
     async def run() -> None:
         async with PoolWriter(loop.pool) as writer:
-            await loop.evaluations.first(cast(Agents, policy))
+            await loop.evaluations.first(cast(AttemptRunner[TaskRunner], policy))
             background = [
                 asyncio.create_task(loop._feed(writer, cast(Attempts, policy), draw_here)),
-                asyncio.create_task(loop.evaluations.run_scheduled(cast(Agents, policy))),
+                asyncio.create_task(loop.evaluations.run_scheduled(cast(AttemptRunner[TaskRunner], policy))),
             ]
             try:
                 await scene(loop, policy)
@@ -228,7 +227,7 @@ def test_evaluations_of_lost_weights_are_repeated(model: Path, tmp_path: Path) -
             for task in loop._running:
                 task.cancel()
             loop.slots.end_training()
-            await loop.evaluations.last(cast(Agents, policy), lambda: True)
+            await loop.evaluations.last(cast(AttemptRunner[TaskRunner], policy), lambda: True)
 
     play(make_run(model), tmp_path, scene)
     result = [(result.step, result.branch) for result in read_results(layout.evaluations)]
@@ -299,7 +298,7 @@ def test_the_last_evaluation_waits_and_takes_all_slots(model: Path, tmp_path: Pa
             task.cancel()
         loop.slots.end_training()
         policy.most_evaluating = 0
-        await loop.evaluations.last(cast(Agents, policy), lambda: True)
+        await loop.evaluations.last(cast(AttemptRunner[TaskRunner], policy), lambda: True)
 
     policy = play(make_run(model), tmp_path, scene)
     assert [result.step for result in read_results(path)] == [0, 2, 4]

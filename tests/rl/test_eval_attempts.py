@@ -9,15 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from m2forge.agents.attempt import TIMEOUT, AttemptResult, AttemptRunner, Interrupted, JobError, Overrides
+from m2forge.agents.workspace import Workspaces
 from m2forge.errors import RecordError
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.episodes.closed_journal import journal_ids
-from m2forge.records import PolicyVersion, Task
-from m2forge.rl.attempts import TIMEOUT, Agents, AttemptResult, Interrupted, Overrides, Slots
-from m2forge.rl.config import AgentConfig
+from m2forge.records import PolicyVersion, Sampling, Task
+from m2forge.rl.agent import open_agent
+from m2forge.rl.attempts import Slots
+from m2forge.rl.config import AgentConfig, WorkerAgentConfig
 from m2forge.rl.eval import EvalResult, eval_overrides, evaluate, read_results, write_result
 from m2forge.rl.gateway_admin import GatewayAdmin
-from m2forge.rl.workers import JobError, Workers
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.runner import TaskRunner
@@ -55,18 +57,19 @@ for line in sys.stdin:
 @contextlib.asynccontextmanager
 async def agents_of(
     gateway: Live, config: AgentConfig, folder: Path
-) -> AsyncGenerator[Callable[[Callable[[], int]], Agents], None]:
+) -> AsyncGenerator[Callable[[Callable[[], int]], AttemptRunner[TaskRunner]], None]:
     """Agents of a gateway, by how often its processes have been started."""
     async with (
-        GatewayAdmin(gateway.url, ADMIN_KEY) as admin,
-        Workers(config, folder / "agents") as workers,
+        GatewayAdmin(gateway.url, ADMIN_KEY, budget=config.budget, sampling=config.sampling.record()) as admin,
+        open_agent(config, folder / "agents") as agent,
         TaskRunner(VerifyConfig(), folder / "verify") as runner,
     ):
-        yield lambda num_starts: Agents(config, admin, workers, runner, num_starts)
+        workspaces = Workspaces(folder / "workspaces")
+        yield lambda num_starts: AttemptRunner(agent, admin, runner, workspaces, num_starts)
 
 
 def run_check(program: str, folder: Path) -> EvalResult:
-    config = AgentConfig(command=(sys.executable, "-c", program), jobs_per_worker=4)
+    config = WorkerAgentConfig(command=(sys.executable, "-c", program), jobs_per_worker=4)
     tasks = distinct(TaskSet(find_family("chain"), "held_out", 1), 4, 1, 3)
 
     async def scene(gateway: Live) -> EvalResult:
@@ -89,7 +92,7 @@ def test_tasks_that_the_agent_cannot_do_are_broken(tmp_path: Path) -> None:
 
 
 def test_a_timeout_counts_unless_a_process_restarted_meanwhile(tmp_path: Path) -> None:
-    config = AgentConfig(command=(sys.executable, "-c", SILENT), timeout_s=1.0)
+    config = WorkerAgentConfig(command=(sys.executable, "-c", SILENT), timeout_s=1.0)
     task: Task = TaskSet(find_family("chain"), "held_out", 1).next(1, 3)
 
     async def scene(gateway: Live) -> AttemptResult:
@@ -103,7 +106,7 @@ def test_a_timeout_counts_unless_a_process_restarted_meanwhile(tmp_path: Path) -
 
 
 def test_a_timeout_in_a_stuck_worker_before_any_call_is_infra(tmp_path: Path) -> None:
-    config = AgentConfig(command=(sys.executable, "-c", STUCK), timeout_s=1.0, cancel_s=0.2)
+    config = WorkerAgentConfig(command=(sys.executable, "-c", STUCK), timeout_s=1.0, cancel_s=0.2)
     task: Task = TaskSet(find_family("chain"), "held_out", 1).next(1, 3)
 
     async def scene(gateway: Live) -> None:
@@ -118,7 +121,7 @@ def test_a_timeout_in_a_stuck_worker_before_any_call_is_infra(tmp_path: Path) ->
 def test_attempts_at_held_out_tasks_have_their_domains_context(tmp_path: Path) -> None:
     task: Task = TaskSet(find_family("chain"), "held_out", 1).next(1, 3)
     config = make_config(tmp_path, eval={"sampling": {"temperature": 0.5}})
-    assert eval_overrides(config, task) == Overrides(config.eval.sampling, 2048)
+    assert eval_overrides(config, task) == Overrides(Sampling(temperature=0.5), 2048)
 
 
 def test_a_torn_last_line_is_ignored_and_cut_before_the_next(tmp_path: Path) -> None:

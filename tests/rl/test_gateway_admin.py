@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from m2forge.agents.attempt import Overrides
 from m2forge.errors import EngineError
 from m2forge.gateway.config import Budget, GatewayConfig
 from m2forge.gateway.episodes.closed_journal import journal_ids
@@ -24,16 +25,18 @@ def test_an_attempt_is_opened_taken_and_let_go_with_others(tmp_path: Path) -> No
     with live(minimax(), config=GatewayConfig(port=0, journal=str(tmp_path))) as gateway:
 
         async def scene() -> None:
-            async with GatewayAdmin(gateway.url, ADMIN_KEY) as admin:
+            async with GatewayAdmin(gateway.url, ADMIN_KEY, budget=Budget(max_calls=1)) as admin:
                 await admin.wait_until_up()
-                budget = Budget(max_calls=1)
-                made = await asyncio.gather(*(admin.open(name, TASK, "group", budget) for name in names))
+                made = await asyncio.gather(*(admin.open(name, TASK, "group", Overrides()) for name in names))
                 with pytest.raises(EngineError, match=r"refused.*exists"):
-                    await admin.open(names[0], TASK, "group", budget)
+                    await admin.open(names[0], TASK, "group", Overrides())
                 status = (await asyncio.to_thread(post, gateway, made[0].key, BODY)).status_code
                 assert (status, made[0].url) == (200, gateway.url)
-                trees = [await admin.close(name) for name in names[:2]]
-                assert [len(tree.samples) for tree in trees] == [1, 0]
+                closed = [await admin.close(name) for name in names[:2]]
+                assert [len(recorded.tree.samples) for recorded in closed] == [1, 0]
+                assert [len(recorded.steps) for recorded in closed] == [1, 0]
+                assert [message["role"] for message in closed[0].messages] == ["user", "assistant"]
+                assert (await admin.take(names[0])).samples == closed[0].tree.samples
                 await admin.delete([names[-1], "never there"])
                 assert len(journal_ids(tmp_path)) == len(names) - 1
                 for name in names[:-1]:

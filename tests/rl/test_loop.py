@@ -18,6 +18,7 @@ import pytest
 import torch
 from sqlalchemy import select
 
+from m2forge.agents.attempt import AttemptRunner
 from m2forge.config import write_resolved
 from m2forge.errors import EngineError
 from m2forge.gateway.episodes.closed_journal import journal_ids
@@ -32,7 +33,6 @@ from m2forge.pool.queue import count
 from m2forge.pool.state import UnitState
 from m2forge.pool.tables import fork_table, unit_table
 from m2forge.records import Domain, PolicyVersion, Task
-from m2forge.rl.attempts import Agents
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import EvalResult, read_attempts, read_results
 from m2forge.rl.layout import Layout
@@ -129,7 +129,7 @@ def test_an_agent_that_cannot_start_ends_the_run_with_one_error(
 ) -> None:
     run = Loop.run
     monkeypatch.setattr(Loop, "run", lambda loop: asyncio.wait_for(run(loop), timeout=60))
-    monkeypatch.setattr("m2forge.rl.workers.RESTART_S", 0.0)
+    monkeypatch.setattr("m2forge.agents.worker_pool.RESTART_S", 0.0)
     config = make_run(model, num_steps=3)
     broken = config.agent.model_copy(update={"command": (sys.executable, "-c", "import no_such_module")})
     check = config.eval.model_copy(update={"num_tasks": num_tasks})
@@ -221,7 +221,7 @@ def test_a_step_repeated_after_a_restore_is_pushed_and_evaluated(model: Path, tm
         loop, core = Loop(Layout(tmp_path), config), make_core(model, ServeConfig(device="cpu", lineage="run"))
         engine, checked = NativeEngine(core), list[PolicyVersion | None]()
 
-        async def check(agents: Agents) -> None:
+        async def check(runner: AttemptRunner[TaskRunner]) -> None:
             checked.append(loop.served)
 
         loop.evaluations._evaluate = check  # type: ignore[method-assign]  # agents would have to attempt tasks
@@ -234,7 +234,9 @@ def test_a_step_repeated_after_a_restore_is_pushed_and_evaluated(model: Path, tm
             assert (core.model.norm.weight == 2.0).all()
             pushing.cancel()
             again = publish(3.0)
-            checking = asyncio.create_task(loop.evaluations.last(cast("Agents", None), loop._serves_newest))
+            checking = asyncio.create_task(
+                loop.evaluations.last(cast("AttemptRunner[TaskRunner]", None), loop._serves_newest)
+            )
             await asyncio.sleep(0.1)
             assert not checking.done(), "the lost version must not be checked"
             with loop.pool.database.write() as connection:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import httpx2
 
+from m2forge.agents.attempt import Overrides
 from m2forge.config import write_resolved
-from m2forge.gateway.config import Budget
 from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
 from m2forge.rl.config import RLConfig
@@ -35,7 +35,7 @@ def test_keys_travel_by_pipe_and_every_server_asks_for_its_own(tmp_path: Path) -
         try:
             async with GatewayAdmin(servers.gateway.url, servers.gateway.key) as admin:
                 await admin.wait_until_up()
-                await admin.open("episode", Chain().draw(1, 0), "group", Budget())
+                await admin.open("episode", Chain().draw(1, 0), "group", Overrides())
             await check_doors(servers)
             await check_version(servers, layout, config)
             check_no_key_is_visible(servers, layout.run_dir)

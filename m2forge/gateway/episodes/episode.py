@@ -24,6 +24,7 @@ import numpy as np
 from m2forge.errors import ExistsError, M2ForgeError, RecordError
 from m2forge.gateway.episodes.journal import Answered, Closed, Created, Entry, Journal, Rewarded, make_sample
 from m2forge.gateway.history.history import Divergence, History, Opening
+from m2forge.gateway.history.turn import Turn
 from m2forge.records import Call, FinishReason, IntArray, JsonValue
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Tool
@@ -162,6 +163,15 @@ class Sampled:
             raise RecordError(f"expected {shape} experts per token, received {self.experts.shape[1:]}")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedCall:
+    id: str
+    """Response id that the client knows; samples of one request share it."""
+    answer: Turn | None
+    """Its answer in the history; None for a raw prompt's."""
+    divergence: Divergence | None
+
+
 class Episode:
     def __init__(
         self,
@@ -192,6 +202,8 @@ class Episode:
         self.requests = Requests()
         self.completions: list[Completion] = []
         """Parsed completion of each recorded call."""
+        self.recorded: list[RecordedCall] = []
+        """Where each recorded call stands in the history."""
         self.rewards: dict[str, Rewarded] = {}
         """Rewards by id, in order of arrival."""
         self.num_divergences: dict[Divergence, int] = dict.fromkeys(Divergence, 0)
@@ -500,8 +512,10 @@ class Episode:
         self.requests.name(request, entry.id)
         for sample, written in zip(samples, entry.samples, strict=True):
             self._untreed.append((f"{self.id}/{self.num_calls}", sample))
+            answer = None
             if opening is not None:
-                self.history.record(opening, sample.call.response_ids, sample.completion)
+                answer = self.history.record(opening, sample.call.response_ids, sample.completion)
+            self.recorded.append(RecordedCall(entry.id, answer, entry.divergence))
             self.completions.append(written.completion)
             if sample.experts is not None:
                 self._experts_shape = sample.experts.shape[1:]

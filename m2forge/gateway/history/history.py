@@ -137,8 +137,8 @@ class History:
             strand, size, num_recorded = turn.strand, turn.opened, turn.opened
         return Opening(strand.view(size), num_recorded, size - num_recorded, divergence, turn, strand)
 
-    def record(self, opening: Opening, response_ids: IntArray, completion: Completion) -> None:
-        """Record the model's answer and the completion parsed from it."""
+    def record(self, opening: Opening, response_ids: IntArray, completion: Completion) -> Turn:
+        """Record the model's answer and the completion parsed from it; returns its turn."""
         for turn in chain((opening.turn,), opening.turn.above()):
             if turn.number is not None and turn is not opening.turn:
                 break
@@ -153,6 +153,13 @@ class History:
         while turn.parent is not None and turn.parent.answered is not turn:
             turn.parent.answered = turn
             turn = turn.parent
+        return answer
+
+    def tools_of(self, turn: Turn) -> tuple[Tool, ...]:
+        """The tools of the conversation that `turn` belongs to."""
+        while turn.parent is not None:
+            turn = turn.parent
+        return self._tools_of[turn]
 
     def release(self, opening: Opening) -> None:
         """End a prompt that is answered or given up, and drop turns that exist only for it."""

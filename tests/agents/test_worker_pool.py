@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from m2forge.agents.attempt import Job, JobError, StuckError, WorkerDiedError
+from m2forge.agents.config import WorkerConfig
+from m2forge.agents.program import from_here
+from m2forge.agents.worker_pool import WorkerPool
+from m2forge.agents.workspace import Workspace
 from m2forge.protocols import Endpoint, Outcome
 from m2forge.records import Domain, Task
-from m2forge.rl.config import AgentConfig
-from m2forge.rl.workers import JobError, StuckError, WorkerDiedError, Workers, from_here
 from m2forge.sandbox.command_worker import ProcessWorker
 
 PROGRAM = """
@@ -63,15 +66,20 @@ def make_task(instruction: str) -> Task:
     return Task("t", Domain.AGENT, instruction)
 
 
-def make_workers(tmp_path: Path, program: str = PROGRAM, **fields: object) -> Workers:
-    config = AgentConfig(command=(sys.executable, "-c", program), **fields)  # type: ignore[arg-type]  # checked there
-    return Workers(config, tmp_path)
+def make_workers(tmp_path: Path, program: str = PROGRAM, **fields: object) -> WorkerPool:
+    config = WorkerConfig(command=(sys.executable, "-c", program), **fields)  # type: ignore[arg-type]  # checked there
+    return WorkerPool(config, tmp_path)
+
+
+async def ask(workers: WorkerPool, id: str, task: Task, endpoint: Endpoint, *, is_exclusive: bool = False) -> str:
+    job = Job(id, task, endpoint, (), Workspace(Path("nowhere")))
+    return (await workers.attempt(job, is_exclusive=is_exclusive)).text
 
 
 def test_jobs_are_answered_each_with_its_own_answer(tmp_path: Path) -> None:
     async def scene() -> list[str]:
         async with make_workers(tmp_path, num_workers=2) as workers:
-            return await asyncio.gather(*(workers.attempt(str(n), make_task(f"job {n}"), ENDPOINT) for n in range(20)))
+            return await asyncio.gather(*(ask(workers, str(n), make_task(f"job {n}"), ENDPOINT) for n in range(20)))
 
     answers = asyncio.run(scene())
     assert [answer.partition(" by ")[0] for answer in answers] == [f"job {n}" for n in range(20)]
@@ -82,13 +90,13 @@ def test_jobs_are_answered_each_with_its_own_answer(tmp_path: Path) -> None:
 def test_a_worker_that_dies_fails_its_jobs_and_is_started_again(tmp_path: Path) -> None:
     async def scene() -> str:
         async with make_workers(tmp_path) as workers:
-            hanging = asyncio.create_task(workers.attempt("0", make_task("hang"), ENDPOINT))
-            await workers.attempt("1", make_task("job"), ENDPOINT)
+            hanging = asyncio.create_task(ask(workers, "0", make_task("hang"), ENDPOINT))
+            await ask(workers, "1", make_task("job"), ENDPOINT)
             with pytest.raises(JobError, match="status 3"):
-                await workers.attempt("2", make_task("die"), ENDPOINT)
+                await ask(workers, "2", make_task("die"), ENDPOINT)
             with pytest.raises(JobError, match="status 3"):
                 await hanging
-            return await workers.attempt("3", make_task("again"), ENDPOINT)
+            return await ask(workers, "3", make_task("again"), ENDPOINT)
 
     assert asyncio.run(scene()).startswith("again by")
 
@@ -97,7 +105,7 @@ def test_what_an_agent_cannot_do_is_told(tmp_path: Path) -> None:
     async def scene() -> None:
         async with make_workers(tmp_path) as workers:
             with pytest.raises(JobError, match="I cannot"):
-                await workers.attempt("0", make_task("complain"), ENDPOINT)
+                await ask(workers, "0", make_task("complain"), ENDPOINT)
 
     asyncio.run(scene())
 
@@ -106,8 +114,8 @@ def test_an_attempt_ends_with_its_time(tmp_path: Path) -> None:
     async def scene() -> str:
         async with make_workers(tmp_path, timeout_s=2.0) as workers:
             with pytest.raises(TimeoutError):
-                await workers.attempt("0", make_task("hang"), ENDPOINT)
-            return await workers.attempt("0", make_task("again"), ENDPOINT)
+                await ask(workers, "0", make_task("hang"), ENDPOINT)
+            return await ask(workers, "0", make_task("again"), ENDPOINT)
 
     assert asyncio.run(scene()).startswith("again by")
 
@@ -118,15 +126,15 @@ def test_healthy_attempts_succeed_behind_one_that_hangs(tmp_path: Path, num_jobs
 
     async def scene() -> list[str | BaseException]:
         async with make_workers(tmp_path, SLEEPING, jobs_per_worker=num_jobs, timeout_s=2.0, cancel_s=0.3) as workers:
-            hanging = asyncio.create_task(workers.attempt("hanging", make_task("hang"), ENDPOINT))
+            hanging = asyncio.create_task(ask(workers, "hanging", make_task("hang"), ENDPOINT))
             await asyncio.sleep(late_s)
             return await asyncio.gather(hanging, *(again(workers, n) for n in range(6)), return_exceptions=True)
 
-    async def again(workers: Workers, n: int) -> str:
+    async def again(workers: WorkerPool, n: int) -> str:
         """Jobs that the stuck worker had begin again, as the loop's do."""
         while True:
             try:
-                return await workers.attempt(f"{n}", make_task(f"job {n}"), ENDPOINT)
+                return await ask(workers, f"{n}", make_task(f"job {n}"), ENDPOINT)
             except WorkerDiedError:
                 continue
 
@@ -141,14 +149,14 @@ def test_a_slot_is_free_only_when_the_cancel_is_confirmed(tmp_path: Path) -> Non
 
     async def scene() -> tuple[str, str]:
         async with make_workers(tmp_path, timeout_s=1.0, jobs_per_worker=1) as workers:
-            first = await workers.attempt("0", make_task("job"), ENDPOINT)
+            first = await ask(workers, "0", make_task("job"), ENDPOINT)
             with pytest.raises(TimeoutError) as caught:
-                await workers.attempt("1", make_task("hang"), ENDPOINT)
+                await ask(workers, "1", make_task("hang"), ENDPOINT)
             assert not isinstance(caught.value, StuckError)
-            given_up = asyncio.create_task(workers.attempt("2", make_task("hang"), ENDPOINT))
+            given_up = asyncio.create_task(ask(workers, "2", make_task("hang"), ENDPOINT))
             await asyncio.sleep(0.1)
             given_up.cancel()
-            return first, await workers.attempt("3", make_task("job"), ENDPOINT)
+            return first, await ask(workers, "3", make_task("job"), ENDPOINT)
 
     first, last = asyncio.run(scene())
     assert first == last, "the same process answered"
@@ -171,7 +179,7 @@ def test_a_job_is_over_only_when_nothing_is_left_of_its_worker(tmp_path: Path, m
     async def scene() -> None:
         async with make_workers(tmp_path, EXITING, timeout_s=1.0) as workers:
             with pytest.raises(WorkerDiedError):
-                await workers.attempt("0", make_task("job"), ENDPOINT)
+                await ask(workers, "0", make_task("job"), ENDPOINT)
             assert is_ended
 
     asyncio.run(scene())
@@ -180,11 +188,11 @@ def test_a_job_is_over_only_when_nothing_is_left_of_its_worker(tmp_path: Path, m
 def test_a_stuck_worker_takes_no_job_until_it_is_restarted(tmp_path: Path) -> None:
     async def scene() -> str:
         async with make_workers(tmp_path, SLEEPING, timeout_s=1.5, cancel_s=0.5, jobs_per_worker=1) as workers:
-            given_up = asyncio.create_task(workers.attempt("0", make_task("hang"), ENDPOINT))
+            given_up = asyncio.create_task(ask(workers, "0", make_task("hang"), ENDPOINT))
             await asyncio.sleep(0.5)
             given_up.cancel()
             await asyncio.sleep(0)
-            return await workers.attempt("1", make_task("job"), ENDPOINT)
+            return await ask(workers, "1", make_task("job"), ENDPOINT)
 
     assert asyncio.run(scene()) == "job"
 
@@ -192,7 +200,7 @@ def test_a_stuck_worker_takes_no_job_until_it_is_restarted(tmp_path: Path) -> No
 def test_malformed_lines_are_dropped_with_a_counted_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> list[str]:
         async with make_workers(tmp_path, MALFORMED) as workers:
-            return [await workers.attempt(str(n), make_task("job"), ENDPOINT) for n in range(4)]
+            return [await ask(workers, str(n), make_task("job"), ENDPOINT) for n in range(4)]
 
     assert asyncio.run(scene()) == ["whole"] * 4
     assert [record.getMessage().rpartition("; ")[2] for record in caplog.records] == ["1 so far", "10 so far"]
@@ -202,7 +210,7 @@ def test_malformed_lines_are_dropped_with_a_counted_warning(tmp_path: Path, capl
 def test_a_program_that_cannot_start_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_workers: int
 ) -> None:
-    monkeypatch.setattr("m2forge.rl.workers.RESTART_S", 0.0)
+    monkeypatch.setattr("m2forge.agents.worker_pool.RESTART_S", 0.0)
 
     async def scene() -> None:
         async with make_workers(tmp_path, "import no_such_module", num_workers=num_workers) as workers:
@@ -211,7 +219,7 @@ def test_a_program_that_cannot_start_is_given_up(
             ):
                 await workers.watch()
             with pytest.raises(JobError, match="no_such_module"):
-                await workers.attempt("1", make_task("job"), ENDPOINT)
+                await ask(workers, "1", make_task("job"), ENDPOINT)
 
     asyncio.run(scene())
     assert len(caplog.records) == 1, "what it says each time is told once"
@@ -220,16 +228,16 @@ def test_a_program_that_cannot_start_is_given_up(
 def test_a_program_that_answers_now_and_then_is_not_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("m2forge.rl.workers.RESTART_S", 0.0)
-    monkeypatch.setattr("m2forge.rl.workers.MAX_DEATHS", 2)
+    monkeypatch.setattr("m2forge.agents.worker_pool.RESTART_S", 0.0)
+    monkeypatch.setattr("m2forge.agents.worker_pool.MAX_DEATHS", 2)
 
     async def scene() -> None:
         async with make_workers(tmp_path) as workers:
             watching = asyncio.create_task(workers.watch())
             for n in range(4):
                 with pytest.raises(JobError, match="status 3"):
-                    await workers.attempt("0", make_task("die"), ENDPOINT)
-                await workers.attempt(str(n), make_task("job"), ENDPOINT)
+                    await ask(workers, "0", make_task("die"), ENDPOINT)
+                await ask(workers, str(n), make_task("job"), ENDPOINT)
             assert not watching.done()
             watching.cancel()
 
@@ -238,13 +246,13 @@ def test_a_program_that_answers_now_and_then_is_not_given_up(
 
 
 def test_the_time_of_an_attempt_begins_when_there_is_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("m2forge.rl.workers.RESTART_S", 3.0)
+    monkeypatch.setattr("m2forge.agents.worker_pool.RESTART_S", 3.0)
 
     async def scene() -> str:
         async with make_workers(tmp_path, timeout_s=2.0) as workers:
             with pytest.raises(JobError, match="status 3"):
-                await workers.attempt("0", make_task("die"), ENDPOINT)
-            return await workers.attempt("1", make_task("job"), ENDPOINT)
+                await ask(workers, "0", make_task("die"), ENDPOINT)
+            return await ask(workers, "1", make_task("job"), ENDPOINT)
 
     assert asyncio.run(scene()).startswith("job by")
 
@@ -268,11 +276,11 @@ def test_a_path_is_taken_from_where_the_loop_was_started(tmp_path: Path, monkeyp
 def test_a_job_alone_shares_its_worker_with_none(tmp_path: Path) -> None:
     async def scene() -> None:
         async with make_workers(tmp_path, timeout_s=2.0) as workers:
-            before = asyncio.create_task(workers.attempt("before", make_task("hang"), ENDPOINT))
+            before = asyncio.create_task(ask(workers, "before", make_task("hang"), ENDPOINT))
             await asyncio.sleep(0.5)
-            alone = asyncio.create_task(workers.attempt("alone", make_task("die"), ENDPOINT, is_exclusive=True))
+            alone = asyncio.create_task(ask(workers, "alone", make_task("die"), ENDPOINT, is_exclusive=True))
             await asyncio.sleep(0)
-            after = asyncio.create_task(workers.attempt("after", make_task("job"), ENDPOINT))
+            after = asyncio.create_task(ask(workers, "after", make_task("job"), ENDPOINT))
             with pytest.raises(TimeoutError):  # and not by the death
                 await before
             with pytest.raises(WorkerDiedError, match="status 3"):

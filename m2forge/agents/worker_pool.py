@@ -1,9 +1,9 @@
-"""Workers, agent programs that stay alive across attempts: jobs in, answers out.
+"""The agent kind `worker`: programs that stay alive across attempts; jobs in, answers out.
 
 A worker is any program that reads jobs, one JSON object a line, and writes answers:
 
     {"id": "…", "base_url": "http://…/v1", "api_key": "…", "model": "policy",               to its standard input
-     "task": {"id", "domain", "instruction", "difficulty"}, "tools": […], "tools_url": "…"}
+     "task": {"id", "domain", "instruction", "difficulty"}, "tools": […], "tools_url": "…", "workspace": "…"}
     {"id": "…", "cancel": true}                                                             the job is over: stop it
     {"id": "…", "answer": "…"}   or   {"id": "…", "error": "…", "kind": "…"}                from its standard output
     {"id": "…", "cancelled": true}                                                          confirms a cancel
@@ -19,6 +19,8 @@ deeper than `MAX_DEPTH`, is dropped with a warning.
 A job holds nothing that the task's verifier needs. `tools` are functions as OpenAI's API describes them; a call is
 `POST {"name", "arguments"}` to `tools_url` with the job's key, and answered by `{"content": "…"}`.
 
+`workspace` is the attempt's own folder with the task's files; the verifier sees what is left in it.
+
 An error's `kind` (`ErrorKind`) says whether the policy's tokens or the infrastructure caused it. It may be left out.
 """
 
@@ -26,20 +28,29 @@ import asyncio
 import json
 import logging
 import math
-import os
 import shlex
-import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
-from m2forge.errors import DataError, EngineError
-from m2forge.protocols import Command, Endpoint, Outcome, OutcomeReason, Worker
-from m2forge.records import JsonValue, Task
-from m2forge.rl.config import AgentConfig
+from m2forge.agents.attempt import (
+    AgentError,
+    Answer,
+    DeathCause,
+    ErrorKind,
+    Job,
+    JobError,
+    Recorded,
+    StuckError,
+    WorkerDiedError,
+)
+from m2forge.agents.config import WorkerConfig
+from m2forge.agents.program import death_cause, from_here
+from m2forge.errors import DataError
+from m2forge.protocols import Command, Outcome, Worker
+from m2forge.records import JsonValue
 from m2forge.sandbox.process import ProcessSandbox
-from m2forge.text.message import Tool, parse_json, tool_to_openai
+from m2forge.text.message import parse_json, tool_to_openai
 
 RESTART_S = 0.5
 MAX_DEPTH = 32
@@ -47,58 +58,10 @@ MAX_DEPTH = 32
 MAX_DEATHS = 10
 """Deaths per configured worker, without an answer in between, after which the program counts as broken."""
 
-NO_MEMORY = ("MemoryError", "bad_alloc", "out of memory", "Cannot allocate memory")
-"""Phrases at the end of stderr that show a failed allocation."""
-
 TASK_VIEW = ("id", "domain", "instruction", "difficulty")
 """Fields of a task that the agent receives."""
 
 _log = logging.getLogger(__name__)
-
-
-class JobError(EngineError):
-    """An attempt that failed: its worker died or reported an error."""
-
-
-class ErrorKind(StrEnum):
-    """What caused an agent's error."""
-
-    POLICY = "policy"
-    """The policy's tokens: the attempt counts, with perf 0."""
-    INFRA = "infra"
-    """The infrastructure, such as a connection that broke: the attempt is retried."""
-
-
-class AgentError(JobError):
-    """An attempt that the agent ended with an error."""
-
-    def __init__(self, message: str, kind: ErrorKind | None) -> None:
-        super().__init__(message)
-        self.kind = kind
-        """Cause of the error; None if the agent does not report one."""
-
-
-class DeathCause(StrEnum):
-    """What ended a worker."""
-
-    EXITED = "exited"
-    """It exited, or crashed."""
-    LIMIT = "limit"
-    """It exceeded a limit of `agent.sandbox`: memory, or the length of a line."""
-    LOST = "lost"
-    """It was killed from outside, for instance by the kernel's OOM killer, or it was restarted."""
-
-
-class WorkerDiedError(JobError):
-    """An attempt whose worker died, possibly because of another attempt."""
-
-    def __init__(self, message: str, cause: DeathCause = DeathCause.LOST) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-
-class StuckError(TimeoutError):
-    """An attempt that timed out in a worker that did not confirm the cancel and was restarted."""
 
 
 @dataclass(eq=False, slots=True)
@@ -124,8 +87,12 @@ class _WorkerState:
         return len(self.jobs) + len(self.cancelled)
 
 
-class Workers:
-    def __init__(self, config: AgentConfig, folder: Path) -> None:
+class WorkerPool:
+    """See `AttemptAgent`."""
+
+    is_silent_allowed = True
+
+    def __init__(self, config: WorkerConfig, folder: Path) -> None:
         """`folder`: parent of the workers' folders."""
         self._config, self._command = config, Command(from_here(config.command))
         self._states = [_WorkerState(f"worker-{index}") for index in range(config.num_workers)]
@@ -142,7 +109,7 @@ class Workers:
         """End of stderr at the last logged death; consecutive deaths with the same text are logged once."""
         self._broken: JobError | None = None
 
-    async def __aenter__(self) -> "Workers":
+    async def __aenter__(self) -> "WorkerPool":
         self._tasks = [
             asyncio.create_task(self._supervise(state, sandbox))
             for state, sandbox in zip(self._states, self._sandboxes, strict=True)
@@ -163,24 +130,23 @@ class Workers:
         for task in done:
             task.result()
 
-    async def attempt(
-        self, id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool] = (), *, is_exclusive: bool = False
-    ) -> str:
-        """Run a job and return its answer; raises `JobError`, or `TimeoutError` after the attempt's timeout, which
-        starts when a worker has a free slot. `is_exclusive`: give the worker no other job, so that this one is to blame
-        for its death."""
-        job = _job(id, task, endpoint, tools)
-        if is_exclusive:
-            state = await self._reserve_worker(id)
-            try:
-                return await self._attempt(state, id, job)
-            finally:
-                state.reserved = None
-                self._has_changed.set()
-        return await self._attempt(await self._free_worker(), id, job)
+    async def attempt(self, job: Job, *, is_exclusive: bool = False) -> Answer:
+        """The attempt's timeout starts when a worker has a free slot. `is_exclusive`: give the worker no other job."""
+        line = _job_line(job)
+        if not is_exclusive:
+            return Answer(await self._attempt(await self._free_worker(), job.id, line))
+        state = await self._reserve_worker(job.id)
+        try:
+            return Answer(await self._attempt(state, job.id, line))
+        finally:
+            state.reserved = None
+            self._has_changed.set()
+
+    def inspect(self, answer: Answer, recorded: Recorded) -> None:
+        """A worker logs nothing."""
 
     async def _attempt(self, state: _WorkerState, id: str, job: bytes) -> str:
-        # There is no await between choosing the desk and this entry.
+        # There is no await between choosing the worker and this entry.
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         state.jobs[id] = future
         try:
@@ -353,31 +319,17 @@ class Workers:
         self._has_changed.set()
 
 
-def death_cause(outcome: Outcome) -> DeathCause:
-    """Why a worker died. An allocation over the memory limit fails in the program itself, so the end of its stderr
-    shows it."""
-    if outcome.status == -signal.SIGKILL or outcome.reason not in (OutcomeReason.EXITED, OutcomeReason.SIGNALLED):
-        return DeathCause.LOST
-    last_stderr = outcome.stderr.text()[-1000:]
-    return DeathCause.LIMIT if any(words in last_stderr for words in NO_MEMORY) else DeathCause.EXITED
-
-
-def _job(id: str, task: Task, endpoint: Endpoint, tools: Sequence[Tool]) -> bytes:
+def _job_line(job: Job) -> bytes:
     """The job's line, without the task's metadata, which contains answers or what reveals them."""
-    url = f"{endpoint.url.rstrip('/')}/v1"
-    job: Mapping[str, JsonValue] = {
-        "id": id,
+    url = f"{job.endpoint.url.rstrip('/')}/v1"
+    fields: Mapping[str, JsonValue] = {
+        "id": job.id,
         "base_url": url,
-        "api_key": endpoint.key,
-        "model": endpoint.model,
-        "task": {name: value for name, value in asdict(task).items() if name in TASK_VIEW},
-        "tools": [tool_to_openai(tool) for tool in tools],
+        "api_key": job.endpoint.key,
+        "model": job.endpoint.model,
+        "task": {name: value for name, value in asdict(job.task).items() if name in TASK_VIEW},
+        "tools": [tool_to_openai(tool) for tool in job.tools],
         "tools_url": f"{url}/tools/call",
+        "workspace": str(job.workspace.path),
     }
-    return json.dumps(job).encode() + b"\n"
-
-
-def from_here(command: Sequence[str]) -> tuple[str, ...]:
-    """Make relative paths of existing files absolute, because a worker runs in another folder."""
-    # A word may be a program's text, too long for a path, for which pathlib would raise.
-    return tuple(str(Path(word).absolute()) if "/" in word and os.path.isfile(word) else word for word in command)  # noqa: PTH113
+    return json.dumps(fields).encode() + b"\n"

@@ -1,0 +1,40 @@
+"""What agents that are programs have in common: how the command is found, and why its process died."""
+
+import os
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from m2forge.agents.attempt import DeathCause
+from m2forge.errors import ConfigError
+from m2forge.protocols import Outcome, OutcomeReason
+from m2forge.sandbox.process import DEFAULT_PATH
+
+NO_MEMORY = ("MemoryError", "bad_alloc", "out of memory", "Cannot allocate memory")
+"""Phrases at the end of stderr that show a failed allocation."""
+
+
+def from_here(command: Sequence[str]) -> tuple[str, ...]:
+    """Make relative paths of existing files absolute, because a worker runs in another folder."""
+    # A word may be a program's text, too long for a path, for which pathlib would raise.
+    return tuple(str(Path(word).absolute()) if "/" in word and os.path.isfile(word) else word for word in command)  # noqa: PTH113
+
+
+def require_program(command: Sequence[str], env: Mapping[str, str], inherits: Sequence[str]) -> None:
+    """Raise if the first word of an agent's command names no program. `env`: the configured variables; `inherits`:
+    names of those that the program inherits."""
+    path = env.get("PATH") or (os.environ.get("PATH") if "PATH" in inherits else None) or DEFAULT_PATH
+    program = from_here(command)[0]
+    if shutil.which(program, path=path) is None:
+        where = "is not an executable file" if "/" in program else f"is not in PATH ({path})"
+        raise ConfigError(f"agent.command: {command[0]!r} {where}; install it, or name the program by its path")
+
+
+def death_cause(outcome: Outcome) -> DeathCause:
+    """Why a worker died. An allocation over the memory limit fails in the program itself, so the end of its stderr
+    shows it."""
+    if outcome.status == -signal.SIGKILL or outcome.reason not in (OutcomeReason.EXITED, OutcomeReason.SIGNALLED):
+        return DeathCause.LOST
+    last_stderr = outcome.stderr.text()[-1000:]
+    return DeathCause.LIMIT if any(words in last_stderr for words in NO_MEMORY) else DeathCause.EXITED
