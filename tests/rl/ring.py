@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 AGENT = ROOT / "examples" / "task_agent.py"
 _NOTING = Path(__file__).parent / "noting_agent.py"
 GONE_S = 5.0
-_MODULES = ("m2forge.rl.child_main", "tests.rl.breakable")
+_MODULES = ("m2forge.rl.child_main", "tests.rl.breakable", "tests.rl.scripted_run")
 """What the processes of a run are started as."""
 
 
