@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args, get_origin
 
 import tomli_w
 from pydantic import ValidationError
@@ -203,7 +203,7 @@ def _set_value(data: dict[str, TomlValue], path: tuple[str, ...], value: TomlVal
 
 def _describe(kind: type[Config], data: dict[str, TomlValue], details: ErrorDetails, sources: "_Sources") -> str:
     """One line for one problem: source, dotted key, value received, what is expected."""
-    path = _path_in_data(data, details)
+    path = _path_in_data(kind, data, details)
     message = details["msg"]
     match details["type"]:
         case "extra_forbidden":
@@ -267,11 +267,15 @@ def _as_table(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _path_in_data(data: TomlValue, details: ErrorDetails) -> tuple[str | int, ...]:
+def _path_in_data(kind: type[Config], data: TomlValue, details: ErrorDetails) -> tuple[str | int, ...]:
     """The location as the user wrote it: pydantic's own also names the union member it tried."""
     path: list[str | int] = []
     location = details["loc"]
+    is_member_next = False
     for depth, part in enumerate(location):
+        if is_member_next:
+            is_member_next = False  # The kind of a table, which may equal one of its keys.
+            continue
         if isinstance(data, dict) and part in data:
             data = data[str(part)]
         elif isinstance(data, list) and isinstance(part, int):
@@ -279,4 +283,17 @@ def _path_in_data(data: TomlValue, details: ErrorDetails) -> tuple[str | int, ..
         elif not (details["type"] == "missing" and depth == len(location) - 1):
             continue
         path.append(part)
+        is_member_next = isinstance(data, dict) and _has_kinds(kind, tuple(path))
     return tuple(path)
+
+
+def _has_kinds(kind: type[Config], path: tuple[str | int, ...]) -> bool:
+    """Whether a key of the table at `path` selects its class."""
+    models = models_at(kind, path)
+    first = models[0].model_fields if models else {}
+    return len(models) > 1 and any(all(_is_tag(model, name) for model in models) for name in first)
+
+
+def _is_tag(model: type[Config], name: str) -> bool:
+    field = model.model_fields.get(name)
+    return field is not None and get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1

@@ -152,7 +152,9 @@ def describe_rl(config: "RLConfig", runs: Path) -> Iterator[tuple[str, str]]:
     )
     groups = f"{config.num_steps:,} × {curriculum.batch_groups} groups × {config.group_size} attempts"
     yield "steps", f"{groups} = {config.num_steps * per_step:,} attempts{limit}"
-    yield "agents", f"{config.agent.kind}, {config.agent.num_jobs} concurrent attempts"
+    agent = config.agent
+    preset = f" ({agent.preset})" if agent.kind == "command" and agent.preset else ""
+    yield "agents", f"{agent.kind}{preset}, {agent.num_jobs} concurrent attempts"
     if config.eval.num_tasks:
         every = config.eval.every_steps
         between = f", every {every:,} steps" if every else ""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from m2forge.agents import preset
 from m2forge.config import Config, load
 from m2forge.corpus.config import CorpusConfig
 from m2forge.errors import ConfigError
@@ -27,6 +28,7 @@ FILES = sorted(CONFIGS.rglob("*.toml"))
 
 def test_there_is_one_of_each_kind() -> None:
     assert {path.parent.name for path in FILES} == KINDS.keys()
+    assert (CONFIGS / "agents").samefile(preset.FOLDER)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONFIGS)))

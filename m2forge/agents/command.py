@@ -95,17 +95,14 @@ class CommandAgent:
             workspace.write(path, fill(text, values))
 
     def _read_answer(self, workspace: Workspace, outcome: Outcome) -> str:
-        match self._config.answer:
-            case "stdout":
-                return outcome.stdout.text()
-            case "none":
-                return ""
-            case AnswerFile(file=path):
-                try:
-                    with workspace.locate(path).open("rb") as file:
-                        return file.read(MAX_ANSWER_BYTES).decode(errors="replace")
-                except OSError:
-                    return ""  # The program left none, as after a task that it gave up.
+        answer = self._config.answer
+        if not isinstance(answer, AnswerFile):
+            return outcome.stdout.text() if answer == "stdout" else ""
+        try:
+            with workspace.locate(answer.file).open("rb") as file:
+                return file.read(MAX_ANSWER_BYTES).decode(errors="replace")
+        except OSError:
+            return ""  # The program left none, as after a task that it gave up.
 
 
 def placeholder_values(task: Task, endpoint: Endpoint, workspace: Workspace) -> dict[str, str]:

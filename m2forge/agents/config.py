@@ -63,6 +63,15 @@ class AnswerFile(Config):
     """The file that holds the answer: in the workspace, or in the attempt's home if it begins with `~/`."""
 
 
+class VersionConfig(Config):
+    """The version of a program that a configuration is written for."""
+
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    """A command that prints the version, run once before the run starts."""
+    text: str = Field(min_length=1)
+    """What its output must contain."""
+
+
 class CommandConfig(Config):
     """A program that is started once for each attempt, in a fresh workspace with its own home. In `command`, `env`,
     `files` and `stdin` these words in braces are replaced: {instruction}, {base_url} (the gateway, without /v1), {key}
@@ -70,6 +79,9 @@ class CommandConfig(Config):
     key); other braces stay."""
 
     kind: Literal["command"] = "command"
+    preset: str = Field(default="", exclude=True)
+    """Name of a public agent whose keys stand below those given here: claude-code, codex, mini-swe-agent, opencode or
+    qwen-code (configs/agents)."""
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     """The program and its arguments, started in the workspace. Words that are file paths are resolved against the
     folder in which the run was started."""
@@ -83,6 +95,8 @@ class CommandConfig(Config):
     answer: Literal["stdout", "none"] | AnswerFile = "stdout"
     """Where the program leaves its answer: on standard output, in a file (`{ file = "answer.txt" }`), or nowhere, if
     the verifier looks at the workspace alone."""
+    version: VersionConfig | None = None
+    """The program's version; a run with another is refused. Not checked if not set."""
     timeout_s: Seconds = 600.0
     """Timeout of one attempt."""
     max_concurrent: Count = 4

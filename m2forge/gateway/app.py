@@ -3,6 +3,7 @@
     POST /v1/chat/completions, /v1/responses, /v1/completions, /v1/messages, /v1/messages/count_tokens
     GET  /v1/models, /v1/models/NAME          with the key of an episode (`Authorization: Bearer KEY` or `x-api-key`)
     GET  /v1/tools, POST /v1/tools/call       with the same key; see `EpisodeTools`
+    POST /v1/mcp                              the same tools as an MCP server; see `mcp`
     /episodes…                                with the admin key; see `admin`
     GET  /health, /metrics                    without a key
 
@@ -43,13 +44,13 @@ import logging
 import secrets
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
 from m2forge.errors import EngineError, M2ForgeError
-from m2forge.gateway import admin
+from m2forge.gateway import admin, mcp
 from m2forge.gateway.calls.calls import Calls, Route
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.dialects.anthropic import messages as anthropic
@@ -149,6 +150,7 @@ class GatewayApp:
             f"{MODELS_PATH}/NAME": {"GET": self._list_models},
             _TOOLS_PATH: {"GET": self._list_tools},
             f"{_TOOLS_PATH}/call": {"POST": self._call_tool},
+            mcp.PATH: {"POST": self._answer_mcp},
             "/health": {"GET": self._health},
             "/metrics": {"GET": self._metrics},
             admin.PATH: {
@@ -255,6 +257,16 @@ class GatewayApp:
         episode = self._episode(incoming.headers)
         await respond(incoming.send, 200, await self._tools.call(episode, await self._read(incoming)))
 
+    async def _answer_mcp(self, incoming: Incoming) -> None:
+        episode = self._episode(incoming.headers)
+        message = self._tools.parse(await self._read(incoming))
+        call = partial(self._tools.use, episode)
+        answer = await mcp.answer(message, partial(self._tools.describe, episode), call)
+        if answer is None:
+            await respond_bytes(incoming.send, 202, b"", [])
+        else:
+            await respond(incoming.send, 200, answer)
+
     async def _read(self, incoming: Incoming) -> bytes:
         return await read_body(incoming.headers, incoming.receive, self._config)
 
@@ -354,11 +366,22 @@ class EpisodeTools:
         host, task = self._find(episode)
         return {"tools": [dict(tool) for tool in await host.tools(task)]}
 
+    async def describe(self, episode: Episode) -> Sequence[Mapping[str, JsonValue]]:
+        """The tools; none where the episode was made without a task."""
+        return () if self._host is None or episode.task is None else await self._host.tools(episode.task)
+
     async def call(self, episode: Episode, body: bytes) -> dict[str, JsonValue]:
-        host, task = self._find(episode)
+        self._find(episode)
+        return {"content": await self.use(episode, *_read_call(self.parse(body)))}
+
+    def parse(self, body: bytes) -> Mapping[str, JsonValue]:
         if len(body) > self._config.max_tool_bytes:
             raise Refusal(413, f"the body exceeds max_tool_bytes ({self._config.max_tool_bytes}); send less")
-        name, arguments = _read_call(parse_body(body, self._config.max_depth))
+        return parse_body(body, self._config.max_depth)
+
+    async def use(self, episode: Episode, name: str, arguments: JsonValue) -> str:
+        """The result of a tool call that the episode's limits allow."""
+        host, task = self._find(episode)
         if episode.closed is not None:
             raise ClosedError(f"episode {episode.id} is closed; create another")
         if episode.seconds_left <= 0:
@@ -367,7 +390,7 @@ class EpisodeTools:
             raise BudgetError(f"episode {episode.id}: its {self._config.max_tool_calls} tool calls are spent")
         episode.num_tool_calls += 1
         try:
-            return {"content": await host.call(task, name, arguments)}
+            return await host.call(task, name, arguments)
         except EngineError:
             episode.num_failed += 1
             raise

@@ -5,15 +5,19 @@ from pathlib import Path
 
 from m2forge.agents.attempt import AttemptAgent
 from m2forge.agents.command import CommandAgent
-from m2forge.agents.program import require_program
+from m2forge.agents.program import require_program, require_version
 from m2forge.agents.worker_pool import WorkerPool
 from m2forge.rl.config import AgentConfig, WorkerAgentConfig
 
 
 def require_agent(config: AgentConfig) -> None:
-    """Raise if the agent's program is not there."""
-    env = {} if isinstance(config, WorkerAgentConfig) else config.env
-    require_program(config.command, env, config.sandbox.inherits)
+    """Raise if the agent's program is not there, or has another version than configured."""
+    if isinstance(config, WorkerAgentConfig):
+        require_program(config.command, {}, config.sandbox.inherits)
+        return
+    require_program(config.command, config.env, config.sandbox.inherits)
+    if config.version is not None:
+        require_version(config.version, config.env, config.sandbox.inherits, config.preset)
 
 
 def open_agent(config: AgentConfig, folder: Path) -> AbstractAsyncContextManager[AttemptAgent]:

@@ -23,6 +23,7 @@ from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from m2forge.agents.config import CommandConfig, WorkerConfig
+from m2forge.agents.preset import with_preset
 from m2forge.config import Config, TomlValue
 from m2forge.gateway.config import Budget, GatewayConfig, SamplingConfig
 from m2forge.pool.config import PoolConfig
@@ -138,9 +139,9 @@ class RLConfig(Config):
 
     @classmethod
     def complete(cls, data: Mapping[str, TomlValue]) -> dict[str, TomlValue]:
-        """An agent without a kind is a worker, as in runs from before there were other kinds."""
+        """Merge the agent's preset. An agent without a kind is a worker, as in runs from before there were others."""
         agent = data.get("agent")
-        return {**data, "agent": {"kind": "worker", **agent}} if isinstance(agent, dict) else dict(data)
+        return {**data, "agent": {"kind": "worker", **with_preset(agent)}} if isinstance(agent, dict) else dict(data)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

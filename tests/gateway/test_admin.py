@@ -49,6 +49,7 @@ ROUTES = {
     "/v1/models/a/b": "GET",
     "/v1/tools": "GET",
     "/v1/tools/call": "POST",
+    "/v1/mcp": "POST",
     "/health": "GET",
     "/metrics": "GET",
     "/episodes": "POST, DELETE",

@@ -21,9 +21,8 @@ from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout
 from m2forge.rl.loop import is_trained, run_rl
 from m2forge.rl.view import read_last_step
-from tests.rl.ring import command_of, folder_of, processes, running, started
+from tests.rl.ring import command_of, folder_of, processes, running, started, wait_until_gone
 from tests.rl.scene import make_config, make_model
-from tests.rl.test_faults import wait_until_gone
 
 PROGRAM = Path(__file__).parent / "shell_agent.py"
 TIMEOUT_S, POLL_S = 150.0, 0.05
