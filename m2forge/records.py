@@ -52,6 +52,16 @@ class FinishReason(StrEnum):
     """The client disconnected or the engine aborted the request."""
 
 
+class CallRole(StrEnum):
+    """What a completion call is to its episode; `gateway/episodes/call_list.py` specifies the rule."""
+
+    MAIN = "main"
+    SIDE = "side"
+    """A single request without tools beside a conversation that has them: a title, a commit message, a probe."""
+    SUB_AGENT = "sub_agent"
+    """It belongs to another conversation than the main one."""
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
     """One state of the weights."""

@@ -33,9 +33,10 @@ from m2forge.pool.state import EpisodeState
 from m2forge.pool.stored import read_task, read_tree
 from m2forge.pool.tables import call_table, episode_table, unit_table
 from m2forge.records import FloatArray, JsonValue, Task
-from m2forge.reward.advantage import episode_advantages
+from m2forge.reward.advantage import episode_advantages, select_rewards, trained_calls
 from m2forge.reward.config import AdvantageConfig
 from m2forge.rl.importance_ratio import path_of, read_ratios
+from m2forge.rl.learner import read_roles
 from m2forge.tasks.catalog import family_of
 from m2forge.text.message import Tool
 from m2forge.text.parser import Completion, ProblemKind
@@ -85,8 +86,9 @@ class Ratios:
             return self._read
 
 
-def advantages_of(connection: Connection, episode: int, config: AdvantageConfig) -> list[float] | None:
-    """One number per call; None while the episode, or another of its group, has no reward."""
+def advantages_of(connection: Connection, episode: int, config: AdvantageConfig) -> list[float | None] | None:
+    """One number per call, None for a call that is not trained; None while the episode, or another of its group, has no
+    reward."""
     columns, unit = episode_table.c, unit_table.c
     here = connection.execute(
         select(unit.group_name, unit.batch).join(episode_table, columns.unit == unit.id).where(columns.id == episode)
@@ -100,21 +102,29 @@ def advantages_of(connection: Connection, episode: int, config: AdvantageConfig)
     else:
         wanted = (unit.batch == here.batch) & (unit.group_name == here.group_name)
     rows = connection.execute(
-        select(columns.id, unit.group_name, columns.step_rewards)
+        select(columns.id, unit.group_name, columns.step_rewards, columns.artifacts)
         .join(unit_table, columns.unit == unit.id)
         .where(wanted)
         .order_by(unit.place, unit.id, columns.id)
     ).all()
     groups: dict[str, list[Sequence[float]]] = {}
     names: dict[str, list[int]] = {}
+    trained: dict[int, list[int]] = {}
+    shown: list[float | None] = []
     for row in rows:
         if row.step_rewards is None:
             return None
-        groups.setdefault(row.group_name, []).append(json.loads(row.step_rewards))
+        rewards = json.loads(row.step_rewards)
+        trained[row.id] = trained_calls(read_roles(json.loads(row.artifacts)), len(rewards), config)
+        groups.setdefault(row.group_name, []).append(select_rewards(rewards, trained[row.id]))
+        if row.id == episode:
+            shown = [None] * len(rewards)
         names.setdefault(row.group_name, []).append(row.id)
     found = episode_advantages(list(groups.values()), config)
     index = [id for ids in names.values() for id in ids].index(episode)
-    return [float(value) for value in found[index]]
+    for call, value in zip(trained[episode], found[index], strict=True):
+        shown[call] = float(value)
+    return shown
 
 
 FIRST_CALLS = 48
@@ -170,8 +180,11 @@ class Episodes:
             "reward_parts": None if row.reward is None else json.loads(row.reward),
             "step_rewards": None if row.step_rewards is None else json.loads(row.step_rewards),
             "no_ratios": no_ratios,
-            "advantages": None if advantages is None else [round(value, 5) for value in advantages],
+            "advantages": None
+            if advantages is None
+            else [None if value is None else round(value, 5) for value in advantages],
             "artifacts": json.loads(row.artifacts),
+            "roles": [*read_roles(json.loads(row.artifacts))],
             "group_episodes": group,
             "has_text": self._run.format() is not None,
         }

@@ -31,6 +31,7 @@ Two episodes, of 10 + 30 and of 60 tokens: token_mean gives all three samples 1/
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import RecordError
+from m2forge.records import CallRole
 from m2forge.reward.config import AdvantageConfig, Baseline, Weighting
 from m2forge.reward.judge import Judged
 
@@ -103,6 +105,26 @@ def episode_advantages(groups: Sequence[Sequence[Sequence[float]]], config: Adva
             else:
                 advantages.append(np.zeros_like(g))
     return advantages
+
+
+def trained_calls(roles: Sequence[str], num_calls: int, config: AdvantageConfig) -> list[int]:
+    """Indices of an episode's calls that are trained. `roles`: their roles in order; calls beyond them are main."""
+    skipped = {
+        role
+        for role, is_trained in ((CallRole.SIDE, config.side_calls), (CallRole.SUB_AGENT, config.sub_agents))
+        if not is_trained
+    }
+    return [call for call in range(num_calls) if call >= len(roles) or roles[call] not in skipped]
+
+
+def select_rewards(rewards: Sequence[float], calls: Sequence[int]) -> list[float]:
+    """Step rewards of the selected calls. That of another call goes to the nearest selected one before it, else to the
+    first, so that the sum stays: a side call may be the last, where the verifier's score is paid."""
+    selected = [0.0] * len(calls)
+    for call, reward in enumerate(rewards):
+        if calls:
+            selected[max(0, bisect_right(calls, call) - 1)] += reward
+    return selected
 
 
 def reward_to_go(rewards: Sequence[float], gamma: float) -> ReturnArray:

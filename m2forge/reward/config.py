@@ -87,6 +87,11 @@ class AdvantageConfig(Config):
     single: Literal["zero_advantage", "zero_baseline"] = "zero_advantage"
     """How to treat an episode without others to compare with: advantage 0, or baseline 0."""
     weighting: Weighting = "token_mean"
+    side_calls: bool = False
+    """Whether side calls are trained: single requests without tools beside a conversation that has them, such as titles
+    and commit messages. They are recorded either way."""
+    sub_agents: bool = True
+    """Whether conversations beside the main one are trained."""
 
 
 class RewardConfig(Config):

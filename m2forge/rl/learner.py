@@ -1,27 +1,33 @@
 """Turns units of the pool into the token trees of a training step: one per group, with an advantage on every call."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from m2forge.errors import RecordError
 from m2forge.pool.stored import StoredEpisode, StoredUnit
-from m2forge.reward.advantage import assign_advantages
+from m2forge.reward.advantage import assign_advantages, select_rewards, trained_calls
 from m2forge.reward.config import AdvantageConfig
 from m2forge.reward.judge import Judged
 from m2forge.tree.token_tree import TokenTree
 
+ROLES = "roles"
+"""Artifact under which the pool stores the roles of an attempt's calls (`CallRole`), as a JSON list; absent if all are
+main."""
+
 
 def make_trees(units: Sequence[StoredUnit], config: AdvantageConfig, vocab_size: int) -> list[TokenTree]:
-    """One tree per group, with the advantage of each call. `units` is the whole batch of a step."""
-    groups: dict[str, list[tuple[Judged, TokenTree]]] = {}
+    """One tree per group, with the advantage of each trained call. `units` is the whole batch of a step."""
+    groups: dict[str, list[tuple[Judged, TokenTree, list[int]]]] = {}
     for unit in units:
-        groups.setdefault(unit.group, []).extend(_judged(episode) for episode in unit.episodes)
-    episodes = [judged.episode for group in groups.values() for judged, _ in group]
-    advantages = iter(assign_advantages([[judged for judged, _ in group] for group in groups.values()], config))
+        groups.setdefault(unit.group, []).extend(_judged(episode, config) for episode in unit.episodes)
+    episodes = [judged.episode for group in groups.values() for judged, _, _ in group]
+    advantages = iter(assign_advantages([[judged for judged, _, _ in group] for group in groups.values()], config))
     trees: list[TokenTree] = []
     for group in groups.values():
         tree = TokenTree(vocab_size)
-        for judged, episode_tree in group:
-            for index, call in enumerate(judged.episode.calls):
+        for judged, episode_tree, indices in group:
+            for index, call in zip(indices, judged.episode.calls, strict=True):
                 advantage = next(advantages)
                 assert episodes[advantage.episode] is judged.episode, "advantages come in another order than episodes"
                 tree.add(
@@ -36,9 +42,18 @@ def make_trees(units: Sequence[StoredUnit], config: AdvantageConfig, vocab_size:
     return trees
 
 
-def _judged(stored: StoredEpisode) -> tuple[Judged, TokenTree]:
-    """The episode with its rewards, and the tree of its calls."""
+def read_roles(artifacts: Mapping[str, str]) -> list[str]:
+    """The roles of an attempt's calls; none where all are main."""
+    roles: list[str] = json.loads(artifacts.get(ROLES, "[]"))
+    return roles
+
+
+def _judged(stored: StoredEpisode, config: AdvantageConfig) -> tuple[Judged, TokenTree, list[int]]:
+    """The episode's trained calls with their rewards, the tree of all calls, and the indices of the trained ones."""
     if stored.reward is None or stored.step_rewards is None:
         raise RecordError(f"episode {stored.name}: expected a reward for it and for each of its steps")
     tree = stored.tree()
-    return Judged(stored.episode(tree), stored.step_rewards), tree
+    episode = stored.episode(tree)
+    calls = trained_calls(read_roles(stored.artifacts), len(episode.calls), config)
+    trained = replace(episode, calls=tuple(episode.calls[index] for index in calls))
+    return Judged(trained, tuple(select_rewards(stored.step_rewards, calls))), tree, calls

@@ -15,21 +15,14 @@ tools, or the first if none has. A call's role:
 """
 
 from collections.abc import Iterator
-from enum import StrEnum
 from itertools import chain
 
 from m2forge.gateway.episodes.episode import Episode, RecordedCall
 from m2forge.gateway.history.history import Divergence
 from m2forge.gateway.history.turn import Turn
-from m2forge.records import JsonValue
+from m2forge.records import CallRole, JsonValue
 from m2forge.text.message import Message, Tool, message_to_openai
 from m2forge.tree.token_tree import Sample
-
-
-class CallRole(StrEnum):
-    MAIN = "main"
-    SIDE = "side"
-    SUB_AGENT = "sub_agent"
 
 
 def describe_calls(episode: Episode) -> dict[str, JsonValue]:

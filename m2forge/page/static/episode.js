@@ -217,7 +217,8 @@ function rewardRows(head) {
   const parts = head.reward_parts;
   if (!parts) return [["total", "not judged yet"]];
   const rows = [["total", number(parts.total)], ["perf", number(parts.perf)], ["process", number(parts.process)], ["speed", number(parts.speed)]];
-  if (head.advantages?.length) rows.push(["advantage, first call", number(head.advantages[0])]);
+  const first = head.advantages?.find((value) => value !== null);
+  if (first !== undefined) rows.push(["advantage, first call", number(first)]);
   if (head.artifacts.answer !== undefined) rows.push(["answer", head.artifacts.answer.slice(0, 300) || "(empty)"]);
   return rows;
 }

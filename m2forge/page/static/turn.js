@@ -120,11 +120,24 @@ export function drawTurnLine(call, shape, head) {
     isBranch,
     left: [el("span", { class: "number" }, `Call ${count(call)}`),
       parent < 0 ? el("span", { class: "chip" }, call ? "new root" : "root") : "",
+      roleChip(head, call),
       isBranch ? el("a", { class: "chip hot", href: `#/episode/${head.id}?call=${parent}` }, `branches off call ${count(parent)} at token ${count(starts[call])}`) : "",
       el("span", {}, `+${count(numNew)} sent, ${count(ends[call] - prompts[call])} sampled`)],
-    right: [reward ? fact("reward", number(reward), "of this step") : "", advantage === undefined ? "" : fact("advantage", signed(advantage), "by the rewards of its group"),
+    right: [reward ? fact("reward", number(reward), "of this step") : "", advantage === undefined || advantage === null ? "" : fact("advantage", signed(advantage), "by the rewards of its group"),
       logprobs[call] === null ? "" : fact("log-prob", number(logprobs[call]), "mean of the sampled tokens"), fact("took", duration(seconds[call]))],
   };
+}
+
+const ROLES = {
+  side: ["side call", "one request without tools beside a conversation that has them"],
+  sub_agent: ["sub-agent", "another conversation than the main one"],
+};
+
+function roleChip(head, call) {
+  const [name, title] = ROLES[head.roles?.[call]] ?? [];
+  if (!name) return "";
+  const isTrained = !head.advantages || head.advantages[call] !== null;
+  return el("span", { class: "chip", title }, isTrained ? name : `${name}, not trained`);
 }
 
 export function problemChips(call) {
