@@ -28,6 +28,8 @@ from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout
 from m2forge.rl.servers import make_servers
 from m2forge.tasks.runner import TaskRunner
+from m2forge.text.format import make_format
+from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.run_dir import open_run
 
 MODULE = "m2forge.rl.child_main"
@@ -138,6 +140,7 @@ async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[
     folder.mkdir()
     open_run(folder, config, None)
     layout.weight_store(config, find_companions(model)).publish(load_model(model), 0)
+    format = make_format(config.gateway.format, load_tokenizer(model))
     servers = make_servers(layout)
     children = servers.sampler.child, servers.gateway.child
     keeping = [asyncio.create_task(child.supervise()) for child in children]
@@ -149,7 +152,7 @@ async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[
                 budget=config.agent.budget,
                 sampling=config.agent.sampling.record(),
             ) as admin,
-            open_agent(config.agent, layout.agents) as agent,
+            open_agent(config.agent, layout.agents, format) as agent,
             TaskRunner(config.verify, folder / "verify", config.curriculum.family_names) as runner,
         ):
             yield AttemptRunner(agent, admin, runner, Workspaces(layout.workspaces), lambda: servers.num_starts)

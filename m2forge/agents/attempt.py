@@ -25,7 +25,7 @@ another key and never become a reward:
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
@@ -121,6 +121,8 @@ class Recorded:
     """The main conversation, in OpenAI's message form."""
     steps: tuple[Mapping[str, JsonValue], ...] = ()
     """One object per call, in the order of the tree's samples."""
+    is_equal: bool | None = None
+    """Whether it equals what the agent logged; None if that was not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,8 @@ class AttemptResult:
     verdict: Verdict
     steps: tuple[Mapping[str, JsonValue], ...] = ()
     """See `Recorded`."""
+    is_equal: bool | None = None
+    """See `Recorded`."""
 
 
 class AttemptAgent(Protocol):
@@ -170,8 +174,8 @@ class AttemptAgent(Protocol):
         """Wait until the agent counts as broken, then raise."""
         ...
 
-    def inspect(self, answer: Answer, recorded: Recorded) -> None:
-        """Compare what the agent logged with what the gateway recorded."""
+    async def inspect(self, answer: Answer, recorded: Recorded) -> bool | None:
+        """Whether what the agent logged equals what the gateway recorded; None if it was not compared."""
         ...
 
 
@@ -252,7 +256,7 @@ class AttemptRunner(Generic[TaskHostT]):
             verdict = Verdict(0.0, {"failure": failure})
             if failure is None:
                 verdict = await self._verify(job, answer, recorded)
-            return AttemptResult(answer, recorded.tree, failure, verdict, recorded.steps)
+            return AttemptResult(answer, recorded.tree, failure, verdict, recorded.steps, recorded.is_equal)
         except M2ForgeError as error:
             await self.gateway.delete([name])
             if isinstance(error, RunError):
@@ -296,11 +300,11 @@ class AttemptRunner(Generic[TaskHostT]):
             silent = AgentError(
                 f"the agent ended without a request to the policy; it answered {answer.text[-300:]!r}", None
             )
-            await self._note_silent(job.id, silent)
+            if self._num_starts() == num_starts:
+                await self._note_silent(job.id, silent)
             raise silent
         self._num_silent = 0
-        self.agent.inspect(answer, recorded)
-        return answer.text, None, recorded
+        return answer.text, None, replace(recorded, is_equal=await self.agent.inspect(answer, recorded))
 
     async def _policy_failure(self, name: str, kind: ErrorKind | None, num_starts: int) -> Recorded | None:
         """The recorded calls of an attempt that failed because of the policy; None if it failed for another reason."""

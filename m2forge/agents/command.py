@@ -72,11 +72,11 @@ class CommandAgent:
         variables = {name: fill(text, values) for name, text in config.env.items()}
         command = Command(
             tuple(fill(word, values).replace("\0", "") for word in self._command),
-            workspace.environment() | environment(job.task, job.endpoint, workspace) | variables,
+            environment(job.task, job.endpoint, workspace) | variables,
             stdin=fill(config.stdin, values).encode(errors="replace"),
             timeout_s=config.timeout_s,
         )
-        sandbox = ProcessSandbox(workspace.path, config.sandbox)
+        sandbox = ProcessSandbox(workspace.path, config.sandbox, workspace.environment())
         outcome = await sandbox.run(command)
         _require_success(outcome, job.endpoint.key)
         text = await asyncio.to_thread(self._read_answer, workspace, outcome)
@@ -86,8 +86,9 @@ class CommandAgent:
         """No process lives across attempts; `AttemptRunner` counts attempts without a request."""
         await asyncio.get_running_loop().create_future()
 
-    def inspect(self, answer: Answer, recorded: Recorded) -> None:
+    async def inspect(self, answer: Answer, recorded: Recorded) -> bool | None:
         """A program's own logs are not compared."""
+        return None
 
     def _write_files(self, workspace: Workspace, values: Mapping[str, str]) -> None:
         workspace.write(TASK_FILE, values["instruction"])

@@ -101,7 +101,7 @@ class CommandConfig(Config):
     """Timeout of one attempt."""
     max_concurrent: Count = 4
     """Maximum concurrent attempts."""
-    sandbox: SandboxConfig = SandboxConfig(max_memory_bytes=1 << 40)
+    sandbox: SandboxConfig = SandboxConfig(timeout_s=86400.0, max_memory_bytes=1 << 40)
     """Limits of the program. That of memory is on address space, of which Node and Go reserve much and use little."""
 
     @property
@@ -118,7 +118,11 @@ class CommandConfig(Config):
         return files
 
     @model_validator(mode="after")
-    def _check_placeholders(self) -> Self:
+    def _check_texts(self) -> Self:
+        if self.timeout_s > self.sandbox.timeout_s:
+            raise ValueError(
+                f"timeout_s ({self.timeout_s:g}) exceeds sandbox.timeout_s ({self.sandbox.timeout_s:g}); raise that too"
+            )
         require_placeholders("command", self.command)
         require_placeholders("env", self.env.values())
         require_placeholders("files", self.files.values())
@@ -202,3 +206,20 @@ class WhiteBoxConfig(Config):
     offers_operations: bool = False
     """Whether the model may call operations itself, as tools."""
     sub_agents: SubAgentConfig | None = None
+
+
+class LoopConfig(WhiteBoxConfig):
+    """Our own agent loop, with its tools and context operations, beside the tools of the task's family."""
+
+    kind: Literal["loop"] = "loop"
+    max_concurrent: Count = 16
+    """Maximum concurrent attempts."""
+    check_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the attempts whose states are rebuilt from the loop's log and compared with the recorded tokens; the
+    terminal view counts them."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """Limits of the commands that the shell tool runs."""
+
+    @property
+    def num_jobs(self) -> int:
+        return self.max_concurrent

@@ -142,8 +142,9 @@ class WorkerPool:
             state.reserved = None
             self._has_changed.set()
 
-    def inspect(self, answer: Answer, recorded: Recorded) -> None:
+    async def inspect(self, answer: Answer, recorded: Recorded) -> bool | None:
         """A worker logs nothing."""
+        return None
 
     async def _attempt(self, state: _WorkerState, id: str, job: bytes) -> str:
         # There is no await between choosing the worker and this entry.

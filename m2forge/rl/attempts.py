@@ -29,9 +29,10 @@ from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.record import Rewarding
 from m2forge.pool.state import EpisodeState, LeaseLostError, StateError
 from m2forge.pool.stored import Lease, Outcome, StoredEpisode, StoredUnit
-from m2forge.records import Episode, Submission, Task, Verdict
+from m2forge.records import CallRole, Episode, Submission, Task, Verdict
 from m2forge.reward.judge import Attempt, Judge, Judged
 from m2forge.reward.rule import Step, read_step
+from m2forge.rl.learner import ROLES
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Tool
@@ -56,6 +57,10 @@ class AttemptCounts:
     num_timeouts: int = 0
     num_errors: int = 0
     """Attempts that ended with an error caused by the policy; they count, with perf 0."""
+    num_rebuilt: int = 0
+    """Attempts of our own loop whose states were rebuilt and compared with the recorded tokens."""
+    num_unequal: int = 0
+    """Those whose states differed."""
     num_groups: int = 0
     """Rewarded groups."""
     num_tokens: int = 0
@@ -170,6 +175,9 @@ class Attempts:
         """Store the attempt; returns whether its group may now be complete."""
         calls = await self._in_thread(lease.writer(self._pool.vocab_size).write_tree, result.tree)
         artifacts = {ANSWER: result.answer, VERDICT: json.dumps(asdict(result.verdict))}
+        roles = [str(step["role"]) for step in result.steps]
+        if any(role != CallRole.MAIN for role in roles):
+            artifacts[ROLES] = json.dumps(roles)
         return await self._writer.end(lease, calls, Outcome(failure=result.failure, artifacts=artifacts))
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -188,6 +196,8 @@ class Attempts:
     def _count(self, result: AttemptResult) -> None:
         self.counts.num_ended += 1
         self.counts.num_timeouts += result.failure == TIMEOUT
+        self.counts.num_rebuilt += result.is_equal is not None
+        self.counts.num_unequal += result.is_equal is False
         self.counts.num_errors += result.failure not in (None, TIMEOUT)
         self.counts.num_tokens += sum(sample.logprobs.size for sample in result.tree.samples)
 

@@ -22,7 +22,7 @@ from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from m2forge.agents.config import CommandConfig, WorkerConfig
+from m2forge.agents.config import CommandConfig, LoopConfig, WorkerConfig
 from m2forge.agents.preset import with_preset
 from m2forge.config import Config, TomlValue
 from m2forge.gateway.config import Budget, GatewayConfig, SamplingConfig
@@ -54,7 +54,13 @@ class CommandAgentConfig(AttemptConfig, CommandConfig):
     __doc__ = CommandConfig.__doc__
 
 
-AgentConfig: TypeAlias = Annotated[WorkerAgentConfig | CommandAgentConfig, Field(discriminator="kind")]
+class LoopAgentConfig(AttemptConfig, LoopConfig):
+    __doc__ = LoopConfig.__doc__
+
+
+AgentConfig: TypeAlias = Annotated[
+    WorkerAgentConfig | CommandAgentConfig | LoopAgentConfig, Field(discriminator="kind")
+]
 
 
 class EngineConfig(Config):

@@ -228,7 +228,7 @@ class Loop:
                     write_address(self.layout.gateway, servers.gateway)
                 async with (
                     self._open_admin(servers.gateway) as admin,
-                    open_agent(self.config.agent, self.layout.agents) as agent,
+                    open_agent(self.config.agent, self.layout.agents, self.format) as agent,
                     TaskRunner(
                         self.config.verify,
                         self.layout.run_dir / "verify",

@@ -68,12 +68,15 @@ def read_last_step(path: Path) -> StepMetrics | None:
 
 
 def _failure_fields(counts: AttemptCounts) -> dict[str, float | str]:
-    """Numbers of attempts since the start that failed, by what became of them; those above 0."""
+    """Numbers of attempts since the start that failed, by what became of them, and of those whose states were rebuilt;
+    those above 0."""
     nums = {
         "timeouts": counts.num_timeouts,
         "errors": counts.num_errors,
         "broken": counts.num_broken,
         "retried": counts.num_interrupted,
+        "rebuilt": counts.num_rebuilt,
+        "unequal": counts.num_unequal,
     }
     return {name: f"{num}" for name, num in nums.items() if num}
 

@@ -25,12 +25,15 @@ DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 class ProcessSandbox:
     """See `Sandbox`."""
 
-    def __init__(self, workspace: Path, config: SandboxConfig | None = None) -> None:
-        """Create the workspace if it does not exist; closing the sandbox leaves it in place."""
+    def __init__(
+        self, workspace: Path, config: SandboxConfig | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        """Create the workspace if it does not exist; closing the sandbox leaves it in place. `env`: variables of every
+        command, such as another home."""
         workspace.mkdir(parents=True, exist_ok=True)
         self._root = workspace.resolve()
         self.workspace = str(self._root)
-        self._config = config or SandboxConfig()
+        self._config, self._env = config or SandboxConfig(), dict(env or {})
         self._workers: set[ProcessWorker] = set()
 
     async def run(self, command: Command) -> Outcome:
@@ -74,7 +77,8 @@ class ProcessSandbox:
 
     def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         passed_on = {name: os.environ[name] for name in self._config.inherits if name in os.environ}
-        return {"PATH": DEFAULT_PATH} | passed_on | {"HOME": self.workspace, "PWD": self.workspace} | dict(variables)
+        own = {"HOME": self.workspace, "PWD": self.workspace} | self._env
+        return {"PATH": DEFAULT_PATH} | passed_on | own | dict(variables)
 
     def _read(self, path: str, max_bytes: int) -> bytes:
         target = self._inside(path)

@@ -137,6 +137,7 @@ def test_the_key_stands_in_no_command_line(tmp_path: Path) -> None:
         ({"command": ["run"], "files": {"../x": ""}}, "received '../x'"),
         ({"command": ["run"], "files": {"/etc/x": ""}}, "received '/etc/x'"),
         ({"command": ["run"], "answer": "stderr"}, "answer"),
+        ({"command": ["run"], "timeout_s": 9.0, "sandbox": {"timeout_s": 8.0}}, "timeout_s (9) exceeds"),
     ],
 )
 def test_a_wrong_command_is_refused_with_the_config(fields: dict[str, object], message: str) -> None:

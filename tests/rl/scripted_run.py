@@ -17,6 +17,7 @@ from pathlib import Path
 import m2forge.rl.child_main as own
 from m2forge.config import load_resolved
 from m2forge.observe.log import set_up_logging
+from m2forge.records import JsonValue
 from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout
 from m2forge.text.format import ChatFormat, make_format
@@ -29,6 +30,8 @@ SHELLS = {"exec_command": "cmd", "Bash": "command", "bash": "command", "run_shel
 """Names of shell tools, and of their argument."""
 SEEN = "WROTE-2"
 """What the tool's result holds and the call does not."""
+SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""How mini-swe-agent is told that a task is done."""
 
 
 class Script:
@@ -41,11 +44,18 @@ class Script:
         task = TASK.findall(text)
         if not task or tool is None:
             return self._written(Message("assistant", "Noted"))
-        if SEEN in text:
+        if SEEN in text and SUBMIT not in text:
             return self._written(Message("assistant", "done"))
+        if SEEN in text:
+            return self._called(tool, f"echo {SUBMIT}; echo done")
         self._num_begun += 1
         word = task[-1] if self._num_begun % 2 else "another"
-        arguments = {SHELLS[tool]: f"printf %s {word} > answer.txt; echo WROTE-$((1+1))"}
+        return self._called(tool, f"printf %s {word} > answer.txt; echo WROTE-$((1+1))")
+
+    def _called(self, tool: str, command: str) -> list[int]:
+        arguments: dict[str, JsonValue] = {SHELLS[tool]: command}
+        if tool == "run_shell_command":
+            arguments["is_background"] = False
         if tool.lower() == "bash":
             arguments["description"] = "Write the file"
         return self._written(Message("assistant", "", "Now.", (ToolCall(tool, arguments, ""),)))

@@ -199,7 +199,7 @@ async def attempts_of(
     async with (
         PoolWriter(pool) as writer,
         GatewayAdmin(gateway_url, key) as admin,
-        open_agent(config, folder / "agents") as agent,
+        open_agent(config, folder / "agents", minimax()) as agent,
         TaskRunner(verify, folder / "verify", **families) as runner,
     ):
         attempt_runner = AttemptRunner(agent, admin, runner, Workspaces(folder / "workspaces"))
@@ -280,7 +280,7 @@ def test_a_hostile_answer_is_judged_in_time_after_a_restart(tmp_path: Path) -> N
             async with (
                 PoolWriter(pool) as writer,
                 GatewayAdmin("http://127.0.0.1:1", "key") as admin,
-                open_agent(config, tmp_path / "agents") as agent,
+                open_agent(config, tmp_path / "agents", format) as agent,
                 TaskRunner(VerifyConfig(), tmp_path / "verify") as runner,
             ):
                 attempt_runner = AttemptRunner(agent, admin, runner, Workspaces(tmp_path / "workspaces"))

@@ -61,7 +61,7 @@ async def agents_of(
     """Agents of a gateway, by how often its processes have been started."""
     async with (
         GatewayAdmin(gateway.url, ADMIN_KEY, budget=config.budget, sampling=config.sampling.record()) as admin,
-        open_agent(config, folder / "agents") as agent,
+        open_agent(config, folder / "agents", minimax()) as agent,
         TaskRunner(VerifyConfig(), folder / "verify") as runner,
     ):
         workspaces = Workspaces(folder / "workspaces")

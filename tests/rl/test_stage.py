@@ -44,7 +44,7 @@ def test_a_config_in_any_form_takes_overrides(form: str, tmp_path: Path, monkeyp
         ],
     )
     assert resolved == expected
-    assert resolved.agent.command == ("a", 'b "c" = 1')
+    assert resolved.agent.model_dump()["command"] == ("a", 'b "c" = 1')
 
 
 def test_a_config_that_cannot_be_used_is_one_message(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class Client:
     def roles(self) -> list[tuple[str, int]]:
         calls = self.gateway.run(lambda: describe_calls(self.episode))["calls"]
         assert isinstance(calls, list)
-        return [(call["role"], call["conversation"]) for call in calls]  # type: ignore[index, call-overload, misc]  # objects
+        return [(call["role"], call["conversation"]) for call in calls]
 
 
 def user(text: str) -> JsonValue:
@@ -43,7 +43,7 @@ def system(text: str) -> JsonValue:
     return {"role": "system", "content": text}
 
 
-def test_titles_are_side_calls_and_others_conversations_sub_agents() -> None:
+def test_titles_are_side_calls_and_other_roots_sub_agents() -> None:
     with live(minimax(), config=GatewayConfig(port=0)) as gateway:
         client = Client(gateway)
         client.ask([system("Title it."), user("Do the work.")], has_tools=False)
@@ -68,7 +68,7 @@ def test_titles_are_side_calls_and_others_conversations_sub_agents() -> None:
         ]
         described = gateway.run(lambda: describe_calls(client.episode))
     assert isinstance(described["messages"], list)
-    assert [message["content"] for message in described["messages"] if message["role"] == "user"] == [  # type: ignore[index, call-overload]  # objects
+    assert [message["content"] for message in described["messages"] if message["role"] == "user"] == [
         "Do the work.",
         "Go on.",
         "And now?",

@@ -1,0 +1,70 @@
+"""A run of programs per attempt whose every process is killed once it has made a step, and which is then resumed."""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from sqlalchemy import select
+
+from m2forge.model.config_file import read_config
+from m2forge.pool.pool import Pool
+from m2forge.pool.state import UnitState
+from m2forge.pool.tables import episode_table, unit_table
+from m2forge.rl.config import RLConfig
+from m2forge.rl.layout import Layout
+from m2forge.rl.loop import is_trained
+from m2forge.rl.view import read_last_step
+from tests.rl.ring import command_of, folder_of, processes, running, started, wait_until_gone
+
+POLL_S = 0.05
+
+
+def run_with_kills(config: RLConfig, runs: Path, limit_s: float) -> None:
+    """Kill -9 agents, gateway, sampler and trainer after the first step, then the loop; resume until it is done."""
+    log, run_dir = runs / "loop.log", runs / config.name
+    command = command_of(config, runs, "tests.rl.scripted_run")
+    until_s = time.monotonic() + limit_s
+    with started(command, log) as loop:
+        while read_last_step(run_dir / "metrics.jsonl") is None or not agents_of(run_dir):
+            assert loop.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < until_s, log.read_text()[-3000:]
+            time.sleep(POLL_S)
+        found = processes(loop.pid)
+        for pid in (*agents_of(run_dir), found["gateway"], found["sampler"], found["trainer"]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(1.0)
+        loop.kill()
+    wait_until_gone(run_dir)
+    with started(command, log) as loop:
+        assert loop.wait(limit_s) == 0, log.read_text()[-3000:]
+    wait_until_gone(run_dir)
+    assert is_trained(Layout(run_dir), config)
+    assert not list((run_dir / "workspaces").iterdir()), "a workspace is left"
+
+
+def agents_of(run_dir: Path) -> list[int]:
+    """The processes of attempts in flight."""
+    return [pid for pid, _ in running() if folder_of(pid).is_relative_to(run_dir / "workspaces")]
+
+
+def trained_artifacts(config: RLConfig, run_dir: Path) -> list[dict[str, str]]:
+    """The artifacts of all trained attempts, after it was checked that every unit was trained once."""
+    vocab_size = read_config(Path(config.model)).vocab_size
+    with Pool(Layout(run_dir).pool(config.pool), vocab_size) as pool, pool.database.read() as connection:
+        units = connection.execute(select(unit_table.c.id, unit_table.c.step, unit_table.c.state)).all()
+        trained = {row.id: row.step for row in units if row.state == UnitState.TRAINED}
+        episodes = connection.execute(
+            select(episode_table.c.unit, episode_table.c.num_calls, episode_table.c.artifacts)
+        ).all()
+    steps = [step for step in range(1, config.num_steps + 1) for _ in range(config.curriculum.batch_groups)]
+    assert sorted(trained.values()) == steps
+    mine = [row for row in episodes if row.unit in trained]
+    assert len(mine) == config.group_size * len(trained)
+    assert all(row.num_calls for row in mine)
+    artifacts: list[dict[str, str]] = [json.loads(row.artifacts) for row in mine]
+    assert all(json.loads(each["verdict"])["reason"] == "judged" for each in artifacts)
+    return artifacts
