@@ -13,7 +13,7 @@ from rich.console import Console
 
 from m2forge.config import write_resolved
 from m2forge.corpus.reader import CorpusReader
-from m2forge.errors import ConfigError
+from m2forge.errors import ConfigError, NotFoundError, suggest
 from m2forge.evaluate.config import EvalConfig, HeldOutConfig
 from m2forge.evaluate.predictor import ModelPredictor, Predictor
 from m2forge.evaluate.prompts.prompt_file import RenderedPrompts, read_prompts
@@ -35,7 +35,7 @@ from m2forge.evaluate.suites.tool_call import ToolPrompt, parse_tool_prompt
 from m2forge.files import write_atomic
 from m2forge.model.build import build
 from m2forge.model.checkpoint import load_model
-from m2forge.model.hub import find_folder, pinned, refuse_revision
+from m2forge.model.hub import find_folder, is_hub_id, pinned, refuse_revision
 from m2forge.model.preset import PRESETS
 from m2forge.model.transformer import Transformer
 from m2forge.observe.progress import progress
@@ -62,6 +62,9 @@ def run_eval(
     if config.model in PRESETS:
         refuse_revision(config.model, config.revision)
     elif model is None:
+        if not (folder.is_dir() or is_hub_id(config.model)):
+            known = suggest(config.model, PRESETS)
+            raise NotFoundError(f"model {config.model!r} is neither a model folder nor a hub id nor a preset; {known}")
         config = pinned(config)
         folder = find_folder(config.model, config.revision)
     tokenizer = tokenizer or _find_tokenizer(config, folder)
