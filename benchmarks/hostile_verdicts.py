@@ -22,10 +22,11 @@ from report import Bar, print_table
 from m2forge.errors import M2ForgeError
 from m2forge.records import Submission
 from m2forge.tasks.catalog import EMBEDDED, find_family
-from m2forge.tasks.config import GYM_PREFIX, VerifyConfig
+from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.family import VerdictReason
 from m2forge.tasks.gym import EVALUATING
 from m2forge.tasks.runner import TaskRunner
+from m2forge.tasks.source import GYM_PREFIX
 
 NUM_ANSWERS, NUM_TASKS = 200, 4
 QUICK_ANSWERS = 30

@@ -153,7 +153,7 @@ async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[
                 sampling=config.agent.sampling.record(),
             ) as admin,
             open_agent(config.agent, layout.agents, format) as agent,
-            TaskRunner(config.verify, folder / "verify", config.curriculum.family_names) as runner,
+            TaskRunner(config.verify, folder / "verify", config.curriculum.family_keys) as runner,
         ):
             yield AttemptRunner(agent, admin, runner, Workspaces(layout.workspaces), lambda: servers.num_starts)
     finally:

@@ -6,6 +6,7 @@ figures are exact sizes of the named tensors over the whole network; activations
 and allocator overhead come on top.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -133,17 +134,19 @@ def describe_sft(config: "SFTConfig", runs: Path) -> Iterator[tuple[str, str]]:
 
 
 def describe_rl(config: "RLConfig", runs: Path) -> Iterator[tuple[str, str]]:
-    from m2forge.tasks.catalog import find_family
+    from m2forge.tasks.survey import survey
 
     curriculum = config.curriculum
     for stage in curriculum.stages:
         length = "the rest" if stage.num_batches is None else f"{stage.num_batches:,} batches"
         for domain, ratio in stage.ratios().items():
-            families = ", ".join(family.name for family in stage.domains[domain].families)
+            families = ", ".join(family.source for family in stage.domains[domain].families)
             share = f"{float(ratio):.0%} {domain}, context {stage.domains[domain].context:,}"
             yield "tasks", f"stage {stage.name} ({length}): {share}: {families}"
-    # Refuses a family that does not exist.
-    names = [find_family(name).name for name in curriculum.family_names]
+    # Refuses a family that cannot be opened, or has too few tasks.
+    names = asyncio.run(
+        survey(curriculum, config.verify, config.eval.num_tasks, config.eval.seed, config.reward.function)
+    )
     per_step = curriculum.batch_groups * config.group_size
     limit = "" if config.batch_tokens is None else f", at most {config.batch_tokens:,} tokens per step"
     yield (

@@ -165,6 +165,8 @@ class Verdict:
     reason: VerdictReason = VerdictReason.JUDGED
     criteria: Mapping[str, float] = field(default_factory=dict)
     """Score of each criterion by name, from 0 to 1; the verifier combines them into `perf`."""
+    reward: float | tuple[float, ...] | None = None
+    """What `reward.function` returned: the reward of the episode, or of each step; None without such a function."""
 
     def __post_init__(self) -> None:
         scores: dict[str, object] = {f"criteria: {name}": score for name, score in self.criteria.items()}
@@ -177,7 +179,9 @@ class Verdict:
         """Build a verdict from the JSON of `asdict`."""
         try:
             reason = VerdictReason(str(fields.get("reason", VerdictReason.JUDGED)))
-            return cls(**dict(fields) | {"reason": reason})  # type: ignore[arg-type]  # checked there
+            reward = fields.get("reward")
+            reward = tuple(reward) if isinstance(reward, list) else reward
+            return cls(**dict(fields) | {"reason": reason, "reward": reward})  # type: ignore[arg-type]  # checked there
         except (TypeError, ValueError) as error:
             raise RecordError(f"Verdict: expected its fields, received {str(fields)[:200]} ({error})") from error
 

@@ -284,7 +284,8 @@ def private_breaches(root: Path) -> list[str]:
 
 
 def mention_breaches(root: Path) -> list[str]:
-    """Files of the package that docstrings, comments and documents name, but that do not exist."""
+    """Files of the package that docstrings, comments and documents name, but that do not exist. Users' own files in
+    examples are called `my_*.py`."""
     known = {str(path.relative_to(root)) for folder in CODE_FOLDERS for path in sources(root, folder)}
     known |= {str(path.relative_to(root)) for path in sources(root, "dev")}
     breaches = []
@@ -292,7 +293,7 @@ def mention_breaches(root: Path) -> list[str]:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             breaches += [
                 f"{path.relative_to(root)}:{number}: {name} does not exist"
-                for name in re.findall(r"(?<![\w/.*-])((?:[a-z_]+/)*[a-z_]+\.py)\b", line)
+                for name in re.findall(r"(?<![\w/.*-])((?:[a-z_]+/)*(?!my_)[a-z_]+\.py)\b", line)
                 if not any(f"/{other}".endswith(f"/{name}") for other in known)
             ]
     return breaches

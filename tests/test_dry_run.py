@@ -69,7 +69,7 @@ def test_rl_reports_sizes_tasks_steps_and_the_run(model: Path, unchanged: Path) 
     assert f"KV cache {2 * 64 * 4 * 4 * 17 * 16 / 1e3:.2f}KB (16 blocks × 16 tokens = 256 tokens)" in report
     per_step = config.curriculum.batch_groups * config.group_size
     assert f"5 × {config.curriculum.batch_groups} groups × {config.group_size} attempts = {5 * per_step:,}" in report
-    assert all(name in report for name in config.curriculum.family_names)
+    assert all(name in report for name in config.curriculum.family_keys)
     assert f"{unchanged}/runs/{config.name}: new" in report
 
 

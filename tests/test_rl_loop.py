@@ -24,7 +24,7 @@ from m2forge.reward.judge import Judged
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 from m2forge.tasks.catalog import find_family
-from m2forge.tasks.family import ToolFree, Verdict, make_task
+from m2forge.tasks.family import Family, Verdict, make_task
 from m2forge.text.format import make_format
 from m2forge.text.message import Message
 from m2forge.text.tokenizer import load_tokenizer, train_tokenizer
@@ -39,7 +39,7 @@ VOCAB_SIZE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Vowels(ToolFree):
+class Vowels(Family):
     """The more of the answer's letters are vowels, the better: even a random policy has something to start from."""
 
     name: str = "vowels"

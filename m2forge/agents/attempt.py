@@ -157,6 +157,8 @@ class AttemptResult:
     """See `Recorded`."""
     is_equal: bool | None = None
     """See `Recorded`."""
+    tools: tuple[Tool, ...] = ()
+    """The tools that the agent was offered."""
 
 
 class AttemptAgent(Protocol):
@@ -256,7 +258,9 @@ class AttemptRunner(Generic[TaskHostT]):
             verdict = Verdict(0.0, {"failure": failure})
             if failure is None:
                 verdict = await self._verify(job, answer, recorded)
-            return AttemptResult(answer, recorded.tree, failure, verdict, recorded.steps, recorded.is_equal)
+            return AttemptResult(
+                answer, recorded.tree, failure, verdict, recorded.steps, recorded.is_equal, tuple(job.tools)
+            )
         except M2ForgeError as error:
             await self.gateway.delete([name])
             if isinstance(error, RunError):

@@ -31,6 +31,8 @@ from m2forge.records import (
 )
 from m2forge.tree.token_tree import UNKNOWN_EXPERT, ExpertArray, TokenTree, checked_experts
 
+TOOLS = "tools"
+"""Artifact that holds the tools of an attempt, as JSON in OpenAI's form; absent if it had none."""
 MAX_BRANCHES = 16
 """Number of branches that writer and reader track; part of the format, so that the reader still has the parent."""
 _FINISH_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)

@@ -95,7 +95,16 @@ class AdvantageConfig(Config):
 
 
 class RewardConfig(Config):
-    """r_t = α·process_t + β·speed_t + perf_t at every step t of an episode."""
+    """r_t = α·process_t + β·speed_t + perf_t at every step t of an episode.
+
+    `function` adds its own reward, or replaces these. It is called as `f(task, submission, verdict)` in the worker
+    processes that run verifiers, and returns the reward of the episode, paid at its last step, or a list with that of
+    each step. An attempt that failed is not verified, and its function's reward is 0."""
+
+    function: str | None = None
+    """FILE.py:NAME, relative to the working directory, or PACKAGE.MODULE:NAME; None: no such function."""
+    mode: Literal["replace", "add"] = "add"
+    """Whether the function's reward replaces r_t or is added to it."""
 
     alpha: float = Field(default=0.1, ge=0)
     beta: float = Field(default=0.1, ge=0)
@@ -110,3 +119,9 @@ class RewardConfig(Config):
     rules: RulesConfig = RulesConfig()
     speed: SpeedConfig = SpeedConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.function is None and "mode" in self.model_fields_set and self.mode == "replace":
+            raise ValueError('mode = "replace" needs a function; set reward.function = "FILE.py:NAME"')
+        return self

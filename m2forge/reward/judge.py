@@ -16,11 +16,11 @@ import statistics
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from m2forge.errors import ConfigError, RecordError
-from m2forge.records import Episode, JsonValue, Reward
+from m2forge.records import Episode, JsonValue, Reward, Verdict, VerdictReason
 from m2forge.reward.config import RewardConfig, SpeedConfig, SpeedShape
 from m2forge.reward.rule import Rule, Step, episode_time_s, make_rules, measure
 
@@ -34,19 +34,28 @@ class Attempt:
     episode: Episode
     steps: tuple[Step, ...]
     """Parsed steps, one per call."""
-    perf: float
-    """The verifier's score."""
-    evidence: Mapping[str, JsonValue] = field(default_factory=dict)
-    """The verifier's evidence, as JSON values."""
+    verdict: Verdict
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
         _require_one_per_call(self.episode, "steps", len(self.steps))
-        _require_finite(self.episode, "perf", self.perf)
+        if isinstance(self.verdict.reward, tuple):
+            _require_one_per_call(self.episode, "verdict.reward", len(self.verdict.reward))
         try:
-            json.dumps(self.evidence, allow_nan=False)
+            json.dumps(self.verdict.evidence, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise RecordError(f"Episode {self.episode.id}: evidence: expected JSON values only ({error})") from error
+
+    @property
+    def perf(self) -> float:
+        return self.verdict.perf
+
+    def function_rewards(self) -> list[float]:
+        """The reward of `reward.function` at each step; that of the episode is paid at the last one."""
+        reward, num_steps = self.verdict.reward, len(self.steps)
+        if isinstance(reward, tuple):
+            return list(reward)
+        return [0.0] * (num_steps - 1) + [reward or 0.0] if num_steps else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +119,31 @@ class Judge:
         if self._passed(attempt) and base_s is not None:
             earned = speed(config.speed.shape, time_s, base_s, config.speed.half_ratio)
         total_process = math.fsum(process)
+        total = config.alpha * total_process + config.beta * earned + attempt.perf
+        rewards = compose(process, earned, attempt.perf, alpha=config.alpha, beta=config.beta)
+        evidence: dict[str, JsonValue] = {
+            "verifier": attempt.verdict.evidence,
+            "rules": _steps_of_rules(measures),
+            "time_s": time_s,
+            "base_s": base_s,
+        }
+        if attempt.verdict.criteria:
+            evidence["criteria"] = dict(attempt.verdict.criteria)
+        if attempt.verdict.reason is not VerdictReason.JUDGED:
+            evidence["reason"] = str(attempt.verdict.reason)
+        if config.function is not None:
+            own = attempt.function_rewards()
+            evidence["function"] = math.fsum(own)
+            is_added = config.mode == "add"
+            rewards = tuple(is_added * reward + one for reward, one in zip(rewards, own, strict=True))
+            total = is_added * total + math.fsum(own)
         reward = Reward(
             process=total_process,
             speed=earned,
             perf=attempt.perf,
-            total=config.alpha * total_process + config.beta * earned + attempt.perf,
-            evidence={
-                "verifier": attempt.evidence,
-                "rules": _steps_of_rules(measures),
-                "time_s": time_s,
-                "base_s": base_s,
-            },
+            total=total,
+            evidence=evidence,
         )
-        rewards = compose(process, earned, attempt.perf, alpha=config.alpha, beta=config.beta)
         return Judged(replace(episode, reward=reward), rewards)
 
     def _measure(self, episode: Episode, index: int, step: Step) -> dict[str, float]:

@@ -28,14 +28,14 @@ from m2forge.errors import M2ForgeError, RunError
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.record import Rewarding
 from m2forge.pool.state import EpisodeState, LeaseLostError, StateError
-from m2forge.pool.stored import Lease, Outcome, StoredEpisode, StoredUnit
+from m2forge.pool.stored import TOOLS, Lease, Outcome, StoredEpisode, StoredUnit
 from m2forge.records import CallRole, Episode, Submission, Task, Verdict
 from m2forge.reward.judge import Attempt, Judge, Judged
 from m2forge.reward.rule import Step, read_step
 from m2forge.rl.learner import ROLES
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import ChatFormat
-from m2forge.text.message import Tool
+from m2forge.text.message import Tool, tool_to_openai
 
 ANSWER = "answer"
 """Artifact under which the pool stores the agent's final answer, so that it can be verified after a restart."""
@@ -162,7 +162,7 @@ class Attempts:
     async def _attempt(self, stored: StoredEpisode, tools: Sequence[Tool]) -> Attempt:
         verdict = await self._verdict(stored)
         episode, steps = await self._in_thread(_read, stored, self._format, tools)
-        return Attempt(episode, steps, verdict.perf, verdict.evidence)
+        return Attempt(episode, steps, verdict)
 
     async def _verdict(self, stored: StoredEpisode) -> Verdict:
         if VERDICT in stored.artifacts:
@@ -178,6 +178,8 @@ class Attempts:
         roles = [str(step["role"]) for step in result.steps]
         if any(role != CallRole.MAIN for role in roles):
             artifacts[ROLES] = json.dumps(roles)
+        if result.tools:
+            artifacts[TOOLS] = json.dumps([tool_to_openai(tool) for tool in result.tools])
         return await self._writer.end(lease, calls, Outcome(failure=result.failure, artifacts=artifacts))
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -124,7 +124,7 @@ class FamilyToolHost:
 @contextlib.asynccontextmanager
 async def open_tool_host(config: RLConfig, folder: Path) -> AsyncGenerator[FamilyToolHost, None]:
     """`folder`: working directory of the workers."""
-    async with TaskRunner(config.verify, folder, config.curriculum.family_names) as runner:
+    async with TaskRunner(config.verify, folder, config.curriculum.family_keys) as runner:
         yield FamilyToolHost(runner)
 
 

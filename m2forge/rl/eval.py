@@ -40,6 +40,7 @@ from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout, read_lineage
 from m2forge.tasks.family import family_name
 from m2forge.tasks.runner import TaskRunner
+from m2forge.tasks.survey import share_held_out
 from m2forge.tree.token_tree import TokenTree
 
 P = ParamSpec("P")
@@ -197,11 +198,13 @@ def _branches(result: EvalResult, served: Sequence[PolicyVersion]) -> dict[str, 
 
 async def held_out_tasks(config: RLConfig, runner: TaskRunner) -> list[Task]:
     """The evaluation's tasks, spread evenly over the families of the last stage."""
-    wanted = [family for domain in config.curriculum.stages[-1].domains.values() for family in domain.families]
+    stage = config.curriculum.stages[-1]
+    families = {key: await runner.describe(key) for key, _, _ in stage.families()}
     tasks: list[Task] = []
-    for index, family in enumerate(wanted):
-        num = config.eval.num_tasks // len(wanted) + (index < config.eval.num_tasks % len(wanted))
-        tasks += await runner.distinct(family.name, "held_out", config.eval.seed, num, *family.difficulty)
+    for share in share_held_out(stage, families, config.eval.num_tasks):
+        tasks += await runner.distinct(
+            *(share.key, "held_out", config.eval.seed, share.num, share.lowest, share.highest)
+        )
     return tasks
 
 

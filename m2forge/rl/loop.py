@@ -79,8 +79,10 @@ from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout, read_lineage
 from m2forge.rl.servers import Server, make_servers
 from m2forge.rl.view import View
-from m2forge.tasks.curriculum import Curriculum, Draw
+from m2forge.tasks.curriculum import Curriculum, Draw, Families
 from m2forge.tasks.runner import TaskRunner
+from m2forge.tasks.survey import survey
+from m2forge.tasks.task_set import FamilyInfo
 from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.position import begun_phase, newest_checkpoint, read_position
@@ -127,6 +129,7 @@ def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[EvalResult]]:
     """Start or resume the run that `config` describes; returns the finished model's folder and its evaluations."""
     require_writers(config.train.metrics)
     require_agent(config.agent)
+    families = survey_tasks(config)
     run_dir = runs / config.name
     config = pinned(config, run_dir / CONFIG_FILE)
     find_folder(config.model, config.revision)
@@ -134,8 +137,21 @@ def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[EvalResult]]:
     with hold_run(run_dir):
         open_run(run_dir, config, begun_phase(layout.checkpoints))
         if not is_complete(layout, config):
-            _run(Loop(layout, config).run())
+            _run(Loop(layout, config, families).run())
     return layout.model, read_results(layout.evaluations)
+
+
+def survey_tasks(config: RLConfig) -> dict[str, FamilyInfo]:
+    """What is known of each family of the curriculum; raises where the run could not draw its tasks."""
+    found: dict[str, FamilyInfo] = {}
+
+    async def look() -> None:
+        evaluation = config.eval
+        reward = config.reward.function
+        found.update(await survey(config.curriculum, config.verify, evaluation.num_tasks, evaluation.seed, reward))
+
+    _run(look())
+    return found
 
 
 def is_complete(layout: Layout, config: RLConfig) -> bool:
@@ -177,14 +193,15 @@ def _to_toml(value: Setting) -> str:
 
 
 class Loop:
-    def __init__(self, layout: Layout, config: RLConfig) -> None:
+    def __init__(self, layout: Layout, config: RLConfig, families: Families | None = None) -> None:
+        """`families`: as `survey_tasks` finds them; None: all are embedded."""
         self.config, self.layout = config, layout
         folder = find_folder(config.model, config.revision)
         self.pool = Pool(self.layout.pool(config.pool), read_config(folder).vocab_size)
         self._refuse_lost_commits()
         self.weights = self.layout.weight_store(config)
         state = json.loads(self.pool.note() or "{}")
-        self.curriculum = Curriculum(config.curriculum, state=state.get("curriculum"))
+        self.curriculum = Curriculum(config.curriculum, families=families, state=state.get("curriculum"))
         self.judge = Judge(config.reward, base_times=state.get("base_times"))
         self.format = make_format(config.gateway.format, load_tokenizer(folder))
         self._served: list[PolicyVersion] = []
@@ -232,8 +249,9 @@ class Loop:
                     TaskRunner(
                         self.config.verify,
                         self.layout.run_dir / "verify",
-                        self.config.curriculum.family_names,
+                        self.config.curriculum.family_keys,
                         wrong_on_raise=self.config.curriculum.wrong_on_raise,
+                        reward=self.config.reward.function,
                     ) as runner,
                     PoolWriter(self.pool) as writer,
                 ):

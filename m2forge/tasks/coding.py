@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from m2forge.errors import RecordError
 from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
-from m2forge.tasks.family import ToolFree, make_task, plain, read_text, shown, task_random
+from m2forge.tasks.family import Family, make_task, plain, read_text, shown, task_random
 from m2forge.text.message import Message
 
 MAX_WORDS = 128
@@ -104,7 +104,7 @@ Expression: TypeAlias = "str | tuple[Expression, str, Expression]"
 
 
 @dataclass(frozen=True, slots=True)
-class StackProgram(ToolFree):
+class StackProgram(Family):
     name: str = "stack"
     domain: Domain = Domain.CODING
     levels: range = range(1, 13)

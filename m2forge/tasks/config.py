@@ -11,12 +11,12 @@
     [curriculum.stages.domains.reasoning]
     ratio = 0.75
     context = 512
-    families = [{ name = "counters", difficulty = [1, 4] }]
+    families = [{ source = "counters", difficulty = [1, 4] }]
 
     [curriculum.stages.domains.agent]
     ratio = 0.25
     context = 1024
-    families = [{ name = "chain", difficulty = [1, 3] }, { name = "gather", difficulty = [1, 3] }]
+    families = [{ source = "chain", difficulty = [1, 3] }, { source = "gather", difficulty = [1, 3] }]
 
     [[curriculum.stages]]
     name = "late"
@@ -24,26 +24,27 @@
     [curriculum.stages.domains.agent]
     ratio = 1.0
     context = 2048
-    families = [{ name = "chain", difficulty = [2, 8], start = 3 }]
+    families = [{ source = "chain", difficulty = [2, 8], start = 3 }]
 
 Ratios are relative to each other: 3 and 1 are 0.75 and 0.25. The default values are ours: none has been published.
+A family of your own is `{ source = "my_tasks.py:Stack" }`; without `difficulty` a stage draws from all its levels.
 """
 
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from m2forge.config import Config
+from m2forge.errors import ConfigError
 from m2forge.records import Domain
+from m2forge.tasks.source import GYM_PREFIX, SourceKind, family_key, parse_source
 
 Count = Annotated[int, Field(gt=0)]
 Level = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 OnRaise = Literal["verifier_error", "wrong"]
-
-GYM_PREFIX = "reasoning-gym:"
-"""Prefix of the names of families whose tasks and scorers come from the library."""
 
 
 class PaceConfig(Config):
@@ -64,10 +65,13 @@ class PaceConfig(Config):
 
 
 class FamilyConfig(Config):
-    name: str = Field(min_length=1)
-    """Name of the family in `tasks/catalog.py`."""
-    difficulty: tuple[Level, Level]
-    """The lowest and the highest level that the stage allows."""
+    renamed_keys: ClassVar[Mapping[str, str]] = {"name": "source"}
+
+    source: str = Field(min_length=1)
+    """Where the family comes from (`tasks/source.py`): the name of an embedded one, FILE.py:NAME, PACKAGE.MODULE:NAME,
+    FILE.jsonl, reasoning-gym:NAME or verifiers:ENV. Relative paths count from the working directory."""
+    difficulty: tuple[Level, Level] | None = None
+    """The lowest and the highest level that the stage allows; None: all levels of the family."""
     start: Level | None = None
     """Initial lowest level if no earlier stage used the family; None: the lowest allowed level."""
     on_raise: OnRaise = "verifier_error"
@@ -76,9 +80,15 @@ class FamilyConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.on_raise == "wrong" and not self.name.startswith(GYM_PREFIX):
-            raise ValueError(f"on_raise = 'wrong' is for families {GYM_PREFIX}…, received {self.name!r}; leave it out")
-        lowest, highest = self.difficulty
+        try:
+            kind = parse_source(self.source).kind
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if self.on_raise == "wrong" and kind is not SourceKind.GYM:
+            raise ValueError(
+                f"on_raise = 'wrong' is for families {GYM_PREFIX}…, received {self.source!r}; leave it out"
+            )
+        lowest, highest = self.difficulty or (0, self.start or 0)
         if lowest > highest:
             raise ValueError(f"difficulty: the lowest level comes first, received [{lowest}, {highest}]")
         if self.start is not None and not lowest <= self.start <= highest:
@@ -96,9 +106,9 @@ class DomainConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = [family.name for family in self.families]
-        if len(set(names)) < len(names):
-            raise ValueError(f"families: expected each once, received {names}")
+        sources = [family.source for family in self.families]
+        if len(set(sources)) < len(sources):
+            raise ValueError(f"families: expected each once, received {sources}")
         return self
 
 
@@ -108,11 +118,33 @@ class StageConfig(Config):
     """Number of batches in the stage; leave it out for the last stage, which does not end."""
     domains: dict[Domain, DomainConfig] = Field(min_length=1)
 
+    def families(self) -> Iterator[tuple[str, Domain, FamilyConfig]]:
+        """Key, domain and configuration of every family."""
+        for domain, settings in self.domains.items():
+            for family in settings.families:
+                yield family_key(family.source, domain), domain, family
+
     def ratios(self) -> dict[Domain, Fraction]:
         """Exact shares that add up to 1, from the decimal notation: 0.1 is a tenth."""
         ratios = {domain: Fraction(str(self.domains[domain].ratio)) for domain in sorted(self.domains)}
         total = sum(ratios.values())
         return {domain: ratio / total for domain, ratio in ratios.items()}
+
+
+class JudgeConfig(Config):
+    """The model that judges the criteria of `judge` verifiers, at any endpoint with OpenAI's chat completions."""
+
+    url: str = Field(pattern=r"^https?://")
+    """Base URL, such as http://127.0.0.1:8400/v1."""
+    model: str = Field(min_length=1)
+    key_env: str | None = None
+    """Environment variable that holds the API key; None: no key is sent."""
+    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """Timeout of one request, and with `max_retries` of a verdict."""
+    max_retries: Annotated[int, Field(ge=0)] = 3
+    """Retries of a request that failed; then the attempt is retried, without a verdict."""
+    max_tokens: Count = 2048
+    """Maximum tokens of the judge's response."""
 
 
 class VerifyConfig(Config):
@@ -122,6 +154,9 @@ class VerifyConfig(Config):
     timeout_s: Annotated[float, Field(gt=0)] = 1.5
     """Limit of CPU time plus sleep (`tasks/time_limit.py`) for one verdict or one tool call; equal to wall-clock time
     on a machine with idle CPUs. A slower verdict is perf 0 with reason `limit`."""
+    command_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Wall-clock limit of a verifier that runs a command."""
+    judge: JudgeConfig | None = None
     draw_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """The same limit for drawing a task and for loading its verifier's data; exceeding it ends the run."""
     max_memory_bytes: Annotated[int, Field(ge=256 << 20)] = 512 << 20
@@ -138,20 +173,15 @@ class CurriculumConfig(Config):
     stages: tuple[StageConfig, ...] = Field(min_length=1)
 
     @property
-    def family_names(self) -> list[str]:
-        """Distinct names of the families of all stages."""
-        domains = [domain for stage in self.stages for domain in stage.domains.values()]
-        return list(dict.fromkeys(family.name for domain in domains for family in domain.families))
+    def family_keys(self) -> list[str]:
+        """Distinct keys of the families of all stages."""
+        return list(dict.fromkeys(key for stage in self.stages for key, _, _ in stage.families()))
 
     @property
     def wrong_on_raise(self) -> frozenset[str]:
-        """Names of the families with `on_raise = "wrong"`."""
+        """Keys of the families with `on_raise = "wrong"`."""
         return frozenset(
-            family.name
-            for stage in self.stages
-            for domain in stage.domains.values()
-            for family in domain.families
-            if family.on_raise == "wrong"
+            key for stage in self.stages for key, _, family in stage.families() if family.on_raise == "wrong"
         )
 
     @model_validator(mode="after")
@@ -159,10 +189,10 @@ class CurriculumConfig(Config):
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise ValueError(f"stages: expected a different name for each, received {names}")
-        for name in self.family_names:
-            domains = [domain for stage in self.stages for domain in stage.domains.values()]
-            if len({family.on_raise for domain in domains for family in domain.families if family.name == name}) > 1:
-                raise ValueError(f"stages: {name}: expected the same on_raise in every stage")
+        families = [(key, family) for stage in self.stages for key, _, family in stage.families()]
+        for wanted in self.family_keys:
+            if len({family.on_raise for key, family in families if key == wanted}) > 1:
+                raise ValueError(f"stages: {wanted}: expected the same on_raise in every stage")
         for stage in self.stages[:-1]:
             if stage.num_batches is None:
                 raise ValueError(

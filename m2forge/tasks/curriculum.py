@@ -14,24 +14,36 @@ created from it continues exactly.
         curriculum.record(assignment.task, pass_rate=0.25)
 """
 
+import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from m2forge.errors import ConfigError, RecordError
 from m2forge.records import Domain, JsonValue, Task
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.config import CurriculumConfig, FamilyConfig, PaceConfig, StageConfig
-from m2forge.tasks.family import family_name
-from m2forge.tasks.task_set import Split
+from m2forge.tasks.family import family_key_of
+from m2forge.tasks.pass_rate import PassRates
+from m2forge.tasks.source import family_key
+from m2forge.tasks.task_set import FamilyInfo, Split, describe
 
 MAX_DOMAINS = 4
 Name = TypeVar("Name", bound=str)
-Draw: TypeAlias = Callable[[str, Split, int, int, int, int], Awaitable[Task]]
-"""Maps family, split, seed, position, lowest and highest difficulty to a task."""
+Families: TypeAlias = Mapping[str, FamilyInfo]
+"""What is known of each family, by its key."""
+
+
+class Draw(Protocol):
+    """Maps a family's key, split, seed, position, lowest and highest difficulty to a task; `id` names a task of a fixed
+    list."""
+
+    def __call__(
+        self, family: str, split: Split, seed: int, position: int, lowest: int, highest: int, id: str = "", /
+    ) -> Awaitable[Task]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +67,29 @@ class _Choice:
     highest: int
     context: int
     stage: str
+    id: str = ""
+    """The task, in a family whose difficulty is measured by pass rates."""
 
 
 class Curriculum:
-    def __init__(self, config: CurriculumConfig, *, state: Mapping[str, JsonValue] | None = None) -> None:
-        """`state`: state of an earlier curriculum to resume from."""
+    def __init__(
+        self,
+        config: CurriculumConfig,
+        *,
+        families: Families | None = None,
+        state: Mapping[str, JsonValue] | None = None,
+    ) -> None:
+        """`families`: as `tasks/survey.py` finds them; None: all are embedded. `state`: state of an earlier curriculum
+        to resume from."""
         self._config = config
-        for stage in config.stages:
-            _require_known(stage)
-        self._positions = dict.fromkeys(sorted(config.family_names), 0)
+        known = {key: describe(find_family(key)) for key in config.family_keys} if families is None else families
+        require_known(config, known)
+        self._families = known
+        self._positions = dict.fromkeys(sorted(config.family_keys), 0)
         """Number of tasks drawn from each family."""
         self._paces: dict[str, Pace] = {}
+        self._rates = {key: PassRates(info.measured) for key, info in known.items() if info.measured is not None}
+        """Pass rates of the tasks without levels, by family."""
         self._turns = dict.fromkeys(Domain, 0)
         self._enter(0)
         if state is not None:
@@ -77,8 +101,7 @@ class Curriculum:
 
     def levels(self) -> dict[str, tuple[int, int]]:
         """The current difficulty range of each family of the stage."""
-        names = [family.name for domain in self.stage.domains.values() for family in domain.families]
-        return {name: self._paces[name].levels for name in names}
+        return {key: self._paces[key].levels for key, _, _ in self.stage.families()}
 
     async def draw_batch(self, draw: Draw) -> list[Assignment]:
         """Draw the next batch with `draw`, such as `TaskRunner.next_task`. Its content is chosen before the first
@@ -95,7 +118,10 @@ class Curriculum:
 
     async def _draw(self, choice: _Choice, draw: Draw) -> Assignment:
         seed, levels = self._config.seed, (choice.lowest, choice.highest)
-        task = await draw(choice.family, "train", seed, choice.position, *levels)
+        if choice.id:
+            task = await draw(choice.family, "train", seed, choice.position, *levels, choice.id)
+        else:
+            task = await draw(choice.family, "train", seed, choice.position, *levels)
         return Assignment(task, choice.context, choice.stage)
 
     def _choose_batch(self) -> list[_Choice]:
@@ -109,13 +135,16 @@ class Curriculum:
     def record(self, task: Task, pass_rate: float) -> None:
         """Record the pass rate of a rewarded group. Groups that are not trained because all attempts passed, or none,
         count too."""
-        pace = self._paces.get(family_name(task))
-        if pace is not None:
-            pace.record(task.difficulty, pass_rate)
+        key = family_key_of(task)
+        if key in self._rates:
+            self._rates[key].record(task.id, pass_rate)
+        elif key in self._paces:
+            self._paces[key].record(task.difficulty, pass_rate)
 
     def state(self) -> dict[str, JsonValue]:
         """State for a checkpoint, as JSON values."""
-        return {
+        rates: dict[str, JsonValue] = {key: rates.state() for key, rates in self._rates.items()}
+        state: dict[str, JsonValue] = {
             "stage": self.stage.name,
             "num_batches": self._mixture.num_batches,
             "extras": {str(domain): num for domain, num in self._mixture.extras.items()},
@@ -123,30 +152,31 @@ class Curriculum:
             "positions": dict(self._positions),
             "paces": {name: pace.state() for name, pace in self._paces.items()},
         }
+        return state | {"rates": rates} if rates else state
 
     def _choose(self, stage: StageConfig, domain: Domain) -> _Choice:
         settings = stage.domains[domain]
         family = settings.families[self._turns[domain] % len(settings.families)]
+        key = family_key(family.source, domain)
         self._turns[domain] += 1
-        self._positions[family.name] += 1
+        self._positions[key] += 1
+        position, id = self._positions[key] - 1, ""
+        if key in self._rates:
+            id = self._rates[key].choose(random.Random(f"{self._config.seed}/{key}/{position}"))
         # Clamp levels that another stage has moved to the bounds of this one.
-        lowest, highest = (
-            min(max(level, family.difficulty[0]), family.difficulty[1]) for level in self._paces[family.name].levels
-        )
-        return _Choice(family.name, self._positions[family.name] - 1, lowest, highest, settings.context, stage.name)
+        bounds = level_bounds(family, self._families[key])
+        lowest, highest = (min(max(level, bounds[0]), bounds[1]) for level in self._paces[key].levels)
+        return _Choice(key, position, lowest, highest, settings.context, stage.name, id)
 
     def _enter(self, stage: int) -> None:
         self._stage = stage
         self._mixture = Mixture(self.stage.ratios(), self._config.batch_groups)
-        for domain in self.stage.domains.values():
-            for family in domain.families:
-                self._bound(family)
-
-    def _bound(self, family: FamilyConfig) -> None:
-        if family.name in self._paces:
-            self._paces[family.name].bound(family.difficulty)
-        else:
-            self._paces[family.name] = Pace(self._config.pace, family.difficulty, family.start)
+        for key, _, family in self.stage.families():
+            bounds = level_bounds(family, self._families[key])
+            if key in self._paces:
+                self._paces[key].bound(bounds)
+            else:
+                self._paces[key] = Pace(self._config.pace, bounds, family.start)
 
     def restore(self, state: Mapping[str, JsonValue]) -> None:
         """Resume from a `state()`. Pass rates recorded since are lost."""
@@ -166,20 +196,34 @@ class Curriculum:
         for name, pace in paces.items() if isinstance(paces, Mapping) else ():
             if name in self._paces and isinstance(pace, Mapping):
                 self._paces[name].restore(pace)
+        rates = state.get("rates")
+        for key, measured in rates.items() if isinstance(rates, Mapping) else ():
+            if key in self._rates and isinstance(measured, Mapping):
+                self._rates[key].restore(measured)
 
 
-def _require_known(stage: StageConfig) -> None:
-    """Refuse families of another domain, or without the configured difficulties."""
-    for domain, settings in stage.domains.items():
-        for wanted in settings.families:
-            family = find_family(wanted.name)
-            location = f"stages: {stage.name}: domains: {domain}: {wanted.name}"
+def require_known(config: CurriculumConfig, families: Families) -> None:
+    """Refuse families of another domain, without the configured difficulties, or without tasks to train on."""
+    for stage in config.stages:
+        for key, domain, wanted in stage.families():
+            family = families[key]
+            location = f"stages: {stage.name}: domains: {domain}: {wanted.source}"
             if family.domain != domain:
                 raise ConfigError(f"{location}: its tasks belong to the domain {family.domain}; name it there")
-            for level in wanted.difficulty:
-                if level not in family.levels:
-                    lowest, highest = family.levels[0], family.levels[-1]
-                    raise ConfigError(f"{location}: difficulty: expected {lowest} to {highest}, received {level}")
+            if family.measured is not None and (wanted.difficulty or wanted.start):
+                raise ConfigError(f"{location}: its tasks have no levels; leave difficulty and start out")
+            for name, level in (*(("difficulty", level) for level in wanted.difficulty or ()), ("start", wanted.start)):
+                if level is not None and not family.lowest <= level <= family.highest:
+                    raise ConfigError(
+                        f"{location}: {name}: expected {family.lowest} to {family.highest}, received {level}"
+                    )
+            if family.num_listed("train", *level_bounds(wanted, family)) == 0:
+                raise ConfigError(f"{location}: none of its tasks is in the split 'train'; add tasks")
+
+
+def level_bounds(family: FamilyConfig, info: FamilyInfo) -> tuple[int, int]:
+    """The lowest and the highest level that a stage allows."""
+    return family.difficulty or (info.lowest, info.highest)
 
 
 def _counts(state: Mapping[str, JsonValue], key: str) -> dict[str, int]:

@@ -17,57 +17,71 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from m2forge.errors import ConfigError, RecordError
+from m2forge.errors import ConfigError, DataError, RecordError
 from m2forge.records import Domain, JsonValue, Submission, Task, Verdict, VerdictReason
 from m2forge.text.argument import argument_problems, type_problem
 from m2forge.text.message import Message, Tool
 
-__all__ = ["Family", "Preparing", "Submission", "ToolFree", "Verdict", "VerdictReason"]
+__all__ = ["Family", "Finite", "Preparing", "Submission", "Verdict", "VerdictReason"]
 
 FAMILY_KEY = "family"
 """Metadata key of the name of the task's family."""
+SOURCE_KEY = "source"
+"""Metadata key of the family's key (`tasks/source.py`); absent if that is the family's name."""
+SPLIT_KEY = "split"
+"""Metadata key of the split of a task of a file."""
 MAX_SHOWN = 200
 """Maximum characters of an answer or argument that evidence and error lines repeat."""
 
 
+class UnavailableError(Exception):
+    """Raised by a verifier that cannot judge now, because a service that it needs does not respond: the attempt has no
+    verdict and is retried."""
+
+
 class Family(Protocol):
-    @property
-    def name(self) -> str: ...
+    """Derive a class from this to inherit what has a default: a family without tools and demonstrations."""
 
-    @property
-    def domain(self) -> Domain: ...
+    if TYPE_CHECKING:
+        # Properties for type checkers alone, which then accept frozen classes; a derived class sets plain attributes.
+        @property
+        def name(self) -> str: ...
 
-    @property
-    def levels(self) -> range:
-        """The family's difficulties, easiest first; each family defines what the number counts."""
-        ...
+        @property
+        def domain(self) -> Domain: ...
+
+        @property
+        def levels(self) -> range:
+            """The family's difficulties, easiest first; each family defines what the number counts."""
+            ...
 
     def draw(self, difficulty: int, seed: int) -> Task:
         """Generate the task of this difficulty and seed; cheap and deterministic."""
-        ...
-
-    def tools(self, task: Task) -> tuple[Tool, ...]:
-        """The tools that an agent may call."""
-        ...
-
-    def call(self, task: Task, name: str, arguments: JsonValue) -> str:
-        """The tool's response; deterministic, never raises."""
-        ...
-
-    def latency_s(self, task: Task, name: str) -> float:
-        """Latency that the caller simulates for a call. Calls of one turn may wait concurrently."""
         ...
 
     def verify(self, task: Task, submission: Submission) -> Verdict:
         """Verify what an attempt submitted: the agent's last message, the workspace, the recorded conversation."""
         ...
 
+    def tools(self, task: Task) -> tuple[Tool, ...]:
+        """The tools that an agent may call."""
+        return ()
+
+    def call(self, task: Task, name: str, arguments: JsonValue) -> str:
+        """The tool's response; deterministic, never raises."""
+        return f"error: no tool {shown(name)}; this task has none"
+
+    def latency_s(self, task: Task, name: str) -> float:
+        """Latency that the caller simulates for a call. Calls of one turn may wait concurrently."""
+        return 0.0
+
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         """A conversation that solves the task, from the user's message to the answer. `rng` picks one of several
         solutions."""
-        ...
+        raise DataError(f"{self.name}: it has no demonstrations; write `demonstrate`")
 
 
 @runtime_checkable
@@ -78,17 +92,17 @@ class Preparing(Protocol):
     def prepare(self, task: Task) -> None: ...
 
 
-class ToolFree:
-    """Mixin for a family without tools."""
+@runtime_checkable
+class Finite(Protocol):
+    """A family with a fixed list of tasks, whose `draw` is not used."""
 
-    def tools(self, task: Task) -> tuple[Tool, ...]:
-        return ()
+    @property
+    def tasks(self) -> Sequence[Task]: ...
 
-    def call(self, task: Task, name: str, arguments: JsonValue) -> str:
-        return f"error: no tool {shown(name)}; this task has none"
-
-    def latency_s(self, task: Task, name: str) -> float:
-        return 0.0
+    @property
+    def has_levels(self) -> bool:
+        """Whether its tasks have levels; otherwise their difficulty is measured by pass rates."""
+        ...
 
 
 # -- tasks ------------------------------------------------------------------------------------------------------------
@@ -103,6 +117,21 @@ def make_task(family: Family, difficulty: int, instruction: str, metadata: Mappi
 
 def family_name(task: Task) -> str:
     return read_text(task, FAMILY_KEY)
+
+
+def family_key_of(task: Task) -> str:
+    """The key of the task's family, by which a worker finds it."""
+    return read_text(task, SOURCE_KEY if SOURCE_KEY in task.metadata else FAMILY_KEY)
+
+
+def labelled(task: Task, family: Family, key: str, difficulty: int) -> Task:
+    """The task with its family, the family's key and its difficulty, as every task of a run has them."""
+    label: dict[str, JsonValue] = {FAMILY_KEY: family.name}
+    if key != family.name:
+        label[SOURCE_KEY] = key
+    if task.difficulty == difficulty and all(task.metadata.get(name) == value for name, value in label.items()):
+        return task
+    return replace(task, difficulty=float(difficulty), metadata={**task.metadata, **label})
 
 
 def task_random(family: Family, difficulty: int, seed: int) -> random.Random:

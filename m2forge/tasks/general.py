@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from m2forge.records import Domain, Submission, Task, Verdict
-from m2forge.tasks.family import ToolFree, make_task, read_text, shown, task_random
+from m2forge.tasks.family import Family, make_task, read_text, shown, task_random
 from m2forge.text.message import Message
 
 WORDS = ("sun", "cat", "red", "map", "ice", "owl", "tea", "box", "key", "fox", "bus", "jar", "pen", "log", "arm", "hat")
@@ -28,7 +28,7 @@ JOINERS = ("-", "+", "/")
 
 
 @dataclass(frozen=True, slots=True)
-class Words(ToolFree):
+class Words(Family):
     name: str = "words"
     domain: Domain = Domain.GENERAL
     levels: range = range(1, len(WORDS))

@@ -20,8 +20,9 @@ from typing import Literal, Protocol, TypeAlias, cast
 
 from m2forge.errors import ConfigError, DataError, NotFoundError, suggest
 from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
-from m2forge.tasks.config import GYM_PREFIX, OnRaise
-from m2forge.tasks.family import ToolFree, make_task, read_int, shown, task_random
+from m2forge.tasks.config import OnRaise
+from m2forge.tasks.family import Family, make_task, read_int, shown, task_random
+from m2forge.tasks.source import GYM_PREFIX
 from m2forge.text.message import Message
 
 NUM_SEEDS = 1 << 31
@@ -60,7 +61,7 @@ class Dataset(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GymFamily(ToolFree):
+class GymFamily(Family):
     dataset: str
     """Name of the dataset in the library."""
     domain: Domain = Domain.REASONING

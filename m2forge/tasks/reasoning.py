@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 
 from m2forge.records import Domain, Submission, Task, Verdict
-from m2forge.tasks.family import ToolFree, compare, make_task, read_int, read_text, task_random
+from m2forge.tasks.family import Family, compare, make_task, read_int, read_text, task_random
 from m2forge.text.message import Message
 
 MODULUS = 10
@@ -18,7 +18,7 @@ OTHER = {"a": "b", "b": "a"}
 
 
 @dataclass(frozen=True, slots=True)
-class Counters(ToolFree):
+class Counters(Family):
     name: str = "counters"
     domain: Domain = Domain.REASONING
     levels: range = range(1, 25)

@@ -11,6 +11,7 @@ the caller. One rule holds for every verifier:
     more than `max_error_share` of the      `BrokenVerifierError`, which ends the run: the rewards would be wrong
     last `NUM_WATCHED` verdicts are that
     a worker was lost, or starved of CPU    `infra`: retried with another, never a verdict
+    a judge's endpoint does not respond     `VerifierUnavailableError`: infra, the attempt is retried
 
 Workers stay alive and warm: they import the families' libraries once. They die with this process, whatever signal
 kills it, because a sandbox's keeper supervises them.
@@ -30,24 +31,28 @@ from types import TracebackType
 from typing import Self, cast
 
 import m2forge
-from m2forge.errors import DataError, EngineError, RunError
+from m2forge.errors import ConfigError, DataError, EngineError, RunError
 from m2forge.protocols import Command
 from m2forge.records import JsonValue, Submission, Task, Verdict, VerdictReason
 from m2forge.sandbox.command_worker import ProcessWorker
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.process import ProcessSandbox
 from m2forge.tasks.config import VerifyConfig
-from m2forge.tasks.family import family_name, shown
-from m2forge.tasks.task_set import Distinct, Split
+from m2forge.tasks.family import family_key_of, family_name, shown
+from m2forge.tasks.llm_judge import KEY_VARIABLE, SETTINGS_VARIABLE
+from m2forge.tasks.source import located
+from m2forge.tasks.task_set import Distinct, FamilyInfo, Split
 from m2forge.tasks.time_limit import MAX_WAIT
 from m2forge.tasks.worker import MAX_REPLY_BYTES, RequestOutcome
-from m2forge.text.message import Tool, tool_from_openai
+from m2forge.text.message import Message, Tool, message_from_openai, tool_from_openai
 
 NUM_WATCHED = 200
 MAX_LOST = 10
 """Number of workers lost at one request after which it fails with an error."""
 START_S = 120.0
 """How long a worker may take to import its families."""
+TIMEOUT_MARGIN_S = 2.0
+"""How much later than a verifier's own limit its worker is killed."""
 LIFE_S = 30 * 86400.0
 RETRY_S = 0.05
 
@@ -57,6 +62,10 @@ _log = logging.getLogger(__name__)
 
 class BrokenVerifierError(RunError):
     """A verifier raises too often for its verdicts to serve as rewards."""
+
+
+class VerifierUnavailableError(EngineError):
+    """A service that the verifier needs does not respond; the attempt is retried."""
 
 
 class LimitError(EngineError):
@@ -78,11 +87,14 @@ class TaskRunner:
         families: Sequence[str] = (),
         command: Sequence[str] = _COMMAND,
         wrong_on_raise: Collection[str] = (),
+        reward: str | None = None,
     ) -> None:
-        """`folder`: parent of the workers' directories. `families`: imported before the first request. `command`: the
-        worker's command. `wrong_on_raise`: names of reasoning-gym families whose answers count as wrong if the scorer
-        raises."""
+        """`folder`: parent of the workers' directories. `families`: keys of families that are imported before the first
+        request. `command`: the worker's command. `wrong_on_raise`: keys of reasoning-gym families whose answers count
+        as wrong if the scorer raises. `reward`: the function that computes `Verdict.reward`, FILE.py:NAME."""
         self._wrong_on_raise = frozenset(wrong_on_raise)
+        self._reward = None if reward is None else located(reward)
+        self._here = Path.cwd()
         self._config, self._families = config, tuple(dict.fromkeys(families))
         limits = (str(config.timeout_s), str(config.draw_timeout_s))
         seats = [_Seat(folder / f"worker-{index}", config, (*command, *limits)) for index in range(config.num_workers)]
@@ -107,11 +119,20 @@ class TaskRunner:
 
     async def verify(self, task: Task, submission: Submission) -> Verdict:
         request: dict[str, JsonValue] = {"op": "verify", "task": asdict(task), "submission": asdict(submission)}
-        request["is_wrong_on_raise"] = family_name(task) in self._wrong_on_raise
-        reply = await self._ask(request, family_name(task))
+        request["is_wrong_on_raise"] = family_key_of(task) in self._wrong_on_raise
+        request["reward"] = self._reward
+        verifier = task.metadata.get("verifier")
+        if isinstance(verifier, Mapping) and isinstance(limit_s := verifier.get("timeout_s"), int | float):
+            # The verifier ends a command or a request by itself at its limit.
+            request["timeout_s"] = float(limit_s) + TIMEOUT_MARGIN_S
+        reply = await self._ask(request, family_key_of(task))
         outcome = RequestOutcome(str(reply["outcome"]))
         if outcome is RequestOutcome.REFUSED:
             raise DataError(str(reply["text"]))
+        is_judge = isinstance(verifier, Mapping) and "judge" in verifier
+        if outcome is RequestOutcome.UNAVAILABLE or (is_judge and outcome is RequestOutcome.LIMIT):
+            # A judge's time depends on its endpoint, not on the policy.
+            raise VerifierUnavailableError(f"task {task.id}: {reply['text']}")
         self._errors.append(outcome is RequestOutcome.VERIFIER_ERROR)
         if outcome is RequestOutcome.OK:
             return Verdict.read(cast("Mapping[str, JsonValue]", reply["value"]))
@@ -129,13 +150,13 @@ class TaskRunner:
         return Verdict(0.0, evidence | {"traceback": trace}, VerdictReason.VERIFIER_ERROR)
 
     async def tools(self, task: Task) -> tuple[Tool, ...]:
-        value = await self._value({"op": "tools", "task": asdict(task)}, family_name(task))
+        value = await self._value({"op": "tools", "task": asdict(task)}, family_key_of(task))
         return tuple(tool_from_openai(tool) for tool in cast("list[Mapping[str, JsonValue]]", value))
 
     async def call(self, task: Task, name: str, arguments: JsonValue) -> ToolAnswer:
         """Call a tool; the response is an error line if it exceeds a limit or the family's code raises."""
         request: dict[str, JsonValue] = {"op": "call", "task": asdict(task), "name": name, "arguments": arguments}
-        reply = await self._ask(request, family_name(task))
+        reply = await self._ask(request, family_key_of(task))
         match reply["outcome"]:
             case RequestOutcome.OK:
                 value = cast("Mapping[str, JsonValue]", reply["value"])
@@ -145,10 +166,25 @@ class TaskRunner:
         _log.warning("%s: %s failed: %s", task.id, shown(name), reply.get("value") or reply["text"])
         return ToolAnswer(f"error: {shown(name)} failed", 0.0)
 
-    async def next_task(self, family: str, split: Split, seed: int, position: int, lowest: int, highest: int) -> Task:
-        """`TaskSet.next` of the stream at that position; each position yields one task."""
+    async def describe(self, family: str) -> FamilyInfo:
+        """What the family with that key offers; raises if it cannot be opened."""
+        return FamilyInfo.read(
+            cast("Mapping[str, JsonValue]", await self._value({"op": "describe", "reward": self._reward}, family))
+        )
+
+    async def demonstrate(self, task: Task, seed: str) -> list[Message]:
+        """A conversation that solves the task; raises `DataError` if the family has none."""
+        request: dict[str, JsonValue] = {"op": "demonstrate", "task": asdict(task), "seed": seed}
+        value = await self._value(request, family_key_of(task))
+        return [message_from_openai(message) for message in cast("list[Mapping[str, JsonValue]]", value)]
+
+    async def next_task(
+        self, family: str, split: Split, seed: int, position: int, lowest: int, highest: int, id: str = ""
+    ) -> Task:
+        """`TaskSet.next` of the stream at that position; each position yields one task. `family`: its key. `id`: take
+        this task of a fixed list instead."""
         stream: JsonValue = [split, seed, position, lowest, highest]
-        value = await self._value({"op": "next", "stream": stream}, family)
+        value = await self._value({"op": "next", "stream": stream, "key": family, "id": id}, family)
         return Task.read(cast("Mapping[str, JsonValue]", value))
 
     async def distinct(self, family: str, split: Split, seed: int, num: int, lowest: int, highest: int) -> list[Task]:
@@ -182,7 +218,7 @@ class TaskRunner:
         for _ in range(MAX_LOST):
             seat = await self._idle.get()
             try:
-                reply = await seat.ask(request | {"family": family})
+                reply = await seat.ask(request | {"family": located(family, self._here)})
             except _LostError as error:
                 problem = str(error)
             else:
@@ -204,11 +240,22 @@ class TaskRunner:
     async def _warm(self, seat: "_Seat") -> None:
         try:
             for family in self._families:
-                await seat.ask({"op": "prepare", "family": family})
+                request: dict[str, JsonValue] = {"op": "prepare", "reward": self._reward}
+                await seat.ask(request | {"family": located(family, self._here)})
         except _LostError as error:
             _log.warning("a task worker could not start: %s", error)
         finally:
             self._idle.put_nowait(seat)
+
+
+def _settings(config: VerifyConfig) -> dict[str, str]:
+    """The environment variables by which a worker knows the table `verify` and the judge's key."""
+    settings = {SETTINGS_VARIABLE: config.model_dump_json()}
+    if config.judge is not None and config.judge.key_env is not None:
+        if config.judge.key_env not in os.environ:
+            raise ConfigError(f"verify.judge.key_env: the environment variable {config.judge.key_env} is not set")
+        settings[KEY_VARIABLE] = os.environ[config.judge.key_env]
+    return settings
 
 
 class _LostError(Exception):
@@ -226,7 +273,8 @@ class _Seat:
         # The worker must find the package from its own folder. Threads of numeric libraries would reserve memory.
         roots = [str(Path(m2forge.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
         path = os.pathsep.join(root for root in roots if root)
-        self._command = Command(tuple(argv), {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"})
+        env = {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        self._command = Command(tuple(argv), env | _settings(config))
         # Two tries, each starved for the maximum time.
         self._patience_s = START_S + 2 * MAX_WAIT * (config.draw_timeout_s + config.timeout_s)
         self._worker: ProcessWorker | None = None
@@ -239,7 +287,9 @@ class _Seat:
         worker = self._worker
         try:
             await worker.send(json.dumps(request | {"n": number}).encode() + b"\n")
-            while line := await worker.receive_line(self._patience_s):
+            asked_s = request.get("timeout_s")
+            patience_s = self._patience_s + (2 * MAX_WAIT * asked_s if isinstance(asked_s, float) else 0.0)
+            while line := await worker.receive_line(patience_s):
                 reply: dict[str, JsonValue] = json.loads(line)
                 # A reply with another number belongs to a cancelled request.
                 if reply["n"] == number:

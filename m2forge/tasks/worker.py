@@ -14,6 +14,7 @@ and the request runs once more in a fresh one:
                       holds caches
     verifier_error    it raised twice, or its process crashed twice; with the traceback
     infra             the executor was killed from outside, or starved of CPU: the caller retries
+    unavailable       a service that the verifier needs does not respond: there is no verdict, the attempt is retried
     refused           an error of m2forge/errors.py in anything but `verify`, or a task whose data cannot be loaded: the
                       text says what is wrong
 
@@ -24,6 +25,7 @@ mostly slept gets a second try.
 
 import json
 import os
+import random
 import resource
 import select
 import signal
@@ -35,13 +37,14 @@ from enum import StrEnum
 from typing import NoReturn, cast
 
 from m2forge.errors import M2ForgeError, RecordError
-from m2forge.records import JsonValue, Submission, Task, Verdict
+from m2forge.records import JsonValue, Submission, Task
 from m2forge.tasks.catalog import find_family
-from m2forge.tasks.family import Family, Preparing
+from m2forge.tasks.family import Family, Preparing, UnavailableError
 from m2forge.tasks.gym import GymFamily
-from m2forge.tasks.task_set import Split, TaskSet
+from m2forge.tasks.task_set import Split, TaskSet, describe
 from m2forge.tasks.time_limit import MAX_WAIT, Use
-from m2forge.text.message import tool_to_openai
+from m2forge.tasks.verifier import TimeLimitError, as_verdict, call_reward, find_reward
+from m2forge.text.message import message_to_openai, tool_to_openai
 
 MAX_TRACE = 4000
 """Characters reported from the end of a traceback."""
@@ -63,13 +66,16 @@ class RequestOutcome(StrEnum):
     VERIFIER_ERROR = "verifier_error"
     INFRA = "infra"
     REFUSED = "refused"
+    UNAVAILABLE = "unavailable"
     MEMORY = "memory"
     """An executor ran out of memory; internal, never the final outcome of a request."""
     RAISED = "raised"
     """The family's code raised; internal, never the final outcome of a request."""
 
 
-WRITTEN = (RequestOutcome.OK, RequestOutcome.REFUSED, RequestOutcome.MEMORY, RequestOutcome.RAISED)
+ALIVE = (RequestOutcome.OK, RequestOutcome.REFUSED, RequestOutcome.UNAVAILABLE)
+"""Outcomes after which the executor serves the next request."""
+WRITTEN = (*ALIVE, RequestOutcome.LIMIT, RequestOutcome.MEMORY, RequestOutcome.RAISED)
 """Outcomes that an executor writes itself."""
 
 
@@ -79,8 +85,11 @@ WRITTEN = (RequestOutcome.OK, RequestOutcome.REFUSED, RequestOutcome.MEMORY, Req
 def run(request: Fields) -> JsonValue:
     """Execute a request and return its value."""
     family = find_family(str(request["family"]))
-    if request["op"] == "next":
-        return _next(family, request)
+    match request["op"]:
+        case "describe":
+            return asdict(describe(family))
+        case "next":
+            return _next(family, request)
     task = Task.read(cast("Fields", request["task"]))
     match request["op"]:
         case "tools":
@@ -89,18 +98,21 @@ def run(request: Fields) -> JsonValue:
             name = str(request["name"])
             content = family.call(task, name, request["arguments"])
             return {"content": str(content), "latency_s": float(family.latency_s(task, name))}
+        case "demonstrate":
+            rng = random.Random(str(request["seed"]))
+            return [message_to_openai(message) for message in family.demonstrate(task, rng)]
         case "verify":
             if isinstance(family, GymFamily) and request["is_wrong_on_raise"]:
                 family = replace(family, on_raise="wrong")
-            return _verify(family, task, Submission.read(cast("Fields", request["submission"])))
+            submission = Submission.read(cast("Fields", request["submission"]))
+            return _verify(family, task, submission, str(request.get("reward") or ""))
     raise RecordError(f"tasks.worker: no operation {request['op']!r}")
 
 
-def _verify(family: Family, task: Task, submission: Submission) -> JsonValue:
-    verdict: object = family.verify(task, submission)
-    if not isinstance(verdict, Verdict):
-        received = "nothing" if verdict is None else repr(verdict)[:100]
-        raise RecordError(f"{family.name}: verify: expected a Verdict, received {received}; return Verdict(perf)")
+def _verify(family: Family, task: Task, submission: Submission, reward: str) -> JsonValue:
+    verdict = as_verdict(family.verify(task, submission), f"{family.name}: verify")
+    if reward:
+        verdict = replace(verdict, reward=call_reward(reward, task, submission, verdict))
     fields = asdict(verdict) | {"perf": float(verdict.perf)}
     size = len(json.dumps([fields["evidence"], fields["criteria"]], allow_nan=False))
     if size > MAX_EVIDENCE:
@@ -110,7 +122,8 @@ def _verify(family: Family, task: Task, submission: Submission) -> JsonValue:
 
 def _next(family: Family, request: Fields) -> JsonValue:
     split, seed, position, lowest, highest = cast("tuple[Split, int, int, int, int]", request["stream"])
-    return asdict(TaskSet(family, split, seed, position).next(lowest, highest))
+    tasks = TaskSet(family, split, seed, position, str(request["key"]))
+    return asdict(tasks.named(str(request["id"])) if request["id"] else tasks.next(lowest, highest))
 
 
 def execute(requests: int, replies: int) -> NoReturn:
@@ -138,6 +151,10 @@ def _reply(request: Fields) -> bytes:
         return _encode(RequestOutcome.OK, run(request))
     except MemoryError:
         raise
+    except TimeLimitError as error:
+        return _encode(RequestOutcome.LIMIT, text=str(error))
+    except UnavailableError as error:
+        return _encode(RequestOutcome.UNAVAILABLE, text=str(error))
     except M2ForgeError as error:
         return _encode(
             RequestOutcome.RAISED if request["op"] == "verify" else RequestOutcome.REFUSED, _trace(error), str(error)
@@ -146,7 +163,7 @@ def _reply(request: Fields) -> bytes:
         return _encode(RequestOutcome.RAISED, _trace(error))
 
 
-def _encode(outcome: RequestOutcome, value: JsonValue, text: str = "") -> bytes:
+def _encode(outcome: RequestOutcome, value: JsonValue = None, text: str = "") -> bytes:
     memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     reply = {"outcome": outcome, "value": value, "text": text, "memory_bytes": memory_bytes}
     return json.dumps(reply, allow_nan=False).encode() + b"\n"
@@ -179,8 +196,8 @@ class Executor:
 
     def serve(self, line: bytes, timeout_s: float, prepare_timeout_s: float) -> dict[str, JsonValue]:
         """Try a request once; `used_s` and `has_begun` of the reply say how much of its time it used and whether it
-        reached the family's code. `prepare_timeout_s`: time limit until it begins. After any outcome but `ok` and
-        `refused` the executor is dead."""
+        reached the family's code. `prepare_timeout_s`: time limit until it begins. After any outcome but
+        those of `ALIVE` the executor is dead."""
         use = Use(self.pid, prepare_timeout_s)
         has_begun = False
         try:
@@ -192,7 +209,7 @@ class Executor:
         except BrokenPipeError:
             received = b""
         reply = _read_reply(received) if received else self._ended(use)
-        if received and reply["outcome"] not in (RequestOutcome.OK, RequestOutcome.REFUSED):
+        if received and reply["outcome"] not in ALIVE:
             _, usage = self.kill()
             reply["memory_bytes"] = usage.ru_maxrss << 10
         return reply | {"used_s": use.used_s, "has_begun": has_begun}
@@ -272,7 +289,7 @@ class Worker:
     def __init__(self, requests: int, replies: int, timeout_s: float, draw_timeout_s: float) -> None:
         self._requests, self._replies = requests, replies
         self._timeout_s, self._draw_timeout_s = timeout_s, draw_timeout_s
-        self._families: set[str] = set()
+        self._loaded: set[tuple[str, str]] = set()
         self._executor: Executor | None = None
 
     def work(self) -> None:
@@ -283,12 +300,15 @@ class Worker:
                 _write_all(self._replies, json.dumps(reply | {"n": request["n"]}).encode() + b"\n")
 
     def _serve(self, request: Fields, line: bytes) -> dict[str, JsonValue]:
-        refused = self._prepare(str(request["family"]))
+        refused = self._prepare(str(request["family"]), str(request.get("reward") or ""))
         if refused is not None:
             return {"outcome": RequestOutcome.REFUSED, "text": refused}
         if request["op"] == "prepare":
             return {"outcome": RequestOutcome.OK, "value": None}
-        reply = self._try(line, self._draw_timeout_s if request["op"] == "next" else self._timeout_s)
+        timeout_s = self._draw_timeout_s if request["op"] in ("next", "describe", "demonstrate") else self._timeout_s
+        if isinstance(asked_s := request.get("timeout_s"), float):
+            timeout_s = asked_s
+        reply = self._try(line, timeout_s)
         if not reply["has_begun"] and reply["outcome"] in (RequestOutcome.LIMIT, RequestOutcome.VERIFIER_ERROR):
             # The policy's answer was not involved, so this must not become a verdict.
             text = f"{request['family']}: the data of the task cannot be loaded: {reply.get('value') or reply['text']}"
@@ -302,10 +322,11 @@ class Worker:
             executor = self._executor or Executor(self._requests, self._replies)
             was_fresh, executor.is_fresh = executor.is_fresh, False
             reply = executor.serve(line, left_s, self._draw_timeout_s)
-            self._executor = executor if reply["outcome"] in (RequestOutcome.OK, RequestOutcome.REFUSED) else None
+            self._executor = executor if reply["outcome"] in ALIVE else None
             match reply["outcome"]:
                 case RequestOutcome.LIMIT:
-                    is_over = is_last or reply["was_busy"] is True
+                    # An executor that reports a limit itself has measured it.
+                    is_over = is_last or reply.get("was_busy", True) is True
                 case RequestOutcome.MEMORY:
                     is_over = is_last or was_fresh
                     reply = reply | {"outcome": RequestOutcome.LIMIT, "text": "out of memory"}
@@ -321,14 +342,17 @@ class Worker:
                 break
         return reply
 
-    def _prepare(self, name: str) -> str | None:
-        """Import what the family needs, outside the limits of a request; returns the error, or None."""
-        if name not in self._families:
+    def _prepare(self, family: str, reward: str) -> str | None:
+        """Import what the family and the reward function need, outside the limits of a request; returns the error, or
+        None."""
+        if (family, reward) not in self._loaded:
             try:
-                find_family(name)
+                find_family(family)
+                if reward:
+                    find_reward(reward)
             except M2ForgeError as error:
                 return str(error)
-            self._families.add(name)
+            self._loaded.add((family, reward))
             if self._executor is not None:
                 self._executor.kill()
                 self._executor = None

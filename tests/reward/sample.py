@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from m2forge.records import Call, Domain, Episode, FinishReason, Task
+from m2forge.records import Call, Domain, Episode, FinishReason, Task, Verdict
 from m2forge.reward.judge import Attempt, Judged
 from m2forge.reward.rule import Step
 from m2forge.text.message import Message, ToolCall
@@ -55,11 +55,12 @@ def attempt(
     steps: tuple[Step, ...] | None = None,
     task: str = "t",
     failure: str | None = None,
+    reward: float | tuple[float, ...] | None = None,
 ) -> Attempt:
     """Calls that take `time_s` from the first request to the last answer."""
     steps = (step(),) if steps is None else steps
     calls = tuple(call(3, 0.0, time_s) for _ in steps)
-    return Attempt(episode(id, calls, task, failure), steps, perf)
+    return Attempt(episode(id, calls, task, failure), steps, Verdict(perf, reward=reward))
 
 
 def judged(id: str, rewards: tuple[float, ...], tokens: tuple[int, ...] | None = None, task: str = "t") -> Judged:

@@ -4,13 +4,16 @@ import json
 import math
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Literal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from m2forge.config import build
 from m2forge.errors import ConfigError, RecordError
-from m2forge.records import FinishReason, Reward
+from m2forge.records import FinishReason, Reward, Verdict
 from m2forge.reward.config import RewardConfig, RulesConfig, SpeedConfig
 from m2forge.reward.judge import Attempt, Judge, Judged
 from m2forge.reward.rule import Step, StructureRule
@@ -59,7 +62,7 @@ def test_speed_is_paid_once_at_the_last_step() -> None:
     assert judged.step_rewards == pytest.approx((0.0, 0.0, 1 + 1 / 1.5))
 
 
-@given(st.floats(0, 1e6), st.floats(-1, 0.999), st.floats(0.1, 1e6), st.floats(0, 10))
+@given(st.floats(0, 1e6), st.floats(0, 0.999), st.floats(0.1, 1e6), st.floats(0, 10))
 def test_a_fast_failure_earns_nothing_by_it(time_s: float, perf: float, base_s: float, beta: float) -> None:
     config = RewardConfig(alpha=0.0, beta=beta)
     judged = only(Judge(config, base_times={"t": [base_s]}).judge([attempt(time_s=time_s, perf=perf)]))
@@ -179,7 +182,7 @@ def test_an_aborted_step_is_neither_punished_nor_paid() -> None:
 
 def test_parallel_calls_are_timed_once() -> None:
     calls = (call(1, 100.0, 103.0), call(1, 100.0, 104.0), call(1, 101.0, 106.0))
-    parallel = Attempt(episode("e", calls), (GOOD,) * 3, 1.0)
+    parallel = Attempt(episode("e", calls), (GOOD,) * 3, Verdict(1.0))
     judge = Judge(CONFIG)
     judge.judge([parallel])
     assert judge.base_times() == {"t": [6.0]}
@@ -187,14 +190,14 @@ def test_parallel_calls_are_timed_once() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_perf_that_is_no_number_is_refused_by_name(bad: float) -> None:
-    with pytest.raises(RecordError, match="Episode broken: perf: expected a finite number, received"):
+    with pytest.raises(RecordError, match="Verdict: perf: expected a number from 0 to 1"):
         attempt("broken", perf=bad)
 
 
 def test_evidence_that_is_no_json_is_refused_by_name() -> None:
     with pytest.raises(RecordError, match="Episode broken: evidence: expected JSON values only"):
-        Attempt(episode("broken"), (), 1.0, {"score": math.nan})
-    kept = only(Judge(CONFIG).judge([Attempt(episode("e"), (), 1.0, {"tests": [1, 2]})]))
+        Attempt(episode("broken"), (), Verdict(1.0, {"score": math.nan}))
+    kept = only(Judge(CONFIG).judge([Attempt(episode("e"), (), Verdict(1.0, {"tests": [1, 2]}))]))
     assert kept.episode.reward is not None
     assert kept.episode.reward.evidence["verifier"] == {"tests": [1, 2]}
 
@@ -231,9 +234,42 @@ def test_attempts_at_two_tasks_are_refused() -> None:
 
 def test_steps_are_one_per_call() -> None:
     with pytest.raises(RecordError, match="Episode e: steps: expected one per call, 0, received 1"):
-        Attempt(episode("e"), (GOOD,), 1.0)
+        Attempt(episode("e"), (GOOD,), Verdict(1.0))
 
 
 def test_without_rules_and_speed_the_reward_is_the_verdict() -> None:
     config = RewardConfig(alpha=0.0, beta=0.0, rules=RulesConfig())
     assert only(Judge(config).judge([attempt(perf=0.25, steps=(MALFORMED, GOOD))])).step_rewards == (0.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("mode", "reward", "rewards", "total"),
+    [
+        ("replace", 0.3, (0.0, 0.3), 0.3),
+        ("replace", (0.5, -0.25), (0.5, -0.25), 0.25),
+        ("add", 0.3, (-0.1, 1.3), 1.2),
+        ("add", (0.5, -0.25), (0.4, 0.75), 1.15),
+        ("replace", None, (0.0, 0.0), 0.0),
+    ],
+)
+def test_a_reward_function_replaces_or_adds(
+    mode: Literal["replace", "add"], reward: float | tuple[float, ...] | None, rewards: tuple[float, ...], total: float
+) -> None:
+    rules = RulesConfig(malformed_call=-1.0, structured_step=0.0)
+    config = RewardConfig(alpha=0.1, beta=0.0, rules=rules, function="my_reward.py:score", mode=mode)
+    judged = only(Judge(config).judge([attempt(steps=(MALFORMED, GOOD), reward=reward)]))
+    assert judged.step_rewards == pytest.approx(rewards)
+    assert judged.episode.reward is not None
+    assert judged.episode.reward.total == pytest.approx(total)
+    assert judged.episode.reward.perf == 1.0
+    assert judged.episode.reward.evidence["function"] == pytest.approx(sum(np.atleast_1d(reward or 0.0)))
+
+
+def test_rewards_of_a_function_are_one_per_call() -> None:
+    with pytest.raises(RecordError, match=r"Episode e: verdict.reward: expected one per call, 1, received 2"):
+        attempt(reward=(1.0, 2.0))
+
+
+def test_replacing_without_a_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'set reward.function = "FILE.py:NAME"'):
+        build(RewardConfig, {"mode": "replace"})

@@ -55,7 +55,7 @@ def make_config(model: Path, **fields: object) -> RLConfig:
                         "agent": {
                             "ratio": 1.0,
                             "context": 2048,
-                            "families": [{"name": "chain", "difficulty": [1, 3]}],
+                            "families": [{"source": "chain", "difficulty": [1, 3]}],
                         }
                     },
                 }

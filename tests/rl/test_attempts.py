@@ -200,7 +200,7 @@ async def attempts_of(
         PoolWriter(pool) as writer,
         GatewayAdmin(gateway_url, key) as admin,
         open_agent(config, folder / "agents", minimax()) as agent,
-        TaskRunner(verify, folder / "verify", **families) as runner,
+        TaskRunner(verify, folder / "verify", **families) as runner,  # type: ignore[arg-type]  # one keyword
     ):
         attempt_runner = AttemptRunner(agent, admin, runner, Workspaces(folder / "workspaces"))
         yield Attempts(attempt_runner, pool, writer, Judge(RewardConfig()), minimax(), lambda task, rate: None)

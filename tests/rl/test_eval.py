@@ -22,7 +22,7 @@ from m2forge.rl.layout import Layout, begin_branch
 from m2forge.rl.loop import Loop, is_complete
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.runner import TaskRunner
-from m2forge.tasks.task_set import Split, TaskSet
+from m2forge.tasks.task_set import FamilyInfo, Split, TaskSet, describe
 from m2forge.tree.token_tree import TokenTree
 from tests.rl.scene import make_config, make_model
 from tests.tasks.stream import distinct, draw_here
@@ -73,6 +73,9 @@ class Policy:
 
     def delete_soon(self, name: str) -> None:
         pass
+
+    async def describe(self, family: str) -> FamilyInfo:
+        return describe(find_family(family))
 
     async def distinct(self, family: str, split: Split, seed: int, num: int, lowest: int, highest: int) -> list[Task]:
         return distinct(TaskSet(find_family(family), split, seed), num, lowest, highest)

@@ -15,7 +15,7 @@ def make_curriculum(batch_groups: int, ratios: Sequence[float], num_batches: int
     """A stage of `num_batches` batches with domains at these ratios, then one with a single domain."""
     families = {"agent": "chain", "reasoning": "counters", "coding": "stack", "general": "words"}
     domains: dict[str, TomlValue] = {
-        name: {"ratio": ratio, "context": 512, "families": [{"name": families[name], "difficulty": [1, 2]}]}
+        name: {"ratio": ratio, "context": 512, "families": [{"source": families[name], "difficulty": [1, 2]}]}
         for name, ratio in zip(families, ratios, strict=False)
     }
     last: dict[str, TomlValue] = {"agent": domains["agent"]}

@@ -31,7 +31,7 @@ FLAT = {Domain.REASONING: 0.8, Domain.AGENT: 0.3}
 
 
 def domain(name: str, ratio: float, levels: tuple[int, int]) -> dict[str, Any]:
-    return {"ratio": ratio, "context": 512, "families": [{"name": name, "difficulty": list(levels)}]}
+    return {"ratio": ratio, "context": 512, "families": [{"source": name, "difficulty": list(levels)}]}
 
 
 def two_stages(**fields: Any) -> RLConfig:

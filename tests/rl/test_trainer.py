@@ -129,7 +129,7 @@ def test_a_step_holds_no_more_than_its_tokens(model: Path, tmp_path: Path) -> No
 
 
 def test_token_limited_batches_enter_the_next_stage_when_used_up(model: Path, tmp_path: Path) -> None:
-    family = {"name": "chain", "difficulty": [1, 3]}
+    family = {"source": "chain", "difficulty": [1, 3]}
     domains = {"agent": {"ratio": 1.0, "context": 512, "families": [family]}}
     stages = [{"name": "early", "domains": domains, "num_batches": 1}, {"name": "late", "domains": domains}]
     config = make_config(model, num_steps=3, batch_tokens=60, curriculum={"batch_groups": 2, "stages": stages})
@@ -146,7 +146,7 @@ def test_token_limited_batches_enter_the_next_stage_when_used_up(model: Path, tm
 
 
 def wide_curriculum(batch_groups: int) -> dict[str, object]:
-    family = {"name": "chain", "difficulty": [1, 3]}
+    family = {"source": "chain", "difficulty": [1, 3]}
     stage = {"name": "only", "domains": {"agent": {"ratio": 1.0, "context": 512, "families": [family]}}}
     return {"batch_groups": batch_groups, "stages": [stage]}
 

@@ -8,9 +8,12 @@ from m2forge.tasks.curriculum import Assignment, Curriculum
 from m2forge.tasks.task_set import Distinct, Split, TaskSet
 
 
-async def draw_here(family: str, split: Split, seed: int, position: int, lowest: int, highest: int) -> Task:
+async def draw_here(
+    family: str, split: Split, seed: int, position: int, lowest: int, highest: int, id: str = ""
+) -> Task:
     """As `TaskRunner.next_task`."""
-    return TaskSet(find_family(family), split, seed, position).next(lowest, highest)
+    tasks = TaskSet(find_family(family), split, seed, position, family)
+    return tasks.named(id) if id else tasks.next(lowest, highest)
 
 
 def draw_batch(curriculum: Curriculum) -> list[Assignment]:

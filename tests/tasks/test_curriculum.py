@@ -150,7 +150,7 @@ def test_groups_begun_before_the_last_move_are_not_counted() -> None:
         ("pace.lower_below=0.9", r"raise_above \(0.8\) must exceed lower_below \(0.9\)"),
         ("stages.1.domains.agent.families.0.start=9", r"start \(9\) must lie within difficulty \[2, 8\]"),
         ("stages.1.domains.agent.families.0.difficulty=[3, 2]", "the lowest level comes first"),
-        ("stages.0.domains.agent.families.1.name=chain", "expected each once"),
+        ("stages.0.domains.agent.families.1.source=chain", "expected each once"),
         ("stages.0.domains.agents={ratio=1.0}", "agents"),
     ],
 )
@@ -167,7 +167,7 @@ def test_only_the_last_stage_may_leave_its_length_out() -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("stages.1.domains.agent.families.0.name=counters", "counters: its tasks belong to the domain reasoning"),
+        ("stages.1.domains.agent.families.0.source=counters", "counters: its tasks belong to the domain reasoning"),
         ("stages.1.domains.agent.families.0.difficulty=[2, 99]", "chain: difficulty: expected 1 to 16, received 99"),
     ],
 )
@@ -178,7 +178,7 @@ def test_families_are_checked_against_what_they_are(override: str, problem: str)
 
 def test_unknown_families_and_foreign_states_are_refused() -> None:
     with pytest.raises(NotFoundError, match="did you mean 'chain'"):
-        Curriculum(make(DOCUMENTED, "stages.1.domains.agent.families.0.name=chains"))
+        Curriculum(make(DOCUMENTED, "stages.1.domains.agent.families.0.source=chains"))
     state = Curriculum(make()).state()
     with pytest.raises(RecordError, match="stage: expected one of"):
         Curriculum(make(), state={**state, "stage": "other"})

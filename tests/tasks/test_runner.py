@@ -182,7 +182,7 @@ def test_calls_of_tools_and_draws_are_limited_too(tmp_path: Path) -> None:
         with pytest.raises(LimitError, match="hostile: next: no result after"):
             await runner.next_task(NAME, "train", 0, 0, 2, 2)
         with pytest.raises(DataError, match="unknown task family"):
-            await runner.next_task("no such", "train", 0, 0, 1, 1)
+            await runner.next_task("no_such", "train", 0, 0, 1, 1)
         with pytest.raises(LimitError, match="hostile: tools: no result after"):
             await runner.tools(Hostile().draw(3, 0))
         slow, raising = await runner.call(TASK, "loop", {}), await runner.call(TASK, "raise", {})
@@ -224,7 +224,7 @@ def test_a_runner_draws_the_batch_of_the_curriculum(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_accepted", [False, True])
 def test_a_raising_library_scorer_is_a_verifier_error_by_default(tmp_path: Path, is_accepted: bool) -> None:
     name = "reasoning-gym:prime_factorization"
-    family = {"name": name, "difficulty": [0, 0], **({"on_raise": "wrong"} if is_accepted else {})}
+    family = {"source": name, "difficulty": [0, 0], **({"on_raise": "wrong"} if is_accepted else {})}
     domain = {"ratio": 1.0, "context": 512, "families": [family]}
     data = {"batch_groups": 1, "stages": [{"name": "only", "domains": {"reasoning": domain}}]}
     config = build(CurriculumConfig, data, origin="test")  # type: ignore[arg-type]  # checked there
@@ -242,7 +242,7 @@ def test_a_raising_library_scorer_is_a_verifier_error_by_default(tmp_path: Path,
 
 def test_only_library_families_accept_a_raising_verifier() -> None:
     with pytest.raises(ValueError, match="is for families reasoning-gym"):
-        FamilyConfig(name="chain", difficulty=(1, 2), on_raise="wrong")
+        FamilyConfig(source="chain", difficulty=(1, 2), on_raise="wrong")
 
 
 @pytest.mark.parametrize(("dataset", "answer"), [("rush_hour", "A+99999999999"), ("coin_flip", "1e99999999")])

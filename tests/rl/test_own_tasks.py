@@ -1,0 +1,185 @@
+"""`m2forge rl` on tasks of one's own: JSONL tasks, a verifier and a reward function in files; one run for all cases."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from m2forge.cli import main
+from m2forge.config import write_resolved
+from m2forge.model.config_file import read_config
+from m2forge.page.run_folder import Run
+from m2forge.pool.pool import Pool
+from m2forge.pool.tables import episode_table, unit_table
+from m2forge.rl.config import RLConfig
+from m2forge.rl.eval import read_results
+from m2forge.rl.layout import Layout
+from tests.rl.ring import ROOT
+from tests.rl.scene import make_config, make_model
+
+PROGRAM = Path(__file__).parent / "shell_agent.py"
+CODE = """
+from pathlib import Path
+from m2forge import Verdict
+
+def verify(task, submission):
+    path = Path(submission.workspace, "answer.txt")
+    text = path.read_text() if path.exists() else ""
+    word = task.instruction.split()[3]
+    seen = Path(submission.workspace, "note.txt").read_text()
+    evidence = {
+        "seen": seen,
+        "roles": [message["role"] for message in submission.messages],
+        "num_steps": len(submission.steps),
+        "answer": submission.answer,
+    }
+    return Verdict(float(text == word), evidence, criteria={"written": float(bool(text))})
+
+def broken(task, submission):
+    raise KeyError("a verifier that its author broke")
+
+def score(task, submission, verdict):
+    return [10.0 * verdict.perf + index for index, _ in enumerate(submission.steps)]
+"""
+WORDS = ("north", "south", "east", "west", "up", "down")
+TIMEOUT_S = 150.0
+
+
+def write_tasks(folder: Path) -> Path:
+    (folder / "my_code.py").write_text(CODE)
+    lines: list[dict[str, Any]] = [
+        {
+            "id": word,
+            "instruction": f"Write the word {word} to answer.txt",
+            "files": {"note.txt": word},
+            "split": "held_out" if word == "down" else "train",
+            "verifier": {"python": "my_code.py:verify"},
+        }
+        for word in WORDS
+    ]
+    (folder / "tasks.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return folder / "tasks.jsonl"
+
+
+def make_run(model: Path, folder: Path, source: str = "tasks.jsonl", **fields: object) -> RLConfig:
+    families = [{"source": str(folder / source)}]
+    stage = {"name": "only", "domains": {"agent": {"ratio": 1.0, "context": 2048, "families": families}}}
+    return make_config(
+        model,
+        **{
+            "num_steps": 2,
+            "agent": {
+                "kind": "command",
+                "command": [sys.executable, str(PROGRAM), "{model}", "{instruction}"],
+                "timeout_s": 60.0,
+                "max_concurrent": 3,
+            },
+            "curriculum": {"batch_groups": 2, "stages": [stage]},
+            "pool": {"window": {"queue": 4, "no_signal": "train"}},
+            "verify": {"timeout_s": 10.0},
+            "reward": {"alpha": 0.0, "beta": 0.0, "function": f"{folder}/my_code.py:score", "mode": "replace"},
+            "eval": {"num_tasks": 1},
+        }
+        | fields,
+    )
+
+
+@dataclass(frozen=True)
+class Ended:
+    run_dir: Path
+    config: RLConfig
+    episodes: list[Mapping[str, Any]]
+    """Task, artifacts, reward and step rewards of the trained episodes."""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    folder = tmp_path_factory.mktemp("own")
+    write_tasks(folder)
+    config = make_run(make_model(folder / "scene"), folder)
+    write_resolved(config, folder / "rl.toml")
+    command = [sys.executable, "-m", "tests.rl.scripted_run", "rl", str(folder / "rl.toml"), "--runs", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    vocab_size = read_config(Path(config.model)).vocab_size
+    run_dir = folder / "run"
+    with Pool(Layout(run_dir).pool(config.pool), vocab_size) as pool, pool.database.read() as connection:
+        names = ("artifacts", "reward", "step_rewards", "failure")
+        columns = [unit_table.c.task, *(episode_table.c[name] for name in names)]
+        query = select(*columns).join(unit_table, episode_table.c.unit == unit_table.c.id)
+        rows = connection.execute(query.where(unit_table.c.step.is_not(None))).all()
+    return Ended(run_dir, config, [_read(row._asdict()) for row in rows])
+
+
+def _read(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value if value is None or name == "failure" else json.loads(value) for name, value in row.items()}
+
+
+def test_a_verifier_sees_workspace_messages_and_steps(ended: Ended) -> None:
+    assert len(ended.episodes) == 8
+    for episode in ended.episodes:
+        word = episode["task"]["instruction"].split()[3]
+        evidence = episode["reward"]["evidence"]
+        assert evidence["verifier"]["seen"] == word
+        assert evidence["verifier"]["roles"] == ["user", "assistant", "tool", "assistant"]
+        assert evidence["verifier"]["answer"].strip() == "done"
+        assert evidence["verifier"]["num_steps"] == 2
+        assert evidence["criteria"] == {"written": 1.0}
+    assert {episode["reward"]["perf"] for episode in ended.episodes} == {0.0, 1.0}
+
+
+def test_a_reward_function_pays_every_step(ended: Ended) -> None:
+    for episode in ended.episodes:
+        perf = episode["reward"]["perf"]
+        assert episode["step_rewards"] == [10 * perf, 10 * perf + 1]
+        assert episode["reward"]["total"] == 20 * perf + 1
+
+
+def test_tasks_are_held_out_and_labelled_by_their_file(ended: Ended) -> None:
+    words = {episode["task"]["instruction"].split()[3] for episode in ended.episodes}
+    assert words <= {"north", "south", "east", "west", "up"}
+    assert {episode["task"]["metadata"]["family"] for episode in ended.episodes} == {"tasks"}
+    results = read_results(Layout(ended.run_dir).evaluations)
+    assert [(result.num_tasks, set(result.by_family)) for result in results] == [(1, {"tasks"})] * 2
+    assert Run(ended.run_dir).config()["curriculum"]
+
+
+def test_pass_rates_are_stored_with_the_queue(ended: Ended) -> None:
+    vocab_size = read_config(Path(ended.config.model)).vocab_size
+    with Pool(Layout(ended.run_dir).pool(ended.config.pool), vocab_size) as pool:
+        state = json.loads(pool.note() or "{}")
+    (rates,) = state["curriculum"]["rates"].values()
+    assert rates
+    assert all(num >= 1 and 0 <= rate <= 1 for num, rate in rates.values())
+    assert set(rates) <= {f"tasks-{word}" for word in WORDS}
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "problem"),
+    [
+        ("my_tasks.py:Stack", "raise ValueError('no licence')", "my_tasks.py: raised at import:"),
+        ("tasks.jsonl", '{"instruction": "x"', "tasks.jsonl, line 1: not valid JSON"),
+        (
+            "tasks.jsonl",
+            '{"instruction": "x", "split": "train", "verifier": {"exact": "y"}}',
+            "0 of its tasks are held",
+        ),
+    ],
+)
+def test_bad_tasks_exit_2_and_write_nothing(
+    tmp_path: Path, source: str, text: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / source.partition(":")[0]).write_text(f"{text}\n")
+    (tmp_path / "my_code.py").write_text(CODE)
+    (tmp_path / "model").mkdir()
+    write_resolved(make_run(tmp_path / "model", tmp_path, source), tmp_path / "rl.toml")
+    for more in ([], ["--dry-run"]):
+        assert main(["rl", str(tmp_path / "rl.toml"), "--runs", str(tmp_path / "runs"), *more]) == 2
+        assert problem in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
