@@ -30,7 +30,7 @@ from m2forge.page.run_folder import RATIOS_FOLDER, Run, known_keys
 from m2forge.page.tree_outline import Trajectory
 from m2forge.pool.queue import read_queue
 from m2forge.pool.state import EpisodeState
-from m2forge.pool.stored import read_task, read_tree
+from m2forge.pool.stored import TOOLS, read_task, read_tree
 from m2forge.pool.tables import call_table, episode_table, unit_table
 from m2forge.records import FloatArray, JsonValue, Task
 from m2forge.reward.advantage import episode_advantages, select_rewards, trained_calls
@@ -38,7 +38,9 @@ from m2forge.reward.config import AdvantageConfig
 from m2forge.rl.importance_ratio import path_of, read_ratios
 from m2forge.rl.learner import read_roles
 from m2forge.tasks.catalog import family_of
-from m2forge.text.message import Tool
+from m2forge.tasks.family import family_key_of
+from m2forge.tasks.source import SourceKind, parse_source
+from m2forge.text.message import Tool, tool_from_openai
 from m2forge.text.parser import Completion, ProblemKind
 from m2forge.tree.token_tree import Sample
 
@@ -288,12 +290,16 @@ class Episodes:
         return Trajectory(read_tree(stored, vocab_size, f"episode {key.episode}"))
 
     def _tools(self, episode: int) -> tuple[Tool, ...] | None:
-        """The tools that the task's family offers; None if the family is unknown here."""
+        """The tools that the attempt had: as stored with it, or those of an embedded family; None if unknown."""
         with self._reader.read() as connection:
-            query = select(unit_table.c.task).select_from(JOINED).where(episode_table.c.id == episode)
-            text = connection.execute(query).scalar_one()
+            columns = (unit_table.c.task, episode_table.c.artifacts)
+            query = select(*columns).select_from(JOINED).where(episode_table.c.id == episode)
+            task, artifacts = connection.execute(query).one()
         try:
-            return tools_of(read_task(text))
+            stored = json.loads(artifacts).get(TOOLS)
+            if stored is not None:
+                return tuple(tool_from_openai(tool) for tool in json.loads(stored))
+            return tools_of(read_task(task))
         except (ValueError, TypeError, KeyError):
             return None
 
@@ -320,8 +326,10 @@ def _group(connection: Connection, name: str) -> list[JsonValue]:
 
 
 def tools_of(task: Task) -> tuple[Tool, ...] | None:
-    """The tools that the task's family offers; None if the family is unknown here."""
+    """The tools that an embedded family offers; None for any other family, whose code runs in worker processes only."""
     try:
+        if parse_source(family_key_of(task)).kind is not SourceKind.EMBEDDED:
+            return None
         return tuple(family_of(task).tools(task))
     except (M2ForgeError, ValueError, TypeError, KeyError):
         return None

@@ -205,7 +205,7 @@ def test_hostile_text_stays_text(open_page: Callable[..., Page], format: ChatFor
     encode, marks = format.tokenizer.encode, format.tokenizer.special_ids
     response = [*encode(HOSTILE), marks["</think>"], *encode(f"\n\n{HOSTILE}"), marks["[e~["]]
     scene.record(lease, [make_call(encode(HOSTILE), response, 0, 0.0, random.Random(0))])
-    scene.finish(lease, 0.0, HOSTILE, failure=HOSTILE)
+    scene.finish(lease, 0.0, HOSTILE, failure=HOSTILE, traceback=f"Traceback\nKeyError: {HOSTILE}")
     scene.write_metrics(1, **{f"{HOSTILE}/a": 1.0, HOSTILE: 2.0})
     scene.write_check(0.5)
     scene.pool.close()
@@ -219,6 +219,8 @@ def test_hostile_text_stays_text(open_page: Callable[..., Page], format: ChatFor
                 expect(page.locator("body")).to_contain_text("onerror")
             else:
                 expect(page.locator("#view")).to_contain_text(HOSTILE)
+            if path == "#/episode/1":
+                expect(page.locator(".traceback")).to_contain_text(f"KeyError: {HOSTILE}")
             assert page.evaluate("window.pwned") is None
             assert page.locator("#view script, #view img").count() == 0
     out = tmp_path / "report.html"

@@ -116,7 +116,12 @@ class EpisodeView {
     const others = head.group_episodes.length > 1 ? el("section", { class: "card" }, el("h2", {}, `Group ${head.group}`),
       el("div", { class: "tools" }, head.group_episodes.map((other) => el("a", { href: `#/episode/${other.id}`, class: `chip ${other.id === head.id ? "current" : ""} ${other.reward === null ? "" : other.reward >= 0.5 ? "good" : "bad"}`,
         "aria-current": other.id === head.id ? "true" : null }, other.reward === null ? other.state : number(other.reward))))) : "";
-    const evidence = head.reward_parts ? el("details", {}, el("summary", {}, "What the verifier saw"), el("pre", {}, JSON.stringify(head.reward_parts.evidence, null, 2))) : "";
+    const found = (head.reward_parts && head.reward_parts.evidence) || {};
+    const traceback = found.verifier && found.verifier.traceback;
+    const evidence = head.reward_parts ? [
+      found.criteria ? describe(Object.entries(found.criteria).map(([name, score]) => [name, number(score)])) : "",
+      traceback ? el("div", { class: "banner" }, "The verifier raised:", el("pre", { class: "traceback" }, String(traceback))) : "",
+      el("details", {}, el("summary", {}, "What the verifier saw"), el("pre", {}, JSON.stringify(found, null, 2)))] : "";
     this.treeFacts = el("div", { class: "faint" }, "reading the tree…");
     const side = el("aside", { class: "side" },
       el("section", { class: "card" }, el("h2", {}, "Task"), el("div", { class: "quote" }, head.task.instruction), describe([["domain", head.domain], ["family", head.family || "–"], ["difficulty", number(head.difficulty)], ["id", head.task.id]])),
