@@ -45,6 +45,10 @@ def config_kind(command: str) -> type[Config] | None:
             from m2forge.evaluate.config import EvalConfig
 
             return EvalConfig
+        case "tasks":
+            from m2forge.tasks.config import VerifyConfig
+
+            return VerifyConfig
         case "serve":
             from m2forge.inference.config import ModelServerConfig
 
