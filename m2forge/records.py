@@ -266,6 +266,8 @@ class Call:
     sampling: Sampling = field(default_factory=plain_sampling)
     requested: RequestedSampling | None = None
     """The requested sampling, if `sampling` replaced it; None if it was used as requested."""
+    notices: tuple[str, ...] = ()
+    """What the gateway did not honour of the request, one short text each."""
 
     _path: IntArray | None = field(init=False, repr=False, default=None)
     """One array that prompt and response are views of, if they were copied on construction."""
@@ -302,6 +304,7 @@ class Call:
             and self.finished_s == other.finished_s
             and self.sampling == other.sampling
             and self.requested == other.requested
+            and self.notices == other.notices
             and np.array_equal(self.prompt_ids, other.prompt_ids)
             and np.array_equal(self.response_ids, other.response_ids)
             and np.array_equal(self.logprobs, other.logprobs)

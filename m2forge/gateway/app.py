@@ -20,7 +20,9 @@ OpenAI's. Request text is logged only if the configuration allows it.
 #     gateway/calls/calls.py            the request, from body to response
 #     gateway/calls/body.py             the body, off the event loop if it is large
 #     gateway/dialects/openai/chat.py   OpenAI's JSON in and out
+#     gateway/dialects/openai/setting.py  sampling and other settings of OpenAI's requests
 #     gateway/dialects/types.py         the neutral request and answer
+#     gateway/dialects/notice.py        what is not honoured
 #     text/message.py                   messages, tools, JSON values
 #     gateway/episodes/episode.py       budget, retries, what is recorded
 #     gateway/history/history.py        messages to recorded tokens
@@ -54,6 +56,7 @@ from m2forge.gateway import admin, mcp
 from m2forge.gateway.calls.calls import Calls, Route
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.dialects.anthropic import messages as anthropic
+from m2forge.gateway.dialects.notice import notice_headers
 from m2forge.gateway.dialects.openai import chat as openai
 from m2forge.gateway.dialects.openai.chat import MODELS_PATH
 from m2forge.gateway.dialects.route import CHAT, COMPLETIONS, MESSAGES, RESPONSES
@@ -238,8 +241,8 @@ class GatewayApp:
 
     async def _count(self, incoming: Incoming) -> None:
         episode = self._episode(incoming.headers)
-        num_tokens = await self.calls.count(MESSAGES.count_path, await self._read(incoming), episode)
-        await respond(incoming.send, 200, MESSAGES.count(num_tokens), _request_id())
+        num_tokens, notices = await self.calls.count(MESSAGES.count_path, await self._read(incoming), episode)
+        await respond(incoming.send, 200, MESSAGES.count(num_tokens), [*_request_id(), *notice_headers(notices)])
 
     async def _list_models(self, incoming: Incoming) -> None:
         self._episode(incoming.headers)

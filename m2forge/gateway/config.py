@@ -121,6 +121,10 @@ class GatewayConfig(Config):
     """Seconds that requests in flight may finish at shutdown before they are aborted; streamed ones are recorded."""
     max_reward: Annotated[float, Field(gt=0, le=1e9)] = 1e9
     """Maximum absolute value of a posted reward."""
+    strict: bool = False
+    """Whether a request of which something would not be honoured is refused; if not, it is answered with a notice."""
+    image_placeholder: str = "[image]"
+    """Text that the model reads in place of an image."""
     records_experts: bool = False
     """Whether calls record each token's routed experts; only our engine returns them."""
     logs_text: bool = False

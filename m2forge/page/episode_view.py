@@ -382,6 +382,7 @@ def _show_call(
         "versions": [int(steps[0]), int(steps[-1])] if steps.size else None,
         "temperature": sample.sampling.temperature,
         "asked": None if sample.requested is None else asdict(sample.requested),
+        "notices": list(sample.notices),
     }, sum(min(part.end - part.start, PART_TOKENS) for part in [*parts, *answer])
 
 

@@ -38,12 +38,16 @@ MAX_BRANCHES = 16
 _FINISH_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
 """Stored as indices into this tuple, so this order is part of the format."""
 _NO_PARENT = -1
-_HEAD = struct.Struct("<i6I2HB?2d")
+_HEAD = struct.Struct("<i6I2H2B2d")
 _SAMPLING = struct.Struct("<2di4d")
 """The fields of `Sampling` in declaration order."""
 _sampling_fields = attrgetter(*(item.name for item in fields(Sampling)))
 _SEED = struct.Struct("<?q")
 """Whether a seed is set, and its value."""
+_NOTICES = struct.Struct("<I")
+"""Number of bytes of the notices' JSON, which follows."""
+_HAS_REQUESTED, _HAS_NOTICES = 1, 2
+"""Flags of a call's head: which optional parts follow it."""
 _CHECKSUM = struct.Struct("<I")
 
 
@@ -101,6 +105,7 @@ class CallWriter:
 
         head      parent, tokens shared with it, sizes, finish reason, times, sampling
         asked     sampling parameters and seed of the request, if the gateway overrode them
+        notices   JSON: what the gateway did not honour of the request, if anything
         tokens    prompt and completion ids from the first unshared token on, each as wide as the vocabulary needs
         logprobs  float32, one per sampled token
         versions  run-length encoded: policy step, number of tokens
@@ -146,13 +151,14 @@ class CallWriter:
             added.shape[0],
             *shape,
             _FINISH_REASONS.index(call.finish_reason),
-            call.requested is not None,
+            (_HAS_REQUESTED if call.requested is not None else 0) | (_HAS_NOTICES if call.notices else 0),
             call.started_s,
             call.finished_s,
         )
         narrow = np.ascontiguousarray(tokens, "<i4").view("u1").reshape(-1, 4)[:, : self._id_width]
         arrays = (narrow, call.logprobs.astype("<f4", copy=False), runs, added.astype("<i2", copy=False))
         ways = [_sampling_bytes(call.sampling)] + ([] if call.requested is None else [_requested_bytes(call.requested)])
+        ways += [_notices_bytes(call.notices)] if call.notices else []
         body = b"".join([head, *ways, *(array.tobytes() for array in arrays)])
         ordinal = self._num_calls
         self._num_calls += 1
@@ -191,11 +197,14 @@ def _read(ordinal: int, data: bytes, branches: _Branches, id_width: int) -> tupl
         raise RecordError("wrong checksum: the data is damaged or truncated")
     head = _HEAD.unpack_from(body)
     parent_ordinal, num_shared, num_prompt, num_response, num_runs, num_known, num_added = head[:7]
-    num_layers, num_chosen, finish_reason, is_replaced, started_s, finished_s = head[7:]
+    num_layers, num_chosen, finish_reason, flags, started_s, finished_s = head[7:]
     start = _HEAD.size + _SAMPLING.size
     sampling, requested = _read_sampling(data[_HEAD.size : start]), None
-    if is_replaced:
+    if flags & _HAS_REQUESTED:
         requested, start = _read_requested(data, start)
+    notices: tuple[str, ...] = ()
+    if flags & _HAS_NOTICES:
+        notices, start = _read_notices(data, start)
     parent = None if parent_ordinal == _NO_PARENT else branches.find(parent_ordinal)
     arrays = _Arrays(body[start:])
     tokens = arrays.ids(num_prompt + num_response - num_shared, id_width)
@@ -223,6 +232,7 @@ def _read(ordinal: int, data: bytes, branches: _Branches, id_width: int) -> tupl
         finished_s=finished_s,
         sampling=sampling,
         requested=requested,
+        notices=notices,
     )
     return call, experts
 
@@ -283,6 +293,18 @@ def _read_requested(data: bytes, start: int) -> tuple[RequestedSampling, int]:
     sampling = _read_sampling(data[start : start + _SAMPLING.size])
     has_seed, seed = _SEED.unpack_from(data, start + _SAMPLING.size)
     return RequestedSampling(sampling, seed if has_seed else None), start + _SAMPLING.size + _SEED.size
+
+
+def _notices_bytes(notices: tuple[str, ...]) -> bytes:
+    text = json.dumps(notices, separators=(",", ":")).encode()
+    return _NOTICES.pack(len(text)) + text
+
+
+def _read_notices(data: bytes, start: int) -> tuple[tuple[str, ...], int]:
+    """Parse the notices from `start` on; returns them and their end."""
+    (size,) = _NOTICES.unpack_from(data, start)
+    end = start + _NOTICES.size + size
+    return tuple(json.loads(data[start + _NOTICES.size : end])), end
 
 
 def _runs(versions: IntArray) -> npt.NDArray[np.int32]:

@@ -2,7 +2,8 @@
 
     header   magic, version, the counts of `_Counts`
     columns  those of `_columns`, concatenated, little-endian
-    text     names and episodes as JSON, and the requested sampling where it differs from the actual one
+    text     JSON: names and episodes, the requested sampling where it differs from the actual one, and the notices of
+             each sample if one has any
     crc32    of everything before it
 
 Ids take as many bytes as the vocabulary needs, policy versions are run-length encoded, distinct samplings are stored
@@ -97,7 +98,12 @@ def encode_tree(tree: TokenTree) -> bytes:
     shape = tree.experts_shape or (0, 0)
     experts = [node.experts(shape) for node in nodes] if tree.experts_shape else []
     requested = {wish: index for index, wish in enumerate(dict.fromkeys(s.requested for s in samples if s.requested))}
-    texts = [[[s.name, s.episode] for s in samples], [[*astuple(wish.sampling), wish.seed] for wish in requested]]
+    texts: list[object] = [
+        [[s.name, s.episode] for s in samples],
+        [[*astuple(wish.sampling), wish.seed] for wish in requested],
+    ]
+    if any(s.notices for s in samples):
+        texts.append([s.notices for s in samples])
     text = json.dumps(texts, separators=(",", ":")).encode()
     samplings = {sampling: index for index, sampling in enumerate(dict.fromkeys(s.sampling for s in samples))}
     counts = _Counts(
@@ -228,7 +234,7 @@ def _decoded_samples(counts: _Counts, columns: Columns, text: bytes) -> list[Sam
     times_s = np.stack([columns["started_s"], columns["finished_s"]]).astype(np.float64)
     _require(bool(np.isfinite(times_s).all() and (times_s[0] <= times_s[1]).all()), "times")
     _require(max(columns["finish_reason"].tolist(), default=0) < len(_FINISH_REASONS), "finish reasons")
-    names, requested = _decoded_texts(text, counts.num_samples)
+    names, requested, notices = _decoded_texts(text, counts.num_samples)
     wishes = columns["asked"].tolist()
     _require(all(_NOT_REQUESTED <= index < len(requested) for index in wishes), "wishes that it does not tell")
     samplings = [Sampling(*row) for row in zip(*(columns[name].tolist() for name in _SAMPLING_FIELDS), strict=True)]
@@ -248,14 +254,19 @@ def _decoded_samples(counts: _Counts, columns: Columns, text: bytes) -> list[Sam
             sampling=samplings[used[index]],
             weight=float(columns["weight"][index]),
             requested=None if wishes[index] == _NOT_REQUESTED else requested[wishes[index]],
+            notices=notices[index],
         )
         for index, ((name, episode), end) in enumerate(zip(names, ends, strict=True))
     ]
 
 
-def _decoded_texts(text: bytes, num_samples: int) -> tuple[list[tuple[str, str]], list[RequestedSampling]]:
+def _decoded_texts(
+    text: bytes, num_samples: int
+) -> tuple[list[tuple[str, str]], list[RequestedSampling], list[tuple[str, ...]]]:
+    """Names, requested samplings, and the notices of each sample."""
     try:
-        pairs, wishes = json.loads(text)
+        pairs, wishes, *noted = json.loads(text)
+        notices: list[tuple[str, ...]] = [tuple(texts) for texts in (noted[0] if noted else [()] * num_samples)]
         names = [(name, episode) for name, episode in pairs]
         requested = [RequestedSampling(Sampling(*sampling), seed) for *sampling, seed in wishes]
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
@@ -263,7 +274,9 @@ def _decoded_texts(text: bytes, num_samples: int) -> tuple[list[tuple[str, str]]
     _require(all(isinstance(part, str) for pair in names for part in pair), "names that are not text")
     _require(len(names) == num_samples == len({name for name, _ in names}), "names missing or used twice")
     _require(all(wish.seed is None or isinstance(wish.seed, int) for wish in requested), "seeds that are no integers")
-    return names, requested
+    _require(len(noted) <= 1 and len(notices) == num_samples, "notices missing")
+    _require(all(isinstance(notice, str) for texts in notices for notice in texts), "notices that are not text")
+    return names, requested, notices
 
 
 def _require(condition: bool, found: str) -> None:

@@ -47,6 +47,8 @@ class Sample:
     """Weight of each of its tokens, relative to those of other samples in the same optimizer step."""
     requested: RequestedSampling | None = None
     """The requested sampling, if `sampling` replaced it."""
+    notices: tuple[str, ...] = ()
+    """What the gateway did not honour of the request, one short text each."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -241,6 +243,7 @@ class TokenTree:
             sampling=call.sampling,
             weight=weight,
             requested=call.requested,
+            notices=call.notices,
         )
         routed = None if experts is None else self._checked_experts(sample, experts)
         path = call.path()
@@ -300,6 +303,7 @@ class TokenTree:
             finished_s=sample.finished_s,
             sampling=sample.sampling,
             requested=sample.requested,
+            notices=sample.notices,
         )
 
     def routing(self, index: int) -> ExpertArray | None:

@@ -174,10 +174,15 @@ def test_responses_and_anthropics_messages_answer_too() -> None:
     said = Message("assistant", "Hello.", "Hm.")
 
     async def run() -> None:
-        engine = WatchedEngine(format, Scene(format, [said, said, said]))
+        engine = WatchedEngine(format, Scene(format, [said, said, said, said]))
         async with serving(engine, format, format.tokenizer.vocab_size) as (url, client):
             response = await client.responses.create(model="m", input="Hi.")
             assert response.output_text == "Hello."
+            raw = await client.responses.with_raw_response.create(model="m", input="Hi.", tool_choice="required")
+            assert raw.headers["x-m2forge-notice"] == "tool_choice: treated as auto"
+            reference: Any = [{"type": "item_reference", "id": response.output[0].id}]
+            with pytest.raises(openai.BadRequestError, match="send the item itself"):
+                await client.responses.create(model="m", input=reference)
             ask: Any = {"model": "m", "max_tokens": 200, "messages": [{"role": "user", "content": "Hi."}]}
             ways: list[dict[str, Any]] = [{"api_key": KEY}, {"auth_token": KEY}]
             for keys in ways:

@@ -1,5 +1,8 @@
 """Calls that are stored as what they add make the tree that they made when they were recorded."""
 
+import struct
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -43,6 +46,7 @@ def episodes(draw: st.DrawFn) -> list[tuple[Call, int]]:
                         st.none()
                         | st.builds(RequestedSampling, st.just(sampling), st.none() | st.integers(-(2**63), 2**63 - 1))
                     ),
+                    draw(st.sampled_from([(), ("tool_choice: treated as auto",), ("é", "")])),
                 ),
                 draw(st.integers(0, len(prompt) + len(response))),
             )
@@ -113,3 +117,13 @@ def test_ids_beyond_the_vocabulary_are_refused_before_storing() -> None:
     writer = CallWriter(10)
     with pytest.raises(RecordError, match="below 10"):
         writer.write(calls(0, 1)[0])
+
+
+def test_a_call_without_notices_is_stored_as_before() -> None:
+    """Pools of earlier releases stay readable, and theirs can read such a call."""
+    (call,) = calls(0, 1)
+    before = struct.Struct("<i6I2HB?2d")
+    for requested in (None, RequestedSampling(Sampling(0.0), 7)):
+        stored = CallWriter(VOCAB_SIZE).write(replace(call, requested=requested)).data
+        assert before.unpack_from(stored)[10] is (requested is not None)
+        assert stored[before.size - 17] == (requested is not None)

@@ -34,6 +34,7 @@ def make_call(prompt: IdsLike, response: IdsLike, seed: int = 0) -> Call:
         finished_s=seed + 0.5,
         sampling=SAMPLINGS[seed % len(SAMPLINGS)],
         requested=RequestedSampling(SAMPLINGS[seed % 2], (None, 7, -(2**63))[seed % 3]) if seed % 4 else None,
+        notices=((), ("image: replaced",), ("a", "é"))[seed % 3],
     )
 
 

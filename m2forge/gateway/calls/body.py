@@ -34,20 +34,24 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from m2forge.errors import EngineError, FormatError
+from m2forge.gateway.dialects.notice import READ_DEFAULTS, ReadOptions
 from m2forge.gateway.dialects.route import DIALECTS, MESSAGES
-from m2forge.gateway.dialects.types import Ask, AskError, offered
+from m2forge.gateway.dialects.types import Ask, AskError, UnknownItemError, offered
 from m2forge.gateway.history.turn import keeps_thinking
 from m2forge.gateway.http.limits import Refusal, parse_body
+from m2forge.records import JsonValue
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Role, ToolCall
 from m2forge.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+Items: TypeAlias = Mapping[str, JsonValue]
+"""Items of earlier responses by id."""
 
 LONG_BYTES = 16 << 10
 """Requests with shorter bodies run without taking turns."""
@@ -208,6 +212,7 @@ class Setup:
     sizes: PromptSizes
     max_depth: int
     max_body_bytes: int
+    image_placeholder: str = READ_DEFAULTS.image_placeholder
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +221,7 @@ class Head:
 
     path: str
     num_bytes: int
+    items: Items
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +238,11 @@ class Refused:
     status: int | None = None
     field: str | None = None
     code: str | None = None
+    unknown_items: tuple[str, ...] = ()
 
     def error(self) -> Refusal | AskError:
+        if self.unknown_items:
+            return UnknownItemError(self.message, self.field, self.unknown_items)
         return (
             AskError(self.message, self.field, self.code) if self.status is None else Refusal(self.status, self.message)
         )
@@ -250,9 +259,9 @@ class Failed:
 # -- reading a body, in the gateway or in a worker --------------------------------------------------------------------
 
 
-def read_body(setup: Setup, path: str, body: bytes) -> Read:
+def read_body(setup: Setup, path: str, body: bytes, items: Items = READ_DEFAULTS.items) -> Read:
     """Raises `Refusal` and `AskError`. Does not check the length of the text."""
-    ask = read_ask(path, body, setup.max_depth)
+    ask = read_ask(path, body, setup.max_depth, ReadOptions(setup.image_placeholder, items))
     try:
         setup.sizes.check_counts(ask)
     except PromptTooLongError as error:
@@ -268,10 +277,10 @@ def check_text(setup: Setup, path: str, ask: Ask) -> None:
         raise too_long(path, error.num_tokens, setup.sizes.context) from None
 
 
-def read_ask(path: str, body: bytes, max_depth: int) -> Ask:
-    """Raises `Refusal` if the body is not a JSON object and `AskError` if its dialect cannot honour it."""
+def read_ask(path: str, body: bytes, max_depth: int, options: ReadOptions) -> Ask:
+    """Raises `Refusal` if the body is not a JSON object and `AskError` if its dialect refuses it."""
     read = MESSAGES.read_count if path == MESSAGES.count_path else DIALECTS[path].read
-    return read(parse_body(body, max_depth))
+    return read(parse_body(body, max_depth), options)
 
 
 def digest_of(path: str, body: bytes) -> str:
@@ -367,15 +376,31 @@ class Bodies:
         """Idle workers; None is a worker that has not been started."""
         self._slots = asyncio.Semaphore(num_workers)
 
-    async def read(self, path: str, body: bytes, lock: asyncio.Lock) -> Read:
-        """Raises `Refusal` and `AskError`. `lock` is the episode's lock, held while a worker reads."""
+    async def read(
+        self,
+        path: str,
+        body: bytes,
+        lock: asyncio.Lock,
+        find_items: Callable[[Sequence[str]], Items] = lambda ids: READ_DEFAULTS.items,
+    ) -> Read:
+        """Raises `Refusal` and `AskError`. `lock` is the episode's lock, held while a worker reads; `find_items`
+        returns the episode's items with the given ids, for a body that refers to some, which is then read again."""
+        try:
+            return await self._read(path, body, lock, {})
+        except UnknownItemError as error:
+            items = find_items(error.ids)
+            if len(items) < len(set(error.ids)):
+                raise
+        return await self._read(path, body, lock, items)
+
+    async def _read(self, path: str, body: bytes, lock: asyncio.Lock, items: Items) -> Read:
         if is_large(body):
             async with lock:
-                return await self._read_apart(path, body)
+                return await self._read_apart(path, body, items)
         if len(body) <= LONG_BYTES:
-            read = read_body(self._setup, path, body)
+            read = read_body(self._setup, path, body, items)
         else:
-            read = await self._share.run(lambda: read_body(self._setup, path, body))
+            read = await self._share.run(lambda: read_body(self._setup, path, body, items))
         if self._setup.sizes.needs_count(read.ask, len(body)):
             await asyncio.to_thread(check_text, self._setup, path, read.ask)
         return read
@@ -389,11 +414,11 @@ class Bodies:
         # The loop closes their channels in its next iteration.
         await asyncio.sleep(0)
 
-    async def _read_apart(self, path: str, body: bytes) -> Read:
+    async def _read_apart(self, path: str, body: bytes, items: Items) -> Read:
         async with self._worker() as worker:
             try:
                 async with asyncio.timeout(WORKER_S):
-                    data = await worker.ask(path, body)
+                    data = await worker.ask(path, body, items)
             except TimeoutError:
                 # The machine may be overloaded, so the request is not to blame.
                 raise EngineError(
@@ -464,9 +489,9 @@ class _Worker:
             raise
         return worker
 
-    async def ask(self, path: str, body: bytes) -> bytes:
+    async def ask(self, path: str, body: bytes, items: Items) -> bytes:
         """Return the worker's pickled response."""
-        await self._send(pickle.dumps(Head(path, len(body))), is_frame=True)
+        await self._send(pickle.dumps(Head(path, len(body), items)), is_frame=True)
         await self._send(body)
         (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         return await self._reader.readexactly(size)

@@ -13,8 +13,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from m2forge.gateway.calls.body import LENGTH, Failed, Head, Read, Refused, Setup, check_text, read_body
-from m2forge.gateway.dialects.types import AskError
+from m2forge.gateway.calls.body import LENGTH, Failed, Head, Items, Read, Refused, Setup, check_text, read_body
+from m2forge.gateway.dialects.types import AskError, UnknownItemError
 from m2forge.gateway.http.limits import Refusal
 
 NICENESS = 10
@@ -24,14 +24,16 @@ MEMORY_BYTES = 1 << 30
 MEMORY_PER_BODY_BYTE = 16
 
 
-def _answer(setup: Setup, path: str, body: bytes) -> Read | Refused | Failed:
+def _answer(setup: Setup, path: str, body: bytes, items: Items) -> Read | Refused | Failed:
     try:
-        read = read_body(setup, path, body)
+        read = read_body(setup, path, body, items)
         if setup.sizes.needs_count(read.ask, len(body)):
             check_text(setup, path, read.ask)
         return read
     except Refusal as error:
         return Refused(str(error), status=error.status)
+    except UnknownItemError as error:
+        return Refused(str(error), field=error.field, unknown_items=error.ids)
     except AskError as error:
         return Refused(str(error), field=error.field, code=error.code)
     except MemoryError:
@@ -61,7 +63,7 @@ def main() -> None:
         while True:
             head = receive()
             assert isinstance(head, Head)
-            answer = _answer(setup, head.path, _exactly(head.num_bytes))
+            answer = _answer(setup, head.path, _exactly(head.num_bytes), head.items)
             data = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
             del answer
             try:

@@ -12,14 +12,16 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from m2forge.errors import EngineError, M2ForgeError
-from m2forge.gateway.calls.body import LONG_BYTES, Bodies, LoopShare, PromptSizes, Setup
+from m2forge.gateway.calls.body import LONG_BYTES, Bodies, LoopShare, PromptSizes, Read, Setup
 from m2forge.gateway.calls.generation import Abort, Generation, Pace, Plan, raw_ids, time_limit
 from m2forge.gateway.calls.sample import Reply, play, read_reply
 from m2forge.gateway.config import GatewayConfig
+from m2forge.gateway.dialects.notice import Notice, notice_headers
+from m2forge.gateway.dialects.openai.responses_input import find_items
 from m2forge.gateway.dialects.types import Ask, AskError, Dialect, offered
 from m2forge.gateway.episodes.episode import Episode, Request, RequestState, ReservedError
 from m2forge.gateway.history.history import Opening
@@ -72,7 +74,8 @@ class Calls:
     ) -> None:
         self._engine, self._format, self._config, self._counts = engine, format, config, counts
         self._context, self._pace, self.share = context, Pace(), LoopShare()
-        setup = Setup(PromptSizes.of(format, context, config.max_items), config.max_depth, config.max_body_bytes)
+        sizes = PromptSizes.of(format, context, config.max_items)
+        setup = Setup(sizes, config.max_depth, config.max_body_bytes, config.image_placeholder)
         self._bodies = Bodies(setup, config.num_body_workers, self.share)
         self._encoders = ThreadPoolExecutor(NUM_ENCODERS, "encode")
         end = format.tokenizer.end_of_text_id
@@ -119,7 +122,7 @@ class Calls:
         self, route: Route, episode: Episode, headers: Headers, receive: Receive, send: Send
     ) -> Outcome:
         body = await read_body(headers, receive, self._config)
-        read = await self._bodies.read(route.dialect.path, body, episode.reading)
+        read = await self._read(route.dialect.path, body, episode)
         ask, is_long = read.ask, len(body) > LONG_BYTES
         if ask.num_samples > self._config.max_samples:
             raise AskError(f"n: expected at most {self._config.max_samples}, received {ask.num_samples}", "n")
@@ -155,11 +158,23 @@ class Calls:
             if outcome is not None:
                 return outcome
 
-    async def count(self, path: str, body: bytes, episode: Episode) -> int:
-        """Return the number of prompt tokens that the request would have."""
-        read = await self._bodies.read(path, body, episode.reading)
-        ask = read.ask
-        return await self._ahead(lambda: episode.count(ask.messages, offered(ask)), is_long=len(body) > LONG_BYTES)
+    async def count(self, path: str, body: bytes, episode: Episode) -> tuple[int, tuple[str, ...]]:
+        """Return the number of prompt tokens that the request would have, and its notices."""
+        ask = (await self._read(path, body, episode)).ask
+        is_long = len(body) > LONG_BYTES
+        num_tokens = await self._ahead(lambda: episode.count(ask.messages, offered(ask)), is_long=is_long)
+        return num_tokens, ask.notices
+
+    async def _read(self, path: str, body: bytes, episode: Episode) -> Read:
+        """Read a body and add the notice of the episode's own sampling. Raises AskError for a notice if the gateway is
+        strict."""
+        read = await self._bodies.read(path, body, episode.reading, lambda ids: find_items(ids, episode.answer_of))
+        if is_overridden(read.ask, episode.sampling):
+            read = replace(read, ask=replace(read.ask, notices=(*read.ask.notices, Notice.SAMPLING)))
+        if self._config.strict and read.ask.notices:
+            first = read.ask.notices[0]
+            raise AskError(f"{first}, and gateway.strict refuses what is not honoured", first.partition(":")[0])
+        return read
 
     # -- new requests --------------------------------------------------------------------------------------------------
 
@@ -254,7 +269,8 @@ class Calls:
         return _outcome(generation, is_disconnected)
 
     async def _stream(self, generation: Generation, data: bytes, send: Send) -> None:
-        headers = [*STREAM_HEADERS, *id_headers(generation.plan.id)]
+        plan = generation.plan
+        headers = [*STREAM_HEADERS, *id_headers(plan.id), *notice_headers(plan.ask.notices)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         while not generation.is_over:
             await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -263,7 +279,7 @@ class Calls:
 
     async def _send_reply(self, route: Route, ask: Ask, reply: Reply, send: Send) -> None:
         body = route.dialect.answer(ask, reply.id, reply.created_s, reply.answers, reply.usage)
-        await respond(send, 200, body, id_headers(reply.id))
+        await respond(send, 200, body, [*id_headers(reply.id), *notice_headers(ask.notices)])
 
     def _on_end(self, generation: Generation) -> None:
         self._running.pop(generation.request, None)
@@ -307,7 +323,8 @@ class Calls:
             await self._send_reply(route, ask, reply, send)
             return
         data = play(route.dialect.stream(ask, reply.id, reply.created_s), reply)
-        await respond_bytes(send, 200, data, (*STREAM_HEADERS, *id_headers(reply.id)))
+        headers = (*STREAM_HEADERS, *id_headers(reply.id), *notice_headers(ask.notices))
+        await respond_bytes(send, 200, data, headers)
 
 
 def decide_sampling(ask: Ask, decided: Sampling | None) -> tuple[Sampling, int | None, RequestedSampling | None]:
@@ -317,6 +334,14 @@ def decide_sampling(ask: Ask, decided: Sampling | None) -> tuple[Sampling, int |
         return ask.sampling, ask.seed, None
     is_same = ask.sampling == decided and ask.seed is None
     return decided, None, None if is_same else RequestedSampling(ask.sampling, ask.seed)
+
+
+def is_overridden(ask: Ask, decided: Sampling | None) -> bool:
+    """Return whether the episode's sampling overrides a parameter that the request sets to another value."""
+    if decided is None:
+        return False
+    names = ask.requested_sampling
+    return ask.seed is not None or any(getattr(ask.sampling, name) != getattr(decided, name) for name in names)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

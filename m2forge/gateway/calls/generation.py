@@ -347,7 +347,7 @@ class Generation:
         try:
             samples = [
                 Sampled(
-                    reader.call(prompt.ids, prompt.sampling, plan.requested, self._started_s),
+                    reader.call(prompt.ids, prompt.sampling, plan.requested, self._started_s, plan.ask.notices),
                     answer.completion,
                     reader.experts(prompt.ids.size + reader.num_sampled),
                 )

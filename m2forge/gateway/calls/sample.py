@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from m2forge.errors import NotFoundError
-from m2forge.gateway.dialects.types import Answer, Ask, Ending, Stream, TokenLogprob, Usage, offered
+from m2forge.gateway.dialects.types import Answer, Ask, Ending, Stream, TokenLogprob, Usage, callable_tools
 from m2forge.gateway.episodes.journal import Answered
 from m2forge.protocols import Chunk
 from m2forge.records import Call, FinishReason, FloatArray, IntArray, JsonValue, RequestedSampling, Sampling
@@ -87,7 +87,7 @@ class SampleReader:
     def __init__(self, ask: Ask, format: ChatFormat, stop_ids: Sequence[int], call_prefix: str) -> None:
         self._tokenizer, self._call_prefix = format.tokenizer, call_prefix
         self._is_raw, self._stop_ids = ask.prompt is not None, stop_ids
-        self._parser: Parser = RawParser() if self._is_raw else format.parser(offered(ask))
+        self._parser: Parser = RawParser() if self._is_raw else format.parser(callable_tools(ask))
         self._cutter = StopCutter(ask.stop_texts) if ask.stop_texts else None
         self._has_logprobs = ask.num_top_logprobs is not None
         self._ids: list[IntArray] = []
@@ -139,7 +139,12 @@ class SampleReader:
         return events
 
     def call(
-        self, prompt_ids: IntArray, sampling: Sampling, requested: RequestedSampling | None, started_s: float
+        self,
+        prompt_ids: IntArray,
+        sampling: Sampling,
+        requested: RequestedSampling | None,
+        started_s: float,
+        notices: tuple[str, ...] = (),
     ) -> Call:
         """Return the call to record."""
         assert self.finish_reason is not None
@@ -153,6 +158,7 @@ class SampleReader:
             finished_s=max(self.finished_s, started_s),
             sampling=sampling,
             requested=requested,
+            notices=notices,
         )
 
     def experts(self, num_tokens: int) -> ExpertArray | None:

@@ -7,15 +7,24 @@ parts of one completion back into one `Message`, because only that is the messag
 A part belongs to the previous turn if it directly follows it, unless it is thinking after text or tool calls: thinking
 begins a turn. If the client says which response a part came from (its `source`), that decides: parts of one response
 are one turn even with tool results between them, and parts of different responses never are.
+
+Chat templates have room for one system message, at the beginning. Those before the first turn are merged into it. A
+later one becomes a user turn in `<system-reminder>` tags, at its own position, so that the turns before it keep their
+recorded tokens. An instruction to answer in a form that the request demands is appended to the first message, where
+each later request of the conversation repeats it.
 """
 
-import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from m2forge.gateway.dialects.notice import Notice, Reading
 from m2forge.gateway.dialects.types import AskError, order_results, shown
+from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
+
+REMINDER = "<system-reminder>\n{}\n</system-reminder>"
 
 
 @dataclass(slots=True)
@@ -35,21 +44,39 @@ class _Turn:
         return Message("assistant", "".join(self.content), "".join(self.thinking), tuple(self.calls))
 
 
-def join_systems(messages: Iterable[Message]) -> list[Message]:
-    """Merge consecutive system messages: chat templates have room for one."""
-    joined: list[Message] = []
-    for is_system, run in itertools.groupby(messages, key=lambda message: message.role == "system"):
-        together = list(run)
-        if is_system and len(together) > 1:
-            together = [Message("system", "\n\n".join(message.content for message in together))]
-        joined += together
-    return joined
+def place_instructions(messages: Sequence[Message], reading: Reading) -> tuple[Message, ...]:
+    """Return the messages with the first system messages merged, later ones as user turns, and the instruction for the
+    answer's form in the first message."""
+    num_first = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
+    placed = list(messages[num_first:])
+    if num_first:
+        placed.insert(0, Message("system", "\n\n".join(message.content for message in messages[:num_first])))
+    for index in range(1, len(placed)):
+        if placed[index].role == "system":
+            reading.note(Notice.SYSTEM_TURN)
+            placed[index] = Message("user", REMINDER.format(placed[index].content))
+    if reading.answer_format:
+        if not placed or placed[0].role not in ("system", "user"):
+            placed.insert(0, Message("system"))
+        content = "\n\n".join(filter(None, (placed[0].content, reading.answer_format)))
+        placed[0] = replace(placed[0], content=content)
+    return tuple(placed)
+
+
+def answer_format(schema: Mapping[str, JsonValue] | None, description: str = "") -> str:
+    """Return the instruction to answer with JSON; `schema`: None allows any object."""
+    if schema is None:
+        return "Answer with one JSON object and nothing else."
+    said = "Answer with JSON that matches this JSON schema, and with nothing else"
+    about = f" ({description})" if description else ""
+    return f"{said}{about}:\n{json.dumps(schema, ensure_ascii=False)}"
 
 
 class Conversation:
     """Takes the parts in the order in which the client sent them."""
 
-    def __init__(self) -> None:
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
         self._entries: list[Message | _Turn] = []
         self._turn: _Turn | None = None
         """The last assistant turn, as long as only results of its tool calls have followed."""
@@ -95,10 +122,10 @@ class Conversation:
         return bool(self._entries) and isinstance(self._entries[-1], _Turn)
 
     def messages(self, location: str = "messages") -> tuple[Message, ...]:
-        """Return all messages, with results in the order of their calls and consecutive system messages merged. Raises
+        """Return all messages, with results in the order of their calls and instructions at their positions. Raises
         `AskError` at `location` if a call has no result."""
         entries = [entry.message() if isinstance(entry, _Turn) else entry for entry in self._entries]
-        return order_results(join_systems(entries), location)
+        return place_instructions(order_results(entries, location), self.reading)
 
     def _open(self, source: str) -> _Turn:
         turn = self._turn

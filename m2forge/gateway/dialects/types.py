@@ -3,8 +3,9 @@
     body (JSON) -> Dialect.read -> Ask -> the gateway samples -> Answer, Usage -> Dialect.answer -> body (JSON)
                                                   events, token by token       -> Stream          -> server-sent events
 
-Dialects are pure: no HTTP, no clock, no engine. A request that they cannot honour exactly raises `AskError`, which the
-gateway answers with status 400 and the vendor's error body; nothing is silently ignored.
+Dialects are pure: no HTTP, no clock, no engine. What a request asks for is honoured, or noted in `Ask.notices`
+(`notice.py`), or refused with `AskError`, which the gateway answers with status 400 and the vendor's error body;
+nothing is silently ignored.
 
 Tool calls have their ids before a dialect sees them: `CallFinished.call` in a stream and `Completion.tool_calls` in an
 `Answer` are equal, ids included. Neither contains the text that ended a completion (`stop_text`).
@@ -17,6 +18,7 @@ from enum import StrEnum
 from typing import Literal, NoReturn, Protocol
 
 from m2forge.errors import FormatError, M2ForgeError, suggest
+from m2forge.gateway.dialects.notice import ReadOptions
 from m2forge.records import JsonValue, Sampling
 from m2forge.text.message import Message, Tool, ToolCall
 from m2forge.text.parser import Completion, Event
@@ -36,6 +38,14 @@ class AskError(M2ForgeError, ValueError):
         return str(self.args[0])
 
 
+class UnknownItemError(AskError):
+    """A request refers to items of earlier responses that `ReadOptions.items` does not hold."""
+
+    def __init__(self, message: str, field: str | None, ids: tuple[str, ...]) -> None:
+        super().__init__(message, field)
+        self.ids = ids
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request of a client."""
@@ -43,11 +53,15 @@ class Ask:
     messages: tuple[Message, ...]
     """The conversation; empty for a raw prompt."""
     tools: tuple[Tool, ...] = ()
+    deferred_tools: tuple[Tool, ...] = ()
+    """Tools that the prompt does not describe and the model may call all the same, having read of them in a message."""
     prompt: str | tuple[int, ...] | None = None
     """Text or token ids to continue without a chat format; None for a conversation."""
     max_tokens: int | None = None
     """Maximum sampled tokens of each completion, thinking included; None: what the context leaves."""
     sampling: Sampling = field(default_factory=Sampling)
+    requested_sampling: frozenset[str] = frozenset()
+    """Names of the fields of `sampling` that the request sets."""
     stop_texts: tuple[str, ...] = ()
     seed: int | None = None
     num_samples: int = 1
@@ -59,11 +73,18 @@ class Ask:
     model: str = ""
     echo: Mapping[str, JsonValue] = field(default_factory=dict)
     """Request fields that only shape the response, for the dialect that read them."""
+    notices: tuple[str, ...] = ()
+    """What is not honoured of the request."""
 
 
 def offered(ask: Ask) -> tuple[Tool, ...]:
     """Return the tools that the model is shown: none if it may call none."""
     return ask.tools if ask.tool_choice == "auto" else ()
+
+
+def callable_tools(ask: Ask) -> tuple[Tool, ...]:
+    """Return the tools whose calls are parsed by their schemas."""
+    return (*ask.tools, *ask.deferred_tools) if ask.tool_choice == "auto" else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +168,8 @@ class Dialect(Protocol):
     path: str
     """Path that requests are posted to, such as `/v1/chat/completions`."""
 
-    def read(self, body: Mapping[str, JsonValue]) -> Ask:
-        """Raises `AskError`, and nothing else, for what cannot be honoured."""
+    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = ...) -> Ask:
+        """Raises `AskError`, and nothing else, for what is refused."""
         ...
 
     def answer(
@@ -370,18 +391,19 @@ def _refuse(id: str, wrong: str, path: str) -> NoReturn:
     raise AskError(f"{path}: a tool's result answers call {shown(id)}, which {wrong}", path)
 
 
-def read_tools(fields: Fields, read_tool: Callable[[JsonValue, str], Tool]) -> tuple[Tool, ...]:
+def read_tools(fields: Fields, read_tool: Callable[[JsonValue, str], Sequence[Tool]]) -> tuple[Tool, ...]:
     """Reads the tools that a request offers, in any dialect: field names differ, schemas are JSON.
 
-    `read_tool` reads one tool description, given its path.
+    `read_tool` reads one entry of the list, given its path: usually one tool, but there are entries that group several,
+    and entries that the model is not shown.
     """
     tools: dict[str, Tool] = {}
     location = fields.path("tools")
     for index, value in enumerate(fields.items("tools")):
-        tool = read_tool(value, f"{location}[{index}]")
-        if tool.name in tools:
-            fields.refuse("tools", f"expected names to differ, received {shown(tool.name)} more than once")
-        tools[tool.name] = tool
+        for tool in read_tool(value, f"{location}[{index}]"):
+            if tool.name in tools:
+                fields.refuse("tools", f"expected names to differ, received {shown(tool.name)} more than once")
+            tools[tool.name] = tool
     return tuple(tools.values())
 
 

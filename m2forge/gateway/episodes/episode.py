@@ -439,6 +439,11 @@ class Episode:
             self._untreed.popleft()
         return self._tree
 
+    def answer_of(self, response_id: str) -> Completion | None:
+        """Return the completion of a response by its id; None if this episode has no such response."""
+        request = self.requests.named(response_id)
+        return None if request is None or request.answer is None else request.answer.samples[0].completion
+
     def calls(self) -> tuple[Call, ...]:
         tree = self.tree
         return tuple(tree.call(index) for index in range(self.num_calls))
@@ -488,6 +493,7 @@ class Episode:
             divergence=prompt.divergence if isinstance(prompt, Opening) else None,
             sampling=samples[0].call.sampling,
             requested=samples[0].call.requested,
+            notices=samples[0].call.notices,
             samples=tuple(make_sample(sample.call, sample.completion, sample.experts) for sample in samples),
             reply=reply,
         )

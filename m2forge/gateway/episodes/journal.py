@@ -107,6 +107,8 @@ class Answered:
     it."""
     requested: RequestedSampling | None = None
     """The requested sampling, if `sampling` overrode it."""
+    notices: tuple[str, ...] = ()
+    """What was not honoured of the request, one short text each; none in journals that did not record it."""
 
     def call(self, sample: SampleEntry, prompt_ids: IntArray) -> Call:
         """Return one of its samples as a call; `prompt_ids` is the whole prompt."""
@@ -120,6 +122,7 @@ class Answered:
             finished_s=sample.finished_s,
             sampling=self.sampling,
             requested=self.requested,
+            notices=self.notices,
         )
 
 
@@ -208,6 +211,7 @@ def _answered_head(entry: Answered) -> _Fields:
         "reply": entry.reply,
         "is_charged": entry.is_charged,
         "elapsed_s": entry.elapsed_s,
+        "notices": entry.notices,
     }
 
 
@@ -229,6 +233,7 @@ def _answered(head: dict[str, object], arrays: "_Arrays") -> Answered:
         is_charged=cast("bool", head.get("is_charged", True)),
         elapsed_s=cast("float | None", head.get("elapsed_s")),
         requested=_requested(cast("dict[str, object] | None", head.get("asked"))),
+        notices=tuple(cast("list[str]", head.get("notices", []))),
     )
 
 

@@ -9,7 +9,8 @@ Both are positions on a `Strand`, an append-only array of ids. A turn's ids are 
 token on; no history is copied while a conversation continues.
 
 A client's message matches a recorded one if role, content and tool calls agree: arguments as JSON values (in any order,
-1 equals 1.0, true does not equal 1). Equal call ids only decide between several matches. Thinking may be missing.
+1 equals 1.0, true does not equal 1). Equal call ids only decide between several matches. Thinking may be missing. White
+space beside tool calls equals no content, since clients drop it or add it.
 """
 
 import itertools
@@ -127,7 +128,7 @@ class Turn:
     def __init__(self, parent: "Turn | None", message: Message, response_ids: IntArray | None = None) -> None:
         self.parent, self.message = parent, message
         # Copied here because they are read for each message of each call.
-        self.role, self.content = message.role, message.content
+        self.role, self.content = message.role, content_of(message)
         self._thinking = message.thinking
         self._calls = [(call.name, call.arguments, call.id, _kinds(call.arguments)) for call in message.tool_calls]
         self.response_ids = response_ids
@@ -220,7 +221,7 @@ class Turn:
         return True
 
     def echo(self, message: Message) -> Echo:
-        if self.content != message.content or self.role != message.role:
+        if self.content != content_of(message) or self.role != message.role:
             return Echo.OTHER
         if not same_calls(self.message.tool_calls, message.tool_calls):
             return Echo.OTHER
@@ -340,7 +341,12 @@ def key_of(message: Message) -> Key:
         (call.name, frozenset((name, value if type(value) is str else None) for name, value in call.arguments.items()))
         for call in message.tool_calls
     ]
-    return message.role, message.content, *calls
+    return message.role, content_of(message), *calls
+
+
+def content_of(message: Message) -> str:
+    """Return the content by which messages match: none if it is white space beside tool calls."""
+    return "" if message.tool_calls and message.content.isspace() else message.content
 
 
 def same_calls(ours: Sequence[ToolCall], theirs: Sequence[ToolCall]) -> bool:

@@ -146,5 +146,6 @@ export function problemChips(call) {
     ...call.problems.map((problem) => el("span", { class: "chip bad", title: problem.detail }, problem.kind.replaceAll("_", " "))),
     call.finish_reason === "stop" ? "" : el("span", { class: "chip bad" }, call.finish_reason === "length" ? "cut off by its length" : "aborted"),
     call.asked ? el("span", { class: "chip", title: `the request asked for ${JSON.stringify(call.asked)}` }, "sampling set by the run") : "",
+    ...call.notices.map((notice) => el("span", { class: "chip", title: `not honoured by the gateway: ${notice}` }, notice.split(":")[0])),
   ];
 }

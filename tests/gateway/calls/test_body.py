@@ -14,7 +14,17 @@ import pytest
 from m2forge.errors import EngineError, M2ForgeError
 from m2forge.gateway.calls import body as body_module
 from m2forge.gateway.calls import calls
-from m2forge.gateway.calls.body import Bodies, LoopShare, PromptSizes, Read, Setup, check_text, is_large, read_body
+from m2forge.gateway.calls.body import (
+    Bodies,
+    Items,
+    LoopShare,
+    PromptSizes,
+    Read,
+    Setup,
+    check_text,
+    is_large,
+    read_body,
+)
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.dialects.types import AskError
 from m2forge.gateway.http.limits import Refusal
@@ -233,7 +243,7 @@ def test_an_episode_has_one_large_body_in_a_worker_at_a_time(monkeypatch: pytest
     large = json.dumps(BODY | {"user": "x" * 300_000}).encode()
     num_reading = [0, 0]
 
-    async def read_apart(self: Bodies, path: str, body: bytes) -> Read:
+    async def read_apart(self: Bodies, path: str, body: bytes, items: Items) -> Read:
         num_reading[0] += 1
         num_reading[1] = max(num_reading)
         await asyncio.sleep(0.01)

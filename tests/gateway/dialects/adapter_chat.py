@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, completion_create_params
 from openai.types.shared import ErrorObject
 
-from m2forge.gateway.dialects.openai.chat import ALLOWED, READ, REFUSED, OpenAIChat
+from m2forge.gateway.dialects.notice import Notice
+from m2forge.gateway.dialects.openai.chat import ALLOWED, NOTED, READ, REFUSED, OpenAIChat
 from m2forge.gateway.dialects.types import Ask, Ending, TokenLogprob, Usage
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
@@ -27,6 +28,8 @@ TOOL: Body = {
     "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": True},
 }
 CALL: Body = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": 3}'}}
+SCHEMA: Body = {"type": "object", "properties": {"n": {"type": "integer"}}}
+FORMAT: Body = {"type": "json_schema", "json_schema": {"name": "count", "schema": SCHEMA, "strict": True}}
 GOOD: dict[str, list[JsonValue]] = {
     "frequency_penalty": [-2, 0.5],
     "logit_bias": [{}],
@@ -43,7 +46,8 @@ GOOD: dict[str, list[JsonValue]] = {
     "prompt_cache_key": ["key"],
     "prompt_cache_options": [{}, {"mode": "implicit", "ttl": "30m"}],
     "prompt_cache_retention": ["in_memory", "24h"],
-    "response_format": [{"type": "text"}],
+    "reasoning_effort": ["none", "low", "xhigh"],
+    "response_format": [{"type": "text"}, {"type": "json_object"}, FORMAT],
     "safety_identifier": ["me"],
     "seed": [0, -5, 2**63 - 1],
     "service_tier": ["auto", "default"],
@@ -51,10 +55,18 @@ GOOD: dict[str, list[JsonValue]] = {
     "store": [False],
     "stream": [True, False],
     "temperature": [0, 2, 0.7],
-    "tool_choice": ["auto", "none"],
+    "tool_choice": [
+        "auto",
+        "none",
+        "required",
+        {"type": "function", "function": {"name": "look"}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+    ],
     "tools": [[], [TOOL]],
     "top_p": [1, 0.1],
     "user": ["me"],
+    "verbosity": ["low", "medium"],
+    "web_search_options": [{}],
     "top_k": [-1, 0, 40],
     "min_p": [0, 0.1],
     "repetition_penalty": [1, 1.1],
@@ -82,8 +94,16 @@ BAD: dict[str, list[JsonValue]] = {
     "prompt_cache_key": [5],
     "prompt_cache_options": ["implicit", {"mode": "none"}, {"size": 1}],
     "prompt_cache_retention": ["48h"],
-    "reasoning_effort": ["low", "none"],
-    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a"}}, "text", {}],
+    "reasoning_effort": ["most", 3],
+    "response_format": [
+        {"type": "grammar"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"name": "a", "scheme": {}}},
+        {"type": "json_schema", "json_schema": {"schema": {}}},
+        FORMAT | {"type": "json_object"},
+        "text",
+        {},
+    ],
     "safety_identifier": [5],
     "seed": [0.5, 2**63],
     "service_tier": ["priority", "flex"],
@@ -93,9 +113,11 @@ BAD: dict[str, list[JsonValue]] = {
     "stream_options": [{"include_usage": True}],
     "temperature": [-0.1, 2.1, "0"],
     "tool_choice": [
-        "required",
-        {"type": "function", "function": {"name": "look"}},
-        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+        "maybe",
+        {"type": "function", "function": {"name": "leap"}},
+        {"type": "function", "function": {}},
+        {"kind": "function"},
+        5,
     ],
     "tools": [
         [{"type": "custom", "custom": {"name": "x"}}],
@@ -108,8 +130,8 @@ BAD: dict[str, list[JsonValue]] = {
     "top_logprobs": [0],
     "top_p": [0, 1.1],
     "user": [5],
-    "verbosity": ["low"],
-    "web_search_options": [{}],
+    "verbosity": ["long"],
+    "web_search_options": ["on"],
     "top_k": [-2, 0.5],
     "min_p": [-0.1],
     "repetition_penalty": [0],
@@ -121,15 +143,16 @@ FIELDS = FieldTable(
     },
     extensions={"top_k", "min_p", "repetition_penalty"},
     read=READ,
-    allowed=ALLOWED,
+    allowed=ALLOWED | NOTED.keys(),
     refused=REFUSED.keys(),
     required={"model", "messages"},
     good=GOOD,
     bad=BAD,
-    unbounded={"stop", "model", "user", "safety_identifier", "prompt_cache_key"},
-    needs={"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}},
+    unbounded={"stop", "model", "user", "safety_identifier", "prompt_cache_key", "web_search_options"},
+    needs={"stream_options": {"stream": True}, "top_logprobs": {"logprobs": True}, "tool_choice": {"tools": [TOOL]}},
 )
 ASSISTANT: Body = {"role": "assistant", "content": None, "reasoning_content": "Hm", "tool_calls": [CALL]}
+IMAGE: Body = {"type": "image_url", "image_url": {"url": "data:,x", "detail": "low"}}
 RESULT: Body = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "x"}]}
 OPENAI_ERRORS = (
     ErrorCase(400, "invalid_request_error", openai.BadRequestError),
@@ -173,6 +196,17 @@ class ChatAdapter(Adapter):
     misspelt = (
         ({"temprature": 0}, "temprature", "temperature"),
         ({"messages": [USER | {"contents": "x"}]}, "messages[0].contents", "content"),
+    )
+    noted = (
+        ({"tool_choice": "required"}, [Notice.TOOL_CHOICE]),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}}, [Notice.TOOL_CHOICE]),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, [Notice.PARALLEL_TOOL_CALLS]),
+        ({"reasoning_effort": "low", "verbosity": "low"}, [Notice.REASONING_EFFORT, Notice.VERBOSITY]),
+        ({"response_format": FORMAT}, [Notice.RESPONSE_FORMAT]),
+        ({"response_format": {"type": "json_object"}}, [Notice.RESPONSE_FORMAT]),
+        ({"web_search_options": {}}, [Notice.WEB_SEARCH]),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, [Notice.IMAGE]),
+        ({"messages": [USER, ASSISTANT | {"name": "bob"}, RESULT]}, [Notice.ASSISTANT_NAME]),
     )
     prompt_field = "messages"
     settings = frozenset({"messages", "tools", "tool_choice", "stop_texts", "seed", "num_samples", "num_top_logprobs"})

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from m2forge.gateway.dialects.anthropic.messages import ALLOWED, READ, REFUSED, AnthropicMessages
+from m2forge.gateway.dialects.notice import Notice
 from m2forge.gateway.dialects.opaque_thinking import unseal
 from m2forge.gateway.dialects.types import Ask, Ending, Usage
 from m2forge.records import JsonValue
@@ -31,6 +32,8 @@ TOOL: Body = {"name": "look", "description": "Looks.", "input_schema": {"type": 
 USE: Body = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": 3}}
 CALLED: Body = {"role": "assistant", "content": [USE]}
 RESULT: Body = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "A cat."}
+IMAGE: Body = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+FORMAT: Body = {"type": "json_schema", "schema": {"type": "object"}}
 GOOD: dict[str, list[JsonValue]] = {
     "cache_control": [CACHE, {"type": "ephemeral"}],
     "context_management": [{}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}],
@@ -38,16 +41,34 @@ GOOD: dict[str, list[JsonValue]] = {
     "messages": [[USER]],
     "metadata": [{}, {"user_id": "me"}, {"user_id": None}],
     "model": ["m2"],
-    "output_config": [{}, {"effort": "high", "format": None}],
+    "output_config": [{}, {"effort": "high", "format": None}, {"effort": "low", "format": FORMAT}],
     "service_tier": ["auto", "standard_only"],
     "speed": ["standard"],
     "stop_sequences": [[], ["END", "\n"]],
     "stream": [True, False],
     "system": ["", "Be brief.", [], [{"type": "text", "text": "Be brief.", "cache_control": CACHE}]],
     "temperature": [0, 1, 0.5],
-    "thinking": [{"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive", "display": "omitted"}],
-    "tool_choice": [{"type": "auto", "disable_parallel_tool_use": False}, {"type": "none"}],
-    "tools": [[], [TOOL], [TOOL | {"type": "custom", "cache_control": CACHE, "strict": False, "defer_loading": False}]],
+    "thinking": [
+        {"type": "enabled", "budget_tokens": 1024},
+        {"type": "adaptive", "display": "omitted"},
+        {"type": "disabled"},
+        {"type": "between_tools"},
+    ],
+    "tool_choice": [
+        {"type": "auto", "disable_parallel_tool_use": False},
+        {"type": "none"},
+        {"type": "any"},
+        {"type": "tool", "name": "look"},
+        {"type": "auto", "disable_parallel_tool_use": True},
+    ],
+    "tools": [
+        [],
+        [TOOL],
+        [TOOL | {"type": "custom", "cache_control": CACHE, "strict": False, "defer_loading": False}],
+        [TOOL | {"strict": True}],
+        [TOOL | {"defer_loading": True}],
+        [{"type": "web_search_20250305", "name": "web_search"}],
+    ],
     "top_k": [0, 40],
     "top_p": [1, 0.1],
 }
@@ -62,7 +83,7 @@ BAD: dict[str, list[JsonValue]] = {
     "messages": [None, [], "Hi", {}, [None], ["Hi"], [USER, {"role": "assistant", "content": "I"}], [{"role": "user"}]],
     "metadata": [[], {"user_id": 5}, {"user": "me"}],
     "model": [None, "", 5],
-    "output_config": [{"effort": "low"}, {"format": {"type": "json_schema", "schema": {}}}, {"effort": "most"}, ""],
+    "output_config": [{"effort": "most"}, {"format": {}}, {"format": FORMAT | {"name": "x"}}, {"format": "json"}, ""],
     "service_tier": ["priority"],
     "speed": ["fast", 1],
     "stop_sequences": ["END", [""], [5]],
@@ -70,8 +91,6 @@ BAD: dict[str, list[JsonValue]] = {
     "system": [5, {}, [5], [{"type": "image", "source": {}}], [{"type": "text"}]],
     "temperature": [-0.1, 1.1, "0", True],
     "thinking": [
-        {"type": "disabled"},
-        {"type": "between_tools"},
         {"type": "enabled"},
         {"type": "enabled", "budget_tokens": 5},
         {"type": "adaptive", "budget_tokens": 2048},
@@ -81,9 +100,8 @@ BAD: dict[str, list[JsonValue]] = {
         True,
     ],
     "tool_choice": [
-        {"type": "any"},
-        {"type": "tool", "name": "look"},
-        {"type": "auto", "disable_parallel_tool_use": True},
+        {"type": "tool", "name": "leap"},
+        {"type": "tool"},
         {"type": "auto", "name": "look"},
         {"type": "maybe"},
         {},
@@ -93,12 +111,11 @@ BAD: dict[str, list[JsonValue]] = {
         {},
         [None],
         [TOOL, TOOL],
-        [{"type": "web_search_20250305", "name": "web_search"}],
         [{"type": "bash_20250124", "name": "bash"}],
         [{"name": "look"}],
         [TOOL | {"name": ""}],
-        [TOOL | {"strict": True}],
-        [TOOL | {"defer_loading": True}],
+        [TOOL | {"strict": "yes"}],
+        [TOOL | {"defer_loading": 1}],
         [TOOL | {"input_examples": [{}]}],
         [TOOL | {"allowed_callers": ["code_execution_20260120"]}],
         [TOOL | {"input_schema": [1]}],
@@ -139,6 +156,7 @@ FIELDS = FieldTable(
     good=GOOD,
     bad=BAD,
     unbounded={"model", "system", "stop_sequences"},
+    needs={"tool_choice": {"tools": [TOOL]}},
 )
 
 
@@ -150,6 +168,17 @@ class MessagesAdapter(Adapter):
     misspelt = (
         ({"max_token": 5}, "max_token", "max_tokens"),
         ({"messages": [USER | {"contents": "x"}]}, "messages[0].contents", "content"),
+    )
+    noted = (
+        ({"tool_choice": {"type": "any"}}, [Notice.TOOL_CHOICE]),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "look"}}, [Notice.TOOL_CHOICE]),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, [Notice.DISABLE_PARALLEL_TOOL_USE]),
+        ({"output_config": {"format": FORMAT, "effort": "low"}}, [Notice.OUTPUT_FORMAT, Notice.OUTPUT_EFFORT]),
+        ({"thinking": {"type": "disabled"}}, [Notice.THINKING]),
+        ({"tools": [TOOL | {"strict": True}]}, [Notice.STRICT_TOOL]),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, [Notice.VENDOR_TOOL]),
+        ({"messages": [{"role": "user", "content": [IMAGE, IMAGE]}]}, [Notice.IMAGE]),
+        ({"messages": [USER, CALLED, {"role": "user", "content": [RESULT | {"content": [IMAGE]}]}]}, [Notice.IMAGE]),
     )
     prompt_field = "messages"
     settings = frozenset({"messages", "tools", "tool_choice", "stop_texts"})

@@ -12,6 +12,7 @@ from openai.types import responses
 from openai.types.responses import ResponseStreamEvent, response_create_params
 from pydantic import TypeAdapter
 
+from m2forge.gateway.dialects.notice import Notice
 from m2forge.gateway.dialects.opaque_thinking import seal
 from m2forge.gateway.dialects.openai.responses import OpenAIResponses
 from m2forge.gateway.dialects.openai.responses_input import ALLOWED, READ, REFUSED
@@ -30,9 +31,19 @@ TOOL: Body = {"type": "function", "name": "look", "description": "Looks.", "para
 CALL: Body = {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": '{"at": 3}'}
 RESULT: Body = {"type": "function_call_output", "call_id": "call_1", "output": "A cat."}
 THOUGHT: Body = {"type": "reasoning", "id": "rs_1", "summary": []}
+CUSTOM: Body = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Patches.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'},
+}
+NAMESPACE: Body = {"type": "namespace", "name": "team", "description": "Helpers.", "tools": [TOOL, CUSTOM]}
+FORMAT: Body = {"type": "json_schema", "name": "count", "schema": {"type": "object"}, "strict": True}
+IMAGE: Body = {"type": "input_image", "image_url": "data:,x", "detail": "auto"}
 SEALED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 GOOD: dict[str, list[JsonValue]] = {
     "background": [False],
+    "client_metadata": [{}, {"session": "1"}],
     "context_management": [[]],
     "frequency_penalty": [-2, 0.5],
     "include": [[], [SEALED], [SEALED, LOGPROBS]],
@@ -52,6 +63,8 @@ GOOD: dict[str, list[JsonValue]] = {
         {},
         {"summary": "auto", "mode": "standard", "context": "all_turns"},
         {"generate_summary": "detailed"},
+        {"effort": "low"},
+        {"effort": "none"},
     ],
     "repetition_penalty": [1.1],
     "safety_identifier": ["me"],
@@ -60,9 +73,25 @@ GOOD: dict[str, list[JsonValue]] = {
     "stream": [True, False],
     "stream_options": [{}, {"include_obfuscation": False}],
     "temperature": [0, 2, 0.7],
-    "text": [{}, {"format": {"type": "text"}, "verbosity": "medium"}],
-    "tool_choice": ["auto", "none"],
-    "tools": [[], [TOOL], [TOOL | {"strict": True, "defer_loading": False, "allowed_callers": ["direct"]}]],
+    "text": [
+        {},
+        {"format": {"type": "text"}, "verbosity": "medium"},
+        {"format": FORMAT, "verbosity": "low"},
+        {"format": {"type": "json_object"}},
+    ],
+    "tool_choice": [
+        "auto",
+        "none",
+        "required",
+        {"type": "function", "name": "look"},
+        {"type": "allowed_tools", "mode": "auto", "tools": []},
+    ],
+    "tools": [
+        [],
+        [TOOL],
+        [TOOL | {"strict": True, "defer_loading": False, "allowed_callers": ["direct"]}],
+        [{"type": "web_search", "external_web_access": True}, CUSTOM, NAMESPACE],
+    ],
     "top_k": [-1, 40],
     "top_logprobs": [0],
     "top_p": [1, 0.1],
@@ -72,6 +101,7 @@ GOOD: dict[str, list[JsonValue]] = {
 BAD: dict[str, list[JsonValue]] = {
     "access_programs": [{"cyber": "standard"}],
     "background": [True, "no"],
+    "client_metadata": ["x", []],
     "context_management": [[{"type": "compaction"}], "auto"],
     "conversation": ["conv_1", {"id": "conv_1"}],
     "frequency_penalty": [2.1, "1"],
@@ -93,8 +123,7 @@ BAD: dict[str, list[JsonValue]] = {
     "prompt_cache_options": ["implicit", {"prewarm": True}, {"comparison_response_id": "resp_1"}, {"mode": "none"}],
     "prompt_cache_retention": ["48h"],
     "reasoning": [
-        {"effort": "low"},
-        {"effort": "none"},
+        {"effort": "most"},
         {"summary": "concise"},
         {"generate_summary": "concise"},
         {"summary": "long"},
@@ -110,11 +139,16 @@ BAD: dict[str, list[JsonValue]] = {
     "stream": ["yes"],
     "stream_options": [{"include_obfuscation": True}, {"include_usage": True}],
     "temperature": [-0.1, 2.1, "0"],
-    "text": [{"format": {"type": "json_schema", "name": "a", "schema": {}}}, {"verbosity": "low"}, {"format": {}}, "x"],
+    "text": [
+        {"format": FORMAT | {"scheme": {}}},
+        {"verbosity": "long"},
+        {"format": {}},
+        {"format": {"type": "x"}},
+        "x",
+    ],
     "tool_choice": [
-        "required",
-        {"type": "function", "name": "look"},
-        {"type": "allowed_tools", "mode": "auto", "tools": []},
+        "maybe",
+        {"type": "function", "name": "leap"},
         {},
         5,
     ],
@@ -122,8 +156,11 @@ BAD: dict[str, list[JsonValue]] = {
         {},
         [None],
         [TOOL, TOOL],
-        [{"type": "web_search"}],
-        [{"type": "custom", "name": "look"}],
+        [{"type": "local_shell"}],
+        [TOOL, {"type": "custom", "name": "look"}],
+        [NAMESPACE, NAMESPACE],
+        [NAMESPACE | {"tools": [{"type": "web_search"}]}],
+        [CUSTOM | {"parameters": {}}],
         [{"name": "look"}],
         [TOOL | {"name": ""}],
         [TOOL | {"strict": "yes"}],
@@ -163,14 +200,16 @@ FIELDS = FieldTable(
         *get_type_hints(response_create_params.ResponseCreateParamsStreaming),
         *get_type_hints(response_create_params.ResponseCreateParamsNonStreaming),
     },
-    extensions={"top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"},
+    # Codex sends client_metadata.
+    extensions={"top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "client_metadata"},
     read=READ,
     allowed=ALLOWED,
     refused=REFUSED.keys(),
     required={"model", "input"},
     good=GOOD,
     bad=BAD,
-    unbounded={"model", "input", "instructions", "user", "safety_identifier", "prompt_cache_key"},
+    unbounded={"model", "input", "instructions", "user", "safety_identifier", "prompt_cache_key", "client_metadata"},
+    needs={"tool_choice": {"tools": [TOOL]}},
 )
 SETTINGS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {},
@@ -192,6 +231,16 @@ class ResponsesAdapter(Adapter):
     misspelt = (
         ({"max_output_token": 5}, "max_output_token", "max_output_tokens"),
         ({"input": [USER | {"contents": "x"}]}, "input[0].contents", "content"),
+    )
+    noted = (
+        ({"tool_choice": "required"}, [Notice.TOOL_CHOICE]),
+        ({"tool_choice": {"type": "web_search"}}, [Notice.TOOL_CHOICE]),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, [Notice.PARALLEL_TOOL_CALLS]),
+        ({"reasoning": {"effort": "high"}}, [Notice.RESPONSES_EFFORT]),
+        ({"text": {"format": FORMAT, "verbosity": "low"}}, [Notice.TEXT_VERBOSITY, Notice.TEXT_FORMAT]),
+        ({"tools": [TOOL, {"type": "web_search", "external_web_access": True}]}, [Notice.VENDOR_TOOL]),
+        ({"input": [{"role": "user", "content": [IMAGE]}]}, [Notice.IMAGE]),
+        ({"input": [CALL, RESULT | {"output": [IMAGE]}]}, [Notice.IMAGE]),
     )
     prompt_field = "input"
     settings = frozenset({"messages", "tools", "tool_choice", "num_top_logprobs"})

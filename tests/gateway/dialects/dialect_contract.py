@@ -18,6 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from m2forge.gateway.dialects.conversation import REMINDER
+from m2forge.gateway.dialects.notice import Notice
 from m2forge.gateway.dialects.types import Answer, Ask, AskError, Dialect, Ending, TokenLogprob, Usage
 from m2forge.records import JsonValue, Sampling
 from m2forge.text.message import Message, Tool, ToolCall
@@ -109,6 +111,8 @@ class Adapter(ABC):
     settings: ClassVar[AbstractSet[str]]
     """Fields of `Ask`, besides model, max_tokens, sampling and is_streamed, that a request can set."""
     sampling: ClassVar[AbstractSet[str]] = frozenset(Sampling.__dataclass_fields__)
+    noted: ClassVar[Sequence[tuple[Body, Sequence[Notice]]]] = ()
+    """Changes of `body` that are not honoured, and what the client is told."""
     max_temperature: ClassVar[float] = 2.0
     options: ClassVar[st.SearchStrategy[dict[str, Any]]] = st.just({})
     """Request fields that shape the response."""
@@ -333,19 +337,32 @@ def check_a_request_is_read_as_it_was_meant(case: Adapter, data: st.DataObject) 
     ask = data.draw(asks(case))
     sent = replace(ask, messages=data.draw(with_results_shuffled(ask.messages)))
     read = case.dialect.read(json.loads(json.dumps(case.write(sent))))
-    assert replace(read, echo={}) == ask
+    assert replace(read, echo={}, requested_sampling=frozenset()) == ask
 
 
-def check_system_messages_in_a_row_are_one(case: Adapter) -> None:
+def check_what_is_not_honoured_is_noted(case: Adapter) -> None:
+    assert case.read().notices == ()
+    for changes, notices in case.noted:
+        ask = case.read(**changes)
+        assert ask.notices == tuple(notices), changes
+        assert ask.tool_choice == "auto"
+
+
+def check_system_messages_keep_their_positions(case: Adapter) -> None:
     one, two, user = Message("system", "Be brief."), Message("system", "Be kind."), Message("user", "Hi")
     joined = Message("system", "Be brief.\n\nBe kind.")
     cases: list[tuple[tuple[Message, ...], tuple[Message, ...]]] = [
         ((one, two, user), (joined, user)),
-        ((user, one, two, user), (user, joined, user)),
-        ((one, user, two, user), (one, user, two, user)),
+        (
+            (user, one, two, user),
+            (user, *(Message("user", REMINDER.format(late.content)) for late in (one, two)), user),
+        ),
+        ((one, user, two, user), (one, user, Message("user", REMINDER.format(two.content)), user)),
     ]
     for sent, expected in cases:
-        assert case.dialect.read(case.write(Ask(sent, model="m2", max_tokens=9))).messages == expected
+        ask = case.dialect.read(case.write(Ask(sent, model="m2", max_tokens=9)))
+        assert ask.messages == expected
+        assert ask.notices == (() if len(expected) == 2 else (Notice.SYSTEM_TURN,))
 
 
 def check_every_call_needs_its_one_result(case: Adapter) -> None:
@@ -539,6 +556,7 @@ CONTRACT: tuple[Check, ...] = (
     check_fields_refuse_bad_values_by_name,
     check_an_unknown_field_is_refused_with_the_near_name,
     check_a_request_is_read_as_it_was_meant,
+    check_what_is_not_honoured_is_noted,
     check_an_error_stays_short_whatever_was_sent,
     check_any_object_is_read_or_refused,
     check_any_change_of_a_good_request_is_read_or_refused,
@@ -549,7 +567,7 @@ CONTRACT: tuple[Check, ...] = (
     check_a_prompt_that_is_too_long_is_named_with_its_size,
 )
 CONVERSATION_CONTRACT: tuple[Check, ...] = (
-    check_system_messages_in_a_row_are_one,
+    check_system_messages_keep_their_positions,
     check_every_call_needs_its_one_result,
     check_arguments_that_are_no_object_are_refused,
     check_text_after_a_call_comes_back_as_one_content,

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from m2forge.gateway.dialects.anthropic import messages as block_reader
 from m2forge.gateway.dialects.anthropic.messages import COUNT_FIELDS, TOOL_FIELDS, AnthropicMessages
 from m2forge.gateway.dialects.opaque_thinking import seal, sign
-from m2forge.gateway.dialects.types import Answer, Ask, AskError, Ending
+from m2forge.gateway.dialects.types import Answer, Ask, AskError, Ending, callable_tools
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 from m2forge.text.parser import CallFinished, Completion, ContentDelta, Event, ThinkingDelta
 from tests.gateway.anthropic_client import connected, named_events_of
-from tests.gateway.dialects.adapter_messages import BODY, CALLED, DISPLAYS, RESULT, TOOL, USE, USER
+from tests.gateway.dialects.adapter_messages import BODY, CALLED, DISPLAYS, IMAGE, RESULT, TOOL, USE, USER
 from tests.gateway.dialects.dialect_contract import USAGE, Arrivals, Body
 from tests.gateway.dialects.draw_answer import answers, arrivals, play
 
@@ -70,7 +70,7 @@ def test_a_count_is_of_what_would_be_sent() -> None:
     counted = DIALECT.read_count(body)
     sent = DIALECT.read(body | {"max_tokens": 1})
     assert (counted.messages, counted.tools, counted.model) == (sent.messages, sent.tools, sent.model)
-    wrongs: list[Body] = [{"max_tokens": 5}, {"messages": []}, {"thinking": {"type": "disabled"}}, {"workspace_id": ""}]
+    wrongs: list[Body] = [{"max_tokens": 5}, {"messages": []}, {"thinking": {"type": "deep"}}, {"workspace_id": ""}]
     for wrong in wrongs:
         with pytest.raises(AskError):
             DIALECT.read_count(body | wrong)
@@ -148,7 +148,8 @@ def test_omitted_thinking_is_read_from_the_signature() -> None:
 @pytest.mark.parametrize(
     "block",
     [
-        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}},
+        {"type": "image"},
+        {"type": "tool_reference", "tool_name": "look"},
         {"type": "document", "source": {"type": "text", "data": "", "media_type": "text/plain"}},
         {"type": "thinking", "thinking": "Hm.", "signature": ""},
         {"type": "text", "text": "x", "citations": [{}]},
@@ -181,6 +182,36 @@ def test_blocks_that_users_cannot_send_are_refused(block: JsonValue) -> None:
 )
 def test_blocks_that_assistants_cannot_send_are_refused(block: JsonValue) -> None:
     assert (block_refused("assistant", block).field or "").startswith("messages[0].content[0]")
+
+
+def test_a_deferred_tool_is_described_where_it_is_referred_to() -> None:
+    deferred: Body = {
+        "name": "leap",
+        "description": "Leaps.",
+        "input_schema": {"type": "object"},
+        "defer_loading": True,
+    }
+    reference: Body = {"type": "tool_reference", "tool_name": "leap"}
+    found: Body = {"role": "user", "content": [RESULT | {"content": [reference, reference]}]}
+    before, after = read(tools=[TOOL]), read(tools=[TOOL, deferred], messages=[USER, CALLED, found])
+    assert after.tools == before.tools
+    assert [tool.name for tool in callable_tools(after)] == ["look", "leap"]
+    assert after.messages[-1].content.count("Leaps.") == 1
+    assert after.messages[-1].content.endswith("}\nleap\n")
+    unknown = refused(tools=[TOOL], messages=[USER, CALLED, found])
+    assert unknown.field == "messages[2].content[0].content[0].tool_name"
+
+
+def test_an_images_text_stands_where_the_image_was() -> None:
+    content: list[JsonValue] = [{"type": "text", "text": "See "}, IMAGE, {"type": "text", "text": "!"}]
+    assert said({"role": "user", "content": content}) == (Message("user", "See [image]!"),)
+    assert said(CALLED, {"role": "user", "content": [RESULT | {"content": content}]})[-1].content == "See [image]!"
+    assert refused(system=[IMAGE]).field == "system[0].type"
+
+
+def test_a_whole_answers_text_has_no_citations() -> None:
+    answer = Answer(Completion("", "So.", (), (), closed=True), Ending.STOP)
+    assert DIALECT.answer(Ask(()), "msg_1", 5, [answer], USAGE)["content"] == [{"type": "text", "text": "So."}]
 
 
 # -- responses --------------------------------------------------------------------------------------------------------

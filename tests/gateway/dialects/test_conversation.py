@@ -1,14 +1,15 @@
 """Parts of a conversation become the messages that they were made of."""
 
-import random
 import time
 
 import pytest
 
-from m2forge.gateway.dialects.conversation import Conversation, join_systems
+from m2forge.gateway.dialects.conversation import REMINDER, Conversation, answer_format, place_instructions
+from m2forge.gateway.dialects.notice import READ_DEFAULTS, Notice, Reading
 from m2forge.gateway.dialects.types import AskError
 from m2forge.text.message import Message, ToolCall
 
+HO = Message("assistant", "Ho")
 ONE, TWO = ToolCall("look", {"at": 1}, "call_1"), ToolCall("look", {"at": 2}, "call_2")
 
 
@@ -18,7 +19,7 @@ def answer_calls(conversation: Conversation, *calls: ToolCall) -> None:
 
 
 def test_parts_in_a_row_are_one_turn() -> None:
-    conversation = Conversation()
+    conversation = Conversation(Reading(READ_DEFAULTS))
     conversation.say("user", "Hi")
     conversation.think("Hm.")
     conversation.write("Let me ")
@@ -34,7 +35,7 @@ def test_parts_in_a_row_are_one_turn() -> None:
 
 
 def test_thinking_begins_a_turn() -> None:
-    conversation = Conversation()
+    conversation = Conversation(Reading(READ_DEFAULTS))
     conversation.write("One.")
     conversation.think("Hm.")
     conversation.write("Two.")
@@ -42,7 +43,7 @@ def test_thinking_begins_a_turn() -> None:
 
 
 def test_words_begin_a_turn_where_messages_are_turns() -> None:
-    conversation = Conversation()
+    conversation = Conversation(Reading(READ_DEFAULTS))
     conversation.write("One.", begins=True)
     conversation.write("Two.", begins=True)
     conversation.call(ONE)
@@ -55,7 +56,7 @@ def test_words_begin_a_turn_where_messages_are_turns() -> None:
 
 
 def test_parts_of_one_answer_are_one_turn_across_results() -> None:
-    conversation = Conversation()
+    conversation = Conversation(Reading(READ_DEFAULTS))
     conversation.call(ONE, "a")
     conversation.answer_call("call_1", "1", "")
     conversation.call(TWO, "a")
@@ -68,7 +69,7 @@ def test_parts_of_one_answer_are_one_turn_across_results() -> None:
 
 
 def test_parts_of_different_answers_are_different_turns() -> None:
-    conversation = Conversation()
+    conversation = Conversation(Reading(READ_DEFAULTS))
     conversation.write("One.", "a")
     conversation.write("Two.", "b")
     conversation.write("More.", "b", begins=True)
@@ -76,7 +77,7 @@ def test_parts_of_different_answers_are_different_turns() -> None:
 
 
 def test_without_sources_a_call_after_a_result_is_another_turn() -> None:
-    conversation = Conversation()
+    conversation = Conversation(Reading(READ_DEFAULTS))
     conversation.call(ONE)
     conversation.answer_call("call_1", "1", "")
     conversation.call(TWO)
@@ -85,7 +86,7 @@ def test_without_sources_a_call_after_a_result_is_another_turn() -> None:
 
 
 def test_results_come_in_the_order_of_their_calls() -> None:
-    conversation = Conversation()
+    conversation = Conversation(Reading(READ_DEFAULTS))
     conversation.call(ONE)
     conversation.call(TWO)
     conversation.answer_call("call_2", "2", "")
@@ -94,7 +95,7 @@ def test_results_come_in_the_order_of_their_calls() -> None:
 
 
 def test_a_call_without_its_result_is_refused() -> None:
-    conversation = Conversation()
+    conversation = Conversation(Reading(READ_DEFAULTS))
     conversation.call(ONE)
     conversation.call(TWO)
     conversation.answer_call("call_2", "2", "")
@@ -105,7 +106,7 @@ def test_a_call_without_its_result_is_refused() -> None:
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_a_result_without_its_call_is_refused(is_interrupted: bool) -> None:
-    conversation = Conversation()
+    conversation = Conversation(Reading(READ_DEFAULTS))
     conversation.call(ONE)
     if is_interrupted:
         conversation.say("user", "Stop.")
@@ -117,7 +118,7 @@ def test_a_result_without_its_call_is_refused(is_interrupted: bool) -> None:
 
 
 def test_system_messages_in_a_row_are_one() -> None:
-    conversation = Conversation()
+    conversation = Conversation(Reading(READ_DEFAULTS))
     conversation.say("system", "Be brief.")
     conversation.say("system", "Be kind.")
     conversation.say("user", "Hi")
@@ -129,30 +130,41 @@ def test_system_messages_in_a_row_are_one() -> None:
     )
 
 
-def test_adjacent_system_messages_are_joined_in_one_pass() -> None:
-    rng = random.Random(4)
-    for _ in range(50):
-        messages = [Message(rng.choice(["system", "system", "user"]), str(number)) for number in range(12)]
-        joined: list[Message] = []
-        for message in messages:
-            if message.role == "system" and joined and joined[-1].role == "system":
-                joined[-1] = Message("system", f"{joined[-1].content}\n\n{message.content}")
-            else:
-                joined.append(message)
-        assert join_systems(messages) == joined
+def place(*messages: Message, answer_format: str = "") -> tuple[tuple[Message, ...], tuple[Notice, ...]]:
+    reading = Reading(READ_DEFAULTS)
+    reading.answer_format = answer_format
+    return place_instructions(messages, reading), reading.notices
 
 
-def test_the_most_system_messages_of_a_body_are_joined_in_time() -> None:
-    messages = [Message("system", "Be brief.")] * 300_000
+def test_a_later_system_message_is_a_turn_in_its_position() -> None:
+    one, two, hi, ho = Message("system", "Be brief."), Message("system", "Be kind."), Message("user", "Hi"), HO
+    before, after = place(one, hi), place(one, hi, ho, two)
+    assert before == ((one, hi), ())
+    assert after == ((one, hi, ho, Message("user", REMINDER.format("Be kind."))), (Notice.SYSTEM_TURN,))
+    assert after[0][-1].content == "<system-reminder>\nBe kind.\n</system-reminder>"
+
+
+def test_an_answers_form_stands_once_in_the_first_message() -> None:
+    form = answer_format({"type": "object"}, "A count")
+    assert form.endswith('nothing else (A count):\n{"type": "object"}')
+    system, hi = Message("system", "Be brief."), Message("user", "Hi")
+    assert place(system, hi, HO, answer_format=form)[0] == (Message("system", f"Be brief.\n\n{form}"), hi, HO)
+    assert place(hi, HO, hi, answer_format=form)[0] == (Message("user", f"Hi\n\n{form}"), HO, hi)
+    assert place(HO, hi, answer_format=form)[0] == (Message("system", form), HO, hi)
+
+
+def test_the_most_system_messages_of_a_body_are_placed_in_time() -> None:
+    messages = [Message("system", "Be brief.")] * 150_000
     started_s = time.process_time()
-    (joined,) = join_systems(messages)
-    assert len(joined.content) == 300_000 * 11 - 2
+    (joined,), _ = place(*messages)
+    assert len(joined.content) == 150_000 * 11 - 2
+    assert len(place(Message("user", "Hi"), *messages)[0]) == 150_001
     assert time.process_time() - started_s < 5
 
 
 def test_as_many_results_as_a_body_holds_are_read_in_time() -> None:
     started_s = time.process_time()
-    conversation = Conversation()
+    conversation = Conversation(Reading(READ_DEFAULTS))
     conversation.say("user", "x")
     for number in range(40_000):
         conversation.call(ToolCall("f", {}, f"c{number}"))

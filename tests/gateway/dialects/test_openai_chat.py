@@ -11,13 +11,14 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.chat_completion_message_function_tool_call_param import Function as CallFunction
 from openai.types.shared_params import FunctionDefinition
 
+from m2forge.gateway.dialects.notice import ReadOptions
 from m2forge.gateway.dialects.openai import chat as openai_message
 from m2forge.gateway.dialects.openai.chat import OpenAIChat
 from m2forge.gateway.dialects.types import Answer, Ask, AskError, Dialect, Ending, TokenLogprob, Usage
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 from m2forge.text.parser import CallFinished, CallStarted, Completion, ContentDelta, Event, ThinkingDelta
-from tests.gateway.dialects.adapter_chat import BODY, CALL, TOOL, USER
+from tests.gateway.dialects.adapter_chat import BODY, CALL, FORMAT, IMAGE, SCHEMA, USER
 from tests.gateway.dialects.dialect_contract import Body
 from tests.gateway.dialects.draw_answer import answers, play
 from tests.gateway.openai_client import events_of
@@ -52,6 +53,7 @@ def test_every_field_of_the_sdks_messages_is_known() -> None:
         chat.ChatCompletionAssistantMessageParam: openai_message.ASSISTANT_FIELDS,
         chat.ChatCompletionToolMessageParam: openai_message.RESULT_FIELDS,
         chat.ChatCompletionContentPartTextParam: openai_message.PART_FIELDS,
+        chat.ChatCompletionContentPartImageParam: openai_message.IMAGE_FIELDS,
         chat.ChatCompletionMessageFunctionToolCallParam: openai_message.CALL_FIELDS,
         CallFunction: openai_message.CALL_FUNCTION_FIELDS,
         chat.ChatCompletionFunctionToolParam: openai_message.TOOL_FIELDS,
@@ -67,10 +69,6 @@ def test_two_names_of_the_limit_must_agree() -> None:
     assert read(max_tokens=5, max_completion_tokens=5).max_tokens == 5
     assert read(max_tokens=6).max_tokens == 6
     assert refused(max_tokens=5, max_completion_tokens=6).field == "max_tokens"
-
-
-def test_one_call_at_a_time_cannot_be_promised() -> None:
-    assert refused(parallel_tool_calls=False, tools=[TOOL]).field == "parallel_tool_calls"
 
 
 def test_padded_chunks_cannot_be_had() -> None:
@@ -121,8 +119,31 @@ def test_systems_in_a_row_are_one_message() -> None:
     developer: Body = {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]}
     joined = Message("system", "Be brief.\n\nBe kind.")
     assert read(messages=[system, developer, USER]).messages == (joined, Message("user", "Hi"))
-    assert read(messages=[USER, system, developer]).messages == (Message("user", "Hi"), joined)
-    assert len(read(messages=[system, USER, developer]).messages) == 3
+    assert [message.role for message in read(messages=[USER, system, developer]).messages] == ["user"] * 3
+    assert [message.role for message in read(messages=[system, USER, developer]).messages] == ["system", "user", "user"]
+
+
+def test_a_participants_name_is_written_before_the_content() -> None:
+    assert said({"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": "Bob"}).content == "Bob: Hi"
+    assert said({"role": "system", "content": "Be brief.", "name": "chair"}).content == "chair: Be brief."
+    assert said({"role": "assistant", "content": "So.", "name": "Eve"}).content == "So."
+
+
+def test_an_image_becomes_the_configured_text() -> None:
+    message: Body = {"role": "user", "content": [{"type": "text", "text": "See "}, IMAGE]}
+    assert said(message).content == "See [image]"
+    body = BODY | {"messages": [message]}
+    assert (
+        OpenAIChat().read(body, ReadOptions(image_placeholder="(a picture)")).messages[0].content == "See (a picture)"
+    )
+
+
+def test_a_response_format_is_written_into_the_prompt_once() -> None:
+    later: list[JsonValue] = [USER, {"role": "assistant", "content": "{}"}, USER]
+    first, second = (read(messages=list(messages), response_format=FORMAT) for messages in ([USER], later))
+    assert json.dumps(SCHEMA) in first.messages[0].content
+    assert second.messages[0] == first.messages[0]
+    assert [message.content for message in second.messages[1:]] == ["{}", "Hi"]
 
 
 @pytest.mark.parametrize(
@@ -138,8 +159,9 @@ def test_systems_in_a_row_are_one_message() -> None:
         ({"role": "user", "content": ["x"]}, "content[0]"),
         ({"role": "user", "content": [{"text": "x"}]}, "content[0].type"),
         ({"role": "user", "content": [{"type": "text"}]}, "content[0].text"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "content[0].type"),
-        ({"role": "user", "content": "x", "name": "Bob"}, "name"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"link": "x"}}]}, "content[0].image_url.link"),
+        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "content[0].type"),
+        ({"role": "user", "content": "x", "name": 5}, "name"),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "tool_calls"),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, "content[0].type"),
         ({"role": "assistant", "refusal": "no"}, "refusal"),

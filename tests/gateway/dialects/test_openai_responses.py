@@ -1,20 +1,25 @@
 """Requests of Responses: what the contract of dialects does not cover."""
 
-from typing import get_type_hints
+import json
+from typing import cast, get_type_hints
 
 import pytest
 from openai.types import responses
 from openai.types.responses import response_input_item_param
 
+from m2forge.gateway.dialects.notice import ReadOptions
 from m2forge.gateway.dialects.opaque_thinking import seal
 from m2forge.gateway.dialects.openai import responses_input as item_reader
 from m2forge.gateway.dialects.openai.responses import OpenAIResponses
-from m2forge.gateway.dialects.openai.responses_input import HIDDEN, TOOL_FIELDS
-from m2forge.gateway.dialects.types import Ask, AskError
+from m2forge.gateway.dialects.openai.responses_input import HIDDEN, TOOL_FIELDS, find_items
+from m2forge.gateway.dialects.types import Answer, Ask, AskError, Ending, UnknownItemError
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
-from tests.gateway.dialects.adapter_responses import BODY, CALL, RESULT, THOUGHT, TOOL, USER
-from tests.gateway.dialects.dialect_contract import Body
+from m2forge.text.parser import CallFinished, Completion
+from tests.gateway.anthropic_client import named_events_of
+from tests.gateway.dialects.adapter_responses import BODY, CALL, CUSTOM, EVENT, NAMESPACE, RESULT, THOUGHT, TOOL, USER
+from tests.gateway.dialects.dialect_contract import USAGE, Body
+from tests.gateway.dialects.draw_answer import play
 
 
 def read(**changes: JsonValue) -> Ask:
@@ -34,10 +39,6 @@ def said(*items: Body) -> tuple[Message, ...]:
 # -- fields -----------------------------------------------------------------------------------------------------------
 
 
-def test_calls_cannot_be_kept_from_being_parallel() -> None:
-    assert refused(parallel_tool_calls=False, tools=[TOOL]).field == "parallel_tool_calls"
-
-
 def test_every_field_of_the_sdks_items_is_known() -> None:
     known = {
         responses.EasyInputMessageParam: item_reader.MESSAGE_FIELDS,
@@ -49,6 +50,8 @@ def test_every_field_of_the_sdks_items_is_known() -> None:
         responses.ResponseInputTextParam: item_reader.PART_FIELDS,
         responses.ResponseOutputTextParam: item_reader.PART_FIELDS,
         responses.FunctionToolParam: TOOL_FIELDS,
+        responses.ResponseInputImageParam: item_reader.IMAGE_FIELDS,
+        responses.CustomToolParam: item_reader.CUSTOM_FIELDS,
     }
     for params, fields in known.items():
         assert set(get_type_hints(params)) <= fields, params
@@ -122,13 +125,14 @@ def test_thinking_is_the_content_or_the_word_or_the_summary() -> None:
 @pytest.mark.parametrize(
     "item",
     [
-        {"type": "item_reference", "id": "msg_1"},
-        {"id": "msg_1"},
+        {"type": "item_reference", "id": ""},
+        {"type": "additional_tools", "tools": []},
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
         {"type": ["message"]},
         {"role": "tool", "content": "x"},
         {"role": None, "content": "x"},
-        USER | {"content": [{"type": "input_image", "image_url": "x"}]},
+        USER | {"content": [{"type": "input_image", "url": "x"}]},
+        USER | {"content": [{"type": "input_file", "file_id": "x"}]},
         USER | {"content": [{"type": "input_text"}]},
         USER | {"content": None},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
@@ -139,7 +143,8 @@ def test_thinking_is_the_content_or_the_word_or_the_summary() -> None:
         CALL | {"arguments": "[]"},
         CALL | {"arguments": {}},
         CALL | {"call_id": ""},
-        CALL | {"namespace": "x"},
+        CALL | {"namespace": 5},
+        {"type": "custom_tool_call", "call_id": "call_2", "name": "patch"},
         CALL | {"async": True},
         CALL | {"async_": True},
         CALL | {"caller": {"type": "program", "caller_id": "x"}},
@@ -158,3 +163,77 @@ def test_a_call_sent_back_as_python_names_it_is_read() -> None:
 
 def test_a_result_is_answered_once() -> None:
     assert refused(input=[CALL, RESULT, RESULT]).field == "input[2]"
+
+
+# -- tools that are no functions --------------------------------------------------------------------------------------
+
+
+def offered(name: str, text: str) -> tuple[Ask, Answer]:
+    ask = read(tools=[TOOL, CUSTOM, NAMESPACE])
+    call = ToolCall(name, {"input": text} if name.endswith("patch") else {"at": 3}, "call_1")
+    return ask, Answer(Completion("", "", (call,), (), closed=True), Ending.TOOL_CALLS)
+
+
+def test_the_model_is_shown_functions_alone() -> None:
+    look, patch, team_look, team_patch = read(tools=[TOOL, CUSTOM, NAMESPACE]).tools
+    assert [tool.name for tool in (look, patch, team_look, team_patch)] == ["look", "patch", "team.look", "team.patch"]
+    assert (team_look.description, team_patch.description) == ("Helpers.\n\nLooks.", "Patches.")
+    properties = patch.parameters["properties"]
+    assert isinstance(properties, dict)
+    assert properties.keys() == {"input"}
+    assert 'start: "x"' in str(properties)
+    asked = read(tools=[TOOL, {"type": "web_search"}])
+    assert [tool.name for tool in asked.tools] == ["look"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "fields"),
+    [
+        ("look", "function_call", {"name": "look", "arguments": '{"at": 3}'}),
+        ("patch", "custom_tool_call", {"name": "patch", "input": "*** x\n"}),
+        ("team.look", "function_call", {"name": "look", "namespace": "team", "arguments": '{"at": 3}'}),
+        ("team.patch", "custom_tool_call", {"name": "patch", "namespace": "team", "input": "*** x\n"}),
+    ],
+)
+def test_a_call_has_the_form_of_its_tool(name: str, kind: str, fields: Body) -> None:
+    ask, answer = offered(name, "*** x\n")
+    whole = OpenAIResponses().answer(ask, "resp_1", 5, [answer], USAGE)
+    (item,) = cast("list[dict[str, JsonValue]]", whole["output"])
+    assert item["type"] == kind
+    assert fields.items() <= item.items()
+    responses.Response.model_validate_json(json.dumps(whole), strict=True)
+    stream = OpenAIResponses().stream(ask, "resp_1", 5)
+    events = named_events_of(
+        b"".join(play(stream, [answer], [(0, [CallFinished(answer.completion.tool_calls[0])], [])], USAGE))
+    )
+    for event in events:
+        EVENT.validate_json(json.dumps(event), strict=True)
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == [item]
+    sent_back = said(USER, item, {"type": f"{kind}_output", "call_id": "call_1", "output": "ok"})
+    assert sent_back[1] == answer.completion.message()
+
+
+def test_tools_that_change_within_a_conversation_are_refused() -> None:
+    error = refused(input=[USER, {"type": "additional_tools", "tools": []}])
+    assert "such as 'policy'" in str(error)
+
+
+# -- references to items ----------------------------------------------------------------------------------------------
+
+
+def test_references_resolve_to_the_recorded_items() -> None:
+    calls = (ToolCall("look", {"at": 3}, "call_1"), ToolCall("team.look", {}, "call_2"))
+    completion = Completion("Hm.", "So.", calls, (), closed=True)
+    ids = ["rs_resp_1_0", "msg_resp_1_1", "fc_resp_1_0", "msg_resp_1_3", "fc_resp_1_1"]
+    references: list[Body] = [{"type": "item_reference", "id": id} for id in ids]
+    results = [RESULT, RESULT | {"call_id": "call_2"}]
+    body = BODY | {"input": [USER, *references, *results]}
+    with pytest.raises(UnknownItemError) as caught:
+        OpenAIResponses().read(body)
+    assert caught.value.ids == tuple(ids)
+    items = find_items(ids, {"resp_1": completion}.get)
+    asked = OpenAIResponses().read(body, ReadOptions(items=items))
+    assert asked.messages[1] == completion.message()
+    assert find_items(["fc_resp_1_2", "rs_resp_2_0", "x", f"fc_resp_1_{'9' * 5000}"], {"resp_1": completion}.get) == {}
+    twice = refused(input=[references[0], USER, references[0]])
+    assert twice.field == "input[2]"

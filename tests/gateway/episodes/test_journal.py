@@ -91,6 +91,7 @@ ANSWERED = st.builds(
     is_charged=st.booleans(),
     requested=st.none()
     | st.builds(RequestedSampling, st.just(Sampling(0.0)), st.none() | st.integers(-(2**63), 2**63 - 1)),
+    notices=st.lists(hostile_text, max_size=2).map(tuple),
 )
 ENTRIES = (
     ANSWERED
@@ -105,7 +106,18 @@ def same_entry(one: Entry, other: Entry) -> bool:
     """Field by field, arrays by value and type."""
     if not isinstance(one, Answered) or not isinstance(other, Answered):
         return one == other
-    names = ("id", "digest", "retry_token", "path", "divergence", "sampling", "reply", "is_charged", "requested")
+    names = (
+        "id",
+        "digest",
+        "retry_token",
+        "path",
+        "divergence",
+        "sampling",
+        "reply",
+        "is_charged",
+        "requested",
+        "notices",
+    )
     return (
         all(getattr(one, name) == getattr(other, name) for name in names)
         and _same_array(one.prompt_ids, other.prompt_ids)

@@ -1,25 +1,28 @@
 """Anthropic's Messages: `POST /v1/messages`, `POST /v1/messages/count_tokens`, and Anthropic's model list.
 
 The request: JSON in, `Ask` out, or `AskError` naming the field. Fields in `READ` are honoured. Fields in `ALLOWED`
-cannot change the response, or are accepted only with a no-op value. Fields in `REFUSED` cannot be honoured. System and
-messages become a `Conversation`:
+cannot change the response, or are accepted only with a no-op value. Fields in `REFUSED` cannot be honoured. What is not
+applied is noted: forced tool calls, the limit to one call, effort, thinking that is switched off; and the form of the
+answer, which is written into the prompt. System and messages become a `Conversation`:
 
-    user        text, tool_result
+    user        text, image (a placeholder text), tool_result
     assistant   text, thinking, tool_use; consecutive messages are one turn, as at the vendor
-    system      text
+    system      text; after the first turn it becomes a user turn
 
 A result with `is_error` gets the prefix `Error: `, because chat templates show the model no flag. Signatures of
 thinking blocks are not verified: comparing the thinking with the recorded one shows whether it was sampled here. If a
 block's thinking is empty, it is read from the signature, provided it is one of ours (`opaque_thinking.py`).
 
-`cache_control` is allowed anywhere, because it cannot change the response. Images, documents, citations, blocks of the
-vendor's server-side tools, and redacted thinking are refused: the model cannot read them. Only the client's own tools
-are accepted. The vendor's server-side tools, response prefill by the client, forced tool calls and structured output
-are refused.
+`cache_control` is allowed anywhere, because it cannot change the response. Documents, citations, blocks of the vendor's
+server-side tools, redacted thinking and response prefill by the client are refused. Tools that the vendor runs are not
+shown to the model; tools of the vendor's own schemas that the client runs (`bash_20250124`) are refused.
+
+A tool with `defer_loading` is not described in the prompt. A result that refers to it (`tool_reference`) shows its
+description to the model at that position, as at the vendor, so that the turns before it keep their recorded tokens.
 
 Thinking cannot be disabled or limited: the policy is sampled as it is. `enabled` and `adaptive` are accepted as no-ops
-(the vendor treats `budget_tokens` as a target; `max_tokens` is the limit); `disabled` and `between_tools` are refused.
-`display` is honoured; the "summary" is the full thinking.
+(the vendor treats `budget_tokens` as a target; `max_tokens` is the limit). `display` is honoured; the "summary" is the
+full thinking.
 
 The response's content is a thinking block, a text block and one tool_use block per call; empty blocks are left out.
 Cached prompt tokens are counted separately from `input_tokens`, as the vendor does. As server-sent events:
@@ -38,12 +41,15 @@ Anthropic clients get the model list on the same routes as OpenAI's, in Anthropi
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, NoReturn
 
 from m2forge.errors import RecordError
-from m2forge.gateway.dialects.conversation import Conversation
+from m2forge.gateway.dialects.conversation import Conversation, answer_format
+from m2forge.gateway.dialects.notice import READ_DEFAULTS, Notice, Reading, ReadOptions
 from m2forge.gateway.dialects.opaque_thinking import seal, sign, unseal
 from m2forge.gateway.dialects.types import (
     Answer,
@@ -62,7 +68,7 @@ from m2forge.gateway.dialects.types import (
     shown,
 )
 from m2forge.records import MAX_INT32, JsonValue, Sampling
-from m2forge.text.message import Tool, ToolCall
+from m2forge.text.message import Tool, ToolCall, tool_to_openai
 from m2forge.text.parser import CallFinished, Completion, ContentDelta, Event, ThinkingDelta
 
 TEXT_FIELDS = frozenset({"type", "text", "cache_control", "citations"})
@@ -71,10 +77,12 @@ USE_FIELDS = frozenset({"type", "id", "name", "input", "cache_control", "caller"
 RESULT_FIELDS = frozenset({"type", "tool_use_id", "content", "is_error", "cache_control", "toolset_name"})
 
 
-def read_conversation(fields: Fields) -> Conversation:
-    conversation = Conversation()
+def read_conversation(fields: Fields, tools: "_Tools", reading: Reading) -> Conversation:
+    conversation = Conversation(reading)
+    by_name = {tool.name: tool for tool in (*tools.shown, *tools.deferred)}
+    texts = _Texts(reading, frozenset(by_name), by_name)
     if fields.has("system"):
-        conversation.say("system", _text(fields.value("system"), "system"))
+        conversation.say("system", texts.join(fields.value("system"), "system", _SYSTEM_BLOCKS))
     values = read_list(fields.value("messages"), "messages")
     if not values:
         raise AskError("messages: expected at least one message, received none", "messages")
@@ -85,9 +93,9 @@ def read_conversation(fields: Fields) -> Conversation:
         if role == "assistant":
             _read_assistant(conversation, content, location)
         elif role == "user":
-            _read_user(conversation, content, location)
+            _read_user(conversation, texts, content, location)
         elif role == "system":
-            conversation.say("system", _text(content, location))
+            conversation.say("system", texts.join(content, location, _SYSTEM_BLOCKS))
         else:
             refuse_value(message.path("role"), "'user', 'assistant' or 'system'", None)
     return conversation
@@ -100,8 +108,57 @@ def check_cache_control(fields: Fields) -> None:
         control.choice("ttl", ("5m", "1h"))
 
 
-def _read_user(conversation: Conversation, content: JsonValue, location: str) -> None:
-    """Consecutive text blocks become one message."""
+_SYSTEM_BLOCKS, _USER_BLOCKS, _RESULT_BLOCKS = ("text",), ("text", "image"), ("text", "image", "tool_reference")
+"""Types of blocks that are shown as text, by the message that holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """Reads blocks that the model is shown as text."""
+
+    reading: Reading
+    offered: frozenset[str]
+    """Names of all tools."""
+    undescribed: dict[str, Tool]
+    """Tools that a reference may show to the model, by name; each is described once."""
+
+    def join(self, value: JsonValue, location: str, kinds: Sequence[str]) -> str:
+        """Return a string as it is, or the joined texts of a list of blocks of these types."""
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, Sequence):
+            refuse_value(location, "text or a list of text blocks", value)
+        found = []
+        for index, item in enumerate(value):
+            block, at = read_object(item, f"{location}[{index}]"), f"{location}[{index}]"
+            if block.get("type") not in kinds:
+                _refuse_block(block.get("type"), at, " or ".join(kinds))
+            found.append(self.block(block, at))
+        return "".join(found)
+
+    def block(self, block: Mapping[str, JsonValue], location: str) -> str:
+        kind = block.get("type")
+        if kind == "text":
+            return _text_block(block, location)
+        fields = Fields(block, {"type", "cache_control", "source" if kind == "image" else "tool_name"}, location)
+        check_cache_control(fields)
+        if kind == "tool_reference":
+            return self._reference(fields)
+        read_object(fields.value("source"), f"{location}.source")
+        return self.reading.image()
+
+    def _reference(self, fields: Fields) -> str:
+        """Return the description of the tool that is referred to; the name alone the next time, so that a request may
+        not multiply its tools."""
+        name = fields.required_text("tool_name")
+        if name not in self.offered:
+            fields.refuse("tool_name", f"no tool {shown(name)} is offered")
+        tool = self.undescribed.pop(name, None)
+        return f"{name if tool is None else json.dumps(tool_to_openai(tool), ensure_ascii=False)}\n"
+
+
+def _read_user(conversation: Conversation, shown_as: _Texts, content: JsonValue, location: str) -> None:
+    """Consecutive blocks that are shown as text become one message."""
     if isinstance(content, str):
         conversation.say("user", content)
         return
@@ -110,24 +167,26 @@ def _read_user(conversation: Conversation, content: JsonValue, location: str) ->
     for index, value in enumerate(blocks):
         block, at = read_object(value, f"{location}[{index}]"), f"{location}[{index}]"
         kind = block.get("type")
-        if kind == "text":
-            texts.append(_text_block(block, at))
+        if kind in _USER_BLOCKS:
+            texts.append(shown_as.block(block, at))
             continue
         if kind != "tool_result":
-            _refuse_block(kind, at, "text or tool_result")
+            _refuse_block(kind, at, "text, image or tool_result")
         if texts:
             conversation.say("user", "".join(texts))
             texts.clear()
-        _read_result(conversation, block, at)
+        _read_result(conversation, shown_as, block, at)
     if texts or not blocks:
         conversation.say("user", "".join(texts))
 
 
-def _read_result(conversation: Conversation, block: Mapping[str, JsonValue], location: str) -> None:
+def _read_result(conversation: Conversation, shown_as: _Texts, block: Mapping[str, JsonValue], location: str) -> None:
     fields = Fields(block, RESULT_FIELDS, location)
     check_cache_control(fields)
     _check_toolset(fields)
-    content = _text(fields.value("content"), f"{location}.content") if fields.has("content") else ""
+    content = ""
+    if fields.has("content"):
+        content = shown_as.join(fields.value("content"), f"{location}.content", _RESULT_BLOCKS)
     if fields.boolean("is_error") and not content.lower().startswith("error"):
         content = f"Error: {content}" if content else "Error"
     conversation.answer_call(fields.required_text("tool_use_id"), content, location)
@@ -178,21 +237,6 @@ def _check_toolset(fields: Fields) -> None:
         fields.refuse("toolset_name", "there are no toolsets here; leave it out")
 
 
-def _text(value: JsonValue, location: str) -> str:
-    """Return a string as it is, or the joined texts of a list of text blocks."""
-    if isinstance(value, str):
-        return value
-    texts = []
-    if not isinstance(value, Sequence):
-        refuse_value(location, "text or a list of text blocks", value)
-    for index, item in enumerate(value):
-        block, at = read_object(item, f"{location}[{index}]"), f"{location}[{index}]"
-        if block.get("type") != "text":
-            _refuse_block(block.get("type"), at, "text")
-        texts.append(_text_block(block, at))
-    return "".join(texts)
-
-
 def _text_block(block: Mapping[str, JsonValue], location: str) -> str:
     fields = Fields(block, TEXT_FIELDS, location)
     check_cache_control(fields)
@@ -229,49 +273,62 @@ MAX_STOPS = 256
 """Limits the cost of searching the sampled text for every stop sequence."""
 TOOL_FIELDS = frozenset({"name", "description", "input_schema", "type", "cache_control", "allowed_callers", "strict"})
 TOOL_FIELDS |= {"defer_loading", "eager_input_streaming", "input_examples"}
+VENDOR_TOOL = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_(regex|bm25)|advisor)(_[0-9]{8})?")
+"""Types of tools that the vendor's servers run."""
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+DEFAULT_EFFORT = "high"
 
 
-def read_ask(body: Mapping[str, JsonValue]) -> Ask:
+def read_ask(body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
     """Read a POST /v1/messages request."""
-    fields = Fields(body, FIELDS)
+    fields, reading = Fields(body, FIELDS), Reading(options)
     max_tokens = fields.integer("max_tokens", 1, MAX_INT32)
     if max_tokens is None:
         refuse_value("max_tokens", f"an integer from 1 to {MAX_INT32}", None)
-    conversation = read_conversation(fields)
+    tools = _read_tools(fields, reading)
+    conversation = read_conversation(fields, tools, reading)
     if conversation.ends_with_turn():
         fields.refuse("messages", "the last is the assistant's; to begin its answer for it (prefill) is not supported")
-    _check_allowed(fields)
+    _check_allowed(fields, reading)
+    display, tool_choice = _display(fields, reading), _tool_choice(fields, tools, reading)
     return Ask(
         messages=conversation.messages(),
-        tools=read_tools(fields, _tool),
+        tools=tools.shown,
+        deferred_tools=tools.deferred,
         max_tokens=max_tokens,
         sampling=_sampling(fields),
+        requested_sampling=frozenset(name for name in ("temperature", "top_p", "top_k") if fields.has(name)),
         stop_texts=_stop_texts(fields),
         is_streamed=bool(fields.boolean("stream")),
-        tool_choice=_tool_choice(fields),
+        tool_choice=tool_choice,
         model=fields.required_text("model"),
-        echo={DISPLAY: _display(fields)},
+        echo={DISPLAY: display},
+        notices=reading.notices,
     )
 
 
-def read_count(body: Mapping[str, JsonValue]) -> Ask:
+def read_count(body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
     """Read a POST /v1/messages/count_tokens request: the prompt without sampling parameters."""
-    fields = Fields(body, COUNT_FIELDS)
-    conversation = read_conversation(fields)
-    _check_allowed(fields)
-    _display(fields)
+    fields, reading = Fields(body, COUNT_FIELDS), Reading(options)
+    tools = _read_tools(fields, reading)
+    conversation = read_conversation(fields, tools, reading)
+    _check_allowed(fields, reading)
+    _display(fields, reading)
+    tool_choice = _tool_choice(fields, tools, reading)
     return Ask(
         messages=conversation.messages(),
-        tools=read_tools(fields, _tool),
-        tool_choice=_tool_choice(fields),
+        tools=tools.shown,
+        deferred_tools=tools.deferred,
+        tool_choice=tool_choice,
         model=fields.required_text("model"),
+        notices=reading.notices,
     )
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def _check_allowed(fields: Fields) -> None:
+def _check_allowed(fields: Fields, reading: Reading) -> None:
     for name, reason in REFUSED.items():
         if fields.has(name):
             fields.refuse(name, reason)
@@ -284,10 +341,15 @@ def _check_allowed(fields: Fields) -> None:
         fields.refuse("speed", "'fast' cannot be had: there is one speed; leave it out")
     output = fields.object("output_config", {"effort", "format"})
     if output is not None:
-        if output.has("format"):
-            output.refuse("format", "the answer's form cannot be enforced; leave it out and ask for it in a message")
-        if output.choice("effort", ("low", "medium", "high", "xhigh", "max")) not in (None, "high"):
-            output.refuse("effort", "cannot be set: the model decides; leave it out or say 'high', the default")
+        format = output.object("format", {"type", "schema"})
+        if format is not None:
+            if format.choice("type", ("json_schema",)) is None:
+                refuse_value("output_config.format.type", "'json_schema'", None)
+            schema = read_object(format.value("schema"), "output_config.format.schema")
+            reading.answer_format = answer_format(schema)
+            reading.note(Notice.OUTPUT_FORMAT)
+        if output.choice("effort", EFFORTS) not in (None, DEFAULT_EFFORT):
+            reading.note(Notice.OUTPUT_EFFORT)
     _check_context_management(fields)
 
 
@@ -323,7 +385,7 @@ def _stop_texts(fields: Fields) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _display(fields: Fields) -> str:
+def _display(fields: Fields, reading: Reading) -> str:
     thinking = fields.object("thinking", {"type", "budget_tokens", "display"})
     if thinking is None:
         return "summarized"
@@ -331,48 +393,72 @@ def _display(fields: Fields) -> str:
     if kind is None:
         refuse_value("thinking.type", "'enabled' or 'adaptive'", None)
     if kind in ("disabled", "between_tools"):
-        thinking.refuse("type", f"{kind!r} cannot be had: the model decides when it thinks; leave `thinking` out")
+        reading.note(Notice.THINKING)
     budget = thinking.integer("budget_tokens", MIN_BUDGET, MAX_INT32)
     if (budget is None) == (kind == "enabled"):
         refuse_value("thinking.budget_tokens", "an integer with 'enabled' and none with 'adaptive'", budget)
     return thinking.choice("display", ("summarized", "omitted")) or "summarized"
 
 
-def _tool_choice(fields: Fields) -> Literal["auto", "none"]:
+def _tool_choice(fields: Fields, tools: "_Tools", reading: Reading) -> Literal["auto", "none"]:
     choice = fields.object("tool_choice", {"type", "name", "disable_parallel_tool_use"})
     if choice is None:
         return "auto"
     kind = choice.choice("type", ("auto", "none", "any", "tool"))
     if kind is None:
         refuse_value("tool_choice.type", "'auto' or 'none'", None)
+    name = choice.required_text("name") if kind == "tool" else choice.text("name")
+    if name is not None and kind != "tool":
+        choice.refuse("name", "only the choice 'tool' has a name; leave it out")
+    if name is not None and not any(name == tool.name for tool in (*tools.shown, *tools.deferred)):
+        choice.refuse("name", f"no tool {shown(name)} is offered")
     if kind in ("any", "tool"):
-        choice.refuse("type", f"{kind!r} cannot be had: a sampled model cannot be forced to call; say 'auto' or 'none'")
-    if choice.has("name"):
-        choice.refuse("name", "a sampled model cannot be forced to call a tool; leave it out")
+        reading.note(Notice.TOOL_CHOICE)
     if choice.boolean("disable_parallel_tool_use"):
-        choice.refuse("disable_parallel_tool_use", "the model decides how many tools it calls; leave it out")
+        reading.note(Notice.DISABLE_PARALLEL_TOOL_USE)
     return "none" if kind == "none" else "auto"
 
 
-def _tool(value: JsonValue, location: str) -> Tool:
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    shown: tuple[Tool, ...]
+    """Tools that the prompt describes."""
+    deferred: tuple[Tool, ...]
+    """Tools with `defer_loading`."""
+
+
+def _read_tools(fields: Fields, reading: Reading) -> _Tools:
+    deferred: set[str] = set()
+    tools = read_tools(fields, lambda value, location: _tool(value, location, deferred, reading))
+    return _Tools(
+        tuple(tool for tool in tools if tool.name not in deferred),
+        tuple(tool for tool in tools if tool.name in deferred),
+    )
+
+
+def _tool(value: JsonValue, location: str, deferred: set[str], reading: Reading) -> Sequence[Tool]:
+    """Return one tool, or none if the vendor runs it; adds the name of a deferred one."""
     kind = read_object(value, location).get("type")
+    if isinstance(kind, str) and VENDOR_TOOL.fullmatch(kind):
+        reading.note(Notice.VENDOR_TOOL)
+        return []
     if kind not in (None, "custom"):
         raise AskError(
-            f"{location}.type: expected 'custom', received {shown(kind)}; the gateway runs no tools", location
+            f"{location}.type: expected 'custom', received {shown(kind)}; describe the tool by a schema", location
         )
     fields = Fields(value, TOOL_FIELDS, location)
     check_cache_control(fields)
     fields.boolean("eager_input_streaming")
     if fields.boolean("strict"):
-        fields.refuse("strict", "arguments cannot be forced into a schema; leave it out")
+        reading.note(Notice.STRICT_TOOL)
     if fields.boolean("defer_loading"):
-        fields.refuse("defer_loading", "there is no search for tools; leave it out")
+        deferred.add(fields.required_text("name"))
     if fields.items("input_examples"):
         fields.refuse("input_examples", "the model is shown no examples of input; put them into the description")
     if fields.has("allowed_callers") and list(fields.items("allowed_callers")) != ["direct"]:
         fields.refuse("allowed_callers", "only the model calls tools here; leave it out or say ['direct']")
     schema = read_object(fields.value("input_schema"), f"{location}.input_schema")
-    return make_tool(fields, schema, location)
+    return [make_tool(fields, schema, location)]
 
 
 _STOP_REASONS: Mapping[Ending, str] = {
@@ -527,12 +613,12 @@ class AnthropicMessages:
     path = "/v1/messages"
     count_path = "/v1/messages/count_tokens"
 
-    def read(self, body: Mapping[str, JsonValue]) -> Ask:
-        return read_ask(body)
+    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
+        return read_ask(body, options)
 
-    def read_count(self, body: Mapping[str, JsonValue]) -> Ask:
+    def read_count(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
         """Read a request to count tokens. Raises `AskError`."""
-        return read_count(body)
+        return read_count(body, options)
 
     def count(self, num_prompt: int) -> dict[str, JsonValue]:
         """Return the response body; `num_prompt` includes the generation prompt."""
@@ -571,7 +657,7 @@ def _blocks(completion: Completion, id: str, is_omitted: bool) -> list[JsonValue
         sign = signature(completion.thinking, id, is_omitted)
         blocks.append({"type": "thinking", "thinking": shown, "signature": sign})
     if completion.content:
-        blocks.append({"type": "text", "text": completion.content, "citations": None})
+        blocks.append({"type": "text", "text": completion.content})
     blocks.extend(tool_use_body(call, call.arguments) for call in completion.tool_calls)
     return blocks
 

@@ -1,18 +1,19 @@
-"""OpenAI's Chat Completions: `POST /v1/chat/completions`; and what OpenAI's other dialects share with it.
+"""OpenAI's Chat Completions: `POST /v1/chat/completions`; and what OpenAI's other responses share with it.
 
 Every field that the SDK can send is handled. Fields in `READ` are honoured or repeated in the response. Fields in
-`ALLOWED` cannot change the response, or are accepted only with a no-op value. Fields in `REFUSED` cannot be honoured
-and get status 400. So do forced tool calls, JSON mode, and logprobs of tokens that were not sampled: the policy is
-sampled as it is, and nothing is promised beyond that. Besides OpenAI's own fields it reads `top_k`, `min_p` and
+`ALLOWED` cannot change the response, or are accepted only with a no-op value. Fields in `NOTED` are not applied, and a
+notice says so: the policy is sampled as it is. The same holds for forced tool calls, for the limit to one call, and for
+a response format, which is also written into the prompt. Fields in `REFUSED` cannot be honoured and get status 400; so
+do logprobs of tokens that were not sampled. Besides OpenAI's own fields it reads `top_k`, `min_p` and
 `repetition_penalty`, under the names that open source servers use: they are sampling parameters and can be honoured.
 
-    system, developer   content; consecutive ones are merged
-    user                content
-    assistant           content, reasoning_content (thinking; `reasoning` is an alias), tool_calls
+    system, developer   content; the first ones are merged, later ones become user turns
+    user                content; a participant's `name` is written before it
+    assistant           content, reasoning_content (thinking; `reasoning` is an alias), tool_calls; no `name`
     tool                content, tool_call_id; `name` is redundant
 
-Content is text or a list of text parts, which are joined. Images, audio, files, refusals, custom tools and the calls of
-`functions` are refused: no chat format shows them to the model. A participant's `name` is refused for the same reason.
+Content is text or a list of text parts, which are joined; an image becomes a placeholder text. Audio, files, refusals,
+custom tools and the calls of `functions` are refused: no chat format shows them to the model.
 Allowed because they cannot change the response: cache hints (`prompt_cache_breakpoint`, `cache_control`), and what SDKs
 attach to an assistant message and send back (`annotations`, `provider_specific_fields`, a call's `index`,
 `parsed_arguments`). A function's `strict` is allowed too, though sampling is not constrained by a grammar: arguments
@@ -25,9 +26,25 @@ thinking, content, tool calls and the end marker.
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
 
-from m2forge.gateway.dialects.conversation import join_systems
+from m2forge.gateway.dialects.conversation import place_instructions
+from m2forge.gateway.dialects.notice import READ_DEFAULTS, Notice, Reading, ReadOptions
+from m2forge.gateway.dialects.openai.setting import (
+    DEFAULT_VERBOSITY,
+    EFFORTS,
+    SAMPLING_FIELDS,
+    SCHEMA_FIELDS,
+    VERBOSITIES,
+    read_format,
+    read_num_samples,
+    read_sampling,
+    read_seed,
+    read_stop,
+    read_stream,
+    read_tool_choice,
+    refuse_bias,
+    requested_sampling,
+)
 from m2forge.gateway.dialects.types import (
     Answer,
     Ask,
@@ -43,18 +60,13 @@ from m2forge.gateway.dialects.types import (
     read_text,
     read_tools,
     refuse_value,
-    shown,
 )
-from m2forge.records import MAX_INT32, JsonValue, Sampling
+from m2forge.records import MAX_INT32, JsonValue
 from m2forge.text.message import Message, Role, Tool, ToolCall, parse_json
 from m2forge.text.parser import CallFinished, Completion, ContentDelta, Event, ThinkingDelta
 
 MODELS_PATH = "/v1/models"
 OWNER = "m2forge"
-SAMPLING_FIELDS = frozenset(
-    {"temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty"}
-)
-MAX_STOPS, MAX_SEED = 4, 2**63 - 1
 LOWEST_LOGPROB = -9999.0
 """Replaces a logprob that JSON cannot represent."""
 DONE = b"data: [DONE]\n\n"
@@ -109,28 +121,31 @@ ALLOWED = frozenset(
         "prompt_cache_options",
         "store",
         "modalities",
-        "response_format",
         "logit_bias",
-        "parallel_tool_calls",
     }
 )
+NOTED: Mapping[str, Notice] = {
+    "parallel_tool_calls": Notice.PARALLEL_TOOL_CALLS,
+    "reasoning_effort": Notice.REASONING_EFFORT,
+    "response_format": Notice.RESPONSE_FORMAT,
+    "verbosity": Notice.VERBOSITY,
+    "web_search_options": Notice.WEB_SEARCH,
+}
 REFUSED: Mapping[str, str] = {
     "audio": "audio is not supported; the model writes text",
     "function_call": "replaced by tool_choice",
     "functions": "replaced by tools",
     "moderation": "there is no moderation here; leave it out",
     "prediction": "predicted outputs are not supported; leave it out",
-    "reasoning_effort": "how long the model thinks cannot be set; leave it out, or limit max_completion_tokens",
-    "verbosity": "how much the model writes cannot be set; leave it out, or say so in a message",
-    "web_search_options": "there is no web search here; offer a tool that does it",
 }
-FIELDS = READ | ALLOWED | REFUSED.keys()
+FIELDS = READ | ALLOWED | NOTED.keys() | REFUSED.keys()
 
 SYSTEM_FIELDS = frozenset({"role", "content", "name"})
 ASSISTANT_FIELDS = SYSTEM_FIELDS | {"reasoning_content", "reasoning", "tool_calls", "refusal", "audio", "function_call"}
 ASSISTANT_FIELDS |= {"annotations", "provider_specific_fields", "parsed", "thinking_blocks", "images"}
 RESULT_FIELDS = SYSTEM_FIELDS | {"tool_call_id"}
 PART_FIELDS = frozenset({"type", "text", "prompt_cache_breakpoint", "cache_control"})
+IMAGE_FIELDS = frozenset({"type", "image_url", "prompt_cache_breakpoint", "cache_control"})
 CALL_FIELDS = frozenset({"id", "type", "function", "index"})
 CALL_FUNCTION_FIELDS = frozenset({"name", "arguments", "parsed_arguments"})
 TOOL_FIELDS = frozenset({"type", "function"})
@@ -138,9 +153,7 @@ FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 
 _PLAIN_ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles whose messages may have no field besides content."""
-_NAME = "the model is shown no names of participants; write it into the content"
 _ASSISTANT_REFUSED = {
-    "name": _NAME,
     "refusal": "the model knows no refusals beside its content; send the text as content",
     "audio": "audio is not supported; send text",
     "function_call": "replaced by tool_calls",
@@ -153,27 +166,31 @@ _ASSISTANT_REFUSED = {
 class OpenAIChat:
     path = "/v1/chat/completions"
 
-    def read(self, body: Mapping[str, JsonValue]) -> Ask:
-        fields = Fields(body, FIELDS)
+    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
+        fields, reading = Fields(body, FIELDS), Reading(options)
         for name, reason in REFUSED.items():
             if fields.has(name):
                 fields.refuse(name, reason)
         tools = read_tools(fields, read_tool)
-        _check_allowed(fields, has_tools=bool(tools))
+        _check_allowed(fields)
+        _note_unapplied(fields, reading, has_tools=bool(tools))
         is_streamed, echo = read_stream(fields)
+        tool_choice = read_tool_choice(fields, tools, reading)
         return Ask(
-            messages=read_messages(fields),
+            messages=read_messages(fields, reading),
             tools=tools,
             max_tokens=_max_tokens(fields),
             sampling=read_sampling(fields),
+            requested_sampling=requested_sampling(fields),
             stop_texts=read_stop(fields),
             seed=read_seed(fields),
             num_samples=read_num_samples(fields),
             is_streamed=is_streamed,
-            tool_choice=read_tool_choice(fields),
+            tool_choice=tool_choice,
             num_top_logprobs=_num_top_logprobs(fields),
             model=fields.required_text("model"),
             echo=echo | _repeated(fields),
+            notices=reading.notices,
         )
 
     def answer(
@@ -238,7 +255,7 @@ def _num_top_logprobs(fields: Fields) -> int | None:
     return 0
 
 
-def _check_allowed(fields: Fields, *, has_tools: bool) -> None:
+def _check_allowed(fields: Fields) -> None:
     """Check that the fields in `ALLOWED`, if present, ask for nothing that the gateway does not do."""
     for name in ("user", "safety_identifier", "prompt_cache_key"):
         fields.text(name)
@@ -251,18 +268,29 @@ def _check_allowed(fields: Fields, *, has_tools: bool) -> None:
     if fields.value("modalities") not in (None, ["text"]):
         fields.refuse("modalities", "expected ['text']; the model writes nothing else")
     refuse_bias(fields)
+
+
+def _note_unapplied(fields: Fields, reading: Reading, *, has_tools: bool) -> None:
+    """Note the fields in `NOTED` that ask for something, and read the response format."""
     if fields.boolean("parallel_tool_calls") is False and has_tools:
-        fields.refuse("parallel_tool_calls", "a sampled policy cannot be limited to one call; leave it out")
-    _check_format(fields)
-
-
-def _check_format(fields: Fields) -> None:
+        reading.note(Notice.PARALLEL_TOOL_CALLS)
+    if fields.choice("reasoning_effort", EFFORTS) is not None:
+        reading.note(Notice.REASONING_EFFORT)
+    if fields.choice("verbosity", VERBOSITIES) not in (None, DEFAULT_VERBOSITY):
+        reading.note(Notice.VERBOSITY)
+    if fields.has("web_search_options"):
+        read_object(fields.value("web_search_options"), "web_search_options")
+        reading.note(Notice.WEB_SEARCH)
     format = fields.object("response_format", frozenset({"type", "json_schema"}))
-    if format is not None and (format.value("type") != "text" or format.has("json_schema")):
-        fields.refuse(
-            "response_format",
-            "expected {'type': 'text'}; sampling is not constrained by a grammar, so request JSON in a message",
-        )
+    if format is None:
+        return
+    schema = format.object("json_schema", SCHEMA_FIELDS)
+    kind = format.choice("type", ("text", "json_object", "json_schema"))
+    if kind is None or (kind == "json_schema") != (schema is not None):
+        fields.refuse("response_format", "expected type text, json_object, or json_schema with the schema beside it")
+    if kind != "text":
+        reading.answer_format = read_format(schema)
+        reading.note(Notice.RESPONSE_FORMAT)
 
 
 def _repeated(fields: Fields) -> dict[str, JsonValue]:
@@ -274,128 +302,65 @@ def _repeated(fields: Fields) -> dict[str, JsonValue]:
     return repeated
 
 
-def read_sampling(fields: Fields) -> Sampling:
-    numbers = {
-        "temperature": fields.number("temperature", 0, 2),
-        "top_p": fields.number("top_p", 0, 1),
-        "min_p": fields.number("min_p", 0, 1),
-        "presence_penalty": fields.number("presence_penalty", -2, 2),
-        "frequency_penalty": fields.number("frequency_penalty", -2, 2),
-        "repetition_penalty": fields.number("repetition_penalty", 0, 10),
-    }
-    numbers_set = {name: value for name, value in numbers.items() if value is not None}
-    for name in ("top_p", "repetition_penalty"):
-        if numbers_set.get(name) == 0:
-            fields.refuse(name, "expected a number above 0, received 0; set temperature to 0 for the likeliest tokens")
-    # Open source servers use -1 for no limit, which is 0 here.
-    top_k = max(fields.integer("top_k", -1, MAX_INT32) or 0, 0)
-    return Sampling(**numbers_set, top_k=top_k)
-
-
-def read_stop(fields: Fields) -> tuple[str, ...]:
-    value = fields.value("stop")
-    values = (value,) if isinstance(value, str) else fields.items("stop")
-    if len(values) > MAX_STOPS:
-        fields.refuse("stop", f"expected at most {MAX_STOPS} texts, received {len(values)}")
-    texts = tuple(read_text(value, f"stop[{index}]") for index, value in enumerate(values))
-    if "" in texts:
-        fields.refuse("stop", "expected text, received an empty one, which would end every completion at once")
-    return texts
-
-
-def read_seed(fields: Fields) -> int | None:
-    return fields.integer("seed", -MAX_SEED - 1, MAX_SEED)
-
-
-def read_num_samples(fields: Fields) -> int:
-    """The gateway checks the upper limit."""
-    return fields.integer("n", 1, MAX_INT32) or 1
-
-
-def read_stream(fields: Fields) -> tuple[bool, dict[str, JsonValue]]:
-    """Return whether the response is streamed, and the options that shape its chunks."""
-    is_streamed = bool(fields.boolean("stream"))
-    options = fields.object("stream_options", frozenset({"include_usage", "include_obfuscation"}))
-    if options is None:
-        return is_streamed, {}
-    if not is_streamed:
-        fields.refuse("stream_options", "only a streamed answer has options of its stream; set stream to true")
-    if options.boolean("include_obfuscation"):
-        options.refuse("include_obfuscation", "chunks are not padded; leave it out or send false")
-    return is_streamed, {"include_usage": True} if options.boolean("include_usage") else {}
-
-
-def read_tool_choice(fields: Fields) -> Literal["auto", "none"]:
-    choice = fields.value("tool_choice")
-    if choice not in (None, "auto", "none"):
-        kind = choice.get("type") if isinstance(choice, Mapping) else choice
-        reason = "a sampled model cannot be forced to call a tool, nor prevented from calling one that is offered"
-        fields.refuse("tool_choice", f"expected 'auto' or 'none', received {shown(kind)}; {reason}")
-    return "none" if choice == "none" else "auto"
-
-
-def refuse_bias(fields: Fields) -> None:
-    """Refuse logit biases; an empty object is allowed."""
-    if fields.value("logit_bias") not in (None, {}):
-        fields.refuse("logit_bias", "tokens cannot be biased: they would not be samples of the policy; leave it out")
-
-
 # -- the request's messages and tools ---------------------------------------------------------------------------------
 
 
-def read_messages(fields: Fields) -> tuple[Message, ...]:
+def read_messages(fields: Fields, reading: Reading) -> tuple[Message, ...]:
     location = fields.path("messages")
     values = read_list(fields.value("messages"), location)
     if not values:
         raise AskError(f"{location}: expected at least one message, received none", location)
-    messages, num_systems = [], 0
+    messages, later_systems = [], 0
     for index, value in enumerate(values):
         # Fast path for most messages of a long history.
         if type(value) is dict and len(value) == 2 and type(content := value.get("content")) is str:
             role = value.get("role")
             if type(role) is str and (plain := _PLAIN_ROLES.get(role)) is not None:
-                if plain == "system":
-                    num_systems += 1
+                if index and plain == "system":
+                    later_systems += 1
                 messages.append(Message(plain, content))
                 continue
-        message = _message(value, f"{location}[{index}]")
-        num_systems += message.role == "system"
+        message = _message(value, f"{location}[{index}]", reading)
+        later_systems += bool(index) and message.role == "system"
         messages.append(message)
     ordered = order_results(messages, location)
-    return ordered if num_systems < 2 else tuple(join_systems(ordered))
+    return place_instructions(ordered, reading) if later_systems or reading.answer_format else ordered
 
 
-def _message(value: JsonValue, location: str) -> Message:
+def _message(value: JsonValue, location: str, reading: Reading) -> Message:
     role = read_object(value, location).get("role")
     read = _READERS.get(role) if isinstance(role, str) else None
     if read is None:
         refuse_value(f"{location}.role", "one of system, developer, user, assistant, tool", role)
-    return read(value, location)
+    return read(value, location, reading)
 
 
-def _system(value: JsonValue, location: str) -> Message:
-    return Message("system", _text_content(value, location))
+def _system(value: JsonValue, location: str, reading: Reading) -> Message:
+    return Message("system", _named_content(value, location, reading))
 
 
-def _user(value: JsonValue, location: str) -> Message:
-    return Message("user", _text_content(value, location))
+def _user(value: JsonValue, location: str, reading: Reading) -> Message:
+    return Message("user", _named_content(value, location, reading))
 
 
-def _text_content(value: JsonValue, location: str) -> str:
+def _named_content(value: JsonValue, location: str, reading: Reading) -> str:
+    """Return the content after the participant's name, if there is one."""
     fields = Fields(value, SYSTEM_FIELDS, location)
-    if fields.has("name"):
-        fields.refuse("name", _NAME)
-    return _content(fields)
+    name, content = fields.text("name"), _content(fields, reading)
+    return f"{name}: {content}" if name else content
 
 
-def _assistant(value: JsonValue, location: str) -> Message:
+def _assistant(value: JsonValue, location: str, reading: Reading) -> Message:
     fields = Fields(value, ASSISTANT_FIELDS, location)
     for name in fields.data.keys() & _ASSISTANT_REFUSED.keys():
         if fields.has(name):
             fields.refuse(name, _ASSISTANT_REFUSED[name])
     values = fields.items("tool_calls")
     calls = tuple([_call(call, f"{location}.tool_calls[{index}]") for index, call in enumerate(values)])
-    content = _content(fields) if fields.has("content") else ""
+    if fields.text("name"):
+        # Written into the content, it would no longer be what was sampled.
+        reading.note(Notice.ASSISTANT_NAME)
+    content = _content(fields, reading) if fields.has("content") else ""
     return Message("assistant", content, _thinking(fields), calls)
 
 
@@ -406,13 +371,13 @@ def _thinking(fields: Fields) -> str:
     return thinking or other or ""
 
 
-def _result(value: JsonValue, location: str) -> Message:
+def _result(value: JsonValue, location: str, reading: Reading) -> Message:
     fields = Fields(value, RESULT_FIELDS, location)
     fields.text("name")
-    return Message("tool", _content(fields), tool_call_id=fields.required_text("tool_call_id"))
+    return Message("tool", _content(fields, reading), tool_call_id=fields.required_text("tool_call_id"))
 
 
-_READERS: dict[str, Callable[[JsonValue, str], Message]] = {
+_READERS: dict[str, Callable[[JsonValue, str, Reading], Message]] = {
     "system": _system,
     "developer": _system,
     "user": _user,
@@ -421,17 +386,23 @@ _READERS: dict[str, Callable[[JsonValue, str], Message]] = {
 }
 
 
-def _content(fields: Fields) -> str:
+def _content(fields: Fields, reading: Reading) -> str:
     value = fields.value("content")
     if isinstance(value, str):
         return value
     location = fields.path("content")
     if not isinstance(value, Sequence):
         refuse_value(location, "text or a list of text parts", value)
-    return "".join(_part(part, f"{location}[{index}]") for index, part in enumerate(value))
+    return "".join(_part(part, f"{location}[{index}]", reading) for index, part in enumerate(value))
 
 
-def _part(value: JsonValue, location: str) -> str:
+def _part(value: JsonValue, location: str, reading: Reading) -> str:
+    if read_object(value, location).get("type") == "image_url":
+        image = Fields(value, IMAGE_FIELDS, location).object("image_url", {"url", "detail"})
+        if image is None:
+            refuse_value(f"{location}.image_url", "an object", None)
+        image.required_text("url")
+        return reading.image()
     fields = _of_kind("text", value, PART_FIELDS, location)
     return read_text(fields.value("text"), fields.path("text"))
 
@@ -451,14 +422,14 @@ def _call(value: JsonValue, location: str) -> ToolCall:
     return ToolCall(function.required_text("name"), arguments, fields.required_text("id"))
 
 
-def read_tool(value: JsonValue, location: str) -> Tool:
+def read_tool(value: JsonValue, location: str) -> Sequence[Tool]:
     fields = _of_kind("function", value, TOOL_FIELDS, location)
     function = Fields(fields.value("function"), FUNCTION_FIELDS, fields.path("function"))
     function.boolean("strict")
     parameters = function.value("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         refuse_value(function.path("parameters"), "a JSON schema", parameters)
-    return make_tool(function, parameters or {}, location)
+    return [make_tool(function, parameters or {}, location)]
 
 
 def _of_kind(kind: str, value: JsonValue, known: frozenset[str], location: str) -> Fields:

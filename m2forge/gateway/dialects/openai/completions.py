@@ -11,21 +11,25 @@ including a stop token that is not part of the text.
 import codecs
 from collections.abc import Mapping, Sequence
 
+from m2forge.gateway.dialects.notice import READ_DEFAULTS, ReadOptions
 from m2forge.gateway.dialects.openai.chat import (
     DONE,
     FINISH_REASONS,
-    SAMPLING_FIELDS,
     TOO_LONG,
     error_body,
     finite_logprob,
     quote,
+    usage_body,
+)
+from m2forge.gateway.dialects.openai.setting import (
+    SAMPLING_FIELDS,
     read_num_samples,
     read_sampling,
     read_seed,
     read_stop,
     read_stream,
     refuse_bias,
-    usage_body,
+    requested_sampling,
 )
 from m2forge.gateway.dialects.types import (
     Answer,
@@ -50,7 +54,7 @@ DEFAULT_MAX_TOKENS = 16
 class OpenAICompletions:
     path = "/v1/completions"
 
-    def read(self, body: Mapping[str, JsonValue]) -> Ask:
+    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
         fields = Fields(body, FIELDS)
         num_samples = read_num_samples(fields)
         _check_allowed(fields, num_samples)
@@ -60,6 +64,7 @@ class OpenAICompletions:
             prompt=_prompt(fields),
             max_tokens=fields.integer("max_tokens", 1, MAX_INT32) or DEFAULT_MAX_TOKENS,
             sampling=read_sampling(fields),
+            requested_sampling=requested_sampling(fields),
             stop_texts=read_stop(fields),
             seed=read_seed(fields),
             num_samples=num_samples,

@@ -2,7 +2,7 @@
 
     reasoning       the thinking, as text or as summary; with `encrypted_content` if the client requested it
     message         the text
-    function_call   one per tool call
+    function_call   one per tool call; a custom_tool_call if the tool was offered as one that takes a text
 
 An empty completion becomes a message with empty text, so that a client that sends items back sends an assistant turn.
 As server-sent events:
@@ -13,6 +13,7 @@ As server-sent events:
                         or response.reasoning_summary_part.added, …, as a summary
         message         response.content_part.added, response.output_text.delta…, .done, response.content_part.done
         function_call   response.function_call_arguments.delta, .done: the arguments in one piece, once complete
+                        or response.custom_tool_call_input.delta, .done
     response.completed, response.incomplete                              or error and response.failed, at any time
 
 `sequence_number` counts the events from 0. A tool call is sent when it is complete, so a call that the model did not
@@ -21,10 +22,12 @@ finish is never sent. Text after a call becomes its own message, whose id names 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
+from m2forge.gateway.dialects.notice import READ_DEFAULTS, ReadOptions
 from m2forge.gateway.dialects.opaque_thinking import seal
 from m2forge.gateway.dialects.openai.chat import TOO_LONG, arguments_text, error_body, quote, token_bodies
-from m2forge.gateway.dialects.openai.responses_input import HIDDEN, item_id, read_ask
+from m2forge.gateway.dialects.openai.responses_input import CUSTOM_ARGUMENT, FORMS, HIDDEN, item_id, read_ask
 from m2forge.gateway.dialects.types import Answer, Ask, AskError, Ending, TokenLogprob, Usage
 from m2forge.records import JsonValue
 from m2forge.text.message import ToolCall
@@ -83,10 +86,7 @@ def items_body(ask: Ask, id: str, answer: Answer) -> list[dict[str, JsonValue]]:
         items.append(message_body(item_id("msg", id, len(items)), completion.content, logprobs, "completed"))
     if answer.ending in CUT_OFF and not completion.tool_calls:
         items[-1]["status"] = "incomplete"
-    items.extend(
-        call_body(item_id("fc", id, index), call, arguments_text(call), "completed")
-        for index, call in enumerate(completion.tool_calls, start=len(items))
-    )
+    items.extend(SentCall(ask, id, index, call).body("completed") for index, call in enumerate(completion.tool_calls))
     return items
 
 
@@ -114,15 +114,26 @@ def text_body(text: str, logprobs: Sequence[JsonValue]) -> dict[str, JsonValue]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def call_body(id: str, call: ToolCall, arguments: str, status: str) -> dict[str, JsonValue]:
-    return {
-        "id": id,
-        "type": "function_call",
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": arguments,
-        "status": status,
-    }
+class SentCall:
+    """A tool call in the form in which its tool was offered."""
+
+    def __init__(self, ask: Ask, response_id: str, index: int, call: ToolCall) -> None:
+        """`index`: among the calls of the response."""
+        forms = cast("Mapping[str, tuple[str | None, str, bool]]", ask.echo.get(FORMS) or {})
+        self._namespace, self.name, self.is_custom = forms.get(call.name, (None, call.name, False))
+        self.id, self._call_id = item_id("ctc" if self.is_custom else "fc", response_id, index), call.id
+        text = call.arguments.get(CUSTOM_ARGUMENT)
+        self.text = text if self.is_custom and isinstance(text, str) else arguments_text(call)
+        """The text of a custom tool, or the arguments' JSON."""
+        self.field = "input" if self.is_custom else "arguments"
+        self.event = "response.custom_tool_call_input" if self.is_custom else "response.function_call_arguments"
+
+    def body(self, status: str) -> dict[str, JsonValue]:
+        """Its text is empty until it is completed."""
+        kind = "custom_tool_call" if self.is_custom else "function_call"
+        body: dict[str, JsonValue] = {"id": self.id, "type": kind, "call_id": self._call_id, "name": self.name}
+        body |= {self.field: self.text if status == "completed" else "", "status": status}
+        return body | ({"namespace": self._namespace} if self._namespace else {})
 
 
 class SpokenTokens:
@@ -198,6 +209,7 @@ class ResponsesStream:
         self._num_events = 0
         self._output: list[JsonValue] = []
         """Completed items."""
+        self._num_calls = 0
         self._item: _Item | None = None
         self._ending = Ending.STOP
 
@@ -289,17 +301,17 @@ class ResponsesStream:
 
     def _call(self, call: ToolCall) -> bytes:
         closed = self._close("completed")
-        index, arguments = len(self._output), arguments_text(call)
-        id = item_id("fc", self._id, index)
-        location, text = f'"item_id":{quote(id)},"output_index":{index}', quote(arguments)
-        begun, body = call_body(id, call, "", "in_progress"), call_body(id, call, arguments, "completed")
+        index, sent = len(self._output), SentCall(self._ask, self._id, self._num_calls, call)
+        self._num_calls += 1
+        location, text = f'"item_id":{quote(sent.id)},"output_index":{index}', quote(sent.text)
+        name = "" if sent.is_custom else f'"name":{quote(sent.name)},'
+        begun, body = sent.body("in_progress"), sent.body("completed")
         self._output.append(body)
-        name = "response.function_call_arguments"
         return (
             closed
             + self._event("response.output_item.added", f'"output_index":{index},"item":{quote(begun)}')
-            + self._event(f"{name}.delta", f'{location},"delta":{text}')
-            + self._event(f"{name}.done", f'{location},"name":{quote(call.name)},"arguments":{text}')
+            + self._event(f"{sent.event}.delta", f'{location},"delta":{text}')
+            + self._event(f"{sent.event}.done", f'{location},{name}"{sent.field}":{text}')
             + self._event("response.output_item.done", f'"output_index":{index},"item":{quote(body)}')
         )
 
@@ -317,8 +329,8 @@ class ResponsesStream:
 class OpenAIResponses:
     path = "/v1/responses"
 
-    def read(self, body: Mapping[str, JsonValue]) -> Ask:
-        return read_ask(body)
+    def read(self, body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
+        return read_ask(body, options)
 
     def answer(
         self, ask: Ask, id: str, created_s: int, answers: Sequence[Answer], usage: Usage

@@ -1,27 +1,37 @@
 """OpenAI Responses, the request: JSON in, `Ask` out, or `AskError` naming the field.
 
 Fields in `READ` are honoured or repeated in the response. Fields in `ALLOWED` cannot change the response, or are
-accepted only with a no-op value. Fields in `REFUSED` cannot be honoured.
+accepted only with a no-op value. Fields in `REFUSED` cannot be honoured. What is not applied is noted: forced tool
+calls, the limit to one call, reasoning effort, verbosity; and the form of the answer, which is written into the prompt.
 
 Responses are not stored for clients: `store` may be absent or false, and `previous_response_id` is refused, so clients
 send the complete conversation each time, as the agents SDK does by default. A function's `strict` is allowed, because
 it is the vendor's default and SDKs send it on their own; the response's `tools` say false, since nothing is enforced.
 
+Besides functions a request may offer
+
+    namespace       functions that share a namespace; the model is shown them as NAMESPACE.NAME
+    custom          a tool that takes a text; the model is shown a function with one argument, `input`
+    web_search, …   tools that the vendor runs; the model is not shown them, and a notice says so
+
+and the response's calls have the form that the tool was offered in.
+
 Thinking is returned as the text of reasoning items, or as their summary if the client requests one (`auto`,
-`detailed`); the summary is the full thinking. Reasoning effort cannot be set. `reasoning.encrypted_content` is an
-opaque string that contains the thinking (`opaque_thinking.py`), for clients that store nothing else.
+`detailed`); the summary is the full thinking. `reasoning.encrypted_content` is an opaque string that contains the
+thinking (`opaque_thinking.py`), for clients that store nothing else.
 
 Each item of `input` adds its part to a conversation:
 
     message                 from user, system (or developer) or assistant: text, or text parts
     reasoning               the assistant's thinking: its content, else its `encrypted_content`, else the summary
-    function_call           a tool call of the assistant
-    function_call_output    its result
+    function_call           a tool call of the assistant; custom_tool_call is one with a text
+    function_call_output    its result; custom_tool_call_output likewise
+    item_reference          an item of an earlier response of the same episode
 
 The id of an item that the gateway created names its response, so the parts of one response become one turn again even
-with results between its calls. Clients may omit ids. Item references are refused, because responses are not stored; so
-are items of the vendor's server-side tools, images, files and refusals, which no chat format shows to the model.
-Annotations and logprobs are sent back with the text and cannot change the response.
+with results between its calls. Clients may omit ids. Images become a placeholder text. Items of the vendor's
+server-side tools, files and refusals are refused: no chat format shows them to the model. Annotations and logprobs are
+sent back with the text and cannot change the response.
 """
 
 import re
@@ -29,12 +39,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from m2forge.gateway.dialects.conversation import Conversation
+from m2forge.gateway.dialects.notice import READ_DEFAULTS, Notice, Reading, ReadOptions
 from m2forge.gateway.dialects.opaque_thinking import unseal
-from m2forge.gateway.dialects.openai.chat import SAMPLING_FIELDS, read_sampling, read_tool_choice
+from m2forge.gateway.dialects.openai.chat import arguments_text
+from m2forge.gateway.dialects.openai.setting import (
+    DEFAULT_VERBOSITY,
+    EFFORTS,
+    SAMPLING_FIELDS,
+    SCHEMA_FIELDS,
+    VERBOSITIES,
+    read_format,
+    read_sampling,
+    read_tool_choice,
+    requested_sampling,
+)
 from m2forge.gateway.dialects.types import (
     Ask,
     AskError,
     Fields,
+    UnknownItemError,
     make_tool,
     read_list,
     read_object,
@@ -45,6 +68,7 @@ from m2forge.gateway.dialects.types import (
 )
 from m2forge.records import MAX_INT32, JsonValue
 from m2forge.text.message import Message, Tool, ToolCall, parse_json
+from m2forge.text.parser import Completion
 
 MESSAGE_FIELDS = frozenset({"type", "role", "content", "id", "status", "phase"})
 REASONING_FIELDS = frozenset({"type", "id", "summary", "content", "encrypted_content", "status"})
@@ -52,29 +76,93 @@ CALL_FIELDS = frozenset({"type", "id", "call_id", "name", "arguments", "status",
 CALL_FIELDS |= {"async_"}
 """Some clients send `async` back under its Python name, `async_`."""
 RESULT_FIELDS = frozenset({"type", "id", "call_id", "output", "status", "caller", "namespace", "name"})
+CUSTOM_CALL_FIELDS = (CALL_FIELDS - {"arguments"}) | {"input"}
 PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
+IMAGE_FIELDS = frozenset({"type", "image_url", "file_id", "detail", "prompt_cache_breakpoint"})
+CUSTOM_ARGUMENT = "input"
+"""Name of the one argument by which the model calls a custom tool."""
+CODEX_ITEMS = frozenset({"additional_tools", "tool_search_call", "tool_search_output"})
+"""Items that change the tools within a conversation."""
 _STATUSES = ("in_progress", "completed", "incomplete")
-_OUR_ID = re.compile(r"(?:rs|msg|fc)_(.+)_[0-9]+")
+_OUR_ID = re.compile(r"(rs|msg|fc|ctc)_(.+)_([0-9]{1,9})")
 
 
 def item_id(kind: str, response_id: str, index: int) -> str:
-    """Return the id of the item at `index` of a response; `kind` is rs, msg or fc."""
+    """Return the id of an item of a response: `kind` is rs, msg, fc or ctc, `index` counts calls for fc and ctc and all
+    items for the others."""
     return f"{kind}_{response_id}_{index}"
+
+
+def find_items(ids: Sequence[str], find: Callable[[str], Completion | None]) -> dict[str, JsonValue]:
+    """Return the recorded items with these ids, as a client would send them; `find` returns the completion of a
+    response by its id."""
+    items: dict[str, JsonValue] = {}
+    written: set[str] = set()
+    for id in ids:
+        match = _OUR_ID.fullmatch(id)
+        completion = find(match.group(2)) if match else None
+        if match is None or completion is None:
+            continue
+        kind, response_id, index = match.group(1), match.group(2), int(match.group(3))
+        if kind == "rs":
+            content = [{"type": "reasoning_text", "text": completion.thinking}]
+            items[id] = {"type": "reasoning", "id": id, "summary": [], "content": content}
+        elif kind == "msg":
+            # A stream sends text after a call as another message; the first one referred to holds all of it.
+            text = "" if response_id in written else completion.content
+            written.add(response_id)
+            items[id] = {"type": "message", "id": id, "role": "assistant", "content": text}
+        elif index < len(completion.tool_calls):
+            call = completion.tool_calls[index]
+            made: dict[str, JsonValue] = {"type": "function_call", "id": id, "call_id": call.id, "name": call.name}
+            items[id] = made | {"arguments": arguments_text(call)}
+    return items
 
 
 def read_item(conversation: Conversation, value: JsonValue, location: str) -> None:
     item = read_object(value, location)
-    kind = item.get("type") or ("message" if "role" in item else "item_reference")
+    kind = _kind(item)
     read = _READERS.get(kind) if isinstance(kind, str) else None
     if read is not None:
         read(conversation, item, location)
         return
     path = f"{location}.type"
-    if kind == "item_reference":
+    if isinstance(kind, str) and kind in CODEX_ITEMS:
         raise AskError(
-            f"{location}: responses are not stored, so items cannot be referred to; send the item itself", location
+            f"{path}: {shown(kind)} is not supported, which Codex sends for models whose names it knows; give it a "
+            "model name that it does not know, such as 'policy'",
+            path,
         )
     raise AskError(f"{path}: expected one of {', '.join(_READERS)}, received {shown(kind)}", path)
+
+
+def _kind(item: Mapping[str, JsonValue]) -> JsonValue:
+    """Return an item's type, which messages and references may omit."""
+    return item.get("type") or ("message" if "role" in item else "item_reference")
+
+
+def _read_reference(conversation: Conversation, item: Mapping[str, JsonValue], location: str) -> None:
+    """`_check_references` has found the item."""
+    id = Fields(item, {"type", "id"}, location).required_text("id")
+    read_item(conversation, conversation.reading.options.items[id], location)
+
+
+def _check_references(items: Sequence[JsonValue], options: ReadOptions) -> None:
+    """Raises UnknownItemError for references to items that `options` does not hold. An item is referred to once: a
+    request may not multiply what is recorded."""
+    ids: dict[str, int] = {}
+    for index, item in enumerate(items):
+        if isinstance(item, dict) and _kind(item) == "item_reference" and isinstance(id := item.get("id"), str) and id:
+            if id in ids:
+                at = f"input[{index}]"
+                raise AskError(f"{at}: refers to {shown(id)} as input[{ids[id]}] does; send it once", at)
+            ids[id] = index
+    unknown = tuple(id for id in ids if id not in options.items)
+    if unknown:
+        at = f"input[{ids[unknown[0]]}]"
+        raise UnknownItemError(
+            f"{at}: no response of this episode has the item {shown(unknown[0])}; send the item itself", at, unknown
+        )
 
 
 def _read_message(conversation: Conversation, item: Mapping[str, JsonValue], location: str) -> None:
@@ -83,7 +171,8 @@ def _read_message(conversation: Conversation, item: Mapping[str, JsonValue], loc
     fields.choice("status", _STATUSES)
     if fields.has("phase"):
         fields.refuse("phase", "the model is shown no phases; leave it out")
-    content, source = _content(fields.value("content"), f"{location}.content"), _source(fields)
+    content = _content(fields.value("content"), f"{location}.content", conversation.reading)
+    source = _source(fields)
     if role == "assistant":
         conversation.write(content, source, begins=True)
     elif role == "user":
@@ -108,11 +197,7 @@ def _read_reasoning(conversation: Conversation, item: Mapping[str, JsonValue], l
 
 def _read_call(conversation: Conversation, item: Mapping[str, JsonValue], location: str) -> None:
     fields = Fields(item, CALL_FIELDS, location)
-    fields.choice("status", _STATUSES)
     _check_direct(fields)
-    for name in ("async", "async_"):
-        if fields.boolean(name):
-            fields.refuse(name, "tools are not called in the background; leave it out")
     text = read_text(fields.value("arguments"), f"{location}.arguments")
     try:
         arguments = parse_json(text) if text.strip() else {}
@@ -120,17 +205,30 @@ def _read_call(conversation: Conversation, item: Mapping[str, JsonValue], locati
         fields.refuse("arguments", f"not JSON ({error})")
     if not isinstance(arguments, Mapping):
         refuse_value(f"{location}.arguments", "the JSON text of an object", text)
-    call = ToolCall(fields.required_text("name"), arguments, fields.required_text("call_id"))
+    call = ToolCall(_tool_name(fields), arguments, fields.required_text("call_id"))
     conversation.call(call, _source(fields))
+
+
+def _read_custom_call(conversation: Conversation, item: Mapping[str, JsonValue], location: str) -> None:
+    fields = Fields(item, CUSTOM_CALL_FIELDS, location)
+    _check_direct(fields)
+    arguments = {CUSTOM_ARGUMENT: read_text(fields.value("input"), f"{location}.input")}
+    conversation.call(ToolCall(_tool_name(fields), arguments, fields.required_text("call_id")), _source(fields))
+
+
+def _tool_name(fields: Fields) -> str:
+    """Return the name that the model is shown: with the namespace, if the tool has one."""
+    namespace, name = fields.text("namespace"), fields.required_text("name")
+    return f"{namespace}.{name}" if namespace else name
 
 
 def _read_result(conversation: Conversation, item: Mapping[str, JsonValue], location: str) -> None:
     fields = Fields(item, RESULT_FIELDS, location)
-    fields.choice("status", _STATUSES)
     fields.text("id")
     fields.text("name")
     _check_direct(fields)
-    content = _content(fields.value("output"), f"{location}.output")
+    fields.text("namespace")
+    content = _content(fields.value("output"), f"{location}.output", conversation.reading)
     conversation.answer_call(fields.required_text("call_id"), content, location)
 
 
@@ -139,24 +237,30 @@ _READERS: Mapping[str, Callable[[Conversation, Mapping[str, JsonValue], str], No
     "reasoning": _read_reasoning,
     "function_call": _read_call,
     "function_call_output": _read_result,
+    "custom_tool_call": _read_custom_call,
+    "custom_tool_call_output": _read_result,
+    "item_reference": _read_reference,
 }
 
 
 def _source(fields: Fields) -> str:
     """Return the id of the response that an item belongs to; empty if the item's id does not name it."""
     found = _OUR_ID.fullmatch(fields.text("id") or "")
-    return found.group(1) if found else ""
+    return found.group(2) if found else ""
 
 
 def _check_direct(fields: Fields) -> None:
+    """Check a call or a result: the model called the tool, and waited for it."""
+    fields.choice("status", _STATUSES)
+    for name in ("async", "async_"):
+        if name in fields.data and fields.boolean(name):
+            fields.refuse(name, "tools are not called in the background; leave it out")
     caller = fields.object("caller", {"type", "caller_id"})
     if caller is not None and caller.value("type") != "direct":
         caller.refuse("type", "only the model calls tools here; leave it out or say 'direct'")
-    if fields.has("namespace"):
-        fields.refuse("namespace", "tools have no namespaces here; leave it out")
 
 
-def _content(value: JsonValue, location: str) -> str:
+def _content(value: JsonValue, location: str, reading: Reading) -> str:
     """Return a string as it is, or the joined texts of a list of parts."""
     if isinstance(value, str):
         return value
@@ -166,6 +270,10 @@ def _content(value: JsonValue, location: str) -> str:
     for index, part in enumerate(value):
         at = f"{location}[{index}]"
         kind = read_object(part, at).get("type")
+        if kind == "input_image":
+            Fields(part, IMAGE_FIELDS, at)
+            texts.append(reading.image())
+            continue
         if kind not in ("input_text", "output_text"):
             path = f"{at}.type"
             raise AskError(
@@ -196,8 +304,8 @@ READ = SAMPLING_FIELDS | {
 }
 READ |= {"prompt_cache_key", "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "stream"}
 READ |= {"tool_choice", "tools", "top_logprobs", "user"}
-ALLOWED = frozenset({"background", "context_management", "parallel_tool_calls", "prompt_cache_options", "store"})
-ALLOWED |= {"stream_options", "text", "truncation"}
+ALLOWED = frozenset({"background", "client_metadata", "context_management", "parallel_tool_calls"})
+ALLOWED |= {"prompt_cache_options", "store", "stream_options", "text", "truncation"}
 REFUSED: Mapping[str, str] = {
     "access_programs": "there are none here; leave it out",
     "conversation": "conversations are not stored; send the complete conversation as input",
@@ -208,40 +316,50 @@ REFUSED: Mapping[str, str] = {
 }
 FIELDS = READ | ALLOWED | REFUSED.keys()
 
-HIDDEN = frozenset({"is_summarised", "is_sealed"})
-"""Keys of `Ask.echo` that shape reasoning items; all others are fields of the response."""
+FORMS = "forms"
+"""Key of `Ask.echo`: how tools that are no plain functions were offered, by the name that the model is shown: their
+namespace, their name in it, and whether they take a text."""
+HIDDEN = frozenset({"is_summarised", "is_sealed", FORMS})
+"""Keys of `Ask.echo` that shape items; all others are fields of the response."""
 TOOL_FIELDS = frozenset({"type", "name", "description", "parameters", "strict", "allowed_callers", "async"})
 TOOL_FIELDS |= {"defer_loading", "output_schema"}
+CUSTOM_FIELDS = frozenset({"type", "name", "description", "format", "defer_loading", "allowed_callers", "async"})
+VENDOR_TOOLS = frozenset({"code_interpreter", "file_search", "image_generation", "mcp", "tool_search"})
+VENDOR_TOOLS |= {"web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"}
+"""Types of tools that the vendor's servers run."""
 _SEALED, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 
 
-def read_ask(body: Mapping[str, JsonValue]) -> Ask:
-    fields = Fields(body, FIELDS)
+def read_ask(body: Mapping[str, JsonValue], options: ReadOptions = READ_DEFAULTS) -> Ask:
+    fields, reading = Fields(body, FIELDS), Reading(options)
     for name, reason in REFUSED.items():
         if fields.has(name):
             fields.refuse(name, reason)
-    tools = read_tools(fields, _tool)
-    _check_allowed(fields, has_tools=bool(tools))
+    forms: dict[str, JsonValue] = {}
+    tools = read_tools(fields, lambda value, location: _tools(value, location, forms, reading))
+    _check_allowed(fields, reading, has_tools=bool(tools))
     include = _include(fields)
     if fields.integer("top_logprobs", 0, 20):
         fields.refuse("top_logprobs", "only the sampled token's log-probability is known; leave it out or send 0")
+    tool_choice, summary = read_tool_choice(fields, tools, reading), _summary(fields, reading)
     ask = Ask(
-        messages=_messages(fields),
+        messages=_messages(fields, reading),
         tools=tools,
         max_tokens=fields.integer("max_output_tokens", 1, MAX_INT32),
         sampling=read_sampling(fields),
+        requested_sampling=requested_sampling(fields),
         is_streamed=bool(fields.boolean("stream")),
-        tool_choice=read_tool_choice(fields),
+        tool_choice=tool_choice,
         num_top_logprobs=0 if _LOGPROBS in include else None,
         model=fields.required_text("model"),
     )
-    summary = _summary(fields)
-    shape = {"is_summarised": summary is not None, "is_sealed": _SEALED in include}
-    return replace(ask, echo=_repeated(fields, ask, summary) | shape)
+    shape: dict[str, JsonValue] = {"is_summarised": summary is not None, "is_sealed": _SEALED in include, FORMS: forms}
+    return replace(ask, echo=_repeated(fields, ask, summary, forms) | shape, notices=reading.notices)
 
 
-def _repeated(fields: Fields, ask: Ask, summary: str | None) -> dict[str, JsonValue]:
+def _repeated(fields: Fields, ask: Ask, summary: str | None, forms: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Return the request's fields that the response repeats."""
+    grouped = [tool for tool in fields.items("tools") if read_object(tool, "tools").get("type") in _GROUPED]
     return {
         "background": False,
         "instructions": fields.value("instructions"),
@@ -268,7 +386,9 @@ def _repeated(fields: Fields, ask: Ask, summary: str | None) -> dict[str, JsonVa
                 "strict": False,
             }
             for tool in ask.tools
-        ],
+            if tool.name not in forms
+        ]
+        + grouped,
         "top_logprobs": 0,
         "top_p": ask.sampling.top_p,
         "truncation": "disabled",
@@ -279,7 +399,9 @@ def _repeated(fields: Fields, ask: Ask, summary: str | None) -> dict[str, JsonVa
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-def _check_allowed(fields: Fields, *, has_tools: bool) -> None:
+def _check_allowed(fields: Fields, reading: Reading, *, has_tools: bool) -> None:
+    if fields.has("client_metadata"):
+        read_object(fields.value("client_metadata"), "client_metadata")
     if fields.boolean("background"):
         fields.refuse("background", "responses are made while the client waits; leave it out or send false")
     if fields.boolean("store"):
@@ -287,7 +409,7 @@ def _check_allowed(fields: Fields, *, has_tools: bool) -> None:
     if fields.items("context_management"):
         fields.refuse("context_management", "context is never edited here; leave it out")
     if fields.boolean("parallel_tool_calls") is False and has_tools:
-        fields.refuse("parallel_tool_calls", "the model decides how many tools it calls; leave it out or send true")
+        reading.note(Notice.PARALLEL_TOOL_CALLS)
     if fields.choice("truncation", ("auto", "disabled")) == "auto":
         fields.refuse("truncation", "context is never cut here; leave it out or say 'disabled'")
     cache = fields.object("prompt_cache_options", {"comparison_response_id", "mode", "prewarm", "ttl"})
@@ -301,17 +423,24 @@ def _check_allowed(fields: Fields, *, has_tools: bool) -> None:
     options = fields.object("stream_options", {"include_obfuscation"})
     if options is not None and options.boolean("include_obfuscation"):
         options.refuse("include_obfuscation", "events are not padded; leave it out or send false")
-    _check_text(fields)
+    _read_text(fields, reading)
 
 
-def _check_text(fields: Fields) -> None:
+def _read_text(fields: Fields, reading: Reading) -> None:
     text = fields.object("text", {"format", "verbosity"})
     if text is None:
         return
-    if text.choice("verbosity", ("low", "medium", "high")) not in (None, "medium"):
-        text.refuse("verbosity", "how much the model writes cannot be set; leave it out, or say so in a message")
-    if text.has("format") and read_object(text.value("format"), "text.format").get("type") != "text":
-        text.refuse("format", "the answer's form cannot be enforced; leave it out and ask for it in a message")
+    if text.choice("verbosity", VERBOSITIES) not in (None, DEFAULT_VERBOSITY):
+        reading.note(Notice.TEXT_VERBOSITY)
+    format = text.object("format", SCHEMA_FIELDS | {"type"})
+    if format is None:
+        return
+    kind = format.choice("type", ("text", "json_object", "json_schema"))
+    if kind is None:
+        refuse_value("text.format.type", "'text', 'json_object' or 'json_schema'", None)
+    if kind != "text":
+        reading.answer_format = read_format(format if kind == "json_schema" else None)
+        reading.note(Notice.TEXT_FORMAT)
 
 
 def _include(fields: Fields) -> frozenset[str]:
@@ -324,12 +453,12 @@ def _include(fields: Fields) -> frozenset[str]:
     return frozenset(known)
 
 
-def _summary(fields: Fields) -> str | None:
+def _summary(fields: Fields, reading: Reading) -> str | None:
     reasoning = fields.object("reasoning", {"context", "effort", "generate_summary", "mode", "summary"})
     if reasoning is None:
         return None
-    if reasoning.has("effort"):
-        reasoning.refuse("effort", "how long the model thinks cannot be set; leave it out, or limit max_output_tokens")
+    if reasoning.choice("effort", EFFORTS) is not None:
+        reading.note(Notice.RESPONSES_EFFORT)
     if reasoning.choice("mode", ("standard", "pro")) == "pro":
         reasoning.refuse("mode", "'pro' cannot be had; leave it out or say 'standard'")
     if reasoning.choice("context", ("auto", "current_turn", "all_turns")) == "current_turn":
@@ -340,19 +469,75 @@ def _summary(fields: Fields) -> str | None:
     return summaries[0] or summaries[1]
 
 
-def _tool(value: JsonValue, location: str) -> Tool:
+_GROUPED = ("namespace", "custom")
+"""Types of tools that are no plain functions; the response repeats them as they were sent."""
+
+
+def _tools(value: JsonValue, location: str, forms: dict[str, JsonValue], reading: Reading) -> Sequence[Tool]:
+    """Return the functions that the model is shown for one entry of the tools, and add their forms."""
     kind = read_object(value, location).get("type")
-    if kind != "function":
-        path = f"{location}.type"
-        raise AskError(f"{path}: expected 'function', received {shown(kind)}; the gateway runs no tools", path)
-    fields = Fields(value, TOOL_FIELDS, location)
-    fields.boolean("strict")
+    if kind == "function":
+        return [_function(value, location)]
+    if kind == "custom":
+        tool = _custom(value, location)
+        forms[tool.name] = [None, tool.name, True]
+        return [tool]
+    if kind == "namespace":
+        return _namespace(value, location, forms)
+    if isinstance(kind, str) and kind in VENDOR_TOOLS:
+        reading.note(Notice.VENDOR_TOOL)
+        return []
+    path = f"{location}.type"
+    raise AskError(f"{path}: expected function, custom or namespace, received {shown(kind)}", path)
+
+
+def _namespace(value: JsonValue, location: str, forms: dict[str, JsonValue]) -> list[Tool]:
+    """Return the functions of a namespace; its description precedes that of the first one."""
+    fields = Fields(value, {"type", "name", "description", "tools"}, location)
+    namespace, about = fields.required_text("name"), fields.text("description") or ""
+    shown_tools = []
+    for index, inner in enumerate(fields.items("tools")):
+        at = f"{location}.tools[{index}]"
+        is_custom = read_object(inner, at).get("type") == "custom"
+        tool = _custom(inner, at) if is_custom else _function(inner, at)
+        name = f"{namespace}.{tool.name}"
+        forms[name] = [namespace, tool.name, is_custom]
+        description = tool.description if index or not about else f"{about}\n\n{tool.description}"
+        shown_tools.append(replace(tool, name=name, description=description))
+    return shown_tools
+
+
+def _custom(value: JsonValue, location: str) -> Tool:
+    """Return a function that takes the tool's text; a grammar of the text is added to the description."""
+    fields = Fields(value, CUSTOM_FIELDS, location)
+    _check_offer(fields)
+    schema: dict[str, JsonValue] = {"type": "string"}
+    format = fields.object("format", {"type", "syntax", "definition"})
+    if format is not None and format.choice("type", ("text", "grammar")) == "grammar":
+        schema["description"] = f"Follows this {format.text('syntax') or ''} grammar:\n{format.text('definition')}"
+    parameters: dict[str, JsonValue] = {
+        "type": "object",
+        "properties": {CUSTOM_ARGUMENT: schema},
+        "required": [CUSTOM_ARGUMENT],
+    }
+    return make_tool(fields, parameters, location)
+
+
+def _check_offer(fields: Fields) -> None:
     if fields.boolean("async"):
         fields.refuse("async", "tools are not called in the background; leave it out or send false")
     if fields.boolean("defer_loading"):
         fields.refuse("defer_loading", "there is no search for tools; leave it out or send false")
     if fields.has("allowed_callers") and list(fields.items("allowed_callers")) != ["direct"]:
         fields.refuse("allowed_callers", "only the model calls tools here; leave it out or say ['direct']")
+
+
+def _function(value: JsonValue, location: str) -> Tool:
+    if read_object(value, location).get("type") != "function":
+        refuse_value(f"{location}.type", "'function'", read_object(value, location).get("type"))
+    fields = Fields(value, TOOL_FIELDS, location)
+    fields.boolean("strict")
+    _check_offer(fields)
     if fields.has("output_schema"):
         fields.refuse("output_schema", "the model is shown no schema of results; put it into the description")
     schema = read_object(fields.value("parameters"), f"{location}.parameters") if fields.has("parameters") else {}
@@ -362,15 +547,17 @@ def _tool(value: JsonValue, location: str) -> Tool:
 # -- the conversation -------------------------------------------------------------------------------------------------
 
 
-def _messages(fields: Fields) -> tuple[Message, ...]:
-    conversation = Conversation()
+def _messages(fields: Fields, reading: Reading) -> tuple[Message, ...]:
+    conversation = Conversation(reading)
     instructions, value = fields.text("instructions"), fields.value("input")
     if instructions is not None:
         conversation.say("system", instructions)
     if isinstance(value, str):
         conversation.say("user", value)
     else:
-        for index, item in enumerate(read_list(value, "input")):
+        items = read_list(value, "input")
+        _check_references(items, reading.options)
+        for index, item in enumerate(items):
             read_item(conversation, item, f"input[{index}]")
     messages = conversation.messages("input")
     if not messages:
