@@ -3,6 +3,7 @@
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+PYTHON312 ?= $(shell for p in python3.12 python3.13 python3.14; do command -v $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -24,13 +25,15 @@ PY ?= 3.12
 ARCH ?= x86_64
 OFFLINE := build/offline-py$(PY)-$(ARCH)
 OFFLINE_STAMP := $(OFFLINE)/.installed
+AGENTS := build/agents
+AGENTS_STAMP := $(AGENTS)/.installed
 VLLM := build/vllm-venv
 VLLM_STAMP := $(VLLM)/.installed
 PLATFORMS := $(foreach tag,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(tag)_$(ARCH))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-control test test-fast test-long test-vllm check format offline-deps clean
+.PHONY: help setup demo demo-control test test-fast test-long test-agents test-vllm check format offline-deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +57,9 @@ test-long: $(STAMP) $(CHROMIUM) ## run the tests with many more random cases, an
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## test the vLLM backend against a real server (downloads gigabytes, takes minutes)
 	M2FORGE_VLLM=$(VLLM)/bin/python $(TEST_ENV) $(BIN)/python -m pytest -m vllm tests/rollout $(ARGS)
+
+test-agents: $(STAMP) $(AGENTS_STAMP) ## test the gateway with real clients (npm, PyPI; about 2 GB, takes minutes)
+	M2FORGE_AGENTS=$(AGENTS) $(ONE_THREAD) $(BIN)/python -m pytest -m agents tests/gateway/clients $(ARGS)
 
 check: $(STAMP) ## check format, lint, strict types and the contract of the code base
 	$(BIN)/ruff format --check .
@@ -93,6 +99,21 @@ $(STAMP): $(wildcard requirements/*.txt) pyproject.toml | $(BIN)/python
 # A browser for the tests of the run page; without one they are skipped.
 $(CHROMIUM): dev/chromium.sh | $(STAMP)
 	@dev/chromium.sh $(BIN)/python
+	@touch $@
+
+# Real clients of the gateway, each unmodified: CLI agents and the AI SDK from npm, with a Node of their own, and Python
+# libraries. OpenHands needs Python 3.12; where there is none its test is skipped. Nothing here is a dependency.
+$(AGENTS_STAMP): requirements/agents.json requirements/agents.txt requirements/openhands.txt | $(BIN)/python
+	@echo "installing real clients into $(AGENTS)"
+	@mkdir -p $(AGENTS)/node
+	@cp requirements/agents.json $(AGENTS)/node/package.json
+	@npm install --silent --no-audit --no-fund --prefix $(AGENTS)/node
+	@test -x $(AGENTS)/python/bin/python || $(PYTHON) -m venv $(AGENTS)/python
+	@$(AGENTS)/python/bin/python -m pip --disable-pip-version-check -qq install --no-deps -r requirements/agents.txt
+	@if test -n "$(PYTHON312)"; then \
+		$(PYTHON312) -m venv $(AGENTS)/openhands && $(AGENTS)/openhands/bin/python -m pip \
+			--disable-pip-version-check -qq install --no-deps -r requirements/openhands.txt; \
+	else echo "no Python 3.12 or later found: OpenHands is left out; name one with PYTHON312=/path/to/python"; fi
 	@touch $@
 
 # vLLM serves text models without the libraries for images and sound, and fails at their import where they were built

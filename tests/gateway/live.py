@@ -41,14 +41,30 @@ class Scene:
         return self.lines.popleft() if self.lines else None
 
 
+class ToolScene(Scene):
+    """Speaks only to prompts that offer tools; a side call, such as for a title, is answered beside the script."""
+
+    def __init__(self, format: ChatFormat, says: Iterable[Message] = (), tools: Sequence[Tool] = TOOLS) -> None:
+        super().__init__(format, says, tools)
+        self._decode = format.tokenizer.decode
+        self._title = sample(format, Message("assistant", "A title"), random.Random(2), ()).tolist()
+
+    def __call__(self, ids: tuple[int, ...]) -> list[int] | None:
+        return super().__call__(ids) if offers_tools(self._decode(ids)) else self._title
+
+
+def offers_tools(prompt: str) -> bool:
+    return "<tools>" in prompt
+
+
 class WatchedEngine(ScriptedEngine):
     """Keeps all prompts and completions, those that were broken off too. It says that it has taken over other weights
     after every few tokens."""
 
-    def __init__(self, format: ChatFormat, scene: Scene, *, delay_s: float = 0.0) -> None:
+    def __init__(self, format: ChatFormat, scene: Scene, *, delay_s: float = 0.0, context: int = CONTEXT) -> None:
         tokenizer = format.tokenizer
         super().__init__(
-            tokenizer.vocab_size, script=scene, context=CONTEXT, decode=tokenizer.decode_bytes, delay_s=delay_s
+            tokenizer.vocab_size, script=scene, context=context, decode=tokenizer.decode_bytes, delay_s=delay_s
         )
         self.prompts: list[Prompt] = []
         self.completions: list[list[list[int]]] = []
@@ -132,8 +148,10 @@ def live(
     tools: Sequence[Tool] = TOOLS,
     delay_s: float = 0.0,
     tool_host: ToolHost | None = None,
+    context: int = CONTEXT,
+    scene: type[Scene] = Scene,
 ) -> Iterator[Live]:
-    engine = WatchedEngine(format, Scene(format, says, tools), delay_s=delay_s)
+    engine = WatchedEngine(format, scene(format, says, tools), delay_s=delay_s, context=context)
     started: list[Live] = []
     is_started, stop = threading.Event(), asyncio.Event()
     failures: list[BaseException] = []
@@ -141,7 +159,7 @@ def live(
 
     async def serve() -> None:
         own = config or GatewayConfig(port=0)
-        server = GatewayServer(engine, format, own, context=CONTEXT, admin_key=ADMIN_KEY, tool_host=tool_host)
+        server = GatewayServer(engine, format, own, context=context, admin_key=ADMIN_KEY, tool_host=tool_host)
         async with server:
             started.append(Live(loop, server, engine))
             is_started.set()
