@@ -32,6 +32,10 @@ class FormatError(M2ForgeError, ValueError):
     """Messages that a chat format cannot express, or a chat template that fails on them."""
 
 
+class PrefixError(FormatError):
+    """Messages that cannot be appended, because the chat format then renders earlier ones differently."""
+
+
 class DataError(M2ForgeError, ValueError):
     """A document, line or archive that cannot be read; the text names file and line."""
 

@@ -75,8 +75,8 @@ class Prompts:
         response_ids: Sequence[int],
     ) -> None:
         ended = list(response_ids)
-        if not ended or ended[-1] not in self._format.stop_ids:
-            ended.append(self._format.stop_ids[0])
+        if not ended or ended[-1] not in self._format.closing_ids:
+            ended.append(self._format.closing_ids[0])
         node = self._beginnings.setdefault(_tools_key(tools), _Node())
         for message in (*messages, answer):
             node = node.children.setdefault(_key(message), _Node())

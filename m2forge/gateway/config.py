@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from m2forge.config import Config
 from m2forge.records import Sampling
-from m2forge.text.message import FormatName
+from m2forge.text.message import FormatName, RewritePolicy
 
 Count = Annotated[int, Field(gt=0, le=1 << 31)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -69,7 +69,10 @@ class GatewayConfig(Config):
     port: Annotated[int, Field(ge=0, le=65535)] = 8500
     """TCP port; 0 picks a free one."""
     format: FormatName = "auto"
-    """Chat format; auto uses the tokenizer's."""
+    """Chat format; auto uses the tokenizer's, and the model's own chat template where there is none of ours."""
+    prefix_rewrites: RewritePolicy = "allow"
+    """Whether a chat format may render earlier messages differently because of later ones. allow: the conversation
+    branches there, and a message at the start says when. refuse: such a format is refused at the start."""
     restore_thinking: bool = True
     """Whether an answer sent back without its thinking keeps the recorded thinking; if not, the call branches."""
     budget: Budget = Budget()

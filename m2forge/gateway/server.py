@@ -30,11 +30,11 @@ from m2forge.errors import ConfigError
 from m2forge.gateway.app import GatewayApp
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.episodes.registry import Episodes
+from m2forge.gateway.format import load_format
 from m2forge.gateway.http.connection import ConnectionLimits, fit_open_files, make_connection
 from m2forge.listener import LOOPBACK, address, listen
 from m2forge.protocols import Engine, ToolHost, Watched
-from m2forge.text.format import ChatFormat, make_format
-from m2forge.text.tokenizer import load_tokenizer
+from m2forge.text.format import ChatFormat
 
 GRACE_S = 5
 """Seconds in which aborted requests are recorded and answered."""
@@ -212,7 +212,7 @@ def serve_gateway(
         raise ConfigError(f"{folder} does not state its context length; set it with --set context=N")
     # Messages are tokenized one at a time: passing them to other threads would only take longer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    format = make_format(config.format, load_tokenizer(folder))
+    format = load_format(folder, config)
     # Before weights are loaded: an address that is in use should be reported at once.
     with bind(config, admin_key) if listener is None else listener as listener:
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from m2forge.gateway.config import SamplingConfig
 from m2forge.records import MAX_INT32
 from m2forge.rollout.config import RolloutConfig, ServeConfig
-from m2forge.text.message import FormatName
+from m2forge.text.message import FormatName, RewritePolicy
 
 Count = Annotated[int, Field(gt=0, le=MAX_INT32)]
 
@@ -36,7 +36,10 @@ class LLMConfig(RolloutConfig):
     dtype: Literal["auto", "stored", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of weights and KV cache. auto: as stored, except that a CPU that decodes faster in float32 uses that."""
     format: FormatName = "auto"
-    """Chat format; auto uses the tokenizer's."""
+    """Chat format; auto uses the tokenizer's, and the model's own chat template where there is none of ours."""
+    prefix_rewrites: RewritePolicy = "allow"
+    """Whether a chat format may render earlier messages differently because of later ones, which the prefix cache then
+    does not serve. allow: a message at the start says when. refuse: such a format is refused."""
 
     def serving(self) -> ServeConfig:
         """The config of the engine's core."""
@@ -45,7 +48,11 @@ class LLMConfig(RolloutConfig):
 
 class ModelServerConfig(ServeConfig):
     format: FormatName = "auto"
-    """Chat format of /v1/chat/completions; auto uses the tokenizer's."""
+    """Chat format of /v1/chat/completions; auto uses the tokenizer's, and the model's own chat template where there is
+    none of ours."""
+    prefix_rewrites: RewritePolicy = "allow"
+    """Whether a chat format may render earlier messages differently because of later ones, which the prefix cache then
+    does not serve. allow: a message at the start says when. refuse: such a format is refused."""
     models: tuple[str, ...] = ()
     """Model names that GET /v1/models lists; empty: the name of the folder or hub model. Requests may use any name,
     since there is only one model."""

@@ -23,8 +23,10 @@ from m2forge.rollout.core import Core
 from m2forge.rollout.execution.cpu_dtype import available_bytes
 from m2forge.rollout.server.app import DTYPES, core_of, decoder, find_device, make_core
 from m2forge.text.format import MINIMAX_M2_SPECIALS, ChatFormat, FormatName, Rendered, make_format
-from m2forge.text.message import Message, Tool
+from m2forge.text.message import Message, RewritePolicy, Tool
 from m2forge.text.parser import CompletionParser
+from m2forge.text.rewrite import check_rewrites
+from m2forge.text.template import UnknownFormError
 from m2forge.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 RANDOM_SEED = 0
@@ -48,6 +50,7 @@ class NoChatFormat:
 
     name = "none"
     stop_ids: tuple[int, ...] = ()
+    closing_ids: tuple[int, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer, reason: str) -> None:
         self.tokenizer, self._reason = tokenizer, reason
@@ -76,7 +79,7 @@ def open_model(model: str, config: LLMConfig, revision: str | None = None) -> Op
     """`revision`: branch, tag or commit of a hub model."""
     if Path(model).exists() or is_hub_id(model):
         path = find_model(model, revision)
-        format = find_format(path, config.format)
+        format = find_format(path, config.format, config.prefix_rewrites)
         core = make_core(path, config.serving(), Path(model).absolute().name)
     elif model in PRESETS:
         refuse_revision(model, revision)
@@ -95,16 +98,22 @@ def context_of(core: Core) -> int:
     return min(core.max_context, core.config.num_blocks * core.config.block_tokens)
 
 
-def find_format(path: Path, name: FormatName) -> ChatFormat:
-    """The chat format of a model folder or GGUF file. With `auto`, a tokenizer without one gets `NoChatFormat`. Raises
-    `NotFoundError` if there is no tokenizer."""
+def find_format(path: Path, name: FormatName, prefix_rewrites: RewritePolicy) -> ChatFormat:
+    """The chat format of a model folder or GGUF file. With `auto`, a tokenizer without a chat template, or with one
+    whose completions cannot be parsed, gets `NoChatFormat`. Raises `NotFoundError` if there is no tokenizer."""
     tokenizer = load_tokenizer(path)
     try:
-        return make_format(name, tokenizer)
+        format = make_format(name, tokenizer)
     except FormatError as error:
-        if name != "auto":
+        is_unknown = tokenizer.chat_template is None or isinstance(error, UnknownFormError)
+        if name != "auto" or not is_unknown:
             raise
+        if tokenizer.chat_template is not None:
+            _log.warning("messages are refused, raw prompts are served: %s", error)
         return NoChatFormat(tokenizer, str(error))
+    cost = "then the prefix cache serves a conversation only up to there, and the rest is prefilled again"
+    check_rewrites(format, prefix_rewrites, key="prefix_rewrites", cost=cost)
+    return format
 
 
 def _make_random(name: str, config: LLMConfig) -> tuple[Core, Tokenizer]:

@@ -124,7 +124,7 @@ async def _refuse_vendors(scope: Scope, receive: Receive, send: Send) -> None:
 
 def _find_format(model: Path, config: ModelServerConfig) -> ChatFormat | None:
     try:
-        return find_format(model, config.format)
+        return find_format(model, config.format, config.prefix_rewrites)
     except FormatError:
         raise
     except M2ForgeError as error:

@@ -27,6 +27,7 @@ from m2forge.model.gguf_file import GGUF_SUFFIX, GGUFSource
 from m2forge.model.safetensors_file import Written, write_shards
 from m2forge.model.tensor_source import TOKEN_ID_KEYS, ModelSource, Source, TensorHeader, refuse_misfits, usual_dtype
 from m2forge.model.transformer import Transformer
+from m2forge.text.tokenizer import TEMPLATES_FOLDER
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -92,7 +93,9 @@ def write_model(
         written = write_shards(partial, headers, source.read, max_shard_bytes)
         write_atomic(partial / CONFIG_FILE, content)
         for path in companions:
-            write_atomic(partial / path.name, path.read_bytes())
+            beside = partial / TEMPLATES_FOLDER if path.parent.name == TEMPLATES_FOLDER else partial
+            beside.mkdir(exist_ok=True)
+            write_atomic(beside / path.name, path.read_bytes())
     return written
 
 

@@ -20,13 +20,14 @@ from m2forge.model.folder import FolderSource
 from m2forge.model.gguf_file import GGUFSource
 from m2forge.model.safetensors_file import Written
 from m2forge.model.tensor_source import Source, refuse_misfits, usual_dtype
-from m2forge.text.tokenizer import load_tokenizer
+from m2forge.text.tokenizer import TEMPLATES_FOLDER, load_tokenizer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 COMPANIONS = (
     "tokenizer*.json",
     "tokenizer.model",
     "*.jinja",
+    f"{TEMPLATES_FOLDER}/*.jinja",
     "chat_template.json",
     "generation_config.json",
     "special_tokens_map.json",

@@ -32,6 +32,7 @@ from m2forge.records import JsonValue
 from m2forge.rl.config import RLConfig
 from m2forge.sft.config import SFTConfig
 from m2forge.text.format import ChatFormat, FormatName, make_format
+from m2forge.text.message import FORMAT_NAMES
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.run_dir import CONFIG_FILE, FAILURE_FILE, LOCK_FILE
 
@@ -224,7 +225,7 @@ class Run:
         config = self.config()
         gateway, model = config.get("gateway"), config.get("model")
         name = gateway.get("format") if isinstance(gateway, dict) else None
-        kind: FormatName = "minimax_m2" if name == "minimax_m2" else "chatml" if name == "chatml" else "auto"
+        kind: FormatName = next((known for known in FORMAT_NAMES if known == name), "auto")
         folders = [self.run_dir / MODEL_FOLDER, *sorted((self.run_dir / WEIGHTS_FOLDER).glob("step-*"), reverse=True)]
         folders += [Path(model)] if isinstance(model, str) else []
         for folder in folders:

@@ -57,6 +57,7 @@ from m2forge.agents.workspace import Workspaces
 from m2forge.config import build, load
 from m2forge.errors import EngineError
 from m2forge.gateway.episodes.closed_journal import journal_ids
+from m2forge.gateway.format import load_format
 from m2forge.http_client import HttpClient, encode_json
 from m2forge.loop_thread import LoopThread
 from m2forge.model.config_file import CONFIG_FILE as WEIGHTS_CONFIG
@@ -134,6 +135,8 @@ def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[EvalResult]]:
     config = pinned(config, run_dir / CONFIG_FILE)
     find_folder(config.model, config.revision)
     layout = Layout(run_dir)
+    # A chat template that cannot be used is refused before anything is written.
+    load_format(Path(config.model), config.gateway)
     with hold_run(run_dir):
         open_run(run_dir, config, begun_phase(layout.checkpoints))
         if not is_complete(layout, config):

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from m2forge.config import Config
 from m2forge.sft.row import RowFormat
-from m2forge.text.message import FormatName
+from m2forge.text.message import FormatName, RewritePolicy
 from m2forge.train.config import Count, Curve, EvalConfig, TrainConfig
 from m2forge.unpack import UnpackConfig
 
@@ -106,6 +106,9 @@ class SFTConfig(Config):
     revision: str | None = Field(default=None, min_length=1)
     """Branch, tag or commit of a hub model; None: its main branch. A run's resolved config holds the commit."""
     chat_format: FormatName = "auto"
+    prefix_rewrites: RewritePolicy = "allow"
+    """Whether the chat format may render earlier answers differently because of later messages; answers up to the last
+    such one have no loss. allow: a message at the start says when. refuse: such a format is refused."""
     drop_thinking: bool = False
     """Drop the thinking of turns before the last user message, as the published chat template does; for ablations."""
     seed: int = Field(default=0, ge=0)

@@ -22,6 +22,7 @@ from m2forge.sft.reader import SFTReader, SFTReaderState, read_once
 from m2forge.sft.split import Selection
 from m2forge.sft.trajectory_store import Store
 from m2forge.text.format import ChatFormat, make_format
+from m2forge.text.rewrite import check_rewrites
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train.config import PhaseConfig
 from m2forge.train.evaluation import Evaluation
@@ -42,14 +43,19 @@ def run_sft(config: SFTConfig, runs: Path) -> Path:
     config = pinned(config, run_dir / CONFIG_FILE)
     start = find_folder(config.model, config.revision)
     chat_format = make_format(config.chat_format, load_tokenizer(start), drop_thinking=config.drop_thinking)
+    cost = "in such a conversation only the answers after the last rewritten one have loss"
+    check_rewrites(chat_format, config.prefix_rewrites, key="prefix_rewrites", cost=cost)
     begun = begun_phase(run_dir / CHECKPOINT_FOLDER)
     if begun is not None:
         # A started run refuses a different configuration before its data is touched.
         open_run(run_dir, config, begun)
 
+    stop_ids = chat_format.stop_ids
+    eos_id = stop_ids[0] if len(stop_ids) == 1 else list(stop_ids)
+
     def build_model(device: torch.device, dtype: torch.dtype) -> Transformer:
         model = load_model(start, device=device, dtype=dtype)
-        model.token_ids = {**model.token_ids, "eos_token_id": chat_format.stop_ids[0]}
+        model.token_ids = {**model.token_ids, "eos_token_id": eos_id}
         return model
 
     with machine_ranks(config.train.machine) as ranks:

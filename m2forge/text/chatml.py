@@ -19,12 +19,6 @@ The template determines the text. Three things are added:
 An assistant message that could not be parsed back, because it contains a tag where the parser would read one, is
 refused. The name of a special token inside any message is plain text.
 
-`ChatTemplate` runs a model's Jinja template, plain data in, segments out. The template runs in a sandbox, with the
-globals that transformers provides: `tojson`, `raise_exception`, `strftime_now` and the names of special tokens. The
-template's own text may contain special tokens; the messages' must not. So before rendering, a `Guard` breaks every such
-name inside a message with a character that occurs nowhere in the conversation; after the template's markers have been
-found, that character is removed. Apart from it the template sees the real text.
-
 `HermesParser` reads calls written as JSON between tags, as by Hermes and Qwen models:
 
     <tool_call>
@@ -37,157 +31,18 @@ arguments arrive typed; a type that the tool's schema does not allow is reported
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from functools import cached_property
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
-from jinja2 import TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from m2forge.errors import FormatError
+from m2forge.errors import FormatError, PrefixError
 from m2forge.records import JsonValue
 from m2forge.text.argument import type_problem
+from m2forge.text.chat_template import ChatTemplate, Data, Guard
 from m2forge.text.message import MAX_DEPTH, Message, Tool, ToolCall, is_deeper, parse_json, tool_to_openai
 from m2forge.text.parser import THINK_CLOSE, THINK_OPEN, CompletionParser, ProblemKind, markers_of, snippet
-from m2forge.text.tokenizer import Rendered, Segment, Tokenizer, encode_segments, mark, plain
-from m2forge.text.vocabulary import SpecialNames
-
-Data: TypeAlias = Mapping[str, JsonValue]
-
-_BREAKERS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
-"""Noncharacters and private-use characters."""
-# Exceptions that a template can raise on data it was not written for.
-_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-
-
-class Guard:
-    """Breaks the markers inside the texts of one conversation."""
-
-    def __init__(self, markers: re.Pattern[str], texts: Iterable[str]) -> None:
-        used = set().union(*texts)
-        breaker = next((sign for sign in _BREAKERS if sign not in used), None)
-        if breaker is None:
-            raise FormatError(
-                "the messages use every private character of Unicode, so markers cannot be distinguished from text"
-            )
-        self.breaker = breaker
-        self._markers = markers
-
-    def text(self, text: str) -> str:
-        if any(len(found.group()) == 1 for found in self._markers.finditer(text)):
-            raise FormatError(
-                "a message holds a special token of one character, which cannot be distinguished from its text"
-            )
-        # Breaking a marker may expose one that overlapped it.
-        while self._markers.search(text):
-            text = self._markers.sub(lambda found: found.group()[0] + self.breaker + found.group()[1:], text)
-        return text
-
-    def data(self, data: Data) -> dict[str, JsonValue]:
-        return {self.text(key): self._value(value) for key, value in data.items()}
-
-    def _value(self, value: JsonValue) -> JsonValue:
-        if isinstance(value, str):
-            return self.text(value)
-        if isinstance(value, Mapping):
-            return self.data(value)
-        return [self._value(inner) for inner in value] if isinstance(value, Sequence) else value
-
-
-class ChatTemplate:
-    def __init__(self, source: str, names: SpecialNames, specials: Iterable[str]) -> None:
-        """`specials`: all tokens that the template may write by name."""
-        # One time for all renderings: a template that writes the date must not rewrite it at midnight.
-        now = datetime.now()
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = now.strftime
-        try:
-            self._template = environment.from_string(source)
-            variables = meta.find_undeclared_variables(environment.parse(source))
-        except TemplateError as error:
-            raise FormatError(f"the model's chat template cannot be compiled: {error}") from error
-        self.takes_tools = "tools" in variables
-        self.takes_thinking = "reasoning_content" in source
-        parts = {"bos_token": names.bos, "eos_token": names.eos, "pad_token": names.pad, "unk_token": names.unk}
-        self._names = {part: name for part, name in parts.items() if name is not None}
-        ordered = sorted(specials, key=len, reverse=True)
-        self._markers = re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
-
-    def guard(self, data: Sequence[JsonValue]) -> Guard:
-        """A guard for all texts in `data`."""
-        return Guard(self._markers, _texts(data))
-
-    def render(
-        self, messages: Sequence[Data], tools: Sequence[Data], guard: Guard, *, generation: bool
-    ) -> list[Segment]:
-        """Segments of the conversation, none trained; `messages` and `tools` have passed through `guard`."""
-        try:
-            text = self._template.render(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=generation,
-                **self._names,
-            )
-        except _FAILURES as error:
-            raise FormatError(f"the model's chat template cannot express these messages: {error}") from error
-        return list(self._split(text, guard.breaker))
-
-    def _split(self, text: str, breaker: str) -> Iterator[Segment]:
-        at = 0
-        for found in self._markers.finditer(text):
-            if at < found.start():
-                yield plain(text[at : found.start()].replace(breaker, ""))
-            yield mark(found.group())
-            at = found.end()
-        if at < len(text):
-            yield plain(text[at:].replace(breaker, ""))
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks the assistant's text; it has no effect here."""
-
-    tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(
-    value: JsonValue,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without the HTML escapes of jinja2's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _texts(value: JsonValue) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield key
-            yield from _texts(inner)
-    elif isinstance(value, Sequence):
-        for inner in value:
-            yield from _texts(inner)
-
+from m2forge.text.tokenizer import Rendered, Segment, Tokenizer, encode_segments, plain
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 _EARLY_NAME = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"')
@@ -196,10 +51,16 @@ _EARLY_LENGTH = 256
 
 
 class HermesParser(CompletionParser):
-    def __init__(self, tools: Sequence[Tool], *, end_marker: str, starts_thinking: bool) -> None:
+    early_name = _EARLY_NAME
+    """Finds the name in the leading characters of a call; the text between the tags is read by `_read_call`."""
+
+    def __init__(
+        self, tools: Sequence[Tool], *, end_marker: str, other_ends: tuple[str, ...] = (), starts_thinking: bool
+    ) -> None:
         super().__init__(
             tools,
             end_marker=end_marker,
+            other_ends=other_ends,
             call_markers=(CALL_OPEN, CALL_CLOSE),
             call_lead="\n",
             starts_thinking=starts_thinking,
@@ -217,7 +78,7 @@ class HermesParser(CompletionParser):
         if self._state != self._body:
             return False
         # The end marker has no meaning inside JSON, but at the very end of the text it still ends the completion.
-        self._closed = self._closed or "".join(self._parts).endswith(self._end_marker)
+        self._closed = self._closed or "".join(self._parts).endswith(self._ends)
         self._report(ProblemKind.UNCLOSED_CALL, f"the text ended before {CALL_CLOSE}")
         return True
 
@@ -226,7 +87,7 @@ class HermesParser(CompletionParser):
         self._parts.append(text)
         if self._started is None and len(self._head) < _EARLY_LENGTH:
             self._head = (self._head + text)[:_EARLY_LENGTH]
-            found = _EARLY_NAME.match(self._head)
+            found = self.early_name.match(self._head)
             if found:
                 self._started = found.group(1)
                 self._start_call(self._started)
@@ -289,6 +150,7 @@ class ChatMLFormat:
             raise FormatError(f"the tokenizer lacks {', '.join(missing)}, special tokens of the chatml format")
         self.tokenizer = tokenizer
         self.stop_ids: tuple[int, ...] = (tokenizer.special(END),)
+        self.closing_ids = self.stop_ids
         self._drop_thinking = drop_thinking
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer.names, tokenizer.special_ids)
         prompt = self._rendered([_PROBE], (), generation=True)
@@ -319,7 +181,7 @@ class ChatMLFormat:
         before = self._segments(history, tools, turns, generation=False)
         full = self._segments(messages, tools, turns, generation)
         if full[: len(before)] != before:
-            raise FormatError(
+            raise PrefixError(
                 f"message {len(history)} ({new[0].role if new else 'none'}): appending it changes how the model's "
                 "chat template renders earlier messages; render the full conversation, and append tool results together"
             )
@@ -434,6 +296,11 @@ class ChatMLFormat:
         for index, message in enumerate(messages):
             if message.role == "assistant":
                 _check_assistant(index, message)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the template's tool calls, if it takes tools, can be parsed."""
+        return self._writes_hermes
 
     @cached_property
     def _writes_hermes(self) -> bool:

@@ -71,9 +71,12 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite
 
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
-FormatName: TypeAlias = Literal["auto", "minimax_m2", "chatml"]
+FormatName: TypeAlias = Literal["auto", "minimax_m2", "chatml", "template"]
 """A chat format in configs; defined here because `text/format.py` imports the formats' libraries."""
+RewritePolicy: TypeAlias = Literal["allow", "refuse"]
+"""Whether a chat format may render earlier messages differently because of later ones; see `text/rewrite.py`."""
 ROLES: tuple[Role, ...] = get_args(Role)
+FORMAT_NAMES: tuple[FormatName, ...] = get_args(FormatName)
 
 
 @dataclass(frozen=True, slots=True)

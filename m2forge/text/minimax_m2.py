@@ -38,7 +38,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from m2forge.errors import FormatError, suggest
+from m2forge.errors import FormatError, PrefixError, suggest
 from m2forge.records import JsonValue
 from m2forge.text.argument import read_argument
 from m2forge.text.message import MAX_DEPTH, Message, Tool, ToolCall, is_deeper, tool_to_openai
@@ -54,16 +54,19 @@ _NAME = re.compile(r"""\s+name\s*=\s*(?:"(?P<double>[^"]*)"|'(?P<single>[^']*)'|
 
 
 class XmlCallParser(CompletionParser):
-    def __init__(self, tools: Sequence[Tool], *, end_marker: str, starts_thinking: bool) -> None:
+    def __init__(
+        self, tools: Sequence[Tool], *, end_marker: str, other_ends: tuple[str, ...] = (), starts_thinking: bool
+    ) -> None:
         super().__init__(
             tools,
             end_marker=end_marker,
+            other_ends=other_ends,
             call_markers=(CALLS_OPEN, CALLS_CLOSE),
             call_lead=CALL_LEAD,
             starts_thinking=starts_thinking,
         )
-        self._between_markers = markers_of(_INVOKE, CALLS_CLOSE, end_marker)
-        self._inside_markers = markers_of(_PARAMETER, _INVOKE_CLOSE, _INVOKE, CALLS_CLOSE, end_marker)
+        self._between_markers = markers_of(_INVOKE, CALLS_CLOSE, *self._ends)
+        self._inside_markers = markers_of(_PARAMETER, _INVOKE_CLOSE, _INVOKE, CALLS_CLOSE, *self._ends)
         self._tag_end, self._value_end = markers_of(">"), markers_of(PARAMETER_CLOSE)
         self._parts: list[str] = []
         self._name: str | None = None
@@ -91,7 +94,7 @@ class XmlCallParser(CompletionParser):
             return False
         # Where the end marker has no meaning, at the very end of the text it still ends the completion.
         text = "".join(self._parts)
-        self._closed = self._closed or text.endswith(self._end_marker)
+        self._closed = self._closed or text.endswith(self._ends)
         self._report(ProblemKind.UNCLOSED_CALL, f"the text ended before {awaited}")
         return True
 
@@ -135,7 +138,7 @@ class XmlCallParser(CompletionParser):
         if marker == _PARAMETER:
             self._state = self._parameter_tag
             return True
-        if marker == self._end_marker:
+        if marker in self._ends:
             self._report(ProblemKind.UNCLOSED_CALL, f"{marker} before {_INVOKE_CLOSE}")
             return self._end()
         if marker != _INVOKE_CLOSE:
@@ -239,6 +242,7 @@ class MiniMaxM2Format:
             )
         self.tokenizer = tokenizer
         self.stop_ids: tuple[int, ...] = (tokenizer.special(END),)
+        self.closing_ids = self.stop_ids
         self._drop_thinking = drop_thinking
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = False) -> Rendered:
@@ -409,7 +413,9 @@ def _refuse_rewriting(history: Sequence[Message], last_user: int) -> None:
         return
     for index in range(_last_user(history) + 1, len(history)):
         if history[index].role == "assistant":
-            _refuse(index, history[index], "a later user's message drops its thinking; render the whole conversation")
+            raise PrefixError(
+                f"message {index} (assistant): a later user's message drops its thinking; render the whole conversation"
+            )
 
 
 def _json(value: JsonValue) -> str:

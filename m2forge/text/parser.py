@@ -134,21 +134,26 @@ class Markers:
 class CompletionParser(ABC):
     """Parses one completion: created by a chat format, fed until the end, finished once."""
 
+    think_lead = ""
+    """Text that may precede the tag which opens thinking at the beginning of a completion."""
+
     def __init__(
         self,
         tools: Sequence[Tool],
         *,
         end_marker: str,
-        call_markers: tuple[str, str],
+        other_ends: tuple[str, ...] = (),
+        call_markers: tuple[str | None, str | None],
         call_lead: str = "",
         starts_thinking: bool,
     ) -> None:
         """`starts_thinking`: the prompt ended with the tag that opens thinking, so the completion begins inside.
 
+        `other_ends` end a completion as well. `call_markers` open and close calls; None: calls have no such marker.
         `call_lead` directly before the tag that opens a call is not content.
         """
         self._tools = {tool.name: tool for tool in tools}
-        self._end_marker = end_marker
+        self._ends = (end_marker, *other_ends)
         self._call_open, self._call_close = call_markers
         self._text, self._at = "", 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -161,8 +166,10 @@ class CompletionParser(ABC):
         self._closed, self._surplus = False, False
         self._num_line_ends = 0
         self._state: Callable[[bool], bool] = self._think if starts_thinking else self._begin
-        self._think_markers = markers_of(f"\n{THINK_CLOSE}", THINK_CLOSE, THINK_OPEN, self._call_open, end_marker)
-        self._content_markers = markers_of(call_lead + self._call_open, self._call_open, end_marker, *self._strays())
+        opens = () if self._call_open is None else (self._call_open,)
+        led = tuple(call_lead + open for open in opens)
+        self._think_markers = markers_of(f"\n{THINK_CLOSE}", THINK_CLOSE, THINK_OPEN, *opens, *self._ends)
+        self._content_markers = markers_of(*led, *opens, *self._ends, *self._strays())
 
     def feed(self, piece: bytes | str) -> list[Event]:
         """Take the next chunk of the completion; returns the events that are certain."""
@@ -174,7 +181,7 @@ class CompletionParser(ABC):
         events = self._advance(self._decoder.decode(b"", final=True), final=True)
         self._close_state()
         if self._surplus:
-            self._report(ProblemKind.TEXT_AFTER_END, f"text after {self._end_marker}")
+            self._report(ProblemKind.TEXT_AFTER_END, f"text after {self._ends[0]}")
         return Completion(
             thinking="".join(self._thinking),
             content="".join(self._content),
@@ -207,7 +214,11 @@ class CompletionParser(ABC):
 
     def _strays(self) -> tuple[str, ...]:
         """Tags that are reported if they occur in the content."""
-        return THINK_OPEN, THINK_CLOSE, self._call_close
+        closes = () if self._call_close is None else (self._call_close,)
+        return THINK_OPEN, THINK_CLOSE, *closes
+
+    def _opens_call(self, marker: str) -> bool:
+        return self._call_open is not None and marker.endswith(self._call_open)
 
     @abstractmethod
     def _enter_call(self) -> None:
@@ -221,12 +232,14 @@ class CompletionParser(ABC):
 
     def _begin(self, final: bool) -> bool:
         """The first characters: thinking, or content."""
-        remainder = self._text[self._at :]
-        if not final and len(remainder) < len(THINK_OPEN) + 1 and (THINK_OPEN + "\n").startswith(remainder):
+        remainder, opening = self._text[self._at :], self.think_lead + THINK_OPEN
+        if not remainder.startswith(self.think_lead[:1]):
+            opening = THINK_OPEN
+        if not final and len(remainder) < len(opening) + 1 and (opening + "\n").startswith(remainder):
             return False
         self._state = self._write
-        if remainder.startswith(THINK_OPEN):
-            self._at += len(THINK_OPEN)
+        if remainder.startswith(opening):
+            self._at += len(opening)
             self._at += self._text.startswith("\n", self._at)
             self._state = self._think
         return True
@@ -236,7 +249,7 @@ class CompletionParser(ABC):
         self._add_thinking(text)
         if marker is None:
             return False
-        if marker == self._end_marker:
+        if marker in self._ends:
             self._report(ProblemKind.UNCLOSED_THINKING, f"{marker} before {THINK_CLOSE}")
             return self._end()
         if marker.endswith(THINK_CLOSE):
@@ -268,7 +281,7 @@ class CompletionParser(ABC):
         """Between calls, where whitespace is dropped; text makes it content again."""
         text, marker = self._take(self._content_markers, final)
         self._gap.append(text)
-        stray = marker is not None and marker != self._end_marker and not marker.endswith(self._call_open)
+        stray = marker is not None and marker not in self._ends and not self._opens_call(marker)
         if stray or (text and not text.isspace()):
             self._add_content("".join(self._gap))
             self._gap.clear()
@@ -281,9 +294,9 @@ class CompletionParser(ABC):
 
     def _pass_marker(self, marker: str) -> bool:
         """A marker in or after the content: the end, a call, or a stray tag, which is text."""
-        if marker == self._end_marker:
+        if marker in self._ends:
             return self._end()
-        if marker.endswith(self._call_open):
+        if self._opens_call(marker):
             self._enter_call()
         else:
             self._add_content(marker)

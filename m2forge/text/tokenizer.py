@@ -17,10 +17,10 @@ separately, so a conversation can be split between any two segments without chan
 can become a special token.
 
 From a Hugging Face folder it reads `tokenizer.json` (required), `tokenizer_config.json` (names of special tokens,
-sometimes the chat template) and `chat_template.jinja`, which overrides the template of the configuration. Errors name
-the file. Of a GGUF file it reads the tokens, their types and the merges; llama.cpp stores only the name of the
-pre-tokenizer, and a table here maps each name to its pattern. An unknown name is refused: a wrong split gives ids that
-look right but are not.
+sometimes the chat templates), `chat_template.jinja` and `additional_chat_templates/tool_use.jinja`, which override the
+templates of the configuration, and the EOS ids of `generation_config.json`. Errors name the file. Of a GGUF file it
+reads the tokens, their types and the merges; llama.cpp stores only the name of the pre-tokenizer, and a table here maps
+each name to its pattern. An unknown name is refused: a wrong split gives ids that look right but are not.
 """
 
 import dataclasses
@@ -50,6 +50,9 @@ from m2forge.text.vocabulary import (
 )
 
 END_OF_TEXT = "<|endoftext|>"
+TEMPLATES_FOLDER = "additional_chat_templates"
+"""Folder in a model folder with the chat templates other than the default one."""
+_TEMPLATE_FILE, _TOOL_USE_FILE = "chat_template.jinja", f"{TEMPLATES_FOLDER}/tool_use.jinja"
 _CONTROL, _USER_DEFINED = 3, 4
 
 _ONE_DIGIT_SPLIT = WORD_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -100,6 +103,13 @@ class Tokenizer:
 
     chat_template: str | None
     """The model's Jinja chat template."""
+    tool_use_template: str | None
+    """The Jinja chat template for conversations with tools; None: the same."""
+    eos_ids: tuple[int, ...]
+    """Ids at which the model's generation config ends a completion; empty if there is none."""
+    takes_left_space: frozenset[str]
+    """Special tokens that take in the whitespace before them; `takes_right_space`: after them."""
+    takes_right_space: frozenset[str]
     vocab_size: int
     """One more than the largest id."""
     special_ids: Mapping[str, int]
@@ -110,10 +120,13 @@ class Tokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         core, self.names, self.chat_template = vocabulary.core, vocabulary.names, vocabulary.chat_template
+        self.tool_use_template, self.eos_ids = vocabulary.tool_use_template, vocabulary.eos_ids
         self._document = core.to_str()
         self._core = _text_only(self._document)
         added = core.get_added_tokens_decoder()
         self.special_ids = {token.content: id for id, token in added.items() if not _is_text(token)}
+        self.takes_left_space = frozenset(token.content for token in added.values() if token.lstrip)
+        self.takes_right_space = frozenset(token.content for token in added.values() if token.rstrip)
         self.vocab_size = 1 + max(core.get_vocab(with_added_tokens=True).values(), default=-1)
         end = END_OF_TEXT if END_OF_TEXT in self.special_ids else self.names.eos
         self.end_of_text_id = None if end is None else core.token_to_id(end)
@@ -165,11 +178,12 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """Equal for tokenizers with equal encoding, names and chat template."""
         identity = [self._document, dataclasses.astuple(self.names), self.chat_template]
+        identity += [] if self.tool_use_template is None else [self.tool_use_template]
         return hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
 
     def with_chat_template(self, template: str) -> "Tokenizer":
-        """The same tokenizer with another chat template."""
-        return Tokenizer(dataclasses.replace(self._vocabulary, chat_template=template))
+        """The same tokenizer with another chat template, for conversations with tools too."""
+        return Tokenizer(dataclasses.replace(self._vocabulary, chat_template=template, tool_use_template=None))
 
     def save(self, folder: Path) -> None:
         """Write the files of a Hugging Face tokenizer into `folder`, which may already hold a model."""
@@ -179,10 +193,16 @@ class Tokenizer:
         settings["clean_up_tokenization_spaces"] = False
         write_atomic(folder / "tokenizer.json", json.dumps(json.loads(self._document), ensure_ascii=False, indent=1))
         write_atomic(folder / "tokenizer_config.json", json.dumps(settings, ensure_ascii=False, indent=2) + "\n")
-        if self.chat_template is None:
-            (folder / "chat_template.jinja").unlink(missing_ok=True)
-        else:
-            write_atomic(folder / "chat_template.jinja", self.chat_template)
+        _write_template(folder / _TEMPLATE_FILE, self.chat_template)
+        _write_template(folder / _TOOL_USE_FILE, self.tool_use_template)
+
+
+def _write_template(path: Path, template: str | None) -> None:
+    if template is None:
+        path.unlink(missing_ok=True)
+    else:
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, template)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -325,7 +345,8 @@ def read_folder(folder: Path) -> Vocabulary:
     core = read_core(path)
     settings = _read_settings(folder / "tokenizer_config.json")
     names = SpecialNames(*(_folder_token_name(settings, part, core, folder) for part in ("bos", "eos", "pad", "unk")))
-    return Vocabulary(core, names, _read_template(folder, settings))
+    templates = _read_templates(folder, settings)
+    return Vocabulary(core, names, templates.get("default"), templates.get("tool_use"), _read_eos_ids(folder, core))
 
 
 def read_core(path: Path) -> tokenizers.Tokenizer:
@@ -375,16 +396,32 @@ def _folder_token_name(
     return value
 
 
-def _read_template(folder: Path, settings: Mapping[str, JsonValue]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return _read_text(path)
-    template = settings.get("chat_template")
-    if isinstance(template, Sequence) and not isinstance(template, str):
-        # Several templates by name: plain conversations use the one named default.
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _read_templates(folder: Path, settings: Mapping[str, JsonValue]) -> dict[str, str]:
+    """The chat templates by name, from files or else from the settings; a single one is named default."""
+    stored = settings.get("chat_template")
+    templates: dict[str, str] = {}
+    if isinstance(stored, str):
+        templates["default"] = stored
+    elif isinstance(stored, Sequence):
+        for entry in stored:
+            name, template = (entry.get("name"), entry.get("template")) if isinstance(entry, Mapping) else (None, None)
+            if isinstance(name, str) and isinstance(template, str):
+                templates[name] = template
+    elif stored is not None:
+        raise DataError(
+            f"{folder}/tokenizer_config.json: chat_template: expected text or a list of named templates, received "
+            f"{type(stored).__name__}"
+        )
+    files = {"default": folder / _TEMPLATE_FILE, "tool_use": folder / _TOOL_USE_FILE}
+    read = {name: _read_text(path) for name, path in files.items() if path.is_file()}
+    return read or templates
+
+
+def _read_eos_ids(folder: Path, core: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """The EOS ids of generation_config.json, those that are tokens."""
+    stored = _read_settings(folder / "generation_config.json").get("eos_token_id")
+    ids = stored if isinstance(stored, list) else [stored]
+    return tuple(id for id in ids if isinstance(id, int) and core.id_to_token(id) is not None) if stored else ()
 
 
 # -- the vocabulary of a GGUF file -------------------------------------------------------------------------------------
@@ -408,8 +445,11 @@ def read_gguf(path: Path) -> Vocabulary:
     check_byte_level(core, str(path))
     ids = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
     names = {part: _gguf_token_name(fields, f"tokenizer.ggml.{key}_token_id", tokens, path) for part, key in ids}
-    template = fields.get("tokenizer.chat_template")
-    return Vocabulary(core, SpecialNames(**names), template if isinstance(template, str) else None)
+    keys = ("tokenizer.chat_template", "tokenizer.chat_template.tool_use")
+    template, tool_use = (value if isinstance(value := fields.get(key), str) else None for key in keys)
+    ends = [fields.get(f"tokenizer.ggml.{part}_token_id") for part in ("eot", "eom")]
+    eos_ids = tuple(id for id in ends if isinstance(id, int) and 0 <= id < len(tokens))
+    return Vocabulary(core, SpecialNames(**names), template, tool_use, eos_ids)
 
 
 def _build(tokens: list[str], merges: list[str], split: str, path: Path) -> tokenizers.Tokenizer:

@@ -39,6 +39,10 @@ class Vocabulary:
     core: tokenizers.Tokenizer
     names: SpecialNames = field(default_factory=SpecialNames)
     chat_template: str | None = None
+    tool_use_template: str | None = None
+    """The chat template for conversations with tools, if it is another one."""
+    eos_ids: tuple[int, ...] = ()
+    """Ids at which the model's generation config ends a completion."""
 
 
 def byte_level_split(pattern: str) -> pre_tokenizers.PreTokenizer:

@@ -390,4 +390,6 @@ def test_a_tokenizer_without_template_or_markers_is_refused() -> None:
         make_format("chatml", trained())
     bare = train_tokenizer(TRAINING_TEXTS, 300, []).with_chat_template(QWEN_LIKE)
     with pytest.raises(FormatError, match=r"lacks <\|im_start\|>, <\|im_end\|>"):
+        make_format("chatml", bare)
+    with pytest.raises(FormatError, match="with no special token"):
         make_format("auto", bare)

@@ -10,8 +10,8 @@ recorded tokens and the rest is rendered, except that a model answer in the rest
 sampled tokens (and its thinking, if that is restored).
 
 A completion that was cut off (by its length, an abort, or a client's stop text) stays as sampled; if the conversation
-continues, only the format's stop token is appended to it. Unfinished thinking or an incomplete tool call remain so, and
-the parser reads from them the same message that the client received.
+continues, only the format's closing token is appended to it. Unfinished thinking or an incomplete tool call remain so,
+and the parser reads from them the same message that the client received.
 
 If the format would have to change recorded tokens, the call branches at the last message that avoids this.
 
@@ -97,7 +97,7 @@ class _Block:
 class History:
     def __init__(self, format: ChatFormat, *, restores_thinking: bool = True) -> None:
         self._format, self._restores_thinking = format, restores_thinking
-        self._stop_ids: IntArray = np.array(format.stop_ids[:1], np.int32)
+        self._closing_ids: IntArray = np.array(format.closing_ids[:1], np.int32)
         self._beginnings: dict[tuple[str, ...], list[tuple[tuple[Tool, ...], Turn]]] = {}
         """Roots of conversations by the names of their tools."""
         self._answers = Answers(restores_thinking=restores_thinking)
@@ -247,12 +247,12 @@ class History:
         return turn.closed is not None
 
     def _close_answer(self, turn: Turn) -> None:
-        """Append the sampled tokens to their prompt, with a stop token if the answer was cut off."""
+        """Append the sampled tokens to their prompt, with a closing token if they do not end in one."""
         if turn.closed is not None or turn.response_ids is None or turn.strand is None or turn.start is None:
             return
         ids = turn.response_ids
-        if not ids.size or int(ids[-1]) not in self._format.stop_ids:
-            ids = np.concatenate((ids, self._stop_ids))
+        if not ids.size or int(ids[-1]) not in self._format.closing_ids:
+            ids = np.concatenate((ids, self._closing_ids))
         turn.strand = turn.strand.grow(turn.start, ids)
         turn.closed = turn.start + ids.size
 

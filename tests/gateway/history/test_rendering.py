@@ -134,6 +134,7 @@ class Watched:
     def __init__(self, format: ChatFormat) -> None:
         self.format, self.name = format, format.name
         self.tokenizer, self.stop_ids, self.parser = format.tokenizer, format.stop_ids, format.parser
+        self.closing_ids = format.closing_ids
         self.num_messages = 0
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = False) -> Rendered:
