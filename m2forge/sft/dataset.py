@@ -424,8 +424,12 @@ def _render_probe(chat_format: ChatFormat) -> Rendered:
     try:
         return chat_format.render(_PROBE, (Tool("add", "Add.", {"type": "object", "properties": {}}),))
     except FormatError:
-        # A chat format without tools still serves conversations that use none.
+        pass
+    # A chat format without tools, or without thinking, still serves conversations that use none.
+    try:
         return chat_format.render([_PROBE[1], *_PROBE[4:]])
+    except FormatError:
+        return chat_format.render(_PROBE[5:])
 
 
 def _key(config: SFTDataConfig, chat_format: ChatFormat, seed: int, selection: Selection | None) -> str:

@@ -101,10 +101,6 @@ class TemplateFormat:
         conversation = self._conversation(messages, tools)
         return conversation.guard.clean(conversation.text(len(messages), generation=generation))
 
-    def data(self, messages: Sequence[Message]) -> list[dict[str, JsonValue]]:
-        """The messages as the template gets them."""
-        return [dict(one) for one in _MessageData(self, messages, None)]
-
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = False) -> Rendered:
         self._check_tools(messages, tools)
         conversation = self._conversation(messages, tools)
@@ -208,7 +204,8 @@ class TemplateFormat:
         """Sets how thinking is passed; returns the whitespace that the template writes before it."""
         thinking = Message("assistant", _CONTENT, _THINKING)
         prompt = self._conversation([_USER]).text(1, generation=True)
-        for self.has_thinking_fields in (True, False):
+        for has_fields in (True, False):
+            self.has_thinking_fields = has_fields
             written = self._probe([_USER, thinking]) or ""
             if _THINKING in written:
                 sampled = written[len(prompt) :] if written.startswith(prompt) else ""
@@ -221,7 +218,8 @@ class TemplateFormat:
         """Recognises the syntax of calls, and sets how arguments are passed and what ends a call."""
         if not self._tool_template.takes_tools:
             return None
-        for self.has_text_arguments in (False, True):
+        for has_text in (False, True):
+            self.has_text_arguments = has_text
             conversation = self._conversation([_USER, _CALLING, _RESULT], [PROBE_TOOL])
             try:
                 prompt, closed = conversation.text(1, generation=True), conversation.closed(2)
@@ -422,9 +420,9 @@ class _Conversation:
 
 
 class _MessageData:
-    """Iterates over messages as dictionaries of Hugging Face's form. With a guard, markers in texts are broken."""
+    """Iterates over messages as dictionaries of Hugging Face's form, with the markers in their texts broken."""
 
-    def __init__(self, format: TemplateFormat, messages: Sequence[Message], guard: Guard | None) -> None:
+    def __init__(self, format: TemplateFormat, messages: Sequence[Message], guard: Guard) -> None:
         self._format, self._messages, self._guard = format, messages, guard
 
     def __iter__(self) -> Iterator[dict[str, JsonValue]]:
@@ -457,7 +455,7 @@ class _MessageData:
         return data | ({"reasoning_content": thinking} if "thinking" in data else {})
 
     def _call(self, call: ToolCall, id: str) -> dict[str, JsonValue]:
-        arguments: JsonValue = call.arguments if self._guard is None else self._guard.data(call.arguments)
+        arguments: JsonValue = self._guard.data(call.arguments)
         if self._format.has_text_arguments:
             arguments = self._text(json.dumps(call.arguments, ensure_ascii=False))
         return {"type": "function", "id": id, "function": {"name": self._text(call.name), "arguments": arguments}}
@@ -473,7 +471,7 @@ class _MessageData:
         return data | {"tool_call_id": answered[0] or _shown_id("", 0)}
 
     def _text(self, text: str) -> str:
-        return text if self._guard is None else self._guard.text(text)
+        return self._guard.text(text)
 
 
 def _shown_id(id: str, number: int) -> str:

@@ -41,6 +41,7 @@ from m2forge.files import write_atomic
 from m2forge.gguf_header import Value, read_header
 from m2forge.records import JsonValue
 from m2forge.text.vocabulary import (
+    MAX_IDS,
     WORD_SPLIT,
     SpecialNames,
     Vocabulary,
@@ -421,7 +422,7 @@ def _read_eos_ids(folder: Path, core: tokenizers.Tokenizer) -> tuple[int, ...]:
     """The EOS ids of generation_config.json, those that are tokens."""
     stored = _read_settings(folder / "generation_config.json").get("eos_token_id")
     ids = stored if isinstance(stored, list) else [stored]
-    return tuple(id for id in ids if isinstance(id, int) and core.id_to_token(id) is not None) if stored else ()
+    return tuple(id for id in ids if isinstance(id, int) and 0 <= id < MAX_IDS and core.id_to_token(id) is not None)
 
 
 # -- the vocabulary of a GGUF file -------------------------------------------------------------------------------------

@@ -5,12 +5,13 @@ from pathlib import Path
 from m2forge.model.build import build
 from m2forge.model.checkpoint import save_model
 from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
+from m2forge.text.tokenizer import Tokenizer
 from tests.sft.sample import chat_format
 
 
-def write_start(folder: Path) -> Path:
-    """A model folder with the tokenizer of `chat_format`."""
-    tokenizer = chat_format().tokenizer
+def write_start(folder: Path, tokenizer: Tokenizer | None = None) -> Path:
+    """A model folder with a tokenizer, by default that of `chat_format`."""
+    tokenizer = tokenizer or chat_format().tokenizer
     network = ModelConfig(
         vocab_size=tokenizer.vocab_size,
         hidden_size=16,

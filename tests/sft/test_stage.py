@@ -1,5 +1,6 @@
 """Fine-tuning end to end on a few made-up trajectories: what is written, and going on after a stop."""
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from m2forge.config import build
-from m2forge.errors import ConfigError, NotFoundError
+from m2forge.errors import ConfigError, FormatError, NotFoundError
 from m2forge.model.build import build as build_model
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.config import AttentionConfig, ModelConfig, MoEConfig
@@ -19,12 +20,15 @@ from m2forge.records import Pack
 from m2forge.sft.config import SFTConfig
 from m2forge.sft.stage import run_sft
 from m2forge.sft.synthetic import write_jsonl
+from m2forge.text.template import TemplateFormat
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.train import loop
 from m2forge.train.config import CheckpointConfig, Curve
 from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.loop import TokenCost, TrainLoop
 from tests.sft.sample import chat_format
+from tests.sft.start import write_start
+from tests.text.own_template import CODER, QWEN, tokenizer_of
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +179,24 @@ def test_a_run_folder_under_former_keys_resumes(config: SFTConfig, runs: Path, t
     assert path.read_text(encoding="utf-8") != current
     assert run_sft(config, tmp_path) == tmp_path / "small" / "model"
     assert path.read_text(encoding="utf-8") == current
+
+
+def test_a_models_own_template_is_trained_and_goes_with_it(
+    config: SFTConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = tokenizer_of(CODER, tool_use=QWEN)
+    start = write_start(tmp_path / "start", tokenizer)
+    changed = {"model": str(start), "name": "own", "num_epochs": 1, "chat_format": "template"}
+    own = config.model_copy(update=changed)
+    with pytest.raises(FormatError, match="only the answers after the last rewritten one have loss"):
+        run_sft(own.model_copy(update={"prefix_rewrites": "refuse"}), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+    model = run_sft(own, tmp_path / "runs")
+    assert any("follows an answer" in record.getMessage() for record in caplog.records)
+    report = json.loads((tmp_path / "runs/own/data/meta.json").read_text())["report"]
+    assert report["num_trained_tokens"] > 100
+    trained = load_tokenizer(model)
+    assert trained.fingerprint == tokenizer.fingerprint
+    assert trained.tool_use_template == QWEN
+    format = TemplateFormat(trained)
+    assert json.loads((model / "config.json").read_text())["eos_token_id"] == list(format.stop_ids)

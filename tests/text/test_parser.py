@@ -1,5 +1,6 @@
 """Completions in pieces: the same result for every cut, problems instead of exceptions, and work linear in the text."""
 
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from m2forge.text.call_syntax import SYNTAXES
 from m2forge.text.chatml import HermesParser
 from m2forge.text.message import Message, Tool, ToolCall
 from m2forge.text.minimax_m2 import XmlCallParser
@@ -54,7 +56,12 @@ def kinds(completion: Completion) -> list[ProblemKind]:
     return [problem.kind for problem in completion.problems]
 
 
-PARSERS = pytest.mark.parametrize("make", [xml, hermes, hermes_thinking])
+def other(name: str) -> CompletionParser:
+    return SYNTAXES[name]([*TOOLS, F], end_marker="<|im_end|>", other_ends=("</s>",), starts_thinking=False)
+
+
+OTHERS = [functools.partial(other, name) for name in ("xml", "glm", "mistral", "llama3")]
+PARSERS = pytest.mark.parametrize("make", [xml, hermes, hermes_thinking, *OTHERS])
 SHAPED = st.lists(
     st.sampled_from(
         [
@@ -65,6 +72,16 @@ SHAPED = st.lists(
             "<tool_call>",
             '{"name": "f", "arguments": {"k": "v"}}',
             '{"name": "f',
+            '{"name": "f", "parameters": {"k": "v"}}',
+            "<|python_tag|>",
+            "[TOOL_CALLS]",
+            "f[ARGS]",
+            "<function=f>",
+            "<parameter=n>",
+            "</function>",
+            "<arg_key>n</arg_key><arg_value>",
+            "</arg_value>",
+            "</s>",
         ]
     ).map(str.encode)
     | st.binary(max_size=4),

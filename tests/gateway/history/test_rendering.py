@@ -25,11 +25,16 @@ from tests.gateway.dialogue import (
     tool_loop,
 )
 from tests.text.draw import TOOLS
+from tests.text.own_template import CODER, GLM, QWEN, R1, template_format
 
 BOTH = pytest.mark.parametrize("format", [minimax(), chatml()], ids=list(FORMATS))
 
 
-@pytest.mark.parametrize("format", [minimax(drop_thinking=True), chatml(drop_thinking=True)], ids=list(FORMATS))
+@pytest.mark.parametrize(
+    "format",
+    [minimax(drop_thinking=True), chatml(drop_thinking=True), template_format(QWEN)],
+    ids=[*FORMATS, "template"],
+)
 def test_dropping_old_thinking_branches_once_per_user_message(format: ChatFormat) -> None:
     history = History(format)
     dialogue = tool_loop(format, history, 3)
@@ -44,6 +49,50 @@ def test_dropping_old_thinking_branches_once_per_user_message(format: ChatFormat
     following = history.open([*sent, read(format, ids).message(), Message("tool", "r")], TOOLS)
     assert following.divergence is None
     assert following.ids[: opening.ids.size + ids.size].tolist() == opening.ids.tolist() + ids.tolist()
+
+
+def test_a_template_that_rewrites_nothing_continues_its_samples() -> None:
+    format = template_format(CODER)
+    assert is_local(format)
+    dialogue = tool_loop(format, History(format), 3)
+    opening = dialogue.open()
+    assert (opening.ids.tolist(), opening.divergence) == (dialogue.ids, None)
+    assert opening.num_encoded == dialogue.num_new
+
+
+def test_a_template_without_thinking_in_history_branches_each_turn() -> None:
+    """The generation prompt opens thinking, and no rendered answer has it; sampled tokens stay in their branch."""
+    format = template_format(R1)
+    history = History(format)
+    sent, prompts = [USER], []
+    for turn in range(3):
+        opening = history.open(sent)
+        assert opening.divergence is (Divergence.TEMPLATE if turn else None)
+        assert opening.ids.tolist() == format.render(sent, generation=True).ids
+        ids = sample(format, Message("assistant", f"a{turn}", "t"), random.Random(turn), ())
+        history.record(opening, ids, read(format, ids, tools=()))
+        prompts.append(opening.ids.size)
+        sent += [read(format, ids, tools=()).message(), Message("user", f"u{turn}")]
+    again = history.open(sent[:3])
+    assert again.num_encoded == 0
+    assert again.ids.size == prompts[1]
+
+
+def test_an_answer_that_another_stop_token_ended_is_closed() -> None:
+    """This template ends an answer by the token that opens the next turn, which a sampler may leave out."""
+    format = template_format(GLM)
+    history = History(format)
+    opening = history.open([USER])
+    ids = sample(format, Message("assistant", "a", "t"), random.Random(0), ()).tolist()
+    end = format.tokenizer.special("</s>")
+    assert end in format.stop_ids
+    assert end not in format.closing_ids
+    stopped = array([*ids[:-1], end])
+    history.record(opening, stopped, read(format, stopped))
+    following = history.open([USER, read(format, stopped).message(), Message("user", "b")])
+    assert following.divergence is None
+    text = format.tokenizer.decode(following.ids.tolist())
+    assert text.endswith("a</s><|user|>\nb<|assistant|>")
 
 
 def test_a_result_joined_to_sent_ones_is_the_templates_fault() -> None:
