@@ -16,6 +16,7 @@ the template's.
 
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -162,8 +163,9 @@ class _TailCallParser(CompletionParser):
         self._read_calls("".join(self._parts))
         return self._end()
 
+    @abstractmethod
     def _read_calls(self, body: str) -> None:
-        raise NotImplementedError
+        """Read the calls in the text after the marker that opens them."""
 
     def _read_call(self, name: object, arguments: JsonValue, body: str) -> None:
         if isinstance(arguments, str):

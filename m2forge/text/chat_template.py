@@ -183,8 +183,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         for name in _SIZED_FILTERS:
             self.filters[name] = _checked(self.filters[name])
-        self.globals |= {"raise_exception": _raise, "strftime_now": now.strftime}
-        self.globals |= {"dict": _TemplateDict(), "namespace": _TemplateNamespace}
+        self.globals.update(raise_exception=_raise, strftime_now=now.strftime)
+        self.globals.update(dict=_TemplateDict(), namespace=_TemplateNamespace)
         # It writes random text, as long as the template asks for.
         del self.globals["lipsum"]
 
@@ -238,8 +238,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _TemplateDict:
     """`dict(…)` for templates: the call and `fromkeys` alone."""
 
-    def __call__(self, *args: Iterable[tuple[str, object]], **values: object) -> dict[str, object]:
-        return dict(*args, **values)
+    def __call__(self, values: Iterable[tuple[str, object]] = (), **named: object) -> dict[str, object]:
+        return dict(values) | named
 
     def fromkeys(self, keys: Iterable[str], value: object = None) -> dict[str, object]:
         return dict.fromkeys(keys, value)

@@ -69,7 +69,8 @@ def check_rewrites(format: ChatFormat, policy: RewritePolicy, *, key: str, cost:
 def _probes() -> Iterator[tuple[str, list[Message], list[Message], list[Tool]]]:
     calling, thoughtful = Message("assistant", "", "", (_CALL,)), Message("assistant", "", "I should look.", (_CALL,))
     thinking = " with thinking"
-    for tools, where in (([], ""), ([_TOOL], " where tools are offered")):
+    offers: list[tuple[list[Tool], str]] = [([], ""), ([_TOOL], " where tools are offered")]
+    for tools, where in offers:
         trigger = f"a user's message that follows an answer{where}"
         yield trigger, [_USER, _ANSWER], [_NEXT], tools
         yield f"{trigger}{thinking}", [_USER, _THOUGHT], [_NEXT], tools

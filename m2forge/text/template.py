@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from m2forge.errors import FormatError, PrefixError
 from m2forge.records import JsonValue
-from m2forge.text.call_syntax import PROBE_CALL, PROBE_TOOL, SYNTAXES, PlainParser, recognise
+from m2forge.text.call_syntax import PROBE_CALL, PROBE_TOOL, SYNTAXES, CallSyntax, PlainParser, recognise
 from m2forge.text.chat_template import ChatTemplate, Guard
 from m2forge.text.message import Message, Tool, ToolCall, tool_to_openai
 from m2forge.text.parser import THINK_CLOSE, THINK_OPEN, Completion, CompletionParser, snippet
@@ -138,7 +138,7 @@ class TemplateFormat:
         return self._encode(conversation, whole, len(before), conversation.answers(whole, len(history)))
 
     def parser(self, tools: Sequence[Tool] = ()) -> CompletionParser:
-        syntax = PlainParser if self.call_syntax is None else SYNTAXES[self.call_syntax]
+        syntax: CallSyntax = PlainParser if self.call_syntax is None else SYNTAXES[self.call_syntax]
         end, *others = self._end_names
         parser = syntax(tools, end_marker=end, other_ends=tuple(others), starts_thinking=self._starts_thinking)
         parser.think_lead = self._think_lead
