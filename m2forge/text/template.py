@@ -45,8 +45,6 @@ _CALLING = Message("assistant", tool_calls=(PROBE_CALL,))
 _RESULT = Message("tool", "Result", tool_call_id=PROBE_CALL.id)
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 """Ids of calls as Mistral's templates demand them; others accept any."""
-
-
 _OPENED = re.compile(rf"{THINK_OPEN}\s*(?P<close>{THINK_CLOSE}\s*)?\Z")
 """Thinking that a generation prompt opens, perhaps to leave it empty."""
 
@@ -390,7 +388,12 @@ class _Conversation:
         for index in range(first, len(self.messages)):
             if self.messages[index].role != "assistant":
                 continue
-            prompt, closed = self.text(index, generation=True), self.closed(index + 1)
+            try:
+                prompt, closed = self.text(index, generation=True), self.closed(index + 1)
+            except FormatError:
+                # The template refuses this beginning of the conversation, so nothing was sampled after it.
+                answers.append(None)
+                continue
             is_ended = closed.endswith(tuple(self._ends[:2]))
             is_sampled = is_ended and whole.startswith(closed) and closed.startswith(prompt)
             answers.append(_Answer(index, len(prompt), len(closed)) if is_sampled else None)
