@@ -227,6 +227,12 @@ class _Environment(ImmutableSandboxedEnvironment):
             _check_widths(left)
         return super().call_binop(context, operator, left, right)
 
+    def wrap_str_format(self, value: object) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _check_widths(str(getattr(value, "__self__", "")))
+        return wrapped
+
     def call(__self, __context: Context, __obj: object, *args: object, **kwargs: object) -> object:
         # Named as in jinja2, so that a template may call with any keyword.
         text = getattr(__obj, "__self__", None)
@@ -318,7 +324,7 @@ def _check_text_method(text: str, name: str, args: Sequence[object]) -> None:
     elif "join" in name:
         _check_size(len(text) * max(map(len, texts), default=0))
         _check_size(len(text) * max((len(one) for one in args if isinstance(one, list | tuple | str)), default=0))
-    elif name in ("format", "format_map"):
+    elif name == "format":
         _check_widths(text)
 
 

@@ -28,7 +28,7 @@ from m2forge.train.engine import PendingMetrics, TrainEngine
 from m2forge.train.loop import TokenCost, TrainLoop
 from tests.sft.sample import chat_format
 from tests.sft.start import write_start
-from tests.text.own_template import CODER, QWEN, tokenizer_of
+from tests.text.own_template import QWEN, tokenizer_of
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,8 @@ def test_a_run_folder_under_former_keys_resumes(config: SFTConfig, runs: Path, t
 def test_a_models_own_template_is_trained_and_goes_with_it(
     config: SFTConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer = tokenizer_of(CODER, tool_use=QWEN)
+    with_tools = QWEN.replace("\\n<tools>", "\\nTools:\\n<tools>")
+    tokenizer = tokenizer_of(QWEN, tool_use=with_tools)
     start = write_start(tmp_path / "start", tokenizer)
     changed = {"model": str(start), "name": "own", "num_epochs": 1, "chat_format": "template"}
     own = config.model_copy(update=changed)
@@ -197,6 +198,6 @@ def test_a_models_own_template_is_trained_and_goes_with_it(
     assert report["num_trained_tokens"] > 100
     trained = load_tokenizer(model)
     assert trained.fingerprint == tokenizer.fingerprint
-    assert trained.tool_use_template == QWEN
+    assert trained.tool_use_template == with_tools != trained.chat_template
     format = TemplateFormat(trained)
     assert json.loads((model / "config.json").read_text())["eos_token_id"] == list(format.stop_ids)
