@@ -60,7 +60,7 @@ def test_a_template_that_rewrites_nothing_continues_its_samples() -> None:
     assert opening.num_encoded == dialogue.num_new
 
 
-def test_a_template_without_thinking_in_history_branches_each_turn() -> None:
+def test_a_template_that_drops_all_thinking_branches_each_turn() -> None:
     """The generation prompt opens thinking, and no rendered answer has it; sampled tokens stay in their branch."""
     format = template_format(R1)
     history = History(format)
