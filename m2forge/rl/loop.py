@@ -133,10 +133,9 @@ def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[EvalResult]]:
     families = survey_tasks(config)
     run_dir = runs / config.name
     config = pinned(config, run_dir / CONFIG_FILE)
-    find_folder(config.model, config.revision)
-    layout = Layout(run_dir)
     # A chat template that cannot be used is refused before anything is written.
-    load_format(Path(config.model), config.gateway)
+    load_format(find_folder(config.model, config.revision), config.gateway)
+    layout = Layout(run_dir)
     with hold_run(run_dir):
         open_run(run_dir, config, begun_phase(layout.checkpoints))
         if not is_complete(layout, config):
