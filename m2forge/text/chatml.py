@@ -150,7 +150,7 @@ class ChatMLFormat:
             raise FormatError(f"the tokenizer lacks {', '.join(missing)}, special tokens of the chatml format")
         self.tokenizer = tokenizer
         self.stop_ids: tuple[int, ...] = (tokenizer.special(END),)
-        self.closing_ids = self.stop_ids
+        self.closing_ids: tuple[int, ...] = self.stop_ids
         self._drop_thinking = drop_thinking
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer.names, tokenizer.special_ids)
         prompt = self._rendered([_PROBE], (), generation=True)

@@ -242,7 +242,7 @@ class MiniMaxM2Format:
             )
         self.tokenizer = tokenizer
         self.stop_ids: tuple[int, ...] = (tokenizer.special(END),)
-        self.closing_ids = self.stop_ids
+        self.closing_ids: tuple[int, ...] = self.stop_ids
         self._drop_thinking = drop_thinking
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation: bool = False) -> Rendered:

@@ -107,7 +107,7 @@ class TemplateFormat:
         # A prompt is the template's text, whatever that shows of earlier answers; what is trained must be readable.
         for answer in [] if generation else _trained(answers):
             text = conversation.guard.clean(whole[answer.start : answer.end])
-            self._check_read_back(answer.index, messages[answer.index], text, tools)
+            self._check_read_back(answer.number, messages[answer.number], text, tools)
         return self._encode(conversation, whole, 0, answers)
 
     def extend(
@@ -307,8 +307,8 @@ class TemplateFormat:
 class _Answer(NamedTuple):
     """A message of the assistant as sampled, inside the text of a conversation."""
 
-    index: int
-    """Of the message."""
+    number: int
+    """Index of the message."""
     start: int
     end: int
 

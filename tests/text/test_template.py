@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from m2forge.errors import FormatError, PrefixError
+from m2forge.records import JsonValue
 from m2forge.text.format import make_format
 from m2forge.text.message import Message, Tool, ToolCall, tool_to_openai
 from m2forge.text.rewrite import check_rewrites, find_rewrites
@@ -100,7 +101,11 @@ def exchanges(draw: st.DrawFn, text: st.SearchStrategy[str] = words) -> tuple[li
             calls = []
             for _ in range(draw(st.integers(1, 2))):
                 number += 1
-                arguments = {"query": draw(text), "limit": draw(st.integers(0, 9)), "tags": [draw(text)]}
+                arguments: dict[str, JsonValue] = {
+                    "query": draw(text),
+                    "limit": draw(st.integers(0, 9)),
+                    "tags": [draw(text)],
+                }
                 calls.append(ToolCall("search", arguments, f"call{number:05d}"))
             content, thinking = (draw(text) if draw(st.booleans()) else "" for _ in range(2))
             messages.append(Message("assistant", content, thinking, tuple(calls)))
@@ -294,7 +299,7 @@ def test_the_template_for_tools_is_used_with_tools(tmp_path: Path) -> None:
     assert format.call_syntax == "hermes"
     assert "<|im_start|>" in format.text([USER], TOOLS)
     assert "<|im_start|>" not in format.text([USER])
-    peer = AutoTokenizer.from_pretrained(tmp_path)
+    peer: Any = AutoTokenizer.from_pretrained(tmp_path)
     for tools in ([], [tool_to_openai(tool) for tool in TOOLS]):
         expected = peer.apply_chat_template([{"role": "user", "content": "a"}], tools=tools or None, tokenize=False)
         assert format.text([Message("user", "a")], TOOLS if tools else ()) == expected
