@@ -85,6 +85,10 @@ class PolicyVersion:
             _refuse("PolicyVersion", "step", self.step, f"expected 0 to {MAX_INT32}")
 
 
+ROLLOUT_KEY = "rollout"
+"""Metadata key of the command that attempts a task instead of the run's agent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One task, before any attempt."""

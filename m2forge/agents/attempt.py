@@ -32,7 +32,7 @@ from typing import Generic, Protocol, TypeVar
 from m2forge.agents.workspace import Workspace, Workspaces
 from m2forge.errors import EngineError, M2ForgeError, RunError
 from m2forge.protocols import Endpoint
-from m2forge.records import JsonValue, Sampling, Submission, Task, Verdict
+from m2forge.records import ROLLOUT_KEY, JsonValue, Sampling, Submission, Task, Verdict
 from m2forge.text.message import Tool
 from m2forge.tree.token_tree import TokenTree
 
@@ -179,6 +179,35 @@ class AttemptAgent(Protocol):
     async def inspect(self, answer: Answer, recorded: Recorded) -> bool | None:
         """Whether what the agent logged equals what the gateway recorded; None if it was not compared."""
         ...
+
+
+class RolloutAnswer(Answer):
+    """The answer of a task's own rollout, whose log is not the agent's."""
+
+
+class Rollouts(Protocol):
+    async def attempt(self, job: Job) -> RolloutAnswer:
+        """Run the command that the task's metadata names."""
+        ...
+
+
+class RoutedAgent:
+    """See `AttemptAgent`. The run's agent, except at tasks whose family drives its own rollout."""
+
+    def __init__(self, agent: AttemptAgent, rollouts: Rollouts) -> None:
+        self._agent, self._rollouts = agent, rollouts
+        self.is_silent_allowed = agent.is_silent_allowed
+
+    async def attempt(self, job: Job, *, is_exclusive: bool = False) -> Answer:
+        if ROLLOUT_KEY in job.task.metadata:
+            return await self._rollouts.attempt(job)
+        return await self._agent.attempt(job, is_exclusive=is_exclusive)
+
+    async def watch(self) -> None:
+        await self._agent.watch()
+
+    async def inspect(self, answer: Answer, recorded: Recorded) -> bool | None:
+        return None if isinstance(answer, RolloutAnswer) else await self._agent.inspect(answer, recorded)
 
 
 class Gateway(Protocol):

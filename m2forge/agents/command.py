@@ -29,13 +29,15 @@ from m2forge.agents.attempt import (
     ErrorKind,
     Job,
     Recorded,
+    RolloutAnswer,
     WorkerDiedError,
 )
 from m2forge.agents.config import PLACEHOLDERS, AnswerFile, CommandConfig
 from m2forge.agents.program import death_cause, from_here
 from m2forge.agents.workspace import HOME_PREFIX, Workspace
+from m2forge.errors import DataError
 from m2forge.protocols import Command, Endpoint, Outcome, OutcomeReason
-from m2forge.records import JsonValue, Task
+from m2forge.records import ROLLOUT_KEY, JsonValue, Task
 from m2forge.sandbox.process import ProcessSandbox
 
 KEY = "[key]"
@@ -104,6 +106,22 @@ class CommandAgent:
                 return file.read(MAX_ANSWER_BYTES).decode(errors="replace")
         except OSError:
             return ""  # The program left none, as after a task that it gave up.
+
+
+class RolloutAgent:
+    """See `Rollouts`."""
+
+    def __init__(self, limits: CommandConfig) -> None:
+        """`limits`: timeout and sandbox; its command is replaced by that of each task."""
+        self._limits = limits
+
+    async def attempt(self, job: Job) -> RolloutAnswer:
+        command = job.task.metadata[ROLLOUT_KEY]
+        if not isinstance(command, list | tuple):
+            raise DataError(f"task {job.task.id}: {ROLLOUT_KEY}: expected a command, received {command!r:.100}")
+        own = self._limits.model_copy(update={"command": tuple(str(word) for word in command)})
+        answer = await CommandAgent(own).attempt(job)
+        return RolloutAnswer(answer.text, answer.transcript)
 
 
 def placeholder_values(task: Task, endpoint: Endpoint, workspace: Workspace) -> dict[str, str]:

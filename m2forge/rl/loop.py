@@ -30,9 +30,8 @@ drawn twice.
 #     agents/attempt.py                 one attempt: workspace, episode, agent, verdict
 #     agents/workspace.py               its folders
 #     rl/gateway_admin.py               keys and records of attempts
-#     rl/servers.py                     sampler and gateway processes
 #     agents/worker_pool.py             agents in worker processes
-#     sandbox/command_worker.py                 a process within limits
+#     sandbox/command_worker.py         a process within limits
 #     tree/codec.py                     the tree that the gateway sends
 #     reward/judge.py                   rewards of a group
 #     reward/rule.py                    process reward of a step
@@ -237,12 +236,13 @@ class Loop:
         everything that it started before it raises."""
         background: set[asyncio.Task[None]] = set()
         servers = make_servers(self.layout, self.config.gateway.host, self.config.gateway_port)
+        children = (servers.sampler.child, servers.gateway.child)
         try:
             with _terminated_as_interrupted():
                 training = self._start(background, self.trainer.supervise())
                 await self._while_alive(background, self._wait_for_weights())
-                self._start(background, servers.sampler.child.supervise())
-                self._start(background, servers.gateway.child.supervise())
+                for child in children:
+                    self._start(background, child.supervise())
                 if self.config.pool.admit_deployed:
                     write_address(self.layout.gateway, servers.gateway)
                 async with (
@@ -258,7 +258,9 @@ class Loop:
                     PoolWriter(self.pool) as writer,
                 ):
                     workspaces = Workspaces(self.layout.workspaces)
-                    attempt_runner = AttemptRunner(agent, admin, runner, workspaces, lambda: servers.num_starts)
+                    attempt_runner = AttemptRunner(
+                        agent, admin, runner, workspaces, lambda: sum(child.num_starts for child in children)
+                    )
                     async with Attempts(
                         attempt_runner, self.pool, writer, self.judge, self.format, self._note_group
                     ) as attempts:

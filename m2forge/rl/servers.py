@@ -30,10 +30,6 @@ class Servers:
     sampler: Server
     gateway: Server
 
-    @property
-    def num_starts(self) -> int:
-        return self.sampler.child.num_starts + self.gateway.child.num_starts
-
     def close(self) -> None:
         """Close the sockets; call it after both processes have ended."""
         self.sampler.listener.close()

@@ -23,11 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from m2forge.errors import DataError
-from m2forge.records import JsonValue, Submission, Task, Verdict, VerdictReason
+from m2forge.records import ROLLOUT_KEY, JsonValue, Submission, Task, Verdict, VerdictReason
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.runner import TaskRunner
 from m2forge.tasks.task_set import FamilyInfo, Split, split_of
-from m2forge.tasks.verifiers_family import ROLLOUT_KEY
 
 MAX_PROBLEMS = 10
 """Problems that are listed; the others are counted."""

@@ -28,7 +28,6 @@ from m2forge.tasks.catalog import find_family
 from m2forge.tasks.config import CurriculumConfig, FamilyConfig, PaceConfig, StageConfig
 from m2forge.tasks.family import family_key_of
 from m2forge.tasks.pass_rate import PassRates
-from m2forge.tasks.source import family_key
 from m2forge.tasks.task_set import FamilyInfo, Split, describe
 
 MAX_DOMAINS = 4
@@ -85,6 +84,7 @@ class Curriculum:
         known = {key: describe(find_family(key)) for key in config.family_keys} if families is None else families
         require_known(config, known)
         self._families = known
+        self._by_stage = {stage.name: list(stage.families()) for stage in config.stages}
         self._positions = dict.fromkeys(sorted(config.family_keys), 0)
         """Number of tasks drawn from each family."""
         self._paces: dict[str, Pace] = {}
@@ -101,7 +101,7 @@ class Curriculum:
 
     def levels(self) -> dict[str, tuple[int, int]]:
         """The current difficulty range of each family of the stage."""
-        return {key: self._paces[key].levels for key, _, _ in self.stage.families()}
+        return {key: self._paces[key].levels for key, _, _ in self._by_stage[self.stage.name]}
 
     async def draw_batch(self, draw: Draw) -> list[Assignment]:
         """Draw the next batch with `draw`, such as `TaskRunner.next_task`. Its content is chosen before the first
@@ -155,9 +155,8 @@ class Curriculum:
         return state | {"rates": rates} if rates else state
 
     def _choose(self, stage: StageConfig, domain: Domain) -> _Choice:
-        settings = stage.domains[domain]
-        family = settings.families[self._turns[domain] % len(settings.families)]
-        key = family_key(family.source, domain)
+        families = [(key, family) for key, found, family in self._by_stage[stage.name] if found == domain]
+        key, family = families[self._turns[domain] % len(families)]
         self._turns[domain] += 1
         self._positions[key] += 1
         position, id = self._positions[key] - 1, ""
@@ -166,7 +165,7 @@ class Curriculum:
         # Clamp levels that another stage has moved to the bounds of this one.
         bounds = level_bounds(family, self._families[key])
         lowest, highest = (min(max(level, bounds[0]), bounds[1]) for level in self._paces[key].levels)
-        return _Choice(key, position, lowest, highest, settings.context, stage.name, id)
+        return _Choice(key, position, lowest, highest, stage.domains[domain].context, stage.name, id)
 
     def _enter(self, stage: int) -> None:
         self._stage = stage

@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from m2forge.errors import ConfigError, NotFoundError, RecordError
-from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
+from m2forge.records import ROLLOUT_KEY, Domain, JsonValue, Submission, Task, Verdict
 from m2forge.tasks.family import FAMILY_KEY, Family, UnavailableError, shown
 from m2forge.tasks.source import VERIFIERS_PREFIX
 
-ROLLOUT_KEY = "rollout"
-"""Metadata key of the command that makes the attempt instead of the agent."""
 MAX_TASKS = 10_000
 INFRA_ERRORS = ("ProviderError", "SandboxError", "TunnelError", "InterceptionError")
 """Types of the library's errors that the policy did not cause, unless a request was refused."""
