@@ -20,9 +20,7 @@ OpenAI's. Request text is logged only if the configuration allows it.
 #     gateway/calls/calls.py            the request, from body to response
 #     gateway/calls/body.py             the body, off the event loop if it is large
 #     gateway/dialects/openai/chat.py   OpenAI's JSON in and out
-#     gateway/dialects/openai/setting.py  sampling and other settings of OpenAI's requests
 #     gateway/dialects/types.py         the neutral request and answer
-#     gateway/dialects/notice.py        what is not honoured
 #     text/message.py                   messages, tools, JSON values
 #     gateway/episodes/episode.py       budget, retries, what is recorded
 #     gateway/history/history.py        messages to recorded tokens
@@ -56,11 +54,10 @@ from m2forge.gateway import admin, mcp
 from m2forge.gateway.calls.calls import Calls, Route
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.dialects.anthropic import messages as anthropic
-from m2forge.gateway.dialects.notice import notice_headers
 from m2forge.gateway.dialects.openai import chat as openai
 from m2forge.gateway.dialects.openai.chat import MODELS_PATH
 from m2forge.gateway.dialects.route import CHAT, COMPLETIONS, MESSAGES, RESPONSES
-from m2forge.gateway.dialects.types import Dialect, Fields, refuse_value
+from m2forge.gateway.dialects.types import Dialect, Fields, notice_headers, refuse_value
 from m2forge.gateway.episodes.episode import BudgetError, ClosedError, Episode
 from m2forge.gateway.episodes.registry import Episodes, hash_key
 from m2forge.gateway.http.connection import REFUSAL, Owners

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from m2forge.gateway.dialects.notice import HEADER, Notice
+from m2forge.gateway.dialects.types import HEADER, Notice
 from m2forge.text.message import Message, ToolCall
 from tests.gateway.dialogue import minimax
 from tests.gateway.live import Live, Scene, ToolScene, check_recorded, live, num_new_tokens

@@ -39,9 +39,8 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from m2forge.errors import EngineError, FormatError
-from m2forge.gateway.dialects.notice import READ_DEFAULTS, ReadOptions
 from m2forge.gateway.dialects.route import DIALECTS, MESSAGES
-from m2forge.gateway.dialects.types import Ask, AskError, UnknownItemError, offered
+from m2forge.gateway.dialects.types import READ_DEFAULTS, Ask, AskError, ReadOptions, UnknownItemError, offered
 from m2forge.gateway.history.turn import keeps_thinking
 from m2forge.gateway.http.limits import Refusal, parse_body
 from m2forge.records import JsonValue

@@ -20,9 +20,8 @@ from m2forge.gateway.calls.body import LONG_BYTES, Bodies, LoopShare, PromptSize
 from m2forge.gateway.calls.generation import Abort, Generation, Pace, Plan, raw_ids, time_limit
 from m2forge.gateway.calls.sample import Reply, play, read_reply
 from m2forge.gateway.config import GatewayConfig
-from m2forge.gateway.dialects.notice import Notice, notice_headers
 from m2forge.gateway.dialects.openai.responses_input import find_items
-from m2forge.gateway.dialects.types import Ask, AskError, Dialect, offered
+from m2forge.gateway.dialects.types import Ask, AskError, Dialect, Notice, notice_headers, offered
 from m2forge.gateway.episodes.episode import Episode, Request, RequestState, ReservedError
 from m2forge.gateway.history.history import Opening
 from m2forge.gateway.http.limits import (

@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from m2forge.gateway.dialects.notice import Notice, Reading
-from m2forge.gateway.dialects.types import AskError, order_results, shown
+from m2forge.gateway.dialects.types import AskError, Notice, Reading, order_results, shown
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 

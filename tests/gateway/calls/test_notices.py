@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from m2forge.gateway.config import GatewayConfig
-from m2forge.gateway.dialects.notice import HEADER, Notice
+from m2forge.gateway.dialects.types import HEADER, Notice
 from m2forge.gateway.episodes.journal import Answered, decode_entry, encode_entry, read_entries
 from m2forge.pool.stored import CallWriter, read_tree
 from m2forge.records import Sampling

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from m2forge.gateway.dialects.notice import Notice
+from m2forge.gateway.dialects.types import Notice
 from m2forge.text.message import ToolCall
 from tests.gateway.clients.stage import FIRST, SECOND, Stage, needs_clients, says, stage
 from tests.gateway.dialogue import minimax

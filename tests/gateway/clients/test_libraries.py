@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from m2forge.gateway.dialects.notice import Notice
+from m2forge.gateway.dialects.types import Notice
 from m2forge.text.message import Message, ToolCall
 from tests.gateway.clients.stage import NODE, OPENHANDS, PYTHON, Stage, needs_clients, says, stage
 from tests.gateway.dialogue import FORMATS, minimax

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, completion_create_params
 from openai.types.shared import ErrorObject
 
-from m2forge.gateway.dialects.notice import Notice
 from m2forge.gateway.dialects.openai.chat import ALLOWED, NOTED, READ, REFUSED, OpenAIChat
-from m2forge.gateway.dialects.types import Ask, Ending, TokenLogprob, Usage
+from m2forge.gateway.dialects.types import Ask, Ending, Notice, TokenLogprob, Usage
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 from tests.gateway.dialects.dialect_contract import Adapter, Body, ErrorCase, FieldTable, Heard, Received

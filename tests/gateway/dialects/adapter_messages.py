@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from m2forge.gateway.dialects.anthropic.messages import ALLOWED, READ, REFUSED, AnthropicMessages
-from m2forge.gateway.dialects.notice import Notice
 from m2forge.gateway.dialects.opaque_thinking import unseal
-from m2forge.gateway.dialects.types import Ask, Ending, Usage
+from m2forge.gateway.dialects.types import Ask, Ending, Notice, Usage
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 from tests.gateway.anthropic_client import named_events_of

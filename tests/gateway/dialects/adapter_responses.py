@@ -12,11 +12,10 @@ from openai.types import responses
 from openai.types.responses import ResponseStreamEvent, response_create_params
 from pydantic import TypeAdapter
 
-from m2forge.gateway.dialects.notice import Notice
 from m2forge.gateway.dialects.opaque_thinking import seal
 from m2forge.gateway.dialects.openai.responses import OpenAIResponses
 from m2forge.gateway.dialects.openai.responses_input import ALLOWED, READ, REFUSED
-from m2forge.gateway.dialects.types import Ask, Ending, Usage
+from m2forge.gateway.dialects.types import Ask, Ending, Notice, Usage
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 from tests.gateway.anthropic_client import named_events_of

@@ -19,8 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.gateway.dialects.conversation import REMINDER
-from m2forge.gateway.dialects.notice import Notice
-from m2forge.gateway.dialects.types import Answer, Ask, AskError, Dialect, Ending, TokenLogprob, Usage
+from m2forge.gateway.dialects.types import Answer, Ask, AskError, Dialect, Ending, Notice, TokenLogprob, Usage
 from m2forge.records import JsonValue, Sampling
 from m2forge.text.message import Message, Tool, ToolCall
 from m2forge.text.parser import CallFinished, CallStarted, Completion, ContentDelta, Event, ThinkingDelta

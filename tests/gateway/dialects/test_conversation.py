@@ -5,8 +5,7 @@ import time
 import pytest
 
 from m2forge.gateway.dialects.conversation import REMINDER, Conversation, answer_format, place_instructions
-from m2forge.gateway.dialects.notice import READ_DEFAULTS, Notice, Reading
-from m2forge.gateway.dialects.types import AskError
+from m2forge.gateway.dialects.types import READ_DEFAULTS, AskError, Notice, Reading
 from m2forge.text.message import Message, ToolCall
 
 HO = Message("assistant", "Ho")

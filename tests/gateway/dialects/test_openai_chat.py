@@ -11,10 +11,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.chat_completion_message_function_tool_call_param import Function as CallFunction
 from openai.types.shared_params import FunctionDefinition
 
-from m2forge.gateway.dialects.notice import ReadOptions
 from m2forge.gateway.dialects.openai import chat as openai_message
 from m2forge.gateway.dialects.openai.chat import OpenAIChat
-from m2forge.gateway.dialects.types import Answer, Ask, AskError, Dialect, Ending, TokenLogprob, Usage
+from m2forge.gateway.dialects.types import Answer, Ask, AskError, Dialect, Ending, ReadOptions, TokenLogprob, Usage
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 from m2forge.text.parser import CallFinished, CallStarted, Completion, ContentDelta, Event, ThinkingDelta

@@ -7,12 +7,11 @@ import pytest
 from openai.types import responses
 from openai.types.responses import response_input_item_param
 
-from m2forge.gateway.dialects.notice import ReadOptions
 from m2forge.gateway.dialects.opaque_thinking import seal
 from m2forge.gateway.dialects.openai import responses_input as item_reader
 from m2forge.gateway.dialects.openai.responses import OpenAIResponses
 from m2forge.gateway.dialects.openai.responses_input import HIDDEN, TOOL_FIELDS, find_items
-from m2forge.gateway.dialects.types import Answer, Ask, AskError, Ending, UnknownItemError
+from m2forge.gateway.dialects.types import Answer, Ask, AskError, Ending, ReadOptions, UnknownItemError
 from m2forge.records import JsonValue
 from m2forge.text.message import Message, ToolCall
 from m2forge.text.parser import CallFinished, Completion

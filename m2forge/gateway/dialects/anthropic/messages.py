@@ -49,14 +49,17 @@ from typing import Literal, NoReturn
 
 from m2forge.errors import RecordError
 from m2forge.gateway.dialects.conversation import Conversation, answer_format
-from m2forge.gateway.dialects.notice import READ_DEFAULTS, Notice, Reading, ReadOptions
 from m2forge.gateway.dialects.opaque_thinking import seal, sign, unseal
 from m2forge.gateway.dialects.types import (
+    READ_DEFAULTS,
     Answer,
     Ask,
     AskError,
     Ending,
     Fields,
+    Notice,
+    Reading,
+    ReadOptions,
     TokenLogprob,
     Usage,
     make_tool,

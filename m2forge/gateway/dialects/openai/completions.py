@@ -11,18 +11,14 @@ including a stop token that is not part of the text.
 import codecs
 from collections.abc import Mapping, Sequence
 
-from m2forge.gateway.dialects.notice import READ_DEFAULTS, ReadOptions
 from m2forge.gateway.dialects.openai.chat import (
     DONE,
     FINISH_REASONS,
+    SAMPLING_FIELDS,
     TOO_LONG,
     error_body,
     finite_logprob,
     quote,
-    usage_body,
-)
-from m2forge.gateway.dialects.openai.setting import (
-    SAMPLING_FIELDS,
     read_num_samples,
     read_sampling,
     read_seed,
@@ -30,13 +26,16 @@ from m2forge.gateway.dialects.openai.setting import (
     read_stream,
     refuse_bias,
     requested_sampling,
+    usage_body,
 )
 from m2forge.gateway.dialects.types import (
+    READ_DEFAULTS,
     Answer,
     Ask,
     AskError,
     Ending,
     Fields,
+    ReadOptions,
     TokenLogprob,
     Usage,
     read_list,

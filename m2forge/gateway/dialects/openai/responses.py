@@ -24,11 +24,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from m2forge.gateway.dialects.notice import READ_DEFAULTS, ReadOptions
 from m2forge.gateway.dialects.opaque_thinking import seal
 from m2forge.gateway.dialects.openai.chat import TOO_LONG, arguments_text, error_body, quote, token_bodies
 from m2forge.gateway.dialects.openai.responses_input import CUSTOM_ARGUMENT, FORMS, HIDDEN, item_id, read_ask
-from m2forge.gateway.dialects.types import Answer, Ask, AskError, Ending, TokenLogprob, Usage
+from m2forge.gateway.dialects.types import (
+    READ_DEFAULTS,
+    Answer,
+    Ask,
+    AskError,
+    Ending,
+    ReadOptions,
+    TokenLogprob,
+    Usage,
+)
 from m2forge.records import JsonValue
 from m2forge.text.message import ToolCall
 from m2forge.text.parser import CallFinished, ContentDelta, Event, ThinkingDelta

@@ -39,24 +39,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from m2forge.gateway.dialects.conversation import Conversation
-from m2forge.gateway.dialects.notice import READ_DEFAULTS, Notice, Reading, ReadOptions
 from m2forge.gateway.dialects.opaque_thinking import unseal
-from m2forge.gateway.dialects.openai.chat import arguments_text
-from m2forge.gateway.dialects.openai.setting import (
+from m2forge.gateway.dialects.openai.chat import (
     DEFAULT_VERBOSITY,
     EFFORTS,
     SAMPLING_FIELDS,
     SCHEMA_FIELDS,
     VERBOSITIES,
+    arguments_text,
     read_format,
     read_sampling,
     read_tool_choice,
     requested_sampling,
 )
 from m2forge.gateway.dialects.types import (
+    READ_DEFAULTS,
     Ask,
     AskError,
     Fields,
+    Notice,
+    Reading,
+    ReadOptions,
     UnknownItemError,
     make_tool,
     read_list,
