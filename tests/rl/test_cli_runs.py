@@ -8,6 +8,7 @@ import asyncio
 import inspect
 import json
 import os
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,7 +83,7 @@ def write_tasks(path: Path) -> Path:
 @pytest.mark.parametrize("name", preset_names())
 def test_a_preset_does_a_task(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file is written, its answer given, its calls recorded, and the family's tools are offered."""
-    monkeypatch.setenv("PATH", f"{programs()}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}")
     agent = make_config(tmp_path, agent={"preset": name, "timeout_s": 120.0}).agent
     require_agent(agent)
     result, seen = asyncio.run(attempt(agent, tmp_path))
@@ -148,7 +149,7 @@ def programs() -> Path:
 
 @pytest.mark.parametrize("name", ["claude-code", "codex", "opencode"])
 def test_a_public_agent_trains_through_kills(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{programs()}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}")
     domain = {"ratio": 1.0, "context": CONTEXT, "families": [{"source": str(write_tasks(tmp_path / "words.jsonl"))}]}
     config = make_config(
         make_model(tmp_path / "scene"),
