@@ -155,7 +155,8 @@ async def _served(config: RLConfig, model: Path, folder: Path) -> AsyncIterator[
             open_agent(config.agent, layout.agents, format) as agent,
             TaskRunner(config.verify, folder / "verify", config.curriculum.family_keys) as runner,
         ):
-            yield AttemptRunner(agent, admin, runner, Workspaces(layout.workspaces), lambda: servers.num_starts)
+            workspaces = Workspaces(layout.workspaces)
+            yield AttemptRunner(agent, admin, runner, workspaces, lambda: sum(child.num_starts for child in children))
     finally:
         await asyncio.gather(*(child.stop() for child in children))
         await asyncio.gather(*keeping)

@@ -236,12 +236,12 @@ class Loop:
         everything that it started before it raises."""
         background: set[asyncio.Task[None]] = set()
         servers = make_servers(self.layout, self.config.gateway.host, self.config.gateway_port)
-        children = (servers.sampler.child, servers.gateway.child)
+        serving = (servers.sampler.child, servers.gateway.child)
         try:
             with _terminated_as_interrupted():
                 training = self._start(background, self.trainer.supervise())
                 await self._while_alive(background, self._wait_for_weights())
-                for child in children:
+                for child in serving:
                     self._start(background, child.supervise())
                 if self.config.pool.admit_deployed:
                     write_address(self.layout.gateway, servers.gateway)
@@ -259,7 +259,7 @@ class Loop:
                 ):
                     workspaces = Workspaces(self.layout.workspaces)
                     attempt_runner = AttemptRunner(
-                        agent, admin, runner, workspaces, lambda: sum(child.num_starts for child in children)
+                        agent, admin, runner, workspaces, lambda: sum(child.num_starts for child in serving)
                     )
                     async with Attempts(
                         attempt_runner, self.pool, writer, self.judge, self.format, self._note_group
