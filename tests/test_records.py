@@ -115,6 +115,7 @@ OTHER_VALUES: dict[str, Any] = {
     "finished_s": 12.0,
     "sampling": Sampling(0.7),
     "requested": RequestedSampling(Sampling(0.0)),
+    "notices": ("tool_choice: treated as auto",),
 }
 
 

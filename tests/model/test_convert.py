@@ -124,7 +124,7 @@ def test_bad_paths_exit_with_2_and_write_nothing(
     (tmp_path / "occupied").mkdir()
     (tmp_path / "occupied" / "note").write_text("mine")
     for source, dest, message in (
-        ("absent", "dest", "does not exist"),
+        ("absent", "dest", "is not a folder"),
         ("ours", "occupied", "not empty"),
         ("ours", "ours", "not empty"),
     ):
