@@ -59,7 +59,7 @@ test-vllm: $(STAMP) $(VLLM_STAMP) ## test the vLLM backend against a real server
 	M2FORGE_VLLM=$(VLLM)/bin/python $(TEST_ENV) $(BIN)/python -m pytest -m vllm tests/rollout $(ARGS)
 
 test-agents: $(STAMP) $(AGENTS_STAMP) ## test the gateway with real clients (npm, PyPI; about 2 GB, takes minutes)
-	M2FORGE_AGENTS=$(AGENTS) $(ONE_THREAD) $(BIN)/python -m pytest -m agents tests/gateway/clients $(ARGS)
+	M2FORGE_AGENTS=$(AGENTS) $(TEST_ENV) $(BIN)/python -m pytest -m agents tests/gateway/clients tests/rl/test_cli_runs.py $(ARGS)
 
 check: $(STAMP) ## check format, lint, strict types and the contract of the code base
 	$(BIN)/ruff format --check .
