@@ -141,7 +141,7 @@ def test_a_long_episode_does_not_stall(open_page: Callable[..., Page], format: C
     scene.pool.close()
     page = open_page()
     times_s: dict[int, list[float]] = {short.episode: [], long.episode: []}
-    for _ in range(2):
+    for _ in range(3):
         # A server each time, so that nothing is read already.
         with serving(scene.run_dir) as url:
             for id, painted_s in times_s.items():
@@ -153,7 +153,7 @@ def test_a_long_episode_does_not_stall(open_page: Callable[..., Page], format: C
             expect(page.locator(".side")).to_contain_text("branches", timeout=20_000)
             if len(painted_s) == 2:
                 frame_ms = read_through(page, long.episode)
-    # The best of two, because the machine may be busy with something else.
+    # The best of three, because the machine may be busy with something else.
     short_s, first_s = (min(painted_s) for painted_s in times_s.values())
     print(f"first calls after {first_s:.2f} s, of a short episode after {short_s:.2f} s; {frame_ms:.0f} ms a frame")
     assert first_s < max(FIRST_PAINT_S, SLOWER * short_s)
