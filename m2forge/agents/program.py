@@ -22,9 +22,11 @@ VERSION_S = 60.0
 
 
 def from_here(command: Sequence[str]) -> tuple[str, ...]:
-    """Make relative paths of existing files absolute, because a worker runs in another folder."""
+    """Make relative paths of existing files absolute, because an agent runs in another folder. A program without a
+    slash is searched in PATH."""
     # A word may be a program's text, too long for a path, for which pathlib would raise.
-    return tuple(str(Path(word).absolute()) if "/" in word and os.path.isfile(word) else word for word in command)  # noqa: PTH113
+    program, *arguments = (str(Path(word).absolute()) if os.path.isfile(word) else word for word in command)  # noqa: PTH113
+    return (program if "/" in command[0] else command[0], *arguments)
 
 
 def require_program(command: Sequence[str], env: Mapping[str, str], inherits: Sequence[str]) -> None:

@@ -262,10 +262,12 @@ def test_a_path_is_taken_from_where_the_loop_was_started(tmp_path: Path, monkeyp
     (tmp_path / "agents").mkdir()
     (tmp_path / "agents" / "one.py").touch()
     (tmp_path / "python").touch()
-    words = ("python", "agents/one.py", "-m", "agents.one", "agents/two.py", "agents")
+    (tmp_path / "agent.py").touch()
+    words = ("python", "agents/one.py", "agent.py", "-m", "agents.one", "agents/two.py", "agents")
     assert from_here(words) == (
         "python",
         str(tmp_path / "agents" / "one.py"),
+        str(tmp_path / "agent.py"),
         "-m",
         "agents.one",
         "agents/two.py",

@@ -28,7 +28,7 @@ EXTRAS = {
     "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_context=64),
     "window": WindowConfig(size=6, layers=(1,)),
 }
-"""Of other families than ours: biases, YaRN, a window."""
+"""Settings that other model families have and M2 lacks: biases, YaRN, a window."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
