@@ -1,7 +1,8 @@
-"""`m2forge rl` on tasks of one's own: JSONL tasks, a verifier and a reward function in files; one run for all cases."""
+"""`m2forge rl` on tasks of one's own: JSONL tasks, a verifier and a reward function in files, a program per attempt.
+
+One run for all cases, with every process killed in between."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from m2forge.pool.tables import episode_table, unit_table
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import read_results
 from m2forge.rl.layout import Layout
-from tests.rl.ring import ROOT
+from tests.rl.killed_run import run_with_kills, trained_artifacts
 from tests.rl.scene import make_config, make_model
 
 PROGRAM = Path(__file__).parent / "shell_agent.py"
@@ -48,7 +49,7 @@ def score(task, submission, verdict):
     return [10.0 * verdict.perf + index for index, _ in enumerate(submission.steps)]
 """
 WORDS = ("north", "south", "east", "west", "up", "down")
-TIMEOUT_S = 150.0
+LIMIT_S = 150.0
 
 
 def write_tasks(folder: Path) -> Path:
@@ -103,10 +104,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("own")
     write_tasks(folder)
     config = make_run(make_model(folder / "scene"), folder)
-    write_resolved(config, folder / "rl.toml")
-    command = [sys.executable, "-m", "tests.rl.scripted_run", "rl", str(folder / "rl.toml"), "--runs", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_with_kills(config, folder, LIMIT_S)
     vocab_size = read_config(Path(config.model)).vocab_size
     run_dir = folder / "run"
     with Pool(Layout(run_dir).pool(config.pool), vocab_size) as pool, pool.database.read() as connection:
@@ -119,6 +117,11 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 def _read(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if value is None or name == "failure" else json.loads(value) for name, value in row.items()}
+
+
+def test_killed_processes_and_programs_lose_no_attempt(ended: Ended) -> None:
+    answers = [each["answer"].strip() for each in trained_artifacts(ended.config, ended.run_dir)]
+    assert answers == ["done"] * len(ended.episodes)
 
 
 def test_a_verifier_sees_workspace_messages_and_steps(ended: Ended) -> None:
