@@ -1,4 +1,4 @@
-"""Agents that cannot be run end `m2forge rl` before anything is written. (test_own_tasks.py runs and kills programs.)"""
+"""An agent that cannot be run ends `m2forge rl` before anything is written. (test_own_tasks.py runs programs.)"""
 
 from pathlib import Path
 

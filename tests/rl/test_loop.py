@@ -44,6 +44,7 @@ from m2forge.rollout.engine import NativeEngine
 from m2forge.rollout.server.app import make_app, make_core
 from m2forge.tasks.curriculum import Curriculum
 from m2forge.tasks.runner import BrokenVerifierError, TaskRunner
+from tests.rl import idle_run
 from tests.rl.ring import AGENT, ROOT, command_of, processes_of, wait_until_gone
 from tests.rl.scene import make_config, make_model
 from tests.rollout.served import KEY, served
@@ -127,6 +128,7 @@ def test_terminated_it_says_one_line_and_leaves_nothing_behind(model: Path, tmp_
 def test_an_agent_that_cannot_start_ends_the_run_with_one_error(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tasks: int
 ) -> None:
+    idle_run.use(monkeypatch)
     run = Loop.run
     monkeypatch.setattr(Loop, "run", lambda loop: asyncio.wait_for(run(loop), timeout=60))
     monkeypatch.setattr("m2forge.agents.worker_pool.RESTART_S", 0.0)
@@ -144,7 +146,7 @@ def test_a_verifier_that_raises_too_often_ends_the_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_tasks: int
 ) -> None:
     """At the eleventh error of 200 verdicts that are watched: 5% are ten."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    idle_run.use(monkeypatch)
     run = Loop.run
     monkeypatch.setattr(Loop, "run", lambda loop: asyncio.wait_for(run(loop), timeout=60))
     command = (sys.executable, "-m", "tests.rl.raising_worker")
