@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -19,13 +18,10 @@ import torch
 from sqlalchemy import select
 
 from m2forge.agents.attempt import AttemptRunner
-from m2forge.config import write_resolved
 from m2forge.errors import EngineError
-from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.http_client import HttpClient
 from m2forge.model.checkpoint import load_model
 from m2forge.model.config_file import read_config
-from m2forge.observe.metrics import read_metrics
 from m2forge.pool import queue as submission
 from m2forge.pool.batch import fork
 from m2forge.pool.pool import Pool, PoolWriter
@@ -34,11 +30,10 @@ from m2forge.pool.state import UnitState
 from m2forge.pool.tables import fork_table, unit_table
 from m2forge.records import Domain, PolicyVersion, Task
 from m2forge.rl.config import RLConfig
-from m2forge.rl.eval import EvalResult, read_attempts, read_results
+from m2forge.rl.eval import read_results
 from m2forge.rl.layout import Layout
-from m2forge.rl.loop import Loop, Supply, run_rl, train_rl
+from m2forge.rl.loop import Loop, Supply, run_rl
 from m2forge.rl.servers import Server
-from m2forge.rl.view import read_last_step
 from m2forge.rollout.config import ServeConfig, ServerConfig
 from m2forge.rollout.engine import NativeEngine
 from m2forge.rollout.server.app import make_app, make_core
@@ -78,34 +73,6 @@ def trained_steps(config: RLConfig, run_dir: Path) -> list[int]:
     vocab_size = read_config(Path(config.model)).vocab_size
     with Pool(Layout(run_dir).pool(config.pool), vocab_size) as pool, pool.database.read() as connection:
         return list(connection.execute(query).scalars())
-
-
-def test_agents_act_and_the_policy_learns(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    config = make_run(model, num_steps=3)
-
-    async def cell() -> tuple[Path, list[EvalResult]]:
-        return train_rl(config.model_copy(update={"num_steps": 9}), runs=tmp_path, num_steps=3)
-
-    # As in a notebook, where an event loop runs already.
-    folder, results = asyncio.run(cell())
-    assert [found.step for found in results] == [0, 3]
-    assert all(found.num_tasks == 4 and found.num_broken == 0 for found in results)
-    assert trained_steps(config, tmp_path / "run") == [1, 1, 2, 2, 3, 3]
-    assert (folder / "tokenizer.json").is_file()
-    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
-    assert not journal_ids(tmp_path / "run" / "journal"), "what is recorded elsewhere is let go"
-    attempts = read_attempts(Layout(tmp_path / "run").eval_attempts)
-    assert [found.step for found in attempts] == [0] * 4 + [3] * 4
-    assert [found.task for found in attempts[:4]] == [found.task for found in attempts[4:]]
-    assert all(found.tree().samples and not found.failure for found in attempts)
-    steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [step.step for step in steps] == [1, 2, 3]
-    assert all(step.values["reward/agent"] == step.values["reward"] for step in steps)
-    assert read_last_step(tmp_path / "run" / "metrics.jsonl") == steps[-1]
-    # A run that is complete does nothing more.
-    write_resolved(config, tmp_path / "rl.toml")
-    assert train_rl(tmp_path / "rl.toml", runs=tmp_path) == (folder, results)
 
 
 def test_terminated_it_says_one_line_and_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:

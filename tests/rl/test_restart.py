@@ -1,32 +1,39 @@
-"""Processes that end by a signal or a failure of their own: the loop starts them again and the run completes."""
+"""Processes that fail, are terminated, killed or stopped: the loop restarts them, nothing is lost or learnt twice."""
 
-import os
 import re
-import signal
+import stat
 import subprocess
 import time
 from collections.abc import Mapping, Set
 from pathlib import Path
 
+from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.model.config_file import read_config
+from m2forge.observe.metrics import read_metrics
 from m2forge.pool.pool import Pool
+from m2forge.rl.eval import read_attempts, read_results
 from m2forge.rl.layout import Layout
-from m2forge.rl.loop import is_trained
+from m2forge.rl.loop import is_trained, train_rl
 from m2forge.rl.view import read_last_step
 from tests.rl.ring import agent_command, command_of, processes, started, wait_until_gone
 from tests.rl.scene import make_config, make_model
-from tests.rl.test_faults import judge
+from tests.rl.test_faults import Fault, Witness, judge, strike, tell
 
 TIMEOUT_S, POLL_S = 150.0, 0.05
 
 
-TERMINATED = {"gateway": signal.SIGTERM, "sampler": signal.SIGTERM, "trainer": signal.SIGTERM}
-"""A terminated gateway exits with 0."""
-FAILED = {"sampler": signal.SIGUSR1, "trainer": signal.SIGUSR1}
-"""The engine fails; the trainer exits with 0 before its last step."""
+ROUNDS: tuple[dict[str, Fault], ...] = (
+    {"sampler": Fault.FAIL, "trainer": Fault.FAIL},
+    {"gateway": Fault.TERMINATE, "sampler": Fault.TERMINATE, "trainer": Fault.TERMINATE},
+    {"gateway": Fault.KILL, "trainer": Fault.STOP},
+)
+"""One after each step; failures first, because what SIGUSR1 does is set up while a process starts. The trainer's exits
+with 0 before its last step, and so does a gateway that is terminated."""
+STOPPED_S = 2.0
+NUM_TASKS = 4
 
 
-def test_ended_processes_are_restarted_and_the_run_completes(tmp_path: Path) -> None:
+def test_struck_processes_are_restarted_and_all_is_learnt_once(tmp_path: Path) -> None:
     agent = {
         "command": agent_command(tmp_path / "notes.jsonl"),
         "timeout_s": 60.0,
@@ -36,26 +43,53 @@ def test_ended_processes_are_restarted_and_the_run_completes(tmp_path: Path) -> 
     # A random policy solves nothing: groups without signal are trained as they are.
     pool = {"window": {"queue": 8, "no_signal": "train"}}
     model = make_model(tmp_path / "scene")
-    config = make_config(model, num_steps=4, agent=agent, pool=pool, eval={"num_tasks": 2})
+    config = make_config(model, num_steps=1 + len(ROUNDS), agent=agent, pool=pool, eval={"num_tasks": NUM_TASKS})
     run_dir, log = tmp_path / config.name, tmp_path / "loop.log"
-    with started(command_of(config, tmp_path, "tests.rl.breakable"), log) as loop:
-        struck: dict[str, int] = {}
-        # Failures first: what SIGUSR1 does is set up while a process starts.
-        for num_steps, signals in enumerate((FAILED, TERMINATED), start=1):
-            pids = wait_for_steps(num_steps, run_dir, loop, signals.keys(), struck)
-            for name, number in signals.items():
-                os.kill(pids[name], number)
-            struck = {name: pids[name] for name in signals}
-        assert loop.wait(TIMEOUT_S) == 0, log.read_text()[-2000:]
-    wait_until_gone(run_dir)
+    layout = Layout(run_dir)
+    with Pool(layout.pool(config.pool), read_config(model).vocab_size) as stored:
+        witness = Witness(stored, tmp_path, config)
+        with started(command_of(config, tmp_path, "tests.rl.breakable"), log) as loop:
+            struck: dict[str, int] = {}
+            for num_steps, faults in enumerate(ROUNDS, start=1):
+                pids = wait_for_steps(num_steps, run_dir, loop, faults.keys(), struck)
+                witness.look()
+                witness.try_old_keys()
+                for name, fault in faults.items():
+                    assert strike(fault, pids[name], STOPPED_S)
+                struck = {name: pids[name] for name, fault in faults.items() if fault is not Fault.STOP}
+            assert loop.wait(TIMEOUT_S) == 0, log.read_text()[-2000:]
+        wait_until_gone(run_dir)
+        witness.look()
+        judge(stored, config)
+    tell(tmp_path, config)
+    check_results(run_dir, config.num_steps)
+    # A run that is complete does nothing more.
+    assert train_rl(tmp_path / "config.toml", runs=tmp_path) == (run_dir / "model", read_results(layout.evaluations))
     ended = re.findall(r"the (\w+) process ended with status", log.read_text())
-    assert sorted(ended) == sorted([*TERMINATED, *FAILED]), log.read_text()[-2000:]
+    expected = [name for faults in ROUNDS for name, fault in faults.items() if fault is not Fault.STOP]
+    assert sorted(ended) == sorted(expected), log.read_text()[-2000:]
     said = (run_dir / "log" / "sampler.log").read_text()
     assert "the rollout engine failed" in said
     assert "ArithmeticError: broken by SIGUSR1" in said
-    assert is_trained(Layout(run_dir), config)
-    with Pool(Layout(run_dir).pool(config.pool), read_config(model).vocab_size) as trained:
-        judge(trained, config)
+    assert is_trained(layout, config)
+
+
+def check_results(run_dir: Path, num_steps: int) -> None:
+    """Agents acted, before and after, and the policy learnt at every step."""
+    results = read_results(Layout(run_dir).evaluations)
+    assert [found.step for found in results] == [0, num_steps]
+    assert all(found.num_tasks == NUM_TASKS and found.num_broken == 0 for found in results)
+    assert (run_dir / "model" / "tokenizer.json").is_file()
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    assert not journal_ids(run_dir / "journal"), "what is recorded elsewhere is let go"
+    attempts = read_attempts(Layout(run_dir).eval_attempts)
+    assert [found.step for found in attempts] == [0] * NUM_TASKS + [num_steps] * NUM_TASKS
+    assert [found.task for found in attempts[:NUM_TASKS]] == [found.task for found in attempts[NUM_TASKS:]]
+    assert all(found.tree().samples and not found.failure for found in attempts)
+    steps = read_metrics(run_dir / "metrics.jsonl")
+    assert [step.step for step in steps] == [*range(1, 1 + num_steps)]
+    assert all(step.values["reward/agent"] == step.values["reward"] for step in steps)
+    assert read_last_step(run_dir / "metrics.jsonl") == steps[-1]
 
 
 def wait_for_steps(

@@ -1,122 +1,33 @@
 """The run decides how its agents sample; a batch that nothing can be learnt from ends it with the reason."""
 
 import asyncio
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from m2forge.config import load, write_resolved
+from m2forge.config import write_resolved
 from m2forge.errors import ConfigError, EngineError, TrainingError
-from m2forge.model.checkpoint import load_model
 from m2forge.model.config_file import read_config
-from m2forge.model.plan import CausalRows
-from m2forge.observe.metrics import read_metrics
 from m2forge.pool.pool import Pool
 from m2forge.pool.record import Append
-from m2forge.pool.stored import Outcome, read_units
-from m2forge.records import RequestedSampling, Reward, Sampling
+from m2forge.pool.stored import Outcome
+from m2forge.records import Reward, Sampling
 from m2forge.rl.child import Child
 from m2forge.rl.child_main import MODULE
-from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout
-from m2forge.rl.loop import run_rl
 from m2forge.rl.trainer import Trainer
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.task_set import TaskSet
 from m2forge.train.run_dir import CONFIG_FILE
-from m2forge.tree.token_tree import TokenTree
-from tests.model.stand_in_hub import FIRST_COMMIT, ID, StandInHub, hub_at, serving
-from tests.rl.ring import AGENT, ROOT
+from tests.rl.ring import ROOT
 from tests.rl.scene import make_call, make_config, make_model
-from tests.rl.test_loop import make_run
-
-CONTEXT = 590
-"""The domain's context limit: some prompts leave less room than their completions need."""
-GREEDY = Path(__file__).parent / "greedy_agent.py"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("scene"))
-
-
-def read_trees(run_dir: Path, model: Path) -> list[TokenTree]:
-    config = make_config(model)
-    pool = Pool(Layout(run_dir).pool(config.pool), read_config(model).vocab_size)
-    with pool, pool.database.read() as connection:
-        units = read_units(connection, range(1, 100), pool.vocab_size)
-        return [episode.tree() for unit in units for episode in unit.episodes]
-
-
-@pytest.fixture(scope="module")
-def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one step from a hub id, whose agent asks for greedy samples, in a short context, with its routing
-    recorded."""
-    config, folder = make_run(Path(ID), num_steps=1), tmp_path_factory.mktemp("runs")
-    hub = StandInHub()
-    hub.publish(model)
-    stage = config.curriculum.stages[0]
-    domains = {name: each.model_copy(update={"context": CONTEXT}) for name, each in stage.domains.items()}
-    stages = (stage.model_copy(update={"domains": domains}),)
-    changes = {
-        "agent": config.agent.model_copy(update={"command": (sys.executable, str(GREEDY), str(AGENT))}),
-        "eval": config.eval.model_copy(update={"num_tasks": 0}),
-        "curriculum": config.curriculum.model_copy(update={"stages": stages}),
-        "policy": config.policy.model_copy(update={"replay": "recorded"}),
-    }
-    with pytest.MonkeyPatch.context() as patch, serving(hub) as url, hub_at(url, folder / "home"):
-        patch.setenv("PYTHONPATH", str(ROOT))
-        run_rl(config.model_copy(update=changes), folder)
-    assert len(hub.fetched) == len({*hub.fetched}), "the loop fetches, its processes read the cache"
-    return folder / "run"
-
-
-def test_a_run_from_a_hub_id_writes_its_commit(run_dir: Path) -> None:
-    config = load(RLConfig, run_dir / "config.toml")
-    assert (config.model, config.revision) == (ID, FIRST_COMMIT)
-    assert (run_dir / "model" / "tokenizer.json").is_file()
-
-
-def test_an_agent_that_asks_for_greedy_samples_is_trained(model: Path, run_dir: Path) -> None:
-    (step,) = read_metrics(run_dir / "metrics.jsonl")
-    assert step.values["num_edges"] > 0
-    samples = [sample for tree in read_trees(run_dir, model) for sample in tree.samples]
-    assert samples
-    assert all(sample.sampling == Sampling() for sample in samples)
-    assert all(sample.requested == RequestedSampling(Sampling(0.0, 0.5), 7) for sample in samples)
-
-
-def test_completions_end_where_the_context_of_their_domain_does(model: Path, run_dir: Path) -> None:
-    samples = [sample for tree in read_trees(run_dir, model) for sample in tree.samples]
-    assert max(sample.num_tokens for sample in samples) == CONTEXT
-
-
-def test_recorded_experts_are_the_engines_and_are_replayed(model: Path, run_dir: Path) -> None:
-    (step,) = read_metrics(run_dir / "metrics.jsonl")
-    # The last token of a path is not run, nor what only a request for another group had computed.
-    assert step.values["replayed_share"] > 0.5
-    network = load_model(model, dtype=torch.float32)
-    num_equal = num_known = 0
-    for tree in read_trees(run_dir, model):
-        for index in range(len(tree.samples)):
-            routing = tree.routing(index)
-            assert routing is not None
-            path = torch.tensor(tree.path(index), dtype=torch.int64)
-            with torch.no_grad():
-                own = network(
-                    path, CausalRows(1, path.numel(), path.device), with_mtp=False, returns_experts=True
-                ).experts_NLK
-            is_known = routing[:, 0, 0] >= 0
-            assert not is_known[-1]
-            num_known += int(is_known.sum())
-            same = np.sort(routing, -1) == np.sort(own.numpy(), -1)
-            num_equal += int((same.all((1, 2)) & is_known).sum())
-    # Paths are run in other batches here, and sums round differently: a near tie may fall the other way.
-    assert num_equal > 0.99 * num_known > 0
 
 
 @pytest.mark.parametrize(
