@@ -3,49 +3,71 @@
 import json
 import os
 import random
-import subprocess
-import sys
+import signal
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import cast
 
 from sqlalchemy import func, select
 
 from m2forge.pool.config import PoolConfig
 from m2forge.pool.pool import Pool
 from m2forge.pool.tables import batch_table, call_table, episode_table, queue_table, unit_table
+from tests.forked import forked_context
+from tests.forked import start as forked_start
 from tests.pool.scene import VOCAB_SIZE, task, version, windowed
+from tests.pool.worker import grab, run
 
-ROOT = Path(__file__).parent.parent.parent
 NUM_KILLS = 50 if os.environ.get("M2FORGE_LONG") == "1" else 5
 NUM_GROUPS = 10 * NUM_KILLS
 ENDED = ("finished", "training", "trained")
 
 
-def start(role: str, config: PoolConfig, folder: Path, argument: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.pool.worker", role, config.model_dump_json(), str(folder), argument]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
+@dataclass(frozen=True, slots=True)
+class Worker:
+    process: ForkServerProcess
+    output: Connection
+
+    def receive(self) -> object:
+        assert self.output.poll(300)
+        return self.output.recv()
+
+    def wait(self) -> None:
+        """Waits until the process has ended by itself, without an error."""
+        self.process.join(300)
+        assert self.process.exitcode == 0
+        self.output.close()
+
+
+def start(work: Callable[..., None], *arguments: object) -> Worker:
+    ours, theirs = forked_context().Pipe(duplex=False)
+    worker = Worker(forked_start(work, theirs, *arguments), ours)
+    theirs.close()
+    return worker
 
 
 def test_a_loop_killed_anywhere_loses_and_repeats_nothing(config: PoolConfig, tmp_path: Path) -> None:
     config = windowed(config, queue=8, window=0.5)
     moments = random.Random(0)
     for _ in range(NUM_KILLS):
-        process = start("run", config, tmp_path, str(NUM_GROUPS))
+        worker = start(run, config, tmp_path, NUM_GROUPS)
+        assert worker.receive() == "ready"
         time.sleep(moments.uniform(0.0, 0.4))
-        is_over = process.poll() is not None
-        process.kill()
-        process.communicate()
-        assert not is_over, "the run must be long enough to be killed"
+        worker.process.kill()
+        worker.process.join()
+        assert worker.process.exitcode == -signal.SIGKILL, "the run must be long enough to be killed"
+        worker.output.close()
         with Pool(config, VOCAB_SIZE) as pool:
             check(pool)
             counts = pool.counts()
             assert counts["failed"] == counts["dropped"] == 0
-    process = start("run", config, tmp_path, str(NUM_GROUPS))
-    output, _ = process.communicate(timeout=300)
-    assert (output, process.returncode) == ("done\n", 0)
+    worker = start(run, config, tmp_path, NUM_GROUPS)
+    assert [worker.receive(), worker.receive()] == ["ready", "done"]
+    worker.wait()
     learnt = json.loads((tmp_path / "weights.json").read_text())
     with Pool(config, VOCAB_SIZE) as pool:
         check(pool)
@@ -97,9 +119,12 @@ def test_processes_that_want_the_same_get_different_ones(config: PoolConfig, tmp
     config = windowed(config, queue=40, window=40)
     with Pool(config, VOCAB_SIZE) as pool:
         pool.put([(task(n), 2) for n in range(40)])
-        processes = [start("grab", config, tmp_path, f"worker{n}") for n in range(3)]
+        workers = [start(grab, config, tmp_path, f"worker{n}") for n in range(3)]
+        assert [worker.receive() for worker in workers] == ["ready"] * 3
         (tmp_path / "go").touch()
-        got = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
+        got = [cast("dict[str, list[int]]", worker.receive()) for worker in workers]
+        for worker in workers:
+            worker.wait()
         check(pool)
         assert sorted(episode for one in got for episode in one["episodes"]) == list(range(1, 81))
         assert sorted(unit for one in got for unit in one["units"]) == list(range(1, 41))
@@ -109,9 +134,7 @@ def test_processes_that_want_the_same_get_different_ones(config: PoolConfig, tmp
 
 def test_processes_that_open_a_pool_at_once_make_one(config: PoolConfig, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
-    command = [sys.executable, "-m", "tests.pool.worker", "grab", config.model_dump_json(), str(tmp_path), "w"]
-    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    for process in processes:
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0
-        assert json.loads(output.splitlines()[1]) == {"episodes": [], "units": []}
+    workers = [start(grab, config, tmp_path, "w") for _ in range(2)]
+    for worker in workers:
+        assert [worker.receive(), worker.receive()] == ["ready", {"episodes": [], "units": []}]
+        worker.wait()

@@ -1,15 +1,17 @@
 """A process that works on a pool until it is done or killed.
 
-    python -m tests.pool.worker run CONFIG FOLDER NUM_GROUPS     all of a loop: submits, plays, trains, checkpoints
-    python -m tests.pool.worker grab CONFIG FOLDER NAME          takes what it can get, and prints what it got
+    run     all of a loop: submits, plays, trains, checkpoints
+    grab    takes what it can get, and reports what it got
+
+It sends `ready` once it has opened the pool, and its result when it is done.
 
 The weights of this loop are the list of the units that they have learnt; FOLDER holds their newest checkpoint. A unit
 that is to be learnt a second time is an error, so when a run is done the list tells whether each was learnt once.
 """
 
 import json
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from m2forge.files import write_atomic
@@ -22,13 +24,19 @@ STEPS_PER_CHECKPOINT = 3
 BATCH = 2
 
 
-def run(pool: Pool, folder: Path, num_groups: int) -> None:
+def run(output: Connection, config: PoolConfig, folder: Path, num_groups: int) -> None:
+    with Pool(config, VOCAB_SIZE) as pool:
+        _loop(output, pool, folder, num_groups)
+        output.send("done")
+
+
+def _loop(output: Connection, pool: Pool, folder: Path, num_groups: int) -> None:
     checkpoint = folder / "weights.json"
     learnt: list[int] = json.loads(checkpoint.read_text()) if checkpoint.exists() else []
     step = len(learnt) // BATCH
     pool.release(WORKER)
     pool.restore(version(step))
-    print("ready", flush=True)
+    output.send("ready")
     while len(learnt) < num_groups:
         num_put = num_submitted(pool)
         pool.put([(task(n), 2) for n in range(num_put, min(num_groups, num_put + pool.room()))])
@@ -48,16 +56,20 @@ def run(pool: Pool, folder: Path, num_groups: int) -> None:
         if step % STEPS_PER_CHECKPOINT == 0 or len(learnt) == num_groups:
             write_atomic(checkpoint, json.dumps(learnt))
             pool.mark_durable(version(step))
-    print("done", flush=True)
 
 
 def num_submitted(pool: Pool) -> int:
     return pool.tally().total("submitted")
 
 
-def grab(pool: Pool, folder: Path, name: str) -> None:
+def grab(output: Connection, config: PoolConfig, folder: Path, name: str) -> None:
     """Episodes one at a time, then batches, both beside other processes that want the same."""
-    print("ready", flush=True)
+    with Pool(config, VOCAB_SIZE) as pool:
+        output.send(_grab(output, pool, folder, name))
+
+
+def _grab(output: Connection, pool: Pool, folder: Path, name: str) -> dict[str, list[int]]:
+    output.send("ready")
     while not (folder / "go").exists():
         time.sleep(0.005)
     leases = []
@@ -71,16 +83,4 @@ def grab(pool: Pool, folder: Path, name: str) -> None:
     units: list[int] = []
     while claimed := pool.claim(2, version(0)):
         units += claimed.units
-    print(json.dumps({"episodes": [lease.episode for lease in leases], "units": units}), flush=True)
-
-
-def main(role: str, config: str, folder: str, argument: str) -> None:
-    with Pool(PoolConfig.model_validate_json(config), VOCAB_SIZE) as pool:
-        if role == "run":
-            run(pool, Path(folder), int(argument))
-        else:
-            grab(pool, Path(folder), argument)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return {"episodes": [lease.episode for lease in leases], "units": units}

@@ -47,7 +47,7 @@ class Hostile(Chain):
 
     def verify(self, task: Task, submission: Submission) -> Verdict:
         what, _, once = submission.answer.partition(" ")
-        marker = Path(once or "never")
+        marker = Path(submission.answer if once else "never")
         if not once or not marker.exists():
             marker.touch() if once else None
             _do(what)

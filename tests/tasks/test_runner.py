@@ -32,19 +32,64 @@ T = TypeVar("T")
 HOG = f"import os\nos.sched_setaffinity(0, {{{STARVED_CPU}}})\nprint(flush=True)\nwhile True: pass"
 TASK = Hostile().draw(1, 0)
 COMMAND = (sys.executable, "-m", "tests.tasks.hostile_worker")
+RAISING = "reasoning-gym:prime_factorization"
+"""Its scorer raises at an answer that is no number."""
 
 
-def run(folder: Path, scene: Callable[[TaskRunner], Awaitable[T]], **fields: object) -> T:
-    """What `scene` gives; the event loop must not have stalled."""
-    config = VerifyConfig(**{"timeout_s": 0.5, **fields})  # type: ignore[arg-type]  # checked there
+class LiveRunner:
+    """A runner that serves the scenes of several tests, one after another."""
 
-    async def watched() -> T:
-        async with TaskRunner(config, folder, (NAME,), COMMAND) as runner, watched_stalls() as stalls:
-            found = await scene(runner)
-        assert max(stalls) < MAX_STALL_S
-        return found
+    def __init__(self, loop: asyncio.Runner, runner: TaskRunner) -> None:
+        self._loop, self._runner = loop, runner
 
-    return asyncio.run(watched())
+    def play(self, scene: Callable[[TaskRunner], Awaitable[T]]) -> T:
+        """What `scene` gives; the event loop must not have stalled."""
+
+        async def watched() -> T:
+            async with watched_stalls() as stalls:
+                found = await scene(self._runner)
+            assert max(stalls) < MAX_STALL_S
+            return found
+
+        return self._loop.run(watched())
+
+
+@contextlib.contextmanager
+def live_runner(runner: TaskRunner) -> Iterator[LiveRunner]:
+    with asyncio.Runner() as loop:
+        loop.run(runner.__aenter__())
+        try:
+            yield LiveRunner(loop, runner)
+        finally:
+            loop.run(runner.__aexit__(None, None, None))
+
+
+@contextlib.contextmanager
+def hostile_runner(folder: Path, timeout_s: float = 0.5) -> Iterator[LiveRunner]:
+    config = VerifyConfig(timeout_s=timeout_s, draw_timeout_s=0.5)
+    with live_runner(TaskRunner(config, folder, (NAME,), COMMAND)) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRunner]:
+    """One worker for all tests: what a test does to it, the next one must not notice."""
+    with hostile_runner(tmp_path_factory.mktemp("hostile")) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRunner]:
+    """One worker that imports reasoning-gym, with the default of `on_raise`."""
+    runner = TaskRunner(VerifyConfig(timeout_s=0.5), tmp_path_factory.mktemp("library"), (RAISING,))
+    with live_runner(runner) as live:
+        yield live
+
+
+def compute(seconds: float) -> None:
+    until_s = time.thread_time() + seconds
+    while time.thread_time() < until_s:
+        pass
 
 
 @contextlib.contextmanager
@@ -62,7 +107,7 @@ def hog(seconds: float) -> Iterator[None]:
             process.kill()
 
 
-@pytest.mark.parametrize("block", [lambda: time.sleep(0.15), lambda: sum(range(30_000_000))])
+@pytest.mark.parametrize("block", [lambda: time.sleep(0.15), lambda: compute(0.15)])
 def test_a_verifier_on_the_event_loop_would_be_seen(block: Callable[[], object]) -> None:
     async def scene() -> float:
         async with watched_stalls() as stalls:
@@ -74,7 +119,7 @@ def test_a_verifier_on_the_event_loop_would_be_seen(block: Callable[[], object])
 
 
 @pytest.mark.parametrize("answer", ["loop", "power", "sleep", "grow", "drip", "flood"])
-def test_a_verifier_over_a_limit_has_perf_0_and_a_live_worker(tmp_path: Path, answer: str) -> None:
+def test_a_verifier_over_a_limit_has_perf_0_and_a_live_worker(hostile: LiveRunner, answer: str) -> None:
     async def scene(runner: TaskRunner) -> tuple[Verdict, float, Verdict, int]:
         await runner.verify(TASK, Submission("fine"))
         started_s = time.monotonic()
@@ -82,7 +127,7 @@ def test_a_verifier_over_a_limit_has_perf_0_and_a_live_worker(tmp_path: Path, an
         passed_s = time.monotonic() - started_s
         return verdict, passed_s, await runner.verify(TASK, Submission("fine")), runner.max_memory_bytes
 
-    verdict, passed_s, fine, memory = run(tmp_path, scene)
+    verdict, passed_s, fine, memory = hostile.play(scene)
     assert (verdict.perf, verdict.reason, verdict.evidence["reason"]) == (0.0, VerdictReason.LIMIT, "limit")
     assert passed_s < 2.0
     assert memory < 512 << 20
@@ -90,8 +135,8 @@ def test_a_verifier_over_a_limit_has_perf_0_and_a_live_worker(tmp_path: Path, an
 
 
 @pytest.mark.parametrize("answer", ["raise", "exit", "crash", "evidence", "forge"])
-def test_a_verifier_that_raises_twice_has_perf_0_and_a_traceback(tmp_path: Path, answer: str) -> None:
-    verdict = run(tmp_path, lambda runner: runner.verify(TASK, Submission(answer)))
+def test_a_verifier_that_raises_twice_has_perf_0_and_a_traceback(hostile: LiveRunner, answer: str) -> None:
+    verdict = hostile.play(lambda runner: runner.verify(TASK, Submission(answer)))
     assert (verdict.perf, verdict.reason) == (0.0, VerdictReason.VERIFIER_ERROR)
     expected = {
         "raise": "KeyError: 'what the policy wrote'",
@@ -103,16 +148,16 @@ def test_a_verifier_that_raises_twice_has_perf_0_and_a_traceback(tmp_path: Path,
     assert len(str(verdict.evidence)) < 10_000
 
 
-@pytest.mark.parametrize("answer", ["raise once", "crash once", "sleep once", "die once", "grow once"])
-def test_what_fails_once_is_tried_again(tmp_path: Path, answer: str) -> None:
+@pytest.mark.parametrize("answer", ["raise", "crash", "sleep", "die", "grow"])
+def test_what_fails_once_is_tried_again(hostile: LiveRunner, answer: str) -> None:
     async def scene(runner: TaskRunner) -> Verdict:
         await runner.verify(TASK, Submission("fine"))  # so that the worker is not fresh
-        return await runner.verify(TASK, Submission(answer))
+        return await runner.verify(TASK, Submission(f"{answer} once"))
 
-    assert run(tmp_path, scene).perf == 1.0
+    assert hostile.play(scene).perf == 1.0
 
 
-def test_a_verifier_that_waits_for_a_processor_is_given_the_time(tmp_path: Path) -> None:
+def test_a_verifier_that_waits_for_a_processor_is_given_the_time(hostile: LiveRunner) -> None:
     """It needs two thirds of its limit, and shares its processor for thrice its limit."""
 
     async def scene(runner: TaskRunner) -> Verdict:
@@ -120,7 +165,7 @@ def test_a_verifier_that_waits_for_a_processor_is_given_the_time(tmp_path: Path)
         with hog(seconds=1.5):
             return await runner.verify(TASK, Submission("starve"))
 
-    assert run(tmp_path, scene).perf == 1.0
+    assert hostile.play(scene).perf == 1.0
 
 
 def test_a_verifier_without_cpu_is_retried_and_gives_no_verdict(
@@ -132,23 +177,24 @@ def test_a_verifier_without_cpu_is_retried_and_gives_no_verdict(
         with pytest.raises(EngineError, match=r"2 task workers were lost at one request.*starved"):
             await runner.verify(TASK, Submission("stop"))
 
-    run(tmp_path, scene, timeout_s=0.2)
+    with hostile_runner(tmp_path, timeout_s=0.2) as own:
+        own.play(scene)
 
 
 @pytest.mark.parametrize("difficulty", LOADS)
-def test_a_task_that_cannot_be_loaded_is_no_verdict(tmp_path: Path, difficulty: int) -> None:
+def test_a_task_that_cannot_be_loaded_is_no_verdict(hostile: LiveRunner, difficulty: int) -> None:
     async def scene(runner: TaskRunner) -> None:
         with pytest.raises(DataError, match="hostile: the data of the task cannot be loaded"):
             await runner.verify(Hostile().draw(difficulty, 0), Submission("fine"))
 
-    run(tmp_path, scene, draw_timeout_s=0.5)
+    hostile.play(scene)
 
 
-def test_what_a_verifier_prints_is_no_reply(tmp_path: Path) -> None:
-    assert run(tmp_path, lambda runner: runner.verify(TASK, Submission("print"))).evidence["pid"] != os.getpid()
+def test_what_a_verifier_prints_is_no_reply(hostile: LiveRunner) -> None:
+    assert hostile.play(lambda runner: runner.verify(TASK, Submission("print"))).evidence["pid"] != os.getpid()
 
 
-def test_a_lost_worker_is_retried_and_never_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_worker_is_retried_and_never_a_verdict(hostile: LiveRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("m2forge.tasks.runner.MAX_LOST", 3)
 
     async def scene(runner: TaskRunner) -> None:
@@ -162,7 +208,7 @@ def test_a_lost_worker_is_retried_and_never_a_verdict(tmp_path: Path, monkeypatc
             os.kill(victim, signal.SIGKILL)
             assert (await runner.verify(TASK, Submission("fine"))).perf == 1.0
 
-    run(tmp_path, scene)
+    hostile.play(scene)
 
 
 def test_a_verifier_that_raises_for_over_5_percent_ends_the_run(tmp_path: Path) -> None:
@@ -174,10 +220,11 @@ def test_a_verifier_that_raises_for_over_5_percent_ends_the_run(tmp_path: Path) 
         with pytest.raises(BrokenVerifierError, match=r"(?s)11 of the last 200 answers.*what the policy wrote"):
             await runner.verify(TASK, Submission("raise"))
 
-    run(tmp_path, scene)
+    with hostile_runner(tmp_path) as own:
+        own.play(scene)
 
 
-def test_calls_of_tools_and_draws_are_limited_too(tmp_path: Path) -> None:
+def test_calls_of_tools_and_draws_are_limited_too(hostile: LiveRunner) -> None:
     async def scene(runner: TaskRunner) -> tuple[str, str, str]:
         with pytest.raises(LimitError, match="hostile: next: no result after"):
             await runner.next_task(NAME, "train", 0, 0, 2, 2)
@@ -188,11 +235,11 @@ def test_calls_of_tools_and_draws_are_limited_too(tmp_path: Path) -> None:
         slow, raising = await runner.call(TASK, "loop", {}), await runner.call(TASK, "raise", {})
         return slow.content, raising.content, (await runner.call(TASK, "fine", {})).content
 
-    found = run(tmp_path, scene, draw_timeout_s=1.0)
+    found = hostile.play(scene)
     assert found == ("error: loop exceeded its limits of time or memory", "error: raise failed", "1.0")
 
 
-def test_what_a_runner_gives_is_what_the_family_gives(tmp_path: Path) -> None:
+def test_what_a_runner_gives_is_what_the_family_gives(hostile: LiveRunner) -> None:
     family = find_family("copies")
 
     async def scene(runner: TaskRunner) -> None:
@@ -206,10 +253,10 @@ def test_what_a_runner_gives_is_what_the_family_gives(tmp_path: Path) -> None:
             for answer in ("3G", str(family.verify(task, Submission("")).evidence["expected"]), "\udcff\n"):
                 assert await runner.verify(task, Submission(answer)) == family.verify(task, Submission(answer))
 
-    run(tmp_path, scene)
+    hostile.play(scene)
 
 
-def test_a_runner_draws_the_batch_of_the_curriculum(tmp_path: Path) -> None:
+def test_a_runner_draws_the_batch_of_the_curriculum(hostile: LiveRunner) -> None:
     config: CurriculumConfig = make()
 
     async def scene(runner: TaskRunner) -> None:
@@ -218,26 +265,29 @@ def test_a_runner_draws_the_batch_of_the_curriculum(tmp_path: Path) -> None:
             assert await there.draw_batch(runner.next_task) == await here.draw_batch(draw_here)
             assert there.state() == here.state()
 
-    run(tmp_path, scene)
+    hostile.play(scene)
 
 
-@pytest.mark.parametrize("is_accepted", [False, True])
-def test_a_raising_library_scorer_is_a_verifier_error_by_default(tmp_path: Path, is_accepted: bool) -> None:
-    name = "reasoning-gym:prime_factorization"
-    family = {"source": name, "difficulty": [0, 0], **({"on_raise": "wrong"} if is_accepted else {})}
+async def verify_raising(runner: TaskRunner) -> Verdict:
+    task = await runner.next_task(RAISING, "train", 0, 0, 0, 0)
+    return await runner.verify(task, Submission("I don't know"))
+
+
+def test_a_raising_library_scorer_is_a_verifier_error_by_default(library: LiveRunner) -> None:
+    verdict = library.play(verify_raising)
+    assert (verdict.perf, verdict.reason) == (0.0, VerdictReason.VERIFIER_ERROR)
+    assert "ValueError" in str(verdict.evidence["traceback"])
+
+
+def test_a_raising_library_scorer_is_wrong_where_configured(tmp_path: Path) -> None:
+    family = {"source": RAISING, "difficulty": [0, 0], "on_raise": "wrong"}
     domain = {"ratio": 1.0, "context": 512, "families": [family]}
     data = {"batch_groups": 1, "stages": [{"name": "only", "domains": {"reasoning": domain}}]}
     config = build(CurriculumConfig, data, origin="test")  # type: ignore[arg-type]  # checked there
-
-    async def scene() -> Verdict:
-        async with TaskRunner(VerifyConfig(), tmp_path, wrong_on_raise=config.wrong_on_raise) as runner:
-            task = await runner.next_task(name, "train", 0, 0, 0, 0)
-            return await runner.verify(task, Submission("I don't know"))
-
-    verdict = asyncio.run(scene())
-    assert verdict.perf == 0
-    assert verdict.reason is (VerdictReason.JUDGED if is_accepted else VerdictReason.VERIFIER_ERROR)
-    assert "ValueError" in str(verdict.evidence["error" if is_accepted else "traceback"])
+    with live_runner(TaskRunner(VerifyConfig(), tmp_path, (RAISING,), wrong_on_raise=config.wrong_on_raise)) as live:
+        verdict = live.play(verify_raising)
+    assert (verdict.perf, verdict.reason) == (0.0, VerdictReason.JUDGED)
+    assert "ValueError" in str(verdict.evidence["error"])
 
 
 def test_only_library_families_accept_a_raising_verifier() -> None:
@@ -246,13 +296,12 @@ def test_only_library_families_accept_a_raising_verifier() -> None:
 
 
 @pytest.mark.parametrize(("dataset", "answer"), [("rush_hour", "A+99999999999"), ("coin_flip", "1e99999999")])
-def test_hostile_answers_to_the_librarys_scorers_end_in_time(tmp_path: Path, dataset: str, answer: str) -> None:
-    async def scene() -> tuple[Verdict, float]:
-        async with TaskRunner(VerifyConfig(timeout_s=0.5), tmp_path) as runner:
-            task = await runner.next_task(f"reasoning-gym:{dataset}", "train", 0, 0, 0, 0)
-            started_s = time.monotonic()
-            return await runner.verify(task, Submission(answer)), time.monotonic() - started_s
+def test_hostile_answers_to_the_librarys_scorers_end_in_time(library: LiveRunner, dataset: str, answer: str) -> None:
+    async def scene(runner: TaskRunner) -> tuple[Verdict, float]:
+        task = await runner.next_task(f"reasoning-gym:{dataset}", "train", 0, 0, 0, 0)
+        started_s = time.monotonic()
+        return await runner.verify(task, Submission(answer)), time.monotonic() - started_s
 
-    verdict, passed_s = asyncio.run(scene())
+    verdict, passed_s = library.play(scene)
     assert (verdict.perf, verdict.reason) == (0.0, VerdictReason.LIMIT)
     assert passed_s < 2.0
