@@ -1,5 +1,6 @@
 """The machine a run trains on: device, dtype, threads and peak FLOPS."""
 
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,15 +75,22 @@ def set_up_model(model: Transformer, config: MachineConfig, device: torch.device
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak operations per second: the vendor's figure if known, else measured with a large matrix product."""
+    """Peak operations per second: the vendor's figure if known, else measured, once in a process, with a large matrix product."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, flops in PEAK_FLOPS.items():
             if known in name:
                 return flops
+    return _measured_flops(device, dtype, torch.get_num_threads())
+
+
+@functools.cache
+def _measured_flops(device: torch.device, dtype: torch.dtype, num_threads: int) -> float:
+    """`num_threads`: torch's present number, which a CPU's figure depends on."""
     size, largest = 256, 8192 if device.type == "cuda" else 1024
+    generator = torch.Generator(device).manual_seed(0)
     while True:
-        x = torch.randn(size, size, device=device).to(dtype)
+        x = torch.randn(size, size, device=device, generator=generator).to(dtype)
         passed_s = min(_product_s(x) for _ in range(4))
         # A CPU without bfloat16 instructions would take a minute for the largest size.
         if size == largest or passed_s > LONG_ENOUGH_S:
