@@ -75,7 +75,8 @@ def set_up_model(model: Transformer, config: MachineConfig, device: torch.device
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak operations per second: the vendor's figure if known, else measured, once in a process, with a large matrix product."""
+    """Peak operations per second: the vendor's figure if known, else measured with a large matrix product, once in a
+    process."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, flops in PEAK_FLOPS.items():

@@ -96,6 +96,8 @@ class AcceptanceRates:
         self._num: list[float] = []
         """By draft index: verified drafts whose predecessors were all accepted."""
         self._num_accepted: list[float] = []
+        self._tokens_per_step: dict[int, float] = {}
+        """By depth, since the rates changed last."""
 
     def note(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         num_new = max(len(drafted) - len(self._num), 0)
@@ -109,10 +111,12 @@ class AcceptanceRates:
             self._num_accepted[index] += num_accepted
             self._limit_window(index, MEMORY_DRAFTS)
             rate_before = num_accepted / num
+        self._tokens_per_step.clear()
 
     def age(self) -> None:
         for index in range(len(self._num)):
             self._limit_window(index, OLD_DRAFTS)
+        self._tokens_per_step.clear()
 
     def _limit_window(self, index: int, most: int) -> None:
         scale = min(most / self._num[index], 1.0)
@@ -120,6 +124,11 @@ class AcceptanceRates:
         self._num_accepted[index] *= scale
 
     def tokens_per_step(self, depth: int) -> float:
+        if depth not in self._tokens_per_step:
+            self._tokens_per_step[depth] = self._expected_tokens(depth)
+        return self._tokens_per_step[depth]
+
+    def _expected_tokens(self, depth: int) -> float:
         total, share = 1.0, 1.0
         for index in range(depth):
             is_known = index < len(self._num)
@@ -179,15 +188,32 @@ BORROWED_STEPS = 96
 """Steps for which a new batch size uses the best depth of the nearest size."""
 MEMORY_SAMPLES = 9
 """Number of latest measurements, whose lower median counts."""
+MIN_S = 1e-9
+"""No duration is taken for shorter."""
 MEMORY_REQUESTS = 256
 """Window, in requests, of the averaged prefill per sampled token."""
+
+
+class _Latest:
+    """The latest measurements of one duration, and their lower median: the engine asks for it several times a step."""
+
+    def __init__(self) -> None:
+        self._durations_s: deque[float] = deque(maxlen=MEMORY_SAMPLES)
+        self.median_s = MIN_S
+
+    def __bool__(self) -> bool:
+        return bool(self._durations_s)
+
+    def note(self, duration_s: float) -> None:
+        self._durations_s.append(duration_s)
+        self.median_s = max(median_low(self._durations_s), MIN_S)
 
 
 @dataclass
 class _Size:
     """Measurements of batches of about one size."""
 
-    durations_s: list[deque[float]]
+    durations_s: list[_Latest]
     """Step durations, by depth."""
     mtp_prefill_steps_s: deque[float]
     """Durations of MTP prefill steps."""
@@ -216,7 +242,7 @@ class _Size:
     """By depth: index of its last trial."""
 
     def step_s(self, depth: int) -> float:
-        return _lower_median(self.durations_s[depth])
+        return self.durations_s[depth].median_s
 
 
 class MeasuredDepth:
@@ -226,7 +252,7 @@ class MeasuredDepth:
         self._sizes: dict[int, _Size] = {}
         self._depth = 0
         """The depth chosen last; deeper modules lag."""
-        self._prefill_token_s: dict[tuple[int, int], deque[float]] = {}
+        self._prefill_token_s: dict[tuple[int, int], _Latest] = {}
         """Seconds per token prefilled by the modules, by batch size bits and number of modules."""
         self._num_prefilled, self._num_sampled = 0.0, 1.0
         """Decaying totals of prefilled and sampled tokens over ended requests."""
@@ -277,7 +303,7 @@ class MeasuredDepth:
     def _size(self, num_sequences: int) -> _Size:
         key = num_sequences.bit_length()
         if key not in self._sizes:
-            durations_s = [deque[float](maxlen=MEMORY_SAMPLES) for _ in range(self.max_depth + 1)]
+            durations_s = [_Latest() for _ in range(self.max_depth + 1)]
             size = _Size(durations_s, deque(maxlen=MEMORY_SAMPLES), num_sequences)
             known = [other for other, each in self._sizes.items() if each.durations_s[0] or each.borrowed is not None]
             if known:
@@ -289,7 +315,7 @@ class MeasuredDepth:
 
     def note_steps(self, depth: int, num_sequences: int, num_steps: int, duration_s: float) -> None:
         size = self._size(num_sequences)
-        size.durations_s[depth].append(duration_s / num_steps)
+        size.durations_s[depth].note(duration_s / num_steps)
         size.num_sequences = num_sequences
         size.num_steps += num_steps - 1  # one was counted when it was chosen
         self._total_s += duration_s
@@ -302,7 +328,7 @@ class MeasuredDepth:
 
     def note_mtp_prefill(self, depth: int, num_sequences: int, num_tokens: int, duration_s: float) -> None:
         key = num_sequences.bit_length(), depth
-        self._prefill_token_s.setdefault(key, deque(maxlen=MEMORY_SAMPLES)).append(duration_s / num_tokens)
+        self._prefill_token_s.setdefault(key, _Latest()).note(duration_s / num_tokens)
         size = self._size(num_sequences)
         if depth == size.trial and size.is_repeated:
             self._spent_s += duration_s * max(depth - size.rival, 0) / depth
@@ -423,14 +449,9 @@ class MeasuredDepth:
         nearest = bits, depth
         if nearest not in self._prefill_token_s:
             nearest = min(self._prefill_token_s, key=lambda key: (abs(key[0] - bits), abs(key[1] - depth)))
-        return _lower_median(self._prefill_token_s[nearest]) * depth / nearest[1]
+        return self._prefill_token_s[nearest].median_s * depth / nearest[1]
 
 
 def _mtp_lag(moment: Moment, depth: int) -> int:
     """Tokens by which the last module of the depth lags."""
     return moment.mtp_lag[depth - 1] if depth and moment.mtp_lag else 0
-
-
-def _lower_median(durations_s: Sequence[float]) -> float:
-    """Never 0."""
-    return max(median_low(durations_s), 1e-9) if durations_s else 1e-9
