@@ -10,7 +10,7 @@ from m2forge.model.build import build
 from m2forge.model.checkpoint import save_model
 from m2forge.rollout.config import ServeConfig
 from m2forge.rollout.execution import cpu_dtype as held_dtype
-from m2forge.rollout.execution.cpu_dtype import decode_s, fastest_dtype
+from m2forge.rollout.execution.cpu_dtype import decode_s, fastest_dtype, probe_config
 from m2forge.rollout.server.app import make_core
 from tests.model.draw import SMALL
 
@@ -39,8 +39,8 @@ def test_float32_is_held_without_a_probe(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_probe_decodes_in_both_types() -> None:
-    assert decode_s(SMALL, torch.bfloat16) > 0
-    assert decode_s(SMALL, torch.float32) > 0
+    assert decode_s(probe_config(SMALL), torch.bfloat16) > 0
+    assert decode_s(probe_config(SMALL), torch.float32) > 0
 
 
 def test_weights_that_would_not_fit_as_float32_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
