@@ -1,7 +1,7 @@
 """The admin's routes, which create, inspect, reward and close episodes. JSON bodies in, bodies out.
 
     POST /episodes               {"task_id", "group", "budget", "sampling", "context", "task", "id"} -> id, key
-    GET  /episodes/ID            budget spent, divergences of its calls, rewards
+    GET  /episodes/ID            budget spent, divergences and roles of its calls, rewards
     GET  /episodes/ID/tree       the token tree, as `tree/codec.py` encodes it
     POST /episodes/ID/reward     {"value", "call", "choice", "id", "evidence"}; idempotent: a duplicate counts once
     POST /episodes/ID/close      {"failure", "with_calls"}: refuse further calls; `with_calls` adds `describe_calls`
@@ -27,7 +27,7 @@ from m2forge.config import ConfigT, build
 from m2forge.errors import NotFoundError
 from m2forge.gateway.config import Budget, SamplingConfig
 from m2forge.gateway.dialects.types import AskError, Fields, read_object, refuse_value
-from m2forge.gateway.episodes.call_list import describe_calls
+from m2forge.gateway.episodes.call_list import call_roles, describe_calls
 from m2forge.gateway.episodes.episode import Episode
 from m2forge.gateway.episodes.journal import Rewarded
 from m2forge.gateway.episodes.registry import Episodes
@@ -63,7 +63,8 @@ class Admin:
         return {"id": episode.id, "key": key}
 
     def show(self, id: str) -> dict[str, JsonValue]:
-        return describe(self._find(id))
+        episode = self._find(id)
+        return describe(episode) | {"roles": [str(role) for role in call_roles(episode)]}
 
     def reward(self, id: str, body: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         episode, fields = self._find(id), Fields(body, _REWARD_FIELDS)

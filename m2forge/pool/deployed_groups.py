@@ -2,8 +2,8 @@
 A stored group waits for a slot of its domain (`pool/queue.py`). The caller passes the transaction.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from sqlalchemy import Connection, insert, select
 
@@ -25,6 +25,8 @@ class DeployedEpisode:
     step_rewards: tuple[float, ...]
     """Step rewards, one per call."""
     failure: str | None = None
+    artifacts: Mapping[str, str] = field(default_factory=dict)
+    """See `Outcome`."""
 
 
 def known(connection: Connection, names: Collection[str]) -> set[str]:
@@ -56,7 +58,10 @@ def add_deployed(
         by_name = {lease.name: lease for lease in leases_in(connection, unit)}
         leases = [by_name[episode.name] for episode in part]
         pairs = list(zip(leases, part, strict=True))
-        endings = [Ending(lease, episode.calls, Outcome(failure=episode.failure)) for lease, episode in pairs]
+        endings = [
+            Ending(lease, episode.calls, Outcome(failure=episode.failure, artifacts=episode.artifacts))
+            for lease, episode in pairs
+        ]
         for refusal in end(connection, config, endings, now_s):
             if isinstance(refusal, M2ForgeError):
                 raise refusal

@@ -29,10 +29,10 @@ from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.record import Rewarding
 from m2forge.pool.state import EpisodeState, LeaseLostError, StateError
 from m2forge.pool.stored import TOOLS, Lease, Outcome, StoredEpisode, StoredUnit
-from m2forge.records import CallRole, Episode, Submission, Task, Verdict
+from m2forge.records import Episode, Submission, Task, Verdict
 from m2forge.reward.judge import Attempt, Judge, Judged
 from m2forge.reward.rule import Step, read_step
-from m2forge.rl.learner import ROLES
+from m2forge.rl.learner import role_artifacts
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Tool, tool_to_openai
@@ -175,9 +175,7 @@ class Attempts:
         """Store the attempt; returns whether its group may now be complete."""
         calls = await self._in_thread(lease.writer(self._pool.vocab_size).write_tree, result.tree)
         artifacts = {ANSWER: result.answer, VERDICT: json.dumps(asdict(result.verdict))}
-        roles = [str(step["role"]) for step in result.steps]
-        if any(role != CallRole.MAIN for role in roles):
-            artifacts[ROLES] = json.dumps(roles)
+        artifacts |= role_artifacts([str(step["role"]) for step in result.steps])
         if result.tools:
             artifacts[TOOLS] = json.dumps([tool_to_openai(tool) for tool in result.tools])
         return await self._writer.end(lease, calls, Outcome(failure=result.failure, artifacts=artifacts))

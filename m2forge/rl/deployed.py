@@ -12,6 +12,8 @@ so an id may be reused.
     r_t of a call          the sum of the rewards for that call, plus perf for the last call
     total                  the sum of r_t
 
+As in the loop's own attempts, `reward.advantage` says whether side calls and sub-agents are trained.
+
 Rule and speed rewards do not apply: the loop knows neither the tools that a deployed agent offered nor how long it
 waited for its user. An episode that is not stored within `pool.deployed_s` of its opening is deleted with a warning.
 """
@@ -35,6 +37,7 @@ from m2forge.pool.stored import CallWriter
 from m2forge.records import JsonValue, Reward, Task
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import GatewayAdmin, RefusedError
+from m2forge.rl.learner import role_artifacts
 from m2forge.rl.servers import Server
 from m2forge.tree.token_tree import TokenTree
 
@@ -57,6 +60,8 @@ class Closed:
     failure: str | None
     rewards: tuple[Mapping[str, Any], ...]
     """The rewards as the operator posted them."""
+    roles: tuple[str, ...] = ()
+    """The roles of its calls (`CallRole`)."""
 
     @property
     def name(self) -> str:
@@ -72,7 +77,8 @@ class Closed:
         """Parse the response of `GET /episodes/ID`."""
         task = None if state["task"] is None else Task.read(state["task"])
         failure = state["closed"]["failure"] or None
-        return cls(state["id"], state["created_s"], state["group"], task, failure, tuple(state["rewards"]))
+        rewards, roles = tuple(state["rewards"]), tuple(state["roles"])
+        return cls(state["id"], state["created_s"], state["group"], task, failure, rewards, roles)
 
 
 class DeployedEpisodes:
@@ -221,7 +227,12 @@ def make_episode(episode: Closed, tree: TokenTree, vocab_size: int) -> DeployedE
         steps[-1] += perf
     evidence: dict[str, JsonValue] = {"posted": [dict(reward) for reward in episode.rewards]}
     return DeployedEpisode(
-        episode.name, tuple(calls), Reward(0.0, 0.0, perf, total, evidence), tuple(steps), episode.failure
+        episode.name,
+        tuple(calls),
+        Reward(0.0, 0.0, perf, total, evidence),
+        tuple(steps),
+        episode.failure,
+        role_artifacts(episode.roles),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from m2forge.errors import RecordError
 from m2forge.pool.stored import StoredEpisode, StoredUnit
+from m2forge.records import CallRole
 from m2forge.reward.advantage import assign_advantages, select_rewards, trained_calls
 from m2forge.reward.config import AdvantageConfig
 from m2forge.reward.judge import Judged
@@ -40,6 +41,11 @@ def make_trees(units: Sequence[StoredUnit], config: AdvantageConfig, vocab_size:
                 )
         trees.append(tree)
     return trees
+
+
+def role_artifacts(roles: Sequence[str]) -> dict[str, str]:
+    """The artifact that stores the roles of an attempt's calls; none where all are main."""
+    return {ROLES: json.dumps(roles)} if any(role != CallRole.MAIN for role in roles) else {}
 
 
 def read_roles(artifacts: Mapping[str, str]) -> list[str]:

@@ -6,7 +6,7 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,13 +20,15 @@ from m2forge.gateway.config import GatewayConfig
 from m2forge.model.config_file import read_config
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.state import Origin, UnitState
-from m2forge.pool.stored import StoredEpisode, read_units
+from m2forge.pool.stored import StoredEpisode, StoredUnit, read_units
 from m2forge.pool.tables import unit_table
 from m2forge.records import Domain, JsonValue, Task
+from m2forge.reward.config import AdvantageConfig
 from m2forge.rl.config import RLConfig
 from m2forge.rl.deployed import DeployedEpisodes
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout
+from m2forge.rl.learner import make_trees, read_roles
 from tests.gateway.dialogue import minimax
 from tests.gateway.live import ADMIN_KEY, live
 from tests.rl.ring import AGENT, command_of, started
@@ -58,12 +60,19 @@ class Operator:
         return response
 
     def play(
-        self, id: str, reward: float | None, group: str = "mail", task: Task = TASK, temperature: float = 1.0
+        self,
+        id: str,
+        reward: float | None,
+        group: str = "mail",
+        task: Task = TASK,
+        temperature: float = 1.0,
+        asks: Sequence[dict[str, JsonValue]] = (QUESTION,),
     ) -> None:
-        """An episode of one call, from its opening to its reward."""
+        """An episode of one call, or of one per body of `asks`, from its opening to its reward."""
         body: dict[str, JsonValue] = {"id": id, "group": group, "task": asdict(task), "budget": {"max_calls": 4}}
         key = str(self.post("/episodes", body)["key"])
-        self.post("/v1/chat/completions", QUESTION | {"temperature": temperature}, key)
+        for question in asks:
+            self.post("/v1/chat/completions", question | {"temperature": temperature}, key)
         self.post(f"/episodes/{id}/close", {})
         if reward is not None:
             self.reward(id, reward)
@@ -80,11 +89,15 @@ class Operator:
 
 def stored(pool: Pool, *where: object) -> list[StoredEpisode]:
     """The deployed agents' episodes of the pool."""
+    return [episode for unit in units_of(pool, *where) for episode in unit.episodes]
+
+
+def units_of(pool: Pool, *where: object) -> list[StoredUnit]:
     unit = unit_table.c
     with pool.database.read() as connection:
         query = select(unit.id).where(unit.origin == Origin.DEPLOYED, *where)  # type: ignore[arg-type]
         ids = list(connection.execute(query).scalars())
-        return [episode for unit in read_units(connection, ids, pool.vocab_size) for episode in unit.episodes]
+        return list(read_units(connection, ids, pool.vocab_size))
 
 
 def test_a_run_trains_what_an_operator_has_rewarded(tmp_path: Path) -> None:
@@ -237,6 +250,24 @@ def test_rewards_of_calls_are_credited_to_them(tmp_path: Path) -> None:
         assert second.step_rewards == (0.375,)
         assert second.reward is not None
         assert (second.reward.perf, second.reward.total) == (-0.125, 0.375)
+
+    looking(tmp_path, scene)
+
+
+def test_side_calls_of_deployed_agents_are_not_trained(tmp_path: Path) -> None:
+    tool: JsonValue = {"type": "function", "function": {"name": "send", "parameters": {"type": "object"}}}
+    title: dict[str, JsonValue] = QUESTION | {"messages": [{"role": "user", "content": "A title for it."}]}
+
+    def scene(operator: Operator, pool: Pool, poll: Look) -> None:
+        for id, reward in (("a", 1.0), ("b", 0.0)):
+            operator.play(id, reward, asks=[QUESTION | {"tools": [tool]}, title])
+        assert poll() == 1
+        assert [read_roles(episode.artifacts) for episode in stored(pool)] == [["main", "side"]] * 2
+        units = units_of(pool)
+        trained = make_trees(units, AdvantageConfig(), pool.vocab_size)
+        assert [sample.name.rpartition("/")[2] for tree in trained for sample in tree.samples] == ["0", "0"]
+        trained = make_trees(units, AdvantageConfig(side_calls=True), pool.vocab_size)
+        assert [sample.name.rpartition("/")[2] for tree in trained for sample in tree.samples] == ["0", "1", "0", "1"]
 
     looking(tmp_path, scene)
 

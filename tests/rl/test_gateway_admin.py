@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from m2forge.agents.attempt import Overrides
+from m2forge.agents.attempt import Overrides, Recorded
 from m2forge.errors import EngineError
 from m2forge.gateway.config import Budget, GatewayConfig
 from m2forge.gateway.episodes.closed_journal import journal_ids
+from m2forge.gateway.episodes.registry import Episodes
 from m2forge.records import Domain, Task
 from m2forge.rl.gateway_admin import GatewayAdmin
 from tests.gateway.dialogue import minimax
+from tests.gateway.episodes.test_closed_journal import compact_all
 from tests.gateway.episodes.test_retry_http import BODY, post
 from tests.gateway.live import ADMIN_KEY, live
 
@@ -45,6 +47,23 @@ def test_an_attempt_is_opened_taken_and_let_go_with_others(tmp_path: Path) -> No
             assert not journal_ids(tmp_path)
 
         asyncio.run(scene())
+
+
+def test_a_close_without_its_messages_is_an_infra_error(tmp_path: Path) -> None:
+    """The gateway compacts a closed journal and is killed before the answer arrives: the verifier would see nothing."""
+
+    async def close(url: str) -> Recorded:
+        async with GatewayAdmin(url, ADMIN_KEY) as admin:
+            return await admin.close("g0-0-1")
+
+    config = GatewayConfig(port=0, journal=str(tmp_path))
+    with live(minimax(), config=config) as gateway:
+        _, key = gateway.run(lambda: gateway.episodes.create("task", id="g0-0-1"))
+        assert post(gateway, key, BODY).status_code == 200
+        assert asyncio.run(close(gateway.url)).messages
+    compact_all(Episodes(minimax(), folder=tmp_path))
+    with live(minimax(), config=config) as gateway, pytest.raises(EngineError, match="messages of episode g0-0-1"):
+        asyncio.run(close(gateway.url))
 
 
 def test_a_gateway_that_stays_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

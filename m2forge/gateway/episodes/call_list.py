@@ -12,11 +12,14 @@ tools, or the first if none has. A call's role:
     side        it has neither tools nor an earlier answer, no call continues it, and another conversation has tools:
                 a title, a commit message, a probe
     sub_agent   it belongs to another conversation
+
+A compacted journal holds no texts of prompts, but the turns and which of them prompts share, which determine the roles.
 """
 
 from collections.abc import Iterator
 from itertools import chain
 
+from m2forge.errors import NotFoundError
 from m2forge.gateway.episodes.episode import Episode, RecordedCall
 from m2forge.gateway.history.history import Divergence
 from m2forge.gateway.history.turn import Turn
@@ -25,8 +28,20 @@ from m2forge.text.message import Message, Tool, message_to_openai
 from m2forge.tree.token_tree import Sample
 
 
+def call_roles(episode: Episode) -> list[CallRole]:
+    tools = _tools(episode)
+    conversations = _conversations(episode.recorded, tools)
+    return list(_roles(episode.recorded, conversations, _main(conversations, tools), tools))
+
+
 def describe_calls(episode: Episode) -> dict[str, JsonValue]:
-    tools = [() if call.answer is None else episode.history.tools_of(call.answer) for call in episode.recorded]
+    """Raises NotFoundError for an episode that was read from a compacted journal."""
+    if episode.is_compacted:
+        raise NotFoundError(
+            f"the messages of episode {episode.id} were dropped when its journal was compacted; fetch them as the "
+            "episode is closed, or attempt the task again"
+        )
+    tools = _tools(episode)
     conversations = _conversations(episode.recorded, tools)
     main = _main(conversations, tools)
     last = max((index for index, number in enumerate(conversations) if number == main), default=None)
@@ -41,6 +56,11 @@ def describe_calls(episode: Episode) -> dict[str, JsonValue]:
         "messages": [] if answer is None else [message_to_openai(message) for message in _messages(answer)],
         "calls": described,
     }
+
+
+def _tools(episode: Episode) -> list[tuple[Tool, ...]]:
+    """The tools of each recorded call."""
+    return [() if call.answer is None else episode.history.tools_of(call.answer) for call in episode.recorded]
 
 
 def _describe(

@@ -5,9 +5,10 @@
     FOLDER/closed/ID~HASH.compact         closed and compacted
 
 At startup the gateway reads the open journals and only lists the others. Once an episode is closed and has no request
-in flight, its conversations cannot continue, so compaction drops prompt texts and tool schemas. It keeps everything
-that can still be requested: tokens of every prompt and completion with logprobs, policy versions and times, the
-responses as clients received them (for retries), rewards, budget and the reason for closing. Late rewards are appended.
+in flight, its conversations cannot continue, so compaction drops prompt texts and the definitions of tools. It keeps
+everything else that can still be requested: tokens of every prompt and completion with logprobs, policy versions and
+times, the names of tools, the responses as clients received them (for retries), rewards, budget and the reason for
+closing. Late rewards are appended.
 
 A compacted journal is written to a temporary file and renamed; then the original is deleted. If the process is killed
 in between, both exist with equal remaining content, and the compacted one is used.
@@ -104,8 +105,8 @@ def _without_texts(path: PathRecord) -> PathRecord:
 
 
 def _digested(tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """Replace the tools by one whose name is their hash: conversations with different tools share no prefix."""
-    if not tools:
-        return ()
-    definitions = json.dumps([[tool.name, tool.description, tool.parameters] for tool in tools])
-    return (Tool(hashlib.sha256(definitions.encode()).hexdigest()[:32]),)
+    """Replace the tools' definitions by hashes: conversations with different tools share no prefix, and calls with
+    tools of the same names may belong to one conversation."""
+    definitions = [json.dumps([tool.description, tool.parameters]) for tool in tools]
+    hashes = [hashlib.sha256(text.encode()).hexdigest()[:32] for text in definitions]
+    return tuple(Tool(tool.name, hash) for tool, hash in zip(tools, hashes, strict=True))

@@ -217,6 +217,8 @@ class Episode:
         self._num_paid_calls = self._num_paid_tokens = 0
         """Number of calls and sampled tokens charged to the budget."""
         self.closed: Closed | None = None
+        self.is_compacted = False
+        """Whether it was read from a compacted journal, which holds no texts of prompts."""
         self.journal, self._clock, self._on_close = journal, clock, on_close
         self._monotonic, self._since_s, self._elapsed_s = monotonic, monotonic(), 0.0
         """Monotonic time when this process loaded the episode, and seconds spent before: changes of the wall clock do

@@ -305,6 +305,7 @@ class Episodes:
 
     def _rebuild(self, path: Path, journal: Journal, entries: list[Entry]) -> Episode:
         episode = self._add(_created(path, entries), journal)
+        episode.is_compacted = path.suffix == COMPACT_SUFFIX
         for entry in entries[1:]:
             episode.apply(entry)
         return episode

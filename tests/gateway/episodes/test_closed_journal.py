@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from m2forge.errors import NotFoundError
 from m2forge.gateway.admin import describe
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.episodes import closed_journal, registry
+from m2forge.gateway.episodes.call_list import call_roles, describe_calls
 from m2forge.gateway.episodes.closed_journal import COMPACT_SUFFIX, FOLDER, journal_ids
 from m2forge.gateway.episodes.episode import ClosedError, Episode
 from m2forge.gateway.episodes.journal import SUFFIX, Journal, Rewarded
@@ -32,7 +34,8 @@ def record(episode: Episode) -> tuple[Any, ...]:
         for request in requests
         if request.answer is not None
     ]
-    return describe(episode), encode_tree(episode.tree), episode.calls(), answers, episode.completions
+    roles = call_roles(episode)
+    return describe(episode), encode_tree(episode.tree), episode.calls(), answers, episode.completions, roles
 
 
 def converse(episode: Episode, format: Any, rng: random.Random) -> None:
@@ -90,6 +93,10 @@ def test_a_compacted_journal_holds_all_that_can_be_asked_for(make: Callable[[], 
     assert again is not episode
     assert record(again) == record(episode)
     assert list(again.rewards) == ["early", "late"]
+    assert len(set(call_roles(again))) > 1
+    assert describe_calls(episode)["messages"]
+    with pytest.raises(NotFoundError, match="the messages of episode one were dropped"):
+        describe_calls(again)
     assert again.requests.named(before[3][0][0]) is not None
     with pytest.raises(ClosedError, match=r"closed \(done\)"):
         again.admit("new body")
