@@ -80,8 +80,8 @@ class CommandConfig(Config):
 
     kind: Literal["command"] = "command"
     preset: str = Field(default="", exclude=True)
-    """Name of a public agent whose keys stand below those given here: claude-code, codex, mini-swe-agent, opencode or
-    qwen-code (configs/agents)."""
+    """Name of a public agent whose keys stand below those given here: claude-code, codex, mini-swe-agent, opencode,
+    openhands or qwen-code (configs/agents)."""
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     """The program and its arguments, started in the workspace. Words that are file paths are resolved against the
     folder in which the run was started."""

@@ -15,7 +15,7 @@ from m2forge.errors import ConfigError
 from m2forge.rl.config import CommandAgentConfig, RLConfig
 from tests.rl.scene import make_config
 
-NAMES = ["claude-code", "codex", "mini-swe-agent", "opencode", "qwen-code"]
+NAMES = ["claude-code", "codex", "mini-swe-agent", "opencode", "openhands", "qwen-code"]
 
 
 def load_preset(folder: Path, name: str, **keys: object) -> CommandAgentConfig:

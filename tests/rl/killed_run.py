@@ -4,7 +4,9 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from sqlalchemy import select
@@ -22,20 +24,24 @@ from tests.rl.ring import command_of, folder_of, processes, running, started, wa
 POLL_S = 0.05
 
 
-def run_with_kills(config: RLConfig, runs: Path, limit_s: float) -> None:
-    """Kill -9 agents, gateway, sampler and trainer after the first step, then the loop; resume until it is done."""
+def run_with_kills(config: RLConfig, runs: Path, limit_s: float, *, alone: Sequence[str] = ()) -> None:
+    """Kill -9 the processes of `alone` one after another and let the loop restart each; after the first step kill
+    agents, gateway, sampler and trainer together, and then the loop; resume until the run is done."""
     log, run_dir = runs / "loop.log", runs / config.name
     command = command_of(config, runs, "tests.rl.scripted_run")
     until_s = time.monotonic() + limit_s
     with started(command, log) as loop:
+        for name in alone:
+            # The trainer trains while no attempt is in flight.
+            while not (killed := find(name, loop.pid, run_dir)) or (name != "trainer" and not agents_of(run_dir)):
+                check_alive(loop, log, until_s)
+            kill(killed)
+            while not (now := find(name, loop.pid, run_dir)) or killed & now:
+                check_alive(loop, log, until_s)
         while read_last_step(run_dir / "metrics.jsonl") is None or not agents_of(run_dir):
-            assert loop.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < until_s, log.read_text()[-3000:]
-            time.sleep(POLL_S)
+            check_alive(loop, log, until_s)
         found = processes(loop.pid)
-        for pid in (*agents_of(run_dir), found["gateway"], found["sampler"], found["trainer"]):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill({*agents_of(run_dir), found["gateway"], found["sampler"], found["trainer"]})
         time.sleep(1.0)
         loop.kill()
     wait_until_gone(run_dir)
@@ -44,6 +50,25 @@ def run_with_kills(config: RLConfig, runs: Path, limit_s: float) -> None:
     wait_until_gone(run_dir)
     assert is_trained(Layout(run_dir), config)
     assert not list((run_dir / "workspaces").iterdir()), "a workspace is left"
+
+
+def check_alive(loop: subprocess.Popen[bytes], log: Path, until_s: float) -> None:
+    assert loop.poll() is None, log.read_text()[-3000:]
+    assert time.monotonic() < until_s, log.read_text()[-3000:]
+    time.sleep(POLL_S)
+
+
+def find(name: str, loop: int, run_dir: Path) -> set[int]:
+    """The process of this name; for `agent` those of the attempts in flight."""
+    if name == "agent":
+        return set(agents_of(run_dir))
+    return {pid for each, pid in processes(loop).items() if each == name}
+
+
+def kill(pids: set[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def agents_of(run_dir: Path) -> list[int]:

@@ -26,7 +26,13 @@ from m2forge.text.tokenizer import load_tokenizer
 
 MODULE = "tests.rl.scripted_run"
 TASK = re.compile(r"Write the word (\w+) to answer\.txt")
-SHELLS = {"exec_command": "cmd", "Bash": "command", "bash": "command", "run_shell_command": "command"}
+SHELLS = {
+    "exec_command": "cmd",
+    "Bash": "command",
+    "bash": "command",
+    "run_shell_command": "command",
+    "terminal": "command",
+}
 """Names of shell tools, and of their argument."""
 SEEN = "WROTE-2"
 """What the tool's result holds and the call does not."""

@@ -8,8 +8,10 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -83,7 +85,7 @@ def write_tasks(path: Path) -> Path:
 @pytest.mark.parametrize("name", preset_names())
 def test_a_preset_does_a_task(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file is written, its answer given, its calls recorded, and the family's tools are offered."""
-    monkeypatch.setenv("PATH", f"{programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", path_of(name))
     agent = make_config(tmp_path, agent={"preset": name, "timeout_s": 120.0}).agent
     require_agent(agent)
     result, seen = asyncio.run(attempt(agent, tmp_path))
@@ -143,13 +145,20 @@ async def attempt(config: AgentConfig, folder: Path) -> tuple[AttemptResult, str
     return result, tokenizer.decode(list(prompts[-1]))
 
 
-def programs() -> Path:
-    return Path(os.environ["M2FORGE_AGENTS"]).absolute() / "node" / "node_modules" / ".bin"
+def path_of(name: str) -> str:
+    """PATH in which the program of a preset is found."""
+    clients = Path(os.environ["M2FORGE_AGENTS"]).absolute()
+    python = Path(sys.executable).parent
+    if name == "openhands":
+        python = clients / "openhands" / "bin"
+        if not python.exists():
+            pytest.skip("OpenHands needs Python 3.12 or later")
+    return f"{clients / 'node' / 'node_modules' / '.bin'}:{python}:{os.environ['PATH']}"
 
 
 @pytest.mark.parametrize("name", ["claude-code", "codex", "opencode"])
 def test_a_public_agent_trains_through_kills(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", path_of(name))
     domain = {"ratio": 1.0, "context": CONTEXT, "families": [{"source": str(write_tasks(tmp_path / "words.jsonl"))}]}
     config = make_config(
         make_model(tmp_path / "scene"),
@@ -161,6 +170,8 @@ def test_a_public_agent_trains_through_kills(name: str, tmp_path: Path, monkeypa
         pool={"window": {"queue": 2}},
         eval={"num_tasks": 0},
     )
-    run_with_kills(config, tmp_path, LIMIT_S)
+    run_with_kills(config, tmp_path, LIMIT_S, alone=("agent", "gateway", "sampler", "trainer"))
+    ended = Counter(re.findall(r"the (\w+) process ended with status -9", (tmp_path / "loop.log").read_text()))
+    assert min(ended[name] for name in ("gateway", "sampler", "trainer")) >= 2, ended
     perfs = [json.loads(each["verdict"])["perf"] for each in trained_artifacts(config, tmp_path / "run")]
     assert sorted(perfs) == [0.0, 0.0, 1.0, 1.0], "in every other attempt the policy writes the right word"
