@@ -22,7 +22,7 @@ from m2forge.errors import M2ForgeError
 from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
 from m2forge.records import Task
-from m2forge.rl.agent import open_agent
+from m2forge.rl.attempts import open_agent
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout

@@ -28,7 +28,7 @@ from m2forge.corpus.manifest import Kind
 from m2forge.corpus.token_set import CorpusWriter
 from m2forge.evaluate.predictor import ModelPredictor
 from m2forge.evaluate.prompts.wording import Alphabet, TokenWording, make_alphabet
-from m2forge.evaluate.suites.haystack import NeedleTask, WindowFiller
+from m2forge.evaluate.suites.ruler import NeedleTask, WindowFiller
 from m2forge.evaluate.suites.suite import score_forced
 from m2forge.model.checkpoint import load_model
 from m2forge.observe.metrics import read_metrics

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from m2forge.agents.call_log import Called, read_log
 from m2forge.agents.config import SlidingWindowConfig, SubAgentConfig, WhiteBoxConfig
+from m2forge.agents.loop_agent import LOG_FILE, WhiteBoxAgent
 from m2forge.agents.rebuild import rebuild
-from m2forge.agents.white_box import LOG_FILE, WhiteBoxAgent
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.episodes.episode import Episode
 from m2forge.gateway.server import GatewayServer

@@ -204,7 +204,7 @@ def computable(logits_CV: Tensor) -> Tensor:
 def row_statistics(logits_CV: Tensor, scale_C: Tensor | None) -> tuple[Tensor, Tensor]:
     """(logsumexp_v z, Σ_v p·z) of each row, z = scale · logits."""
     if logits_CV.is_cuda:
-        from m2forge.kernels.logprob_triton import row_statistics as statistics
+        from m2forge.kernels.head_loss_triton import row_statistics as statistics
 
         return statistics(logits_CV, scale_C)
     if _is_native(logits_CV, scale_C):
@@ -229,7 +229,7 @@ def softmax_grad_(
 ) -> Tensor:
     """factor · ( exp(scale · logits − lse) − [v = target] ), in place of the logits."""
     if logits_CV.is_cuda:
-        from m2forge.kernels.logprob_triton import softmax_grad_ as grad_
+        from m2forge.kernels.head_loss_triton import softmax_grad_ as grad_
 
         return grad_(logits_CV, scale_C, lse_C, factor_C, target_C)
     if _is_native(logits_CV, scale_C):
@@ -325,7 +325,7 @@ def linear_cross_entropy_plain(hidden_ND: Tensor, head_VD: Tensor, target_N: Ten
 def _nll_and_grad(logits_CV: Tensor, target_C: Tensor, weight_C: Tensor) -> tuple[Tensor, Tensor]:
     """(loss per row, weight · (softmax − one-hot)); the logits' memory is reused for the gradient."""
     if logits_CV.is_cuda:
-        from m2forge.kernels.cross_entropy_triton import nll_and_grad_
+        from m2forge.kernels.head_loss_triton import nll_and_grad_
 
         return nll_and_grad_(logits_CV, target_C, weight_C), logits_CV
     logits_CV = raised(logits_CV)

@@ -10,6 +10,8 @@ attempt is deleted once the pool has stored it.
 Training and evaluation share `Slots`: never more than the agent's `num_jobs` concurrent attempts in all. While an
 evaluation runs, training leaves `eval.share` of the slots to it; training attempts that already hold one of those slots
 finish first. Before the first training step and after the last, an evaluation may take all slots.
+
+`open_agent` opens the run's agent by its configured kind.
 """
 
 import asyncio
@@ -17,13 +19,28 @@ import contextlib
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from m2forge.agents.attempt import TIMEOUT, AttemptResult, AttemptRunner, Interrupted, Overrides, WorkerLost
+from m2forge.agents.attempt import (
+    TIMEOUT,
+    AttemptAgent,
+    AttemptResult,
+    AttemptRunner,
+    Interrupted,
+    Overrides,
+    RoutedAgent,
+    WorkerLost,
+)
+from m2forge.agents.command import CommandAgent, RolloutAgent
+from m2forge.agents.config import CommandConfig
+from m2forge.agents.loop_agent import LoopAgent
+from m2forge.agents.program import require_program, require_version
+from m2forge.agents.worker_pool import WorkerPool
 from m2forge.errors import M2ForgeError, RunError
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.record import Rewarding
@@ -32,10 +49,48 @@ from m2forge.pool.stored import TOOLS, Lease, Outcome, StoredEpisode, StoredUnit
 from m2forge.records import Episode, Submission, Task, Verdict
 from m2forge.reward.judge import Attempt, Judge, Judged
 from m2forge.reward.rule import Step, read_step
+from m2forge.rl.config import AgentConfig, CommandAgentConfig, LoopAgentConfig, WorkerAgentConfig
 from m2forge.rl.learner import role_artifacts
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Tool, tool_to_openai
+
+
+def require_agent(config: AgentConfig) -> None:
+    """Raise if the agent's program is not there, or has another version than configured."""
+    if isinstance(config, LoopAgentConfig):
+        return
+    if isinstance(config, WorkerAgentConfig):
+        require_program(config.command, {}, config.sandbox.inherits)
+        return
+    require_program(config.command, config.env, config.sandbox.inherits)
+    if config.version is not None:
+        require_version(config.version, config.env, config.sandbox.inherits, config.preset)
+
+
+@asynccontextmanager
+async def open_agent(config: AgentConfig, folder: Path, format: ChatFormat) -> AsyncGenerator[AttemptAgent, None]:
+    """`folder`: parent of the folders of workers. `format`: the policy's chat format."""
+    opened: WorkerPool | CommandAgent | LoopAgent
+    if isinstance(config, LoopAgentConfig):
+        opened = LoopAgent(config, format)
+    elif isinstance(config, WorkerAgentConfig):
+        opened = WorkerPool(config, folder)
+    else:
+        opened = CommandAgent(config)
+    async with opened as agent:
+        yield RoutedAgent(agent, RolloutAgent(_rollout_config(config)))
+
+
+def _rollout_config(config: AgentConfig) -> CommandConfig:
+    """Limits of a family's own rollouts: the agent's timeout, and for the kind `command` its sandbox."""
+    limits = CommandConfig(command=("",))
+    if isinstance(config, CommandAgentConfig):
+        return limits.model_copy(update={"timeout_s": config.timeout_s, "sandbox": config.sandbox})
+    if isinstance(config, WorkerAgentConfig):
+        return limits.model_copy(update={"timeout_s": config.timeout_s})
+    return limits
+
 
 ANSWER = "answer"
 """Artifact under which the pool stores the agent's final answer, so that it can be verified after a restart."""

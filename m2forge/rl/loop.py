@@ -68,8 +68,7 @@ from m2forge.pool.state import StateError
 from m2forge.pool.stored import Lease, Queued
 from m2forge.records import JsonValue, PolicyVersion, Task
 from m2forge.reward.judge import Judge
-from m2forge.rl.agent import open_agent, require_agent
-from m2forge.rl.attempts import Attempts, Slots, cancel_all
+from m2forge.rl.attempts import Attempts, Slots, cancel_all, open_agent, require_agent
 from m2forge.rl.child import Child
 from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig

@@ -4,8 +4,8 @@
 
 `TaskLine` lists the fields. A line that cannot be used is refused with its number, and with it the file. The family's
 name is the file's name without its ending. Either all lines have a level, without gaps, or none has; then difficulty is
-measured by pass rates (`tasks/pass_rate.py`). A task's metadata holds its verifier and its files, so that a stored task
-does not depend on the file.
+measured by pass rates (`tasks/curriculum.py`). A task's metadata holds its verifier and its files, so that a stored
+task does not depend on the file.
 """
 
 import hashlib

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from m2forge.agents.call_log import MAIN, Appended, Applied, Called, LogEntry, read_log, write_log
 from m2forge.agents.client import Reply
 from m2forge.agents.config import DropToolOutputConfig, SlidingWindowConfig, SummariseConfig
+from m2forge.agents.loop_agent import Context
 from m2forge.agents.operation import Operation, make_operation
 from m2forge.agents.rebuild import rebuild, replay
-from m2forge.agents.white_box import Context
 from m2forge.errors import DataError, NotFoundError, RecordError
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Tool

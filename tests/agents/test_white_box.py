@@ -11,10 +11,10 @@ import pytest
 from m2forge.agents.call_log import Applied, read_log
 from m2forge.agents.config import DropToolOutputConfig, SlidingWindowConfig, SubAgentConfig, SummariseConfig
 from m2forge.agents.config import WhiteBoxConfig as Settings
+from m2forge.agents.loop_agent import CUT_OFF, LOG_FILE, NOTHING, WhiteBoxAgent
 from m2forge.agents.operation import NOTES_HEAD, SlidingWindow, View
 from m2forge.agents.rebuild import CallState, rebuild
 from m2forge.agents.tool import ToolRunner, function_tool
-from m2forge.agents.white_box import CUT_OFF, LOG_FILE, NOTHING, WhiteBoxAgent
 from m2forge.errors import ConfigError
 from m2forge.gateway.config import Budget
 from m2forge.gateway.episodes.episode import Episode

@@ -11,7 +11,7 @@ from m2forge.evaluate.prompts.scored_sample import Sample
 from m2forge.evaluate.prompts.text_wording import TextWording, noise_filler
 from m2forge.evaluate.prompts.wording import TokenWording, make_alphabet
 from m2forge.evaluate.report.report import wilson
-from m2forge.evaluate.suites.haystack import HopTask, NeedleTask, RandomFiller
+from m2forge.evaluate.suites.ruler import HopTask, NeedleTask, RandomFiller
 from m2forge.evaluate.suites.suite import score_forced, score_free
 from m2forge.model.build import build
 from m2forge.model.transformer import Transformer

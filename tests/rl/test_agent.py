@@ -8,7 +8,7 @@ from m2forge.agents.attempt import Answer, Job
 from m2forge.agents.workspace import Workspaces
 from m2forge.protocols import Endpoint
 from m2forge.records import Domain, Task
-from m2forge.rl.agent import open_agent
+from m2forge.rl.attempts import open_agent
 from m2forge.rl.config import CommandAgentConfig
 from tests.gateway.dialogue import minimax
 

@@ -29,8 +29,7 @@ from m2forge.protocols import Chunk, Prompt
 from m2forge.records import Reward, Submission
 from m2forge.reward.config import RewardConfig
 from m2forge.reward.judge import Judge
-from m2forge.rl.agent import open_agent
-from m2forge.rl.attempts import ANSWER, AttemptCounts, Attempts
+from m2forge.rl.attempts import ANSWER, AttemptCounts, Attempts, open_agent
 from m2forge.rl.config import WorkerAgentConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.tasks.agent import Chain

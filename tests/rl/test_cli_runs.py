@@ -27,7 +27,7 @@ from m2forge.model.build import build as build_model
 from m2forge.model.checkpoint import save_model
 from m2forge.model.preset import preset
 from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
-from m2forge.rl.agent import open_agent, require_agent
+from m2forge.rl.attempts import open_agent, require_agent
 from m2forge.rl.config import AgentConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.testing.scripted import ScriptedEngine

@@ -23,7 +23,7 @@ from m2forge.agents.workspace import Workspaces
 from m2forge.errors import DataError, EngineError, RunError
 from m2forge.gateway.config import GatewayConfig
 from m2forge.records import Domain, Submission, Task, Verdict
-from m2forge.rl.agent import open_agent
+from m2forge.rl.attempts import open_agent
 from m2forge.rl.config import CommandAgentConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.text.message import Tool

@@ -15,8 +15,7 @@ from m2forge.errors import RecordError
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.records import PolicyVersion, Sampling, Task
-from m2forge.rl.agent import open_agent
-from m2forge.rl.attempts import Slots
+from m2forge.rl.attempts import Slots, open_agent
 from m2forge.rl.config import AgentConfig, WorkerAgentConfig
 from m2forge.rl.eval import EvalResult, eval_overrides, evaluate, read_results, write_result
 from m2forge.rl.gateway_admin import GatewayAdmin

@@ -11,8 +11,7 @@ from m2forge.config import TomlValue, build
 from m2forge.errors import ConfigError, RecordError
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.config import CurriculumConfig
-from m2forge.tasks.curriculum import Curriculum
-from m2forge.tasks.pass_rate import MIN_WEIGHT, PassRates
+from m2forge.tasks.curriculum import MIN_WEIGHT, Curriculum, PassRates
 from m2forge.tasks.task_set import describe
 from tests.tasks.stream import draw_batch
 from tests.tasks.test_jsonl_family import many, write

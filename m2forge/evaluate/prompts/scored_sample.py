@@ -1,6 +1,6 @@
 """Samples: token ids in which some spans are answers, to be predicted from everything before them.
 
-A task (suites/haystack.py, suites/word_count.py) draws samples from a random generator; suites/suite.py scores them. A
+A task (suites/ruler.py) draws samples from a random generator; suites/suite.py scores them. A
 task draws new keys, values and filler for every sample, so only the seed separates two sets of samples.
 """
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from m2forge.errors import ConfigError
 from m2forge.evaluate.prompts.wording import Piece, Term, TermKind, answer_piece
-from m2forge.evaluate.suites.haystack import SentenceFiller
+from m2forge.evaluate.suites.ruler import SentenceFiller
 
 NOISE = (
     "The river runs quietly past the old mill.",

@@ -11,7 +11,7 @@ from m2forge.errors import ConfigError
 from m2forge.evaluate.prompts.scored_sample import Sample, Task
 from m2forge.evaluate.prompts.text_wording import TextWording, noise_filler, text_filler
 from m2forge.evaluate.prompts.wording import Marker, ShotTask, TokenWording, Wording, make_alphabet
-from m2forge.evaluate.suites.haystack import (
+from m2forge.evaluate.suites.ruler import (
     Filling,
     HopTask,
     Insert,
@@ -19,9 +19,9 @@ from m2forge.evaluate.suites.haystack import (
     RandomFiller,
     SentenceFiller,
     WindowFiller,
+    WordCountTask,
     lay,
 )
-from m2forge.evaluate.suites.word_count import WordCountTask
 from tests.evaluate.letters import ByteEncoder, answer_ids, decode
 
 VOCAB = 512
