@@ -30,6 +30,8 @@ BYTES_PER_GB = 10**9
 SHELLS = ("bash", "zsh")
 COMPLETE = "__complete"
 """The hidden command that completion scripts ask for candidates."""
+STARTERS = {"rl": Path(__file__).parent / "starter" / "rl"}
+"""The files that `m2forge init` writes."""
 ENGINES = ("native", "m2forge", "vllm", "sglang")
 
 
@@ -199,6 +201,17 @@ def command_eval(args: argparse.Namespace) -> None:
 
     run_eval(config, console=Console())
     print(f"wrote {config.output}: the report, the table and the plots")
+
+
+def command_init(args: argparse.Namespace) -> None:
+    from m2forge.files import staged_folder
+
+    with staged_folder(args.dest) as folder:
+        for path in STARTERS[args.kind].iterdir():
+            if path.is_file():
+                (folder / path.name).write_bytes(path.read_bytes())
+    print(f"wrote {args.dest}: {', '.join(sorted(path.name for path in args.dest.iterdir()))}")
+    print(f"next: cd {args.dest} and python model.py; docs/tutorial.md explains the files")
 
 
 def command_tasks(args: argparse.Namespace) -> None:
@@ -431,6 +444,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_init(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", choices=tuple(STARTERS), help="rl: tasks, verifier, agent and configs of an RL run")
+    parser.add_argument("dest", type=Path, metavar="DIR", help="the folder to write; must not exist or be empty")
+
+
 def _add_tasks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("check",), help="check: draw tasks, verify their references, time it")
     parser.add_argument(
@@ -544,6 +562,7 @@ COMMANDS = {
     "sft": Command("fine-tune a model on trajectories, or go on with it", _add_run, command_sft),
     "rl": Command("train a model by what its agents do, or go on with it", _add_run, command_rl),
     "eval": Command("measure a model: a table and plots", _add_config, command_eval),
+    "init": Command("write the files of a first run of your own", _add_init, command_init),
     "tasks": Command("check a source of tasks and its verifiers", _add_tasks, command_tasks),
     "serve": Command("serve a model by HTTP: the vendors' APIs, and token ids", _add_serve, command_serve),
     "chat": Command("talk with a model in the terminal", _add_chat, command_chat),
