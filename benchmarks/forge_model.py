@@ -112,12 +112,22 @@ def fine_tune(base: Path, folder: Path, families: Sequence[Shown], num_steps: in
     path = folder / "demonstrations.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     write_demonstrations(path, tasks, seed=0)
+    return fine_tune_on(path, base, folder)
+
+
+def fine_tune_on(demonstrations: Path, base: Path, folder: Path) -> Path:
+    """Trains the model on a file of demonstrations, each shown once; returns the model's folder, below `folder`."""
     config = build(
         SFTConfig,
         {
             "name": "sft",
             "model": str(base),
-            "data": {"sources": [{"path": str(path)}], "context": CONTEXT, "too_long": "drop", "strict": True},
+            "data": {
+                "sources": [{"path": str(demonstrations)}],
+                "context": CONTEXT,
+                "too_long": "drop",
+                "strict": True,
+            },
             "pack_tokens": PACK_TOKENS,
             "lr": {"start": RATE},
             "warmup_steps": 4,
@@ -135,7 +145,12 @@ def fine_tune(base: Path, folder: Path, families: Sequence[Shown], num_steps: in
 def make_random(folder: Path, families: Sequence[Shown]) -> Path:
     """A network of one layer that has learnt nothing, with a tokenizer of few words."""
     tasks = [task for family in families for task in _tasks(family.family, family.levels, 50, seed=0)]
-    tokenizer = train_tokenizer([task.instruction for task in tasks], 400, MINIMAX_M2_SPECIALS)
+    return random_network(folder, [task.instruction for task in tasks])
+
+
+def random_network(folder: Path, texts: Sequence[str]) -> Path:
+    """The same, with a tokenizer of these texts."""
+    tokenizer = train_tokenizer(texts, 400, MINIMAX_M2_SPECIALS)
     tokenizer.save(folder / "tokenizer")
     config = preset("m2-nano").with_layers(1).model_copy(update={"vocab_size": tokenizer.vocab_size, "num_mtp": 0})
     torch.manual_seed(0)

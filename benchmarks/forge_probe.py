@@ -14,8 +14,9 @@ from m2forge.records import PolicyVersion, Sampling, Submission, Task
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 from m2forge.tasks.catalog import family_of
+from m2forge.tasks.family import family_name
 from m2forge.text.format import make_format
-from m2forge.text.message import Message
+from m2forge.text.message import Message, Tool
 from m2forge.text.parser import Completion
 from m2forge.text.tokenizer import load_tokenizer
 
@@ -29,6 +30,10 @@ class Attempt:
     messages: list[Message]
     is_over: bool = False
     is_solved: bool = False
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return family_of(self.task).tools(self.task)
 
     def take(self, completion: Completion) -> None:
         """The policy's turn: calls are made, an answer is judged."""
@@ -57,25 +62,27 @@ class Probe:
 
     def success(self, tasks: Sequence[Task]) -> dict[str, float]:
         """By family, at temperature 1."""
-        attempts = [Attempt(task, [Message("user", task.instruction)]) for task in tasks]
-        for _ in range(MAX_TURNS):
+        return self.share_solved([Attempt(task, [Message("user", task.instruction)]) for task in tasks])
+
+    def share_solved(self, attempts: Sequence[Attempt], max_turns: int = MAX_TURNS) -> dict[str, float]:
+        """Run the attempts to their end, or for so many turns of the policy; by family."""
+        for _ in range(max_turns):
             under_way = [attempt for attempt in attempts if not attempt.is_over]
             for attempt, ids in zip(under_way, self._sample(under_way), strict=True):
-                parser = self._format.parser(family_of(attempt.task).tools(attempt.task))
+                parser = self._format.parser(attempt.tools)
                 tokenizer = self._format.tokenizer
                 # Networks know a few more ids than their tokenizers; these have no text.
                 parser.feed(tokenizer.decode_bytes([id for id in ids if id < tokenizer.vocab_size]))
                 attempt.take(parser.finish())
         solved: dict[str, list[bool]] = {}
         for attempt in attempts:
-            solved.setdefault(family_of(attempt.task).name, []).append(attempt.is_solved)
+            solved.setdefault(family_name(attempt.task), []).append(attempt.is_solved)
         return {name: sum(found) / len(found) for name, found in solved.items()}
 
     def _sample(self, attempts: Sequence[Attempt]) -> list[list[int]]:
         sampled: list[list[int]] = [[] for _ in attempts]
         for place, attempt in enumerate(attempts):
-            tools = family_of(attempt.task).tools(attempt.task)
-            ids = self._format.render(attempt.messages, tools, generation=True).ids
+            ids = self._format.render(attempt.messages, attempt.tools, generation=True).ids
             if len(ids) + MAX_TOKENS > CONTEXT:
                 continue
             prompt = Prompt(np.array(ids, np.int32), MAX_TOKENS, Sampling(), stop_ids=self._format.stop_ids)
