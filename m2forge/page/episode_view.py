@@ -30,13 +30,12 @@ from m2forge.page.run_folder import RATIOS_FOLDER, Run, known_keys
 from m2forge.page.tree_outline import Trajectory
 from m2forge.pool.queue import read_queue
 from m2forge.pool.state import EpisodeState
-from m2forge.pool.stored import TOOLS, read_task, read_tree
+from m2forge.pool.stored import TOOLS, read_roles, read_task, read_tree
 from m2forge.pool.tables import call_table, episode_table, unit_table
 from m2forge.records import FloatArray, JsonValue, Task
 from m2forge.reward.advantage import episode_advantages, select_rewards, trained_calls
 from m2forge.reward.config import AdvantageConfig
 from m2forge.rl.importance_ratio import path_of, read_ratios
-from m2forge.rl.learner import read_roles
 from m2forge.tasks.catalog import family_of
 from m2forge.tasks.family import family_key_of
 from m2forge.tasks.source import SourceKind, parse_source

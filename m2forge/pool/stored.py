@@ -19,6 +19,7 @@ from m2forge.pool.state import Origin
 from m2forge.pool.tables import call_table, episode_table, unit_table
 from m2forge.records import (
     Call,
+    CallRole,
     Domain,
     Episode,
     FinishReason,
@@ -33,6 +34,9 @@ from m2forge.tree.token_tree import UNKNOWN_EXPERT, ExpertArray, TokenTree, chec
 
 TOOLS = "tools"
 """Artifact that holds the tools of an attempt, as JSON in OpenAI's form; absent if it had none."""
+ROLES = "roles"
+"""Artifact under which the pool stores the roles of an attempt's calls (`CallRole`), as a JSON list; absent if all are
+main."""
 MAX_BRANCHES = 16
 """Number of branches that writer and reader track; part of the format, so that the reader still has the parent."""
 _FINISH_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
@@ -514,3 +518,14 @@ def _read_episode(row: Row[tuple[object, ...]], task: Task, calls: list[bytes], 
         artifacts=json.loads(row.artifacts),
         num_attempts=row.attempt,
     )
+
+
+def role_artifacts(roles: Sequence[str]) -> dict[str, str]:
+    """The artifact that stores the roles of an attempt's calls; none where all are main."""
+    return {ROLES: json.dumps(roles)} if any(role != CallRole.MAIN for role in roles) else {}
+
+
+def read_roles(artifacts: Mapping[str, str]) -> list[str]:
+    """The roles of an attempt's calls; none where all are main."""
+    roles: list[str] = json.loads(artifacts.get(ROLES, "[]"))
+    return roles

@@ -45,12 +45,11 @@ from m2forge.errors import M2ForgeError, RunError
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.record import Rewarding
 from m2forge.pool.state import EpisodeState, LeaseLostError, StateError
-from m2forge.pool.stored import TOOLS, Lease, Outcome, StoredEpisode, StoredUnit
+from m2forge.pool.stored import TOOLS, Lease, Outcome, StoredEpisode, StoredUnit, role_artifacts
 from m2forge.records import Episode, Submission, Task, Verdict
 from m2forge.reward.judge import Attempt, Judge, Judged
 from m2forge.reward.rule import Step, read_step
 from m2forge.rl.config import AgentConfig, CommandAgentConfig, LoopAgentConfig, WorkerAgentConfig
-from m2forge.rl.learner import role_artifacts
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Tool, tool_to_openai

@@ -33,11 +33,10 @@ from m2forge.files import write_atomic
 from m2forge.gateway.episodes.closed_journal import closed_marks
 from m2forge.pool.deployed_groups import DeployedEpisode
 from m2forge.pool.pool import Pool, PoolWriter
-from m2forge.pool.stored import CallWriter
+from m2forge.pool.stored import CallWriter, role_artifacts
 from m2forge.records import JsonValue, Reward, Task
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import GatewayAdmin, RefusedError
-from m2forge.rl.learner import role_artifacts
 from m2forge.rl.servers import Server
 from m2forge.tree.token_tree import TokenTree
 

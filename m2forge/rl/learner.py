@@ -1,20 +1,14 @@
 """Turns units of the pool into the token trees of a training step: one per group, with an advantage on every call."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from m2forge.errors import RecordError
-from m2forge.pool.stored import StoredEpisode, StoredUnit
-from m2forge.records import CallRole
+from m2forge.pool.stored import StoredEpisode, StoredUnit, read_roles
 from m2forge.reward.advantage import assign_advantages, select_rewards, trained_calls
 from m2forge.reward.config import AdvantageConfig
 from m2forge.reward.judge import Judged
 from m2forge.tree.token_tree import TokenTree
-
-ROLES = "roles"
-"""Artifact under which the pool stores the roles of an attempt's calls (`CallRole`), as a JSON list; absent if all are
-main."""
 
 
 def make_trees(units: Sequence[StoredUnit], config: AdvantageConfig, vocab_size: int) -> list[TokenTree]:
@@ -41,17 +35,6 @@ def make_trees(units: Sequence[StoredUnit], config: AdvantageConfig, vocab_size:
                 )
         trees.append(tree)
     return trees
-
-
-def role_artifacts(roles: Sequence[str]) -> dict[str, str]:
-    """The artifact that stores the roles of an attempt's calls; none where all are main."""
-    return {ROLES: json.dumps(roles)} if any(role != CallRole.MAIN for role in roles) else {}
-
-
-def read_roles(artifacts: Mapping[str, str]) -> list[str]:
-    """The roles of an attempt's calls; none where all are main."""
-    roles: list[str] = json.loads(artifacts.get(ROLES, "[]"))
-    return roles
 
 
 def _judged(stored: StoredEpisode, config: AdvantageConfig) -> tuple[Judged, TokenTree, list[int]]:

@@ -18,6 +18,7 @@ kills it, because a sandbox's keeper supervises them.
 """
 
 import asyncio
+import functools
 import itertools
 import json
 import logging
@@ -94,7 +95,8 @@ class TaskRunner:
         as wrong if the scorer raises. `reward`: the function that computes `Verdict.reward`, FILE.py:NAME."""
         self._wrong_on_raise = frozenset(wrong_on_raise)
         self._reward = None if reward is None else located(reward)
-        self._here = Path.cwd()
+        # Workers run in folders of their own, and a run may change this one.
+        self._locate = functools.cache(functools.partial(located, folder=Path.cwd()))
         self._config, self._families = config, tuple(dict.fromkeys(families))
         limits = (str(config.timeout_s), str(config.draw_timeout_s))
         seats = [_Seat(folder / f"worker-{index}", config, (*command, *limits)) for index in range(config.num_workers)]
@@ -218,7 +220,7 @@ class TaskRunner:
         for _ in range(MAX_LOST):
             seat = await self._idle.get()
             try:
-                reply = await seat.ask(request | {"family": located(family, self._here)})
+                reply = await seat.ask(request | {"family": self._locate(family)})
             except _LostError as error:
                 problem = str(error)
             else:
@@ -241,7 +243,7 @@ class TaskRunner:
         try:
             for family in self._families:
                 request: dict[str, JsonValue] = {"op": "prepare", "reward": self._reward}
-                await seat.ask(request | {"family": located(family, self._here)})
+                await seat.ask(request | {"family": self._locate(family)})
         except _LostError as error:
             _log.warning("a task worker could not start: %s", error)
         finally:

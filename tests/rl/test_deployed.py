@@ -20,7 +20,7 @@ from m2forge.gateway.config import GatewayConfig
 from m2forge.model.config_file import read_config
 from m2forge.pool.pool import Pool, PoolWriter
 from m2forge.pool.state import Origin, UnitState
-from m2forge.pool.stored import StoredEpisode, StoredUnit, read_units
+from m2forge.pool.stored import StoredEpisode, StoredUnit, read_roles, read_units
 from m2forge.pool.tables import unit_table
 from m2forge.records import Domain, JsonValue, Task
 from m2forge.reward.config import AdvantageConfig
@@ -28,7 +28,7 @@ from m2forge.rl.config import RLConfig
 from m2forge.rl.deployed import DeployedEpisodes
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout
-from m2forge.rl.learner import make_trees, read_roles
+from m2forge.rl.learner import make_trees
 from tests.gateway.dialogue import minimax
 from tests.gateway.live import ADMIN_KEY, live
 from tests.rl.ring import AGENT, command_of, started
