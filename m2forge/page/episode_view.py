@@ -5,7 +5,7 @@ from call to call.
 
 Importance ratios of its tokens are shown if the run stores those of the step that trained it. The advantages of its
 calls are computed as the trainer computes them from the rewards of its group. The trainer compares the episodes of a
-group within a batch (`rl/learner.py`); so does this, with the same function. An episode that is not in a batch yet is
+group within a batch (`rl/trainer.py`); so does this, with the same function. An episode that is not in a batch yet is
 compared with its whole group.
 """
 

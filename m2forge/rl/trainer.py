@@ -17,6 +17,8 @@ The domains furthest behind their ratio over the batches so far are rounded up f
 stage, and none takes more of a domain than the curriculum drew for the stage, so the last batches of a stage may depart
 from the rounding above. The sizes of the batches so far determine all of this; a restarted trainer reads them from the
 pool.
+
+`make_trees` turns the units of a batch into the token trees of a step: one per group, with an advantage on every call.
 """
 
 import itertools
@@ -31,7 +33,7 @@ from math import floor
 from pathlib import Path
 
 from m2forge.config import load_resolved
-from m2forge.errors import ConfigError, TrainingError
+from m2forge.errors import ConfigError, RecordError, TrainingError
 from m2forge.model.checkpoint import load_model, save_model
 from m2forge.model.convert import find_companions
 from m2forge.model.hub import find_folder
@@ -39,12 +41,14 @@ from m2forge.observe.busy import open_busy_log
 from m2forge.observe.metrics import MetricsWriter
 from m2forge.pool.batch import Claim
 from m2forge.pool.pool import Pool
-from m2forge.pool.stored import StoredUnit, make_label
+from m2forge.pool.stored import StoredEpisode, StoredUnit, make_label, read_roles
 from m2forge.records import PolicyVersion, Reward
+from m2forge.reward.advantage import assign_advantages, select_rewards, trained_calls
+from m2forge.reward.config import AdvantageConfig
+from m2forge.reward.judge import Judged
 from m2forge.rl.config import RLConfig
 from m2forge.rl.importance_ratio import delete_ratios, write_ratios
 from m2forge.rl.layout import Layout, begin_branch
-from m2forge.rl.learner import make_trees
 from m2forge.tasks.config import CurriculumConfig, StageConfig
 from m2forge.tasks.curriculum import Mixture
 from m2forge.train.checkpoint import CheckpointStore, load_checkpoint_model, restore
@@ -55,6 +59,45 @@ from m2forge.train.machine import choose_device, choose_dtype, machine_settings,
 from m2forge.train.position import Position, read_position
 from m2forge.train.run_dir import CONFIG_FILE, hold_run
 from m2forge.tree.build import Problem
+from m2forge.tree.token_tree import TokenTree
+
+
+def make_trees(units: Sequence[StoredUnit], config: AdvantageConfig, vocab_size: int) -> list[TokenTree]:
+    """One tree per group, with the advantage of each trained call. `units` is the whole batch of a step."""
+    groups: dict[str, list[tuple[Judged, TokenTree, list[int]]]] = {}
+    for unit in units:
+        groups.setdefault(unit.group, []).extend(_judged(episode, config) for episode in unit.episodes)
+    episodes = [judged.episode for group in groups.values() for judged, _, _ in group]
+    advantages = iter(assign_advantages([[judged for judged, _, _ in group] for group in groups.values()], config))
+    trees: list[TokenTree] = []
+    for group in groups.values():
+        tree = TokenTree(vocab_size)
+        for judged, episode_tree, indices in group:
+            for index, call in zip(indices, judged.episode.calls, strict=True):
+                advantage = next(advantages)
+                assert episodes[advantage.episode] is judged.episode, "advantages come in another order than episodes"
+                tree.add(
+                    call,
+                    f"{judged.episode.id}/{index}",
+                    episode=judged.episode.id,
+                    advantage=advantage.value,
+                    weight=advantage.weight,
+                    experts=episode_tree.routing(index),
+                )
+        trees.append(tree)
+    return trees
+
+
+def _judged(stored: StoredEpisode, config: AdvantageConfig) -> tuple[Judged, TokenTree, list[int]]:
+    """The episode's trained calls with their rewards, the tree of all calls, and the indices of the trained ones."""
+    if stored.reward is None or stored.step_rewards is None:
+        raise RecordError(f"episode {stored.name}: expected a reward for it and for each of its steps")
+    tree = stored.tree()
+    episode = stored.episode(tree)
+    calls = trained_calls(read_roles(stored.artifacts), len(episode.calls), config)
+    trained = replace(episode, calls=tuple(episode.calls[index] for index in calls))
+    return Judged(trained, tuple(select_rewards(stored.step_rewards, calls))), tree, calls
+
 
 POLL_S = 0.02
 TRAINER_FOLDER = "trainer"

@@ -25,7 +25,7 @@ from m2forge.pool.tables import unit_table
 from m2forge.records import Task
 from m2forge.reward.config import AdvantageConfig
 from m2forge.rl.importance_ratio import read_ratios
-from m2forge.rl.learner import make_trees
+from m2forge.rl.trainer import make_trees
 from m2forge.tasks.catalog import family_of
 from m2forge.text.format import ChatFormat
 from tests.page.conftest import serving

@@ -28,7 +28,7 @@ from m2forge.rl.config import RLConfig
 from m2forge.rl.deployed import DeployedEpisodes
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout
-from m2forge.rl.learner import make_trees
+from m2forge.rl.trainer import make_trees
 from tests.gateway.dialogue import minimax
 from tests.gateway.live import ADMIN_KEY, live
 from tests.rl.ring import AGENT, command_of, started

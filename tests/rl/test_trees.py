@@ -12,7 +12,7 @@ from m2forge.pool.stored import StoredUnit
 from m2forge.records import PolicyVersion
 from m2forge.reward.advantage import select_rewards, trained_calls
 from m2forge.reward.config import AdvantageConfig
-from m2forge.rl.learner import make_trees
+from m2forge.rl.trainer import make_trees
 from tests.rl.scene import fill_pool
 
 VOCAB_SIZE = 300
