@@ -22,7 +22,7 @@ from m2forge.tasks.task_set import TaskSet
 from m2forge.text.message import Message, Tool
 from m2forge.text.parser import Completion
 
-SIZES = (4, 6, 8, 10, 12, 15, 18, 22, 27, 33, 40)
+SIZES = (3, 4, 5, 6, 8, 10, 12, 14, 17, 20, 25, 30)
 """Demonstrations of each kind on which the model as it comes is fine-tuned, two of them in a step."""
 ENOUGH = 0.18
 NUM_PROBED = 48
