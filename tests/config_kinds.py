@@ -89,6 +89,8 @@ class Kinds(ast.NodeVisitor):
         self._scopes: list[Scope] = []
         self._globals: dict[str, Any] = {}
         self._class: type | None = None
+        self._has_closures: dict[ast.AST, bool] = {}
+        self._annotations: dict[ast.expr, list[Kind]] = {}
         for _ in range(2):
             for module, tree in sources:
                 self._globals, self._class, self._scopes = vars(module), None, [Scope()]
@@ -113,9 +115,11 @@ class Kinds(ast.NodeVisitor):
             scope["self"] = [self._class]
         self._scopes.append(scope)
         # Twice where there are closures, which may read what is bound below them.
-        inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-        has_closures = any(isinstance(found, inner) for child in node.body for found in ast.walk(child))
-        for _ in range(1 + has_closures):
+        if node not in self._has_closures:
+            inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+            found = (isinstance(below, inner) for child in node.body for below in ast.walk(child))
+            self._has_closures[node] = any(found)
+        for _ in range(1 + self._has_closures[node]):
             for child in [*node.args.defaults, *node.body]:
                 self.visit(child)
         self._scopes.pop()
@@ -129,6 +133,11 @@ class Kinds(ast.NodeVisitor):
         self._scopes.pop()
 
     def _annotated(self, node: ast.expr) -> list[Kind]:
+        if node not in self._annotations:
+            self._annotations[node] = self._evaluated(node)
+        return [*self._annotations[node]]
+
+    def _evaluated(self, node: ast.expr) -> list[Kind]:
         try:
             kind = eval(compile(ast.Expression(node), "annotation", "eval"), self._globals)
             kind = eval(kind, self._globals) if isinstance(kind, str) else kind
@@ -243,11 +252,16 @@ class Kinds(ast.NodeVisitor):
             if found is not None and inspect.isfunction(found):
                 return [found]
             if name in getattr(base, "__annotations__", {}):
-                try:
-                    return members(typing.get_type_hints(base)[name])
-                except Exception:  # noqa: BLE001  (as for `_annotated`)
-                    return []
+                return self._field(base, name)
         return []
+
+    @staticmethod
+    @functools.cache
+    def _field(owner: type, name: str) -> list[Kind]:
+        try:
+            return members(typing.get_type_hints(owner)[name])
+        except Exception:  # noqa: BLE001  (as for `_annotated`)
+            return []
 
     @staticmethod
     @functools.cache

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -69,19 +70,46 @@ def parse(path: Path) -> ast.Module:
 
 def outline(path: Path) -> ast.Module:
     """A module's docstring and, wherever they stand in it, its imports, classes and functions without their bodies."""
-    return _outline(path.read_text(encoding="utf-8"))
+    return _read(path.read_text(encoding="utf-8")).outline
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What the rules need of a file. Its syntax tree is not stored: half a million nodes would slow every test down."""
+
+    outline: ast.Module
+    stored_private: frozenset[str]
+    """Private names that it defines or assigns."""
+    read_private: tuple[tuple[int, str], ...]
+    """Line and name of every private attribute that it reads of an object other than `self`, `cls` and `os`."""
 
 
 @functools.cache
-def _outline(text: str) -> ast.Module:
+def _read(text: str) -> _Source:
     """By the text, since tests change files. Most rules read every file, and reading one takes them all their time."""
     tree = ast.parse(text)
-    kinds = ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes: list[ast.stmt] = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    nodes: list[ast.stmt] = []
+    stored, read = set[str](), list[tuple[int, str]]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                nodes.append(node)
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                nodes.append(node)
+                stored.add(name)
+            case ast.Attribute(attr=name) if name[0] == "_":
+                if isinstance(node.ctx, ast.Store):
+                    stored.add(name)
+                if ast.unparse(node.value) not in ("self", "cls", "os"):
+                    read.append((node.lineno, name))
+            case ast.Name(id=name, ctx=ast.Store()):
+                stored.add(name)
     for node in nodes:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             node.body = []
-    return ast.Module([*tree.body[: ast.get_docstring(tree) is not None], *nodes], [])
+    private = frozenset(name for name in stored if re.fullmatch(r"_[^_].*", name))
+    whole = ast.Module([*tree.body[: ast.get_docstring(tree) is not None], *nodes], [])
+    return _Source(whole, private, tuple(read))
 
 
 def imported_rooms(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -248,17 +276,8 @@ def private_names(root: Path) -> dict[str, set[str]]:
     rooms: dict[str, set[str]] = {}
     for path in sources(root, PACKAGE):
         room = path.relative_to(root / PACKAGE).with_suffix("").parts[0]
-        for node in ast.walk(parse(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                name = node.name
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                name = node.attr
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                name = node.id
-            else:
-                continue
-            if re.fullmatch(r"_[^_].*", name):
-                rooms.setdefault(name, set()).add(room)
+        for name in _read(path.read_text(encoding="utf-8")).stored_private:
+            rooms.setdefault(name, set()).add(room)
     return rooms
 
 
@@ -266,20 +285,19 @@ def private_breaches(root: Path) -> list[str]:
     """Tests that import or read a private name of a room other than their own."""
     rooms, breaches = private_names(root), []
     for path in sources(root, "tests"):
-        place = path.relative_to(root)
+        place, source = path.relative_to(root), _read(path.read_text(encoding="utf-8"))
         own = place.parts[1].removeprefix("test_").removesuffix(".py")
-        for node in ast.walk(parse(path)):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "os"):
-                read = [node.attr]
-            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith(f"{PACKAGE}."):
-                read = [alias.name for alias in node.names]
-            else:
-                continue
-            breaches += [
-                f"{place}:{node.lineno}: {name} is private to {', '.join(sorted(rooms[name]))}"
-                for name in read
-                if name in rooms and own not in rooms[name]
-            ]
+        imported = [
+            (node.lineno, alias.name)
+            for node in source.outline.body
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(f"{PACKAGE}.")
+            for alias in node.names
+        ]
+        breaches += [
+            f"{place}:{line}: {name} is private to {', '.join(sorted(rooms[name]))}"
+            for line, name in (*imported, *source.read_private)
+            if name in rooms and own not in rooms[name]
+        ]
     return breaches
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url, text, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection, DBAPICursor
 from sqlalchemy.exc import DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import ConnectionPoolEntry
@@ -170,6 +170,8 @@ def add_up(connection: Connection, table: Table, rows: Sequence[Mapping[str, obj
         statement = insert.on_conflict_do_update(keys, set_={column: table.c[column] + insert.excluded[column]})
         connection.execute(statement, rows)
     else:
+        from sqlalchemy.dialects import postgresql  # a process whose pool is SQLite does not load it
+
         pg_insert = postgresql.insert(table)
         pg_statement = pg_insert.on_conflict_do_update(
             index_elements=keys, set_={column: table.c[column] + pg_insert.excluded[column]}
