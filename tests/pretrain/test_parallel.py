@@ -1,18 +1,27 @@
-"""The stage under torchrun: two processes train what one would."""
+"""The stage under torchrun: two processes train what one would.
+
+One mode runs under torchrun itself. The other has its variables and is forked: torchrun and its processes take seconds
+to import torch.
+"""
 
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from m2forge import cli
 from m2forge.config import dump
 from m2forge.observe.metrics import read_metrics
-from m2forge.pretrain.config import PretrainConfig
 from m2forge.pretrain.stage import run_pretrain
+from tests.forked import start
 from tests.pretrain.small import make_config, write_corpus
 
+LIMIT_S = 180
 TOLERANCE = 1e-5
 """Relative: float32 sums in another order, over a dozen steps."""
 
@@ -21,18 +30,35 @@ def losses(run_dir: Path) -> list[float]:
     return [step.values["loss"] for step in read_metrics(run_dir / "metrics.jsonl")]
 
 
-def under_torchrun(config: PretrainConfig, folder: Path) -> None:
-    path = folder / f"{config.name}.toml"
-    path.write_text(dump(config))
+def under_torchrun(arguments: list[str]) -> None:
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "m2forge")
-    command = [sys.executable, "-m", *torchrun, "pretrain", str(path), "--runs", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    command = [sys.executable, "-m", *torchrun, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("parallel", ["data", "fsdp"])
-def test_two_processes_train_what_one_would(parallel: str, tmp_path: Path) -> None:
+def forked(arguments: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    processes = [start(run_rank, rank, port, arguments) for rank in range(2)]
+    for process in processes:
+        process.join(LIMIT_S)
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def run_rank(rank: int, port: int, arguments: list[str]) -> None:
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    sys.exit(cli.main(arguments))
+
+
+@pytest.mark.parametrize(("parallel", "start_both"), [("data", forked), ("fsdp", under_torchrun)])
+def test_two_processes_train_what_one_would(
+    parallel: str, start_both: Callable[[list[str]], None], tmp_path: Path
+) -> None:
     corpus = write_corpus(tmp_path / "corpus")
     alone = make_config(corpus)
     # FSDP adds no modules.
@@ -40,6 +66,8 @@ def test_two_processes_train_what_one_would(parallel: str, tmp_path: Path) -> No
     run_pretrain(alone, tmp_path)
     machine = alone.train.machine.model_copy(update={"parallel": parallel})
     train = alone.train.model_copy(update={"machine": machine})
-    under_torchrun(alone.model_copy(update={"name": parallel, "train": train}), tmp_path)
+    config = alone.model_copy(update={"name": parallel, "train": train})
+    (tmp_path / "config.toml").write_text(dump(config))
+    start_both(["pretrain", str(tmp_path / "config.toml"), "--runs", str(tmp_path)])
     assert losses(tmp_path / parallel) == pytest.approx(losses(tmp_path / "alone"), rel=TOLERANCE)
     assert (tmp_path / parallel / "model").is_dir()
