@@ -53,7 +53,7 @@ class FinishReason(StrEnum):
 
 
 class CallRole(StrEnum):
-    """What a completion call is to its episode; `gateway/episodes/call_list.py` specifies the rule."""
+    """What a completion call is to its episode; `gateway/admin.py` specifies the rule."""
 
     MAIN = "main"
     SIDE = "side"

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from m2forge.errors import NotFoundError
-from m2forge.gateway.admin import describe
+from m2forge.gateway.admin import call_roles, describe, describe_calls
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.episodes import closed_journal, registry
-from m2forge.gateway.episodes.call_list import call_roles, describe_calls
 from m2forge.gateway.episodes.closed_journal import COMPACT_SUFFIX, FOLDER, journal_ids
 from m2forge.gateway.episodes.episode import ClosedError, Episode
 from m2forge.gateway.episodes.journal import SUFFIX, Journal, Rewarded

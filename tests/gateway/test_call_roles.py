@@ -5,8 +5,8 @@ from pathlib import Path
 
 import httpx2
 
+from m2forge.gateway.admin import describe_calls
 from m2forge.gateway.config import GatewayConfig
-from m2forge.gateway.episodes.call_list import describe_calls
 from m2forge.gateway.episodes.episode import Episode
 from m2forge.records import JsonValue
 from tests.gateway.dialogue import minimax
