@@ -49,7 +49,7 @@ demo-control: $(DEMO_STAMP) ## the demo with rewards dealt at random
 test: $(STAMP) $(CHROMIUM) ## run the tests on 2 workers (ARGS="-k name" is passed on)
 	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-test-fast: $(STAMP) ## run the tests that start no process and load no torch, with fewer random cases, in two to three minutes
+test-fast: $(STAMP) ## run the tests that start no process and load no torch, with fewer random cases, in 90 seconds
 	M2FORGE_FAST=1 $(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-long: $(STAMP) $(CHROMIUM) ## run the tests with many more random cases, and those marked long

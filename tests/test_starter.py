@@ -48,6 +48,7 @@ def test_init_refuses_a_folder_that_is_not_empty(tmp_path: Path, capsys: pytest.
     assert contents(tmp_path) == {"mine.txt": b"mine"}
 
 
+@pytest.mark.slow
 def test_the_tasks_pass_their_check(
     written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +57,7 @@ def test_the_tasks_pass_their_check(
     assert json.loads(capsys.readouterr().out)["problems"] == []
 
 
+@pytest.mark.slow
 def test_the_configs_find_all_files(
     written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -189,6 +189,7 @@ def test_what_an_engine_samples_at_random_is_rebuilt(name: str) -> None:
         assert len(rebuild(log, format, client.calls)) == len(client.calls) >= 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_policy_that_repeats_itself_in_other_tokens_is_rebuilt(name: str) -> None:
     """Then which answer a message is, its text does not tell."""

@@ -144,6 +144,7 @@ def test_no_more_calls_run_at_once_than_may(tmp_path: Path) -> None:
     assert max(running) == 3
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_told_to_the_model(tmp_path: Path) -> None:
     @function_tool
     def fail(number: int) -> None:
@@ -190,6 +191,7 @@ def test_edits_of_one_turn_are_all_made(tmp_path: Path) -> None:
         assert scene.shown()[-1] == "tool: A B c D\n", "it is a program no more"
 
 
+@pytest.mark.slow
 def test_tools_work_in_the_sandbox(tmp_path: Path) -> None:
     said = [
         say(call("write_file", path="a/b.txt", content="one two")),
@@ -236,6 +238,7 @@ def test_notes_by_the_model_are_rebuilt(name: str, tmp_path: Path) -> None:
         assert sum(isinstance(entry, Applied) for entry in scene.log) == 1
 
 
+@pytest.mark.slow
 def test_dropped_output_is_rebuilt(tmp_path: Path) -> None:
     said = [*(say(call("echo", text=letter * 100)) for letter in "abcd"), DONE]
     drop = DropToolOutputConfig(max_share=0.3, keep_share=0.2)
@@ -246,6 +249,7 @@ def test_dropped_output_is_rebuilt(tmp_path: Path) -> None:
         assert scene.divergences() == {"edited_text": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_sub_agents_have_conversations_of_their_own(name: str, tmp_path: Path) -> None:
     said = [
@@ -276,6 +280,7 @@ def test_a_sub_agent_without_turns_says_so(tmp_path: Path) -> None:
         assert scene.shown()[-1] == "tool: [the sub-agent had no turns left before it was done]"
 
 
+@pytest.mark.slow
 def test_the_model_may_change_its_own_context(tmp_path: Path) -> None:
     said = [
         *(say(call("echo", text=letter * 30)) for letter in "abc"),
@@ -299,6 +304,7 @@ def test_the_model_may_change_its_own_context(tmp_path: Path) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_turns_and_time_and_budget_have_an_end(tmp_path: Path) -> None:
     endless = [say(call("echo", text="x"), content="going") for _ in range(9)]
     with attempt(tmp_path, endless, max_turns=3) as scene:

@@ -87,6 +87,7 @@ def test_jobs_are_answered_each_with_its_own_answer(tmp_path: Path) -> None:
     assert len({answer.split()[3] for answer in answers}) == 2
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_fails_its_jobs_and_is_started_again(tmp_path: Path) -> None:
     async def scene() -> str:
         async with make_workers(tmp_path) as workers:
@@ -110,6 +111,7 @@ def test_what_an_agent_cannot_do_is_told(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_an_attempt_ends_with_its_time(tmp_path: Path) -> None:
     async def scene() -> str:
         async with make_workers(tmp_path, timeout_s=2.0) as workers:
@@ -120,6 +122,7 @@ def test_an_attempt_ends_with_its_time(tmp_path: Path) -> None:
     assert asyncio.run(scene()).startswith("again by")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_jobs", "late_s"), [(1, 1.0), (3, 1.0), (3, 0.1)])
 def test_healthy_attempts_succeed_behind_one_that_hangs(tmp_path: Path, num_jobs: int, late_s: float) -> None:
     """Also those that were sent with it, whose time runs out with its own."""
@@ -144,6 +147,7 @@ def test_healthy_attempts_succeed_behind_one_that_hangs(tmp_path: Path, num_jobs
     assert answers == [f"job {n}" for n in range(6)]
 
 
+@pytest.mark.slow
 def test_a_slot_is_free_only_when_the_cancel_is_confirmed(tmp_path: Path) -> None:
     """A worker that confirms keeps its other jobs, and its process."""
 
@@ -162,6 +166,7 @@ def test_a_slot_is_free_only_when_the_cancel_is_confirmed(tmp_path: Path) -> Non
     assert first == last, "the same process answered"
 
 
+@pytest.mark.slow
 def test_a_job_is_over_only_when_nothing_is_left_of_its_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time runs out while what is left of the worker, which died before, is being ended: it died, and did not
     confirm a cancel."""
@@ -185,6 +190,7 @@ def test_a_job_is_over_only_when_nothing_is_left_of_its_worker(tmp_path: Path, m
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_a_stuck_worker_takes_no_job_until_it_is_restarted(tmp_path: Path) -> None:
     async def scene() -> str:
         async with make_workers(tmp_path, SLEEPING, timeout_s=1.5, cancel_s=0.5, jobs_per_worker=1) as workers:
@@ -206,6 +212,7 @@ def test_malformed_lines_are_dropped_with_a_counted_warning(tmp_path: Path, capl
     assert [record.getMessage().rpartition("; ")[2] for record in caplog.records] == ["1 so far", "10 so far"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_a_program_that_cannot_start_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_workers: int
@@ -245,6 +252,7 @@ def test_a_program_that_answers_now_and_then_is_not_given_up(
     assert len(caplog.records) == 4, "each death is told"
 
 
+@pytest.mark.slow
 def test_the_time_of_an_attempt_begins_when_there_is_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("m2forge.agents.worker_pool.RESTART_S", 3.0)
 
@@ -275,6 +283,7 @@ def test_a_path_is_taken_from_where_the_loop_was_started(tmp_path: Path, monkeyp
     )
 
 
+@pytest.mark.slow
 def test_a_job_alone_shares_its_worker_with_none(tmp_path: Path) -> None:
     async def scene() -> None:
         async with make_workers(tmp_path, timeout_s=2.0) as workers:

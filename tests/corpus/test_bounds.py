@@ -105,6 +105,7 @@ def test_a_parquet_page_that_unpacks_to_too_much_is_not_unpacked(tmp_path: Path,
     assert place.startswith(f"{path}:row 2: row group 1 is left out from here, 1 rows: it unpacks to {100 << 20}"[:60])
 
 
+@pytest.mark.slow
 def test_a_dictionary_yields_few_rows_at_a_time_within_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_column(path, ["x" * 900_000] * 300, use_dictionary=True, lines=300)
@@ -115,6 +116,7 @@ def test_a_dictionary_yields_few_rows_at_a_time_within_its_bound(tmp_path: Path)
     assert "row group 0 is left out from here, 300 rows" in first(problems)["too_large"][0]
 
 
+@pytest.mark.slow
 def test_rows_that_hold_nothing_are_bounded_too(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_column(path, [None] * 2_000_000, lines=2_000_000)

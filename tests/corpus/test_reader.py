@@ -126,6 +126,7 @@ def test_a_reader_resumed_at_any_pack_goes_on_exactly(
         assert second.state() == whole.state()
 
 
+@pytest.mark.slow
 def test_a_reader_resumes_exactly_beyond_its_lookahead(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     write(tmp_path, {"web": rng.integers(1, 90, 3 * LOOKAHEAD).tolist()}, shard_tokens=3000)
@@ -149,6 +150,7 @@ phases = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(lengths, lengths, phases)
 def test_readers_after_one_another_read_every_token_once(web: list[int], code: list[int], phases: list[Phase]) -> None:
     """Whatever context and mixture each has. Each is resumed half way besides."""
@@ -254,6 +256,7 @@ def stdlib(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1, 2, 8])
 @pytest.mark.parametrize("context", [1024, 32_768])
 def test_positions_are_trained_as_often_as_documents_have_them(stdlib: Path, context: int, factor: int) -> None:

@@ -39,6 +39,7 @@ def open_episode(gateway: Live, task: Task | None = TASK, budget: Budget | None 
     return gateway.run(lambda: gateway.episodes.create("t", task=task, budget=budget))[1]
 
 
+@pytest.mark.slow
 def test_an_episode_s_tools_are_listed_and_called_under_its_key() -> None:
     with live(minimax(), tool_host=Host()) as gateway:
         key = open_episode(gateway)

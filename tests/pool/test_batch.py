@@ -15,6 +15,7 @@ from tests.pool.scene import VOCAB_SIZE, Clock, play, play_all, task, version, w
 # -- groups that are given up ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_groups_without_signal_are_skipped_counted_and_make_room(config: PoolConfig) -> None:
     with Pool(windowed(config, queue=2), VOCAB_SIZE) as pool:
         pool.put([(task(0, difficulty=0.2), 2), (task(1), 2)])

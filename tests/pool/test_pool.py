@@ -114,6 +114,7 @@ def test_quotas_fill_a_batch_by_domain(config: PoolConfig) -> None:
         assert [unit.place for unit in pool.fetch(claimed)] == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_rare_label_is_found_beyond_window_and_queue_page(config: PoolConfig) -> None:
     with Pool(windowed(config, queue=64, window=2), VOCAB_SIZE) as pool:
         domains = [Domain.CODING] * 20 + [Domain.AGENT] + [Domain.CODING] * 5 + [Domain.AGENT]

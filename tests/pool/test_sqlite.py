@@ -31,6 +31,7 @@ def write_much(pool: Pool, num_calls: int) -> None:
         pool.append([Append(lease, writer.write(call))])
 
 
+@pytest.mark.slow
 def test_readers_that_overlap_do_not_make_the_log_grow(small_log: PoolConfig) -> None:
     """One of two readers is always in the middle of a transaction, which would keep the log from starting over."""
     is_over = threading.Event()
@@ -76,6 +77,7 @@ def test_a_pool_opens_and_reads_while_another_writes(small_log: PoolConfig) -> N
         assert len(pool.lease("worker", 1)) == 1
 
 
+@pytest.mark.slow
 def test_many_make_the_same_pool_at_once(tmp_path: Path) -> None:
     def open_it(url: str) -> int:
         at_once.wait()
@@ -90,6 +92,7 @@ def test_many_make_the_same_pool_at_once(tmp_path: Path) -> None:
             assert len(set(threads.map(open_it, [url] * num_openers))) == 1
 
 
+@pytest.mark.slow
 def test_a_lingering_reader_is_named_and_the_log_truncated_later(
     small_log: PoolConfig, caplog: pytest.LogCaptureFixture
 ) -> None:

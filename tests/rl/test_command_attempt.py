@@ -104,6 +104,7 @@ def test_the_verifier_sees_answer_workspace_and_conversation(tmp_path: Path) -> 
     assert submission.steps == result.steps
 
 
+@pytest.mark.slow
 def test_an_exit_after_a_completion_counts_and_is_not_verified(tmp_path: Path) -> None:
     tasks = Tasks()
     result = attempt(tmp_path, "call exit", tasks)
@@ -112,6 +113,7 @@ def test_an_exit_after_a_completion_counts_and_is_not_verified(tmp_path: Path) -
     assert attempt(tmp_path, "call hang", timeout_s=3.0).failure == TIMEOUT
 
 
+@pytest.mark.slow
 def test_a_program_that_was_killed_is_retried_and_then_broken(tmp_path: Path) -> None:
     with pytest.raises(WorkerLost):
         attempt(tmp_path, "call killed")
@@ -120,6 +122,7 @@ def test_a_program_that_was_killed_is_retried_and_then_broken(tmp_path: Path) ->
     assert not isinstance(caught.value, Interrupted)
 
 
+@pytest.mark.slow
 def test_programs_that_never_call_the_policy_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("m2forge.agents.attempt.MAX_SILENT", 3)
     assert MAX_SILENT > 3

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+import pytest
 
 from m2forge.agents.attempt import AttemptResult, AttemptRunner
 from m2forge.pool.config import PoolConfig
@@ -91,6 +92,7 @@ def longest_stall_s(folder: Path) -> float:
     return max(stalls)
 
 
+@pytest.mark.slow
 def test_an_episode_of_2000_calls_does_not_block_the_event_loop(tmp_path: Path) -> None:
     # Other processes may hold the processor once; work on the event loop would stall it every time.
     folders = [tmp_path / str(number) for number in range(3)]

@@ -21,6 +21,7 @@ from tests.gateway.live import ADMIN_KEY, live
 TASK = Task("task", Domain.AGENT, "Look.")
 
 
+@pytest.mark.slow
 def test_an_attempt_is_opened_taken_and_let_go_with_others(tmp_path: Path) -> None:
     names = [f"g0-{index}-1" for index in range(100)]
 

@@ -64,6 +64,7 @@ def run(folder: Path, script: list[Message], **fields: object) -> AttemptResult:
         return asyncio.run(attempt(gateway, folder, config))
 
 
+@pytest.mark.slow
 def test_an_attempt_solves_its_task_and_is_rebuilt(tmp_path: Path) -> None:
     result = run(tmp_path, says(TASK))
     assert (result.failure, result.verdict.perf, result.is_equal) == (None, 1.0, True)
@@ -71,10 +72,12 @@ def test_an_attempt_solves_its_task_and_is_rebuilt(tmp_path: Path) -> None:
     assert not (tmp_path / "workspaces" / "g0-0-1").exists()
 
 
+@pytest.mark.slow
 def test_only_the_configured_share_is_rebuilt(tmp_path: Path) -> None:
     assert run(tmp_path, says(TASK), check_share=0.0).is_equal is None
 
 
+@pytest.mark.slow
 def test_a_state_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inspect = LoopAgent.inspect
 
@@ -86,6 +89,7 @@ def test_a_state_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert run(tmp_path, says(TASK)).is_equal is False
 
 
+@pytest.mark.slow
 def test_a_spent_budget_counts_and_a_silent_loop_is_retried(tmp_path: Path) -> None:
     result = run(tmp_path, says(TASK), budget=Budget(max_calls=1))
     assert "1 of 1 calls are spent" in (result.failure or "")

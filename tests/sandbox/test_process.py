@@ -120,6 +120,7 @@ def test_a_flood_ends_the_command_where_so_configured(tmp_path: Path) -> None:
     assert len(outcome.stdout.head) == 500
 
 
+@pytest.mark.slow
 def test_limits_are_the_kernels(tmp_path: Path) -> None:
     code = "import sys\ntry:\n    b = bytearray(300 << 20)\nexcept MemoryError:\n    sys.exit(7)"
     assert run(tmp_path, sys.executable, "-c", code, config=SandboxConfig(max_memory_bytes=200 << 20)).status == 7
@@ -156,6 +157,7 @@ def test_a_worker_is_fed_and_read_line_by_line(tmp_path: Path) -> None:
     assert asyncio.run(talk()).is_success
 
 
+@pytest.mark.slow
 def test_a_worker_that_nobody_reads_costs_no_memory(tmp_path: Path) -> None:
     async def talk() -> None:
         sandbox = ProcessSandbox(tmp_path, SandboxConfig(max_output_bytes=1000))

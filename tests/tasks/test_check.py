@@ -44,6 +44,7 @@ def test_problems_of_a_file_are_listed_and_exit_2(tmp_path: Path, capsys: pytest
     assert "3 problems; repair the tasks, or their verifiers" in output.err
 
 
+@pytest.mark.slow
 def test_an_embedded_familys_demonstrations_are_verified(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks", "check", "counters", "--num", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -52,6 +52,7 @@ def test_families_of_every_source_are_surveyed(tmp_path: Path, monkeypatch: pyte
 RAISES = "raise ValueError('no licence')\n"
 
 
+@pytest.mark.slow
 def test_bad_sources_are_refused_in_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my_tasks.py").write_text(RAISES)
@@ -76,6 +77,7 @@ def test_bad_sources_are_refused_in_one_message(tmp_path: Path, monkeypatch: pyt
         look(curriculum(reasoning=[{"source": "capitals.jsonl"}]))
 
 
+@pytest.mark.slow
 def test_verifiers_of_a_file_run_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker serves all cases, since each costs a process."""
     monkeypatch.chdir(tmp_path)

@@ -58,6 +58,7 @@ def test_truncation_keeps_the_likeliest_tokens_and_renormalises(sampling: Sampli
     assert np.allclose(ratio_V, ratio_V[0])
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
     policy, sampling = ScriptedPolicy(8), Sampling(temperature=0.7, top_p=0.9)
     uniforms = (np.arange(4000) + 0.5) / 4000

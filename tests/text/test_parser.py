@@ -251,6 +251,7 @@ def test_text_after_a_call_is_kept() -> None:
     assert completion.content == "a\n b"
 
 
+@pytest.mark.slow
 def test_a_long_completion_in_small_pieces_takes_linear_time() -> None:
     noise = b"<think> abc [e~ \n word </thi < <min"
     for head in (b"", b"</think>", b'</think><minimax:tool_call><invoke name="f"><parameter name="k">'):

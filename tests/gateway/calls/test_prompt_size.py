@@ -4,6 +4,7 @@ import gc
 import random
 import re
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,14 +21,25 @@ from m2forge.text.tokenizer import Tokenizer, train_tokenizer
 from tests.gateway.dialogue import TEMPLATE, chatml, minimax
 from tests.gateway.episodes.test_retry_http import BODY, PATHS, post
 from tests.gateway.history.test_rendering import Watched
-from tests.gateway.live import CONTEXT, live
+from tests.gateway.live import CONTEXT, Live, live
 from tests.text.draw import CHATML_SPECIALS
 
 LONG = "some words " * (20 * CONTEXT)
 
 
+@pytest.fixture(scope="module")
+def watched() -> Iterator[tuple[Watched, Live]]:
+    """One gateway, and with it one process that reads large bodies."""
+    format = Watched(minimax())
+    with live(format) as gateway:
+        yield format, gateway
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
-def test_a_text_far_beyond_the_context_is_refused_untokenized(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_far_beyond_the_context_is_refused_untokenized(
+    path: str, watched: tuple[Watched, Live], monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: set[threading.Thread] = set()
     encode = Tokenizer.encode
 
@@ -36,37 +48,36 @@ def test_a_text_far_beyond_the_context_is_refused_untokenized(path: str, monkeyp
             threads.add(threading.current_thread())
         return encode(self, text)
 
-    format = Watched(minimax())
+    format, gateway = watched
     monkeypatch.setattr(Tokenizer, "encode", note)
-    with live(format) as gateway:
-        episode, key = gateway.episode()
-        gateway.run(lambda: threads.add(threading.current_thread()))
-        (loop_thread,) = threads
-        threads.clear()
-        messages = [{"role": "user", "content": LONG}]
-        changed: Any = {"messages": messages}
-        if path == "/v1/responses":
-            changed = {"input": LONG}
-        elif path == "/v1/completions":
-            changed = {"prompt": LONG}
-        body = PATHS.get(path, {"model": "m"}) | changed
-        assert keeps_thinking(format)  # found out once for each format, on made-up conversations
-        given = format.num_messages
-        response = post(gateway, key, body, path)
-        assert response.status_code == 400
-        error = response.json()["error"]
-        if path.startswith("/v1/messages"):
-            assert re.fullmatch(
-                r"prompt is too long: \d+ tokens > 4096 maximum", error["message"].removeprefix("messages: ")
-            )
-        else:
-            assert "4096" in error["message"]
-            assert error["code"] == "context_length_exceeded"
-        # Nothing of it was made tokens where everybody waits.
-        assert loop_thread not in threads
-        assert format.num_messages == given
-        assert not episode.history._beginnings
-        assert (episode.num_running, episode.num_calls) == (0, 0)
+    episode, key = gateway.episode()
+    gateway.run(lambda: threads.add(threading.current_thread()))
+    (loop_thread,) = threads
+    threads.clear()
+    messages = [{"role": "user", "content": LONG}]
+    changed: Any = {"messages": messages}
+    if path == "/v1/responses":
+        changed = {"input": LONG}
+    elif path == "/v1/completions":
+        changed = {"prompt": LONG}
+    body = PATHS.get(path, {"model": "m"}) | changed
+    assert keeps_thinking(format)  # found out once for each format, on made-up conversations
+    given = format.num_messages
+    response = post(gateway, key, body, path)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    if path.startswith("/v1/messages"):
+        assert re.fullmatch(
+            r"prompt is too long: \d+ tokens > 4096 maximum", error["message"].removeprefix("messages: ")
+        )
+    else:
+        assert "4096" in error["message"]
+        assert error["code"] == "context_length_exceeded"
+    # Nothing of it was made tokens where everybody waits.
+    assert loop_thread not in threads
+    assert format.num_messages == given
+    assert not episode.history._beginnings
+    assert (episode.num_running, episode.num_calls) == (0, 0)
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_and_forgotten() -> None:
@@ -161,17 +172,17 @@ def test_a_conversation_has_the_tokens_its_messages_count(format: ChatFormat) ->
         assert 0 < least <= len(format.render(messages).ids)
 
 
-def test_more_messages_than_the_context_are_refused_unrendered() -> None:
-    format = Watched(minimax())
-    with live(format) as gateway:
-        episode, key = gateway.episode()
-        given = format.num_messages
-        messages = [{"role": "user", "content": ""}] * 3000
-        response = post(gateway, key, BODY | {"messages": messages})
-        assert response.status_code == 400
-        assert response.json()["error"]["code"] == "context_length_exceeded"
-        assert format.num_messages == given
-        assert not episode.history._beginnings
+@pytest.mark.slow
+def test_more_messages_than_the_context_are_refused_unrendered(watched: tuple[Watched, Live]) -> None:
+    format, gateway = watched
+    episode, key = gateway.episode()
+    given = format.num_messages
+    messages = [{"role": "user", "content": ""}] * 3000
+    response = post(gateway, key, BODY | {"messages": messages})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert format.num_messages == given
+    assert not episode.history._beginnings
 
 
 def test_the_number_of_items_is_bounded_by_the_context() -> None:

@@ -152,6 +152,7 @@ def test_an_answers_form_stands_once_in_the_first_message() -> None:
     assert place(HO, hi, answer_format=form)[0] == (Message("system", form), HO, hi)
 
 
+@pytest.mark.slow
 def test_the_most_system_messages_of_a_body_are_placed_in_time() -> None:
     messages = [Message("system", "Be brief.")] * 150_000
     started_s = time.process_time()

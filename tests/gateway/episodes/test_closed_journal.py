@@ -253,6 +253,7 @@ def test_an_episode_that_is_asked_for_nothing_expires(tmp_path: Path) -> None:
         used.admit("d")
 
 
+@pytest.mark.slow
 def test_the_gateway_expires_and_compacts_by_itself(tmp_path: Path) -> None:
     assert GatewayConfig().expire_s == 24 * 3600
     config = GatewayConfig(port=0, journal=str(tmp_path), expire_s=0.3)

@@ -108,6 +108,7 @@ def _metrics(gateway: Live) -> str:
     return httpx2.get(f"{gateway.url}/metrics").text
 
 
+@pytest.mark.slow
 def test_the_sdks_own_retry_is_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection breaks before it has read the answer, so it asks again, and says so in a header."""
     monkeypatch.setattr(openai._constants, "INITIAL_RETRY_DELAY", 0.01)
@@ -192,6 +193,7 @@ def test_a_conversation_continues_from_what_was_sent() -> None:
         assert second[0][: len(first[0]) + len(first[1])] == first[0] + first[1]
 
 
+@pytest.mark.slow
 def test_a_retry_while_the_first_still_runs_gets_its_answer() -> None:
     with live(minimax(), [Message("assistant", "A longer answer, word by word.", "t")], delay_s=0.02) as gateway:
         episode, key = gateway.episode()
@@ -207,6 +209,7 @@ def test_a_retry_while_the_first_still_runs_gets_its_answer() -> None:
         check_recorded(gateway, episode)
 
 
+@pytest.mark.slow
 def test_a_retry_takes_over_from_a_client_that_left() -> None:
     with live(minimax(), [Message("assistant", "A longer answer, word by word.", "t")], delay_s=0.02) as gateway:
         episode, key = gateway.episode()

@@ -67,6 +67,7 @@ def test_a_repeat_that_is_lost_too_is_told_once_more(monkeypatch: pytest.MonkeyP
         check_recorded(gateway, episode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_what_a_retry_was_told_is_nobody_elses(is_streamed: bool) -> None:
     says = [Message("assistant", "A longer answer, word by word.", "t"), Message("assistant", "Other", "t")]
@@ -87,6 +88,7 @@ def test_what_a_retry_was_told_is_nobody_elses(is_streamed: bool) -> None:
         check_recorded(gateway, episode)
 
 
+@pytest.mark.slow
 def test_a_retry_of_one_of_two_equal_requests_gets_its_sample() -> None:
     says = [Message("assistant", "One " * 20, "t"), Message("assistant", "Two " * 20, "t")]
     with live(minimax(), [*says, Message("assistant", "Three", "t")], delay_s=0.005) as gateway:
@@ -138,6 +140,7 @@ OPEN_END: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content
 """Says nothing about how long the answer may be."""
 
 
+@pytest.mark.slow
 def test_parallel_calls_wait_for_budget_promised_to_others() -> None:
     with live(minimax(), [Message("assistant", "word " * 10, "t")] * 3, delay_s=0.005) as gateway:
         episode, key = gateway.episode(budget=Budget(max_tokens=4000))
@@ -164,6 +167,7 @@ def test_what_is_spent_is_refused_to_those_who_waited_too() -> None:
         assert "30 of 30 sampled tokens are spent" in response.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_waiting_client_may_leave_and_waits_a_calls_time() -> None:
     config = GatewayConfig(port=0, call_timeout_s=0.5)
     with live(minimax(), config=config, delay_s=0.02) as gateway:

@@ -27,6 +27,7 @@ def answer(
     return opening, completion.message()
 
 
+@pytest.mark.slow
 @BOTH
 def test_work_for_an_edited_conversation_is_linear_in_its_length(
     format: ChatFormat, monkeypatch: pytest.MonkeyPatch

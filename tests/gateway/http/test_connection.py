@@ -4,7 +4,8 @@ import json
 import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, cast
 
@@ -60,6 +61,12 @@ def is_closed(client: socket.socket) -> bool:
         return True
 
 
+def are_closed(clients: Sequence[socket.socket]) -> list[bool]:
+    """As `is_closed`, of all at once."""
+    with ThreadPoolExecutor(len(clients)) as pool:
+        return list(pool.map(is_closed, clients))
+
+
 def seconds_until_closed(client: socket.socket, drip: bytes = b"") -> float:
     started_s = time.monotonic()
     client.settimeout(0.05)
@@ -76,6 +83,7 @@ def seconds_until_closed(client: socket.socket, drip: bytes = b"") -> float:
     return float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drip", [b"", b" "])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_a_refused_connection_whose_body_does_not_come_is_closed(drip: bytes, is_last: bool, parser: str) -> None:
@@ -87,6 +95,7 @@ def test_a_refused_connection_whose_body_does_not_come_is_closed(drip: bytes, is
         gateway.wait_until(lambda: not gateway.server._server.server_state.connections)
 
 
+@pytest.mark.slow
 def test_a_refused_body_that_arrives_whole_keeps_the_connection(parser: str) -> None:
     with live(minimax(), config=GatewayConfig(port=0, linger_s=0.4)) as gateway, connected(gateway) as client:
         client.sendall(head("m2f-unknown", 100).replace(b"connection: close\r\n", b""))
@@ -103,6 +112,7 @@ def test_a_refused_body_that_arrives_whole_keeps_the_connection(parser: str) -> 
         gateway.wait_until(lambda: ours.timeout_keep_alive_task is not None)
 
 
+@pytest.mark.slow
 def test_a_body_may_take_longer_than_an_idle_connection_lasts(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("m2forge.gateway.server.KEEP_ALIVE_S", 0.2)
     with live(minimax(), config=GatewayConfig(port=0, linger_s=5)) as gateway, connected(gateway) as client:
@@ -131,6 +141,7 @@ def test_a_client_that_sends_before_reading_sees_the_refusal(parser: str) -> Non
                 assert json.loads(read.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_too_large"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offer", [b"upgrade: h2c\r\nconnection: upgrade\r\n", b""])
 def test_two_thousand_requests_sent_ahead_are_answered(offer: bytes, parser: str) -> None:
     with live(minimax()) as gateway:
@@ -213,13 +224,13 @@ def test_an_idle_connection_of_the_key_makes_room_for_another(parser: str) -> No
         for client in clients:
             client.sendall(models)
             assert response(client).startswith(b"HTTP/1.1 200")
-        assert [is_closed(client) for client in clients] == [True, True, True, False, False]
+        assert are_closed(clients) == [True, True, True, False, False]
         # The loop, which has the admin key, may hold as many as it needs.
         clients = [stack.enter_context(connected(gateway)) for _ in range(5)]
         for client in clients:
             client.sendall(models.replace(key.encode(), ADMIN_KEY.encode()))
             response(client)
-        assert not any(is_closed(client) for client in clients)
+        assert not any(are_closed(clients))
 
 
 def test_connections_are_as_many_as_the_process_may_open_files(

@@ -42,6 +42,7 @@ def test_finding_where_drafts_begin_to_pay_costs_little(module_s: float, num_par
     assert np.mean([whole for _, whole in found]) < (0.93 if module_s < 3 else 1.025)
 
 
+@pytest.mark.slow
 def test_drafts_resume_after_a_trial_without_them_at_any_cost() -> None:
     """It was reckoned before the trial: nobody who samples on and on stays where a trial has left him."""
     chooser, times = MeasuredDepth(1), (1.0, 1.3)
@@ -96,6 +97,7 @@ def test_trials_repeat_as_often_as_a_small_share_of_time_allows() -> None:
     assert np.mean([whole for _, whole in serve_batches(200, 100.0)[4:]]) < 1.03
 
 
+@pytest.mark.slow
 def test_what_trials_might_have_cost_is_not_saved_up() -> None:
     chooser = MeasuredDepth(3)
     run_dear(chooser, NEAR_TIMES, 300.0, [0.7])
