@@ -142,6 +142,11 @@ class Drain(asyncio.BaseProtocol):
             transport.abort()
 
 
+_KEEPER = (
+    "import sys; folder, _, file = sys.argv.pop(1).rpartition('/'); sys.path.append(folder); "
+    "__import__(file.removesuffix('.py')).main()"
+)
+"""Runs the module in the file that the first argument names; what remains are CONTROL and STATUS."""
 _LOADER = ("LD_LIBRARY_PATH",)
 """Environment variables that the keeper's interpreter may need to start; no others, because a command can read them."""
 STUCK_S = keeper.GIVE_UP_S + 5.0
@@ -190,7 +195,7 @@ class ProcessWorker:
         status_end, status = (end.detach() for end in socket.socketpair())
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", keeper.__file__, str(control_end), str(status_end)],
+                [sys.executable, "-I", "-S", "-c", _KEEPER, keeper.__file__, str(control_end), str(status_end)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT if self._command.merges_stderr else subprocess.PIPE,

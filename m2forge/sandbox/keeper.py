@@ -1,6 +1,6 @@
 """The keeper process between a sandbox and a command: starts the command, waits for it, and kills all it started.
 
-A standalone script, run as `python -I -S keeper.py CONTROL STATUS` with two inherited sockets:
+A standalone module, run as `python -I -S -c "import keeper; keeper.main()" CONTROL STATUS` with two inherited sockets:
 
     CONTROL ──▶ a length and an `Order`                closing it kills the command
     STATUS  ◀── `STARTED` at once, `REPORT` at the end
@@ -13,15 +13,17 @@ As a subreaper it adopts every descendant whose parent dies, so a command's proc
 starting a session. It kills all of them when the command ends, when it times out, and when CONTROL closes, because the
 sandbox stops the command or dies of any signal.
 
-It imports little, because every command starts one.
+It imports little, because every command starts one: `signal` imports enum, and `ctypes` defines dozens of types, which
+together take longer than the rest, so it uses the modules below them. As an imported module it is compiled once, a
+script each time.
 """
 
-import ctypes
+import _ctypes
+import _signal as signal  # type: ignore[import-not-found]  # typeshed has only `signal`
 import errno
 import os
 import resource
 import select
-import signal
 import struct
 import sys
 import time
@@ -90,9 +92,10 @@ def main() -> None:
     control, status = int(sys.argv[1]), int(sys.argv[2])
     parent = os.getppid()
     order = Order.unpack(_read_order(control))
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    prctl(DUMPABLE, 0, 0, 0, 0)
-    if prctl(SUBREAPER, 1, 0, 0, 0):
+    program = _ctypes.dlopen(None, os.RTLD_NOW)  # type: ignore[arg-type]  # None is this program, as for dlopen(3)
+    prctl = _ctypes.dlsym(program, "prctl")
+    _ctypes.call_function(prctl, (DUMPABLE, 0, 0, 0, 0))
+    if _ctypes.call_function(prctl, (SUBREAPER, 1, 0, 0, 0)):
         sys.exit("a process cannot adopt its descendants here; Linux 3.4 or later is needed")
     woken, wake = os.pipe()
     os.set_blocking(woken, False)
@@ -102,7 +105,7 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     command = os.fork()
     if not command:
-        _become(order, {control, status, woken, wake})
+        _become(order, {control, status, woken, wake}, prctl)
     os.write(status, STARTED.pack(order.secret, command))
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -115,13 +118,14 @@ def main() -> None:
         os.write(status, REPORT.pack(order.secret, *report))
     except BrokenPipeError:
         pass  # The sandbox has died.
+    os._exit(0)  # The sandbox waits for the exit; the interpreter's clean-up would take milliseconds.
 
 
 class Keeper:
     def __init__(self, command: int, control: int, woken: int, parent: int) -> None:
         self._command, self._control, self._woken, self._parent = command, control, woken, parent
         self._is_over, self._has_children = False, True
-        self.wait_status = signal.SIGKILL.value
+        self.wait_status: int = signal.SIGKILL
         self.is_timeout, self.is_requested = False, False
         self.cpu_s, self.max_memory_bytes = 0.0, 0
 
@@ -204,7 +208,7 @@ def descendants(ancestor: int) -> list[int]:
     return below_ancestor
 
 
-def _become(order: Order, pipes: set[int]) -> None:
+def _become(order: Order, pipes: set[int], prctl: int) -> None:
     """Exec the command in the child; never returns."""
     argv = order.argv
     try:
@@ -213,7 +217,7 @@ def _become(order: Order, pipes: set[int]) -> None:
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         # If the keeper itself is killed, at least its child dies with it.
-        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        _ctypes.call_function(prctl, (DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0))
         for pipe in pipes:
             os.close(pipe)
         os.chdir(order.folder)
@@ -231,7 +235,7 @@ def _become(order: Order, pipes: set[int]) -> None:
         os._exit(CANNOT_RUN)
 
 
-def _signal(process: int, number: signal.Signals) -> None:
+def _signal(process: int, number: int) -> None:
     try:  # noqa: SIM105
         os.kill(process, number)
     except (ProcessLookupError, PermissionError):
@@ -252,7 +256,3 @@ def _read_exactly(source: int, size: int) -> bytes:
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
-
-
-if __name__ == "__main__":
-    main()
