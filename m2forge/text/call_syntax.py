@@ -46,16 +46,7 @@ class CallSyntax(Protocol):
 class PlainParser(CompletionParser):
     """Reads thinking and content; the syntax of calls is unknown."""
 
-    def __init__(
-        self, tools: Sequence[Tool], *, end_marker: str, other_ends: tuple[str, ...] = (), starts_thinking: bool
-    ) -> None:
-        super().__init__(
-            tools,
-            end_marker=end_marker,
-            other_ends=other_ends,
-            call_markers=(None, None),
-            starts_thinking=starts_thinking,
-        )
+    call_markers = (None, None)
 
     def _enter_call(self) -> None:
         raise AssertionError("no marker opens a call")
@@ -123,22 +114,7 @@ class KeyValueXmlParser(_TaggedXmlParser):
 class _TailCallParser(CompletionParser):
     """Reads calls that extend to the end of the completion."""
 
-    def __init__(
-        self,
-        tools: Sequence[Tool],
-        *,
-        end_marker: str,
-        other_ends: tuple[str, ...] = (),
-        call_open: str | None,
-        starts_thinking: bool,
-    ) -> None:
-        super().__init__(
-            tools,
-            end_marker=end_marker,
-            other_ends=other_ends,
-            call_markers=(call_open, None),
-            starts_thinking=starts_thinking,
-        )
+    def _prepare(self) -> None:
         self._body_end = markers_of(*self._ends)
         self._parts: list[str] = []
 
@@ -189,17 +165,7 @@ class MistralParser(_TailCallParser):
     """Content may precede the calls. An id that the model writes is not used."""
 
     open, args, id = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-
-    def __init__(
-        self, tools: Sequence[Tool], *, end_marker: str, other_ends: tuple[str, ...] = (), starts_thinking: bool
-    ) -> None:
-        super().__init__(
-            tools,
-            end_marker=end_marker,
-            other_ends=other_ends,
-            call_open=self.open,
-            starts_thinking=starts_thinking,
-        )
+    call_markers = (open, None)
 
     def _read_calls(self, body: str) -> None:
         if not body.lstrip().startswith("["):
@@ -246,18 +212,10 @@ class Llama3Parser(_TailCallParser):
     """JSON is a call if it is the whole content and tools are offered; text that begins like JSON is held back until
     its end shows what it is. Several calls are separated by semicolons or newlines."""
 
-    tag = "<|python_tag|>"
+    call_markers = ("<|python_tag|>", None)
 
-    def __init__(
-        self, tools: Sequence[Tool], *, end_marker: str, other_ends: tuple[str, ...] = (), starts_thinking: bool
-    ) -> None:
-        super().__init__(
-            tools,
-            end_marker=end_marker,
-            other_ends=other_ends,
-            call_open=self.tag,
-            starts_thinking=starts_thinking,
-        )
+    def _prepare(self) -> None:
+        super()._prepare()
         self._is_begun = False
         self._is_tagged = False
 

@@ -54,17 +54,10 @@ class HermesParser(CompletionParser):
     early_name = _EARLY_NAME
     """Finds the name in the leading characters of a call; the text between the tags is read by `_read_call`."""
 
-    def __init__(
-        self, tools: Sequence[Tool], *, end_marker: str, other_ends: tuple[str, ...] = (), starts_thinking: bool
-    ) -> None:
-        super().__init__(
-            tools,
-            end_marker=end_marker,
-            other_ends=other_ends,
-            call_markers=(CALL_OPEN, CALL_CLOSE),
-            call_lead="\n",
-            starts_thinking=starts_thinking,
-        )
+    call_markers = (CALL_OPEN, CALL_CLOSE)
+    call_lead = "\n"
+
+    def _prepare(self) -> None:
         self._body_end = markers_of(CALL_CLOSE)
         self._parts: list[str] = []
         self._head = ""

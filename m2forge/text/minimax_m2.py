@@ -54,17 +54,10 @@ _NAME = re.compile(r"""\s+name\s*=\s*(?:"(?P<double>[^"]*)"|'(?P<single>[^']*)'|
 
 
 class XmlCallParser(CompletionParser):
-    def __init__(
-        self, tools: Sequence[Tool], *, end_marker: str, other_ends: tuple[str, ...] = (), starts_thinking: bool
-    ) -> None:
-        super().__init__(
-            tools,
-            end_marker=end_marker,
-            other_ends=other_ends,
-            call_markers=(CALLS_OPEN, CALLS_CLOSE),
-            call_lead=CALL_LEAD,
-            starts_thinking=starts_thinking,
-        )
+    call_markers = (CALLS_OPEN, CALLS_CLOSE)
+    call_lead = CALL_LEAD
+
+    def _prepare(self) -> None:
         self._between_markers = markers_of(_INVOKE, CALLS_CLOSE, *self._ends)
         self._inside_markers = markers_of(_PARAMETER, _INVOKE_CLOSE, _INVOKE, CALLS_CLOSE, *self._ends)
         self._tag_end, self._value_end = markers_of(">"), markers_of(PARAMETER_CLOSE)

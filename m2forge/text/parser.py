@@ -136,25 +136,19 @@ class CompletionParser(ABC):
 
     think_lead = ""
     """Text that may precede the tag which opens thinking at the beginning of a completion."""
+    call_markers: tuple[str | None, str | None]
+    """Open and close calls; None: calls have no such marker."""
+    call_lead = ""
+    """Directly before the tag that opens a call, it is not content."""
 
     def __init__(
-        self,
-        tools: Sequence[Tool],
-        *,
-        end_marker: str,
-        other_ends: tuple[str, ...] = (),
-        call_markers: tuple[str | None, str | None],
-        call_lead: str = "",
-        starts_thinking: bool,
+        self, tools: Sequence[Tool], *, end_marker: str, other_ends: tuple[str, ...] = (), starts_thinking: bool
     ) -> None:
         """`starts_thinking`: the prompt ended with the tag that opens thinking, so the completion begins inside.
-
-        `other_ends` end a completion as well. `call_markers` open and close calls; None: calls have no such marker.
-        `call_lead` directly before the tag that opens a call is not content.
-        """
+        `other_ends` end a completion as well."""
         self._tools = {tool.name: tool for tool in tools}
         self._ends = (end_marker, *other_ends)
-        self._call_open, self._call_close = call_markers
+        self._call_open, self._call_close = self.call_markers
         self._text, self._at = "", 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._events: list[Event] = []
@@ -167,9 +161,13 @@ class CompletionParser(ABC):
         self._num_line_ends = 0
         self._state: Callable[[bool], bool] = self._think if starts_thinking else self._begin
         opens = () if self._call_open is None else (self._call_open,)
-        led = tuple(call_lead + open for open in opens)
+        led = tuple(self.call_lead + open for open in opens)
         self._think_markers = markers_of(f"\n{THINK_CLOSE}", THINK_CLOSE, THINK_OPEN, *opens, *self._ends)
         self._content_markers = markers_of(*led, *opens, *self._ends, *self._strays())
+        self._prepare()
+
+    def _prepare(self) -> None:  # noqa: B027  (a syntax without state of its own needs none)
+        """Set up what the parser of one syntax needs besides."""
 
     def feed(self, piece: bytes | str) -> list[Event]:
         """Take the next chunk of the completion; returns the events that are certain."""
