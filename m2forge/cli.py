@@ -310,6 +310,7 @@ def command_gateway(args: argparse.Namespace) -> None:
         return
     engine_key = None if args.engine_key_file is None else read_key_file(args.engine_key_file)
     admin_key, key_lines = _find_key(args.admin_key_file, "admin key")
+    from m2forge.gateway.format import load_format
     from m2forge.gateway.server import serve_gateway
     from m2forge.model.config_file import read_config
     from m2forge.model.hub import find_folder
@@ -321,7 +322,7 @@ def command_gateway(args: argparse.Namespace) -> None:
     if args.engine == "native":
         limits.append(engine.rollout.num_blocks * engine.rollout.block_tokens)
     serve_gateway(
-        folder,
+        load_format(folder, config),
         config,
         lambda: _make_engine(args.engine, folder, Path(args.model).absolute().name, args.url, engine, engine_key),
         lambda url: print(f"gateway to {args.model} on {url}", *key_lines, sep="\n", flush=True),

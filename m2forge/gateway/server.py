@@ -7,8 +7,7 @@
 By default it listens on this machine only; other addresses require an admin key. At shutdown, requests in flight may
 finish for `shutdown_s`; then they are aborted, and streamed ones recorded. It does not close the engine.
 
-`serve_gateway` runs a gateway as its own process, with the tokenizer and chat format of a model folder, over any
-engine, until it is stopped.
+`serve_gateway` runs a gateway as its own process, over any engine, until it is stopped.
 """
 
 import asyncio
@@ -30,7 +29,6 @@ from m2forge.errors import ConfigError
 from m2forge.gateway.app import GatewayApp
 from m2forge.gateway.config import GatewayConfig
 from m2forge.gateway.episodes.registry import Episodes
-from m2forge.gateway.format import load_format
 from m2forge.gateway.http.connection import ConnectionLimits, fit_open_files, make_connection
 from m2forge.listener import LOOPBACK, address, listen
 from m2forge.protocols import Engine, ToolHost, Watched
@@ -192,7 +190,7 @@ _IDLE_POLL_S = 1.0
 
 
 def serve_gateway(
-    folder: Path,
+    format: ChatFormat,
     config: GatewayConfig,
     make_engine: Callable[[], Engine],
     announce: Callable[[str], None],
@@ -209,10 +207,9 @@ def serve_gateway(
     in-process engine once every request in flight has ended."""
     context = config.context or context
     if context is None:
-        raise ConfigError(f"{folder} does not state its context length; set it with --set context=N")
+        raise ConfigError("the model does not state its context length; set it with --set context=N")
     # Messages are tokenized one at a time: passing them to other threads would only take longer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    format = load_format(folder, config)
     # Before weights are loaded: an address that is in use should be reported at once.
     with bind(config, admin_key) if listener is None else listener as listener:
 

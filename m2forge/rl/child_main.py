@@ -70,13 +70,16 @@ def run_gateway(run_dir: Path, descriptor: str, sampler_url: str) -> None:
     from m2forge.model.config_file import read_config
     from m2forge.model.hub import find_folder
     from m2forge.rollout.backends.remote import RemoteEngine
+    from m2forge.text.format import make_format
+    from m2forge.text.tokenizer import load_tokenizer
 
     config = load_resolved(RLConfig, run_dir / CONFIG_FILE)
     layout, folder = Layout(run_dir), find_folder(config.model, config.revision)
     network = read_config(folder)
     rollout = config.engine.rollout
     serve_gateway(
-        folder,
+        # The loop has checked it, and logged what it costs if it rewrites its prefix.
+        make_format(config.gateway.format, load_tokenizer(folder)),
         config.gateway.model_copy(
             update={
                 "journal": str(layout.journal),

@@ -23,6 +23,7 @@ from m2forge.errors import ConfigError, EngineError
 from m2forge.gateway import server as serve
 from m2forge.gateway.calls.sample import StopCutter
 from m2forge.gateway.config import Budget, GatewayConfig
+from m2forge.gateway.format import load_format
 from m2forge.gateway.server import GatewayServer
 from m2forge.model.build import build
 from m2forge.model.checkpoint import save_model
@@ -169,7 +170,7 @@ def test_a_gateway_whose_engine_fails_answers_clients_and_ends(model: Path, monk
     core = FakeCore(m2_tokenizer().vocab_size, CONTEXT, on_step=fail)
     with ThreadPoolExecutor() as threads, pytest.raises(EngineError, match="ArithmeticError: a bug"):
         serve.serve_gateway(
-            model,
+            load_format(model, GatewayConfig()),
             GatewayConfig(port=0),
             lambda: NativeEngine(core),
             announce,

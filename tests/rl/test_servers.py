@@ -1,23 +1,30 @@
 """Sampler and gateway of a run, as the loop starts them: their keys are in no place that an agent can read."""
 
 import asyncio
+import io
+import logging
 import socket
 from pathlib import Path
 
 import httpx2
+import pytest
 
 from m2forge.agents.attempt import Overrides
 from m2forge.config import write_resolved
 from m2forge.model.checkpoint import load_model
 from m2forge.model.convert import find_companions
+from m2forge.model.preset import preset
+from m2forge.rl.child_main import run_gateway
 from m2forge.rl.config import RLConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout
 from m2forge.rl.servers import Servers, make_servers
 from m2forge.tasks.agent import Chain
+from m2forge.text.format import ChatFormat
 from m2forge.train.run_dir import CONFIG_FILE
 from tests.rl.ring import processes_of, running
 from tests.rl.scene import make_config, make_model
+from tests.text.own_template import R1, tokenizer_of
 
 TIMEOUT_S = 60.0
 
@@ -86,3 +93,24 @@ def check_no_key_is_visible(servers: Servers, run_dir: Path) -> None:
 
 def keys_in(servers: Servers, *texts: bytes) -> list[str]:
     return [key for key in (servers.sampler.key, servers.gateway.key) if any(key.encode() in text for text in texts)]
+
+
+def test_the_gateway_of_a_run_repeats_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loop warns of a template that rewrites its prefix; the gateway, which may start many times, does not."""
+    served: list[ChatFormat] = []
+
+    def serve(format: ChatFormat, *given: object, listener: socket.socket, **options: object) -> None:
+        listener.close()
+        served.append(format)
+
+    tokenizer_of(R1).save(tmp_path / "model")
+    write_resolved(make_config(tmp_path / "model"), tmp_path / CONFIG_FILE)
+    monkeypatch.setattr("m2forge.gateway.server.serve_gateway", serve)
+    monkeypatch.setattr("m2forge.model.config_file.read_config", lambda folder: preset("m2-nano"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("admin sampler"))
+    with caplog.at_level(logging.WARNING):
+        run_gateway(tmp_path, str(socket.socket().detach()), "http://127.0.0.1:1")
+    assert [format.name for format in served] == ["template"]
+    assert not caplog.records
