@@ -25,6 +25,8 @@ settings.load_profile("long" if LONG else "fast" if FAST else "default")
 
 
 def pytest_configure() -> None:
+    # A shell that runs tests in the background has them ignore SIGINT, and every process that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A client reads every certificate of the machine when it is made, 50 ms each time; ours speak plain HTTP. So let
     # it look for certificates in a folder that holds none.
     os.environ.pop("SSL_CERT_FILE", None)

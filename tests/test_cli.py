@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -128,10 +127,8 @@ def test_serve_answers_until_it_is_told_to_stop(tmp_path: Path) -> None:
 
     write_model(tmp_path / "model")
     command = [sys.executable, "-m", "m2forge", "serve", str(tmp_path / "model"), "--port", "0", "--set", "step=3"]
-    # Tests that a shell runs in the background inherit a deaf ear for SIGINT.
-    hears = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, preexec_fn=hears) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         try:
