@@ -1,5 +1,6 @@
 """Whole builds: what goes in comes out, once, the same however it was built; a killed build goes on."""
 
+import functools
 import hashlib
 import json
 import os
@@ -34,11 +35,14 @@ TOKENIZER = TokenizerConfig(vocab_size=300, train_bytes=4000)
 END = "<|endoftext|>"
 
 
+SYLLABLES = np.array(["ka", "lo", "mi", "ter", "van", "su", "re", "dol", "pin", "gra"])
+
+
+@functools.cache
 def prose(seed: int, num_words: int = 40) -> str:
     """Sentences of random words: kept by all rules and like no other."""
     rng = np.random.default_rng(seed)
-    syllables = ["ka", "lo", "mi", "ter", "van", "su", "re", "dol", "pin", "gra"]
-    words = ["".join(rng.choice(syllables, rng.integers(2, 4))) for _ in range(num_words)]
+    words = ["".join(rng.choice(SYLLABLES, rng.integers(2, 4))) for _ in range(num_words)]
     return "The " + " ".join(words) + " and that is all of it."
 
 

@@ -2,8 +2,8 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasketch
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,6 +16,10 @@ from m2forge.corpus.judge.signature import MinHash, bands_for, shingles
 from m2forge.corpus.judge.words import cut
 from m2forge.corpus.read.document import Document
 from m2forge.corpus.write.document_table import Tables, TableWriter
+
+# It loads scipy, which takes a second: the processes that only collect this file's tests do without.
+if TYPE_CHECKING:
+    import datasketch
 
 NUM_PERM = 128
 
@@ -46,7 +50,9 @@ def jaccard(left: str, right: str) -> float:
     return len(a & b) / len(a | b)
 
 
-def reference(text: str) -> datasketch.MinHash:
+def reference(text: str) -> "datasketch.MinHash":
+    import datasketch
+
     minhash = datasketch.MinHash(num_perm=NUM_PERM)
     minhash.update_batch([shingle.encode() for shingle in shingle_set(text)])
     return minhash
@@ -90,6 +96,8 @@ def test_near_duplicates_are_those_that_datasketch_finds(tmp_path: Path) -> None
     dedup = DedupConfig(threshold=0.7, num_perm=NUM_PERM, exact=False)
     bands = bands_for(0.7, NUM_PERM)
     repeat = find_duplicates(scan(tmp_path, texts, dedup), dedup, bands)
+    import datasketch
+
     index = datasketch.MinHashLSH(num_perm=NUM_PERM, params=(bands, NUM_PERM // bands))
     theirs = [reference(text) for text in texts]
     forest = Forest(len(texts))
@@ -151,6 +159,8 @@ def test_bands_match_pairs_at_the_threshold_and_no_strangers(threshold: float) -
 
     def meet(likeness: float) -> float:
         return float(1 - (1 - likeness**num_rows) ** num_bands)
+
+    import datasketch
 
     theirs = datasketch.MinHashLSH(threshold=threshold, num_perm=NUM_PERM)
     assert meet(threshold) >= 0.95
