@@ -9,7 +9,13 @@ import sys
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
-PRELOADED = ("m2forge.pretrain.stage", "m2forge.rl.trainer", "m2forge.train.parallel", "tests.pool.worker")
+PRELOADED = (
+    "m2forge.pretrain.stage",
+    "m2forge.rl.trainer",
+    "m2forge.train.parallel",
+    "tests.gateway.gateway_process",
+    "tests.pool.worker",
+)
 
 
 def forked_context() -> ForkServerContext:

@@ -6,15 +6,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from m2forge import config as configuration
 from m2forge.corpus.build import build_corpus
 from m2forge.corpus.config import (
     ClassifierConfig,
@@ -30,6 +27,7 @@ from m2forge.corpus.reader import CorpusReader
 from m2forge.corpus.token_set import ShardView
 from m2forge.errors import DataError, ExistsError, NotFoundError
 from m2forge.text.tokenizer import load_tokenizer
+from tests.forked import start
 
 TOKENIZER = TokenizerConfig(vocab_size=300, train_bytes=4000)
 END = "<|endoftext|>"
@@ -128,31 +126,19 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-BUILD = """
-import sys
-from pathlib import Path
-from m2forge import config
-from m2forge.corpus.build import build_corpus
-from m2forge.corpus.config import CorpusConfig
-build_corpus(config.load(CorpusConfig, Path(sys.argv[1])), Path(sys.argv[2]))
-"""
-
-
 def test_a_killed_build_goes_on_and_ends_the_same(tmp_path: Path) -> None:
     config = many_sources(tmp_path / "in")
     build_corpus(config, tmp_path / "whole")
-    configuration.write_resolved(config, tmp_path / "config.toml")
-    command = [sys.executable, "-c", BUILD, str(tmp_path / "config.toml"), str(tmp_path / "out")]
     num_killed = 0
     # Killed when so many files have appeared: while scanning, tokenising and assembling.
     for num_files in (20, 100, 200, 240):
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-            while process.poll() is None and count_files(tmp_path / ".out.work") < num_files:
-                time.sleep(0.001)
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGKILL)
-                num_killed += 1
-        if process.returncode == 0:
+        process = start(build_corpus, config, tmp_path / "out")
+        while process.is_alive() and count_files(tmp_path / ".out.work") < num_files:
+            time.sleep(0.001)
+        process.kill()
+        process.join()
+        num_killed += process.exitcode == -signal.SIGKILL
+        if process.exitcode == 0:
             break
         assert not (tmp_path / "out").exists()
     assert num_killed >= 2

@@ -4,9 +4,8 @@ started again, episodes go on."""
 import asyncio
 import contextlib
 import json
+import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +22,9 @@ from m2forge.gateway.server import GatewayServer
 from m2forge.records import FinishReason
 from m2forge.rollout.backends.remote import RemoteEngine
 from m2forge.text.message import Message
+from tests.forked import forked_context, start
 from tests.gateway.dialogue import minimax
+from tests.gateway.gateway_process import run as run_gateway
 from tests.gateway.live import ADMIN_KEY, CONTEXT, Scene, WatchedEngine
 
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -31,15 +32,23 @@ ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 class Process:
     def __init__(self, journal: Path, delay_s: float) -> None:
-        command = [sys.executable, "-m", "tests.gateway.gateway_process", str(journal), str(delay_s)]
-        self.popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.popen.stdout is not None
-        self.url = self.popen.stdout.readline().strip()
+        self.output, theirs = forked_context().Pipe(duplex=False)
+        self.process = start(run_gateway, theirs, journal, delay_s)
+        theirs.close()
+        self.url = self.output.recv()
         assert self.url.startswith("http://127.0.0.1:")
 
-    def end(self, number: signal.Signals) -> int:
-        self.popen.send_signal(number)
-        return self.popen.wait(20)
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self) -> int | None:
+        self.process.join(20)
+        return self.process.exitcode
+
+    def end(self, number: signal.Signals) -> int | None:
+        self.send_signal(number)
+        return self.wait()
 
 
 @contextlib.contextmanager
@@ -48,10 +57,9 @@ def process(journal: Path, delay_s: float = 0.0) -> Iterator[Process]:
     try:
         yield started
     finally:
-        started.popen.kill()
-        started.popen.wait(10)
-        assert started.popen.stdout is not None
-        started.popen.stdout.close()
+        started.process.kill()
+        started.process.join(10)
+        started.output.close()
 
 
 def ask(url: str, key: str, messages: list[Any], **options: Any) -> Iterator[str]:
@@ -82,7 +90,7 @@ def test_responses_survive_a_kill_and_episodes_go_on(tmp_path: Path) -> None:
 
         def load(key: str) -> None:
             number = 0
-            while gateway.popen.poll() is None:
+            while gateway.process.is_alive():
                 events = list(ask(gateway.url, key, [{"role": "user", "content": f"Say {number}"}], seed=number))
                 if any('"finish_reason": "' in event for event in events):
                     finished[json.loads(events[0])["id"]] = key
@@ -126,14 +134,13 @@ def test_a_gateway_that_is_told_to_stop_finishes_or_records(tmp_path: Path, num_
         made = httpx2.post(f"{gateway.url}/episodes", headers=ADMIN, json={}).json()
         events = ask(gateway.url, made["key"], [{"role": "user", "content": "x"}], max_tokens=num_tokens, seed=2)
         read = [next(events), next(events)]
-        gateway.popen.send_signal(signal.SIGTERM)
+        gateway.send_signal(signal.SIGTERM)
         read += list(events)
         assert (read[-1] == "[DONE]") == is_finished
         if not is_finished:
             assert "stopping" in json.loads(read[-1])["error"]["message"]
-        assert gateway.popen.wait(20) == 0
-        assert gateway.popen.stdout is not None
-        assert gateway.popen.stdout.read() == "stopped\n"
+        assert gateway.wait() == 0
+        assert gateway.output.recv() == "stopped"
     (episode,) = Episodes(minimax(), folder=tmp_path)
     (call,) = episode.calls()
     assert call.response_ids.size > 0
