@@ -43,10 +43,7 @@ QUICK = (
     "agent.max_concurrent=2",
     "engine.num_threads=1",
     "engine.dtype=float32",
-    # Its tokenizer has few words, and prompts many tokens.
-    "curriculum.stages.0.domains.agent.context=4096",
-    "engine.rollout.max_context=4096",
-    "engine.rollout.num_blocks=1024",
+    "engine.rollout.num_blocks=256",
     "engine.rollout.step_tokens=512",
     "engine.rollout.max_running=8",
     "pool.window.queue=2",
@@ -61,9 +58,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = (options.folder or Path(name)).absolute()
         tasks = write_tasks(folder / "tasks")
-        model = (
-            make_random_model(folder, tasks) if options.quick else make_file_model(*_model_of(options, folder, tasks))
-        )
+        if options.quick:
+            model = make_random_model(folder, tasks)
+        else:
+            model = make_file_model(options.gguf, folder, tasks, options.shown)
         print(f"the model is {model}", flush=True)
         if options.prepare:
             return
@@ -89,12 +87,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the run's")
     parser.add_argument("--out", type=Path, help="where the run's small files are copied")
     return parser.parse_args()
-
-
-def _model_of(
-    options: argparse.Namespace, folder: Path, tasks: Sequence[Path]
-) -> tuple[Sequence[Path], Path, Sequence[Path], Sequence[int]]:
-    return options.gguf, folder, tasks, options.shown
 
 
 def note_command(path: Path, started_s: float) -> list[tuple[float, float]]:

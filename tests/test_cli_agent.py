@@ -22,11 +22,10 @@ from m2forge.records import Submission, Task
 from m2forge.rl.config import CommandAgentConfig, RLConfig
 from m2forge.rl.eval import EvalResult
 from m2forge.tasks.jsonl_family import JsonlFamily
-from m2forge.tasks.task_set import split_of
-from m2forge.text.format import make_format
+from m2forge.tasks.task_set import split_by_hash
+from tests.gateway.dialogue import chatml
 from tests.gateway.live import live
 from tests.model.draw import SMALL
-from tests.text.draw import smollm2_tokenizer
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs/rl/smollm2-mini-swe.toml"
@@ -42,7 +41,7 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def families(generator: Any, folder: Path) -> list[JsonlFamily]:
-    return [JsonlFamily(path) for path in generator.write_tasks(folder / "tasks")]
+    return [JsonlFamily(path) for path in generator.write_tasks(folder / "tasks", num=5)]
 
 
 def perf(family: JsonlFamily, task: Task, workspace: Workspace) -> float:
@@ -59,14 +58,13 @@ def test_file_tasks_are_solved_by_their_commands_alone(generator: Any, tmp_path:
         assert [perf(family, first, each) for each in (idle, wrong, right)] == [0.0, 0.0, 1.0], first.instruction
 
 
-def test_there_are_enough_distinct_file_tasks(generator: Any, tmp_path: Path) -> None:
-    tasks = [task for family in families(generator, tmp_path) for task in family.tasks]
-    splits = [split_of(task) for task in tasks]
-    assert len({task.instruction for task in tasks}) == len(tasks)
+def test_there_are_enough_distinct_file_tasks(generator: Any) -> None:
+    tasks = [(kind, task.instruction) for kind in generator.KINDS for task in generator.file_tasks(kind)]
+    splits = [split_by_hash(kind, instruction) for kind, instruction in tasks]
+    assert len({instruction for _, instruction in tasks}) == len(tasks)
     assert splits.count("held_out") >= 400
     assert splits.count("train") >= 1000
-    again = [task for family in families(generator, tmp_path / "again") for task in family.tasks]
-    assert again == tasks
+    assert tasks == [(kind, task.instruction) for kind in generator.KINDS for task in generator.file_tasks(kind)]
 
 
 def test_its_configuration_draws_every_kind_of_file_task(
@@ -85,12 +83,14 @@ def test_its_configuration_draws_every_kind_of_file_task(
 def test_mini_swe_agent_sends_what_demonstrations_hold(
     generator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent of the configuration, unmodified; the model says what the demonstration says."""
+    """The agent of the configuration, unmodified; the model says what the demonstration says, in many more tokens."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     agent = load(RLConfig, CONFIG).agent
     assert isinstance(agent, CommandAgentConfig)
+    files = {path: text.replace("max_tokens: 128", "max_tokens: 1024") for path, text in agent.files.items()}
+    agent = agent.model_copy(update={"files": files})
     family = families(generator, tmp_path)[0]
-    task, format = family.tasks[0], make_format("auto", smollm2_tokenizer())
+    task, format = family.tasks[0], chatml()
     shown = generator.demonstration(task)
     answers = [index for index, message in enumerate(shown) if message.role == "assistant"]
     workspace = Workspaces(tmp_path / "workspaces").open("attempt", task)
