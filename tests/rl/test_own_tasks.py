@@ -1,4 +1,5 @@
 """`m2forge rl` on tasks of one's own: JSONL tasks, a verifier and a reward function in files, a program per attempt.
+Commands and a judge at an HTTP endpoint verify the tasks of two more files.
 
 One run for all cases, with every process killed in between."""
 
@@ -23,6 +24,7 @@ from m2forge.rl.eval import read_results
 from m2forge.rl.layout import Layout
 from tests.rl.killed_run import run_with_kills, trained_artifacts
 from tests.rl.scene import make_config, make_model
+from tests.tasks.judge_endpoint import completion, serve
 
 PROGRAM = Path(__file__).parent / "shell_agent.py"
 CODE = """
@@ -49,27 +51,43 @@ def score(task, submission, verdict):
     return [10.0 * verdict.perf + index for index, _ in enumerate(submission.steps)]
 """
 WORDS = ("north", "south", "east", "west", "up", "down")
+CRITERION = "It says that it is done."
+FAMILIES = ("tasks", "commands", "judged")
+"""They take turns: a run of four groups has tasks of each."""
 LIMIT_S = 150.0
 
 
 def write_tasks(folder: Path) -> Path:
     (folder / "my_code.py").write_text(CODE)
-    lines: list[dict[str, Any]] = [
-        {
-            "id": word,
-            "instruction": f"Write the word {word} to answer.txt",
-            "files": {"note.txt": word},
-            "split": "held_out" if word == "down" else "train",
-            "verifier": {"python": "my_code.py:verify"},
-        }
-        for word in WORDS
-    ]
-    (folder / "tasks.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for name in FAMILIES:
+        lines: list[dict[str, Any]] = [
+            {
+                "id": word,
+                "instruction": f"Write the word {word} to answer.txt",
+                "files": {"note.txt": word},
+                "split": "held_out" if word == "down" else "train",
+                "verifier": verifier(name, word),
+            }
+            for word in WORDS
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return folder / "tasks.jsonl"
 
 
-def make_run(model: Path, folder: Path, source: str = "tasks.jsonl", **fields: object) -> RLConfig:
-    families = [{"source": str(folder / source)}]
+def verifier(family: str, word: str) -> dict[str, Any]:
+    if family == "commands":
+        return {"command": ["sh", "-c", f'test "$(cat answer.txt)" = {word}']}
+    return {"judge": [CRITERION]} if family == "judged" else {"python": "my_code.py:verify"}
+
+
+def judge(body: dict[str, object], key: str) -> tuple[int, object]:
+    """Says yes, with a quote, where the conversation ends as it should."""
+    is_met = "[assistant] done" in str(body["messages"])
+    return completion(json.dumps({"criteria": [{"met": is_met, "quote": "done"}]}))
+
+
+def make_run(model: Path, folder: Path, *sources: str, **fields: object) -> RLConfig:
+    families = [{"source": str(folder / source)} for source in sources]
     stage = {"name": "only", "domains": {"agent": {"ratio": 1.0, "context": 2048, "families": families}}}
     return make_config(
         model,
@@ -98,13 +116,21 @@ class Ended:
     episodes: list[Mapping[str, Any]]
     """Task, artifacts, reward and step rewards of the trained episodes."""
 
+    def of(self, family: str) -> list[Mapping[str, Any]]:
+        return [episode for episode in self.episodes if episode["task"]["metadata"]["family"] == family]
+
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("own")
     write_tasks(folder)
-    config = make_run(make_model(folder / "scene"), folder)
-    run_with_kills(config, folder, LIMIT_S)
+    with serve(judge) as url:
+        settings = {
+            "verify": {"timeout_s": 10.0, "judge": {"url": url, "model": "strict"}},
+            "eval": {"num_tasks": 3},
+        }
+        config = make_run(make_model(folder / "scene"), folder, *(f"{name}.jsonl" for name in FAMILIES), **settings)
+        run_with_kills(config, folder, LIMIT_S)
     vocab_size = read_config(Path(config.model)).vocab_size
     run_dir = folder / "run"
     with Pool(Layout(run_dir).pool(config.pool), vocab_size) as pool, pool.database.read() as connection:
@@ -125,8 +151,8 @@ def test_killed_processes_and_programs_lose_no_attempt(ended: Ended) -> None:
 
 
 def test_a_verifier_sees_workspace_messages_and_steps(ended: Ended) -> None:
-    assert len(ended.episodes) == 8
-    for episode in ended.episodes:
+    assert [len(ended.of(name)) for name in FAMILIES] == [4, 2, 2]
+    for episode in ended.of("tasks"):
         word = episode["task"]["instruction"].split()[3]
         evidence = episode["reward"]["evidence"]
         assert evidence["verifier"]["seen"] == word
@@ -135,6 +161,15 @@ def test_a_verifier_sees_workspace_messages_and_steps(ended: Ended) -> None:
         assert evidence["verifier"]["num_steps"] == 2
         assert evidence["criteria"] == {"written": 1.0}
     assert {episode["reward"]["perf"] for episode in ended.episodes} == {0.0, 1.0}
+
+
+def test_commands_and_judges_give_verdicts(ended: Ended) -> None:
+    for episode in ended.of("commands"):
+        perf, evidence = episode["reward"]["perf"], episode["reward"]["evidence"]["verifier"]
+        assert (perf, evidence["status"]) in ((1.0, 0), (0.0, 1))
+    for episode in ended.of("judged"):
+        assert episode["reward"]["perf"] == 1.0
+        assert episode["reward"]["evidence"]["criteria"] == {CRITERION: 1.0}
 
 
 def test_a_reward_function_pays_every_step(ended: Ended) -> None:
@@ -147,9 +182,8 @@ def test_a_reward_function_pays_every_step(ended: Ended) -> None:
 def test_tasks_are_held_out_and_labelled_by_their_file(ended: Ended) -> None:
     words = {episode["task"]["instruction"].split()[3] for episode in ended.episodes}
     assert words <= {"north", "south", "east", "west", "up"}
-    assert {episode["task"]["metadata"]["family"] for episode in ended.episodes} == {"tasks"}
     results = read_results(Layout(ended.run_dir).evaluations)
-    assert [(result.num_tasks, set(result.by_family)) for result in results] == [(1, {"tasks"})] * 2
+    assert [(result.num_tasks, set(result.by_family)) for result in results] == [(3, {*FAMILIES})] * 2
     assert Run(ended.run_dir).config()["curriculum"]
 
 
@@ -157,10 +191,11 @@ def test_pass_rates_are_stored_with_the_queue(ended: Ended) -> None:
     vocab_size = read_config(Path(ended.config.model)).vocab_size
     with Pool(Layout(ended.run_dir).pool(ended.config.pool), vocab_size) as pool:
         state = json.loads(pool.note() or "{}")
-    (rates,) = state["curriculum"]["rates"].values()
-    assert rates
-    assert all(num >= 1 and 0 <= rate <= 1 for num, rate in rates.values())
-    assert set(rates) <= {f"tasks-{word}" for word in WORDS}
+    stored = list(state["curriculum"]["rates"].values())
+    assert any(stored), "at least those of the first batch"
+    for name, rates in zip(FAMILIES, stored, strict=True):
+        assert all(num >= 1 and 0 <= rate <= 1 for num, rate in rates.values())
+        assert set(rates) <= {f"{name}-{word}" for word in WORDS}
 
 
 @pytest.mark.parametrize(
