@@ -130,7 +130,9 @@ def test_limits_are_the_kernels(tmp_path: Path) -> None:
     assert (tmp_path / "big").stat().st_size == 4096
     outcome = sh(tmp_path, "while :; do :; done", config=SandboxConfig(max_cpu_s=1, timeout_s=30))
     assert outcome.reason is OutcomeReason.SIGNALLED
-    assert 0.9 < outcome.cpu_s < 3
+    # The kernel counts by clock ticks for the limit and exactly for what it reports: on a busy machine a bare
+    # `ulimit -t 1` ends a loop that took 0.73 s.
+    assert 0.5 < outcome.cpu_s < 3
 
 
 def test_a_worker_is_fed_and_read_line_by_line(tmp_path: Path) -> None:
