@@ -82,6 +82,25 @@ def test_a_library_answers_in_structure(
         on_stage.check(4, notices=notices)
 
 
+@pytest.mark.parametrize(
+    ("api", "notices", "last_notice"),
+    [
+        ("chat", [Notice.PARALLEL_TOOL_CALLS], Notice.RESPONSE_FORMAT),
+        ("anthropic", [], Notice.OUTPUT_FORMAT),
+    ],
+)
+def test_langgraph_asks_for_structure_after_its_graph(
+    api: str, notices: list[str], last_notice: str, tmp_path: Path
+) -> None:
+    """Its last question is a conversation of its own, without tools."""
+    last = [Message("assistant", "Two lines.", "Done."), Message("assistant", "Still two."), written(COUNTS[0])]
+    with stage(minimax(), says("run", "command", last=last), tmp_path, Scene) as on_stage:
+        assert library(on_stage, "langgraph", "native", api) == ["Two lines.", "Still two.", COUNTS[0]]
+        assert (on_stage.workspace / "f").read_text() == "a\nb\n"
+        on_stage.check(4, num_side=1, notices=notices)
+        assert on_stage.gateway.run(on_stage.episode.calls)[-1].notices == (last_notice,)
+
+
 @pytest.mark.parametrize(("output", "notice"), [("tool", Notice.TOOL_CHOICE), ("native", Notice.RESPONSE_FORMAT)])
 def test_instructor_asks_again_after_a_wrong_answer(output: str, notice: str, tmp_path: Path) -> None:
     wrong, right = {"lines": 12}, {"lines": 2}
