@@ -11,6 +11,7 @@ from m2forge.errors import ConfigError, NotFoundError, suggest
 from m2forge.records import Domain, Task
 from m2forge.tasks.agent import Chain, Copies, Gather
 from m2forge.tasks.coding import StackProgram
+from m2forge.tasks.digit import Joins, Raises, Replies
 from m2forge.tasks.family import Family, family_key_of
 from m2forge.tasks.general import Words
 from m2forge.tasks.gym import GymFamily
@@ -20,7 +21,17 @@ from m2forge.tasks.source import FORMS, Source, SourceKind, located, parse_sourc
 from m2forge.tasks.user_code import load_object
 from m2forge.tasks.verifiers_family import VerifiersFamily
 
-EMBEDDED: tuple[Family, ...] = (Counters(), StackProgram(), Chain(), Gather(), Copies(), Words())
+EMBEDDED: tuple[Family, ...] = (
+    Counters(),
+    StackProgram(),
+    Chain(),
+    Gather(),
+    Copies(),
+    Words(),
+    Replies(),
+    Raises(),
+    Joins(),
+)
 METHODS = ("draw", "verify", "tools", "call", "latency_s", "demonstrate")
 
 

@@ -25,7 +25,7 @@ from m2forge.records import Domain, JsonValue, Submission, Task, Verdict, Verdic
 from m2forge.text.argument import argument_problems, type_problem
 from m2forge.text.message import Message, Tool
 
-__all__ = ["Family", "Finite", "Preparing", "Submission", "Verdict", "VerdictReason"]
+__all__ = ["Fallible", "Family", "Finite", "Preparing", "Submission", "Verdict", "VerdictReason"]
 
 FAMILY_KEY = "family"
 """Metadata key of the name of the task's family."""
@@ -90,6 +90,16 @@ class Preparing(Protocol):
     the time limit of verifying the policy's answer."""
 
     def prepare(self, task: Task) -> None: ...
+
+
+@runtime_checkable
+class Fallible(Protocol):
+    """A family that also knows a typical mistake, so that demonstrations can be as imperfect as collected data are."""
+
+    def demonstrate_fallibly(self, task: Task, rng: random.Random, mistake_rate: float) -> list[Message]:
+        """A conversation by a demonstrator who makes the mistake with probability `mistake_rate` at every step that
+        allows it, and then goes on consistently; its answer may be wrong."""
+        ...
 
 
 @runtime_checkable
