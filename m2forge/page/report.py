@@ -135,9 +135,10 @@ _PAGE = """<!doctype html>
 """
 
 
-def write_report(run_dir: Path, out: Path) -> None:
-    """Write a report of the run in `run_dir`, which any browser can open."""
-    data = collect(Run(run_dir))
+def write_report(run_dir: Path, out: Path, notes: Sequence[str] = ()) -> None:
+    """Write a report of the run in `run_dir`, which any browser can open. `notes`: paragraphs that open it, on what the
+    run's folder does not say."""
+    data = collect(Run(run_dir)) | {"notes": list(notes)}
     style, script = (STATIC / "style.css").read_text(encoding="utf-8"), bundle()
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'"
     run = data["run"]

@@ -362,7 +362,25 @@ def _read_check(record: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     if not isinstance(versions, dict):
         raise TypeError(versions)
     seen: dict[str, JsonValue] = {str(int(version)): _finite(share) for version, share in versions.items()}
-    return {"step": step, "num_tasks": num_tasks, "by_family": shares, "versions": seen, **numbers}
+    known: dict[str, JsonValue] = {"step": step, "num_tasks": num_tasks, "by_family": shares, "versions": seen}
+    return {**known, **numbers, "by_level": _read_levels(record.get("by_level") or {})}
+
+
+def _read_levels(record: JsonValue) -> dict[str, JsonValue]:
+    """Family to level to `num_tasks` and `success`."""
+    if not isinstance(record, dict):
+        raise TypeError(record)
+    found: dict[str, JsonValue] = {}
+    for family, levels in record.items():
+        if not isinstance(levels, dict):
+            raise TypeError(levels)
+        rows: dict[str, JsonValue] = {}
+        for level, row in levels.items():
+            if not isinstance(row, dict):
+                raise TypeError(row)
+            rows[level] = {name: _finite(row[name]) for name in ("num_tasks", "success")}
+        found[family] = rows
+    return found
 
 
 def _finite(value: JsonValue) -> float:

@@ -80,6 +80,9 @@ class EvalResult:
     """The branches from which the sampler served each of these steps. A step has several where the trainer resumed
     from an earlier checkpoint and reached it again; tokens record only their step, so its share covers all of them."""
 
+    by_level: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """`num_tasks` and `success` of each family, by ascending level; empty if not recorded."""
+
     @property
     def names(self) -> list[str]:
         """The versions that were sampled from, for messages: step, and branch where known."""
@@ -286,8 +289,11 @@ def _count_versions(tree: TokenTree) -> Counter[int]:
 def _summarise(tasks: Sequence[Task], perfs: Sequence[float | None], step: int, seconds: float) -> EvalResult:
     solved = [perf == 1 for perf in perfs]
     by_family: dict[str, list[bool]] = {}
-    for task, is_solved in zip(tasks, solved, strict=True):
+    by_level: dict[str, dict[str, list[bool]]] = {}
+    for task, is_solved in sorted(zip(tasks, solved, strict=True), key=lambda pair: pair[0].difficulty):
         by_family.setdefault(family_name(task), []).append(is_solved)
+        levels = by_level.setdefault(family_name(task), {})
+        levels.setdefault(f"{task.difficulty:g}", []).append(is_solved)
     success = sum(solved) / len(solved)
     return EvalResult(
         step=step,
@@ -298,6 +304,12 @@ def _summarise(tasks: Sequence[Task], perfs: Sequence[float | None], step: int, 
         num_broken=sum(perf is None for perf in perfs),
         seconds=seconds,
         at_s=time.time(),
+        by_level={
+            name: {
+                level: {"num_tasks": len(flags), "success": sum(flags) / len(flags)} for level, flags in levels.items()
+            }
+            for name, levels in by_level.items()
+        },
     )
 
 

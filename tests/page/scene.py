@@ -194,7 +194,8 @@ class Scene:
         margin = 1.96 * math.sqrt(success * (1 - success) / 200)
         step = self.step if step is None else step
         record = {"step": step, "num_tasks": 200, "success": success, "margin": margin, "by_family": families}
-        record |= {"num_broken": 0, "seconds": 4.0}
+        levels = {name: {"1": {"num_tasks": 50, "success": share}} for name, share in families.items()}
+        record |= {"num_broken": 0, "seconds": 4.0, "by_level": levels}
         with (self.run_dir / "checks.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 

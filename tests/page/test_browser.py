@@ -15,7 +15,7 @@ from m2forge.page.report import write_report
 from m2forge.records import Domain, Task
 from m2forge.text.format import ChatFormat
 from tests.page.conftest import SIZES, serving
-from tests.page.scene import Scene, long_calls, make_call
+from tests.page.scene import FAMILIES, Scene, long_calls, make_call
 
 FIRST_PAINT_S = 1.0
 SLOWER = 2.0
@@ -262,7 +262,7 @@ def test_other_stages_and_empty_folders_are_shown(open_page: Callable[..., Page]
 def test_the_report_needs_nothing_but_itself(open_page: Callable[..., Page], done: Path, tmp_path: Path) -> None:
     out = tmp_path / "a folder" / "report.html"
     out.parent.mkdir()
-    write_report(done, out)
+    write_report(done, out, notes=["Half of the <b>demonstrations</b> are wrong."])
     page = open_page()
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -270,12 +270,17 @@ def test_the_report_needs_nothing_but_itself(open_page: Callable[..., Page], don
     expect(page.locator(".stat.first .value")).to_have_text("31%→93%")
     for label in (
         "Held-out success",
+        "Held-out success by family and level",
         "The window as it moved",
         "Where the trainer's time went",
         "Before and after",
         "Reward",
     ):
         expect(page.locator(f'section[aria-label="{label}"]')).to_be_visible()
+    expect(page.locator("#report > div").first).to_have_text("Half of the <b>demonstrations</b> are wrong.")
+    rows = page.locator('section[aria-label="Held-out success by family and level"] tbody tr')
+    expect(rows.nth(0).locator("td")).to_have_text([FAMILIES[0], "1", "50", "31%", "93%"])
+    expect(rows.nth(1).locator("td")).to_have_text([FAMILIES[0], "all", "50", "31%", "93%"])
     expect(page.locator(".sides .chip.bad").first).to_have_text("not solved")
     expect(page.locator(".sides .chip.good").first).to_have_text("solved")
     assert page.locator(".curve").count() > 10

@@ -1,6 +1,7 @@
 """A run's directory in every state it can be found in."""
 
 import fcntl
+import json
 import os
 from pathlib import Path
 
@@ -90,6 +91,19 @@ def test_an_evaluation_shows_the_versions_that_it_sampled_from(tmp_path: Path) -
     found, num_unread = Run(tmp_path).checks()
     assert [check["versions"] for check in found if isinstance(check, dict)] == [{"3": 0.75, "4": 0.25}]
     assert num_unread == 1
+
+
+def test_an_evaluation_shows_its_levels(tmp_path: Path) -> None:
+    levels = {"raises": {"1": {"num_tasks": 50, "success": 0.25}, "2": {"num_tasks": 40, "success": 0.5}}}
+    known = json.dumps({"step": 3, "success": 0.5, "by_level": levels})
+    broken = [
+        json.dumps({"step": 4, "success": 0.5, "by_level": by_level})
+        for by_level in ([1], {"raises": 3}, {"raises": {"1": 0.5}}, {"raises": {"1": {"success": 0.5}}})
+    ]
+    (tmp_path / "checks.jsonl").write_text("\n".join([known, *broken, '{"step": 5, "success": 0.5}', ""]))
+    found, num_unread = Run(tmp_path).checks()
+    assert [check["by_level"] for check in found if isinstance(check, dict)] == [levels, {}]
+    assert num_unread == len(broken)
 
 
 def test_broken_files_are_told_and_the_rest_is_shown(tmp_path: Path) -> None:

@@ -143,6 +143,12 @@ def test_an_evaluation_shares_slots_and_reports_versions(model: Path, tmp_path: 
     assert policy.most_running <= NUM_JOBS
     first, second = read_results(path)
     assert (first.step, first.versions) == (0, {"0": 1.0})
+    for family, levels in first.by_level.items():
+        num_solved = sum(level["num_tasks"] * level["success"] for level in levels.values())
+        num_tasks = sum(level["num_tasks"] for level in levels.values())
+        assert num_solved / num_tasks == pytest.approx(first.by_family[family])
+    assert first.by_level.keys() == first.by_family.keys() != set()
+    assert sum(row["num_tasks"] for levels in first.by_level.values() for row in levels.values()) == first.num_tasks
     assert second.step == 2
     assert set(second.versions) == {"2", "3"}
     assert sum(second.versions.values()) == pytest.approx(1.0)

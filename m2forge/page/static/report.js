@@ -33,13 +33,32 @@ function drawReport() {
   const card = (title, note, ...children) => el("section", { class: "card section", "aria-label": title },
     el("header", {}, el("h2", {}, title), note ? el("span", { class: "faint" }, note) : ""), children);
   return [
+    data.notes.length ? el("div", { class: "section" }, data.notes.map((note) => el("p", { class: "soft" }, note))) : "",
     el("div", { class: "stats" }, makeStats(data.run, columns)),
     lead.length ? el("div", { class: "grid section" }, lead.map((chart) => chart.node)) : "",
+    hasLevels() ? card("Held-out success by family and level", "by the first evaluation and by the last", drawLevels()) : "",
     data.past ? card("The window as it moved", `queue positions, by the step that trained them; W = ${count(data.past.window)}`, drawWindow()) : "",
     bar ? card("Where the trainer's time went", columns.steps.length ? `${count(columns.steps.length)} steps in ${duration(columns.times.at(-1) - columns.times[0])}` : "", bar) : "",
     data.run.has_pool ? card("Before and after", data.sides ? data.sides.note : "", data.sides ? drawSides() : empty("Nothing to compare", data.why)) : "",
     el("div", { class: "section" }, el("header", {}, el("h2", {}, "Curves")), grid.node),
   ];
+}
+
+function hasLevels() {
+  const { checks } = data.run;
+  return checks.length > 1 && Object.keys(checks[0].by_level).length && Object.keys(checks.at(-1).by_level).length;
+}
+
+function drawLevels() {
+  const [first, last] = [data.run.checks[0], data.run.checks.at(-1)];
+  const row = (family, level, num, before, after) => el("tr", {}, el("td", {}, family), el("td", {}, level), el("td", { class: "n" }, count(num)),
+    el("td", { class: "n" }, before === undefined ? "–" : percent(before)), el("td", { class: "n" }, percent(after)));
+  const rows = Object.entries(last.by_level).flatMap(([family, levels]) => [
+    ...Object.entries(levels).map(([level, found]) => row(family, level, found.num_tasks, first.by_level[family]?.[level]?.success, found.success)),
+    row(family, "all", Object.values(levels).reduce((sum, found) => sum + found.num_tasks, 0), first.by_family[family], last.by_family[family]),
+  ]);
+  return el("table", { class: "plain" }, el("thead", {}, el("tr", {}, ["family", "level"].map((name) => el("th", {}, name)),
+    ["tasks", `step ${first.step}`, `step ${last.step}`].map((name) => el("th", { class: "n" }, name)))), el("tbody", {}, rows));
 }
 
 function drawWindow() {
