@@ -1,9 +1,9 @@
 """What training the prediction module along with the policy keeps: how often its drafts are accepted, before and after.
 
-The demo's policy is trained by the demo's loop twice: once with the module following the policy (`mtp_weight` as
-configured), once with the module left as it was. Acceptance is that of the engine, one draft in every step, on held-out
-tasks of the run's difficulty, which each policy attempts by itself at temperature 1: the share of drafts that stand by
-the rule of rollout/speculation/verify.py, which is what the two distributions share on average.
+A policy that follows links, by a tool or in a copy, is trained twice: once with the module following the policy
+(`mtp_weight` as configured), once with the module left as it was. Acceptance is that of the engine, one draft in every
+step, on held-out tasks of the run's difficulty, which each policy attempts by itself at temperature 1: the share of
+drafts that stand by the rule of rollout/speculation/verify.py, which is what the two distributions share on average.
 """
 
 import math
@@ -14,13 +14,14 @@ from forge_probe import CONTEXT, Probe
 from learning_policy import Policy
 from report import Bar, print_table
 
-from examples.demo import FAMILY, Lesson
+from examples.demo import Lesson
 from m2forge.records import PolicyVersion, Task
 from m2forge.rollout.config import RolloutConfig
 from m2forge.rollout.core import Core
 from m2forge.rollout.speculation.adaptive_depth import FixedDepth
 
-CONFIG = "demo.toml"
+CONFIG = "copies-demo.toml"
+LESSON = Lesson("copies", (0, 0), num_bare=1000, num_whole=440)
 MAX_LOST = 0.03
 NUM_TASKS, NUM_QUICK_TASKS = 400, 8
 
@@ -48,14 +49,14 @@ class DraftProbe(Probe):
         self._core = Core(self._core.model, config, PolicyVersion("probe", 0), depth=FixedDepth(1))
 
     def drafted(self, tasks: list[Task]) -> Drafted:
-        success = self.success(tasks)[FAMILY]
+        success = self.success(tasks)[LESSON.family]
         metrics = self._core.metrics()
         num_drafts = int(metrics["total_drafted_1"])
         return Drafted(success, num_drafts, metrics["total_accepted_1"] / max(1, num_drafts))
 
 
 def measure_mtp(folder: Path, seed: int, *, is_quick: bool) -> list[Bar]:
-    policy = Policy(folder, Lesson(), CONFIG, seed, is_quick=is_quick)
+    policy = Policy(folder, LESSON, CONFIG, seed, is_quick=is_quick)
     weight, num_steps = policy.config().policy.mtp_weight, policy.config().num_steps
     before, along, left = "before", *(f"after {num_steps} steps, mtp_weight {value:g}" for value in (weight, 0.0))
     models = {before: policy.model, along: policy.trained("along")}
@@ -64,7 +65,7 @@ def measure_mtp(folder: Path, seed: int, *, is_quick: bool) -> list[Bar]:
     tasks = policy.held_out(NUM_QUICK_TASKS if is_quick else NUM_TASKS)
     found = {name: DraftProbe(model).drafted(tasks) for name, model in models.items()}
     print_table(
-        f"Drafts of the prediction module on {len(tasks)} held-out tasks of {FAMILY}, sampled by each policy",
+        f"Drafts of the prediction module on {len(tasks)} held-out tasks of {LESSON.family}, sampled by each policy",
         ("policy", "success", "drafts", "accepted", "±"),
         [
             (name, f"{each.success:.1%}", f"{each.num_drafts:,}", f"{each.accepted:.2%}", f"{each.margin:.2%}")

@@ -11,14 +11,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # where examples/ lies
 
-from examples.demo import CONFIGS, ROOT, Demo, Lesson, set_options
+from examples.demo import CONFIGS, ROOT, Course, Demo, Lesson, Pages, set_options
 from m2forge.config import load
 from m2forge.records import Task
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import held_out_tasks
 from m2forge.rl.loop import run_rl
+from m2forge.tasks.agent import KEYS
 from m2forge.tasks.runner import TaskRunner
 
+PAGES = Pages(KEYS, num_items=(2, 10), num_lines=(2, 4), num_pages=4000)
+COURSE_CONFIG = "keys-demo.toml"
 QUICK_SCALE = 0.03
 QUICK_RUN = {
     "num_steps": 2,
@@ -38,7 +41,9 @@ class Policy:
         self._folder, self._seed, self._path = folder, seed, CONFIGS / "rl" / config
         self._settings: dict[str, object] = dict(QUICK_RUN) if is_quick else {}
         self._started_s = time.monotonic()
-        demo = Demo(folder, seed, scale=QUICK_SCALE if is_quick else 1.0, lesson=lesson)
+        demo = Demo(
+            folder, seed, scale=QUICK_SCALE if is_quick else 1.0, course=Course(PAGES, (lesson,), COURSE_CONFIG)
+        )
         self.model = demo.make_agent()
         """Before any reward."""
         self._tell("made from demonstrations")

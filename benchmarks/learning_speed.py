@@ -16,7 +16,7 @@ from report import Bar, print_table
 from examples.demo import Lesson
 
 CONFIG = "gather-demo.toml"
-LESSON = Lesson("gather", 3, num_bare=4000, num_whole=1600)
+LESSON = Lesson("gather", (3, 3), num_bare=4000, num_whole=1600)
 """Three keys are more to copy than one: half as many demonstrations were enough with some seeds and not with others."""
 MIN_SAVED = 0.30
 NUM_TASKS, NUM_QUICK_TASKS = 200, 4

@@ -1,6 +1,6 @@
 """The RL loop in one file: no gateway, no pool, no processes. `m2forge/rl` is the same loop for agents of any kind.
 
-    python examples/rl_loop.py runs/demo/sft/model [--family copies] [--levels 1 3] [--steps 32]
+    python examples/rl_loop.py runs/demo/sft/model [--family replies] [--levels 1 3] [--steps 32]
 
     tasks → groups of rollouts → rewards → advantages → CISPO over token trees → optimizer step → weight update
 
@@ -140,7 +140,7 @@ def train(folder: Path, family: Family, levels: tuple[int, int], lr: float, seed
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a model folder by RL on a family of tasks, in one process.")
     parser.add_argument("model", type=Path)
-    parser.add_argument("--family", default="copies")
+    parser.add_argument("--family", default="replies")
     parser.add_argument("--levels", type=int, nargs=2, default=(1, 3), help="lowest and highest difficulty")
     parser.add_argument("--steps", type=int, default=32)
     args = parser.parse_args()

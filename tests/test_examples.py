@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,14 +65,21 @@ def test_the_agent_refuses_a_scale_that_is_none(
     assert not (tmp_path / "run").exists()
 
 
+def evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "checks.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.long
 def test_the_demo_closes_the_ring(tmp_path: Path) -> None:
     """Too small to learn anything; `make demo` at its own size does."""
     result = run("demo.py", "--scale", "0.03", "--runs", str(tmp_path))
     assert result.returncode == 0, result.stderr
-    assert re.search(r"^before +\d+\.\d% of 6 held-out tasks", result.stdout, re.MULTILINE)
+    assert re.search(r"^before +\d+\.\d% of 14 held-out tasks", result.stdout, re.MULTILINE)
     assert re.search(r"^after +\d+\.\d% after 1 steps of CISPO", result.stdout, re.MULTILINE)
-    assert "Before and after" in (tmp_path / "report.html").read_text()
+    report = (tmp_path / "report.html").read_text()
+    assert "Before and after" in report
+    assert re.search(r"with a wrong answer: \d+% of replies, \d+% of raises, \d+% of joins", report)
+    assert all(result["by_level"].keys() == {"replies", "raises", "joins"} for result in evaluations(tmp_path / "rl"))
     assert load_model(tmp_path / "rl" / "model").config.num_mtp == 1
     told = json.loads((tmp_path / "rl" / "summary.json").read_text())
     assert told["seconds"].keys() == {"text", "pretrain", "sft", "rl", "report"}

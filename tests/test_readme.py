@@ -176,13 +176,15 @@ def test_the_agent_of_the_readme_runs(
     (block,) = (block for block in PYTHON if block.page == "README.md")
     exec(compile(block.text, "README.md", "exec"), {})
     # Random weights call no tool, and answer wrongly.
-    assert re.fullmatch(r"Start at \w\w\. Follow \d links\. .*0\.0\n", capsys.readouterr().out, re.DOTALL)
+    assert re.fullmatch(
+        r"Start at \d\. Follow \w+ links\. Reply to [\d ]+\. .*0\.0\n", capsys.readouterr().out, re.DOTALL
+    )
 
 
 def test_the_agent_of_the_readme_calls_tools(
     after_the_demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    family = find_family("copies")
+    family = find_family("replies")
     task = family.draw(difficulty=2, seed=7)
     demonstration = family.demonstrate(task, random.Random(0))
     said = [message for message in demonstration if message.role == "assistant"]
