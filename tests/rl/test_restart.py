@@ -43,7 +43,7 @@ def test_struck_processes_are_restarted_and_all_is_learnt_once(tmp_path: Path) -
     # A random policy solves nothing: groups without signal are trained as they are.
     pool = {"window": {"queue": 8, "no_signal": "train"}}
     model = make_model(tmp_path / "scene")
-    config = make_config(model, num_steps=1 + len(ROUNDS), agent=agent, pool=pool, eval={"num_tasks": NUM_TASKS})
+    config = make_config(model, num_steps=2 * len(ROUNDS), agent=agent, pool=pool, eval={"num_tasks": NUM_TASKS})
     run_dir, log = tmp_path / config.name, tmp_path / "loop.log"
     layout = Layout(run_dir)
     with Pool(layout.pool(config.pool), read_config(model).vocab_size) as stored:
