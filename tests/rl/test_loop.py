@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -127,7 +128,12 @@ def test_a_verifier_that_raises_too_often_ends_the_run(
     with pytest.raises(BrokenVerifierError) as raised:
         run_rl(config.model_copy(update={"agent": agent, "eval": check}), tmp_path)
     message = str(raised.value)
-    assert message.startswith("chain: its verifier raised at 11 of the last 11 answers, more than 5% of 200; repair it")
+    # Several verdicts are asked for at once: the error of a later one may be the first to arrive.
+    found = re.match(
+        r"chain: its verifier raised at (\d+) of the last (\d+) answers, more than 5% of 200; repair it", message
+    )
+    assert found is not None, message
+    assert 11 <= int(found[1]) == int(found[2]) < 11 + config.agent.num_jobs
     assert "KeyError: 'a verifier that its author broke'" in message
     assert 'raising_worker.py", line' in message
     assert not read_results(Layout(tmp_path / "run").evaluations), "errors of a verifier are no result"
