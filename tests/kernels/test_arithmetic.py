@@ -18,7 +18,7 @@ class Outcome:
 
 
 def run(environment: dict[str, str], folder: Path) -> Outcome:
-    """Of a process that has not asked for the library before."""
+    """Ask for the library in a process that has not asked before."""
     result, printed = folder / "result", folder / "printed"
     process = start(ask, environment, result, printed)
     process.join(120)

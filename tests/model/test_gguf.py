@@ -31,7 +31,7 @@ from tests.text.draw import smollm2_path
 class SmolLM2:
     path: Path
     tokenizer: Any
-    """Of transformers."""
+    """The tokenizer that transformers reads from the file."""
 
 
 @pytest.fixture(scope="module")
