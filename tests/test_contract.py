@@ -23,6 +23,7 @@ FLOORS = (
     (
         "records",
         "protocols",
+        "compiled",
         "config",
         "config_class",
         "renamed_key",

@@ -5,23 +5,21 @@ float64 stays float64, so that exactness tests can run the whole network in floa
 
 The CPU kernels in c/ are compiled on first use by the machine's C compiler and stored in the user's cache folder.
 Without a compiler, or with M2FORGE_NATIVE=0, `library()` is None and the torch references serve. M2FORGE_NATIVE_ARCH
-sets another `-march` than the machine's own: x86-64-v3 is AVX2, x86-64-v4 AVX-512 without bfloat16. The file is built
-under a temporary name and renamed, so that processes starting together never load a partial one.
+sets another `-march` than the machine's own: x86-64-v3 is AVX2, x86-64-v4 AVX-512 without bfloat16.
 """
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
 import platform
-import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from m2forge.compiled import compiled, find_compiler
 
 FOLDER = Path(__file__).with_name("c")
 FLAGS = (
@@ -112,7 +110,7 @@ def _pointer(x: Tensor) -> int:
 def library() -> ctypes.CDLL | None:
     if os.environ.get("M2FORGE_NATIVE") == "0":
         return None
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    compiler = find_compiler()
     if compiler is None:
         _log.warning(
             "no C compiler (%s, gcc) on the PATH: slower torch operations replace the native CPU kernels; install gcc, "
@@ -129,26 +127,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def _built(compiler: str) -> Path:
-    sources = sorted(FOLDER.glob("*.[ch]"))
     flags = (*FLAGS, f"-march={os.environ.get('M2FORGE_NATIVE_ARCH') or 'native'}")
-    made_of = (*(path.read_bytes() for path in sources), compiler.encode(), " ".join(flags).encode(), _cpu().encode())
-    key = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:16]
-    target = _cache() / f"native-{key}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".so")
-        os.close(handle)
-        try:
-            command = [compiler, *flags, *(str(path) for path in sources if path.suffix == ".c"), "-o", partial, "-lm"]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            Path(partial).replace(target)
-        finally:
-            Path(partial).unlink(missing_ok=True)
-    return target
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "m2forge"
+    return compiled(compiler, sorted(FOLDER.glob("*.[ch]")), "native.so", flags, ("-lm",), _cpu())
 
 
 def _cpu() -> str:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2forge.sandbox.command_worker import Capture
+from m2forge.sandbox.stream import Capture
 
 
 @given(st.lists(st.binary(max_size=30), max_size=30), st.integers(2, 40))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from m2forge.sandbox.command_worker import Drain
+from m2forge.sandbox.stream import Drain
 
 MUCH = b"x" * (1 << 20)
 
