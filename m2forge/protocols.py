@@ -126,6 +126,8 @@ class Command:
     """Timeout, if shorter than the sandbox's own."""
     merges_stderr: bool = False
     """Whether standard error is merged into standard output, in the order written."""
+    user: str | None = None
+    """Who runs it, if another than the sandbox's: UID, UID:GID, or a user of the image."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "argv", tuple(self.argv))
@@ -215,7 +217,18 @@ class Worker(Protocol):
         ...
 
 
+class Snapshot(Protocol):
+    """The files of a sandbox at one moment, read-only."""
+
+    async def remove(self) -> None:
+        """Free its space; sandboxes that were forked from it must be closed."""
+        ...
+
+
 class Sandbox(Protocol):
+    """A place for commands. Processes that a command leaves running live until `close`, except with the backend
+    `process`, which ends them with the command. Its user, limits and network are those of its configuration."""
+
     workspace: str
     """The folder in which commands run, as they see it."""
 
@@ -234,8 +247,26 @@ class Sandbox(Protocol):
         """Write a file; creates missing parent folders."""
         ...
 
+    async def upload(self, source: Path, path: str, user: str | None = None) -> None:
+        """Copy a file, or all that a folder holds, into the folder `path`, as seen inside; relative to the workspace.
+        Existing files are replaced, and links in the way are not followed."""
+        ...
+
+    async def download(self, path: str, dest: Path, max_bytes: int) -> tuple[str, ...]:
+        """Copy a file, or all that the folder `path` holds, into the folder `dest`. Symbolic links that lead out of it
+        are left out, and returned. Raises if it is missing or larger."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """Freeze the files as they are. Running processes are stopped meanwhile and then go on."""
+        ...
+
+    async def fork(self, snapshot: Snapshot) -> "Sandbox":
+        """Start another sandbox, with this one's configuration, on the files of a snapshot."""
+        ...
+
     async def close(self) -> None:
-        """Kill all running commands."""
+        """Kill all running processes. Files that only the sandbox has are gone."""
         ...
 
 

@@ -8,18 +8,33 @@ disturbing each other by accident; it hides nothing from a hostile one.
 
 import asyncio
 import os
+import shutil
 import stat
+import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from m2forge.errors import DataError, NotFoundError
+from m2forge.errors import ConfigError, DataError, NotFoundError
 from m2forge.files import write_atomic
-from m2forge.protocols import Command, Outcome, OutcomeReason
+from m2forge.protocols import Command, Outcome, OutcomeReason, Snapshot
+from m2forge.sandbox.archive import TreeWriter, unpack_stream, write_tree
 from m2forge.sandbox.command_worker import ProcessWorker
 from m2forge.sandbox.config import SandboxConfig
 
 DEFAULT_PATH = "/usr/local/bin:/usr/bin:/bin"
 """PATH of commands if this process has none."""
+_MAX_BYTES, _MAX_FILES = 1 << 62, 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class FolderSnapshot:
+    """See `Snapshot`. A copy of the workspace."""
+
+    folder: Path
+
+    async def remove(self) -> None:
+        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
 
 class ProcessSandbox:
@@ -30,6 +45,10 @@ class ProcessSandbox:
     ) -> None:
         """Create the workspace if it does not exist; closing the sandbox leaves it in place. `env`: variables of every
         command, such as another home."""
+        if config is not None and config.backend != "process":
+            raise ConfigError(
+                f'sandbox.backend: {config.backend!r} is not available to this kind of agent yet; set "process"'
+            )
         workspace.mkdir(parents=True, exist_ok=True)
         self._root = workspace.resolve()
         self.workspace = str(self._root)
@@ -54,6 +73,32 @@ class ProcessSandbox:
     async def write(self, path: str, content: bytes) -> None:
         await asyncio.to_thread(self._write, path, content)
 
+    async def upload(self, source: Path, path: str, user: str | None = None) -> None:
+        self._refuse_user(user)
+        if not source.exists():
+            raise NotFoundError(f"{source} does not exist")
+        await asyncio.to_thread(_copy, source, self._below(path), _MAX_BYTES)
+
+    async def download(self, path: str, dest: Path, max_bytes: int) -> tuple[str, ...]:
+        source = self._below(path)
+        if not source.exists():
+            raise NotFoundError(f"{path} is not a file or folder of the workspace")
+        return await asyncio.to_thread(_copy, source, dest, max_bytes)
+
+    async def snapshot(self) -> "FolderSnapshot":
+        """Unlike other backends it copies the workspace alone, and running commands go on."""
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="m2forge-snapshot-"))
+        await asyncio.to_thread(shutil.copytree, self._root, folder, symlinks=True, dirs_exist_ok=True)
+        return FolderSnapshot(folder)
+
+    async def fork(self, snapshot: Snapshot) -> "ProcessSandbox":
+        """The fork's workspace is a folder beside this one's."""
+        if not isinstance(snapshot, FolderSnapshot):
+            raise DataError(f"expected a snapshot of a process sandbox, received {type(snapshot).__name__}")
+        folder = Path(tempfile.mkdtemp(prefix=f"{self._root.name}-", dir=self._root.parent))
+        await asyncio.to_thread(shutil.copytree, snapshot.folder, folder, symlinks=True, dirs_exist_ok=True)
+        return ProcessSandbox(folder, self._config, self._env)
+
     async def close(self) -> None:
         workers = list(self._workers)
         for worker in workers:
@@ -62,6 +107,7 @@ class ProcessSandbox:
             await worker.wait()
 
     async def _start(self, command: Command, *, is_fed: bool) -> ProcessWorker:
+        self._refuse_user(command.user)
         worker = ProcessWorker(command, self._config, is_fed=is_fed)
         starting = asyncio.ensure_future(worker.start(self._environment(command.env), self._root))
         try:
@@ -74,6 +120,10 @@ class ProcessSandbox:
         self._workers.add(worker)
         worker.ended.add_done_callback(lambda _: self._workers.discard(worker))
         return worker
+
+    def _refuse_user(self, user: str | None) -> None:
+        if user is not None:
+            raise ConfigError(f"user {user!r}: commands of the backend `process` run as this process's own user")
 
     def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         passed_on = {name: os.environ[name] for name in self._config.inherits if name in os.environ}
@@ -102,3 +152,19 @@ class ProcessSandbox:
         if not target.is_relative_to(self._root) or target == self._root:
             raise NotFoundError(f"{path} is not a file inside the workspace; use a path below it")
         return target
+
+    def _below(self, path: str) -> Path:
+        """A path of the workspace, or the workspace itself."""
+        target = (self._root / path).resolve()
+        if not target.is_relative_to(self._root):
+            raise NotFoundError(f"{path} is not inside the workspace; use a path below it")
+        return target
+
+
+def _copy(source: Path, dest: Path, max_bytes: int) -> tuple[str, ...]:
+    """Copy by the entries that other backends exchange, with their limits and their rule for links."""
+    with tempfile.TemporaryFile() as file, TreeWriter(dest, max_bytes, _MAX_FILES) as writer:
+        write_tree(source, file.write)
+        file.seek(0)
+        unpack_stream(file.read, writer)
+        return tuple(os.fsdecode(name) for name in writer.left_out)
