@@ -1,0 +1,96 @@
+"""The cgroups that limit a sandbox: version 2 or 1, as children of this process's own, where they can be created.
+
+A child cannot use more than its parent, so a sandbox stays within the limits of the process that started it. Where
+nothing is writable, rlimits of each process serve, which `Plan.has_memory` reports.
+"""
+
+import functools
+import itertools
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from m2forge.sandbox.config import SandboxConfig
+
+MAX_PROCESSES = 1024
+_PERIOD_US = 100_000
+_RESERVE = 16
+"""Processes beyond the limit of the user, so that PID 1 can still read files for the caller."""
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Folders to create and values to write before a sandbox starts."""
+
+    folders: tuple[str, ...] = ()
+    writes: tuple[tuple[str, str], ...] = field(default_factory=tuple)
+    has_memory: bool = False
+
+
+@functools.cache
+def parents() -> dict[str, Path]:
+    """The writable cgroup of this process by controller; that of version 2 under the name of each controller."""
+    try:
+        own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    except OSError:
+        return {}
+    found: dict[str, Path] = {}
+    for fields in mounts:
+        kind, options = fields[fields.index("-") + 1], fields[-1].split(",")
+        for number, controllers, path in own:
+            names = controllers.split(",")
+            is_v2 = kind == "cgroup2" and number == "0"
+            if not is_v2 and not (kind == "cgroup" and controllers and set(names) <= set(options)):
+                continue
+            # The fourth field is the part of the hierarchy that is mounted.
+            inner = os.path.relpath(path, fields[3]) if path.startswith(fields[3]) else "."
+            folder = Path(fields[4]) / inner
+            usable = _delegated(folder) if is_v2 else names if os.access(folder, os.W_OK) else []
+            found |= {name: folder for name in usable if name in ("memory", "pids", "cpu") and name not in found}
+    return found
+
+
+def _delegated(folder: Path) -> list[str]:
+    """The controllers that children of a version 2 cgroup can have."""
+    if not os.access(folder, os.W_OK):
+        return []
+    try:
+        available = (folder / "cgroup.controllers").read_text().split()
+        wanted: list[str] = [name for name in ("memory", "pids", "cpu") if name in available]
+        enabled = (folder / "cgroup.subtree_control").read_text().split()
+        if missing := [name for name in wanted if name not in enabled]:
+            # The kernel refuses it in a group that has processes, unless it is the root.
+            (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in missing))
+    except OSError:
+        return []
+    return wanted
+
+
+def plan(config: SandboxConfig) -> Plan:
+    name = f"m2forge-{os.getpid()}-{next(_numbers)}"
+    memory = str(config.max_memory_bytes) if config.max_memory_bytes is not None else None
+    cpu = None if config.max_cpus is None else str(max(int(config.max_cpus * _PERIOD_US), 1000))
+    folders: dict[str, None] = {}
+    writes: list[tuple[str, str]] = []
+    for controller, value in (
+        ("memory", memory),
+        ("pids", str((config.max_processes or MAX_PROCESSES) + _RESERVE)),
+        ("cpu", cpu),
+    ):
+        parent = parents().get(controller)
+        if parent is None or value is None:
+            continue
+        folder = parent / name
+        folders[str(folder)] = None
+        is_v2 = (parent / "cgroup.controllers").exists()
+        if controller == "memory":
+            writes.append((str(folder / ("memory.max" if is_v2 else "memory.limit_in_bytes")), value))
+        elif controller == "pids":
+            writes.append((str(folder / "pids.max"), value))
+        elif is_v2:
+            writes.append((str(folder / "cpu.max"), f"{value} {_PERIOD_US}"))
+        else:
+            writes.append((str(folder / "cpu.cfs_quota_us"), value))
+    return Plan(tuple(folders), tuple(writes), memory is not None and "memory" in parents())

@@ -1,0 +1,374 @@
+"""Images: the files that commands of a sandbox see, as read-only layers in a store in the user's cache folder.
+
+    images/layers/DIGEST/           the files of one layer; DIGEST is that of the tar, or of the folder's entries
+    images/names/NAME.json          an image: its layers, the lowest first, and where it comes from
+
+A layer is unpacked under a temporary name and renamed, so it is complete or not there. A process that uses a layer
+holds a shared lock on it; `remove` refuses to take it away.
+
+The image `host` shows this machine's system folders, read-only. Its /etc is its own, with the index of libraries, the
+certificates and nothing else of the machine's; no home and no folder that keeps keys is visible.
+"""
+
+import contextlib
+import fcntl
+import functools
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from m2forge.compiled import cache_folder
+from m2forge.errors import DataError, NotFoundError, suggest
+from m2forge.files import write_atomic
+from m2forge.sandbox.archive import Entry, TreeWriter, read_entries, write_tree
+
+HOST = "host"
+DIGEST = "sha256:"
+ID_BASE = 2_000_000_000
+"""The host's id of id 0 inside, where root starts sandboxes; 65,536 follow. No account has such an id."""
+NUM_IDS = 65_536
+MAX_ENTRIES = 2_000_000
+MAX_RATIO = 100.0
+"""An archive may unpack to this many times its own size, and to `MIN_BYTES` whatever its size."""
+MIN_BYTES = 1 << 30
+WHITEOUT, OPAQUE = b".wh.", b".wh..wh..opq"
+"""Names by which a layer's tar hides files of the layers below."""
+_SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr")
+_ETC = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ssl/certs", "ssl/openssl.cnf", "pki/tls/certs")
+_FILES = {
+    "etc/passwd": "root:x:0:0:root:/root:/bin/sh\nsandbox:x:1000:1000::/workspace:/bin/sh\n"
+    "nobody:x:65534:65534::/nonexistent:/bin/false\n",
+    "etc/group": "root:x:0:\nsandbox:x:1000:\nnogroup:x:65534:\n",
+    "etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
+    "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    layers: tuple[Path, ...]
+    """The lowest first."""
+    binds: tuple[tuple[str, str], ...] = ()
+    """Folders of this machine that are mounted read-only: source, target."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    name: str
+    digests: tuple[str, ...]
+    source: str
+    created_s: float
+
+    @property
+    def digest(self) -> str:
+        if len(self.digests) == 1:
+            return self.digests[0]
+        return hashlib.sha256("\n".join(self.digests).encode()).hexdigest()
+
+
+def shifts_ids() -> bool:
+    """Whether sandboxes of this process have a range of ids: it is root, and its own namespace has the range."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    except OSError:
+        return False
+    return any(inside <= ID_BASE and inside + num >= ID_BASE + NUM_IDS for inside, _, num in ranges)
+
+
+def id_base() -> int:
+    return ID_BASE if shifts_ids() else 0
+
+
+@dataclass(frozen=True)
+class ImageStore:
+    folder: Path = field(default_factory=lambda: cache_folder() / "images")
+
+    @property
+    def _layers(self) -> Path:
+        return self.folder / "layers"
+
+    @property
+    def _names(self) -> Path:
+        return self.folder / "names"
+
+    # -- use -------------------------------------------------------------------------------------------------------
+
+    def resolve(self, reference: str) -> Image:
+        """The image that a name, a digest or a path stands for; an archive is unpacked on first use."""
+        if reference == HOST:
+            return host_image(self)
+        if "/" in reference or reference in (".", ".."):
+            path = Path(reference).absolute()
+            if path.is_dir():
+                return Image((path,))
+            if path.is_file():
+                return Image((self._held(self._add_tar(path)),))
+            raise NotFoundError(f"image: {reference} is neither a folder nor a file")
+        return Image(tuple(self._held(digest) for digest in self._find(reference).digests))
+
+    def stack(self, references: Sequence[str]) -> Image:
+        """One image of several, the last on top."""
+        images = [self.resolve(reference) for reference in references]
+        return Image(
+            tuple(layer for image in images for layer in image.layers),
+            tuple(bind for image in images for bind in image.binds),
+        )
+
+    def _find(self, reference: str) -> StoredImage:
+        images = self.images()
+        for image in images:
+            if image.name == reference:
+                return image
+        if reference.startswith(DIGEST):
+            prefix = reference.removeprefix(DIGEST)
+            found = {image.digest: image for image in images if len(prefix) >= 6 and image.digest.startswith(prefix)}
+            if len(found) == 1:
+                return next(iter(found.values()))
+        raise NotFoundError(
+            f"image: there is no {reference!r}; {suggest(reference, [HOST, *(image.name for image in images)])}; "
+            "`m2forge image build NAME SOURCE` adds one"
+        )
+
+    def _held(self, digest: str) -> Path:
+        layer = self._layers / digest
+        if not layer.is_dir():
+            raise NotFoundError(f"image: the layer {digest} is missing from {self._layers}; build the image again")
+        _hold(layer)
+        return layer
+
+    # -- build, list, remove -----------------------------------------------------------------------------------------
+
+    def build(self, name: str, sources: Sequence[str]) -> StoredImage:
+        """Store an image of one or more sources, the last on top: folders, tars, folders with a Dockerfile (built by
+        podman), or images of this store, which makes an alias or extends one."""
+        if not name or name == HOST or "/" in name[:1] or name.startswith((DIGEST, ".")):
+            raise DataError(f"image: expected a name such as python:3.12, received {name!r}")
+        digests: list[str] = []
+        for source in sources:
+            path = Path(source)
+            if path.is_dir() and any((path / file).is_file() for file in ("Dockerfile", "Containerfile")):
+                digests.append(self._add_build(path))
+            elif path.is_dir():
+                digests.append(self._add_folder(path))
+            elif path.is_file():
+                digests.append(self._add_tar(path))
+            else:
+                digests += self._find(source).digests
+        image = StoredImage(name, tuple(digests), " ".join(sources), time.time())
+        record = {"layers": digests, "source": image.source, "created_s": image.created_s}
+        write_atomic(self._names / f"{quote(name, safe='')}.json", json.dumps(record, indent=2))
+        return image
+
+    def images(self) -> list[StoredImage]:
+        found = []
+        for path in sorted(self._names.glob("*.json")):
+            try:
+                record = json.loads(path.read_text())
+                found.append(
+                    StoredImage(unquote(path.stem), tuple(record["layers"]), record["source"], record["created_s"])
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{path}: not the record of an image ({error}); remove the file") from error
+        return found
+
+    def remove(self, reference: str) -> StoredImage:
+        """Remove an image, and its layers that no other image has."""
+        image = self._find(reference)
+        others = {digest for other in self.images() if other.name != image.name for digest in other.digests}
+        layers = [self._layers / digest for digest in dict.fromkeys(image.digests) if digest not in others]
+        with contextlib.ExitStack() as locks:
+            for layer in layers:
+                if layer.is_dir() and not locks.enter_context(_lock(layer, fcntl.LOCK_EX)):
+                    raise DataError(f"image: {image.name} is in use by a sandbox; close it first")
+            (self._names / f"{quote(image.name, safe='')}.json").unlink(missing_ok=True)
+            for layer in layers:
+                remove_tree(layer)
+                layer.with_suffix(".lock").unlink(missing_ok=True)
+        return image
+
+    def _add_folder(self, folder: Path) -> str:
+        digest = hashlib.sha256()
+        write_tree(folder, digest.update)
+        return self._add_layer(digest.hexdigest(), _folder_entries(folder), 1 << 62)
+
+    def add_base(self, folder: Path) -> Path:
+        """Store a folder as a layer without a name; returns the layer."""
+        return self._held(self._add_folder(folder))
+
+    def _add_tar(self, path: Path) -> str:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        limit = max(MIN_BYTES, int(MAX_RATIO * path.stat().st_size))
+        try:
+            with tarfile.open(path) as archive:
+                return self._add_layer(digest, tar_entries(archive), limit)
+        except (tarfile.TarError, EOFError, gzip.BadGzipFile, OSError) as error:
+            raise DataError(f"{path}: cannot be unpacked: {error}") from error
+
+    def _add_build(self, context: Path) -> str:
+        podman = shutil.which("podman") or shutil.which("docker")
+        if podman is None:
+            raise NotFoundError(f"{context} has a Dockerfile: install podman, or give a folder or tar of the files")
+        with tempfile.TemporaryDirectory() as scratch:
+            identifier, archive = Path(scratch) / "id", Path(scratch) / "image.tar"
+            _call([podman, "build", "--iidfile", str(identifier), str(context)])
+            container = _call([podman, "create", identifier.read_text().strip(), "/bin/true"]).strip()
+            try:
+                _call([podman, "export", "-o", str(archive), container])
+            finally:
+                _call([podman, "rm", container])
+            return self._add_tar(archive)
+
+    def _add_layer(self, digest: str, entries: Iterator[tuple[Entry, Iterator[bytes]]], max_bytes: int) -> str:
+        target = self._layers / digest
+        if target.is_dir():
+            return digest
+        self._layers.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._layers))
+        try:
+            with TreeWriter(partial, max_bytes, MAX_ENTRIES, id_base()) as writer:
+                for entry, content in entries:
+                    writer.add(entry, content)
+            partial.chmod(0o755)
+            if shifts_ids():
+                os.chown(partial, ID_BASE, ID_BASE)
+            with contextlib.suppress(FileExistsError, OSError):
+                partial.rename(target)  # Another process may have been faster.
+        finally:
+            remove_tree(partial)
+        if not target.is_dir():
+            raise DataError(f"{target}: the layer could not be stored")
+        return digest
+
+
+def _call(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise DataError(f"{' '.join(command[:2])} failed with status {done.returncode}: {done.stderr.strip()[-1000:]}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def _lock(layer: Path, kind: int) -> Iterator[bool]:
+    """Whether the lock could be had at once; it is released at the end."""
+    with layer.with_suffix(".lock").open("a") as file:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+@functools.cache
+def _hold(layer: Path) -> int:
+    """Keeps a layer from being removed while this process lives."""
+    descriptor = os.open(layer.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder if it exists, also what is read-only in it."""
+    if not folder.exists():
+        return
+    if os.geteuid() != 0:
+        for root, _, _ in os.walk(folder):
+            with contextlib.suppress(OSError):
+                Path(root).chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_entries(folder: Path) -> Iterator[tuple[Entry, Iterator[bytes]]]:
+    with tempfile.TemporaryFile() as file:
+        write_tree(folder, file.write)
+        file.seek(0)
+        yield from read_entries(file.read)
+
+
+def tar_entries(archive: tarfile.TarFile) -> Iterator[tuple[Entry, Iterator[bytes]]]:
+    """The members of a tar; devices and pipes are left out."""
+    for member in archive:
+        name = _clean(member.name)
+        if not name:
+            continue
+        folder, _, base = name.rpartition(b"/")
+        mode, mtime_ns = member.mode & 0o7777, max(int(member.mtime), 0) * 1_000_000_000
+        common = (mode, member.uid, member.gid, mtime_ns)
+        if base == OPAQUE:
+            if folder:
+                yield Entry("d", folder, 0o755, is_opaque=True), iter(())
+        elif base.startswith(WHITEOUT):
+            yield Entry("w", (folder + b"/" if folder else b"") + base.removeprefix(WHITEOUT)), iter(())
+        elif member.isdir():
+            yield Entry("d", name, *common), iter(())
+        elif member.issym():
+            yield Entry("l", name, *common, link=os.fsencode(member.linkname)), iter(())
+        elif member.islnk():
+            yield Entry("h", name, *common, link=_clean(member.linkname)), iter(())
+        elif member.isfile():
+            file = archive.extractfile(member)
+            assert file is not None
+            yield Entry("f", name, *common, size=member.size), iter(functools.partial(file.read, 1 << 18), b"")
+
+
+def _clean(name: str) -> bytes:
+    """A member's name without leading `./` and trailing `/`; `..` stays and is refused later."""
+    return b"/".join(part for part in os.fsencode(name).split(b"/") if part not in (b"", b"."))
+
+
+# -- the image `host` -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def host_image(store: ImageStore) -> Image:
+    """A base with an /etc of its own, over which the system folders are mounted."""
+    binds = []
+    with tempfile.TemporaryDirectory() as scratch:
+        base = Path(scratch)
+        for name in ("dev", "proc", "tmp", "root", "home", "var/tmp", "run"):
+            (base / name).mkdir(parents=True)
+        for name in _SYSTEM:
+            here = Path("/") / name
+            if here.is_symlink():
+                (base / name).symlink_to(here.readlink())
+            elif here.is_dir():
+                (base / name).mkdir()
+                binds.append((str(here), str(here)))
+        for name, text in _FILES.items():
+            (base / name).parent.mkdir(exist_ok=True)
+            (base / name).write_text(text)
+        for name in _ETC:
+            source, target = Path("/etc") / name, base / "etc" / name
+            with contextlib.suppress(OSError, shutil.Error):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if source.is_dir():
+                    shutil.copytree(source, target, symlinks=True, ignore=_unreadable)
+                elif source.is_file():
+                    shutil.copyfile(source, target)
+        for path in [base, *base.rglob("*")]:
+            if not path.is_symlink():
+                path.chmod(0o755 if path.is_dir() else 0o644)
+                os.utime(path, (0, 0))  # The digest is that of the content.
+        for path in base.rglob("*"):
+            os.utime(path, (0, 0), follow_symlinks=False)
+        layer = store.add_base(base)
+    return Image((layer,), tuple(binds))
+
+
+def _unreadable(folder: str, names: list[str]) -> list[str]:
+    """Files that not every user may read stay outside."""
+    paths = [(name, Path(folder) / name) for name in names]
+    return [name for name, path in paths if path.is_file() and not path.stat().st_mode & 0o004]
