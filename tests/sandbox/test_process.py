@@ -165,7 +165,7 @@ def test_a_worker_that_nobody_reads_costs_no_memory(tmp_path: Path) -> None:
         sandbox = ProcessSandbox(tmp_path, SandboxConfig(max_output_bytes=1000))
         worker = await sandbox.start(Command(("yes",)))
         await asyncio.sleep(0.3)
-        assert len(worker._lines) < 300_000
+        assert len(worker._streams._lines) < 300_000
         assert [await worker.receive_line(5) for _ in range(10_000)] == [b"y\n"] * 10_000
         outcome = await worker.stop()
         assert outcome.reason is OutcomeReason.KILLED

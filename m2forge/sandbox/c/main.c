@@ -1,0 +1,218 @@
+/* The supervisor: reads what to build, creates the namespaces with PID 1 in them, waits for its end and cleans up.
+
+   It stays outside the sandbox, because only there it can remove cgroups and the upper layer after a `kill -9` of the
+   process that started it. */
+#include "sandbox.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/sched.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#ifndef CLONE_NEWTIME
+#define CLONE_NEWTIME 0x80
+#endif
+
+static void write_file(const char *path, const char *text, const char *what) {
+    int fd = open(path, O_WRONLY | O_CLOEXEC);
+    if (fd < 0 || write(fd, text, strlen(text)) != (ssize_t)strlen(text)) fail(what);
+    close(fd);
+}
+
+static const char **get_texts(struct reader *r, uint32_t *count) {
+    *count = get_u32(r);
+    if (*count > 4096) {
+        errno = E2BIG;
+        fail("setup");
+    }
+    const char **texts = calloc(*count + 1, sizeof *texts);
+    if (!texts) fail("memory");
+    for (uint32_t i = 0; i < *count; i++) texts[i] = get_text(r);
+    return texts;
+}
+
+static struct setup parse_setup(struct reader *r) {
+    struct setup s = {.uid = get_u32(r), .gid = get_u32(r)};
+    s.outer_uid = get_u32(r);
+    s.outer_gid = get_u32(r);
+    s.num_ids = get_u32(r);
+    s.hostname = get_text(r);
+    s.workspace = get_text(r);
+    s.user = get_text(r);
+    s.disk = get_text(r);
+    s.upper_bytes = get_u64(r);
+    s.upper_inodes = get_u64(r);
+    s.shm_bytes = get_u64(r);
+    s.layers = get_texts(r, &s.num_layers);
+    uint32_t num_targets;
+    const char **sources = get_texts(r, &s.num_binds), **targets = get_texts(r, &num_targets);
+    s.binds = calloc(s.num_binds + 1, sizeof *s.binds);
+    if (!s.binds || num_targets != s.num_binds) fail("setup");
+    for (uint32_t i = 0; i < s.num_binds; i++) {
+        /* A source that begins with `+` stays writable: a device. */
+        bool is_writable = sources[i][0] == '+';
+        s.binds[i] = (struct bind){sources[i] + is_writable, targets[i], is_writable, -1};
+    }
+    s.num_ports = get_u32(r);
+    if (s.num_ports > MAX_PORTS) fail("setup");
+    for (uint32_t i = 0; i < s.num_ports; i++) s.ports[i] = (uint16_t)get_u32(r);
+    s.cgroups = get_texts(r, &s.num_cgroups);
+    s.files = get_texts(r, &s.num_writes);
+    s.values = get_texts(r, &num_targets);
+    if (num_targets != s.num_writes) fail("setup");
+    return s;
+}
+
+static int clone_with(uint64_t flags) {
+    struct clone_args args = {.flags = flags, .exit_signal = SIGCHLD};
+    return (int)syscall(SYS_clone3, &args, sizeof args);
+}
+
+static pid_t clone_init(void) {
+    uint64_t flags =
+        CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP;
+    pid_t child = clone_with(flags | CLONE_NEWTIME);
+    return child < 0 && errno == EINVAL ? clone_with(flags) : child; /* a kernel without time namespaces */
+}
+
+static void write_maps(pid_t child, const struct setup *s) {
+    char path[64], text[64];
+    bool is_range = s->num_ids > 1;
+    if (!is_range) {
+        snprintf(path, sizeof path, "/proc/%d/setgroups", child);
+        write_file(path, "deny", "setgroups");
+    }
+    snprintf(path, sizeof path, "/proc/%d/gid_map", child);
+    snprintf(text, sizeof text, "%u %u %u", is_range ? 0 : s->gid, s->outer_gid, s->num_ids);
+    write_file(path, text, "gid map");
+    snprintf(path, sizeof path, "/proc/%d/uid_map", child);
+    snprintf(text, sizeof text, "%u %u %u", is_range ? 0 : s->uid, s->outer_uid, s->num_ids);
+    write_file(path, text, "uid map");
+}
+
+/* Remove all that a folder holds, also what its owner made inaccessible. */
+static void remove_tree(int parent, const char *name) {
+    int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0 && errno == EACCES && fchmodat(parent, name, 0700, 0) == 0)
+        fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd >= 0) {
+        fchmod(fd, 0700);
+        DIR *folder = fdopendir(fd);
+        for (struct dirent *entry; folder && (entry = readdir(folder));) {
+            if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
+            if (entry->d_type == DT_DIR) remove_tree(fd, entry->d_name);
+            else unlinkat(fd, entry->d_name, 0);
+        }
+        if (folder) closedir(folder);
+    }
+    unlinkat(parent, name, AT_REMOVEDIR);
+}
+
+static struct setup *cleaned;
+static pid_t init_pid;
+
+static void clean_up(void) {
+    const struct setup *s = cleaned;
+    if (init_pid > 0 && kill(init_pid, SIGKILL) == 0) waitpid(init_pid, NULL, 0);
+    for (uint32_t i = s->num_cgroups; i-- > 0;)
+        for (int attempt = 0; rmdir(s->cgroups[i]) < 0 && errno == EBUSY && attempt < 200; attempt++) usleep(5000);
+    if (s->disk[0]) remove_tree(AT_FDCWD, s->disk);
+}
+
+static void enter_cgroups(pid_t child, const struct setup *s) {
+    char path[4200], text[16];
+    for (uint32_t i = 0; i < s->num_cgroups; i++)
+        if (mkdir(s->cgroups[i], 0755) < 0 && errno != EEXIST) fail(s->cgroups[i]);
+    for (uint32_t i = 0; i < s->num_writes; i++) write_file(s->files[i], s->values[i], s->files[i]);
+    snprintf(text, sizeof text, "%d", child);
+    for (uint32_t i = 0; i < s->num_cgroups; i++) {
+        snprintf(path, sizeof path, "%s/cgroup.procs", s->cgroups[i]);
+        write_file(path, text, path);
+    }
+}
+
+/* The process that made the socket, which is the parent, as a descriptor that can be polled for its end. */
+static int open_owner(void) {
+    struct ucred peer;
+    socklen_t size = sizeof peer;
+    if (getsockopt(control_fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) < 0) fail("owner");
+    int fd = (int)syscall(SYS_pidfd_open, getppid(), 0);
+    if (fd < 0) fail("owner");
+    if (getppid() != peer.pid) _exit(1); /* It is gone already. */
+    return fd;
+}
+
+static _Noreturn void run_init(struct setup *s, int go, int owner) {
+    char byte;
+    if (read(go, &byte, 1) != 1) _exit(1); /* The supervisor has failed and reported it. */
+    close(go);
+    build_root(s);
+    int ports[MAX_PORTS];
+    for (uint32_t i = 0; i < s->num_ports; i++) ports[i] = open_port(s->ports[i]);
+    send_frame(control_fd, READY, 0, NULL, 0, ports, (int)s->num_ports);
+    for (uint32_t i = 0; i < s->num_ports; i++) close(ports[i]);
+    serve(owner);
+}
+
+static int start(void) {
+    uint32_t size;
+    char *frame = receive_frame(control_fd, &size);
+    if (!frame || frame[0] != SETUP) return 1;
+    struct reader r = {frame + 5, frame + size};
+    struct setup s = parse_setup(&r);
+    int owner = open_owner(), go[2];
+    if (pipe2(go, O_CLOEXEC) < 0) fail("pipe");
+    cleaned = &s;
+    before_failing = clean_up;
+    pid_t child = clone_init();
+    if (child < 0) fail("namespaces");
+    if (!child) {
+        before_failing = NULL;
+        close(go[1]);
+        run_init(&s, go[0], owner);
+    }
+    close(go[0]);
+    init_pid = child;
+    write_maps(child, &s);
+    enter_cgroups(child, &s);
+    if (write(go[1], "", 1) != 1) fail("pipe");
+    close(go[1]);
+    close(control_fd);
+    int pidfd = (int)syscall(SYS_pidfd_open, child, 0);
+    struct pollfd polled[2] = {{pidfd, POLLIN, 0}, {owner, POLLIN, 0}};
+    while (pidfd >= 0 && !polled[0].revents) {
+        poll(polled, 2, -1);
+        if (polled[1].revents) kill(child, SIGKILL);
+    }
+    int status = 0;
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+    }
+    init_pid = 0;
+    clean_up();
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+}
+
+int main(int argc, char **argv) {
+    umask(022);
+    signal(SIGPIPE, SIG_IGN);
+    if (argc != 3 || strcmp(argv[1], "start")) return 2;
+    control_fd = atoi(argv[2]);
+    /* The terminal's interrupt key must reach the process that started this one alone, which then closes it. */
+    setsid();
+    fcntl(control_fd, F_SETFD, FD_CLOEXEC);
+    if (control_fd > 3) syscall(SYS_close_range, 3u, (unsigned)control_fd - 1, 0u);
+    syscall(SYS_close_range, (unsigned)control_fd + 1, ~0u, 0u);
+    return start();
+}

@@ -1,0 +1,193 @@
+"""A command of a sandbox that has a PID 1 of ours: its streams are pipes from here to its process."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from m2forge.protocols import Command, Outcome, OutcomeReason
+from m2forge.sandbox.archive import BrokenStreamError
+from m2forge.sandbox.channel import Channel, Kind, pack_text, pack_texts
+from m2forge.sandbox.config import SandboxConfig
+from m2forge.sandbox.stream import CommandStreams, Source
+
+EXECUTE, PACK, UNPACK, PACK_UPPER = range(4)
+"""What a RUN frame asks for: a program, or one of PID 1's own ways to read and write files."""
+_EXIT = struct.Struct("<iBBQQ")
+_NO_LIMIT = (1 << 64) - 1
+MAX_FILES = 65_536
+"""Open files of each process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the kernel limits in each process of a command."""
+
+    address_bytes: int | None
+    cpu_s: int | None
+    file_bytes: int | None
+    num_processes: int | None
+
+    def pack(self) -> bytes:
+        values = (self.address_bytes, self.cpu_s, self.file_bytes, self.num_processes, MAX_FILES)
+        return struct.pack("<5Q", *(_NO_LIMIT if value is None else value for value in values))
+
+
+def run_payload(command: Command, mode: int, config: SandboxConfig, limits: Limits, env: Mapping[str, str]) -> bytes:
+    timeout_s = min(config.timeout_s, command.timeout_s or config.timeout_s)
+    times = struct.pack("<BQQ", mode, max(int(timeout_s * 1000), 1), int(config.grace_s * 1000))
+    texts = pack_text(command.user or config.user) + pack_text(config.workspace) + pack_texts(command.argv)
+    return times + limits.pack() + texts + pack_texts([f"{name}={value}" for name, value in env.items()])
+
+
+class InitWorker:
+    """See `Worker`. `is_fed`: whether the caller streams its input."""
+
+    def __init__(self, id: int, channel: Channel, config: SandboxConfig, *, is_fed: bool) -> None:
+        self._id, self._channel, self._is_fed = id, channel, is_fed
+        self._streams = CommandStreams(config, is_fed=is_fed, on_flood=lambda: self.kill(OutcomeReason.FLOODED))
+        self._reason: OutcomeReason | None = None
+        self._exit: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self._kills: set[asyncio.Task[None]] = set()
+        self.ended: asyncio.Task[Outcome]
+        """Set by `start`."""
+
+    async def start(self, payload: bytes, command: Command, keep: Callable[[Source], None]) -> None:
+        """`keep` receives the streams that processes hold open after the command has ended."""
+        self._started_s = time.time()
+        has_input = self._is_fed or bool(command.stdin)
+        inner, outer = [], []
+        try:
+            for is_input in (True, False, False):
+                if is_input and not has_input:
+                    inner.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+                elif len(inner) == 2 and command.merges_stderr:
+                    inner.append(os.dup(inner[1]))
+                else:
+                    ends = os.pipe2(os.O_CLOEXEC)
+                    inner.append(ends[0 if is_input else 1])
+                    outer.append(os.fdopen(ends[1 if is_input else 0], "wb" if is_input else "rb", buffering=0))
+            await self._channel.send(Kind.RUN, self._id, payload, inner)
+        except BaseException:
+            for file in outer:
+                file.close()
+            raise
+        finally:
+            for descriptor in inner:
+                os.close(descriptor)
+        stdin = outer.pop(0) if has_input else None
+        await self._streams.connect(stdin, outer[0], outer[1] if len(outer) > 1 else None)
+        if not self._is_fed:
+            self._streams.send_all(command.stdin)
+        self.ended = asyncio.get_running_loop().create_task(self._finish(keep))
+
+    async def send(self, data: bytes) -> None:
+        await self._streams.send(data)
+
+    async def receive_line(self, timeout_s: float | None = None) -> bytes:
+        return await self._streams.receive_line(timeout_s)
+
+    async def wait(self) -> Outcome:
+        return await asyncio.shield(self.ended)
+
+    async def stop(self) -> Outcome:
+        self.kill(OutcomeReason.KILLED)
+        return await self.wait()
+
+    def kill(self, reason: OutcomeReason) -> None:
+        """Request the kill. A command that already ended keeps its reason."""
+        if self._reason is None and not self._exit.done():
+            self._reason = reason
+            task = asyncio.get_running_loop().create_task(self._channel.send(Kind.KILL, self._id, b""))
+            self._kills.add(task)
+            task.add_done_callback(self._kills.discard)
+
+    def take_exit(self, payload: bytes | None) -> None:
+        """PID 1's report; None if the sandbox ended before."""
+        if not self._exit.done():
+            self._exit.set_result(payload)
+
+    def lose(self, reason: OutcomeReason | None) -> None:
+        """The sandbox ended, for that reason if it was closed here."""
+        self._reason = self._reason or reason
+        self.take_exit(None)
+
+    async def _finish(self, keep: Callable[[Source], None]) -> Outcome:
+        payload = await self._exit
+        finished_s = time.time()
+        for source in await self._streams.drain_written():
+            keep(source)
+        self._streams.end()
+        stdout, stderr = self._streams.captured()
+        outcome = Outcome(OutcomeReason.EXITED, 0, stdout, stderr, self._started_s, max(finished_s, self._started_s))
+        if payload is None:
+            return replace(outcome, reason=self._reason or OutcomeReason.SIGNALLED, status=-signal.SIGKILL.value)
+        wait_status, is_timeout, is_requested, cpu_us, max_memory_bytes = _EXIT.unpack(payload)
+        status = os.waitstatus_to_exitcode(wait_status)
+        reason = OutcomeReason.SIGNALLED if status < 0 else OutcomeReason.EXITED
+        if is_timeout:
+            reason = OutcomeReason.TIMEOUT
+        elif is_requested:
+            reason = self._reason or OutcomeReason.KILLED
+        return replace(outcome, reason=reason, status=status, cpu_s=cpu_us / 1e6, max_memory_bytes=max_memory_bytes)
+
+
+class Transfer:
+    """A stream of files between a thread here and one of PID 1's own processes."""
+
+    def __init__(self, id: int, channel: Channel) -> None:
+        self._id, self._channel = id, channel
+        self._exit: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+
+    def take_exit(self, payload: bytes | None) -> None:
+        if not self._exit.done():
+            self._exit.set_result(payload)
+
+    def lose(self, reason: OutcomeReason | None) -> None:
+        self.take_exit(None)
+
+    async def run(self, payload: bytes, *, is_input: bool, use: Callable[[int], None]) -> tuple[int, str]:
+        """`use` reads or writes the stream's descriptor in a thread. Returns the exit status and what was said. A
+        stream that breaks off here has its cause on the other side, so it is an error only if that side succeeded."""
+        near, far = reversed(os.pipe2(os.O_CLOEXEC)) if is_input else os.pipe2(os.O_CLOEXEC)
+        said, said_end = os.pipe2(os.O_CLOEXEC)
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fds = (far, null, said_end) if is_input else (null, far, said_end)
+            await self._channel.send(Kind.RUN, self._id, payload, fds)
+        except BaseException:
+            os.close(near)
+            os.close(said)
+            raise
+        finally:
+            for descriptor in (far, null, said_end):
+                os.close(descriptor)
+        broken: Exception | None = None
+        problem: Exception | None = None
+        try:
+            await asyncio.to_thread(_use_and_close, use, near)
+        except (BrokenPipeError, BrokenStreamError) as error:
+            broken = error
+        except Exception as error:  # noqa: BLE001 (raised below)
+            problem = error
+        try:
+            report = await self._exit
+            text = os.read(said, 4096).decode(errors="replace").strip()
+        finally:
+            os.close(said)
+        status = -signal.SIGKILL.value if report is None else os.waitstatus_to_exitcode(_EXIT.unpack(report)[0])
+        if problem := problem or (broken if status == 0 else None):
+            raise problem
+        return status, text
+
+
+def _use_and_close(use: Callable[[int], None], descriptor: int) -> None:
+    try:
+        use(descriptor)
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)

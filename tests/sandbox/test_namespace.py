@@ -1,0 +1,317 @@
+"""Namespace sandboxes: users, layers, exact snapshots, both upper layers, and nothing left whoever is killed."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from m2forge.errors import ConfigError, EngineError
+from m2forge.protocols import Command, OutcomeReason, Sandbox
+from m2forge.sandbox import cgroup
+from m2forge.sandbox.backend import open_sandbox
+from m2forge.sandbox.config import SandboxConfig
+from m2forge.sandbox.namespace import NamespaceSandbox
+from tests.sandbox.places import problem, require, shell, use
+from tests.sandbox.test_kill import lives, wait_until
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIG = SandboxConfig(backend="namespace", timeout_s=30, grace_s=0.1)
+NUM_CYCLES = 100
+
+# A tree that is changed in every way that an overlay stores differently.
+PREPARE = (
+    "mkdir -p d/e gone opaque; echo 1 > d/e/f; echo 2 > gone/f; echo 3 > opaque/f; echo 4 > replaced; echo 5 > twin"
+)
+CHANGE = """
+rm -r gone; rm -r opaque; mkdir opaque; echo new > opaque/g; rm replaced; mkdir replaced; echo 6 > replaced/x
+chmod 751 d/e/f; ln d/e/f d/hard; ln -s /nowhere d/link; touch -d '2001-02-03 04:05:06.789' twin; : > empty
+mkdir -m 700 closed; echo 7 > "a name
+with a line"
+"""
+LIST = """
+find . -mindepth 1 -type d -printf '%p %m %T@ %U:%G\\n' | sort
+find . -not -type d -printf '%p %y %m %s %T@ %l %U:%G %n\\n' | sort
+find . -type f -print0 | sort -z | xargs -0 cat
+"""
+
+
+@pytest.fixture(autouse=True)
+def _can_run() -> None:
+    require("namespace")
+
+
+def test_auto_chooses_namespaces() -> None:
+    async def act(sandbox: Sandbox) -> bool:
+        return isinstance(sandbox, NamespaceSandbox)
+
+    assert use(SandboxConfig(backend="auto"), act)
+
+
+def test_auto_never_runs_plain_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def refuse(*arguments: object) -> None:
+        raise ConfigError("no namespaces")
+
+    monkeypatch.setattr(NamespaceSandbox, "open", refuse)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="no backend that confines"):
+        asyncio.run(open_sandbox(SandboxConfig(backend="auto"), tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a sandbox of an ordinary user has one id")
+def test_users_of_a_sandbox_are_apart() -> None:
+    async def act(sandbox: Sandbox) -> None:
+        for user, ids in ((None, "1000 1000"), ("0:0", "0 0"), ("nobody", "65534 65534"), ("7", "7 7")):
+            outcome = await sandbox.run(Command(("sh", "-c", "echo $(id -u) $(id -g)"), user=user))
+            assert outcome.stdout.text().strip() == ids
+        await sandbox.run(Command(("sh", "-c", "mkdir -m 700 /verdict; echo 0 > /verdict/reward"), user="root"))
+        outcome = await sandbox.run(Command(("sh", "-c", "echo 1 > /verdict/reward; cat /verdict/reward")))
+        assert "denied" in outcome.stderr.text()
+        assert (await sandbox.run(Command(("true",), user="stranger"))).status == 126
+
+    use(CONFIG, act)
+
+
+def test_a_stack_of_layers_is_one_tree(tmp_path: Path) -> None:
+    for name in ("agent", "tools"):
+        (tmp_path / name / "opt").mkdir(parents=True)
+        (tmp_path / name / "opt" / name).write_text(f"#!/bin/sh\necho {name}\n")
+        (tmp_path / name / "opt" / name).chmod(0o755)
+        (tmp_path / name / "opt" / "which").write_text(name)
+    tmp_path.chmod(0o755)
+    config = CONFIG.model_copy(update={"layers": (str(tmp_path / "agent"), str(tmp_path / "tools"))})
+    assert shell("/opt/agent; /opt/tools; cat /opt/which", config).stdout.text() == "agent\ntools\ntools"
+    outcome = shell("echo x > /opt/which", config.model_copy(update={"folders": (str(tmp_path),)}))
+    assert not outcome.is_success
+    shared = config.model_copy(update={"folders": (str(tmp_path),)})
+    assert shell(f"cat {tmp_path}/tools/opt/which; touch {tmp_path}/x", shared).stderr.text().count("Read-only") == 1
+
+
+@pytest.mark.parametrize("upper", ["memory", "disk"])
+def test_a_fork_is_the_sandbox_at_its_snapshot(upper: str) -> None:
+    async def tree(sandbox: Sandbox) -> str:
+        return (await sandbox.run(Command(("sh", "-c", LIST)))).stdout.text()
+
+    async def act(sandbox: Sandbox) -> None:
+        await sandbox.run(Command(("sh", "-c", PREPARE)))
+        first = await sandbox.snapshot()
+        middle = await sandbox.fork(first)
+        writer = await middle.start(Command(("sh", "-c", "while :; do echo x >> /tmp/growing; done")))
+        await middle.run(Command(("sh", "-c", CHANGE)))
+        second = await middle.snapshot()
+        assert not (await middle.run(Command(("true",)))).stdout.num_bytes
+        before = (await middle.run(Command(("stat", "-c", "%s", "/tmp/growing")))).stdout.text()
+        await asyncio.sleep(0.1)
+        assert (await middle.run(Command(("stat", "-c", "%s", "/tmp/growing")))).stdout.text() != before  # It goes on.
+        await writer.stop()
+        last = await middle.fork(second)
+        expected = await tree(middle)
+        assert "opaque/g" in expected
+        assert "gone" not in expected
+        assert await tree(last) == expected
+        for opened in (last, middle):
+            await opened.close()
+        for snapshot in (second, first):
+            await snapshot.remove()
+
+    use(CONFIG.model_copy(update={"upper": upper}), act)
+
+
+def test_a_closed_sandbox_says_so() -> None:
+    async def whole() -> None:
+        sandbox = await open_sandbox(CONFIG)
+        worker = await sandbox.start(Command(("sleep", "60")))
+        await sandbox.close()
+        await sandbox.close()
+        assert (await worker.wait()).reason is OutcomeReason.KILLED
+        with pytest.raises(EngineError, match="is closed"):
+            await sandbox.run(Command(("true",)))
+
+    asyncio.run(whole())
+
+
+def test_a_layer_that_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "layer").mkdir()
+    config = CONFIG.model_copy(update={"folders": (str(tmp_path / "nowhere"),)})
+    with pytest.raises(EngineError, match="nowhere: No such file"):
+        shell("true", config)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("upper", ["memory", "disk"])
+def test_nothing_is_left_when_we_are_killed(tmp_path: Path, number: signal.Signals, upper: str) -> None:
+    code = (
+        "import asyncio, sys\n"
+        "from m2forge.protocols import Command\n"
+        "from m2forge.sandbox.backend import open_sandbox\n"
+        "from m2forge.sandbox.config import SandboxConfig\n"
+        "async def main():\n"
+        f"    config = SandboxConfig(backend='namespace', upper={upper!r})\n"
+        "    sandboxes = [await open_sandbox(config) for _ in range(5)]\n"
+        "    script = 'setsid sleep 4712 & trap \"\" TERM HUP; echo up; while :; do sleep 4712; done'\n"
+        "    for sandbox in sandboxes:\n"
+        "        worker = await sandbox.start(Command(('sh', '-c', script)))\n"
+        "        await worker.receive_line(10)\n"
+        "    print(*[sandbox._process.pid for sandbox in sandboxes], flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, env=env)
+    assert parent.stdout is not None
+    supervisors = [int(word) for word in parent.stdout.readline().split()]
+    everyone = [*supervisors, *(pid for supervisor in supervisors for pid in descendants(supervisor))]
+    assert len(everyone) >= 4 * len(supervisors)
+    groups = list(cgroup_folders(parent.pid))
+    parent.send_signal(number)
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not any(map(lives, everyone)), 2)
+    wait_until(lambda: not any(group.exists() for group in groups), 2)
+    wait_until(lambda: not list(tmp_path.glob("m2forge/sandboxes/*/upper-*")), 2)
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [below for child in map(int, children) for below in (child, *descendants(child))]
+
+
+def cgroup_folders(pid: int) -> list[Path]:
+    return [folder for parent in cgroup.parents().values() for folder in parent.glob(f"m2forge-{pid}-*")]
+
+
+def test_a_killed_supervisor_takes_the_sandbox_with_it() -> None:
+    async def act(sandbox: Sandbox) -> None:
+        assert isinstance(sandbox, NamespaceSandbox)
+        worker = await sandbox.start(Command(("sleep", "60")))
+        inside = descendants(sandbox._process.pid)
+        sandbox._process.kill()
+        outcome = await asyncio.wait_for(worker.wait(), 5)
+        assert (outcome.reason, outcome.status) == (OutcomeReason.SIGNALLED, -9)
+        wait_until(lambda: not any(map(lives, inside)), 2)
+
+    use(CONFIG, act)
+    assert cgroup_folders(os.getpid()) == []
+
+
+def test_many_cycles_leak_nothing() -> None:
+    def state() -> dict[str, int]:
+        own = Path("/proc/self")
+        return {
+            "descriptors": len(list((own / "fd").iterdir())),
+            "children": len((own / "task" / str(os.getpid()) / "children").read_text().split()),
+            "mounts": len((own / "mountinfo").read_text().splitlines()),
+            "cgroups": len(cgroup_folders(os.getpid())),
+        }
+
+    async def cycle(number: int) -> None:
+        sandbox = await open_sandbox(CONFIG)
+        await sandbox.run(Command(("sh", "-c", "echo x > y; sleep 60 &")))
+        if number % 10 == 0:
+            await (await sandbox.snapshot()).remove()
+        await sandbox.close()
+
+    async def cycles(count: int) -> None:
+        for number in range(count):
+            await cycle(number)
+
+    asyncio.run(cycles(3))
+    before = state()
+    asyncio.run(cycles(NUM_CYCLES))
+    assert state() == before
+
+
+ORDINARY = """
+import asyncio, concurrent.futures.thread, json, os, sys  # what the ordinary user may not be able to read
+from m2forge.errors import ConfigError
+from m2forge.protocols import Command
+from m2forge.sandbox.backend import open_sandbox
+from m2forge.sandbox.config import SandboxConfig
+
+SCRIPT = "id -u; echo x > f; rm -r /var/tmp; mkdir /var/tmp; echo y > /var/tmp/g; cat /etc/shadow"
+
+async def main():
+    config = SandboxConfig(backend="namespace", upper=sys.argv[1])
+    sandbox = await open_sandbox(config)
+    outcome = await sandbox.run(Command(("sh", "-c", SCRIPT)))
+    snapshot = await sandbox.snapshot()
+    fork = await sandbox.fork(snapshot)
+    files = (await fork.run(Command(("sh", "-c", "cat f /var/tmp/g")))).stdout.text()
+    other = await sandbox.run(Command(("true",), user="7"))
+    await fork.close()
+    await snapshot.remove()
+    await sandbox.close()
+    return [outcome.stdout.text(), outcome.stderr.text(), files, other.status]
+
+os.setgroups([])
+os.setresgid(54321, 54321, 54321)
+os.setresuid(54321, 54321, 54321)
+try:
+    print(json.dumps(asyncio.run(main())))
+except ConfigError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="this run is by an ordinary user already")
+@pytest.mark.parametrize("upper", ["memory", "disk"])
+def test_an_ordinary_user_has_sandboxes_too(upper: str) -> None:
+    with tempfile.TemporaryDirectory() as scratch:  # pytest's own folders are root's alone
+        os.chown(scratch, 54321, 54321)
+        env = os.environ | {"XDG_CACHE_HOME": scratch, "TMPDIR": scratch, "HOME": scratch}
+        done = subprocess.run(
+            [sys.executable, "-c", ORDINARY, upper], cwd=ROOT, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        if isinstance(answer, str):
+            pytest.skip(f"sandbox backend namespace, ordinary user: {answer}")
+        stdout, stderr, files, other = answer
+        assert (stdout, files, other) == ("1000\n", "x\ny\n", 126)
+        assert "/etc/shadow" in stderr
+        assert not list(Path(scratch).glob("m2forge/sandboxes/*/[ul]*er-*"))
+
+
+def test_refused_namespaces_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = Path("/proc/sys/user/max_user_namespaces")
+    if os.geteuid() != 0 or problem("namespace") is not None:
+        pytest.skip("only root can forbid namespaces for a moment")
+    code = (
+        "import ctypes, sys\n"
+        "libc = ctypes.CDLL(None)\n"
+        "assert libc.unshare(0x10000000) == 0\n"  # The limit of a namespace of its own holds for nobody else.
+        "open('/proc/self/setgroups', 'w').write('deny')\n"
+        "open('/proc/self/uid_map', 'w').write('0 0 1'); open('/proc/self/gid_map', 'w').write('0 0 1')\n"
+        f"open({str(limit)!r}, 'w').write('0')\n"
+        "import asyncio\n"
+        "from m2forge.errors import ConfigError\n"
+        "from m2forge.sandbox.backend import open_sandbox\n"
+        "from m2forge.sandbox.config import SandboxConfig\n"
+        "try:\n"
+        "    asyncio.run(open_sandbox(SandboxConfig(backend='namespace')))\n"
+        "except ConfigError as error:\n"
+        "    sys.exit(f'refused: {error}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "refused: sandbox.backend: the kernel refused the namespaces" in done.stderr
+    assert "user.max_user_namespaces" in done.stderr
+
+
+def test_starting_takes_milliseconds() -> None:
+    async def measure() -> float:
+        times = []
+        for _ in range(20):
+            started_s = time.perf_counter()
+            sandbox = await open_sandbox(CONFIG)
+            await sandbox.run(Command(("true",)))
+            await sandbox.close()
+            times.append(time.perf_counter() - started_s)
+        return min(times)
+
+    assert asyncio.run(measure()) < 0.1  # ten times what it takes on an idle machine
