@@ -214,6 +214,27 @@ def command_init(args: argparse.Namespace) -> None:
     print(f"next: cd {args.dest} and python model.py; docs/tutorial.md explains the files")
 
 
+def command_image(args: argparse.Namespace) -> None:
+    from datetime import datetime
+
+    from m2forge.sandbox.image import DIGEST, ImageStore
+
+    store, names = ImageStore(), list(args.names)
+    if (args.action == "list") == bool(names) or (args.action == "build" and len(names) < 2):
+        raise ConfigError("image: expected `build NAME SOURCE…`, `list`, or `rm NAME…`; see m2forge image --help")
+    match args.action:
+        case "build":
+            built = store.build(names[0], names[1:])
+            print(f"{built.name} {DIGEST}{built.digest}")
+        case "list":
+            for image in store.images():
+                created = datetime.fromtimestamp(image.created_s).isoformat(" ", "seconds")
+                print(f"{image.name:30} {DIGEST}{image.digest[:12]}  {created}  {image.source}")
+        case "rm":
+            for name in names:
+                print(f"removed {store.remove(name).name}")
+
+
 def command_tasks(args: argparse.Namespace) -> None:
     from m2forge.config import build
     from m2forge.tasks.config import VerifyConfig
@@ -463,6 +484,17 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _add_image(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("build", "list", "rm"), help="build NAME SOURCE…, list, or rm NAME…")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="the image's name; for build then its sources, the last on top: a folder, a tar, a folder with a "
+        "Dockerfile (needs podman), or another image",
+    )
+
+
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="the model folder, GGUF file or hub id to serve")
     _add_revision(parser)
@@ -565,6 +597,7 @@ COMMANDS = {
     "eval": Command("measure a model: a table and plots", _add_config, command_eval),
     "init": Command("write the files of a first run of your own", _add_init, command_init),
     "tasks": Command("check a source of tasks and its verifiers", _add_tasks, command_tasks),
+    "image": Command("build, list or remove the images of sandboxes", _add_image, command_image),
     "serve": Command("serve a model by HTTP: the vendors' APIs, and token ids", _add_serve, command_serve),
     "chat": Command("talk with a model in the terminal", _add_chat, command_chat),
     "gateway": Command("serve agents: the vendors' APIs in, every token recorded", _add_gateway, command_gateway),

@@ -1,0 +1,144 @@
+"""Images: what archives may do when they are unpacked, names and digests, and the `image` command."""
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from m2forge import cli
+from m2forge.errors import DataError, NotFoundError
+from m2forge.sandbox import image
+from m2forge.sandbox.config import SandboxConfig
+from m2forge.sandbox.image import ImageStore
+from tests.sandbox.places import require, shell
+
+
+def make_tar(path: Path, members: list[tuple[str, bytes, str, str]]) -> Path:
+    """Members by name, type, content and link."""
+    with tarfile.open(path, "w") as archive:
+        for name, kind, content, link in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname, info.size, info.mode = kind, link, len(content), 0o755
+            archive.addfile(info, io.BytesIO(content.encode()))
+    return path
+
+
+FILE, LINK, HARD, FOLDER = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("../out", FILE, "x", "")],
+        [("a/../../out", FILE, "x", "")],
+        [("a", LINK, "", "{outside}"), ("hard", HARD, "", "../secret")],
+        [("hard", HARD, "", "{outside}/secret")],
+    ],
+)
+def test_a_hostile_archive_is_refused_whole(tmp_path: Path, members: list[tuple[str, bytes, str, str]]) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_text("untouched")
+    filled = [(name, kind, text, link.format(outside=outside)) for name, kind, text, link in members]
+    store = ImageStore(tmp_path / "images")
+    with pytest.raises(DataError):
+        store.build("bad", [str(make_tar(tmp_path / "bad.tar", filled))])
+    assert list((tmp_path / "images").rglob("*secret*")) == []
+    assert [path.name for path in outside.iterdir()] == ["secret"]
+    assert list((tmp_path / "images" / "layers").iterdir()) == []
+    assert store.images() == []
+
+
+def test_a_link_is_not_followed_while_unpacking(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    members = [("a", LINK, "", str(outside)), ("a/planted", FILE, "x", "")]
+    ImageStore(tmp_path / "images").build("a", [str(make_tar(tmp_path / "a.tar", members))])
+    assert list(outside.iterdir()) == []
+
+
+def test_archive_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image, "MIN_BYTES", 1 << 20)
+    with tarfile.open(tmp_path / "bomb.tar.gz", "w:gz") as archive:
+        info = tarfile.TarInfo("zeros")
+        info.size = 50 << 20
+        archive.addfile(info, io.BytesIO(bytes(info.size)))
+    store = ImageStore(tmp_path / "images")
+    with pytest.raises(DataError, match="more than"):
+        store.build("bomb", [str(tmp_path / "bomb.tar.gz")])
+    monkeypatch.setattr(image, "MAX_ENTRIES", 10)
+    many = [(f"f{number}", FILE, "", "") for number in range(20)]
+    with pytest.raises(DataError, match="10 files"):
+        store.build("many", [str(make_tar(tmp_path / "many.tar", many))])
+    (tmp_path / "text.tar").write_text("no archive")
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        store.build("text", [str(tmp_path / "text.tar")])
+
+
+def test_names_digests_aliases_and_removal(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "file").write_text("x")
+    store = ImageStore(tmp_path / "images")
+    built = store.build("python:3.12", [str(folder)])
+    assert store.build("again", [str(folder)]).digest == built.digest
+    assert store.build("alias", ["python:3.12"]).digests == built.digests
+    assert [found.name for found in store.images()] == ["again", "alias", "python:3.12"]
+    layer = tmp_path / "images" / "layers" / built.digest
+    for name in ("again", "alias", "python:3.12"):
+        assert layer.is_dir()
+        store.remove(name)
+    assert not layer.exists()
+    with pytest.raises(NotFoundError, match="there is no 'pithon'"):
+        store.resolve("pithon")
+    for name in ("", "host", "sha256:1", "/x", "../x"):
+        with pytest.raises(DataError):
+            store.build(name, [str(folder)])
+
+
+def test_an_image_in_use_is_not_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    store = ImageStore(tmp_path / "images")
+    built = store.build("used", [str(folder)])
+    assert store.resolve(f"sha256:{built.digest[:12]}").layers == store.resolve("used").layers
+    with pytest.raises(DataError, match="in use"):
+        store.remove("used")
+
+
+def test_layers_of_tars_hide_files_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require("namespace")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    below = make_tar(
+        tmp_path / "a.tar", [("opt/gone", FILE, "1", ""), ("opt/d/old", FILE, "2", ""), ("opt/stays", FILE, "3", "")]
+    )
+    hidden = [("opt/.wh.gone", FILE, "", ""), ("opt/d/.wh..wh..opq", FILE, "", "")]
+    above = make_tar(tmp_path / "b.tar", [*hidden, ("opt/d/new", FILE, "", "")])
+    ImageStore().build("stack", [str(below), str(above)])
+    config = SandboxConfig(backend="namespace", layers=("stack",))
+    assert shell("find /opt -type f | sort", config).stdout.text() == "/opt/d/new\n/opt/stays\n"
+
+
+def test_the_host_image_shows_no_home_and_no_keys() -> None:
+    require("namespace")
+    outcome = shell("ls -A /root /home; ls /etc /var; cat /etc/passwd", SandboxConfig(backend="namespace"))
+    shown = outcome.stdout.text().split()
+    assert not {"shadow", "ssh", "private", "sudoers", "log", "lib", ".ssh", ".cache"} & set(shown)
+    assert "root:x:0:0:root:/root:/bin/sh" in shown
+
+
+def test_the_image_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "folder").mkdir()
+    assert cli.main(["image", "build", "mine", str(tmp_path / "folder")]) == 0
+    assert cli.main(["image", "list"]) == 0
+    assert "mine" in capsys.readouterr().out.splitlines()[-1]
+    assert cli.main(["image", "rm", "mine"]) == 0
+    assert cli.main(["image", "rm", "mine"]) == 2
+    assert cli.main(["image", "build", "mine"]) == 2
+    (tmp_path / "folder" / "Dockerfile").touch()
+    monkeypatch.setenv("PATH", os.devnull)
+    assert cli.main(["image", "build", "mine", str(tmp_path / "folder")]) == 2
+    assert "install podman" in capsys.readouterr().err
