@@ -4,12 +4,15 @@ A child cannot use more than its parent, so a sandbox stays within the limits of
 nothing is writable, rlimits of each process serve, which `Plan.has_memory` reports.
 """
 
+import contextlib
 import functools
 import itertools
+import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from m2forge.errors import ConfigError
 from m2forge.sandbox.config import SandboxConfig
 
 MAX_PROCESSES = 1024
@@ -17,6 +20,7 @@ _PERIOD_US = 100_000
 _RESERVE = 16
 """Processes beyond the limit of the user, so that PID 1 can still read files for the caller."""
 _numbers = itertools.count()
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,30 @@ def _delegated(folder: Path) -> list[str]:
     return wanted
 
 
+@functools.cache
+def _report_missing_memory() -> None:
+    _log.warning("no memory cgroup is writable: max_memory_bytes limits the address space of each process instead")
+
+
+@functools.cache
+def _remove_abandoned() -> None:
+    """Remove the groups of killed processes whose supervisors were killed too; one that is used cannot be removed."""
+    for parent in set(parents().values()):
+        for folder in parent.glob("m2forge-*-*"):
+            if not Path("/proc", folder.name.split("-")[1]).exists():
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+
+
 def plan(config: SandboxConfig) -> Plan:
+    _remove_abandoned()
+    if config.max_cpus is not None and "cpu" not in parents():
+        raise ConfigError(
+            f"sandbox.max_cpus: {config.max_cpus:g} needs a writable cgroup with the controller `cpu`, and there is none; "
+            "leave max_cpus out, or run as a user to whom a cgroup is delegated"
+        )
+    if config.max_memory_bytes is not None and "memory" not in parents():
+        _report_missing_memory()
     name = f"m2forge-{os.getpid()}-{next(_numbers)}"
     memory = str(config.max_memory_bytes) if config.max_memory_bytes is not None else None
     cpu = None if config.max_cpus is None else str(max(int(config.max_cpus * _PERIOD_US), 1000))

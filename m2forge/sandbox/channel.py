@@ -70,6 +70,8 @@ class Channel:
         self._socket, self._take, self._on_end = end, take, on_end
         self._received, self._fds = bytearray(), list[int]()
         self._lock = asyncio.Lock()
+        self._room: asyncio.Future[None] | None = None
+        """Done when a frame that waits for room in the socket can go on, or never will."""
         self._loop = asyncio.get_running_loop()
         self._is_open = True
         end.setblocking(False)
@@ -84,28 +86,24 @@ class Channel:
 
     async def _send(self, frame: bytes, fds: Sequence[int]) -> None:
         async with self._lock:
+            rest = memoryview(frame)
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-            try:
-                while self._is_open:
-                    try:
-                        num_sent = self._socket.sendmsg([frame], ancillary)
-                        break
-                    except BlockingIOError:
-                        await self._writable()
-                else:
+            while rest and self._is_open:
+                try:
+                    num_sent = self._socket.sendmsg([rest], ancillary)
+                except BlockingIOError:
+                    self._room = self._loop.create_future()
+                    self._loop.add_writer(self._socket.fileno(), self._wake)
+                    await self._room
+                except (BrokenPipeError, ConnectionResetError):
                     return
-                if num_sent < len(frame):
-                    await self._loop.sock_sendall(self._socket, frame[num_sent:])
-            except OSError:
-                return
+                else:
+                    rest, ancillary = rest[num_sent:], []
 
-    async def _writable(self) -> None:
-        ready = self._loop.create_future()
-        self._loop.add_writer(self._socket.fileno(), ready.set_result, None)
-        try:
-            await ready
-        finally:
-            self._loop.remove_writer(self._socket.fileno())
+    def _wake(self) -> None:
+        self._loop.remove_writer(self._socket.fileno())
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
 
     def _read(self) -> None:
         try:
@@ -133,4 +131,5 @@ class Channel:
         if self._is_open:
             self._is_open = False
             self._loop.remove_reader(self._socket.fileno())
+            self._wake()
             self._socket.close()

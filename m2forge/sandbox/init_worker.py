@@ -54,7 +54,8 @@ class InitWorker:
         self._exit: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self._kills: set[asyncio.Task[None]] = set()
         self.ended: asyncio.Task[Outcome]
-        """Set by `start`."""
+        """Set by `start`, with `is_started`."""
+        self.is_started = False
 
     async def start(self, payload: bytes, command: Command, keep: Callable[[Source], None]) -> None:
         """`keep` receives the streams that processes hold open after the command has ended."""
@@ -84,6 +85,7 @@ class InitWorker:
         if not self._is_fed:
             self._streams.send_all(command.stdin)
         self.ended = asyncio.get_running_loop().create_task(self._finish(keep))
+        self.is_started = True
 
     async def send(self, data: bytes) -> None:
         await self._streams.send(data)
@@ -166,21 +168,22 @@ class Transfer:
         finally:
             for descriptor in (far, null, said_end):
                 os.close(descriptor)
-        broken: Exception | None = None
-        problem: Exception | None = None
+        moving = asyncio.ensure_future(asyncio.to_thread(_use_and_close, use, near))
         try:
-            await asyncio.to_thread(_use_and_close, use, near)
-        except (BrokenPipeError, BrokenStreamError) as error:
-            broken = error
-        except Exception as error:  # noqa: BLE001 (raised below)
-            problem = error
-        try:
-            report = await self._exit
+            await asyncio.wait([moving])
+            report = await asyncio.shield(self._exit)
             text = os.read(said, 4096).decode(errors="replace").strip()
+        except asyncio.CancelledError:
+            # The thread ends with the stream, and the stream with the process on the other side.
+            await self._channel.send(Kind.KILL, self._id, b"")
+            await asyncio.wait([moving, self._exit])
+            moving.exception()
+            raise
         finally:
             os.close(said)
         status = -signal.SIGKILL.value if report is None else os.waitstatus_to_exitcode(_EXIT.unpack(report)[0])
-        if problem := problem or (broken if status == 0 else None):
+        problem = moving.exception()
+        if problem is not None and (status == 0 or not isinstance(problem, BrokenPipeError | BrokenStreamError)):
             raise problem
         return status, text
 

@@ -78,13 +78,15 @@ def run_folder() -> Path:
     """This process's folder for upper layers on disk and for snapshots. What killed processes left is removed."""
     parent = cache_folder() / "sandboxes"
     parent.mkdir(parents=True, exist_ok=True)
-    for left in parent.iterdir():
-        with contextlib.suppress(OSError), (left / "lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove_tree(left)
-    own = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent))
-    # The descriptor stays open, and with it the lock, while this process lives.
-    fcntl.flock(os.open(own / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC), fcntl.LOCK_SH)
+    with (parent / "lock").open("a") as whole:
+        fcntl.flock(whole, fcntl.LOCK_EX)  # A folder without its lock yet must not look abandoned.
+        for left in parent.glob("*/lock"):
+            with contextlib.suppress(OSError), left.open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_tree(left.parent)
+        own = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent))
+        # The descriptor stays open, and with it the lock, while this process lives.
+        fcntl.flock(os.open(own / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC), fcntl.LOCK_SH)
     return own
 
 
@@ -118,9 +120,9 @@ class NamespaceSandbox:
         try:
             await asyncio.shield(starting)
         except asyncio.CancelledError:
-            with contextlib.suppress(Exception):
-                await starting
-            await sandbox.close()
+            await asyncio.wait([starting])
+            if starting.exception() is None:
+                await sandbox.close()
             raise
         return sandbox
 
@@ -130,10 +132,10 @@ class NamespaceSandbox:
         self._ready: asyncio.Future[list[int]] = loop.create_future()
         self._gone: asyncio.Future[None] = loop.create_future()
         self._cgroups = cgroup.plan(self._config)
-        near, far = socket.socketpair()
+        path = str(program())
         self._disk = self._make_disk()
+        near, far = socket.socketpair()
         try:
-            path = str(program())
             self._process = subprocess.Popen(
                 [path, "start", str(far.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -145,6 +147,7 @@ class NamespaceSandbox:
             )
         except BaseException:
             near.close()
+            self._clean_up()
             raise
         finally:
             far.close()
@@ -264,7 +267,8 @@ class NamespaceSandbox:
         self._channel.close()
         await self._gone
         self._lose()
-        ending = [child.ended for child in list(self._children.values()) if isinstance(child, InitWorker)]
+        children = list(self._children.values())
+        ending = [child.ended for child in children if isinstance(child, InitWorker) and child.is_started]
         await asyncio.gather(*ending, return_exceptions=True)
         for source in self._lingering:
             source.close()
@@ -427,21 +431,21 @@ class NamespaceSandbox:
         loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._process.wait()
-        if self._process.returncode < 0:
+        if self._process.returncode:
             self._clean_up()
         self._gone.set_result(None)
+        self._lose()  # A command may have been sent after the end of the stream.
 
     def _clean_up(self) -> None:
-        """Remove what the supervisor could not, because it was killed. PID 1 dies with it, in a moment."""
+        """Remove what a supervisor that failed or was killed has left. PID 1 dies with it, in a moment."""
         for folder in self._cgroups.folders:
             for _ in range(100):
-                with contextlib.suppress(FileNotFoundError):
-                    try:
-                        Path(folder).rmdir()
-                    except OSError:
-                        time.sleep(0.01)
-                        continue
-                break
+                try:
+                    Path(folder).rmdir()
+                except FileNotFoundError:
+                    break
+                except OSError:
+                    time.sleep(0.01)  # Its last process has not ended yet.
         if self._disk:
             remove_tree(Path(self._disk))
 

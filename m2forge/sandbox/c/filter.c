@@ -25,10 +25,21 @@
     (CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | 0x80)
 #define CLONE_FLAGS (NEW_NAMESPACES & ~0x80) /* clone's lowest byte is a signal */
 
+/* Calls that older headers do not name have the same number on every architecture. */
+#ifndef SYS_mount_setattr
+#define SYS_mount_setattr 442
+#endif
+#ifndef SYS_quotactl_fd
+#define SYS_quotactl_fd 443
+#endif
+#ifndef SYS_open_tree_attr
+#define SYS_open_tree_attr 467
+#endif
+
 static const int DENIED[] = {
     /* mounts and namespaces */
     SYS_mount, SYS_umount2, SYS_pivot_root, SYS_chroot, SYS_setns, SYS_fsopen, SYS_fsconfig, SYS_fsmount, SYS_fspick,
-    SYS_move_mount, SYS_open_tree, SYS_mount_setattr, SYS_open_by_handle_at, SYS_quotactl, SYS_quotactl_fd,
+    SYS_move_mount, SYS_open_tree, SYS_open_tree_attr, SYS_mount_setattr, SYS_open_by_handle_at, SYS_quotactl, SYS_quotactl_fd,
     SYS_fanotify_init,
     /* other processes */
     SYS_ptrace, SYS_process_vm_readv, SYS_process_vm_writev, SYS_pidfd_getfd, SYS_kcmp, SYS_userfaultfd,

@@ -44,6 +44,7 @@ struct order {
 
 static struct command *commands;
 static size_t num_commands, max_commands;
+static bool is_packing; /* the upper layer: all commands are stopped, and no other may start */
 
 static uint64_t now_ms(void) {
     struct timespec now;
@@ -67,7 +68,7 @@ static bool read_process(const char *pid, char *state, int *session) {
     return end && sscanf(end + 1, " %c %*d %*d %d", state, session) == 2;
 }
 
-/* Kill a command and every process of its session. A second look finds what a process started meanwhile. */
+/* Kill every process of a session. A second look finds what a process started meanwhile. */
 static void kill_session(pid_t leader) {
     kill(-leader, SIGKILL);
     for (int round = 0, num_found = 1; round < 20 && num_found; round++) {
@@ -82,6 +83,12 @@ static void kill_session(pid_t leader) {
         }
         if (folder) closedir(folder);
     }
+}
+
+/* A command that has just been forked does not lead its session yet. */
+static void kill_command(const struct command *c) {
+    kill(c->pid, SIGKILL);
+    kill_session(c->pid);
 }
 
 /* Stop every process, so that the upper layer does not change while it is read. */
@@ -252,6 +259,8 @@ static void run(uint32_t id, struct reader *r) {
     if (!pid) become(&o, streams);
     if (pid < 0) dprintf(streams[2], "%s: cannot be run: %s\n", o.argv[0], strerror(errno));
     for (int i = 0; i < 3; i++) close(streams[i]);
+    is_packing = pid > 0 && o.mode == PACK_UPPER;
+    if (pid < 0 && o.mode == PACK_UPPER) kill(-1, SIGCONT);
     if (pid < 0) {
         int32_t status = 126 << 8;
         char payload[22] = {0};
@@ -278,7 +287,7 @@ static void handle_frame(void) {
     for (size_t i = 0; frame[0] == KILL && i < num_commands; i++) {
         if (commands[i].id != id) continue;
         commands[i].is_requested = true;
-        kill_session(commands[i].pid);
+        kill_command(&commands[i]);
     }
     drop_fds();
     free(frame);
@@ -298,20 +307,27 @@ static void report(const struct command *c, int status, const struct rusage *usa
     send_frame(control_fd, EXIT, c->id, payload, sizeof payload, NULL, 0);
 }
 
-static void reap(void) {
+/* Reap processes that have ended; false if there may be more, so that a storm of orphans does not hold up frames. */
+static bool reap(void) {
     struct rusage usage;
     int status;
-    for (pid_t pid; (pid = wait4(-1, &status, WNOHANG, &usage)) > 0;) {
+    for (int count = 0; count < 256; count++) {
+        pid_t pid = wait4(-1, &status, WNOHANG, &usage);
+        if (pid <= 0) return true;
         for (size_t i = 0; i < num_commands; i++) {
             if (commands[i].pid != pid) continue;
             struct command ended = commands[i];
             commands[i] = commands[--num_commands];
-            if (ended.is_upper) kill(-1, SIGCONT);
+            if (ended.is_upper) {
+                is_packing = false;
+                kill(-1, SIGCONT);
+            }
             if (ended.is_timeout || ended.is_requested) kill_session(pid);
             report(&ended, status, &usage);
             break;
         }
     }
+    return false;
 }
 
 /* Signal commands whose time is over; returns milliseconds until the next is. */
@@ -319,12 +335,13 @@ static int enforce_deadlines(void) {
     uint64_t now = now_ms(), next = UINT64_MAX;
     for (size_t i = 0; i < num_commands; i++) {
         struct command *c = &commands[i];
+        if (is_packing && !c->is_upper) continue; /* A signal would let it go on. */
         if (c->deadline_ms <= now) {
             if (c->is_timeout || !c->grace_ms) {
-                kill_session(c->pid);
+                kill_command(c);
                 c->deadline_ms = UINT64_MAX;
             } else {
-                kill(-c->pid, SIGTERM);
+                if (kill(-c->pid, SIGTERM) < 0) kill(c->pid, SIGTERM); /* It may not lead its session yet. */
                 kill(-c->pid, SIGCONT);
                 c->deadline_ms = now + c->grace_ms;
             }
@@ -344,15 +361,19 @@ _Noreturn void serve(int owner_pidfd) {
     int signals = signalfd(-1, &watched, SFD_CLOEXEC | SFD_NONBLOCK);
     if (signals < 0) fail("signals");
     struct pollfd polled[3] = {{control_fd, POLLIN, 0}, {signals, POLLIN, 0}, {owner_pidfd, POLLIN, 0}};
-    for (;;) {
-        if (poll(polled, 3, enforce_deadlines()) < 0 && errno != EINTR) _exit(1);
-        if (polled[2].revents) _exit(0);
-        if (polled[1].revents) {
-            struct signalfd_siginfo info;
-            while (read(signals, &info, sizeof info) > 0) {
-            }
-            reap();
+    for (bool is_reaped = true;;) {
+        int wait_ms = enforce_deadlines();
+        polled[0].events = is_packing ? 0 : POLLIN;
+        if (poll(polled, 3, is_reaped ? wait_ms : 0) < 0) {
+            if (errno != EINTR) _exit(1);
+            continue;
         }
-        if (polled[0].revents) handle_frame();
+        if (polled[2].revents) _exit(0);
+        struct signalfd_siginfo info;
+        while (polled[1].revents && read(signals, &info, sizeof info) > 0) {
+        }
+        if (polled[1].revents || !is_reaped) is_reaped = reap();
+        if (polled[0].revents & POLLIN) handle_frame();
+        else if (polled[0].revents) _exit(0);
     }
 }

@@ -166,6 +166,20 @@ static _Noreturn void run_init(struct setup *s, int go, int owner) {
     serve(owner);
 }
 
+/* Wait for PID 1, and kill it if the owner is gone or has closed its socket: commands may keep PID 1 busy with their
+   orphans, so that it sees neither. */
+static void wait_for_end(pid_t child, int owner) {
+    int pidfd = (int)syscall(SYS_pidfd_open, child, 0);
+    struct pollfd polled[3] = {{pidfd, POLLIN, 0}, {owner, POLLIN, 0}, {control_fd, 0, 0}};
+    if (pidfd < 0) kill(child, SIGKILL);
+    while (pidfd >= 0 && !polled[0].revents && !polled[1].revents && !polled[2].revents) {
+        if (poll(polled, 3, -1) < 0 && errno != EINTR) break;
+    }
+    if (!polled[0].revents) kill(child, SIGKILL);
+    while (waitpid(child, NULL, 0) < 0 && errno == EINTR) {
+    }
+}
+
 static int start(void) {
     uint32_t size;
     char *frame = receive_frame(control_fd, &size);
@@ -189,19 +203,11 @@ static int start(void) {
     enter_cgroups(child, &s);
     if (write(go[1], "", 1) != 1) fail("pipe");
     close(go[1]);
-    close(control_fd);
-    int pidfd = (int)syscall(SYS_pidfd_open, child, 0);
-    struct pollfd polled[2] = {{pidfd, POLLIN, 0}, {owner, POLLIN, 0}};
-    while (pidfd >= 0 && !polled[0].revents) {
-        poll(polled, 2, -1);
-        if (polled[1].revents) kill(child, SIGKILL);
-    }
-    int status = 0;
-    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
-    }
+    wait_for_end(child, owner);
     init_pid = 0;
+    close(control_fd); /* Its reader sees the end before the removal of files, which may take long. */
     clean_up();
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+    return 0;
 }
 
 int main(int argc, char **argv) {

@@ -66,7 +66,8 @@ static bool put_entry(struct entry *e, const char *name, const char *link) {
 static bool put_content(int fd, uint64_t size) {
     while (size) {
         ssize_t got = read(fd, block, size < BLOCK ? size : BLOCK);
-        if (got <= 0) memset(block, 0, got = (ssize_t)(size < BLOCK ? size : BLOCK));
+        if (got < 0) return false;
+        if (got == 0) memset(block, 0, (size_t)(got = (ssize_t)(size < BLOCK ? size : BLOCK)));
         if (!write_all(1, block, (size_t)got)) return false;
         size -= (uint64_t)got;
     }
@@ -98,11 +99,18 @@ static bool pack_one(int parent, const char *base, char *name, size_t length, in
         e.type = 'h';
         return put_entry(&e, name, first);
     }
-    int fd = openat(parent, base, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | (S_ISDIR(status.st_mode) ? O_DIRECTORY : 0));
-    if (fd < 0) {
-        if (errno == ENOENT) return true;
-        complain(name, FAILURE);
-        return false;
+    /* A running command may have put a pipe in its place, whose opening would wait for a writer. */
+    mode_t kind = status.st_mode & S_IFMT;
+    int fd = openat(parent, base, O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0 || fstat(fd, &status) < 0) {
+        bool is_gone = fd < 0 && (errno == ENOENT || errno == ELOOP || errno == ENXIO);
+        if (!is_gone) complain(name, FAILURE);
+        if (fd >= 0) close(fd);
+        return is_gone;
+    }
+    if ((status.st_mode & S_IFMT) != kind) {
+        close(fd);
+        return true;
     }
     bool is_done;
     if (S_ISDIR(status.st_mode)) {

@@ -131,7 +131,7 @@ static void bind_fd(int source, int target, bool is_writable, const char *what) 
     ssize_t size = readlink(to, path, sizeof path - 1);
     if (size < 0) fail(what);
     path[size] = 0;
-    struct mount_attr attributes = {.attr_set = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID};
+    struct mount_attr attributes = {.attr_set = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV};
     if (syscall(SYS_mount_setattr, AT_FDCWD, path, AT_RECURSIVE, &attributes, sizeof attributes) < 0) fail(what);
 }
 
