@@ -1,8 +1,9 @@
-"""Sandboxes: how long one takes to create, use and destroy, how many a second, and what an idle one costs.
+"""Sandboxes: how long one takes to create, use and destroy, how many a second, what an idle one costs, and what stays
+behind after thousands of them or after their owner was killed.
 
-bwrap and podman are measured beside it where they are installed.
+bwrap and podman are measured beside it where they are installed; podman needs the image that --peer-image names.
 
-    python benchmarks/sandbox.py [--quick] [--json]
+    python benchmarks/sandbox.py [--quick] [--json] [--peer-image debian:bookworm]
 """
 
 import asyncio
@@ -11,19 +12,38 @@ import resource
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from report import Bar, arguments, finish, print_table
 
+from m2forge.protocols import Command, Sandbox
+from m2forge.sandbox import cgroup
+from m2forge.sandbox.backend import open_sandbox
+from m2forge.sandbox.config import SandboxConfig
+from m2forge.sandbox.namespace import run_folder
+
+CONFIG = SandboxConfig(backend="namespace")
+TRUE = Command(("/bin/true",))
+NUM_OWNED = 20
+OWNER = f"""
+import asyncio
 from m2forge.protocols import Command
 from m2forge.sandbox.backend import open_sandbox
 from m2forge.sandbox.config import SandboxConfig
 
-CONFIG = SandboxConfig(backend="namespace")
-TRUE = Command(("/bin/true",))
+async def main():
+    sandboxes = [await open_sandbox(SandboxConfig(backend="namespace")) for _ in range({NUM_OWNED})]
+    for sandbox in sandboxes:
+        await (await sandbox.start(Command(("sh", "-c", "setsid sleep 4713 & echo up; sleep 4713")))).receive_line()
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
 
 
 async def cycle() -> None:
@@ -40,6 +60,14 @@ async def p50_ms(step: Callable[[], Awaitable[object]], repeats: int) -> float:
         if number >= 3:
             times.append(time.perf_counter() - started_s)
     return 1000 * statistics.median(times)
+
+
+async def command_ms(config: SandboxConfig, repeats: int) -> float:
+    sandbox = await open_sandbox(config)
+    try:
+        return await p50_ms(lambda: sandbox.run(TRUE), repeats)
+    finally:
+        await sandbox.close()
 
 
 async def rate(num: int, at_once: int) -> float:
@@ -61,26 +89,30 @@ async def fork_share(repeats: int, num_bytes: int) -> float:
         layer = Path(scratch) / "layer"
         (layer / "opt").mkdir(parents=True)
         with (layer / "opt" / "data").open("wb") as file:
-            file.truncate(num_bytes)
+            for _ in range(num_bytes // 1_000_000):
+                file.write(os.urandom(1_000_000))
         config = CONFIG.model_copy(update={"layers": (str(layer),)})
         template = await open_sandbox(config)
         await template.run(Command(("sh", "-c", "echo prepared > file")))
         snapshot = await template.snapshot()
+        times: dict[str, list[float]] = {"create": [], "fork": []}
 
-        async def create() -> None:
-            await (await open_sandbox(config)).close()
+        async def measure(name: str, opening: Awaitable[Sandbox]) -> None:
+            started_s = time.perf_counter()
+            sandbox = await opening
+            await sandbox.close()
+            times[name].append(time.perf_counter() - started_s)
 
-        async def fork() -> None:
-            await (await template.fork(snapshot)).close()
-
-        created, forked = await p50_ms(create, repeats), await p50_ms(fork, repeats)
+        for _ in range(repeats):  # in turns, so that other load disturbs both alike
+            await measure("create", open_sandbox(config))
+            await measure("fork", template.fork(snapshot))
         await template.close()
         await snapshot.remove()
-    return forked / created
+    return statistics.median(times["fork"]) / statistics.median(times["create"])
 
 
 async def idle_mb(num: int) -> float:
-    """What the machine's available memory falls by for each idle sandbox, without this process."""
+    """What the machine's available memory falls by for each idle sandbox, its share of this process included."""
     before = _available_bytes()
     sandboxes = [await open_sandbox(CONFIG) for _ in range(num)]
     used = before - _available_bytes()
@@ -122,7 +154,69 @@ def _cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def peer_ms(command: list[str], repeats: int) -> float | None:
+async def num_leaked(num_cycles: int) -> int:
+    """Descriptors, processes, mounts, cgroups and files that cycles with a snapshot and a daemon leave behind."""
+
+    def count() -> int:
+        own = Path("/proc/self")
+        groups = [folder for parent in cgroup.parents().values() for folder in parent.glob("m2forge-*")]
+        num_processes = len(list(Path("/proc").glob("[0-9]*")))
+        return (
+            len(list((own / "fd").iterdir()))
+            + len((own / "task" / str(os.getpid()) / "children").read_text().split())
+            + len((own / "mountinfo").read_text().splitlines())
+            + len(groups)
+            + len(list(run_folder().iterdir()))
+            + (num_processes if num_processes > MAX_STRAY_PROCESSES + num_before else 0)
+        )
+
+    async def cycles(num: int) -> None:
+        for number in range(num):
+            sandbox = await open_sandbox(CONFIG)
+            await sandbox.run(Command(("sh", "-c", "echo x > y; sleep 60 &")))
+            if number % 20 == 0:
+                await (await sandbox.snapshot()).remove()
+            await sandbox.close()
+
+    num_before = len(list(Path("/proc").glob("[0-9]*")))
+    await cycles(3)
+    before = count()
+    await cycles(num_cycles)
+    return count() - before
+
+
+MAX_STRAY_PROCESSES = 50
+"""Other programs of the machine may start and end meanwhile; a sandbox that stayed would add thousands."""
+
+
+def seconds_after_kill() -> float:
+    """From `kill -9` of a process with sandboxes until the last of their processes is gone."""
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    owner.stdout.readline()
+    assert len(_sleepers()) >= 2 * NUM_OWNED
+    owner.kill()
+    started_s = time.perf_counter()
+    while _sleepers():
+        time.sleep(0.005)
+    taken_s = time.perf_counter() - started_s
+    owner.wait()
+    owner.stdout.close()
+    return taken_s
+
+
+def _sleepers() -> list[Path]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes() == b"sleep\x004713\x00":
+                found.append(path)
+        except OSError:
+            continue  # It has ended.
+    return found
+
+
+def peer_ms(command: Sequence[str], repeats: int) -> float | None:
     if shutil.which(command[0]) is None:
         return None
     times = []
@@ -134,49 +228,78 @@ def peer_ms(command: list[str], repeats: int) -> float | None:
     return 1000 * statistics.median(times)
 
 
+BWRAP = (
+    *("bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin"),
+    *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--proc", "/proc", "--dev", "/dev"),
+    *("--tmpfs", "/tmp", "/bin/true"),
+)
+PODMAN_RUN = ("run", "--rm", "--network=none", "--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024")
+
+
+def podman_ms(image: str, repeats: int) -> tuple[float | None, float | None]:
+    """`podman run` of a command, and `podman exec` of one in a running container."""
+    run = peer_ms(["podman", *PODMAN_RUN, image, "/bin/true"], repeats)
+    if run is None:
+        return None, None
+    name = f"m2forge-peer-{os.getpid()}"
+    subprocess.run(["podman", *PODMAN_RUN, "--detach", "--name", name, image, "sleep", "600"], check=True)
+    try:
+        return run, peer_ms(["podman", "exec", name, "/bin/true"], repeats)
+    finally:
+        subprocess.run(["podman", "rm", "--force", "--time=0", name], check=True, capture_output=True)
+
+
 def main() -> None:
-    args = arguments(__doc__ or "").parse_args()
-    repeats = 30 if args.quick else 200
-    cycle_ms = asyncio.run(p50_ms(cycle, repeats))
-
-    async def commands() -> float:
-        sandbox = await open_sandbox(CONFIG)
-        taken = await p50_ms(lambda: sandbox.run(TRUE), repeats)
-        await sandbox.close()
-        return taken
-
-    command_ms = asyncio.run(commands())
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--peer-image", default="debian:bookworm", help="the image with which podman is measured")
+    args = parser.parse_args()
+    repeats, num_idle = (30, 100) if args.quick else (200, 500)
+    num_cycles = 300 if args.quick else 10_000
+    ours = asyncio.run(p50_ms(cycle, repeats))
+    command = asyncio.run(command_ms(CONFIG, repeats))
     per_s = asyncio.run(rate(100 if args.quick else 1000, 2 * (os.cpu_count() or 1)))
-    shares = {size: asyncio.run(fork_share(repeats, size)) for size in (100_000_000, 2_000_000_000)}
-    num_idle = 100 if args.quick else 500
+    sizes = (100_000_000,) if args.quick else (100_000_000, 2_000_000_000)
+    shares = {size: asyncio.run(fork_share(repeats, size)) for size in sizes}
     idle = asyncio.run(idle_mb(num_idle))
     cpu_ms = asyncio.run(attempt_cpu_ms(repeats))
-    bwrap = peer_ms(["bwrap", "--unshare-all", "--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink",
-                     "usr/lib", "/lib", "--proc", "/proc", "--dev", "/dev", "/bin/true"], repeats)  # fmt: skip
-    podman = peer_ms(["podman", "run", "--rm", "--network=none", "--rootfs", "/", "/bin/true"], 5)
+    leaked = asyncio.run(num_leaked(num_cycles))
+    gone_s = seconds_after_kill()
+    bwrap = peer_ms(BWRAP, repeats)
+    run, execute = podman_ms(args.peer_image, 3 if args.quick else 10)
+    contained = None if run is None else asyncio.run(command_ms(SandboxConfig(backend="podman"), repeats))
     rows = [
-        ("create + command + destroy", f"{cycle_ms:.1f} ms", _shown(bwrap), _shown(podman)),
-        ("command in a running sandbox", f"{command_ms:.1f} ms", "–", "–"),
+        ("create + command + destroy", f"{ours:.1f} ms", _shown(bwrap), _shown(run)),
+        ("command in a running sandbox", f"{command:.1f} ms", "–", _shown(execute)),
+        ("the same, backend podman", _shown(contained), "–", _shown(execute)),
         ("cycles a second", f"{per_s:.0f}", "–", "–"),
         (f"memory of one of {num_idle} idle", f"{idle:.2f} MB", "–", "–"),
         ("CPU of an empty attempt", f"{cpu_ms:.1f} ms", "–", "–"),
+        (f"left behind by {num_cycles} cycles", f"{leaked}", "–", "–"),
+        (f"{NUM_OWNED} sandboxes gone after their owner's kill -9", f"{gone_s:.2f} s", "–", "–"),
     ]
-    print_table("Sandboxes", ("", "namespace", "bwrap", "podman run"), rows)
+    print_table("Sandboxes", ("", "ours", "bwrap", "podman"), rows)
     bars = [
-        Bar.at_most("create + command + destroy, p50 ms", cycle_ms, 12),
+        Bar.at_most("create + command + destroy, p50 ms", ours, 12),
         Bar.at_least("cycles a second", per_s, 120),
-        Bar.at_most("command in a running sandbox, p50 ms", command_ms, 4),
+        Bar.at_most("command in a running sandbox, p50 ms", command, 4),
         *(Bar.at_most(f"fork over create, {size / 1e9:g} GB image", share, 1.2) for size, share in shares.items()),
         Bar.at_most("idle sandbox, MB", idle, 1.5),
         Bar.at_most("CPU of an empty attempt, ms", cpu_ms, 40),
+        Bar.at_most(f"left behind by {num_cycles} cycles", leaked, 0),
+        Bar.at_most("seconds until all are gone after kill -9", gone_s, 2),
     ]
-    if podman is not None:
-        bars.append(Bar.at_least("times faster than podman run", podman / cycle_ms, 30))
+    if run is not None and execute is not None and contained is not None:
+        bars += [
+            Bar.at_least("times faster than podman run", run / ours, 30),
+            Bar.at_least("times faster than podman exec", execute / command, 40),
+            Bar.at_most("command in a podman container, p50 ms", contained, 4),
+            Bar.at_least("times faster than podman exec, in a container", execute / contained, 40),
+        ]
     finish(bars, args.json)
 
 
 def _shown(ms: float | None) -> str:
-    return "not installed" if ms is None else f"{ms:.1f} ms"
+    return "not measured" if ms is None else f"{ms:.1f} ms"
 
 
 if __name__ == "__main__":

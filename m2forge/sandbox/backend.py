@@ -6,9 +6,14 @@ from pathlib import Path
 from m2forge.errors import ConfigError
 from m2forge.protocols import Sandbox
 from m2forge.sandbox.config import SandboxConfig
+from m2forge.sandbox.container import ContainerSandbox
 from m2forge.sandbox.namespace import NamespaceSandbox
 from m2forge.sandbox.network import Address
 from m2forge.sandbox.process import ProcessSandbox
+
+_CONFINING = ("namespace", "podman", "docker")
+"""What `auto` tries, in this order; never a plain process, which would run untrusted programs with this user's files,
+keys and network."""
 
 
 async def open_sandbox(
@@ -26,8 +31,12 @@ async def open_sandbox(
             return ProcessSandbox(folder, config, env)
         case "namespace":
             return await NamespaceSandbox.open(config, env, gateway)
-    try:
-        return await NamespaceSandbox.open(config, env, gateway)
-    except ConfigError as error:
-        # Never a plain process: it would run untrusted programs with this user's files, keys and network.
-        raise ConfigError(f"sandbox.backend: auto found no backend that confines programs: {error}") from error
+        case "podman" | "docker":
+            return await ContainerSandbox.open(config.backend, config, env, gateway)
+    problems = []
+    for backend in _CONFINING:
+        try:
+            return await open_sandbox(config.model_copy(update={"backend": backend}), folder, env, gateway)
+        except ConfigError as error:
+            problems.append(str(error))
+    raise ConfigError(f"sandbox.backend: auto found no backend that confines programs: {'; '.join(problems)}")

@@ -17,7 +17,7 @@ from m2forge.sandbox.config import SandboxConfig
 
 MAX_PROCESSES = 1024
 _PERIOD_US = 100_000
-_RESERVE = 16
+RESERVE = 16
 """Processes beyond the limit of the user, so that PID 1 can still read files for the caller."""
 _numbers = itertools.count()
 _log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def plan(config: SandboxConfig) -> Plan:
     _remove_abandoned()
     if config.max_cpus is not None and "cpu" not in parents():
         raise ConfigError(
-            f"sandbox.max_cpus: {config.max_cpus:g} needs a writable cgroup with the controller `cpu`, and there is none; "
+            f"sandbox.max_cpus: {config.max_cpus:g} needs a writable cgroup with the controller `cpu`, and none is; "
             "leave max_cpus out, or run as a user to whom a cgroup is delegated"
         )
     if config.max_memory_bytes is not None and "memory" not in parents():
@@ -103,7 +103,7 @@ def plan(config: SandboxConfig) -> Plan:
     writes: list[tuple[str, str]] = []
     for controller, value in (
         ("memory", memory),
-        ("pids", str((config.max_processes or MAX_PROCESSES) + _RESERVE)),
+        ("pids", str((config.max_processes or MAX_PROCESSES) + RESERVE)),
         ("cpu", cpu),
     ):
         parent = parents().get(controller)

@@ -73,7 +73,7 @@ class Channel:
         self._room: asyncio.Future[None] | None = None
         """Done when a frame that waits for room in the socket can go on, or never will."""
         self._loop = asyncio.get_running_loop()
-        self._is_open = True
+        self.is_open = True
         end.setblocking(False)
         self._loop.add_reader(end.fileno(), self._read)
 
@@ -88,7 +88,7 @@ class Channel:
         async with self._lock:
             rest = memoryview(frame)
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-            while rest and self._is_open:
+            while rest and self.is_open:
                 try:
                     num_sent = self._socket.sendmsg([rest], ancillary)
                 except BlockingIOError:
@@ -128,8 +128,8 @@ class Channel:
 
     def close(self) -> None:
         """The end of the stream ends the sandbox."""
-        if self._is_open:
-            self._is_open = False
+        if self.is_open:
+            self.is_open = False
             self._loop.remove_reader(self._socket.fileno())
             self._wake()
             self._socket.close()

@@ -18,7 +18,7 @@ from m2forge.config import Config
 Count = Annotated[int, Field(gt=0, lt=1 << 63)]
 Seconds = Annotated[float, Field(gt=0)]
 
-BackendName = Literal["process", "namespace", "auto"]
+BackendName = Literal["process", "namespace", "podman", "docker", "auto"]
 Network = Literal["none", "gateway", "allowlist", "public"]
 
 
@@ -42,11 +42,11 @@ _CONFINING = (
 class SandboxConfig(Config):
     backend: BackendName = "process"
     """`process`: a plain process of this machine, for trusted programs; it refuses the keys below up to `max_cpus`.
-    `namespace`: Linux namespaces, needs gcc. `auto`: the first that confines programs on this machine, never
-    `process`."""
+    `namespace`: Linux namespaces, needs gcc. `podman`, `docker`: a container, needs gcc too. `auto`: the first of these
+    that works on this machine, never `process`."""
     image: str = "host"
     """The files that commands see: `host` (this machine's system folders, read-only), a name or digest of `m2forge
-    image list`, or the path of a folder or tar."""
+    image list`, the path of a folder or tar, or with `podman` and `docker` an image of theirs."""
     layers: tuple[str, ...] = ()
     """Images stacked over `image`, the last on top, such as an agent's program."""
     folders: tuple[str, ...] = ()
@@ -64,12 +64,12 @@ class SandboxConfig(Config):
     allow: tuple[str, ...] = ()
     """Hosts that `allowlist` reaches: `pypi.org`, `.example.com` with all its subdomains, or either with `:PORT`."""
     upper: Literal["memory", "disk"] = "memory"
-    """Where written files are: in memory, limited by `max_disk_bytes`, or on disk, where only single files have a
-    limit."""
+    """Where written files are: in memory, or in a file system of that size on disk, which needs root and a loop
+    device."""
     max_disk_bytes: Count = 2 << 30
-    """Limit on all written files together, and on each."""
+    """Limit on all written files together, and on each; with `podman` and `docker` on each only."""
     max_inodes: Count = 1 << 18
-    """Limit on the number of written files."""
+    """Limit on the number of written files, with `namespace`."""
     max_cpus: Annotated[float, Field(gt=0)] | None = None
     """CPU share of the sandbox, in cores; needs a writable cgroup."""
     timeout_s: Seconds = 600.0
@@ -99,6 +99,10 @@ class SandboxConfig(Config):
         unused = [name for name in _CONFINING if getattr(self, name) != fields[name].default]
         if self.backend == "process" and unused:
             raise ValueError(f'{", ".join(unused)}: backend = "process" does not confine; set backend = "namespace"')
+        if self.backend in ("podman", "docker"):
+            for name in ("upper", "max_inodes"):
+                if getattr(self, name) != fields[name].default:
+                    raise ValueError(f'{name}: backend = "{self.backend}" cannot honour it; leave it out')
         if self.allow and self.network != "allowlist":
             raise ValueError(f'allow: needs network = "allowlist", received {self.network!r}')
         if self.network == "allowlist" and not self.allow:

@@ -60,6 +60,8 @@ class Image:
     """The lowest first."""
     binds: tuple[tuple[str, str], ...] = ()
     """Folders of this machine that are mounted read-only: source, target."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Environment variables that its Dockerfile sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class StoredImage:
     digests: tuple[str, ...]
     source: str
     created_s: float
+    env: tuple[tuple[str, str], ...] = ()
 
     @property
     def digest(self) -> str:
@@ -116,7 +119,8 @@ class ImageStore:
             if path.is_file():
                 return Image((self._held(self._add_tar(path)),))
             raise NotFoundError(f"image: {reference} is neither a folder nor a file")
-        return Image(tuple(self._held(digest) for digest in self._find(reference).digests))
+        found = self._find(reference)
+        return Image(tuple(self._held(digest) for digest in found.digests), env=found.env)
 
     def stack(self, references: Sequence[str]) -> Image:
         """One image of several, the last on top."""
@@ -124,6 +128,7 @@ class ImageStore:
         return Image(
             tuple(layer for image in images for layer in image.layers),
             tuple(bind for image in images for bind in image.binds),
+            tuple(variable for image in images for variable in image.env),
         )
 
     def _find(self, reference: str) -> StoredImage:
@@ -156,18 +161,23 @@ class ImageStore:
         if not name or name == HOST or "/" in name[:1] or name.startswith((DIGEST, ".")):
             raise DataError(f"image: expected a name such as python:3.12, received {name!r}")
         digests: list[str] = []
+        env: dict[str, str] = {}
         for source in sources:
             path = Path(source)
             if path.is_dir() and any((path / file).is_file() for file in ("Dockerfile", "Containerfile")):
-                digests.append(self._add_build(path))
+                digest, variables = self._add_build(path)
+                digests.append(digest)
+                env |= variables
             elif path.is_dir():
                 digests.append(self._add_folder(path))
             elif path.is_file():
                 digests.append(self._add_tar(path))
             else:
-                digests += self._find(source).digests
-        image = StoredImage(name, tuple(digests), " ".join(sources), time.time())
-        record = {"layers": digests, "source": image.source, "created_s": image.created_s}
+                found = self._find(source)
+                digests += found.digests
+                env |= dict(found.env)
+        image = StoredImage(name, tuple(digests), " ".join(sources), time.time(), tuple(env.items()))
+        record = {"layers": digests, "source": image.source, "created_s": image.created_s, "env": env}
         write_atomic(self._names / f"{quote(name, safe='')}.json", json.dumps(record, indent=2))
         return image
 
@@ -176,10 +186,9 @@ class ImageStore:
         for path in sorted(self._names.glob("*.json")):
             try:
                 record = json.loads(path.read_text())
-                found.append(
-                    StoredImage(unquote(path.stem), tuple(record["layers"]), record["source"], record["created_s"])
-                )
-            except (ValueError, KeyError, TypeError) as error:
+                facts = (record["source"], record["created_s"], tuple(record["env"].items()))
+                found.append(StoredImage(unquote(path.stem), tuple(record["layers"]), *facts))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(f"{path}: not the record of an image ({error}); remove the file") from error
         return found
 
@@ -203,33 +212,36 @@ class ImageStore:
         write_tree(folder, digest.update)
         return self._add_layer(digest.hexdigest(), _folder_entries(folder), 1 << 62)
 
-    def add_base(self, folder: Path) -> Path:
-        """Store a folder as a layer without a name; returns the layer."""
-        return self._held(self._add_folder(folder))
+    def stored(self, folder: Path) -> Path:
+        """A folder as a layer of this store, whose name is its digest."""
+        return folder if folder.parent == self._layers else self._held(self._add_folder(folder))
 
     def _add_tar(self, path: Path) -> str:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        limit = max(MIN_BYTES, int(MAX_RATIO * path.stat().st_size))
+        status = path.stat()
+        digest = _tar_digest(path, status.st_size, status.st_mtime_ns, status.st_ino)
+        limit = max(MIN_BYTES, int(MAX_RATIO * status.st_size))
         try:
             with tarfile.open(path) as archive:
                 return self._add_layer(digest, tar_entries(archive), limit)
         except (tarfile.TarError, EOFError, gzip.BadGzipFile, OSError) as error:
             raise DataError(f"{path}: cannot be unpacked: {error}") from error
 
-    def _add_build(self, context: Path) -> str:
+    def _add_build(self, context: Path) -> tuple[str, dict[str, str]]:
+        """The layer that a Dockerfile builds, and the environment that it sets."""
         podman = shutil.which("podman") or shutil.which("docker")
         if podman is None:
             raise NotFoundError(f"{context} has a Dockerfile: install podman, or give a folder or tar of the files")
         with tempfile.TemporaryDirectory() as scratch:
             identifier, archive = Path(scratch) / "id", Path(scratch) / "image.tar"
             _call([podman, "build", "--iidfile", str(identifier), str(context)])
-            container = _call([podman, "create", identifier.read_text().strip(), "/bin/true"]).strip()
+            built = identifier.read_text().strip()
+            variables = json.loads(_call([podman, "image", "inspect", built]))[0]["Config"].get("Env") or []
+            container = _call([podman, "create", built, "/bin/true"]).strip()
             try:
                 _call([podman, "export", "-o", str(archive), container])
             finally:
                 _call([podman, "rm", container])
-            return self._add_tar(archive)
+            return self._add_tar(archive), dict(variable.split("=", 1) for variable in variables)
 
     def _add_layer(self, digest: str, entries: Iterator[tuple[Entry, Iterator[bytes]]], max_bytes: int) -> str:
         target = self._layers / digest
@@ -251,6 +263,13 @@ class ImageStore:
         if not target.is_dir():
             raise DataError(f"{target}: the layer could not be stored")
         return digest
+
+
+@functools.cache
+def _tar_digest(path: Path, size: int, mtime_ns: int, inode: int) -> str:
+    """Computed once in a process for each state of the file, because every sandbox of a tar asks for it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _call(command: Sequence[str]) -> str:
@@ -364,7 +383,7 @@ def host_image(store: ImageStore) -> Image:
                 os.utime(path, (0, 0))  # The digest is that of the content.
         for path in base.rglob("*"):
             os.utime(path, (0, 0), follow_symlinks=False)
-        layer = store.add_base(base)
+        layer = store.stored(base)
     return Image((layer,), tuple(binds))
 
 

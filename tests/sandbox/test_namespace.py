@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from m2forge.errors import ConfigError, EngineError
+from m2forge.errors import ConfigError, DataError, EngineError
 from m2forge.protocols import Command, OutcomeReason, Sandbox
 from m2forge.sandbox import cgroup
 from m2forge.sandbox.backend import open_sandbox
@@ -45,6 +45,13 @@ find . -type f -print0 | sort -z | xargs -0 cat
 @pytest.fixture(autouse=True)
 def _can_run() -> None:
     require("namespace")
+
+
+def require_upper(upper: str) -> None:
+    try:
+        shell("true", CONFIG.model_copy(update={"upper": upper}))
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 def test_auto_chooses_namespaces() -> None:
@@ -95,6 +102,8 @@ def test_a_stack_of_layers_is_one_tree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("upper", ["memory", "disk"])
 def test_a_fork_is_the_sandbox_at_its_snapshot(upper: str) -> None:
+    require_upper(upper)
+
     async def tree(sandbox: Sandbox) -> str:
         return (await sandbox.run(Command(("sh", "-c", LIST)))).stdout.text()
 
@@ -123,6 +132,77 @@ def test_a_fork_is_the_sandbox_at_its_snapshot(upper: str) -> None:
     use(CONFIG.model_copy(update={"upper": upper}), act)
 
 
+@pytest.mark.parametrize("upper", ["memory", "disk"])
+def test_written_files_are_limited_in_bytes_and_number(upper: str) -> None:
+    require_upper(upper)
+    config = CONFIG.model_copy(update={"upper": upper, "max_disk_bytes": 8 << 20, "max_inodes": 500})
+
+    async def act(sandbox: Sandbox) -> None:
+        for target in ("/workspace/a", "/tmp/a", "/dev/shm/a", "/dev/a"):
+            script = f"i=0; while [ $i -lt 5 ]; do head -c 4000000 /dev/zero >> {target}$i || exit 1; i=$((i+1)); done"
+            outcome = await sandbox.run(Command(("sh", "-c", f"{script}; echo full")))
+            assert "full" not in outcome.stdout.text(), target
+            await sandbox.run(Command(("sh", "-c", f"rm -f {target}*")))
+        assert "No space" in (await sandbox.run(Command(("sh", "-c", "seq 1000 | xargs touch")))).stderr.text()
+        assert not (await sandbox.run(Command(("truncate", "-s", "1T", "sparse")))).is_success
+        with pytest.raises(DataError, match="No space"):
+            await sandbox.write("more", bytes(9 << 20))
+
+    use(config, act)
+
+
+def test_a_worker_can_be_stopped_at_once() -> None:
+    async def act(sandbox: Sandbox) -> None:
+        for _ in range(30):
+            worker = await sandbox.start(Command(("sleep", "60")))
+            assert (await asyncio.wait_for(worker.stop(), 5)).reason is OutcomeReason.KILLED
+
+    use(CONFIG, act)
+
+
+def test_snapshots_and_commands_take_turns() -> None:
+    async def act(sandbox: Sandbox) -> None:
+        await sandbox.run(Command(("sh", "-c", "head -c 20000000 /dev/zero > big")))
+        started = [sandbox.snapshot(), sandbox.snapshot(), sandbox.run(Command(("sh", "-c", "echo x > late")))]
+        first, second, outcome = await asyncio.wait_for(asyncio.gather(*started), 20)
+        assert outcome.is_success
+        for snapshot in (first, second):
+            assert (snapshot.layer / "workspace" / "big").stat().st_size == 20_000_000
+            await snapshot.remove()
+
+    use(CONFIG, act)
+
+
+def test_a_cancelled_transfer_leaves_nothing(tmp_path: Path) -> None:
+    async def act(sandbox: Sandbox) -> None:
+        await sandbox.run(Command(("sh", "-c", "mkdir d; head -c 50000000 /dev/zero > d/big")))
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for number in range(5):
+            download = asyncio.create_task(sandbox.download("d", tmp_path / str(number), 1 << 30))
+            await asyncio.sleep(0.005)
+            download.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await download
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert (await sandbox.run(Command(("pgrep", "-c", "sandbox")))).stdout.text() == "1\n"  # PID 1 alone
+
+    use(CONFIG, act)
+
+
+def test_a_storm_of_orphans_does_not_hold_up_the_end() -> None:
+    async def whole() -> float:
+        sandbox = await open_sandbox(CONFIG.model_copy(update={"max_processes": 64}))
+        storm = "import os\nwhile True:\n    try:\n        os.fork() or os._exit(0)\n    except OSError:\n        pass"
+        for _ in range(3):
+            await sandbox.start(Command(("/usr/bin/python3", "-c", storm)))
+        await asyncio.sleep(0.2)
+        started_s = time.monotonic()
+        await sandbox.close()
+        return time.monotonic() - started_s
+
+    assert asyncio.run(whole()) < 2
+
+
 def test_a_closed_sandbox_says_so() -> None:
     async def whole() -> None:
         sandbox = await open_sandbox(CONFIG)
@@ -146,6 +226,7 @@ def test_a_layer_that_is_missing_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("upper", ["memory", "disk"])
 def test_nothing_is_left_when_we_are_killed(tmp_path: Path, number: signal.Signals, upper: str) -> None:
+    require_upper(upper)
     code = (
         "import asyncio, sys\n"
         "from m2forge.protocols import Command\n"
@@ -237,8 +318,7 @@ from m2forge.sandbox.config import SandboxConfig
 SCRIPT = "id -u; echo x > f; rm -r /var/tmp; mkdir /var/tmp; echo y > /var/tmp/g; cat /etc/shadow"
 
 async def main():
-    config = SandboxConfig(backend="namespace", upper=sys.argv[1])
-    sandbox = await open_sandbox(config)
+    sandbox = await open_sandbox(SandboxConfig(backend="namespace"))
     outcome = await sandbox.run(Command(("sh", "-c", SCRIPT)))
     snapshot = await sandbox.snapshot()
     fork = await sandbox.fork(snapshot)
@@ -247,7 +327,10 @@ async def main():
     await fork.close()
     await snapshot.remove()
     await sandbox.close()
-    return [outcome.stdout.text(), outcome.stderr.text(), files, other.status]
+    try:
+        await open_sandbox(SandboxConfig(backend="namespace", upper="disk"))
+    except ConfigError as error:
+        return [outcome.stdout.text(), outcome.stderr.text(), files, other.status, str(error)]
 
 os.setgroups([])
 os.setresgid(54321, 54321, 54321)
@@ -260,21 +343,19 @@ except ConfigError as error:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="this run is by an ordinary user already")
-@pytest.mark.parametrize("upper", ["memory", "disk"])
-def test_an_ordinary_user_has_sandboxes_too(upper: str) -> None:
+def test_an_ordinary_user_has_sandboxes_too() -> None:
     with tempfile.TemporaryDirectory() as scratch:  # pytest's own folders are root's alone
         os.chown(scratch, 54321, 54321)
         env = os.environ | {"XDG_CACHE_HOME": scratch, "TMPDIR": scratch, "HOME": scratch}
-        done = subprocess.run(
-            [sys.executable, "-c", ORDINARY, upper], cwd=ROOT, env=env, capture_output=True, text=True
-        )
+        done = subprocess.run([sys.executable, "-c", ORDINARY], cwd=ROOT, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         answer = json.loads(done.stdout)
         if isinstance(answer, str):
             pytest.skip(f"sandbox backend namespace, ordinary user: {answer}")
-        stdout, stderr, files, other = answer
+        stdout, stderr, files, other, disk = answer
         assert (stdout, files, other) == ("1000\n", "x\ny\n", 126)
         assert "/etc/shadow" in stderr
+        assert 'set upper = "memory"' in disk
         assert not list(Path(scratch).glob("m2forge/sandboxes/*/[ul]*er-*"))
 
 

@@ -4,9 +4,10 @@
    process that started it. */
 #include "sandbox.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <grp.h>
+#include <linux/loop.h>
 #include <linux/sched.h>
 #include <poll.h>
 #include <sched.h>
@@ -14,10 +15,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -102,22 +106,29 @@ static void write_maps(pid_t child, const struct setup *s) {
     write_file(path, text, "uid map");
 }
 
-/* Remove all that a folder holds, also what its owner made inaccessible. */
-static void remove_tree(int parent, const char *name) {
-    int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (fd < 0 && errno == EACCES && fchmodat(parent, name, 0700, 0) == 0)
-        fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (fd >= 0) {
-        fchmod(fd, 0700);
-        DIR *folder = fdopendir(fd);
-        for (struct dirent *entry; folder && (entry = readdir(folder));) {
-            if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
-            if (entry->d_type == DT_DIR) remove_tree(fd, entry->d_name);
-            else unlinkat(fd, entry->d_name, 0);
-        }
-        if (folder) closedir(folder);
+/* The upper layer on disk is a file system in a file of fixed size beside the folder on which it is mounted, because
+   nothing else limits what a sandbox writes. The device is freed with its last mount. */
+static void mount_disk(const struct setup *s) {
+    char path[4200], device[32];
+    snprintf(path, sizeof path, "%s.img", s->disk);
+    int file = open(path, O_RDWR | O_CLOEXEC), control = open("/dev/loop-control", O_RDWR | O_CLOEXEC), loop = -1;
+    if (file < 0 || control < 0) fail("disk");
+    for (int attempt = 0; loop < 0 && attempt < 100; attempt++) {
+        int number = ioctl(control, LOOP_CTL_GET_FREE);
+        snprintf(device, sizeof device, "/dev/loop%d", number);
+        if (number < 0 || (loop = open(device, O_RDWR | O_CLOEXEC)) < 0) fail("disk");
+        struct loop_config config = {.fd = (uint32_t)file, .info = {.lo_flags = LO_FLAGS_AUTOCLEAR}};
+        if (ioctl(loop, LOOP_CONFIGURE, &config) == 0) continue;
+        if (errno != EBUSY) fail("disk");
+        close(loop); /* Another process was faster. */
+        loop = -1;
     }
-    unlinkat(parent, name, AT_REMOVEDIR);
+    if (loop < 0 || unshare(CLONE_NEWNS) < 0 || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0 ||
+        mount(device, s->disk, "ext4", MS_NOSUID | MS_NODEV, "noinit_itable,discard") < 0)
+        fail("disk");
+    close(loop);
+    close(control);
+    close(file);
 }
 
 static struct setup *cleaned;
@@ -128,7 +139,12 @@ static void clean_up(void) {
     if (init_pid > 0 && kill(init_pid, SIGKILL) == 0) waitpid(init_pid, NULL, 0);
     for (uint32_t i = s->num_cgroups; i-- > 0;)
         for (int attempt = 0; rmdir(s->cgroups[i]) < 0 && errno == EBUSY && attempt < 200; attempt++) usleep(5000);
-    if (s->disk[0]) remove_tree(AT_FDCWD, s->disk);
+    if (!s->disk[0]) return;
+    char path[4200];
+    snprintf(path, sizeof path, "%s.img", s->disk);
+    umount2(s->disk, MNT_DETACH);
+    unlink(path);
+    rmdir(s->disk);
 }
 
 static void enter_cgroups(pid_t child, const struct setup *s) {
@@ -154,16 +170,41 @@ static int open_owner(void) {
     return fd;
 }
 
+static void report_ready(const struct setup *s) {
+    prepare_root(s);
+    int ports[MAX_PORTS];
+    for (uint32_t i = 0; i < s->num_ports; i++) ports[i] = open_port(s->ports[i]);
+    send_frame(control_fd, READY, 0, NULL, 0, ports, (int)s->num_ports);
+    for (uint32_t i = 0; i < s->num_ports; i++) close(ports[i]);
+}
+
 static _Noreturn void run_init(struct setup *s, int go, int owner) {
     char byte;
     if (read(go, &byte, 1) != 1) _exit(1); /* The supervisor has failed and reported it. */
     close(go);
     build_root(s);
-    int ports[MAX_PORTS];
-    for (uint32_t i = 0; i < s->num_ports; i++) ports[i] = open_port(s->ports[i]);
-    send_frame(control_fd, READY, 0, NULL, 0, ports, (int)s->num_ports);
-    for (uint32_t i = 0; i < s->num_ports; i++) close(ports[i]);
+    report_ready(s);
     serve(owner);
+}
+
+/* PID 1 of a container: namespaces, root and limits are the runtime's. The end of the stream ends it. */
+static int contain(const char *path) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    if (strlen(path) >= sizeof address.sun_path) return 2;
+    strcpy(address.sun_path, path);
+    control_fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (control_fd < 0 || connect(control_fd, (struct sockaddr *)&address, sizeof address) < 0) {
+        perror(path);
+        return 1;
+    }
+    uint32_t size;
+    char *frame = receive_frame(control_fd, &size);
+    if (!frame || frame[0] != SETUP) return 1;
+    struct reader r = {frame + 5, frame + size};
+    struct setup s = parse_setup(&r);
+    if (setgroups(0, NULL) < 0 || prctl(PR_SET_DUMPABLE, 0) < 0) fail("privileges");
+    report_ready(&s);
+    serve(-1);
 }
 
 /* Wait for PID 1, and kill it if the owner is gone or has closed its socket: commands may keep PID 1 busy with their
@@ -190,6 +231,7 @@ static int start(void) {
     if (pipe2(go, O_CLOEXEC) < 0) fail("pipe");
     cleaned = &s;
     before_failing = clean_up;
+    if (s.disk[0]) mount_disk(&s);
     pid_t child = clone_init();
     if (child < 0) fail("namespaces");
     if (!child) {
@@ -213,6 +255,7 @@ static int start(void) {
 int main(int argc, char **argv) {
     umask(022);
     signal(SIGPIPE, SIG_IGN);
+    if (argc == 3 && !strcmp(argv[1], "contain")) return contain(argv[2]);
     if (argc != 3 || strcmp(argv[1], "start")) return 2;
     control_fd = atoi(argv[2]);
     /* The terminal's interrupt key must reach the process that started this one alone, which then closes it. */

@@ -1,7 +1,8 @@
 /* A sandbox of Linux namespaces. Reading order: main.c (the supervisor), setup.c (namespaces, mounts), init.c (PID 1 and
    its commands), filter.c (seccomp), pack.c (trees of files as a stream).
 
-   m2forge starts `sandbox start FD`, where FD is its end of a Unix stream socket. All integers are little endian, texts
+   m2forge starts `sandbox start FD`, where FD is its end of a Unix stream socket. In a container, whose root the runtime
+   has built, PID 1 is `sandbox contain PATH`, which connects to the socket PATH. All integers are little endian, texts
    have a u32 length. A frame is u32 length of what follows, u8 kind, u32 id, payload.
 
      to PID 1      SETUP   what to build                   (first, exactly once)
@@ -67,6 +68,7 @@ bool write_all(int fd, const void *buffer, size_t size);
 
 /* setup.c */
 void build_root(struct setup *s);
+void prepare_root(const struct setup *s); /* what commands need in any root: /tmp, and a workspace of their own */
 int open_port(uint16_t port);
 void bring_up_loopback(void);
 extern int upper_fd; /* the upper layer's folder */

@@ -228,12 +228,16 @@ void build_root(struct setup *s) {
         close(target);
         close(s->binds[i].fd);
     }
-    int tmp = make_folder(root, "tmp");
-    close(tmp);
-    int workspace = make_folder(root, s->workspace);
-    close(workspace);
     if (fchdir(root) < 0 || syscall(SYS_pivot_root, ".", ".") < 0 || umount2(".", DETACH) < 0 || chdir("/") < 0)
         fail("pivot_root");
+    close(root);
+}
+
+void prepare_root(const struct setup *s) {
+    int root = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (root < 0) fail("/");
+    close(make_folder(root, "tmp"));
+    close(make_folder(root, s->workspace));
     close(root);
     chmod("/tmp", 01777);
     uid_t uid;
