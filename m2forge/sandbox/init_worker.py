@@ -176,7 +176,8 @@ class Transfer:
         except asyncio.CancelledError:
             # The thread ends with the stream, and the stream with the process on the other side.
             await self._channel.send(Kind.KILL, self._id, b"")
-            await asyncio.wait([moving, self._exit])
+            await asyncio.wait([moving])
+            await asyncio.wait([self._exit])
             moving.exception()
             raise
         finally:

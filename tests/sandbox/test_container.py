@@ -110,7 +110,7 @@ def test_auto_falls_back_to_containers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(NamespaceSandbox, "open", refuse)
     monkeypatch.setattr(ContainerSandbox, "open", accept)
-    assert asyncio.run(open_sandbox(SandboxConfig(backend="auto"))) == "docker"
+    assert str(asyncio.run(open_sandbox(SandboxConfig(backend="auto")))) == "docker"
 
 
 @pytest.mark.parametrize(("key", "value"), [("upper", "disk"), ("max_inodes", 10)])

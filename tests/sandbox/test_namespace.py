@@ -162,9 +162,11 @@ def test_a_worker_can_be_stopped_at_once() -> None:
 
 def test_snapshots_and_commands_take_turns() -> None:
     async def act(sandbox: Sandbox) -> None:
+        assert isinstance(sandbox, NamespaceSandbox)
         await sandbox.run(Command(("sh", "-c", "head -c 20000000 /dev/zero > big")))
-        started = [sandbox.snapshot(), sandbox.snapshot(), sandbox.run(Command(("sh", "-c", "echo x > late")))]
-        first, second, outcome = await asyncio.wait_for(asyncio.gather(*started), 20)
+        late = sandbox.run(Command(("sh", "-c", "echo x > late")))
+        async with asyncio.timeout(20):
+            first, second, outcome = await asyncio.gather(sandbox.snapshot(), sandbox.snapshot(), late)
         assert outcome.is_success
         for snapshot in (first, second):
             assert (snapshot.layer / "workspace" / "big").stat().st_size == 20_000_000
