@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from m2forge import __version__
-from m2forge.errors import ConfigError, DataError, M2ForgeError, NotFoundError, suggest
+from m2forge import __version__, tasks_command
+from m2forge.errors import ConfigError, M2ForgeError, NotFoundError, suggest
 
 if TYPE_CHECKING:
     from m2forge.pretrain.config import PretrainConfig
@@ -235,26 +235,6 @@ def command_image(args: argparse.Namespace) -> None:
                 print(f"removed {store.remove(name).name}")
 
 
-def command_tasks(args: argparse.Namespace) -> None:
-    from m2forge.config import build
-    from m2forge.tasks.config import VerifyConfig
-
-    if args.num < 1:
-        raise ConfigError(f"--num {args.num}: expected 1 or more")
-    config = build(VerifyConfig, {}, args.set, origin="tasks check")
-    from rich.console import Console
-
-    from m2forge.tasks.check import check_source, print_report
-
-    report = check_source(args.source, config, args.num, args.seed)
-    if args.json:
-        print(json.dumps(report.to_dict()))
-    else:
-        print_report(report, Console())
-    if report.problems:
-        raise DataError(f"{args.source}: {len(report.problems)} problems; repair the tasks, or their verifiers")
-
-
 def command_serve(args: argparse.Namespace) -> None:
     from m2forge.config import build
     from m2forge.inference.config import ModelServerConfig
@@ -471,19 +451,6 @@ def _add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dest", type=Path, metavar="DIR", help="the folder to write; must not exist or be empty")
 
 
-def _add_tasks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("check",), help="check: draw tasks, verify their references, time it")
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="FILE.jsonl, FILE.py:NAME, PACKAGE.MODULE:NAME, reasoning-gym:NAME, verifiers:ENV or a family's name",
-    )
-    parser.add_argument("--num", type=int, default=20, metavar="N", help="tasks of each level and split (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the drawn tasks (default: 0)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of `verify`")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
 def _add_image(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("build", "list", "rm"), help="build NAME SOURCE…, list, or rm NAME…")
     parser.add_argument(
@@ -596,7 +563,7 @@ COMMANDS = {
     "rl": Command("train a model by what its agents do, or go on with it", _add_run, command_rl),
     "eval": Command("measure a model: a table and plots", _add_config, command_eval),
     "init": Command("write the files of a first run of your own", _add_init, command_init),
-    "tasks": Command("check a source of tasks and its verifiers", _add_tasks, command_tasks),
+    "tasks": Command("check, lint, show and export tasks", tasks_command.add_arguments, tasks_command.run),
     "image": Command("build, list or remove the images of sandboxes", _add_image, command_image),
     "serve": Command("serve a model by HTTP: the vendors' APIs, and token ids", _add_serve, command_serve),
     "chat": Command("talk with a model in the terminal", _add_chat, command_chat),

@@ -44,7 +44,17 @@ FLOORS = (
     ("corpus", "train", "rollout", "weights", "gateway", "pool", "reward", "tasks", "agents"),
     ("pretrain", "sft", "rl", "evaluate", "inference", "pipelines", "testing"),
     ("evolve",),
-    ("page", "cli", "command_config", "config_help", "dry_run", "shell_completion", "starter", "__main__"),
+    (
+        "page",
+        "cli",
+        "command_config",
+        "config_help",
+        "dry_run",
+        "shell_completion",
+        "starter",
+        "tasks_command",
+        "__main__",
+    ),
 )
 """Rooms by floor, lowest first. A room imports only from floors below its own; the lowest floor, the base, and the
 highest, which starts the program, are free within themselves."""

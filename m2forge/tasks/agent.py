@@ -53,6 +53,9 @@ class Lookup:
             return problem or ""
         return look(task, arguments["key"])
 
+    def keys(self, task: Task, name: str) -> Sequence[str]:
+        return KEYS
+
 
 @dataclass(frozen=True, slots=True)
 class Chain(Lookup):
@@ -74,6 +77,9 @@ class Chain(Lookup):
 
     def verify(self, task: Task, submission: Submission) -> Verdict:
         return compare(submission.answer, _links(task)[-1])
+
+    def answer_check(self, task: Task) -> dict[str, JsonValue]:
+        return {"exact": [_links(task)[-1]]}
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         links = _links(task)
@@ -104,6 +110,9 @@ class Gather(Lookup):
 
     def verify(self, task: Task, submission: Submission) -> Verdict:
         return compare(submission.answer, _values(task))
+
+    def answer_check(self, task: Task) -> dict[str, JsonValue]:
+        return {"exact": [_values(task)]}
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         """Most demonstrations read one key per turn, the others all at once."""
@@ -145,11 +154,17 @@ class Copies:
             return problem or ""
         return look(task, arguments["key"], is_old=name == RECALL.name)
 
+    def keys(self, task: Task, name: str) -> Sequence[str]:
+        return KEYS
+
     def latency_s(self, task: Task, name: str) -> float:
         return self.call_s
 
     def verify(self, task: Task, submission: Submission) -> Verdict:
         return compare(submission.answer, _links(task)[-1])
+
+    def answer_check(self, task: Task) -> dict[str, JsonValue]:
+        return {"exact": [_links(task)[-1]]}
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         """Never use the copy where it is out of date, so that every demonstration is right."""

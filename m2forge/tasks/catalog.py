@@ -13,6 +13,7 @@ from m2forge.tasks.agent import Chain, Copies, Gather
 from m2forge.tasks.coding import StackProgram
 from m2forge.tasks.digit import Joins, Raises, Replies
 from m2forge.tasks.family import Family, family_key_of
+from m2forge.tasks.folders.folder_family import FolderFamily
 from m2forge.tasks.general import Words
 from m2forge.tasks.gym import GymFamily
 from m2forge.tasks.jsonl_family import JsonlFamily
@@ -59,6 +60,8 @@ def _open(source: str) -> Family:
     match parsed.kind:
         case SourceKind.JSONL:
             return JsonlFamily(Path(parsed.target), parsed.domain)
+        case SourceKind.FOLDERS:
+            return FolderFamily(Path(parsed.target), parsed.domain)
         case SourceKind.VERIFIERS:
             return VerifiersFamily(parsed.target, parsed.domain)
     return _user_family(source, parsed)

@@ -22,10 +22,11 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.table import Table
 
-from m2forge.errors import DataError
+from m2forge.errors import ConfigError, DataError
 from m2forge.records import ROLLOUT_KEY, JsonValue, Submission, Task, Verdict, VerdictReason
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.runner import TaskRunner
+from m2forge.tasks.source import FOLDERS_PREFIX, SourceKind, parse_source
 from m2forge.tasks.task_set import FamilyInfo, Split, split_of
 
 MAX_PROBLEMS = 10
@@ -95,6 +96,9 @@ def check_source(source: str, config: VerifyConfig, num_tasks: int, seed: int) -
 
 
 async def _check(source: str, config: VerifyConfig, num_tasks: int, seed: int, folder: Path) -> CheckReport:
+    if parse_source(source).kind is SourceKind.FOLDERS:
+        path = source.removeprefix(FOLDERS_PREFIX)
+        raise ConfigError(f"{source}: the tests of task folders run in sandboxes; use `m2forge tasks lint {path}`")
     # A report shows all verdicts of a verifier that raises.
     config = config.model_copy(update={"max_error_share": 1.0})
     async with TaskRunner(config, folder / "workers") as runner:

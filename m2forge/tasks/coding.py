@@ -6,83 +6,20 @@ number of operators in the expression.
 The verifier runs the answer on inputs, so every program that computes the expression is right. All cases must pass: a
 program that is right for only some inputs has perf 0.
 
-A program of the stack machine is words separated by spaces. A number or the name of an input is pushed; `+ - *` pop two
-values and push one; `dup`, `drop`, `swap` and `over` rearrange the stack. The result is the single remaining value.
-There are no loops, so a program takes as many steps as it has words.
+`tasks/stack_machine.py` runs programs.
 """
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from m2forge.errors import RecordError
 from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
-from m2forge.tasks.family import Family, make_task, plain, read_text, shown, task_random
+from m2forge.tasks.answer import plain
+from m2forge.tasks.family import Family, make_task, read_text, shown, task_random
+from m2forge.tasks.stack_machine import ProgramError, run_program
 from m2forge.text.message import Message
-
-MAX_WORDS = 128
-MAX_VALUE = 10**15
-"""Largest absolute value; a larger one ends the program with an error."""
-MAX_DIGITS = 9
-
-
-class ProgramError(ValueError):
-    """A program that is invalid or fails at run time."""
-
-
-def run_program(program: str, inputs: Mapping[str, int]) -> int:
-    words = program.split()
-    if len(words) > MAX_WORDS:
-        raise ProgramError(f"{len(words)} words, at most {MAX_WORDS}")
-    stack: list[int] = []
-    for word in words:
-        _step(word, stack, inputs)
-        if stack and abs(stack[-1]) > MAX_VALUE:
-            raise ProgramError(f"a value above {MAX_VALUE}")
-    if len(stack) != 1:
-        raise ProgramError(f"{len(stack)} values are left, expected one")
-    return stack[0]
-
-
-def _step(word: str, stack: list[int], inputs: Mapping[str, int]) -> None:
-    if word in inputs:
-        stack.append(inputs[word])
-    elif word.isascii() and word.isdecimal() and len(word) <= MAX_DIGITS:
-        stack.append(int(word))
-    elif word in NUM_OPERANDS:
-        if len(stack) < NUM_OPERANDS[word]:
-            raise ProgramError(f"{word}: {len(stack)} values on the stack, expected {NUM_OPERANDS[word]}")
-        taken = stack[len(stack) - NUM_OPERANDS[word] :]
-        del stack[len(stack) - NUM_OPERANDS[word] :]
-        stack.extend(_apply(word, taken))
-    else:
-        raise ProgramError("an unknown word")
-
-
-NUM_OPERANDS = {"+": 2, "-": 2, "*": 2, "dup": 1, "drop": 1, "swap": 2, "over": 2}
-"""Number of values that each word pops."""
-
-
-def _apply(word: str, taken: list[int]) -> list[int]:
-    match word:
-        case "dup":
-            return [taken[0], taken[0]]
-        case "drop":
-            return []
-    first, second = taken
-    match word:
-        case "+":
-            return [first + second]
-        case "-":
-            return [first - second]
-        case "*":
-            return [first * second]
-        case "swap":
-            return [second, first]
-        case _:
-            return [first, second, first]
-
 
 INPUTS = "abcdefgh"
 OPERATORS = "+-*"
@@ -131,6 +68,9 @@ class StackProgram(Family):
             if result != expected:
                 return Verdict(0.0, evidence | {"result": result})
         return Verdict(1.0, {"received": shown(answer), "num_cases": len(CASES)})
+
+    def answer_check(self, task: Task) -> dict[str, JsonValue]:
+        return {"stack": read_text(task, "program"), "cases": [dict(inputs) for inputs in CASES]}
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         program = read_text(task, "program")

@@ -69,7 +69,7 @@ class FamilyConfig(Config):
 
     source: str = Field(min_length=1)
     """Where the family comes from (`tasks/source.py`): the name of an embedded one, FILE.py:NAME, PACKAGE.MODULE:NAME,
-    FILE.jsonl, reasoning-gym:NAME or verifiers:ENV. Relative paths count from the working directory."""
+    FILE.jsonl, reasoning-gym:NAME, verifiers:ENV or folders:PATH. Relative paths count from the working directory."""
     difficulty: tuple[Level, Level] | None = None
     """The lowest and the highest level that the stage allows; None: all levels of the family."""
     start: Level | None = None

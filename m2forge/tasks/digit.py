@@ -18,7 +18,7 @@ No message says that a mistake was made; only the verdict on the answer shows it
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
@@ -70,6 +70,13 @@ class Replies(Family):
         end = _follow(read_int(task, "secret"), read_text(task, "start"), read_int(task, "num_links"))[-1]
         return compare(submission.answer, _reply(task, end))
 
+    def answer_check(self, task: Task) -> dict[str, JsonValue]:
+        end = _follow(read_int(task, "secret"), read_text(task, "start"), read_int(task, "num_links"))[-1]
+        return {"exact": [_reply(task, end)]}
+
+    def keys(self, task: Task, name: str) -> Sequence[str]:
+        return DIGITS
+
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         return self.demonstrate_fallibly(task, rng, 0.0)
 
@@ -102,6 +109,9 @@ class Raises(Family):
     def verify(self, task: Task, submission: Submission) -> Verdict:
         return compare(submission.answer, " ".join(_raised(task)))
 
+    def answer_check(self, task: Task) -> dict[str, JsonValue]:
+        return {"exact": [" ".join(_raised(task))]}
+
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         return self.demonstrate_fallibly(task, rng, 0.0)
 
@@ -124,7 +134,10 @@ class Joins(Family):
         return make_task(self, difficulty, instruction, {"digits": digits, "separator": separator})
 
     def verify(self, task: Task, submission: Submission) -> Verdict:
-        return compare(submission.answer, read_text(task, "digits").replace(" ", read_text(task, "separator")))
+        return compare(submission.answer, _joined(task))
+
+    def answer_check(self, task: Task) -> dict[str, JsonValue]:
+        return {"exact": [_joined(task)]}
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         return self.demonstrate_fallibly(task, rng, 0.0)
@@ -147,6 +160,10 @@ def _draw_digits(rng: random.Random, difficulty: int) -> str:
 def _raised(task: Task) -> list[str]:
     amount = read_int(task, "amount")
     return [str((int(digit) + amount) % len(DIGITS)) for digit in read_text(task, "digits").split()]
+
+
+def _joined(task: Task) -> str:
+    return read_text(task, "digits").replace(" ", read_text(task, "separator"))
 
 
 def _follow(secret: int, start: str, num_links: int) -> list[str]:

@@ -22,10 +22,21 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from m2forge.errors import ConfigError, DataError, RecordError
 from m2forge.records import Domain, JsonValue, Submission, Task, Verdict, VerdictReason
+from m2forge.tasks.answer import plain
 from m2forge.text.argument import argument_problems, type_problem
 from m2forge.text.message import Message, Tool
 
-__all__ = ["Fallible", "Family", "Finite", "Preparing", "Submission", "Verdict", "VerdictReason"]
+__all__ = [
+    "Checkable",
+    "Fallible",
+    "Family",
+    "Finite",
+    "Preparing",
+    "Submission",
+    "Tabular",
+    "Verdict",
+    "VerdictReason",
+]
 
 FAMILY_KEY = "family"
 """Metadata key of the name of the task's family."""
@@ -103,6 +114,23 @@ class Fallible(Protocol):
 
 
 @runtime_checkable
+class Checkable(Protocol):
+    """A family whose verdict depends on the answer alone, by a check of `tasks/answer.py`: its tasks can be exported to
+    folders that verify without this package."""
+
+    def answer_check(self, task: Task) -> dict[str, JsonValue]: ...
+
+
+@runtime_checkable
+class Tabular(Protocol):
+    """A family whose tools each have one argument with finitely many values, so that a table is the whole tool."""
+
+    def keys(self, task: Task, name: str) -> Sequence[str]:
+        """The values of the argument of the tool with that name."""
+        ...
+
+
+@runtime_checkable
 class Finite(Protocol):
     """A family with a fixed list of tasks, whose `draw` is not used."""
 
@@ -112,6 +140,16 @@ class Finite(Protocol):
     @property
     def has_levels(self) -> bool:
         """Whether its tasks have levels; otherwise their difficulty is measured by pass rates."""
+        ...
+
+
+@runtime_checkable
+class Rejecting(Protocol):
+    """A family with a fixed list of tasks that leaves out those that cannot be used."""
+
+    @property
+    def rejected(self) -> Sequence[str]:
+        """Why, one message for each."""
         ...
 
 
@@ -169,10 +207,6 @@ def read_int(task: Task, key: str) -> int:
 
 
 # -- answers and calls ------------------------------------------------------------------------------------------------
-
-
-def plain(answer: str) -> str:
-    return " ".join(answer.split()).removesuffix(".").rstrip()
 
 
 def compare(answer: str, expected: str) -> Verdict:

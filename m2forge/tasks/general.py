@@ -12,7 +12,8 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from m2forge.records import Domain, Submission, Task, Verdict
+from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
+from m2forge.tasks.answer import literal
 from m2forge.tasks.family import Family, make_task, read_text, shown, task_random
 from m2forge.text.message import Message
 
@@ -45,8 +46,10 @@ class Words(Family):
 
     def verify(self, task: Task, submission: Submission) -> Verdict:
         expected, answer = read_text(task, "answer"), submission.answer
-        perf = float(answer.strip().removesuffix(".").rstrip() == expected)
-        return Verdict(perf, {"expected": expected, "received": shown(answer)})
+        return Verdict(float(literal(answer) == expected), {"expected": expected, "received": shown(answer)})
+
+    def answer_check(self, task: Task) -> dict[str, JsonValue]:
+        return {"literal": read_text(task, "answer")}
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         """The thinking lists the words in order; the answer applies the rest."""

@@ -96,6 +96,23 @@ class JsonlFamily(Family):
         spec = read_verifier(task.metadata.get("verifier"), f"Task {task.id}")
         return verify(spec, task, submission, self._folder)
 
+    def answer_check(self, task: Task) -> dict[str, JsonValue]:
+        spec = read_verifier(task.metadata.get("verifier"), f"Task {task.id}")
+        match spec.kind:
+            case "exact":
+                return {"exact": [spec.exact] if isinstance(spec.exact, str) else list(spec.exact or ())}
+            case "numeric":
+                return {"numeric": spec.numeric, "tolerance": spec.tolerance}
+            case "regex":
+                return {"regex": spec.regex}
+            case "choice":
+                return {"choice": spec.choice, "options": list(spec.options)}
+            case "command":
+                return {"command": list(spec.command or ()), "files": spec.files, "timeout_s": spec.timeout_s}
+        raise DataError(
+            f"{self._path}: task {task.id}: a {spec.kind} verifier needs this package; it stays where it is"
+        )
+
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         reference = task.metadata.get("reference")
         if not isinstance(reference, str):

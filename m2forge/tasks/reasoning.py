@@ -9,7 +9,7 @@ result into the thinking. A guess is right once in a hundred tasks.
 import random
 from dataclasses import dataclass
 
-from m2forge.records import Domain, Submission, Task, Verdict
+from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
 from m2forge.tasks.family import Family, compare, make_task, read_int, read_text, task_random
 from m2forge.text.message import Message
 
@@ -33,6 +33,9 @@ class Counters(Family):
     def verify(self, task: Task, submission: Submission) -> Verdict:
         _, end = _run(task)
         return compare(submission.answer, end)
+
+    def answer_check(self, task: Task) -> dict[str, JsonValue]:
+        return {"exact": [_run(task)[1]]}
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
         thoughts, end = _run(task)

@@ -180,6 +180,12 @@ class TaskRunner:
         value = await self._value(request, family_key_of(task))
         return [message_from_openai(message) for message in cast("list[Mapping[str, JsonValue]]", value)]
 
+    async def portable(self, task: Task) -> Mapping[str, JsonValue]:
+        """What a task folder needs of the task (`tasks/folders/portable.py`); raises `DataError` if the family cannot
+        be exported."""
+        value = await self._value({"op": "portable", "task": asdict(task)}, family_key_of(task))
+        return cast("Mapping[str, JsonValue]", value)
+
     async def next_task(
         self, family: str, split: Split, seed: int, position: int, lowest: int, highest: int, id: str = ""
     ) -> Task:

@@ -6,12 +6,13 @@
     tasks.jsonl               one task a line (`tasks/jsonl_family.py`)
     reasoning-gym:NAME        a dataset of that library
     verifiers:ENV             an environment of that library
+    folders:PATH              task folders (`tasks/folders/folder_family.py`)
 
 A relative path counts from the working directory, as every path of a configuration does. Worker processes run in
 another folder and receive sources with absolute paths.
 
-A family's key identifies it in a run: its source, and for a JSONL file or an environment also the domain under which
-the configuration lists it, because they may hold tasks of several domains: `tasks.jsonl#coding`.
+A family's key identifies it in a run: its source, and for a JSONL file, task folders or an environment also the domain
+under which the configuration lists it, because they may hold tasks of several domains: `tasks.jsonl#coding`.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,11 @@ GYM_PREFIX = "reasoning-gym:"
 VERIFIERS_PREFIX = "verifiers:"
 """Prefix of the sources whose tasks, rollouts and rubrics come from the library verifiers."""
 FOLDERS_PREFIX = "folders:"
-FORMS = f"a family's name, FILE.py:NAME, PACKAGE.MODULE:NAME, FILE.jsonl, {GYM_PREFIX}NAME or {VERIFIERS_PREFIX}ENV"
+"""Prefix of the sources whose tasks are folders."""
+FORMS = (
+    f"a family's name, FILE.py:NAME, PACKAGE.MODULE:NAME, FILE.jsonl, {GYM_PREFIX}NAME, {VERIFIERS_PREFIX}ENV or "
+    f"{FOLDERS_PREFIX}PATH"
+)
 
 
 class SourceKind(StrEnum):
@@ -36,6 +41,14 @@ class SourceKind(StrEnum):
     JSONL = "jsonl"
     GYM = "gym"
     VERIFIERS = "verifiers"
+    FOLDERS = "folders"
+
+
+PREFIXES = {
+    GYM_PREFIX: SourceKind.GYM,
+    VERIFIERS_PREFIX: SourceKind.VERIFIERS,
+    FOLDERS_PREFIX: SourceKind.FOLDERS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +64,14 @@ class Source:
 
 def parse_source(text: str) -> Source:
     """Parse a source, or a family's key."""
-    if text.startswith(FOLDERS_PREFIX):
-        raise ConfigError(f"source {text!r}: task folders are not supported yet; write the tasks as FILE.jsonl")
     path, mark, name = text.rpartition("#")
     domain = Domain(name) if mark and name in list(Domain) else None
     if domain is not None and path.endswith(".jsonl"):
         return Source(SourceKind.JSONL, path, domain=domain)
-    for prefix, kind in ((GYM_PREFIX, SourceKind.GYM), (VERIFIERS_PREFIX, SourceKind.VERIFIERS)):
+    for prefix, kind in PREFIXES.items():
         if text.startswith(prefix):
             named = text.removeprefix(prefix)
-            if kind is SourceKind.VERIFIERS and domain is not None:
+            if kind is not SourceKind.GYM and domain is not None:
                 return Source(kind, path.removeprefix(prefix), domain=domain)
             if not named:
                 raise ConfigError(f"source {text!r}: expected a name after {prefix!r}")
@@ -90,7 +101,7 @@ def parse_reference(text: str) -> Source:
 
 def family_key(source: str, domain: Domain) -> str:
     """The key of the family that a configuration lists under a domain."""
-    has_domains = parse_source(source).kind in (SourceKind.JSONL, SourceKind.VERIFIERS)
+    has_domains = parse_source(source).kind in (SourceKind.JSONL, SourceKind.VERIFIERS, SourceKind.FOLDERS)
     return f"{source}#{domain}" if has_domains else source
 
 
@@ -98,7 +109,8 @@ def located(text: str, folder: Path | None = None) -> str:
     """A source, key or reference with the absolute path of its file. `folder`: where relative paths begin; None: the
     working directory."""
     source = parse_source(text)
-    if source.kind not in (SourceKind.FILE, SourceKind.JSONL):
+    if source.kind not in (SourceKind.FILE, SourceKind.JSONL, SourceKind.FOLDERS):
         return text
     path = (folder or Path.cwd()) / Path(source.target).expanduser()
-    return f"{path}{text[len(source.target) :]}"
+    prefix = FOLDERS_PREFIX if source.kind is SourceKind.FOLDERS else ""
+    return f"{prefix}{path}{text[len(prefix) + len(source.target) :]}"

@@ -5,6 +5,7 @@ users' code. The survey also draws a train task and the held-out tasks of an eva
 opened, a family that raises, or a set of tasks too small for its held-out share is refused while nothing is written.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +17,8 @@ from m2forge.tasks.curriculum import Families, level_bounds, require_known
 from m2forge.tasks.runner import TaskRunner
 from m2forge.tasks.source import SourceKind, parse_source
 from m2forge.tasks.task_set import HELD_OUT_EVERY, FamilyInfo, describe
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,19 @@ async def survey(
     with TemporaryDirectory() as folder:
         async with TaskRunner(verify, Path(folder), reward=reward) as runner:
             known = {key: await runner.describe(key) for key in config.family_keys}
+            for key, info in known.items():
+                report_rejected(key, info)
             require_known(config, known)
             await _draw(config, known, runner, num_held_out, seed)
     return known
+
+
+def report_rejected(key: str, info: FamilyInfo) -> None:
+    """Warn of tasks that the family leaves out."""
+    for problem in info.rejected:
+        _log.warning("%s: a task is left out: %s", key, problem)
+    if info.num_rejected > len(info.rejected):
+        _log.warning("%s: %d more tasks are left out", key, info.num_rejected - len(info.rejected))
 
 
 async def _draw(config: CurriculumConfig, known: Families, runner: TaskRunner, num_held_out: int, seed: int) -> None:

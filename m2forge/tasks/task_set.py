@@ -17,11 +17,13 @@ from typing import Literal, TypeAlias, cast
 
 from m2forge.errors import DataError, RecordError
 from m2forge.records import Domain, JsonValue, Task
-from m2forge.tasks.family import SPLIT_KEY, Family, Finite, family_name, labelled
+from m2forge.tasks.family import SPLIT_KEY, Family, Finite, Rejecting, family_name, labelled
 
 Split: TypeAlias = Literal["train", "held_out"]
 
 HELD_OUT_EVERY = 5
+MAX_REJECTED = 10
+"""Rejected tasks that are reported with their reason; the others are counted."""
 MAX_DRAWS = 2000
 """Maximum tasks drawn in search of one of the right split, or of a distinct one."""
 
@@ -50,6 +52,9 @@ class FamilyInfo:
     """Level, and numbers of its train and held-out tasks, for a family with a fixed list of tasks; else None."""
     measured: tuple[str, ...] | None = None
     """Ids of the train tasks of a family whose difficulty is measured by pass rates; else None."""
+    rejected: tuple[str, ...] = ()
+    """Why tasks of a fixed list were left out, one message for each, up to `MAX_REJECTED`."""
+    num_rejected: int = 0
 
     @classmethod
     def read(cls, fields: Mapping[str, JsonValue]) -> "FamilyInfo":
@@ -60,10 +65,13 @@ class FamilyInfo:
         assert isinstance(highest, int)
         counts = cast("list[tuple[int, int, int]] | None", fields["counts"])
         measured = cast("list[str] | None", fields["measured"])
+        rejected = cast("list[str]", fields["rejected"])
         return cls(
             *(name, Domain(str(fields["domain"])), lowest, highest),
             None if counts is None else tuple((level, num, held_out) for level, num, held_out in counts),
             None if measured is None else tuple(measured),
+            tuple(rejected),
+            cast("int", fields["num_rejected"]),
         )
 
     def num_listed(self, split: Split, lowest: int, highest: int) -> int | None:
@@ -86,7 +94,10 @@ def describe(family: Family) -> FamilyInfo:
     measured = None
     if not family.has_levels:
         measured = tuple(task.id for task in tasks if split_of(task) == "train")
-    return FamilyInfo(family.name, domain, lowest, highest, tuple(counts), measured)
+    rejected = tuple(family.rejected) if isinstance(family, Rejecting) else ()
+    return FamilyInfo(
+        *(family.name, domain, lowest, highest, tuple(counts), measured), rejected[:MAX_REJECTED], len(rejected)
+    )
 
 
 class TaskSet:

@@ -31,7 +31,8 @@ from m2forge.config import Config, TomlValue, build
 from m2forge.errors import ConfigError, RecordError
 from m2forge.files import write_atomic
 from m2forge.records import JsonValue, Submission, Task, Verdict
-from m2forge.tasks.family import plain, shown
+from m2forge.tasks.answer import chosen_option, clear_path, last_number, output_score, plain
+from m2forge.tasks.family import shown
 from m2forge.tasks.llm_judge import judge, require_judge
 from m2forge.tasks.source import located
 from m2forge.tasks.user_code import load_object
@@ -39,7 +40,6 @@ from m2forge.tasks.user_code import load_object
 KINDS = ("exact", "numeric", "regex", "choice", "python", "command", "judge")
 OF_KIND = {"tolerance": "numeric", "options": "choice", "files": "command"}
 """Settings that belong to one kind."""
-NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 MAX_OUTPUT = 4000
 """Characters of a command's output, from its end, that the evidence holds."""
 MAX_READ = 1 << 20
@@ -122,7 +122,7 @@ def verify(spec: VerifierConfig, task: Task, submission: Submission, folder: Pat
             perf = float(re.search(spec.regex or "", answer) is not None)
             return Verdict(perf, {"expected": spec.regex, "received": shown(answer)})
         case "choice":
-            chosen = _chosen(answer, spec.options)
+            chosen = chosen_option(answer, spec.options)
             evidence: dict[str, JsonValue] = {"expected": spec.choice, "chosen": chosen, "received": shown(answer)}
             return Verdict(float(chosen == spec.choice), evidence)
         case "python":
@@ -183,23 +183,11 @@ def call_reward(reference: str, task: Task, submission: Submission, verdict: Ver
 
 
 def _numeric(spec: VerifierConfig, answer: str) -> Verdict:
-    numbers = NUMBER.findall(answer)
+    number = last_number(answer)
     evidence: dict[str, JsonValue] = {"expected": spec.numeric, "received": shown(answer)}
-    if not numbers or spec.numeric is None:
+    if number is None or spec.numeric is None:
         return Verdict(0.0, evidence | {"error": "no number in the answer"})
-    number = float(numbers[-1].replace(",", ""))
     return Verdict(float(abs(number - spec.numeric) <= spec.tolerance), evidence | {"number": shown(str(number))})
-
-
-def _chosen(answer: str, options: tuple[str, ...]) -> str | None:
-    """The option that stands alone last in the answer."""
-    found: tuple[int, int, str] | None = None
-    for option in options:
-        for match in re.finditer(rf"(?<!\w){re.escape(option)}(?!\w)", answer):
-            # Of two options that begin together, the longer one was chosen.
-            place = (match.start(), len(option), option)
-            found = place if found is None else max(found, place)
-    return None if found is None else found[2]
 
 
 def _run(spec: VerifierConfig, task: Task, submission: Submission) -> Verdict:
@@ -208,7 +196,7 @@ def _run(spec: VerifierConfig, task: Task, submission: Submission) -> Verdict:
         raise RecordError(f"Task {task.id}: a command needs a workspace, and the attempt had none")
     workspace = Path(submission.workspace)
     for name, content in spec.files.items():
-        _write(workspace, name, content)
+        write_atomic(clear_path(workspace, name), content)
     env = {name: os.environ[name] for name in INHERITED if name in os.environ} | {"HOME": str(workspace)}
     assert spec.command is not None
     with TemporaryFile() as output:
@@ -234,27 +222,7 @@ def _run(spec: VerifierConfig, task: Task, submission: Submission) -> Verdict:
         output.seek(max(0, output.tell() - MAX_READ))
         text = output.read().decode(errors="replace")
     evidence: dict[str, JsonValue] = {"status": status, "output": text[-MAX_OUTPUT:]}
-    return Verdict(_perf(text) if status == 0 else 0.0, evidence)
-
-
-def _perf(output: str) -> float:
-    lines = output.strip().splitlines()
-    try:
-        perf = float(lines[-1])
-    except (ValueError, IndexError):
-        return 1.0
-    return perf if 0 <= perf <= 1 else 1.0
-
-
-def _write(workspace: Path, name: str, content: str) -> None:
-    """Write a file of the verifier; a link that the agent left in its path is not followed."""
-    path = workspace
-    for part in Path(name).parts[:-1]:
-        path = path / part
-        if path.is_symlink() or (path.exists() and not path.is_dir()):
-            path.unlink()
-        path.mkdir(exist_ok=True)
-    write_atomic(path / Path(name).name, content)
+    return Verdict(output_score(text) if status == 0 else 0.0, evidence)
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:

@@ -40,6 +40,7 @@ from m2forge.errors import M2ForgeError, RecordError
 from m2forge.records import JsonValue, Submission, Task
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.family import Family, Preparing, UnavailableError
+from m2forge.tasks.folders.portable import portable
 from m2forge.tasks.gym import GymFamily
 from m2forge.tasks.task_set import Split, TaskSet, describe
 from m2forge.tasks.time_limit import MAX_WAIT, Use
@@ -98,6 +99,8 @@ def run(request: Fields) -> JsonValue:
             name = str(request["name"])
             content = family.call(task, name, request["arguments"])
             return {"content": str(content), "latency_s": float(family.latency_s(task, name))}
+        case "portable":
+            return portable(family, task)
         case "demonstrate":
             rng = random.Random(str(request["seed"]))
             return [message_to_openai(message) for message in family.demonstrate(task, rng)]
@@ -305,7 +308,11 @@ class Worker:
             return {"outcome": RequestOutcome.REFUSED, "text": refused}
         if request["op"] == "prepare":
             return {"outcome": RequestOutcome.OK, "value": None}
-        timeout_s = self._draw_timeout_s if request["op"] in ("next", "describe", "demonstrate") else self._timeout_s
+        timeout_s = (
+            self._draw_timeout_s
+            if request["op"] in ("next", "describe", "demonstrate", "portable")
+            else self._timeout_s
+        )
         if isinstance(asked_s := request.get("timeout_s"), float):
             timeout_s = asked_s
         reply = self._try(line, timeout_s)

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 from m2forge.records import Domain, JsonValue, Submission, Task
 from m2forge.tasks.agent import KEYS, Chain, Copies, Gather, behind
-from m2forge.tasks.coding import MAX_WORDS, ProgramError, StackProgram, run_program
-from m2forge.tasks.family import plain, read_int
+from m2forge.tasks.answer import plain
+from m2forge.tasks.coding import StackProgram
+from m2forge.tasks.family import read_int
 from m2forge.tasks.general import CASES, COUNTS, JOINERS, ORDERS, Words
 from m2forge.tasks.reasoning import Counters
+from m2forge.tasks.stack_machine import MAX_WORDS, ProgramError, run_program
 from m2forge.text.minimax_m2 import MINIMAX_M2_SPECIALS
 from m2forge.text.tokenizer import train_tokenizer
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from m2forge.errors import ConfigError, NotFoundError, RecordError
 from m2forge.records import Domain, Submission, Task
 from m2forge.tasks.agent import KEYS, Chain, Gather
+from m2forge.tasks.answer import plain
 from m2forge.tasks.catalog import EMBEDDED, family_of, find_family
 from m2forge.tasks.coding import StackProgram
-from m2forge.tasks.family import Family, Verdict, plain
+from m2forge.tasks.family import Family, Verdict
 from m2forge.tasks.general import Words
 from m2forge.tasks.gym import GymFamily
 from m2forge.tasks.reasoning import Counters

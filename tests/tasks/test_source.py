@@ -54,6 +54,8 @@ ready = Doubles()
         ("t.jsonl#coding", Source(SourceKind.JSONL, "t.jsonl", domain=Domain.CODING)),
         ("reasoning-gym:gcd", Source(SourceKind.GYM, "gcd")),
         ("verifiers:wordle", Source(SourceKind.VERIFIERS, "wordle")),
+        ("folders:data/set", Source(SourceKind.FOLDERS, "data/set")),
+        ("folders:data/set#coding", Source(SourceKind.FOLDERS, "data/set", domain=Domain.CODING)),
     ],
 )
 def test_every_form_of_a_source_is_parsed(text: str, source: Source) -> None:
@@ -63,7 +65,7 @@ def test_every_form_of_a_source_is_parsed(text: str, source: Source) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("folders:tasks", "task folders are not supported yet; write the tasks as FILE.jsonl"),
+        ("folders:", "expected a name after 'folders:'"),
         ("my_tasks.py", "expected the family's name after the file"),
         ("my_tasks.py:", "expected FILE.py:NAME"),
         ("tasks/my tasks:x", "expected FILE.py:NAME or PACKAGE.MODULE:NAME"),

@@ -1,0 +1,1 @@
+"""Task folders: instruction, environment, tests and solution as files, in the format of Harbor."""
