@@ -333,6 +333,15 @@ def command_gateway(args: argparse.Namespace) -> None:
     )
 
 
+def command_atif(args: argparse.Namespace) -> None:
+    from m2forge.page.atif import write_atif
+
+    if args.num is not None and args.num < 1:
+        raise ConfigError(f"--num {args.num}: expected 1 or more")
+    num = write_atif(args.run_dir, args.dest, args.num, args.least)
+    print(f"wrote {args.dest}: {num} trajectories")
+
+
 def command_page(args: argparse.Namespace) -> None:
     from m2forge.page.serve import serve_page
 
@@ -539,6 +548,13 @@ def _add_page(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_atif(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="the directory of an RL run, such as runs/NAME")
+    parser.add_argument("dest", type=Path, metavar="DIR", help="the folder to write; must not exist or be empty")
+    parser.add_argument("--num", type=int, metavar="N", help="the newest N attempts alone (default: all)")
+    parser.add_argument("--least", type=float, metavar="R", help="attempts with at least this reward alone")
+
+
 def _add_completion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS, help='the shell, as in: eval "$(m2forge completion bash)"')
 
@@ -563,12 +579,13 @@ COMMANDS = {
     "rl": Command("train a model by what its agents do, or go on with it", _add_run, command_rl),
     "eval": Command("measure a model: a table and plots", _add_config, command_eval),
     "init": Command("write the files of a first run of your own", _add_init, command_init),
-    "tasks": Command("check, lint, show and export tasks", tasks_command.add_arguments, tasks_command.run),
+    "tasks": Command("check, lint, show and convert tasks", tasks_command.add_arguments, tasks_command.run),
     "image": Command("build, list or remove the images of sandboxes", _add_image, command_image),
     "serve": Command("serve a model by HTTP: the vendors' APIs, and token ids", _add_serve, command_serve),
     "chat": Command("talk with a model in the terminal", _add_chat, command_chat),
     "gateway": Command("serve agents: the vendors' APIs in, every token recorded", _add_gateway, command_gateway),
     "page": Command("show a run, or a folder of runs, in the browser", _add_page, command_page),
+    "atif": Command("write a run's attempts as ATIF trajectories, with token ids", _add_atif, command_atif),
     "completion": Command("print a completion script for a shell", _add_completion, command_completion),
 }
 

@@ -1,4 +1,4 @@
-"""`m2forge tasks ACTION`: checks sources of tasks, and lints, shows and exports task folders.
+"""`m2forge tasks ACTION`: checks sources of tasks, and lints, shows, writes and converts task folders.
 
 One function for each action; it imports what it needs when it runs.
 """
@@ -87,11 +87,37 @@ def _export(args: argparse.Namespace, config: "VerifyConfig") -> None:
     print(f"wrote {dest}: {len(exported)} folders, {num_held_out} held out, {num_solved} with a solution")
 
 
+def _import(args: argparse.Namespace, config: "VerifyConfig") -> None:
+    import sys
+
+    from m2forge.tasks.folders.swe_bench import import_records
+
+    path, dest = args.names
+    imported = import_records(Path(path), Path(dest))
+    for problem in imported.rejected:
+        print(f"rejected: {problem}", file=sys.stderr)
+    print(f"wrote {dest}: {len(imported.names)} folders; {len(imported.rejected)} records are rejected")
+
+
+def _records(args: argparse.Namespace, config: "VerifyConfig") -> None:
+    import sys
+
+    from m2forge.tasks.folders.swe_bench import export_records
+
+    path, dest = args.names
+    num, rejected = export_records(Path(path), Path(dest))
+    for item in rejected:
+        print(f"rejected: {item.problem}", file=sys.stderr)
+    print(f"wrote {dest}: {num} records; {len(rejected)} folders are rejected")
+
+
 ACTIONS: Mapping[str, Callable[[argparse.Namespace, "VerifyConfig"], None]] = {
     "check": _check,
     "lint": _lint,
     "show": _show,
     "export": _export,
+    "import": _import,
+    "records": _records,
 }
 
 
@@ -100,6 +126,8 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "lint": ("ignore", "json"),
     "show": ("json",),
     "export": ("num", "level", "seed", "set"),
+    "import": (),
+    "records": (),
 }
 """The options that each action has."""
 
@@ -109,7 +137,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "action",
         choices=tuple(ACTIONS),
         help="check SOURCE: draw tasks, verify their references, time it; lint PATH…: what is wrong with task folders; "
-        "show PATH: a task folder, or a folder of them; export SOURCE DIR: write tasks as folders",
+        "show PATH: a task folder, or a folder of them; export SOURCE DIR: write tasks as folders; import FILE.jsonl DIR: write records of SWE-bench "
+        "as folders; records PATH FILE.jsonl: the reverse",
     )
     parser.add_argument(
         "names",
@@ -132,7 +161,7 @@ def run(args: argparse.Namespace) -> None:
     from m2forge.config import build
     from m2forge.tasks.config import VerifyConfig
 
-    num_names = {"check": 1, "export": 2, "show": 1}.get(args.action, len(args.names))
+    num_names = {"check": 1, "show": 1, "export": 2, "import": 2, "records": 2}.get(args.action, len(args.names))
     if len(args.names) != num_names:
         raise ConfigError(
             f"tasks {args.action}: expected {num_names} arguments, received {len(args.names)}; see --help"

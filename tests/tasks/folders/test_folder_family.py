@@ -94,7 +94,7 @@ def test_broken_folders_are_reported_and_the_rest_is_used(tmp_path: Path, caplog
 
 def test_a_set_without_a_usable_folder_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "set" / "gpu", table(environment={"gpus": 8}))
-    with pytest.raises(ConfigError, match="1 are rejected, the first: .*not offered here: environment.gpus"):
+    with pytest.raises(ConfigError, match=r"1 are rejected, the first: .*not offered here: environment\.gpus"):
         FolderFamily(tmp_path / "set")
     with pytest.raises(NotFoundError, match="is not a folder"):
         FolderFamily(tmp_path / "none")
