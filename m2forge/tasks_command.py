@@ -39,7 +39,7 @@ def _lint(args: argparse.Namespace, config: "VerifyConfig") -> None:
 
     for code in args.ignore:
         if code not in list(Rule):
-            raise ConfigError(f"--ignore {code}: no such rule; {suggest(code, Rule)}")
+            raise ConfigError(f"--ignore {code}: no such rule; {suggest(code, map(str, Rule))}")
     paths = [path for name in args.names for path in find_folders(Path(name))]
     if not paths:
         raise NotFoundError(f"{', '.join(args.names)}: no task folder; each needs task.toml and instruction.md")
@@ -137,8 +137,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "action",
         choices=tuple(ACTIONS),
         help="check SOURCE: draw tasks, verify their references, time it; lint PATH…: what is wrong with task folders; "
-        "show PATH: a task folder, or a folder of them; export SOURCE DIR: write tasks as folders; import FILE.jsonl DIR: write records of SWE-bench "
-        "as folders; records PATH FILE.jsonl: the reverse",
+        "show PATH: a task folder, or a folder of them; export SOURCE DIR: write tasks as folders; import FILE.jsonl "
+        "DIR: write records of SWE-bench as folders; records PATH FILE.jsonl: the reverse",
     )
     parser.add_argument(
         "names",

@@ -41,9 +41,11 @@ from m2forge.pool.tables import episode_table, unit_table
 from m2forge.records import CallRole, JsonValue
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Tool, ToolCall, tool_from_openai, tool_to_openai
+from m2forge.text.parser import THINK_OPEN
 from m2forge.tree.token_tree import Sample
 
 VERSION = "ATIF-v1.8"
+THINK_LEAD = f"{THINK_OPEN}\n"
 MAX_SPLITS = 64
 """Places at which a system turn may divide into prompt and tools."""
 _RESULT = re.compile(r"<(tool_response|response)>\n?(.*?)\n?</\1>", re.DOTALL)
@@ -82,16 +84,13 @@ def _episodes(reader: PoolReader, num: int | None, least: float | None) -> Itera
     with reader.read() as connection:
         vocab_size = read_queue(connection).vocab_size
         wanted = connection.execute(query if num is None else query.limit(num)).all()
-    for row in wanted:
+    ids = {row.id for row in wanted}
+    for unit in dict.fromkeys(row.unit for row in wanted):
         with reader.read() as connection:
-            units = read_units(connection, [row.unit], vocab_size)
-            names = connection.execute(
-                select(episode.id).where(episode.unit == row.unit).order_by(episode.id)
-            ).scalars()
-            for unit in units:
-                found = dict(zip(names, unit.episodes, strict=True))
-                if found[row.id].calls:
-                    yield found[row.id]
+            (stored,) = read_units(connection, [unit], vocab_size)
+            found = connection.execute(select(episode.id).where(episode.unit == unit).order_by(episode.id)).scalars()
+            named = list(zip(found, stored.episodes, strict=True))
+        yield from (attempt for id, attempt in named if id in ids)
 
 
 def _agent(run: Run) -> Json:
@@ -192,7 +191,8 @@ class _Chain:
         before = self.trajectory.tokens(call, max(0, start - LOOK_BACK), start).tolist()
         texts = text.texts(ids)
         parts = cut_prompt(ids, texts, before, self.format)
-        lead = "".join(texts[parts[-1].start :]).partition("\n")[2] if parts and parts[-1].kind == "marker" else ""
+        # Where the generation prompt opens thinking, completions begin inside it, and turns of the history do not.
+        lead = THINK_LEAD if "".join(texts).endswith(THINK_LEAD) else ""
         for part in parts:
             turn = "".join(texts[part.start : part.end])
             match part.kind:

@@ -121,10 +121,13 @@ def read_answer(path: Path) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return ""
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return ""
-        content = file.read(MAX_ANSWER_BYTES + 1)
+    try:
+        content = b""
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            while len(content) <= MAX_ANSWER_BYTES and (read := os.read(descriptor, MAX_ANSWER_BYTES + 1)):
+                content += read
+    finally:
+        os.close(descriptor)
     return content.decode(errors="replace") if len(content) <= MAX_ANSWER_BYTES else ""
 
 

@@ -15,6 +15,8 @@ from sqlalchemy import select
 
 from m2forge.cli import main
 from m2forge.page.atif import convert
+from m2forge.page.pool_reader import PoolReader
+from m2forge.page.run_folder import Run
 from m2forge.pool.stored import CallWriter, StoredEpisode, read_units, role_artifacts
 from m2forge.pool.tables import unit_table
 from m2forge.records import Call

@@ -128,10 +128,10 @@ def task_files(task: Task, part: Mapping[str, JsonValue], source: str, info: Fam
         CONFIG_NAME: tomli_w.dumps(table),
         INSTRUCTION_NAME: _instruction(task, tools, is_command),
         "tests/check.json": json.dumps(check, ensure_ascii=False, indent=1) + "\n",
-        "tests/answer.py": Path(answer.__file__).read_text(encoding="utf-8"),
     }
-    if "stack" in check:
-        texts["tests/stack_machine.py"] = Path(stack_machine.__file__).read_text(encoding="utf-8")
+    for module in (answer, *((stack_machine,) if "stack" in check else ())):
+        path = Path(str(module.__file__))
+        texts[f"tests/{path.name}"] = path.read_text(encoding="utf-8")
     programs = {"tests/test.sh": _TEST.format(what="the workspace", path=WORKSPACE)}
     if not is_command:
         programs["tests/test.sh"] = _TEST.format(what="the answer", path=ANSWER)

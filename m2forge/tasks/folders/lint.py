@@ -29,7 +29,6 @@ from m2forge.tasks.folders.folder import (
     CONFIG_NAME,
     DOCKERFILE_NAME,
     INSTRUCTION_NAME,
-    PROVENANCE,
     SOLVE_NAME,
     TEST_NAME,
     FileKind,
@@ -40,6 +39,7 @@ from m2forge.tasks.folders.folder import (
 )
 from m2forge.tasks.folders.task_toml import (
     MAIN_SERVICE,
+    PROVENANCE,
     Artifact,
     NetworkMode,
     TaskConfig,
@@ -384,7 +384,8 @@ def _digest(path: Path) -> str | None:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8") if path.stat().st_size <= MAX_SCANNED_BYTES else None
+        # Bytes, because line ends matter.
+        return path.read_bytes().decode("utf-8") if path.stat().st_size <= MAX_SCANNED_BYTES else None
     except (OSError, UnicodeDecodeError):
         return None
 
@@ -399,7 +400,7 @@ _OPTIONS_WITH_VALUE = frozenset(
     }
 )
 _HEREDOC = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*')|<<-?\s*(['"]?)(\w+)\2""")
-_HIDDEN = re.compile(r"(?:^|/)(?:solution(?:/solve\.sh)?|tests(?:/(?:test\.sh|test_[^/]+\.py))?)/?$")
+_HIDDEN = re.compile(r"(?:^|/)(?:solution(?:/solve\.sh|/)?|tests/(?:test\.sh|test_[^/]+\.py))$")
 _PREFIXES = ("sudo", "env", "exec", "command", "time", "nice")
 
 

@@ -154,7 +154,7 @@ def record_files(record: Mapping[str, JsonValue]) -> dict[str, FolderFile]:
     texts = {
         CONFIG_NAME: tomli_w.dumps(table),
         INSTANCE: json.dumps(rest, ensure_ascii=False, indent=1) + "\n",
-        "tests/swe_tests.py": Path(swe_tests.__file__).read_text(encoding="utf-8"),
+        f"tests/{Path(swe_tests.__file__).name}": Path(swe_tests.__file__).read_text(encoding="utf-8"),
         "environment/Dockerfile": _dockerfile(record),
     }
     texts |= {name: str(record[key]) for key, name in TEXT_FILES.items() if isinstance(record.get(key), str)}

@@ -11,7 +11,7 @@ IMAGE = f"python:3.12-slim@sha256:{'0' * 64}"
 
 def table(**changes: TomlValue) -> dict[str, TomlValue]:
     """A `task.toml` as this project writes it; `changes` replace whole tables."""
-    return {
+    usual: dict[str, TomlValue] = {
         "schema_version": "1.4",
         "artifacts": ["/workspace/answer.txt"],
         "task": {"name": "m2forge/sum"},
@@ -19,7 +19,8 @@ def table(**changes: TomlValue) -> dict[str, TomlValue]:
         "agent": {"user": 1000, "timeout_sec": 60.0},
         "verifier": {"environment_mode": "separate", "timeout_sec": 30.0},
         "environment": {"network_mode": "no-network", "workdir": "/workspace"},
-    } | changes
+    }
+    return usual | changes
 
 
 def files(**changes: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The folders written by hand: without findings, solved by their solutions, not solved untouched."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from m2forge.tasks.folders.folder import TaskFolder, read_folders
 from m2forge.tasks.folders.lint import lint
 
 FOLDERS = read_folders(Path(__file__).parents[3] / "examples" / "folders")[0]
-PLACES = ("/workspace", "/tests", "/logs", "/solution", "/tmp")
+PLACES = re.compile(r"(?<![\w.])/(?:workspace|tests|logs|solution|tmp)(?=[/\"\s]|$)")
 
 
 def reward(folder: TaskFolder, root: Path, *, is_solved: bool) -> float:
@@ -27,11 +28,7 @@ def reward(folder: TaskFolder, root: Path, *, is_solved: bool) -> float:
         shutil.copyfile(folder.environment / "setup.sh", root / "tmp" / "setup.sh")
     scripts = [*root.glob("tests/*.sh"), *root.glob("tests/*.py"), *root.glob("*/solve.sh"), *root.glob("tmp/*.sh")]
     for path in scripts:
-        text = path.read_text()
-        for place in PLACES:
-            text = text.replace(f"{place}/", f"{root}{place}/").replace(f"={place} ", f"={root}{place} ")
-            text = text.replace(f'"{place}"', f'"{root}{place}"').replace(f"{place} ", f"{root}{place} ")
-        path.write_text(text)
+        path.write_text(PLACES.sub(lambda match: f"{root}{match[0]}", path.read_text()))
     (root / "bin").mkdir()
     (root / "bin" / "python3").symlink_to(sys.executable)
     env = os.environ | {"PATH": f"{root}/bin:{os.environ['PATH']}", "HOME": str(root)}

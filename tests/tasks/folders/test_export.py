@@ -9,11 +9,15 @@ import pytest
 
 from m2forge.errors import ConfigError, DataError, ExistsError
 from m2forge.records import JsonValue
-from m2forge.tasks.catalog import EMBEDDED
+from m2forge.tasks.catalog import EMBEDDED, find_family
 from m2forge.tasks.config import VerifyConfig
-from m2forge.tasks.folders.export import Exported, export, folder_name
-from m2forge.tasks.folders.folder import TaskFolder, read_folder, read_folders
+from m2forge.tasks.family import Family, labelled
+from m2forge.tasks.folders.export import Exported, export, folder_name, task_files
+from m2forge.tasks.folders.folder import FolderFile, TaskFolder, read_files, read_folders, write_folder
 from m2forge.tasks.folders.lint import lint
+from m2forge.tasks.folders.portable import portable
+from m2forge.tasks.jsonl_family import JsonlFamily
+from m2forge.tasks.task_set import describe
 
 LINES: list[dict[str, JsonValue]] = [
     {"id": "Paris 1", "instruction": "Name it.", "verifier": {"exact": ["Paris", "paris"]}, "reference": "Paris"},
@@ -54,23 +58,30 @@ def verify(folder: TaskFolder, root: Path, script: Path | None) -> float:
     return float((root / "logs/verifier/reward.txt").read_text())
 
 
+def write_folders(family: Family, dest: Path, num: int, level: int) -> list[TaskFolder]:
+    """As `export` writes them, without a worker process."""
+    info, files = describe(family), dict[str, FolderFile]()
+    for seed in range(num):
+        task = labelled(family.draw(level, seed), family, family.name, level)
+        part = json.loads(json.dumps(portable(family, task)))
+        files |= {f"{task.id}/{name}": file for name, file in task_files(task, part, family.name, info).items()}
+    write_folder(dest, files)
+    folders, rejected = read_folders(dest)
+    assert not rejected
+    return folders
+
+
 @pytest.mark.parametrize("family", EMBEDDED, ids=[family.name for family in EMBEDDED])
-def test_an_exported_folder_verifies_its_own_solution(tmp_path: Path, family: object) -> None:
-    name = str(getattr(family, "name"))  # noqa: B009
-    exported = run_export(name, tmp_path / "set", num=5)
-    assert [item.split for item in exported].count("held_out") == 1
-    folders, rejected = read_folders(tmp_path / "set")
-    assert (len(folders), rejected) == (5, [])
-    assert [lint(folder.path) for folder in folders] == [[]] * 5
-    first = folders[0]
-    assert first.provenance.source == name
+def test_an_exported_folder_verifies_its_own_solution(tmp_path: Path, family: Family) -> None:
+    first, second = write_folders(family, tmp_path / "set", 2, family.levels[1])
+    assert (lint(first.path), lint(second.path)) == ([], [])
+    assert first.provenance.source == family.name
     assert verify(first, tmp_path / "solved", Path("solution/solve.sh")) == 1
     assert verify(first, tmp_path / "empty", None) == 0
 
 
 def test_tools_become_programs_over_tables(tmp_path: Path) -> None:
-    run_export("copies", tmp_path / "set", num=1, level=2)
-    (folder,) = read_folders(tmp_path / "set")[0]
+    (folder,) = write_folders(find_family("copies"), tmp_path / "set", 1, 2)
     assert "`look KEY`" in folder.instruction()
     verify(folder, tmp_path / "root", None)
     start = folder.instruction().split()[2].rstrip(".")
@@ -94,13 +105,11 @@ def test_a_task_file_is_exported_with_its_files(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_exports_the_same_bytes(tmp_path: Path) -> None:
-    run_export("counters", tmp_path / "one", seed=3, level=2)
+    exported = run_export("counters", tmp_path / "one", seed=3, level=2)
+    assert [item.split for item in exported].count("held_out") == 1
     run_export("counters", tmp_path / "two", seed=3, level=2)
-    run_export("counters", tmp_path / "three", seed=4, level=2)
-    names = [[path.name for path in sorted((tmp_path / name).iterdir())] for name in ("one", "two", "three")]
-    assert names[0] == names[1] != names[2]
-    digests = [read_folder(tmp_path / name / names[0][0]).digest() for name in ("one", "two")]
-    assert digests[0] == digests[1]
+    assert read_files(tmp_path / "one") == read_files(tmp_path / "two")
+    assert [lint(folder.path) for folder in read_folders(tmp_path / "one")[0]] == [[]] * 5
 
 
 FAMILY = """
@@ -123,22 +132,20 @@ class Tooled(Plain):
 """
 
 
-@pytest.mark.parametrize(
-    ("source", "problem"),
-    [
-        ("own.py:Plain", "its verifier is code"),
-        ("own.py:Tooled", "its tools are code"),
-        ("judged.jsonl", "python verifier"),
-    ],
-)
-def test_a_family_that_cannot_be_exported_says_why(tmp_path: Path, source: str, problem: str) -> None:
+def test_a_family_that_cannot_be_exported_says_why(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(FAMILY)
+    with pytest.raises(DataError, match="plain: cannot be exported: its verifier is code"):
+        run_export(f"{tmp_path}/own.py:Plain", tmp_path / "set")
+    assert not (tmp_path / "set").exists()
+    tooled = find_family(f"{tmp_path}/own.py:Tooled")
+    with pytest.raises(DataError, match="cannot be exported: its tools are code"):
+        portable(tooled, tooled.draw(0, 1))
     (tmp_path / "judge.py").write_text("def verify(task, submission):\n    return 1\n")
     line = {"instruction": "Say it.", "verifier": {"python": "judge.py:verify"}}
     (tmp_path / "judged.jsonl").write_text(json.dumps(line))
-    with pytest.raises(DataError, match=f"cannot be exported: {problem}|{problem}"):
-        run_export(str(tmp_path / source), tmp_path / "set")
-    assert not (tmp_path / "set").exists()
+    judged = JsonlFamily(tmp_path / "judged.jsonl")
+    with pytest.raises(DataError, match="a python verifier needs this package"):
+        portable(judged, judged.tasks[0])
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_written_files_are_read_again_byte_for_byte(found: dict[str, FolderFile]
 @given(UNKNOWN, UNKNOWN)
 def test_unknown_keys_survive_a_change_of_others(outer: dict[str, TomlValue], inner: dict[str, TomlValue]) -> None:
     with TemporaryDirectory() as scratch:
-        given_table = table(environment={"network_mode": "no-network"} | inner) | outer
+        given_table = table(environment={"network_mode": "no-network", **inner}) | outer
         folder = write(Path(scratch) / "one", given_table)
         assert folder.table == given_table
         folder.with_provenance(Provenance(package="other")).write(Path(scratch) / "two")

@@ -147,6 +147,8 @@ def test_what_the_lint_of_harbor_finds_is_found_here(tmp_path: Path) -> None:
     for index, (texts, _, _) in enumerate(TEXTS):
         write_raw(tmp_path / f"text-{index}", "[metadata.m2forge]\nsource = 'x'\n", **texts)
     for path in sorted(tmp_path.iterdir()):
+        if (path / "environment" / "docker-compose.yaml").exists():
+            continue  # Harbor reads compose files by Docker's program.
         theirs = {str(finding.rule) for finding in harbor.lint_task(path)}
         ours = {str(finding.rule) for finding in lint(path)}
         assert theirs <= ours, path

@@ -16,7 +16,7 @@ from m2forge.records import JsonValue
 from m2forge.tasks.folders.folder import read_folder, read_folders
 from m2forge.tasks.folders.lint import lint
 from m2forge.tasks.folders.swe_bench import folder_record, import_records, record_files
-from m2forge.tasks.folders.swe_tests import patched_files, report_name, run
+from m2forge.tasks.folders.swe_tests import passed, patched_files, report_name, run
 
 OLD, NEW = "def double(x):\n    return x + 2\n", "def double(x):\n    return 2 * x\n"
 TESTS = """import pytest
@@ -151,10 +151,14 @@ def test_tests_of_a_record_decide(tmp_path: Path) -> None:
     # Tests that an attempt replaced are restored, and a file in their place is removed.
     (repository / "tests" / "test_double.py").write_text("def test_two():\n    assert False\n")
     assert run(repository, tests, logs) == 1.0
-    instance = json.loads((tests / "instance.json").read_text())
-    skipped = instance | {"PASS_TO_PASS": ["tests/test_double.py::test_skipped"]}
-    (tests / "instance.json").write_text(json.dumps(skipped))
-    assert reward() == "0\n"
+
+
+def test_a_skipped_or_missing_test_has_not_passed(tmp_path: Path) -> None:
+    case = '<testcase classname="a.Case" name="{}">{}</testcase>'
+    kinds = {"good": "", "failed": "<failure/>", "errored": "<error/>", "skipped": "<skipped/>"}
+    text = "".join(case.format(name, inner) for name, inner in kinds.items())
+    (tmp_path / "junit.xml").write_text(f"<testsuites><testsuite>{text}</testsuite></testsuites>")
+    assert passed(tmp_path / "junit.xml") == {("a.Case", "good")}
 
 
 def test_names_of_tests_are_those_of_the_report() -> None:

@@ -1,3 +1,5 @@
+"""The hidden tests of `spans`."""
+
 import random
 
 import pytest

@@ -1,3 +1,5 @@
+"""Compares the repaired settings with those that were meant; prints 1 or 0."""
+
 import json
 import os
 import stat
