@@ -146,6 +146,8 @@ class OutcomeReason(StrEnum):
     EXITED = "exited"
     SIGNALLED = "signalled"
     """Ended by a signal that the sandbox did not send."""
+    MEMORY = "memory"
+    """The kernel killed it, because the sandbox had used up its memory."""
     TIMEOUT = "timeout"
     FLOODED = "flooded"
     """It exceeded the output limit, in a sandbox that ends such commands."""
@@ -231,6 +233,11 @@ class Sandbox(Protocol):
 
     workspace: str
     """The folder in which commands run, as they see it."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it ended before it was closed, for instance because its processes were killed from outside."""
+        ...
 
     async def run(self, command: Command) -> Outcome:
         """Run a command to its end. Cancelling kills it. A program that cannot be run exits with 126 or 127, as in a

@@ -167,6 +167,8 @@ class ShellTool:
                 return f"{text}\n[ended after {self._timeout_s:g} s, the most a command may take]"
             case OutcomeReason.SIGNALLED:
                 return f"{text}\n[ended by signal {-outcome.status}]"
+            case OutcomeReason.MEMORY:
+                return f"{text}\n[ended, because the sandbox had no memory left]"
             case OutcomeReason.FLOODED | OutcomeReason.KILLED | OutcomeReason.TAMPERED:
                 return f"{text}\n[{outcome.reason}]"
 

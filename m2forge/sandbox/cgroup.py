@@ -87,6 +87,16 @@ def _remove_abandoned() -> None:
                     folder.rmdir()
 
 
+def num_oom_kills(plan: Plan) -> int:
+    """How many processes of a sandbox the kernel has killed because its memory was used up."""
+    for folder in plan.folders:
+        for name in ("memory.events", "memory.oom_control"):
+            with contextlib.suppress(OSError):
+                fields = dict(line.split() for line in (Path(folder) / name).read_text().splitlines())
+                return int(fields.get("oom_kill", 0))
+    return 0
+
+
 def plan(config: SandboxConfig) -> Plan:
     _remove_abandoned()
     if config.max_cpus is not None and "cpu" not in parents():

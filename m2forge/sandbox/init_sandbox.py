@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import os
 import posixpath
+import signal
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,7 +43,7 @@ class InitSandbox:
         self._children: dict[int, InitWorker | Transfer] = {}
         self._lingering: set[Source] = set()
         self._servers: list[asyncio.Server] = []
-        self._is_closing = False
+        self._is_closing = self.is_lost = False
         self._channel: Channel
         self._ready: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
 
@@ -61,6 +62,10 @@ class InitSandbox:
     async def _wait_until_gone(self) -> None:
         """Wait until no process of the sandbox is left; its stream has ended."""
         raise NotImplementedError
+
+    def _takes_oom_kill(self) -> bool:
+        """Whether the kernel has killed a process for want of memory since the last call."""
+        return False
 
     def _start_error(self, text: str) -> Exception:
         return EngineError(f"a sandbox could not start: {text}")
@@ -150,7 +155,7 @@ class InitSandbox:
     async def _start(self, command: Command, *, is_fed: bool) -> InitWorker:
         self._require_open()
         id = next(self._numbers)
-        worker = InitWorker(id, self._channel, self._config, is_fed=is_fed)
+        worker = InitWorker(id, self._channel, self._config, is_fed=is_fed, takes_oom_kill=self._takes_oom_kill)
         self._children[id] = worker
         payload = run_payload(command, EXECUTE, self._config, self._limits, self._environment(command.env))
         starting = asyncio.ensure_future(worker.start(payload, command, self._keep))
@@ -189,6 +194,8 @@ class InitSandbox:
             self._children.pop(id, None)
         if status in (_NOT_FOUND, _OUTSIDE):
             raise NotFoundError(f"{path} is not a file or folder inside the sandbox: {text}")
+        if status == -signal.SIGKILL:
+            raise EngineError(f"{path}: the sandbox, or the process that copies files, was killed")
         if status:
             raise DataError(f"{path}: the sandbox refused it: {text or f'status {status}'}")
 
@@ -253,6 +260,7 @@ class InitSandbox:
 
     def _lose(self) -> None:
         """No frame will come any more."""
+        self.is_lost = self.is_lost or not self._is_closing
         if not self._ready.done():
             self._ready.set_exception(EngineError("a sandbox ended before it was ready"))
             self._ready.exception()  # It may never be awaited.

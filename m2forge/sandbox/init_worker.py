@@ -45,10 +45,19 @@ def run_payload(command: Command, mode: int, config: SandboxConfig, limits: Limi
 
 
 class InitWorker:
-    """See `Worker`. `is_fed`: whether the caller streams its input."""
+    """See `Worker`. `is_fed`: whether the caller streams its input. `takes_oom_kill`: whether the kernel has killed a
+    process for want of memory since the last call."""
 
-    def __init__(self, id: int, channel: Channel, config: SandboxConfig, *, is_fed: bool) -> None:
-        self._id, self._channel, self._is_fed = id, channel, is_fed
+    def __init__(
+        self,
+        id: int,
+        channel: Channel,
+        config: SandboxConfig,
+        *,
+        is_fed: bool,
+        takes_oom_kill: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._id, self._channel, self._is_fed, self._takes_oom_kill = id, channel, is_fed, takes_oom_kill
         self._streams = CommandStreams(config, is_fed=is_fed, on_flood=lambda: self.kill(OutcomeReason.FLOODED))
         self._reason: OutcomeReason | None = None
         self._exit: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
@@ -135,6 +144,8 @@ class InitWorker:
             reason = OutcomeReason.TIMEOUT
         elif is_requested:
             reason = self._reason or OutcomeReason.KILLED
+        elif status == -signal.SIGKILL and self._takes_oom_kill():
+            reason = OutcomeReason.MEMORY
         return replace(outcome, reason=reason, status=status, cpu_s=cpu_us / 1e6, max_memory_bytes=max_memory_bytes)
 
 

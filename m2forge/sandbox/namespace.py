@@ -102,7 +102,7 @@ class NamespaceSandbox(InitSandbox):
         self._image, self._image_env = image, dict(image.env)
         loop = asyncio.get_running_loop()
         self._gone: asyncio.Future[None] = loop.create_future()
-        self._cgroups = cgroup.plan(self._config)
+        self._cgroups, self._num_oom_kills = cgroup.plan(self._config), 0
         self._limits = self._process_limits(self._cgroups)
         path = str(program())
         self._disk = await asyncio.to_thread(_make_disk, self._config) if self._config.upper == "disk" else ""
@@ -193,6 +193,10 @@ class NamespaceSandbox(InitSandbox):
             min(config.max_file_bytes or config.max_disk_bytes, config.max_disk_bytes),
             config.max_processes or cgroup.MAX_PROCESSES,
         )
+
+    def _takes_oom_kill(self) -> bool:
+        before, self._num_oom_kills = self._num_oom_kills, cgroup.num_oom_kills(self._cgroups)
+        return self._num_oom_kills > before
 
     def _start_error(self, text: str) -> Exception:
         if text.startswith(("namespaces:", "uid map:", "gid map:", "setgroups:")):
