@@ -1,6 +1,7 @@
 """Runs one attempt at a task, by an agent of any kind: a task in, its recorded calls, answer and verdict out.
 
-    workspace → episode at the gateway (API key) → agent → episode closed → submission → verifier → workspace removed
+    workspace → episode at the gateway (API key) → agent in its sandbox → episode closed → submission → verifier →
+    sandbox closed, workspace removed
 
 Training, evaluation and everything else that attempts tasks use `AttemptRunner`; they bring the gateway, the tasks and
 the agent behind the protocols below. One rule holds for every kind of agent. Failures that the policy's tokens caused
@@ -19,6 +20,8 @@ another key and never become a reward:
         it exited or crashed                                        as an error without a kind
         it was killed from outside                                  infra, and the attempt counts as broken, so that
                                                                     its group is dropped after `pool.max_failures`
+    the attempt's sandbox could not start, or was lost              infra; if it was lost, the attempt is interrupted
+    the workspace is larger than the sandbox's disk                 policy, with the reason `limit`
     the verifier's worker was lost                                  infra
     everything else                                                 infra
 """
@@ -30,15 +33,17 @@ from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
 from m2forge.agents.workspace import Workspace, Workspaces
-from m2forge.errors import EngineError, M2ForgeError, RunError
-from m2forge.protocols import Endpoint
+from m2forge.errors import DataError, EngineError, M2ForgeError, RunError
+from m2forge.protocols import Endpoint, Sandbox
 from m2forge.records import ROLLOUT_KEY, JsonValue, Sampling, Submission, Task, Verdict
+from m2forge.sandbox.config import SandboxConfig
 from m2forge.text.message import Tool
 from m2forge.tree.token_tree import TokenTree
 
 TIMEOUT = "time ran out"
 LIMIT = "limit"
 """Prefix of the failure of an attempt that exceeded a limit of its sandbox."""
+LOST = "the attempt's sandbox was killed from outside"
 DEATHS_BEFORE_EXCLUSIVE = 2
 """After this many worker deaths an attempt gets a worker to itself, which shows whether the attempt kills it."""
 MAX_SILENT = 20
@@ -233,7 +238,14 @@ class TaskHost(Protocol):
 
     async def tools(self, task: Task) -> tuple[Tool, ...]: ...
 
-    async def verify(self, task: Task, submission: Submission) -> Verdict: ...
+    async def sandbox(self, task: Task, config: SandboxConfig) -> tuple[SandboxConfig, Mapping[str, str]]:
+        """The sandbox of an attempt at the task, and variables of its commands. `config`: the run's, which a task that
+        brings files of its own changes."""
+        ...
+
+    async def verify(self, task: Task, submission: Submission, sandbox: Sandbox | None = None) -> Verdict:
+        """`sandbox`: that of the attempt, if it has one and it is not a plain process."""
+        ...
 
 
 TaskHostT = TypeVar("TaskHostT", bound=TaskHost)
@@ -249,7 +261,7 @@ class AttemptRunner(Generic[TaskHostT]):
         num_starts: Callable[[], int] = lambda: 0,
     ) -> None:
         """`num_starts`: how often the sampler and the gateway have been started in total."""
-        self.agent, self.gateway, self.tasks, self._workspaces = agent, gateway, tasks, workspaces
+        self.agent, self.gateway, self.tasks, self.workspaces = agent, gateway, tasks, workspaces
         self._num_starts = num_starts
         self._num_up = -1
         """Value of `num_starts` when gateway and sampler last answered the health check; -1 before."""
@@ -263,14 +275,19 @@ class AttemptRunner(Generic[TaskHostT]):
         further attempt would. The caller deletes the gateway's copy once it has stored the calls. `num_deaths`: how
         many earlier attempts ended with `WorkerLost`."""
         is_exclusive = num_deaths >= DEATHS_BEFORE_EXCLUSIVE
-        workspace = await asyncio.to_thread(self._workspaces.open, name, task)
+        config, env = await self.tasks.sandbox(task, self.workspaces.config)
+        workspace = await asyncio.to_thread(self.workspaces.open, name, task, config, env)
         try:
             return await self._attempt(name, task, group, workspace, is_exclusive, overrides or Overrides())
         except asyncio.CancelledError:
             self.gateway.delete_soon(name)
             raise
         finally:
-            await asyncio.shield(asyncio.to_thread(self._workspaces.close, workspace))
+            await asyncio.shield(self._close(workspace))
+
+    async def _close(self, workspace: Workspace) -> None:
+        await workspace.stop()
+        await asyncio.to_thread(self.workspaces.close, workspace)
 
     async def _attempt(
         self, name: str, task: Task, group: str, workspace: Workspace, is_exclusive: bool, overrides: Overrides
@@ -284,6 +301,9 @@ class AttemptRunner(Generic[TaskHostT]):
             endpoint = await self.gateway.open(name, task, group, overrides)
             job = Job(name, task, endpoint, await self.tasks.tools(task), workspace)
             answer, failure, recorded = await self._run(job, is_exclusive, num_starts)
+            if failure is None and workspace.config == self.workspaces.config:
+                # A task that brings a sandbox of its own is verified by what that sandbox holds.
+                failure = await self._collect(workspace)
             verdict = Verdict(0.0, {"failure": failure})
             if failure is None:
                 verdict = await self._verify(job, answer, recorded)
@@ -307,7 +327,7 @@ class AttemptRunner(Generic[TaskHostT]):
     async def _run(self, job: Job, is_exclusive: bool, num_starts: int) -> tuple[str, str | None, Recorded]:
         """The agent's answer, the failure if the policy caused one, and the recorded calls."""
         try:
-            answer = await self.agent.attempt(job, is_exclusive=is_exclusive)
+            answer = await self._answer(job, is_exclusive=is_exclusive)
         except (AgentError, WorkerDiedError) as error:
             kind = error.kind if isinstance(error, AgentError) else _death_kind(error, is_exclusive=is_exclusive)
             recorded = await self._policy_failure(job.id, kind, num_starts)
@@ -339,6 +359,18 @@ class AttemptRunner(Generic[TaskHostT]):
         self._num_silent = 0
         return answer.text, None, replace(recorded, is_equal=await self.agent.inspect(answer, recorded))
 
+    async def _answer(self, job: Job, *, is_exclusive: bool) -> Answer:
+        """Whatever an agent reports after its sandbox was lost says nothing about the policy."""
+        try:
+            answer = await self.agent.attempt(job, is_exclusive=is_exclusive)
+        except (EngineError, TimeoutError) as error:
+            if job.workspace.is_lost:
+                raise WorkerDiedError(f"{LOST}: {error}") from error
+            raise
+        if job.workspace.is_lost:
+            raise WorkerDiedError(LOST)
+        return answer
+
     async def _policy_failure(self, name: str, kind: ErrorKind | None, num_starts: int) -> Recorded | None:
         """The recorded calls of an attempt that failed because of the policy; None if it failed for another reason."""
         if kind is ErrorKind.INFRA or (kind is None and await self.gateway.num_failed(name)):
@@ -361,11 +393,27 @@ class AttemptRunner(Generic[TaskHostT]):
                 "to {base_url}"
             ) from error
 
-    async def _verify(self, job: Job, answer: str, recorded: Recorded) -> Verdict:
-        submission = Submission(answer, str(job.workspace.path), recorded.messages, recorded.steps)
+    async def _collect(self, workspace: Workspace) -> str | None:
+        """Bring the workspace to this machine; returns the failure if the policy caused one."""
         try:
-            return await self.tasks.verify(job.task, submission)
-        except EngineError:
+            await workspace.collect()
+        except (DataError, EngineError) as error:
+            if workspace.is_lost:
+                raise WorkerDiedError(LOST) from error
+            if isinstance(error, EngineError):
+                raise
+            return f"{LIMIT}: the workspace cannot be read: {error}"
+        return None
+
+    async def _verify(self, job: Job, answer: str, recorded: Recorded) -> Verdict:
+        has_copy = job.workspace.config == self.workspaces.config
+        folder = str(job.workspace.path) if has_copy else None
+        submission = Submission(answer, folder, recorded.messages, recorded.steps)
+        try:
+            return await self.tasks.verify(job.task, submission, job.workspace.sandbox)
+        except EngineError as error:
+            if job.workspace.is_lost:
+                raise WorkerDiedError(LOST) from error
             raise
         except M2ForgeError as error:
             # Neither the policy nor a lost worker caused it, so that it would recur.

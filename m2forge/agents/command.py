@@ -18,6 +18,7 @@ a file; the API key is redacted in both.
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -33,12 +34,12 @@ from m2forge.agents.attempt import (
     WorkerDiedError,
 )
 from m2forge.agents.config import PLACEHOLDERS, AnswerFile, CommandConfig
-from m2forge.agents.program import death_cause, from_here
+from m2forge.agents.program import death_cause, from_here, inside_path
 from m2forge.agents.workspace import HOME_PREFIX, Workspace
 from m2forge.errors import DataError
 from m2forge.protocols import Command, Endpoint, Outcome, OutcomeReason
 from m2forge.records import ROLLOUT_KEY, JsonValue, Task
-from m2forge.sandbox.process import ProcessSandbox
+from m2forge.sandbox.init_sandbox import PATH
 
 KEY = "[key]"
 TASK_FILE = f"{HOME_PREFIX}.m2forge/task.txt"
@@ -69,19 +70,22 @@ class CommandAgent:
 
     async def attempt(self, job: Job, *, is_exclusive: bool = False) -> Answer:
         config, workspace = self._config, job.workspace
-        values = placeholder_values(job.task, job.endpoint, workspace)
+        endpoint = workspace.reached(job.endpoint)
+        values = placeholder_values(job.task, endpoint, workspace)
         await asyncio.to_thread(self._write_files, workspace, values)
-        variables = {name: fill(text, values) for name, text in config.env.items()}
+        variables = inside_path(workspace.config, config.env, workspace.env.get("PATH", PATH))
+        variables |= {name: fill(text, values) for name, text in config.env.items()}
         command = Command(
             tuple(fill(word, values).replace("\0", "") for word in self._command),
-            environment(job.task, job.endpoint, workspace) | variables,
+            environment(job.task, endpoint, workspace) | variables,
             stdin=fill(config.stdin, values).encode(errors="replace"),
             timeout_s=config.timeout_s,
         )
-        sandbox = ProcessSandbox(workspace.path, config.sandbox, workspace.environment())
+        sandbox = await workspace.start(job.endpoint)
         outcome = await sandbox.run(command)
         _require_success(outcome, job.endpoint.key)
-        text = await asyncio.to_thread(self._read_answer, workspace, outcome)
+        await workspace.freeze()
+        text = await self._read_answer(workspace, outcome)
         return Answer(_redacted(text, job.endpoint.key), transcript(outcome, job.endpoint.key))
 
     async def watch(self) -> None:
@@ -97,15 +101,16 @@ class CommandAgent:
         for path, text in self._config.files.items():
             workspace.write(path, fill(text, values))
 
-    def _read_answer(self, workspace: Workspace, outcome: Outcome) -> str:
+    async def _read_answer(self, workspace: Workspace, outcome: Outcome) -> str:
         answer = self._config.answer
         if not isinstance(answer, AnswerFile):
             return outcome.stdout.text() if answer == "stdout" else ""
         try:
-            with workspace.locate(answer.file).open("rb") as file:
-                return file.read(MAX_ANSWER_BYTES).decode(errors="replace")
-        except OSError:
-            return ""  # The program left none, as after a task that it gave up.
+            content = await workspace.read(answer.file, MAX_ANSWER_BYTES)
+        except DataError as error:
+            raise AgentError(f"{LIMIT}: the answer cannot be read: {error}", ErrorKind.POLICY) from error
+        # The program left none, as after a task that it gave up.
+        return "" if content is None else content.decode(errors="replace")
 
 
 class RolloutAgent:
@@ -120,7 +125,7 @@ class RolloutAgent:
         if not isinstance(command, list | tuple):
             raise DataError(f"task {job.task.id}: {ROLLOUT_KEY}: expected a command, received {command!r:.100}")
         own = self._limits.model_copy(update={"command": tuple(str(word) for word in command)})
-        answer = await CommandAgent(own).attempt(job)
+        answer = await CommandAgent(own).attempt(replace(job, workspace=job.workspace.plain(own.sandbox)))
         return RolloutAnswer(answer.text, answer.transcript)
 
 
@@ -129,7 +134,10 @@ def placeholder_values(task: Task, endpoint: Endpoint, workspace: Workspace) -> 
     return dict(
         zip(
             PLACEHOLDERS,
-            (task.instruction, url, endpoint.key, endpoint.model, str(workspace.path), f"{url}{MCP_PATH}"),
+            (
+                *(task.instruction, url, endpoint.key, endpoint.model),
+                *(workspace.inside, workspace.inside_home, f"{url}{MCP_PATH}"),
+            ),
             strict=True,
         )
     )
@@ -156,7 +164,7 @@ def environment(task: Task, endpoint: Endpoint, workspace: Workspace) -> dict[st
         "ANTHROPIC_AUTH_TOKEN": endpoint.key,
         "M2FORGE_MODEL": endpoint.model,
         "M2FORGE_MCP_URL": f"{url}{MCP_PATH}",
-        "M2FORGE_TASK_FILE": str(workspace.locate(TASK_FILE)),
+        "M2FORGE_TASK_FILE": workspace.locate(TASK_FILE),
     }
     instruction = task.instruction.encode(errors="replace")
     if len(instruction) <= MAX_VARIABLE_BYTES and b"\0" not in instruction:

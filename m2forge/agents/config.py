@@ -14,13 +14,13 @@ from pydantic import Field, field_validator, model_validator
 
 from m2forge.config import Config
 from m2forge.errors import suggest
-from m2forge.sandbox.config import SandboxConfig
+from m2forge.sandbox.config import Network, SandboxConfig
 
 Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
-PLACEHOLDERS = ("instruction", "base_url", "key", "model", "workspace", "mcp_url")
+PLACEHOLDERS = ("instruction", "base_url", "key", "model", "workspace", "home", "mcp_url")
 """Words that are replaced in texts of a command's configuration where they stand in braces."""
 _BRACED = re.compile(r"(?<!\$)\{([A-Za-z][A-Za-z_-]*)\}")
 
@@ -32,6 +32,14 @@ def require_placeholders(name: str, texts: Iterable[str]) -> None:
             hint = suggest(word.lower(), PLACEHOLDERS)
             if word not in PLACEHOLDERS and hint.startswith("did you mean"):
                 raise ValueError(f"{name}: there is no placeholder {{{word}}}; {hint} Known: {', '.join(PLACEHOLDERS)}")
+
+
+class WorkerSandboxConfig(SandboxConfig):
+    """Sandbox of each attempt, which the program drives through the socket that its job names. The program itself is a
+    plain process with the same limits."""
+
+    timeout_s: Seconds = 7 * 86400.0
+    """Wall-clock limit of a command, and of the program's whole life."""
 
 
 class WorkerConfig(Config):
@@ -50,8 +58,7 @@ class WorkerConfig(Config):
     """Timeout of one attempt; the window would stall behind an attempt that never ends."""
     cancel_s: Seconds = 5.0
     """How long a worker may take to confirm a cancel before it is restarted."""
-    sandbox: SandboxConfig = SandboxConfig(timeout_s=7 * 86400.0)
-    """Sandbox of a worker; its timeout covers the worker's whole life."""
+    sandbox: WorkerSandboxConfig = WorkerSandboxConfig()
 
     @property
     def num_jobs(self) -> int:
@@ -72,11 +79,28 @@ class VersionConfig(Config):
     """What its output must contain."""
 
 
+class CommandSandboxConfig(SandboxConfig):
+    """Where the program runs. Besides the image it sees what it is installed in (a virtual environment, `node_modules`
+    or `bin`) and the files that the command names."""
+
+    network: Network = "gateway"
+    timeout_s: Seconds = 86400.0
+    max_memory_bytes: Count | None = 1 << 40
+    """Memory of the whole sandbox where a cgroup can limit it, else, and with `process`, address space of each
+    process, of which Node and Go reserve much and use little."""
+
+    @model_validator(mode="after")
+    def _check_network(self) -> Self:
+        if self.network == "none":
+            raise ValueError('network = "none": the program could not reach the policy; leave it out')
+        return self
+
+
 class CommandConfig(Config):
     """A program that is started once for each attempt, in a fresh workspace with its own home. In `command`, `env`,
     `files` and `stdin` these words in braces are replaced: {instruction}, {base_url} (the gateway, without /v1), {key}
-    (its API key), {model}, {workspace} and {mcp_url} (the tools of the task's family as an MCP server, with the same
-    key); other braces stay."""
+    (its API key), {model}, {workspace}, {home} and {mcp_url} (the tools of the task's family as an MCP server, with the
+    same key); other braces stay."""
 
     kind: Literal["command"] = "command"
     preset: str = Field(default="", exclude=True)
@@ -101,8 +125,7 @@ class CommandConfig(Config):
     """Timeout of one attempt."""
     max_concurrent: Count = 4
     """Maximum concurrent attempts."""
-    sandbox: SandboxConfig = SandboxConfig(timeout_s=86400.0, max_memory_bytes=1 << 40)
-    """Limits of the program. That of memory is on address space, of which Node and Go reserve much and use little."""
+    sandbox: CommandSandboxConfig = CommandSandboxConfig()
 
     @property
     def num_jobs(self) -> int:
@@ -218,7 +241,7 @@ class LoopConfig(WhiteBoxConfig):
     """Share of the attempts whose states are rebuilt from the loop's log and compared with the recorded tokens; the
     terminal view counts them."""
     sandbox: SandboxConfig = SandboxConfig()
-    """Limits of the commands that the shell tool runs."""
+    """Where the tools run, and their limits."""
 
     @property
     def num_jobs(self) -> int:

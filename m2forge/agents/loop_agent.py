@@ -43,7 +43,6 @@ from m2forge.errors import ConfigError, DataError, EngineError, RecordError
 from m2forge.http_client import HttpClient, encode_json
 from m2forge.protocols import AgentEnd, AgentResult, Endpoint, Sandbox
 from m2forge.records import Call, JsonValue, Task
-from m2forge.sandbox.process import ProcessSandbox
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Message, Tool, ToolCall, tool_to_openai
 
@@ -294,14 +293,13 @@ class LoopAgent:
 
     async def attempt(self, job: Job, *, is_exclusive: bool = False) -> Answer:
         config = self._config
-        sandbox = ProcessSandbox(job.workspace.path, config.sandbox, job.workspace.environment())
+        sandbox = await job.workspace.start(job.endpoint)
         http = HttpClient(job.endpoint.url, key=job.endpoint.key)
         try:
             agent = WhiteBoxAgent(config, [FamilyTool(tool, http) for tool in job.tools])
             result = await agent.run(job.task, job.endpoint, sandbox)
         finally:
             http.close()
-            await sandbox.close()
         match result.end:
             case AgentEnd.TIMEOUT:
                 raise TimeoutError

@@ -3,7 +3,8 @@
 A worker is any program that reads jobs, one JSON object a line, and writes answers:
 
     {"id": "…", "base_url": "http://…/v1", "api_key": "…", "model": "policy",               to its standard input
-     "task": {"id", "domain", "instruction", "difficulty"}, "tools": […], "tools_url": "…", "workspace": "…"}
+     "task": {"id", "domain", "instruction", "difficulty"}, "tools": […], "tools_url": "…", "workspace": "…",
+     "sandbox": "…"}
     {"id": "…", "cancel": true}                                                             the job is over: stop it
     {"id": "…", "answer": "…"}   or   {"id": "…", "error": "…", "kind": "…"}                from its standard output
     {"id": "…", "cancelled": true}                                                          confirms a cancel
@@ -19,7 +20,9 @@ deeper than `MAX_DEPTH`, is dropped with a warning.
 A job holds nothing that the task's verifier needs. `tools` are functions as OpenAI's API describes them; a call is
 `POST {"name", "arguments"}` to `tools_url` with the job's key, and answered by `{"content": "…"}`.
 
-`workspace` is the attempt's own folder with the task's files; the verifier sees what is left in it.
+`sandbox` is the path of a Unix socket through which the program runs commands, reads and writes files in the attempt's
+sandbox (`agents/sandbox_socket.py`). `workspace` is the folder with the task's files there, which with the backend
+`process` is also a folder of this machine; the verifier sees what is left in it. The program itself runs outside.
 
 An error's `kind` (`ErrorKind`) says whether the policy's tokens or the infrastructure caused it. It may be left out.
 """
@@ -46,6 +49,7 @@ from m2forge.agents.attempt import (
 )
 from m2forge.agents.config import WorkerConfig
 from m2forge.agents.program import death_cause, from_here
+from m2forge.agents.sandbox_socket import serve_sandbox
 from m2forge.errors import DataError
 from m2forge.protocols import Command, Outcome, Worker
 from m2forge.records import JsonValue
@@ -96,7 +100,8 @@ class WorkerPool:
         """`folder`: parent of the workers' folders."""
         self._config, self._command = config, Command(from_here(config.command))
         self._states = [_WorkerState(f"worker-{index}") for index in range(config.num_workers)]
-        self._sandboxes = [ProcessSandbox(folder / state.name, config.sandbox) for state in self._states]
+        limits = config.sandbox.model_copy(update={"backend": "process"})
+        self._sandboxes = [ProcessSandbox(folder / state.name, limits) for state in self._states]
         self._tasks: list[asyncio.Task[None]] = []
         self._cancels: set[asyncio.Task[bool]] = set()
         self._has_changed = asyncio.Event()
@@ -132,15 +137,16 @@ class WorkerPool:
 
     async def attempt(self, job: Job, *, is_exclusive: bool = False) -> Answer:
         """The attempt's timeout starts when a worker has a free slot. `is_exclusive`: give the worker no other job."""
-        line = _job_line(job)
-        if not is_exclusive:
-            return Answer(await self._attempt(await self._free_worker(), job.id, line))
-        state = await self._reserve_worker(job.id)
-        try:
-            return Answer(await self._attempt(state, job.id, line))
-        finally:
-            state.reserved = None
-            self._has_changed.set()
+        async with serve_sandbox(job) as socket:
+            line = _job_line(job, socket)
+            if not is_exclusive:
+                return Answer(await self._attempt(await self._free_worker(), job.id, line))
+            state = await self._reserve_worker(job.id)
+            try:
+                return Answer(await self._attempt(state, job.id, line))
+            finally:
+                state.reserved = None
+                self._has_changed.set()
 
     async def inspect(self, answer: Answer, recorded: Recorded) -> bool | None:
         """A worker logs nothing."""
@@ -320,7 +326,7 @@ class WorkerPool:
         self._has_changed.set()
 
 
-def _job_line(job: Job) -> bytes:
+def _job_line(job: Job, socket: str) -> bytes:
     """The job's line, without the task's metadata, which contains answers or what reveals them."""
     url = f"{job.endpoint.url.rstrip('/')}/v1"
     fields: Mapping[str, JsonValue] = {
@@ -331,6 +337,7 @@ def _job_line(job: Job) -> bytes:
         "task": {name: value for name, value in asdict(job.task).items() if name in TASK_VIEW},
         "tools": [tool_to_openai(tool) for tool in job.tools],
         "tools_url": f"{url}/tools/call",
-        "workspace": str(job.workspace.path),
+        "workspace": job.workspace.inside,
+        "sandbox": socket,
     }
     return json.dumps(fields).encode() + b"\n"

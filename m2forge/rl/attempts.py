@@ -37,9 +37,9 @@ from m2forge.agents.attempt import (
     WorkerLost,
 )
 from m2forge.agents.command import CommandAgent, RolloutAgent
-from m2forge.agents.config import CommandConfig
+from m2forge.agents.config import CommandConfig, CommandSandboxConfig
 from m2forge.agents.loop_agent import LoopAgent
-from m2forge.agents.program import require_program, require_version
+from m2forge.agents.program import inside_path, require_inside, require_program, require_version, visible
 from m2forge.agents.worker_pool import WorkerPool
 from m2forge.errors import M2ForgeError, RunError
 from m2forge.pool.pool import Pool, PoolWriter
@@ -50,21 +50,34 @@ from m2forge.records import Episode, Submission, Task, Verdict
 from m2forge.reward.judge import Attempt, Judge, Judged
 from m2forge.reward.rule import Step, read_step
 from m2forge.rl.config import AgentConfig, CommandAgentConfig, LoopAgentConfig, WorkerAgentConfig
+from m2forge.sandbox.config import SandboxConfig
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.format import ChatFormat
 from m2forge.text.message import Tool, tool_to_openai
 
 
-def require_agent(config: AgentConfig) -> None:
-    """Raise if the agent's program is not there, or has another version than configured."""
-    if isinstance(config, LoopAgentConfig):
-        return
+async def require_agent(config: AgentConfig) -> None:
+    """Raise if no sandbox can be opened, or if the agent's program is not there or has another version than
+    configured."""
+    sandbox = attempt_sandbox(config)
     if isinstance(config, WorkerAgentConfig):
         require_program(config.command, {}, config.sandbox.inherits)
-        return
-    require_program(config.command, config.env, config.sandbox.inherits)
-    if config.version is not None:
-        require_version(config.version, config.env, config.sandbox.inherits, config.preset)
+    if isinstance(config, CommandAgentConfig) and sandbox.backend == "process":
+        require_program(config.command, config.env, sandbox.inherits)
+        if config.version is not None:
+            require_version(config.version, config.env, sandbox.inherits, config.preset)
+    elif isinstance(config, CommandAgentConfig):
+        env = {**config.env, **inside_path(sandbox, config.env)}
+        await require_inside(sandbox, config.command, env, config.version, config.preset)
+    elif sandbox.backend != "process":
+        await require_inside(sandbox)
+
+
+def attempt_sandbox(config: AgentConfig) -> SandboxConfig:
+    """The sandbox of each attempt; it shows the program that runs in it."""
+    if isinstance(config, CommandAgentConfig):
+        return visible(config.sandbox, config.command, config.env)
+    return config.sandbox
 
 
 @asynccontextmanager
@@ -82,10 +95,12 @@ async def open_agent(config: AgentConfig, folder: Path, format: ChatFormat) -> A
 
 
 def _rollout_config(config: AgentConfig) -> CommandConfig:
-    """Limits of a family's own rollouts: the agent's timeout, and for the kind `command` its sandbox."""
-    limits = CommandConfig(command=("",))
+    """Limits of a family's own rollouts: the agent's timeout, and for the kind `command` those of its sandbox. They are
+    the family's code, hence plain processes."""
+    limits = CommandConfig(command=("",), sandbox=CommandSandboxConfig(backend="process"))
     if isinstance(config, CommandAgentConfig):
-        return limits.model_copy(update={"timeout_s": config.timeout_s, "sandbox": config.sandbox})
+        sandbox = config.sandbox.model_copy(update={"backend": "process"})
+        return limits.model_copy(update={"timeout_s": config.timeout_s, "sandbox": sandbox})
     if isinstance(config, WorkerAgentConfig):
         return limits.model_copy(update={"timeout_s": config.timeout_s})
     return limits

@@ -30,6 +30,7 @@ from m2forge.pool.config import PoolConfig
 from m2forge.reward.config import RewardConfig
 from m2forge.rollout.config import RolloutConfig
 from m2forge.tasks.config import CurriculumConfig, VerifyConfig
+from m2forge.tasks.source import SourceKind, parse_source
 from m2forge.train.config import Curve, PolicyConfig, TrainConfig
 
 Count = Annotated[int, Field(gt=0)]
@@ -158,6 +159,9 @@ class RLConfig(Config):
                 f"pool.window.queue ({queue}) must hold {num_batches * self.batch_units} units: {num_batches} x "
                 f"curriculum.batch_groups ({self.curriculum.batch_groups}) groups"
             )
+        folders = [key for key in self.curriculum.family_keys if parse_source(key).kind is SourceKind.FOLDERS]
+        if folders and self.agent.sandbox.backend == "process":
+            raise ValueError(f'agent.sandbox.backend: {folders[0]} brings files of its own; set "namespace" or "auto"')
         if self.gateway.journal:
             raise ValueError("gateway.journal is set by the run; leave it out")
         if self.gateway.records_experts:

@@ -10,6 +10,7 @@
                 ratios/             importance ratio of each trained token, for the last steps
                 agents/             folders of agent workers
                 workspaces/         workspace and home of each attempt in flight
+                sandboxes.json      numbers of the attempts' sandboxes, about every second
                 log/                output of the processes
                 failure.txt         the error that ended the run's last process
                 gateway.json        URL and admin key of the gateway, while a run that admits deployed agents is running
@@ -70,6 +71,10 @@ class Layout:
     @property
     def workspaces(self) -> Path:
         return self.run_dir / "workspaces"
+
+    @property
+    def sandboxes(self) -> Path:
+        return self.run_dir / "sandboxes.json"
 
     @property
     def log(self) -> Path:

@@ -68,7 +68,7 @@ from m2forge.pool.state import StateError
 from m2forge.pool.stored import Lease, Queued
 from m2forge.records import JsonValue, PolicyVersion, Task
 from m2forge.reward.judge import Judge
-from m2forge.rl.attempts import Attempts, Slots, cancel_all, open_agent, require_agent
+from m2forge.rl.attempts import Attempts, Slots, attempt_sandbox, cancel_all, open_agent, require_agent
 from m2forge.rl.child import Child
 from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
@@ -127,7 +127,7 @@ def train_rl(
 def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[EvalResult]]:
     """Start or resume the run that `config` describes; returns the finished model's folder and its evaluations."""
     require_writers(config.train.metrics)
-    require_agent(config.agent)
+    _run(require_agent(config.agent))
     families = survey_tasks(config)
     run_dir = runs / config.name
     config = pinned(config, run_dir / CONFIG_FILE)
@@ -256,7 +256,7 @@ class Loop:
                     ) as runner,
                     PoolWriter(self.pool) as writer,
                 ):
-                    workspaces = Workspaces(self.layout.workspaces)
+                    workspaces = Workspaces(self.layout.workspaces, attempt_sandbox(self.config.agent))
                     attempt_runner = AttemptRunner(
                         agent, admin, runner, workspaces, lambda: sum(child.num_starts for child in serving)
                     )
@@ -297,7 +297,8 @@ class Loop:
         self._start(background, self._push_weights(sampler, writer))
         await self._while_alive(background, self.evaluations.first(runner))
         self._start(background, self._renew(writer))
-        self._start(background, View(self.layout, self.config, self.pool, attempts.counts).show(writer))
+        view = View(self.layout, self.config, self.pool, attempts.counts, runner.workspaces.counts)
+        self._start(background, view.show(writer))
         self._start(background, attempts.judge_ended())
         feeding = {self._start(background, self._feed(writer, attempts, runner.tasks.next_task))}
         if self.config.pool.admit_deployed:

@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from m2forge.agents.workspace import SandboxCounts
+from m2forge.files import write_atomic
 from m2forge.observe.metrics import FILE_NAME, StepMetrics
 from m2forge.observe.progress import progress
 from m2forge.pool.pool import Pool, PoolWriter
@@ -20,8 +22,11 @@ TAIL_BYTES = 1 << 18
 
 
 class View:
-    def __init__(self, layout: Layout, config: RLConfig, pool: Pool, counts: AttemptCounts) -> None:
+    def __init__(
+        self, layout: Layout, config: RLConfig, pool: Pool, counts: AttemptCounts, sandboxes: SandboxCounts
+    ) -> None:
         self._layout, self._config, self._pool, self._counts = layout, config, pool, counts
+        self._sandboxes, self._written = sandboxes, ""
         self._window_size = config.pool.window.size
 
     async def show(self, writer: PoolWriter) -> None:
@@ -31,6 +36,9 @@ class View:
                 await asyncio.sleep(EVERY_S)
                 last = read_last_step(self._layout.run_dir / FILE_NAME)
                 fields = await self._queue_fields(writer)
+                if self._config.agent.sandbox.backend != "process":
+                    fields |= {"sandboxes": f"{self._sandboxes.num_alive}"}
+                    await asyncio.to_thread(self._write_sandboxes)
                 passed_s, at_s = time.monotonic() - at_s, time.monotonic()
                 fields["tokens/s"] = f"{(self._counts.num_tokens - num_tokens) / passed_s:,.0f}"
                 num_tokens = self._counts.num_tokens
@@ -44,6 +52,15 @@ class View:
                 done = 0 if last is None else last.step
                 bar.advance(max(0, done - shown), fields)
                 shown = max(shown, done)
+
+    def _write_sandboxes(self) -> None:
+        """Write the numbers for the run page, if they have changed."""
+        counts = self._sandboxes
+        nums = {"num_alive": counts.num_alive, "num_forked": counts.num_started, "num_failed": counts.num_failed}
+        text = json.dumps({"backend": self._config.agent.sandbox.backend, **nums})
+        if text != self._written:
+            write_atomic(self._layout.sandboxes, text)
+            self._written = text
 
     async def _queue_fields(self, writer: PoolWriter) -> dict[str, float | str]:
         positions = await writer.run(self._pool.queue_positions, self._config.pool.window.queue)

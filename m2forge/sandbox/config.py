@@ -40,10 +40,10 @@ _CONFINING = (
 
 
 class SandboxConfig(Config):
-    backend: BackendName = "process"
-    """`process`: a plain process of this machine, for trusted programs; it refuses the keys below up to `max_cpus`.
-    `namespace`: Linux namespaces, needs gcc. `podman`, `docker`: a container, needs gcc too. `auto`: the first of these
-    that works on this machine, never `process`."""
+    backend: BackendName = "namespace"
+    """`namespace`: Linux namespaces, needs gcc. `podman`, `docker`: a container, needs gcc too. `auto`: the first of
+    these that works on this machine. `process`: a plain process of this machine, for trusted programs; it refuses the
+    keys below up to `max_cpus`."""
     image: str = "host"
     """The files that commands see: `host` (this machine's system folders, read-only), a name or digest of `m2forge
     image list`, the path of a folder or tar, or with `podman` and `docker` an image of theirs."""

@@ -40,19 +40,19 @@ class FolderSnapshot:
 class ProcessSandbox:
     """See `Sandbox`."""
 
+    is_lost = False
+
     def __init__(
         self, workspace: Path, config: SandboxConfig | None = None, env: Mapping[str, str] | None = None
     ) -> None:
         """Create the workspace if it does not exist; closing the sandbox leaves it in place. `env`: variables of every
         command, such as another home."""
         if config is not None and config.backend != "process":
-            raise ConfigError(
-                f'sandbox.backend: {config.backend!r} is not available to this kind of agent yet; set "process"'
-            )
+            raise ConfigError(f'sandbox.backend: expected "process" for a plain process, received {config.backend!r}')
         workspace.mkdir(parents=True, exist_ok=True)
         self._root = workspace.resolve()
         self.workspace = str(self._root)
-        self._config, self._env = config or SandboxConfig(), dict(env or {})
+        self._config, self._env = config or SandboxConfig(backend="process"), dict(env or {})
         self._workers: set[ProcessWorker] = set()
 
     async def run(self, command: Command) -> Outcome:

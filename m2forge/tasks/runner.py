@@ -32,8 +32,8 @@ from types import TracebackType
 from typing import Self, cast
 
 import m2forge
-from m2forge.errors import ConfigError, DataError, EngineError, RunError
-from m2forge.protocols import Command
+from m2forge.errors import ConfigError, DataError, EngineError, RecordError, RunError
+from m2forge.protocols import Command, Sandbox
 from m2forge.records import JsonValue, Submission, Task, Verdict, VerdictReason
 from m2forge.sandbox.command_worker import ProcessWorker
 from m2forge.sandbox.config import SandboxConfig
@@ -44,6 +44,7 @@ from m2forge.tasks.llm_judge import KEY_VARIABLE, SETTINGS_VARIABLE
 from m2forge.tasks.source import located
 from m2forge.tasks.task_set import Distinct, FamilyInfo, Split
 from m2forge.tasks.time_limit import MAX_WAIT
+from m2forge.tasks.verifier import TimeLimitError, read_verifier, run_inside
 from m2forge.tasks.worker import MAX_REPLY_BYTES, RequestOutcome
 from m2forge.text.message import Message, Tool, message_from_openai, tool_from_openai
 
@@ -119,16 +120,28 @@ class TaskRunner:
         await asyncio.gather(*self._warming, return_exceptions=True)
         await asyncio.gather(*(seat.close() for seat in self._seats))
 
-    async def verify(self, task: Task, submission: Submission) -> Verdict:
+    async def sandbox(self, task: Task, config: SandboxConfig) -> tuple[SandboxConfig, Mapping[str, str]]:
+        """The sandbox of an attempt at the task, and variables of its commands; `config`: the run's."""
+        return config, {}
+
+    async def verify(self, task: Task, submission: Submission, sandbox: Sandbox | None = None) -> Verdict:
+        """`sandbox`: that of the attempt, in which nothing runs any more; a verifier that is a command runs there."""
         request: dict[str, JsonValue] = {"op": "verify", "task": asdict(task), "submission": asdict(submission)}
         request["is_wrong_on_raise"] = family_key_of(task) in self._wrong_on_raise
         request["reward"] = self._reward
         verifier = task.metadata.get("verifier")
+        if sandbox is not None and isinstance(verifier, Mapping) and "command" in verifier:
+            reply = await _run_inside(task, sandbox)
+            if reply["outcome"] == RequestOutcome.OK and self._reward is not None:
+                reply = await self._ask(request | {"op": "reward", "verdict": reply["value"]}, family_key_of(task))
+            return self._verdict(task, submission, reply)
         if isinstance(verifier, Mapping) and isinstance(limit_s := verifier.get("timeout_s"), int | float):
             # The verifier ends a command or a request by itself at its limit.
             request["timeout_s"] = float(limit_s) + TIMEOUT_MARGIN_S
-        reply = await self._ask(request, family_key_of(task))
-        outcome = RequestOutcome(str(reply["outcome"]))
+        return self._verdict(task, submission, await self._ask(request, family_key_of(task)))
+
+    def _verdict(self, task: Task, submission: Submission, reply: Mapping[str, JsonValue]) -> Verdict:
+        verifier, outcome = task.metadata.get("verifier"), RequestOutcome(str(reply["outcome"]))
         if outcome is RequestOutcome.REFUSED:
             raise DataError(str(reply["text"]))
         is_judge = isinstance(verifier, Mapping) and "judge" in verifier
@@ -256,6 +269,18 @@ class TaskRunner:
             self._idle.put_nowait(seat)
 
 
+async def _run_inside(task: Task, sandbox: Sandbox) -> dict[str, JsonValue]:
+    """A worker's reply for a verifier that is a command, run in the attempt's sandbox."""
+    spec = read_verifier(task.metadata.get("verifier"), f"Task {task.id}")
+    try:
+        verdict = await run_inside(spec, task, sandbox)
+    except TimeLimitError as error:
+        return {"outcome": RequestOutcome.LIMIT, "text": str(error)}
+    except RecordError as error:
+        return {"outcome": RequestOutcome.VERIFIER_ERROR, "text": str(error)}
+    return {"outcome": RequestOutcome.OK, "value": asdict(verdict)}
+
+
 def _settings(config: VerifyConfig) -> dict[str, str]:
     """The environment variables by which a worker knows the table `verify` and the judge's key."""
     settings = {SETTINGS_VARIABLE: config.model_dump_json()}
@@ -275,7 +300,10 @@ class _Seat:
 
     def __init__(self, folder: Path, config: VerifyConfig, argv: Sequence[str]) -> None:
         limits = SandboxConfig(
-            timeout_s=LIFE_S, max_memory_bytes=config.max_memory_bytes, max_output_bytes=2 * MAX_REPLY_BYTES
+            backend="process",
+            timeout_s=LIFE_S,
+            max_memory_bytes=config.max_memory_bytes,
+            max_output_bytes=2 * MAX_REPLY_BYTES,
         )
         self._sandbox = ProcessSandbox(folder, limits)
         # The worker must find the package from its own folder. Threads of numeric libraries would reserve memory.

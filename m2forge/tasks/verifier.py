@@ -9,8 +9,8 @@
     {"judge": ["It names the author."]}                 criteria that a model judges (`tasks/llm_judge.py`)
 
 A command has perf 1 if it exits with status 0, else 0; if it does and the last line of its output is a number from 0 to
-1, that is the perf. Every verifier runs in a worker process under the limits of the table `verify`; `timeout_s` in a
-specification replaces the limit of time.
+1, that is the perf. It runs in the attempt's sandbox, unless that is a plain process. Every other verifier runs in a
+worker process under the limits of the table `verify`; `timeout_s` in a specification replaces the limit of time.
 """
 
 import contextlib
@@ -22,14 +22,15 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Annotated, Self, cast
 
 from pydantic import Field, model_validator
 
 from m2forge.config import Config, TomlValue, build
-from m2forge.errors import ConfigError, RecordError
+from m2forge.errors import ConfigError, DataError, EngineError, NotFoundError, RecordError
 from m2forge.files import write_atomic
+from m2forge.protocols import Command, Outcome, OutcomeReason, Sandbox
 from m2forge.records import JsonValue, Submission, Task, Verdict
 from m2forge.tasks.answer import chosen_option, clear_path, last_number, output_score, plain
 from m2forge.tasks.family import shown
@@ -221,6 +222,47 @@ def _run(spec: VerifierConfig, task: Task, submission: Submission) -> Verdict:
             _kill_group(process)
         output.seek(max(0, output.tell() - MAX_READ))
         text = output.read().decode(errors="replace")
+    return _judged(status, text)
+
+
+async def run_inside(spec: VerifierConfig, task: Task, sandbox: Sandbox) -> Verdict:
+    """Run a command in the attempt's sandbox, with its limits and without this machine's files."""
+    assert spec.command is not None
+    try:
+        await _upload(spec.files, sandbox)
+    except (DataError, NotFoundError) as error:
+        # The agent has left something in the way, such as a folder that it may not write to.
+        return Verdict(0.0, {"error": f"the verifier's files cannot be written: {error}"})
+    outcome = await sandbox.run(
+        Command(spec.command, {"HOME": sandbox.workspace}, timeout_s=spec.timeout_s, merges_stderr=True)
+    )
+    text = outcome.stdout.text()
+    match outcome.reason:
+        case OutcomeReason.EXITED | OutcomeReason.SIGNALLED:
+            if sandbox.is_lost:
+                raise EngineError(f"task {task.id}: the sandbox of its verifier was killed")
+            if outcome.status in (126, 127) and text.startswith(f"{spec.command[0]}: cannot be run: "):
+                raise RecordError(f"Task {task.id}: command {text.strip()}")
+            return _judged(outcome.status, text)
+        case OutcomeReason.KILLED | OutcomeReason.TAMPERED:
+            raise EngineError(f"task {task.id}: the command of its verifier was killed")
+        case OutcomeReason.TIMEOUT | OutcomeReason.FLOODED | OutcomeReason.MEMORY:
+            raise TimeLimitError(f"{spec.command[0]}: over a limit ({outcome.reason}) after {_seconds(outcome):.1f} s")
+
+
+async def _upload(files: Mapping[str, str], sandbox: Sandbox) -> None:
+    with TemporaryDirectory() as folder:
+        for name, content in files.items():
+            write_atomic(clear_path(Path(folder), name), content)
+        if files:
+            await sandbox.upload(Path(folder), sandbox.workspace)
+
+
+def _seconds(outcome: Outcome) -> float:
+    return outcome.finished_s - outcome.started_s
+
+
+def _judged(status: int, text: str) -> Verdict:
     evidence: dict[str, JsonValue] = {"status": status, "output": text[-MAX_OUTPUT:]}
     return Verdict(output_score(text) if status == 0 else 0.0, evidence)
 

@@ -37,7 +37,7 @@ from enum import StrEnum
 from typing import NoReturn, cast
 
 from m2forge.errors import M2ForgeError, RecordError
-from m2forge.records import JsonValue, Submission, Task
+from m2forge.records import JsonValue, Submission, Task, Verdict
 from m2forge.tasks.catalog import find_family
 from m2forge.tasks.family import Family, Preparing, UnavailableError
 from m2forge.tasks.folders.portable import portable
@@ -109,13 +109,23 @@ def run(request: Fields) -> JsonValue:
                 family = replace(family, on_raise="wrong")
             submission = Submission.read(cast("Fields", request["submission"]))
             return _verify(family, task, submission, str(request.get("reward") or ""))
+        case "reward":
+            submission = Submission.read(cast("Fields", request["submission"]))
+            verdict = Verdict.read(cast("Fields", request["verdict"]))
+            return _fields(family, _rewarded(verdict, task, submission, str(request["reward"])))
     raise RecordError(f"tasks.worker: no operation {request['op']!r}")
 
 
 def _verify(family: Family, task: Task, submission: Submission, reward: str) -> JsonValue:
     verdict = as_verdict(family.verify(task, submission), f"{family.name}: verify")
-    if reward:
-        verdict = replace(verdict, reward=call_reward(reward, task, submission, verdict))
+    return _fields(family, _rewarded(verdict, task, submission, reward) if reward else verdict)
+
+
+def _rewarded(verdict: Verdict, task: Task, submission: Submission, reward: str) -> Verdict:
+    return replace(verdict, reward=call_reward(reward, task, submission, verdict))
+
+
+def _fields(family: Family, verdict: Verdict) -> JsonValue:
     fields = asdict(verdict) | {"perf": float(verdict.perf)}
     size = len(json.dumps([fields["evidence"], fields["criteria"]], allow_nan=False))
     if size > MAX_EVIDENCE:
@@ -160,7 +170,9 @@ def _reply(request: Fields) -> bytes:
         return _encode(RequestOutcome.UNAVAILABLE, text=str(error))
     except M2ForgeError as error:
         return _encode(
-            RequestOutcome.RAISED if request["op"] == "verify" else RequestOutcome.REFUSED, _trace(error), str(error)
+            RequestOutcome.RAISED if request["op"] in ("verify", "reward") else RequestOutcome.REFUSED,
+            _trace(error),
+            str(error),
         )
     except BaseException as error:  # noqa: BLE001  (a family's code may raise anything)
         return _encode(RequestOutcome.RAISED, _trace(error))

@@ -23,7 +23,7 @@ MODE = 0o700
 """A run's directory is private to its owner: it holds the pool and what agents and models wrote."""
 MUTABLE_KEYS = ("train.machine", "train.checkpoint", "train.metrics", "eval.export")
 """Config tables and keys that may change on resume."""
-IMPLIED = {"train.router_bias": "balanced"}
+IMPLIED = {"train.router_bias": "balanced", "agent.sandbox.backend": "process"}
 """Values that older runs used implicitly, before their configuration recorded the key."""
 
 _log = logging.getLogger(__name__)
@@ -93,7 +93,8 @@ def _read_run(kind: type[Config], path: Path) -> dict[str, TomlValue]:
     except ConfigError:
         # It holds keys or values that are no longer valid, so that it differs from any valid configuration.
         defaults = {}
-    return defaults | IMPLIED | _flat(written)
+    implied = {key: value for key, value in IMPLIED.items() if key in defaults}
+    return defaults | implied | _flat(written)
 
 
 def _is_future_phase(key: str, phase: int) -> bool:

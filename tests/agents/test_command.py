@@ -15,15 +15,29 @@ from m2forge.config import build
 from m2forge.errors import ConfigError
 from m2forge.protocols import Endpoint
 from m2forge.records import Domain, Task
+from tests.sandbox.places import require
 
 ENDPOINT = Endpoint("http://127.0.0.1:8500/", "m2f-key", "nano")
 
 
 def attempt(folder: Path, script: str, instruction: str = "Do ß\nit.", **fields: object) -> Answer:
-    config = build(CommandConfig, {"command": ["sh", "-c", script], "timeout_s": 20.0} | fields)  # type: ignore[arg-type]  # checked there
+    given = {"command": ["sh", "-c", script], "timeout_s": 20.0, "sandbox": {"backend": "process"}} | fields
+    config = build(CommandConfig, given)  # type: ignore[arg-type]  # checked there
     task = Task("t", Domain.AGENT, instruction, metadata={"files": {"src/a.txt": "1\r\n"}})
-    job = Job("attempt", task, ENDPOINT, (), Workspaces(folder).open("attempt", task))
-    return asyncio.run(CommandAgent(config).attempt(job))
+
+    async def run() -> Answer:
+        workspace = Workspaces(folder, config.sandbox).open("attempt", task)
+        try:
+            answer = await CommandAgent(config).attempt(Job("attempt", task, ENDPOINT, (), workspace))
+            await workspace.collect()
+        finally:
+            await workspace.stop()
+        return answer
+
+    return asyncio.run(run())
+
+
+CONFINED: dict[str, object] = {"backend": "namespace", "max_memory_bytes": 64 << 20}
 
 
 def test_the_environment_names_gateway_task_and_own_folders(tmp_path: Path) -> None:
@@ -60,6 +74,57 @@ def test_placeholders_are_replaced_and_other_braces_stay(tmp_path: Path) -> None
     ]
 
 
+def test_a_confined_program_sees_its_attempt_alone(tmp_path: Path) -> None:
+    """Its folders are its own, the task's files and the settings are there, and nothing of this machine's."""
+    require("namespace")
+    (tmp_path / "secret").write_text("s")
+    script = (
+        'pwd; echo "$HOME $TMPDIR $OPENAI_BASE_URL"; cat src/a.txt "$M2FORGE_TASK_FILE" ~/.tool; echo; '
+        f"cat {tmp_path}/secret; env | grep -c SECRET; touch $TMPDIR/t; echo made > made.txt; echo home > ~/answer.txt"
+    )
+    answer = attempt(tmp_path, script, sandbox=CONFINED, files={"~/.tool": "{workspace} {home}"}, env={"A": "1"})
+    assert answer.text.split("\n") == [
+        *("/workspace", "/tmp/home /tmp http://127.0.0.1:8500/v1", "1\r", "Do ß", "it./workspace /tmp/home", "0", "")
+    ]
+    assert b"No such file" in answer.transcript["stderr.txt"]
+    assert (tmp_path / "attempt/workspace/made.txt").read_text() == "made\n", "the verifier sees it"
+    assert attempt(tmp_path, script, sandbox=CONFINED, answer={"file": "~/answer.txt"}).text == "home\n"
+    assert attempt(tmp_path, script, sandbox=CONFINED, answer={"file": "none.txt"}).text == ""
+
+
+def test_what_a_confined_program_leaves_running_changes_nothing(tmp_path: Path) -> None:
+    require("namespace")
+    script = "(sleep 0.05; while :; do echo late > answer.txt; done) & echo said > answer.txt"
+    for _ in range(3):
+        assert attempt(tmp_path, script, sandbox=CONFINED, answer={"file": "answer.txt"}).text == "said\n"
+        assert (tmp_path / "attempt/workspace/answer.txt").read_text() == "said\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "failure"),
+    [
+        ("echo no >&2; exit 3", None, "status 3: no"),
+        ("exec tail /dev/zero", ErrorKind.POLICY, "limit: the program ended with status"),
+        ("no-such-program", None, "status 127"),
+        ("head -c 70M /dev/zero > answer.txt", ErrorKind.POLICY, "limit: the answer cannot be read"),
+    ],
+)
+def test_a_confined_program_that_fails_is_an_error_of_its_kind(
+    tmp_path: Path, script: str, kind: ErrorKind | None, failure: str
+) -> None:
+    require("namespace")
+    memory = 64 << 20 if "zero" in script and "tail" in script else 1 << 40
+    with pytest.raises(AgentError) as caught:
+        attempt(
+            tmp_path,
+            script,
+            sandbox={"backend": "namespace", "max_memory_bytes": memory},
+            answer={"file": "answer.txt"},
+        )
+    assert caught.value.kind is kind
+    assert failure in str(caught.value)
+
+
 def test_an_instruction_that_no_variable_holds_is_in_the_file(tmp_path: Path) -> None:
     script = 'wc -c < "$M2FORGE_TASK_FILE"; echo ${M2FORGE_TASK-none}'
     assert attempt(tmp_path, script, "x" * 200_000).text == "200000\nnone\n"
@@ -89,7 +154,7 @@ def test_a_program_that_fails_is_an_error_of_its_kind(
     tmp_path: Path, script: str, kind: ErrorKind | None, failure: str
 ) -> None:
     with pytest.raises(AgentError) as caught:
-        attempt(tmp_path, script, sandbox={"max_output_bytes": 1000, "on_flood": "kill"})
+        attempt(tmp_path, script, sandbox={"backend": "process", "max_output_bytes": 1000, "on_flood": "kill"})
     assert caught.value.kind is kind
     assert failure in str(caught.value)
 

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import http.server
 import json
+import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,11 +16,13 @@ import pytest
 from m2forge.agents.attempt import AgentError, ErrorKind, Job
 from m2forge.agents.config import WorkerConfig
 from m2forge.agents.worker_pool import WorkerPool
-from m2forge.agents.workspace import Workspace
+from m2forge.agents.workspace import SandboxCounts, Workspace, Workspaces
 from m2forge.protocols import Endpoint
 from m2forge.records import Domain, Task
+from m2forge.sandbox.config import BackendName
 from m2forge.text.message import Tool
 from tests.rl.ring import ROOT
+from tests.sandbox.places import require
 
 PROGRAM = """
 import asyncio
@@ -75,13 +79,14 @@ def test_a_function_serves_jobs_with_tools_errors_and_cancels(tmp_path: Path, mo
     async def scene(url: str) -> list[str]:
         config = WorkerConfig.model_validate(
             {"command": (sys.executable, str(tmp_path / "agent.py")), "timeout_s": 30.0, "cancel_s": 20.0}
-            | {"sandbox": {"inherits": ("PATH", "PYTHONPATH")}}
+            | {"sandbox": {"backend": "process", "inherits": ("PATH", "PYTHONPATH")}}
         )
         async with WorkerPool(config, tmp_path / "workers") as workers:
 
             def job(id: str, instruction: str) -> Job:
                 task = Task("t", Domain.AGENT, instruction)
-                return Job(id, task, Endpoint(url, "key"), (Tool("look", "", {}),), Workspace(Path("w")))
+                (tmp_path / id).mkdir()
+                return Job(id, task, Endpoint(url, "key"), (Tool("look", "", {}),), Workspace(tmp_path / id))
 
             hanging = asyncio.create_task(workers.attempt(job("0", "hang")))
             answers = await asyncio.gather(*(workers.attempt(job(n, n)) for n in ("one", "two")))
@@ -97,4 +102,91 @@ def test_a_function_serves_jobs_with_tools_errors_and_cancels(tmp_path: Path, mo
     with tool_server() as url:
         found = asyncio.run(scene(url))
     result = "{'name': 'look', 'arguments': {'key': 1}} Bearer key"
-    assert found == [f"{name} policy w/workspace {result}" for name in ("one", "two")]
+    assert found == [f"{name} policy {tmp_path}/{name}/workspace {result}" for name in ("one", "two")]
+
+
+DRIVING = """
+from m2forge.agents.worker import Job, serve
+
+async def attempt(job: Job) -> str:
+    if job.instruction == "lost":
+        await job.run("sleep 60")
+        return "not lost"
+    await job.write_file("src/b.bin", bytes(range(256)))
+    done = await job.run("cat src/a.txt; wc -c < src/b.bin; pwd; echo err >&2; cat - > c.txt; exit 3", stdin="in")
+    late = await job.run(["sleep", "60"], timeout_s=0.1)
+    try:
+        await job.read_file("../../etc/passwd")
+    except ValueError as error:
+        refused = "inside the workspace" in str(error)
+    return repr((done, late.reason, await job.read_file("c.txt"), refused))
+
+serve(attempt)
+"""
+
+
+@pytest.mark.parametrize("backend", ["process", "namespace"])
+def test_a_worker_drives_its_attempts_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: BackendName
+) -> None:
+    require(backend)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "agent.py").write_text(DRIVING)
+    config = WorkerConfig.model_validate(
+        {"command": (sys.executable, str(tmp_path / "agent.py")), "timeout_s": 30.0}
+        | {"sandbox": {"backend": backend, "inherits": ("PATH", "PYTHONPATH")}}
+    )
+
+    async def scene() -> tuple[str, str]:
+        task = Task("t", Domain.AGENT, "drive", metadata={"files": {"src/a.txt": "1\n"}})
+        workspaces = Workspaces(tmp_path / "all", config.sandbox)
+        async with WorkerPool(config, tmp_path / "workers") as workers:
+            workspace = workspaces.open("a", task)
+            try:
+                job = Job("a", task, Endpoint("http://127.0.0.1:9", "key"), (), workspace)
+                answer = await workers.attempt(job)
+                assert (await workspace.collect() / "c.txt").read_text() == "in"
+                assert workspaces.counts == SandboxCounts(num_started=1, num_alive=1)
+            finally:
+                await workspace.stop()
+            assert workspaces.counts.num_alive == 0
+            return answer.text, workspace.inside
+
+    text, inside = asyncio.run(scene())
+    done = f"reason='exited', status=3, stdout='1\\n256\\n{inside}\\n', stderr='err\\n'"
+    assert text == f"(CommandResult({done}), 'timeout', b'in', True)"
+
+
+def supervisors() -> list[int]:
+    """The processes that keep the sandboxes of this one."""
+    children = [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+    return [pid for pid in children if b"\0start\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_lost_sandbox_is_the_infrastructures_doing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require("namespace")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "agent.py").write_text(DRIVING)
+    sandbox = {"backend": "namespace", "inherits": ("PATH", "PYTHONPATH")}
+    command = (sys.executable, str(tmp_path / "agent.py"))
+    config = WorkerConfig.model_validate({"command": command, "timeout_s": 30.0, "sandbox": sandbox})
+
+    async def scene() -> None:
+        task = Task("t", Domain.AGENT, "lost")
+        workspaces = Workspaces(tmp_path / "all", config.sandbox)
+        async with WorkerPool(config, tmp_path / "workers") as workers:
+            workspace = workspaces.open("a", task)
+            attempt = asyncio.create_task(
+                workers.attempt(Job("a", task, Endpoint("http://127.0.0.1:9", "key"), (), workspace))
+            )
+            while workspace.sandbox is None:
+                await asyncio.sleep(0.01)
+            for pid in supervisors():
+                os.kill(pid, signal.SIGKILL)
+            with pytest.raises(AgentError) as caught:
+                await attempt
+            assert (caught.value.kind, workspace.is_lost) == (ErrorKind.INFRA, True)
+            await workspace.stop()
+            assert workspaces.counts == SandboxCounts(num_started=1, num_failed=1)
+
+    asyncio.run(scene())

@@ -72,7 +72,9 @@ def make_workers(tmp_path: Path, program: str = PROGRAM, **fields: object) -> Wo
 
 
 async def ask(workers: WorkerPool, id: str, task: Task, endpoint: Endpoint, *, is_exclusive: bool = False) -> str:
-    job = Job(id, task, endpoint, (), Workspace(Path("nowhere")))
+    workspace = Workspace(Path(workers._sandboxes[0].workspace).parent / f"attempt-{id}")
+    workspace.folder.mkdir(exist_ok=True)
+    job = Job(id, task, endpoint, (), workspace)
     return (await workers.attempt(job, is_exclusive=is_exclusive)).text
 
 

@@ -7,6 +7,7 @@ import pytest
 from m2forge.agents.workspace import Workspaces, task_files
 from m2forge.errors import DataError
 from m2forge.records import Domain, JsonValue, Task
+from m2forge.sandbox.config import SandboxConfig
 
 
 def task(files: JsonValue) -> Task:
@@ -48,3 +49,11 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 def test_files_outside_the_workspace_are_refused(files: JsonValue) -> None:
     with pytest.raises(DataError, match="task t: files"):
         task_files(task(files))
+
+
+def test_a_task_may_bring_a_sandbox_of_its_own(tmp_path: Path) -> None:
+    workspaces = Workspaces(tmp_path / "all", SandboxConfig(max_processes=9))
+    assert workspaces.open("a", task({})).config == workspaces.config
+    own = SandboxConfig(image="python:3.12", workspace="/app")
+    workspace = workspaces.open("b", task({}), own, {"A": "1"})
+    assert (workspace.inside, workspace.inside_home, workspace.locate("~/x")) == ("/app", "/tmp/home", "/tmp/home/x")

@@ -19,31 +19,36 @@ from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout
 from m2forge.rl.loop import is_trained
 from m2forge.rl.view import read_last_step
-from tests.rl.ring import command_of, folder_of, processes, running, started, wait_until_gone
+from m2forge.sandbox.config import SandboxConfig
+from tests.rl.ring import ancestors, command_of, folder_of, processes, running, started, wait_until_gone
 
 POLL_S = 0.05
+SANDBOX_GONE_S = 2.0
 
 
 def run_with_kills(config: RLConfig, runs: Path, limit_s: float, *, alone: Sequence[str] = ()) -> None:
     """Kill -9 the processes of `alone` one after another and let the loop restart each; after the first step kill
-    agents, gateway, sampler and trainer together, and then the loop; resume until the run is done."""
+    agents, gateway, sampler and trainer together, and then the loop; resume until the run is done. Sandboxes end with
+    the loop."""
     log, run_dir = runs / "loop.log", runs / config.name
     command = command_of(config, runs, "tests.rl.scripted_run")
     until_s = time.monotonic() + limit_s
     with started(command, log) as loop:
         for name in alone:
             # The trainer trains while no attempt is in flight.
-            while not (killed := find(name, loop.pid, run_dir)) or (name != "trainer" and not agents_of(run_dir)):
+            while not (killed := find(name, loop.pid, run_dir)) or (
+                name != "trainer" and not find("agent", loop.pid, run_dir)
+            ):
                 check_alive(loop, log, until_s)
             kill(killed)
             while not (now := find(name, loop.pid, run_dir)) or killed & now:
                 check_alive(loop, log, until_s)
-        while read_last_step(run_dir / "metrics.jsonl") is None or not agents_of(run_dir):
+        while read_last_step(run_dir / "metrics.jsonl") is None or not find("agent", loop.pid, run_dir):
             check_alive(loop, log, until_s)
         found = processes(loop.pid)
-        kill({*agents_of(run_dir), found["gateway"], found["sampler"], found["trainer"]})
+        kill({*find("agent", loop.pid, run_dir), found["gateway"], found["sampler"], found["trainer"]})
         time.sleep(1.0)
-        loop.kill()
+        kill_loop(loop)
     wait_until_gone(run_dir)
     with started(command, log) as loop:
         assert loop.wait(limit_s) == 0, log.read_text()[-3000:]
@@ -59,10 +64,48 @@ def check_alive(loop: subprocess.Popen[bytes], log: Path, until_s: float) -> Non
 
 
 def find(name: str, loop: int, run_dir: Path) -> set[int]:
-    """The process of this name; for `agent` those of the attempts in flight."""
+    """The process of this name; for `agent` those of the attempts in flight, for `sandbox` the supervisors of theirs,
+    for `verifier` the workers that run families' code."""
     if name == "agent":
-        return set(agents_of(run_dir))
+        return set(agents_of(run_dir)) | {
+            pid for pid in sandboxes_of(loop) if folder_of(pid) == Path(SandboxConfig().workspace)
+        }
+    if name == "sandbox":
+        return {pid for pid in sandboxes_of(loop) if loop in ancestors(pid)[:1]}
+    if name == "verifier":
+        return {pid for pid, words in running() if "m2forge.tasks.worker" in words and loop in ancestors(pid)}
     return {pid for each, pid in processes(loop).items() if each == name}
+
+
+def sandboxes_of(loop: int) -> set[int]:
+    """All processes of a run's sandboxes, their supervisors included."""
+    commands = dict(running())
+    found = set()
+    for pid in commands:
+        chain = [pid, *ancestors(pid)]
+        if loop in chain[1:]:
+            inner = [commands.get(each, []) for each in chain[: chain.index(loop)]]
+            if any("/sandbox" in words[0] and words[1:2] == ["start"] for words in inner if words):
+                found.add(pid)
+    return found
+
+
+def kill_loop(loop: subprocess.Popen[bytes]) -> None:
+    """Kill the loop; no sandbox is left after two seconds."""
+    inside = sandboxes_of(loop.pid)
+    loop.kill()
+    loop.wait()
+    until_s = time.monotonic() + SANDBOX_GONE_S
+    while left := [pid for pid, _ in running() if pid in inside and not is_zombie(pid)]:
+        assert time.monotonic() < until_s, f"processes of sandboxes outlived their loop: {left}"
+        time.sleep(0.02)
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def kill(pids: set[int]) -> None:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,11 @@ def make_config(model: Path, **fields: object) -> RLConfig:
         "pool": {"window": {"queue": 8}},
         "train": {"checkpoint": {"every_steps": 2}, "machine": {"num_threads": 1}},
     }
-    return build(RLConfig, data | fields, origin="test")  # type: ignore[arg-type]  # checked there
+    data |= fields
+    agent: dict[str, Any] = dict(data["agent"])  # type: ignore[call-overload]  # a table
+    # Tests whose subject is not the sandbox run where there are no namespaces, too.
+    data["agent"] = agent | {"sandbox": {"backend": "process", **agent.get("sandbox", {})}}
+    return build(RLConfig, data, origin="test")  # type: ignore[arg-type]  # checked there
 
 
 def make_call(rng: np.random.Generator, vocab_size: int, prompt: list[int] | None = None) -> Call:

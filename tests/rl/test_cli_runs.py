@@ -26,10 +26,12 @@ from m2forge.gateway.server import GatewayServer
 from m2forge.model.build import build as build_model
 from m2forge.model.checkpoint import save_model
 from m2forge.model.preset import preset
+from m2forge.protocols import Sandbox
 from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
-from m2forge.rl.attempts import open_agent, require_agent
+from m2forge.rl.attempts import attempt_sandbox, open_agent, require_agent
 from m2forge.rl.config import AgentConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
+from m2forge.sandbox.config import SandboxConfig
 from m2forge.testing.scripted import ScriptedEngine
 from m2forge.text.format import MINIMAX_M2_SPECIALS, make_format
 from m2forge.text.message import Tool
@@ -37,6 +39,7 @@ from m2forge.text.tokenizer import Tokenizer, train_tokenizer
 from tests.rl.killed_run import run_with_kills, trained_artifacts
 from tests.rl.scene import make_config
 from tests.rl.scripted_run import Script
+from tests.sandbox.places import problem
 
 CONTEXT = 1 << 17
 """Enough for the prompts of these agents in a small vocabulary."""
@@ -86,8 +89,9 @@ def write_tasks(path: Path) -> Path:
 def test_a_preset_does_a_task(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file is written, its answer given, its calls recorded, and the family's tools are offered."""
     monkeypatch.setenv("PATH", path_of(name))
-    agent = make_config(tmp_path, agent={"preset": name, "timeout_s": 120.0}).agent
-    require_agent(agent)
+    sandbox = {"backend": "process" if problem("namespace") else "namespace"}
+    agent = make_config(tmp_path, agent={"preset": name, "timeout_s": 120.0, "sandbox": sandbox}).agent
+    asyncio.run(require_agent(agent))
     result, seen = asyncio.run(attempt(agent, tmp_path))
     assert (result.failure, result.verdict.perf) == (None, 1.0)
     assert "done" in result.answer or name == "mini-swe-agent"
@@ -116,7 +120,10 @@ class Tasks:
     async def tools(self, task: Task) -> tuple[Tool, ...]:
         return ()
 
-    async def verify(self, task: Task, submission: Submission) -> Verdict:
+    async def sandbox(self, task: Task, config: SandboxConfig) -> tuple[SandboxConfig, Mapping[str, str]]:
+        return config, {}
+
+    async def verify(self, task: Task, submission: Submission, sandbox: Sandbox | None = None) -> Verdict:
         assert submission.workspace is not None
         return Verdict(float((Path(submission.workspace) / "answer.txt").read_text() == "amber"))
 
@@ -140,7 +147,8 @@ async def attempt(config: AgentConfig, folder: Path) -> tuple[AttemptResult, str
         GatewayAdmin(gateway.url, "admin", budget=config.budget) as admin,
         open_agent(config, folder / "agents", format) as agent,
     ):
-        runner = AttemptRunner(agent, admin, Tasks(), Workspaces(folder / "workspaces"))
+        workspaces = Workspaces(folder / "workspaces", attempt_sandbox(config))
+        runner = AttemptRunner(agent, admin, Tasks(), workspaces)
         result = await runner.attempt("g0-0-1", task, "g0")
     return result, tokenizer.decode(list(prompts[-1]))
 

@@ -1,7 +1,9 @@
 """Attempts of programs through the runner: what the verifier sees, and the one rule for failures."""
 
 import asyncio
+import itertools
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from m2forge.agents.attempt import (
     DEATHS_BEFORE_EXCLUSIVE,
+    LOST,
     MAX_SILENT,
     TIMEOUT,
     AgentError,
@@ -19,16 +22,23 @@ from m2forge.agents.attempt import (
     JobError,
     WorkerLost,
 )
+from m2forge.agents.config import CommandSandboxConfig
 from m2forge.agents.workspace import Workspaces
 from m2forge.errors import DataError, EngineError, RunError
 from m2forge.gateway.config import GatewayConfig
+from m2forge.protocols import Sandbox
 from m2forge.records import Domain, Submission, Task, Verdict
-from m2forge.rl.attempts import open_agent
+from m2forge.rl.attempts import attempt_sandbox, open_agent
 from m2forge.rl.config import CommandAgentConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
+from m2forge.sandbox.config import BackendName, SandboxConfig
 from m2forge.text.message import Tool
 from tests.gateway.dialogue import minimax
 from tests.gateway.live import ADMIN_KEY, Live, live
+from tests.sandbox.places import require
+
+NUMBERS = itertools.count()
+"""No two attempts at one gateway have the same name."""
 
 # The words of the instruction are what it does.
 PROGRAM = """
@@ -60,7 +70,10 @@ class Tasks:
     async def tools(self, task: Task) -> tuple[Tool, ...]:
         return ()
 
-    async def verify(self, task: Task, submission: Submission) -> Verdict:
+    async def sandbox(self, task: Task, config: SandboxConfig) -> tuple[SandboxConfig, Mapping[str, str]]:
+        return config, {}
+
+    async def verify(self, task: Task, submission: Submission, sandbox: Sandbox | None = None) -> Verdict:
         if self.error is not None:
             raise self.error
         folder = Path(submission.workspace or "")
@@ -69,33 +82,48 @@ class Tasks:
 
 
 async def run(
-    gateway: Live, folder: Path, does: str, tasks: Tasks, num_deaths: int = 0, num: int = 1, timeout_s: float = 30.0
+    gateway: Live,
+    folder: Path,
+    does: str,
+    tasks: Tasks,
+    num_deaths: int = 0,
+    num: int = 1,
+    timeout_s: float = 30.0,
+    backend: BackendName = "process",
 ) -> AttemptResult:
     """The last of `num` attempts, of which the others may fail."""
-    config = CommandAgentConfig(command=(sys.executable, "-c", PROGRAM, "{instruction}"), timeout_s=timeout_s)
+    config = CommandAgentConfig(
+        command=(sys.executable, "-c", PROGRAM, "{instruction}"),
+        timeout_s=timeout_s,
+        sandbox=CommandSandboxConfig(backend=backend),
+    )
     task = Task("t", Domain.AGENT, does, metadata={"files": {"given.txt": "ab"}, "answer": "secret"})
     async with (
         GatewayAdmin(gateway.url, ADMIN_KEY) as admin,
         open_agent(config, folder / "agents", minimax()) as agent,
     ):
-        runner = AttemptRunner(agent, admin, tasks, Workspaces(folder / "workspaces"))
+        workspaces = Workspaces(folder / "workspaces", attempt_sandbox(config))
+        runner = AttemptRunner(agent, admin, tasks, workspaces)
         try:
             for index in range(num - 1):
                 with pytest.raises(AgentError):
                     await runner.attempt(f"g0-0-{index}", replace(task, instruction="exit"), "g0")
-            return await runner.attempt("g0-0-99", task, "g0", num_deaths)
+            return await runner.attempt(f"g0-1-{next(NUMBERS)}", task, "g0", num_deaths)
         finally:
             assert not list((folder / "workspaces").iterdir()), "a workspace is left"
+            assert workspaces.counts.num_alive == 0
 
 
-def attempt(folder: Path, does: str, tasks: Tasks | None = None, **options: float) -> AttemptResult:
+def attempt(folder: Path, does: str, tasks: Tasks | None = None, **options: float | str) -> AttemptResult:
     with live(minimax(), config=GatewayConfig(port=0)) as gateway:
-        return asyncio.run(run(gateway, folder, does, tasks or Tasks(), **options))  # type: ignore[arg-type]  # integers
+        return asyncio.run(run(gateway, folder, does, tasks or Tasks(), **options))  # type: ignore[arg-type]  # options of any type
 
 
-def test_the_verifier_sees_answer_workspace_and_conversation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["process", "namespace"])
+def test_the_verifier_sees_answer_workspace_and_conversation(tmp_path: Path, backend: BackendName) -> None:
+    require(backend)
     tasks = Tasks()
-    result = attempt(tmp_path, "call write", tasks)
+    result = attempt(tmp_path, "call write", tasks, backend=backend)
     ((submission, files),) = tasks.seen
     assert (result.verdict, result.failure, result.answer) == (Verdict(0.5), None, "said\n")
     assert (submission.answer, files) == ("said\n", {"given.txt": "ab", "made.txt": "abab"})
@@ -111,6 +139,29 @@ def test_an_exit_after_a_completion_counts_and_is_not_verified(tmp_path: Path) -
     assert "status 1: no arguments in the call" in (result.failure or "")
     assert (result.verdict.perf, len(result.tree.samples), tasks.seen) == (0.0, 1, [])
     assert attempt(tmp_path, "call hang", timeout_s=3.0).failure == TIMEOUT
+
+
+@pytest.mark.slow
+def test_confined_programs_follow_the_same_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require("namespace")
+    with live(minimax(), config=GatewayConfig(port=0)) as gateway:
+
+        def attempted(does: str, timeout_s: float = 30.0) -> AttemptResult:
+            return asyncio.run(run(gateway, tmp_path, does, Tasks(), timeout_s=timeout_s, backend="namespace"))
+
+        assert "status 1: no arguments in the call" in (attempted("call exit").failure or "")
+        assert attempted("call hang", timeout_s=2.0).failure == TIMEOUT
+        with pytest.raises(WorkerLost):
+            attempted("call killed")
+        # The kernel refuses a sandbox, or kills one, at any point of an attempt: none of it is a verdict.
+        monkeypatch.setattr("m2forge.agents.workspace.Workspace.is_lost", True)
+        for does in ("call write", "call exit"):
+            with pytest.raises(WorkerLost, match=LOST):
+                attempted(does)
+        monkeypatch.undo()
+        monkeypatch.setattr("m2forge.sandbox.namespace.program", lambda: Path("/bin/false"))
+        with pytest.raises(EngineError, match="ended before it was ready"):
+            attempted("call write")
 
 
 @pytest.mark.slow

@@ -1,14 +1,17 @@
 """An agent that cannot be run ends `m2forge rl` before anything is written. (test_own_tasks.py runs programs.)"""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from m2forge.config import build
+from m2forge.cli import main
+from m2forge.config import build, write_resolved
 from m2forge.errors import ConfigError
 from m2forge.rl.config import RLConfig
 from m2forge.rl.loop import run_rl
 from tests.rl.scene import make_config
+from tests.sandbox.places import require
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,29 @@ def test_a_command_that_is_not_there_writes_nothing(tmp_path: Path, agent: dict[
     with pytest.raises(ConfigError) as caught:
         run_rl(make_config(tmp_path / "model", agent=agent), tmp_path / "runs")
     assert message in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("agent", [{"kind": "command", "command": ["sh"]}, {"kind": "loop"}, {"command": ["sh"]}])
+def test_without_namespaces_one_message_says_what_to_enable(
+    tmp_path: Path, agent: dict[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program that starts a sandbox reports the kernel's refusal."""
+    require("namespace")
+    refusing = "import socket, struct, sys\nend = socket.socket(fileno=int(sys.argv[2]))\n"
+    refusing += "text = b'namespaces: Operation not permitted'\n"
+    refusing += "end.sendall(struct.pack('<IBI', len(text) + 5, 5, 0) + text)\nend.recv(1 << 20)\nsys.exit(1)\n"
+    (tmp_path / "refusing").write_text(f"#!{sys.executable}\n{refusing}")
+    (tmp_path / "refusing").chmod(0o755)
+    monkeypatch.setattr("m2forge.sandbox.namespace.program", lambda: tmp_path / "refusing")
+    (tmp_path / "model").mkdir()
+    config = make_config(tmp_path / "model", agent={**agent, "sandbox": {"backend": "namespace"}})
+    write_resolved(config, tmp_path / "rl.toml")
+    assert main(["rl", str(tmp_path / "rl.toml"), "--runs", str(tmp_path / "runs")]) == 2
+    said = capsys.readouterr().err
+    assert "the kernel refused the namespaces" in said
+    assert "kernel.unprivileged_userns_clone=1" in said
+    assert 'sandbox.backend = "process"' in said
     assert not (tmp_path / "runs").exists()
 
 

@@ -16,12 +16,14 @@ from m2forge.gateway.config import Budget, GatewayConfig
 from m2forge.records import JsonValue, Task
 from m2forge.rl.config import LoopAgentConfig
 from m2forge.rl.gateway_admin import GatewayAdmin
+from m2forge.sandbox.config import BackendName
 from m2forge.tasks.agent import Chain
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.runner import TaskRunner
 from m2forge.text.message import Message, ToolCall, tool_to_openai
 from tests.gateway.dialogue import minimax
 from tests.gateway.live import ADMIN_KEY, Live, live
+from tests.sandbox.places import require
 
 TASK = Chain().draw(1, 0)
 TOOLS = [*Chain().tools(TASK), WriteTool.tool]
@@ -54,19 +56,21 @@ async def attempt(gateway: Live, folder: Path, config: LoopAgentConfig, seed: in
         LoopAgent(config, minimax(), random.Random(seed)) as agent,
         TaskRunner(VerifyConfig(), folder / "verify", ("chain",)) as tasks,
     ):
-        runner = AttemptRunner(agent, admin, tasks, Workspaces(folder / "workspaces"))
+        runner = AttemptRunner(agent, admin, tasks, Workspaces(folder / "workspaces", config.sandbox))
         return await runner.attempt("g0-0-1", TASK, "g0")
 
 
 def run(folder: Path, script: list[Message], **fields: object) -> AttemptResult:
-    config = LoopAgentConfig.model_validate({"check_share": 1.0} | fields)
+    config = LoopAgentConfig.model_validate({"check_share": 1.0, "sandbox": {"backend": "process"}} | fields)
     with live(minimax(), script, GatewayConfig(port=0), tools=TOOLS, tool_host=Host()) as gateway:
         return asyncio.run(attempt(gateway, folder, config))
 
 
 @pytest.mark.slow
-def test_an_attempt_solves_its_task_and_is_rebuilt(tmp_path: Path) -> None:
-    result = run(tmp_path, says(TASK))
+@pytest.mark.parametrize("backend", ["process", "namespace"])
+def test_an_attempt_solves_its_task_and_is_rebuilt(tmp_path: Path, backend: BackendName) -> None:
+    require(backend)
+    result = run(tmp_path, says(TASK), sandbox={"backend": backend})
     assert (result.failure, result.verdict.perf, result.is_equal) == (None, 1.0, True)
     assert [step["role"] for step in result.steps] == ["main", "main"]
     assert not (tmp_path / "workspaces" / "g0-0-1").exists()

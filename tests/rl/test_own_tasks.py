@@ -1,5 +1,6 @@
 """`m2forge rl` on tasks of one's own: JSONL tasks, a verifier and a reward function in files, a program per attempt.
-Commands and a judge at an HTTP endpoint verify the tasks of two more files.
+Commands and a judge at an HTTP endpoint verify the tasks of two more files. Where namespaces are allowed, programs and
+commands run in sandboxes.
 
 One run for all cases, with every process killed in between."""
 
@@ -24,6 +25,7 @@ from m2forge.rl.eval import read_results
 from m2forge.rl.layout import Layout
 from tests.rl.killed_run import run_with_kills, trained_artifacts
 from tests.rl.scene import make_config, make_model
+from tests.sandbox.places import problem
 from tests.tasks.judge_endpoint import completion, serve
 
 PROGRAM = Path(__file__).parent / "shell_agent.py"
@@ -98,6 +100,7 @@ def make_run(model: Path, folder: Path, *sources: str, **fields: object) -> RLCo
                 "command": [sys.executable, str(PROGRAM), "{model}", "{instruction}"],
                 "timeout_s": 60.0,
                 "max_concurrent": 3,
+                "sandbox": {"backend": "process" if problem("namespace") else "namespace"},
             },
             "curriculum": {"batch_groups": 2, "stages": [stage]},
             "pool": {"window": {"queue": 4, "no_signal": "train"}},
@@ -130,7 +133,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
             "eval": {"num_tasks": 3},
         }
         config = make_run(make_model(folder / "scene"), folder, *(f"{name}.jsonl" for name in FAMILIES), **settings)
-        run_with_kills(config, folder, LIMIT_S)
+        run_with_kills(config, folder, LIMIT_S, alone=() if problem("namespace") else ("sandbox",))
     vocab_size = read_config(Path(config.model)).vocab_size
     run_dir = folder / "run"
     with Pool(Layout(run_dir).pool(config.pool), vocab_size) as pool, pool.database.read() as connection:

@@ -63,7 +63,9 @@ def family(folder: Path, end: str, config: SandboxConfig | None = None) -> Outco
     ],
 )
 def test_the_whole_family_ends_with_the_command(tmp_path: Path, end: str, reason: OutcomeReason) -> None:
-    config = SandboxConfig(timeout_s=3 if reason is OutcomeReason.TIMEOUT else 30, grace_s=0.1, on_flood="kill")
+    config = SandboxConfig(
+        backend="process", timeout_s=3 if reason is OutcomeReason.TIMEOUT else 30, grace_s=0.1, on_flood="kill"
+    )
     outcome = family(tmp_path, end, config)
     assert outcome.reason is reason
     assert outcome.stdout.text().startswith("ready\n")

@@ -50,7 +50,7 @@ def test_nothing_is_inherited_that_is_not_named(tmp_path: Path, monkeypatch: pyt
         "OLDPWD",
         "_",
     }
-    outcome = sh(tmp_path, "echo $SECRET_KEY", config=SandboxConfig(inherits=("SECRET_KEY", "PATH")))
+    outcome = sh(tmp_path, "echo $SECRET_KEY", config=SandboxConfig(backend="process", inherits=("SECRET_KEY", "PATH")))
     assert outcome.stdout.text() == "hidden\n"
 
 
@@ -98,13 +98,13 @@ def test_a_command_may_tidy_up_when_its_time_is_over(tmp_path: Path) -> None:
 
 
 def test_a_command_that_ignores_being_told_is_killed(tmp_path: Path) -> None:
-    config = SandboxConfig(timeout_s=0.2, grace_s=0.1)
+    config = SandboxConfig(backend="process", timeout_s=0.2, grace_s=0.1)
     outcome = sh(tmp_path, "trap '' TERM; while :; do sleep 0.05; done", config=config)
     assert (outcome.reason, outcome.status) == (OutcomeReason.TIMEOUT, -9)
 
 
 def test_a_flood_is_counted_and_does_not_stop_the_command(tmp_path: Path) -> None:
-    config = SandboxConfig(max_output_bytes=1000)
+    config = SandboxConfig(backend="process", max_output_bytes=1000)
     outcome = sh(tmp_path, "head -c 30000000 /dev/zero; echo; echo end; echo done >&2", config=config)
     assert outcome.is_success
     assert outcome.stdout.num_bytes == 30_000_005
@@ -114,7 +114,7 @@ def test_a_flood_is_counted_and_does_not_stop_the_command(tmp_path: Path) -> Non
 
 
 def test_a_flood_ends_the_command_where_so_configured(tmp_path: Path) -> None:
-    config = SandboxConfig(max_output_bytes=1000, on_flood="kill", timeout_s=20)
+    config = SandboxConfig(backend="process", max_output_bytes=1000, on_flood="kill", timeout_s=20)
     outcome = sh(tmp_path, "yes", config=config)
     assert outcome.reason is OutcomeReason.FLOODED
     assert len(outcome.stdout.head) == 500
@@ -123,12 +123,22 @@ def test_a_flood_ends_the_command_where_so_configured(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_limits_are_the_kernels(tmp_path: Path) -> None:
     code = "import sys\ntry:\n    b = bytearray(300 << 20)\nexcept MemoryError:\n    sys.exit(7)"
-    assert run(tmp_path, sys.executable, "-c", code, config=SandboxConfig(max_memory_bytes=200 << 20)).status == 7
-    assert run(tmp_path, sys.executable, "-c", code, config=SandboxConfig(max_memory_bytes=None)).status == 0
-    outcome = sh(tmp_path, "head -c 100000 /dev/zero > big", config=SandboxConfig(max_file_bytes=4096))
+    assert (
+        run(
+            tmp_path, sys.executable, "-c", code, config=SandboxConfig(backend="process", max_memory_bytes=200 << 20)
+        ).status
+        == 7
+    )
+    assert (
+        run(tmp_path, sys.executable, "-c", code, config=SandboxConfig(backend="process", max_memory_bytes=None)).status
+        == 0
+    )
+    outcome = sh(
+        tmp_path, "head -c 100000 /dev/zero > big", config=SandboxConfig(backend="process", max_file_bytes=4096)
+    )
     assert not outcome.is_success
     assert (tmp_path / "big").stat().st_size == 4096
-    outcome = sh(tmp_path, "while :; do :; done", config=SandboxConfig(max_cpu_s=1, timeout_s=30))
+    outcome = sh(tmp_path, "while :; do :; done", config=SandboxConfig(backend="process", max_cpu_s=1, timeout_s=30))
     assert outcome.reason is OutcomeReason.SIGNALLED
     # The kernel counts by clock ticks for the limit and exactly for what it reports: on a busy machine a bare
     # `ulimit -t 1` ends a loop that took 0.73 s.
@@ -162,7 +172,7 @@ def test_a_worker_is_fed_and_read_line_by_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_worker_that_nobody_reads_costs_no_memory(tmp_path: Path) -> None:
     async def talk() -> None:
-        sandbox = ProcessSandbox(tmp_path, SandboxConfig(max_output_bytes=1000))
+        sandbox = ProcessSandbox(tmp_path, SandboxConfig(backend="process", max_output_bytes=1000))
         worker = await sandbox.start(Command(("yes",)))
         await asyncio.sleep(0.3)
         assert len(worker._streams._lines) < 300_000

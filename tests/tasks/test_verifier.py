@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 
 from m2forge.errors import M2ForgeError, RecordError
+from m2forge.protocols import Command, Sandbox
 from m2forge.records import Domain, JsonValue, Submission, Task, Verdict
-from m2forge.tasks.verifier import TimeLimitError, call_reward, read_verifier, verify
+from m2forge.sandbox.config import SandboxConfig
+from m2forge.tasks.verifier import TimeLimitError, call_reward, read_verifier, run_inside, verify
+from tests.sandbox.places import problem as missing
+from tests.sandbox.places import require, use
 
 TASK = Task("t-1", Domain.GENERAL, "Do it.")
 CODE = """
@@ -38,6 +42,17 @@ def one_too_few(task, submission, verdict):
 def not_finite(task, submission, verdict):
     return float("nan")
 """
+
+
+def judge_inside(spec: JsonValue, workspace: Path, before: str = "true") -> Verdict:
+    """The verdict of a command in a sandbox that holds the files of `workspace`, after the agent ran `before`."""
+
+    async def act(sandbox: Sandbox) -> Verdict:
+        await sandbox.upload(workspace, sandbox.workspace)
+        await sandbox.run(Command(("sh", "-c", before)))
+        return await run_inside(read_verifier(spec, "here"), TASK, sandbox)
+
+    return use(SandboxConfig(), act)
 
 
 def judge(spec: JsonValue, answer: str = "", folder: Path = Path(), workspace: Path | None = None) -> Verdict:
@@ -102,6 +117,22 @@ def test_a_command_is_judged_by_its_status_and_last_line(tmp_path: Path, script:
     verdict = judge({"command": ["sh", "-c", script], "timeout_s": 10}, workspace=tmp_path)
     assert verdict.perf == perf
     assert isinstance(verdict.evidence["status"], int)
+    if missing("namespace") is None:
+        assert judge_inside({"command": ["sh", "-c", script], "timeout_s": 10}, tmp_path) == verdict
+
+
+def test_a_command_in_a_sandbox_cannot_be_led_astray(tmp_path: Path) -> None:
+    require("namespace")
+    spec: JsonValue = {"command": ["sh", "tests/test.sh"], "files": {"tests/test.sh": "pwd; exit 4"}, "timeout_s": 10}
+    verdict = judge_inside(spec, tmp_path, before="ln -s /tmp tests; echo exit 0 > /tmp/test.sh")
+    assert verdict == Verdict(0.0, {"status": 4, "output": "/workspace\n"})
+    verdict = judge_inside(spec, tmp_path, before="chmod 555 .")
+    assert (verdict.perf, "cannot be written" in str(verdict.evidence["error"])) == (0.0, True)
+    with pytest.raises(TimeLimitError, match=r"sleep: over a limit \(timeout\)"):
+        judge_inside({"command": ["sleep", "60"], "timeout_s": 0.2}, tmp_path)
+    with pytest.raises(RecordError, match="command no-such-program: cannot be run: No such file"):
+        judge_inside({"command": ["no-such-program"]}, tmp_path)
+    assert judge_inside({"command": ["sh", "-c", "kill -9 $$"]}, tmp_path).perf == 0.0, "no failure of the sandbox"
 
 
 def test_a_commands_files_replace_what_the_agent_left(tmp_path: Path) -> None:
