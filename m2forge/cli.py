@@ -185,9 +185,9 @@ def command_rl(args: argparse.Namespace) -> None:
 
 def command_eval(args: argparse.Namespace) -> None:
     from m2forge.config import load
-    from m2forge.evaluate.config import EvalConfig
+    from m2forge.trials.config import TrialEvalConfig
 
-    config = load(EvalConfig, args.config, args.set)
+    config = load(TrialEvalConfig, args.config, args.set)
     if args.dry_run:
         from m2forge.dry_run import describe_eval, print_dry_run
         from m2forge.model.hub import pinned
@@ -197,10 +197,16 @@ def command_eval(args: argparse.Namespace) -> None:
         return
     from rich.console import Console
 
-    from m2forge.evaluate.run import run_eval
+    if config.measures:
+        from m2forge.evaluate.run import run_eval
 
-    run_eval(config, console=Console())
-    print(f"wrote {config.output}: the report, the table and the plots")
+        run_eval(config, console=Console())
+        print(f"wrote {config.output}: the report, the table and the plots")
+    if config.trials is not None:
+        from m2forge.trials.run import run_trials
+
+        run_trials(config, console=Console())
+        print(f"wrote {config.output}: the trials and their report")
 
 
 def command_init(args: argparse.Namespace) -> None:

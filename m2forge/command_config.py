@@ -42,9 +42,9 @@ def config_kind(command: str) -> type[Config] | None:
 
             return RLConfig
         case "eval":
-            from m2forge.evaluate.config import EvalConfig
+            from m2forge.trials.config import TrialEvalConfig
 
-            return EvalConfig
+            return TrialEvalConfig
         case "tasks":
             from m2forge.tasks.config import VerifyConfig
 

@@ -21,7 +21,6 @@ from m2forge.resolved import Line, resolved_lines
 
 if TYPE_CHECKING:
     from m2forge.corpus.config import CorpusConfig
-    from m2forge.evaluate.config import EvalConfig
     from m2forge.gateway.config import GatewayConfig
     from m2forge.model.config import ModelConfig
     from m2forge.pretrain.config import PretrainConfig
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from m2forge.sft.config import SFTConfig
     from m2forge.train.config import EvalConfig as TrainEvalConfig
     from m2forge.train.config import TrainConfig
+    from m2forge.trials.config import TrialEvalConfig
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NAME_WIDTH = 14
@@ -170,7 +170,7 @@ def describe_rl(config: "RLConfig", runs: Path) -> Iterator[tuple[str, str]]:
     yield from _describe_engine(folder, network, config.engine.rollout, config.engine.dtype)
 
 
-def describe_eval(config: "EvalConfig") -> Iterator[tuple[str, str]]:
+def describe_eval(config: "TrialEvalConfig") -> Iterator[tuple[str, str]]:
     from m2forge.model.hub import find_model, is_hub_id
     from m2forge.model.preset import resolve_config
 
@@ -186,6 +186,11 @@ def describe_eval(config: "EvalConfig") -> Iterator[tuple[str, str]]:
                 raise NotFoundError(f"{name}.prompts {str(completions.prompts)!r} is not a file; give a JSONL file")
             limit = "all" if completions.max_prompts is None else f"at most {completions.max_prompts:,}"
             yield "suites", f"{name}: {limit} prompts of {completions.prompts}"
+    if config.trials is not None:
+        trials = config.trials
+        agent = f"{trials.agent.kind}, {trials.agent.num_jobs} concurrent attempts"
+        yield "trials", f"{trials.num_trials} at each of {trials.num_tasks:,} tasks of {', '.join(trials.tasks)}"
+        yield "agents", f"{agent}, sandbox {trials.agent.sandbox.backend}"
     yield "output", f"{config.output}: {'its report is replaced' if config.output.exists() else 'new'}"
     network = resolve_config(config.model, revision=config.revision)
     yield from _describe_network(config.model, network)

@@ -43,7 +43,7 @@ FLOORS = (
     ("model",),
     ("corpus", "train", "rollout", "weights", "gateway", "pool", "reward", "tasks", "agents"),
     ("pretrain", "sft", "rl", "evaluate", "inference", "pipelines", "testing"),
-    ("evolve",),
+    ("evolve", "trials"),
     (
         "page",
         "cli",

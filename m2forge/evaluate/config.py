@@ -215,8 +215,8 @@ class EvalConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not (self.suites or self.held_out or self.tool_calls or self.exact_match):
-            raise ValueError("nothing to measure: give suites, held_out, tool_calls or exact_match")
+        if self.is_empty:
+            raise ValueError("nothing to measure: give suites, held_out, tool_calls, exact_match or trials")
         names = [*self.suite_names, *COMPLETION_SUITES]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
@@ -225,6 +225,15 @@ class EvalConfig(Config):
         if taken:
             raise ValueError(f"{taken[0]!r} is a chart of all suites; give the suite another `name`")
         return self
+
+    @property
+    def measures(self) -> bool:
+        """Whether there is something to measure by forward passes of the model."""
+        return bool(self.suites or self.held_out or self.tool_calls or self.exact_match)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.measures
 
     @property
     def suite_names(self) -> tuple[str, ...]:

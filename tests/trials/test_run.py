@@ -1,0 +1,141 @@
+"""`m2forge eval` with trials: an agent in sandboxes, a scripted policy, infra apart, and a killed evaluation."""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2forge.cli import main
+from m2forge.config import build, dump
+from m2forge.errors import ConfigError, EngineError
+from m2forge.protocols import Engine, Sandbox
+from m2forge.records import Submission, Task, Verdict
+from m2forge.tasks.runner import TaskRunner
+from m2forge.testing.scripted import ScriptedEngine
+from m2forge.text.format import make_format
+from m2forge.text.tokenizer import load_tokenizer
+from m2forge.trials import run
+from m2forge.trials.config import TrialEvalConfig, TrialsConfig
+from m2forge.trials.run import LINES_FILE, REPORT_FILE, read_trials
+from tests.rl.scene import make_model
+from tests.rl.scripted_run import Script
+from tests.rl.test_own_tasks import PROGRAM, write_tasks
+from tests.sandbox.places import problem
+
+NUM_TASKS, NUM_TRIALS = 3, 2
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trials")
+    make_model(folder)
+    write_tasks(folder)
+    return folder
+
+
+def configured(scene: Path, output: Path, **fields: object) -> TrialEvalConfig:
+    backend = "process" if problem("namespace") else "namespace"
+    trials: dict[str, Any] = {
+        "tasks": [str(scene / "commands.jsonl")],
+        "split": "train",
+        "num_tasks": NUM_TASKS,
+        "num_trials": NUM_TRIALS,
+        "max_tries": 2,
+        "agent": {
+            "kind": "command",
+            "command": [sys.executable, str(PROGRAM), "{model}", "{instruction}"],
+            "max_concurrent": 1,
+            "sandbox": {"backend": backend},
+        },
+    }
+    return build(TrialEvalConfig, {"model": str(scene / "model"), "output": str(output), "trials": trials | fields})
+
+
+def scripted(folder: Path, config: TrialsConfig) -> Engine:
+    """Writes the right word in every other attempt."""
+    tokenizer = load_tokenizer(folder)
+    script = Script(make_format(config.gateway.format, tokenizer))
+    return ScriptedEngine(tokenizer.vocab_size, script=script, decode=tokenizer.decode_bytes)
+
+
+def evaluate(config: TrialEvalConfig, folder: Path) -> int:
+    (folder / "eval.toml").write_text(dump(config))
+    return main(["eval", str(folder / "eval.toml")])
+
+
+def test_trials_give_rates_and_a_killed_evaluation_goes_on(
+    scene: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "open_native", scripted)
+    config, lines = configured(scene, tmp_path / "out"), tmp_path / "out" / LINES_FILE
+    assert evaluate(config, tmp_path) == 0
+    report = json.loads((tmp_path / "out" / REPORT_FILE).read_text())
+    trials = read_trials(lines)
+    assert Counter((trial.task, trial.number) for trial in trials).total() == NUM_TASKS * NUM_TRIALS
+    assert len({trial.task for trial in trials}) == NUM_TASKS
+    assert [trial.perf for trial in trials] == [1.0, 0.0] * NUM_TASKS, "in the order in which they ran"
+    assert all(trial.evidence["status"] == (trial.perf == 0) for trial in trials)
+    assert (report["all"]["perf"], report["all"]["num_infra"]) == (0.5, 0)
+    assert "50.0% ±" in capsys.readouterr().out
+    # As a killed process leaves it: two trials are missing, and one is written in part.
+    kept = lines.read_text().splitlines(keepends=True)[:-2]
+    lines.write_text("".join(kept) + '{"task": "comm')
+    assert evaluate(config, tmp_path) == 0
+    again = read_trials(lines)
+    assert (again[: len(kept)], len(again)) == (trials[: len(kept)], len(trials))
+    assert not list((tmp_path / "out" / "workspaces").iterdir())
+    assert evaluate(configured(scene, tmp_path / "out", seed=7), tmp_path) == 2
+    assert "holds trials of another configuration" in capsys.readouterr().err
+
+
+def test_a_failing_infrastructure_is_counted_apart(
+    scene: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify, tries = TaskRunner.verify, Counter[str]()
+
+    async def failing(
+        runner: TaskRunner, task: Task, submission: Submission, sandbox: Sandbox | None = None
+    ) -> Verdict:
+        tries[task.id] += 1
+        if task.id == "commands-north" or tries[task.id] == 1:
+            raise EngineError("the disk is full")
+        return await verify(runner, task, submission, sandbox)
+
+    monkeypatch.setattr(TaskRunner, "verify", failing)
+    config = configured(scene, tmp_path / "out", num_tasks=5, num_trials=1)
+    report = run.run_trials(config, open_engine=scripted)
+    assert (report.all.num_tasks, report.all.num_trials, report.all.num_infra) == (5, 4, 1)
+    assert report.all.perf is not None
+    (infra,) = [trial for trial in read_trials(tmp_path / "out" / LINES_FILE) if trial.infra is not None]
+    assert (infra.task, infra.perf, infra.infra) == ("commands-north", None, "the disk is full")
+    assert set(tries.values()) == {2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"split": "held_out", "tasks": ["chain", "{scene}/words.jsonl"]}, "it has no task of the split 'held_out'"),
+        ({"tasks": ["{scene}/nothing.jsonl"]}, "nothing.jsonl"),
+        ({"agent": {"kind": "command", "command": ["no-such-agent"]}}, "'no-such-agent' is not in"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_and_nothing_written(
+    scene: Path, tmp_path: Path, fields: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"instruction": "Do it.", "split": "train", "verifier": {"exact": "x"}}
+    (scene / "words.jsonl").write_text(json.dumps(line) + "\n")
+    if "tasks" in fields:
+        fields = fields | {"tasks": [source.replace("{scene}", str(scene)) for source in fields["tasks"]]}
+    else:
+        fields["agent"]["sandbox"] = {"backend": "process" if problem("namespace") else "namespace"}
+    assert evaluate(configured(scene, tmp_path / "out", **fields), tmp_path) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_evaluation_without_anything_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing to measure: give suites, held_out, tool_calls, exact_match or"):
+        build(TrialEvalConfig, {"model": "m2-nano", "output": str(tmp_path)})
