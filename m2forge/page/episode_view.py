@@ -27,6 +27,7 @@ from m2forge.page.episode_list import JOINED, SHOWN, summary
 from m2forge.page.message_part import LOOK_BACK, Part, TokenText, cut_completion, cut_prompt
 from m2forge.page.pool_reader import PoolReader
 from m2forge.page.run_folder import RATIOS_FOLDER, Run, known_keys
+from m2forge.page.task_file import task_files
 from m2forge.page.tree_outline import Trajectory
 from m2forge.pool.queue import read_queue
 from m2forge.pool.state import EpisodeState
@@ -187,6 +188,7 @@ class Episodes:
             "artifacts": json.loads(row.artifacts),
             "roles": [*read_roles(json.loads(row.artifacts))],
             "group_episodes": group,
+            "files": task_files(json.loads(row.task).get("metadata") or {}),
             "has_text": self._run.format() is not None,
         }
 

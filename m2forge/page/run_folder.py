@@ -152,6 +152,7 @@ def _number(value: float | None) -> float | None:
 
 
 CHECKS_FILE, MODEL_FOLDER, RATIOS_FOLDER, WEIGHTS_FOLDER = "checks.jsonl", "model", "ratios", "weights"
+SANDBOXES_FILE = "sandboxes.json"
 POOL_FILES = ("pool.db", "pool.db-wal")
 SQLITE = "sqlite:///"
 QUIET_S = 30.0
@@ -257,8 +258,20 @@ class Run:
             "group_size": group_size if isinstance(group_size, int) else None,
             "has_pool": self.pool_config() is not None,
             "checks": checks,
+            "sandboxes": self.sandboxes(is_running=state is RunState.RUNNING),
             "problems": problems,
         }
+
+    def sandboxes(self, *, is_running: bool) -> dict[str, JsonValue] | None:
+        """The sandboxes of the run's attempts: those alive, and how many were forked and failed since the loop
+        started; None if the run has none. They end with the loop."""
+        try:
+            found = json.loads((self.run_dir / SANDBOXES_FILE).read_text(encoding="utf-8"))
+            nums = {name: int(found[name]) for name in ("num_alive", "num_forked", "num_failed")}
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        nums["num_alive"] *= is_running
+        return {"backend": str(found.get("backend", "")), **nums}
 
     def num_steps(self) -> int | None:
         """Total number of steps, if the configuration gives it."""

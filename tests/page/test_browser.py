@@ -1,5 +1,6 @@
 """The page in a real browser: what is seen, what moves by itself, what a hostile text cannot do, how long it takes."""
 
+import json
 import os
 import random
 import re
@@ -12,7 +13,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from m2forge.page.report import write_report
-from m2forge.records import Domain, Task
+from m2forge.records import Domain, JsonValue, Task
 from m2forge.text.format import ChatFormat
 from tests.page.conftest import SIZES, serving
 from tests.page.scene import FAMILIES, Scene, long_calls, make_call
@@ -38,6 +39,8 @@ def shooting(page: Page, name: str) -> Iterator[None]:
 def test_a_run_is_shown_and_moves_by_itself(open_page: Callable[..., Page], format: ChatFormat, tmp_path: Path) -> None:
     scene = Scene(tmp_path / "run", format, num_steps=9, group_size=2, queue=8, window=6)
     scene.run(3)
+    nums = {"num_alive": 3, "num_forked": 20, "num_failed": 1}
+    (scene.run_dir / "sandboxes.json").write_text(json.dumps({"backend": "namespace", **nums}))
     page = open_page()
     with serving(scene.run_dir) as url:
         page.goto(url)
@@ -47,6 +50,7 @@ def test_a_run_is_shown_and_moves_by_itself(open_page: Callable[..., Page], form
         expect(page.locator(".cell")).to_have_count(8)
         expect(page.locator(".cell.inside")).to_have_count(6)
         expect(page.locator(".facts").first).to_contain_text("head at position 12")
+        expect(page.locator(".sandboxes")).to_have_text("Sandboxes (namespace):alive 3forked 20failed 1")
         for title in (
             "Held-out success",
             "Reward by domain",
@@ -200,12 +204,14 @@ SCROLL = """async () => {
 
 def test_hostile_text_stays_text(open_page: Callable[..., Page], format: ChatFormat, tmp_path: Path) -> None:
     scene = Scene(tmp_path / "run", format, queue=4, window=2, group_size=1)
-    scene.pool.put([(Task(f"t{HOSTILE}", Domain.AGENT, HOSTILE, 1.0, {"family": HOSTILE}), 1)])
+    metadata: dict[str, JsonValue] = {"family": HOSTILE, "files": {f"src/{HOSTILE}": f"{HOSTILE} in a file"}}
+    scene.pool.put([(Task(f"t{HOSTILE}", Domain.AGENT, HOSTILE, 1.0, metadata), 1)])
     (lease,) = scene.pool.lease("loop", 1)
     encode, marks = format.tokenizer.encode, format.tokenizer.special_ids
     response = [*encode(HOSTILE), marks["</think>"], *encode(f"\n\n{HOSTILE}"), marks["[e~["]]
     scene.record(lease, [make_call(encode(HOSTILE), response, 0, 0.0, random.Random(0))])
-    scene.finish(lease, 0.0, HOSTILE, failure=HOSTILE, traceback=f"Traceback\nKeyError: {HOSTILE}")
+    evidence = {"traceback": f"Traceback\nKeyError: {HOSTILE}", "stdout": f"1 failed {HOSTILE}", "problem": HOSTILE}
+    scene.finish(lease, 0.0, HOSTILE, failure=HOSTILE, **evidence)
     scene.write_metrics(1, **{f"{HOSTILE}/a": 1.0, HOSTILE: 2.0})
     scene.write_check(0.5)
     scene.pool.close()
@@ -221,6 +227,9 @@ def test_hostile_text_stays_text(open_page: Callable[..., Page], format: ChatFor
                 expect(page.locator("#view")).to_contain_text(HOSTILE)
             if path == "#/episode/1":
                 expect(page.locator(".traceback")).to_contain_text(f"KeyError: {HOSTILE}")
+                expect(page.locator(".output pre")).to_have_text(f"1 failed {HOSTILE}")
+                page.locator(".file summary").click()
+                expect(page.locator(".file pre")).to_have_text(f"{HOSTILE} in a file")
             assert page.evaluate("window.pwned") is None
             assert page.locator("#view script, #view img").count() == 0
     out = tmp_path / "report.html"

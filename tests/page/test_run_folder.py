@@ -23,9 +23,20 @@ def test_the_names_are_those_that_the_loop_writes(tmp_path: Path) -> None:
     assert layout.model == tmp_path / page_run.MODEL_FOLDER
     assert layout.ratios == tmp_path / page_run.RATIOS_FOLDER
     assert layout.weights == tmp_path / page_run.WEIGHTS_FOLDER
+    assert layout.sandboxes == tmp_path / page_run.SANDBOXES_FILE
     for url in ("sqlite:///pool.db", "sqlite:////elsewhere/pool.db", "postgresql://me@host/db"):
         (tmp_path / "config.toml").write_text(f'[pool]\nurl = "{url}"\n')
         assert Run(tmp_path).pool_config() == layout.pool(PoolConfig(url=url))
+
+
+def test_sandboxes_are_alive_while_the_run_is(tmp_path: Path) -> None:
+    assert Run(tmp_path).sandboxes(is_running=True) is None
+    nums = {"num_alive": 3, "num_forked": 20, "num_failed": 1}
+    (tmp_path / "sandboxes.json").write_text(json.dumps({"backend": "namespace", **nums}))
+    assert Run(tmp_path).sandboxes(is_running=True) == {"backend": "namespace", **nums}
+    assert Run(tmp_path).sandboxes(is_running=False) == {"backend": "namespace", **nums, "num_alive": 0}
+    (tmp_path / "sandboxes.json").write_text('{"num_alive": []}')
+    assert Run(tmp_path).sandboxes(is_running=True) is None
 
 
 def test_a_complete_run_says_so(done: Path) -> None:

@@ -117,14 +117,18 @@ class EpisodeView {
       el("div", { class: "tools" }, head.group_episodes.map((other) => el("a", { href: `#/episode/${other.id}`, class: `chip ${other.id === head.id ? "current" : ""} ${other.reward === null ? "" : other.reward >= 0.5 ? "good" : "bad"}`,
         "aria-current": other.id === head.id ? "true" : null }, other.reward === null ? other.state : number(other.reward))))) : "";
     const found = (head.reward_parts && head.reward_parts.evidence) || {};
-    const traceback = found.verifier && found.verifier.traceback;
+    const verifier = found.verifier || {};
+    const { traceback, problem } = verifier;
+    const output = verifier.stdout ?? verifier.output;
     const evidence = head.reward_parts ? [
       found.criteria ? describe(Object.entries(found.criteria).map(([name, score]) => [name, number(score)])) : "",
+      problem ? el("div", { class: "banner" }, String(problem)) : "",
       traceback ? el("div", { class: "banner" }, "The verifier raised:", el("pre", { class: "traceback" }, String(traceback))) : "",
+      output === undefined ? "" : el("details", { class: "output", open: true }, el("summary", {}, "Output of the tests"), el("pre", {}, String(output) || "(none)")),
       el("details", {}, el("summary", {}, "What the verifier saw"), el("pre", {}, JSON.stringify(found, null, 2)))] : "";
     this.treeFacts = el("div", { class: "faint" }, "reading the tree…");
     const side = el("aside", { class: "side" },
-      el("section", { class: "card" }, el("h2", {}, "Task"), el("div", { class: "quote" }, head.task.instruction), describe([["domain", head.domain], ["family", head.family || "–"], ["difficulty", number(head.difficulty)], ["id", head.task.id]])),
+      el("section", { class: "card" }, el("h2", {}, "Task"), el("div", { class: "quote" }, head.task.instruction), describe([["domain", head.domain], ["family", head.family || "–"], ["difficulty", number(head.difficulty)], ["id", head.task.id]]), describeFiles(head.files)),
       el("section", { class: "card" }, el("h2", {}, "Reward"), describe(rewardRows(head)), evidence),
       el("section", { class: "card" }, el("h2", {}, "Token tree"), this.map.canvas, this.treeFacts), others);
     const nothing = head.num_calls ? this.list.node : empty("No calls recorded", head.state === "running" ? "They are stored when the attempt has ended." : "This attempt made none.");
@@ -218,10 +222,17 @@ function describe(rows) {
   return el("dl", {}, rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 }
 
+function describeFiles(files) {
+  return files.map((file) => el("details", { class: "file" }, el("summary", {}, `${file.path}, ${count(file.num_bytes)} bytes`),
+    el("pre", {}, file.text === null ? "It is not text, or too long to be shown." : file.text)));
+}
+
 function rewardRows(head) {
   const parts = head.reward_parts;
   if (!parts) return [["total", "not judged yet"]];
+  const verdict = head.artifacts.verdict ? JSON.parse(head.artifacts.verdict) : null;
   const rows = [["total", number(parts.total)], ["perf", number(parts.perf)], ["process", number(parts.process)], ["speed", number(parts.speed)]];
+  if (verdict) rows.push(["verdict", verdict.reason]);
   const first = head.advantages?.find((value) => value !== null);
   if (first !== undefined) rows.push(["advantage, first call", number(first)]);
   if (head.artifacts.answer !== undefined) rows.push(["answer", head.artifacts.answer.slice(0, 300) || "(empty)"]);

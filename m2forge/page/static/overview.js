@@ -41,6 +41,7 @@ export function showOverview(home) {
     drawLead();
     tellKnown();
     parts.pool.classList.toggle("hidden", !run.has_pool);
+    parts.sandboxes.replaceChildren(...makeSandboxes(run.sandboxes));
     drawStats();
   };
   parts.axis.onchange = drawCurves;
@@ -96,6 +97,7 @@ function makeParts() {
     strip: new QueueStrip(),
     past: new WindowChart(),
     tally: el("div", {}),
+    sandboxes: el("div", { class: "facts section sandboxes" }),
     bar: el("div", {}),
     poolNote: el("span", { class: "faint" }),
     unread: el("span", { class: "faint" }),
@@ -113,7 +115,7 @@ function makeParts() {
     return el("span", { class: "segmented", role: "group" }, buttons);
   };
   parts.pool = el("div", { class: "two section hidden" },
-    el("section", { class: "card", "aria-label": "The window now" }, el("header", {}, el("h2", {}, "The window now"), parts.poolNote), parts.strip.node, parts.tally),
+    el("section", { class: "card", "aria-label": "The window now" }, el("header", {}, el("h2", {}, "The window now"), parts.poolNote), parts.strip.node, parts.sandboxes, parts.tally),
     el("section", { class: "card", "aria-label": "The window as it moved" },
       el("header", {}, el("h2", {}, "The window as it moved"), el("span", { class: "faint" }, "queue positions, by the step that trained them")), parts.past.node));
   parts.time = el("section", { class: "card section hidden", "aria-label": "Where the time went" }, el("header", {}, el("h2", {}, "Where the trainer's time went")), parts.bar);
@@ -123,6 +125,12 @@ function makeParts() {
   parts.nothing = el("div", { class: "card section hidden" }, empty("No metrics yet", "They appear with the first step; this page looks by itself."));
   parts.node = el("div", {}, parts.stats, parts.pool, parts.time, parts.nothing, parts.curves);
   return parts;
+}
+
+function makeSandboxes(found) {
+  if (!found) return [];
+  const facts = [["alive", found.num_alive], ["forked", found.num_forked], ["failed", found.num_failed]];
+  return [el("span", { class: "soft" }, `Sandboxes (${found.backend}):`), ...facts.map(([name, number]) => el("span", {}, `${name} `, el("b", {}, count(number))))];
 }
 
 function makeTally(queue) {
