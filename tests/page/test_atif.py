@@ -92,6 +92,11 @@ def test_texts_are_read_back_as_the_conversation(scene: Scene, documents: dict[s
                 key = call.tool_calls[0].arguments
                 assert result.content == family_of(tasks[name]).call(tasks[name], call.tool_calls[0].name, key)
                 assert result.tool_call_id == call.tool_calls[0].id
+        for step in document["steps"]:
+            results = step.get("observation", {"results": []})["results"]
+            assert [result["source_call_id"] for result in results] == [
+                call["tool_call_id"] for call in step.get("tool_calls", ())
+            ]
     assert num_tools
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,28 +44,20 @@ def test_a_check_agrees_with_the_verifier_of_its_family(index: int, seed: int, d
         assert score(check, text) == family.verify(task, Submission(text)).perf
 
 
-@given(st.sampled_from(LINES), ANSWERS)
-def test_a_check_agrees_with_the_verifier_of_its_line(spec: dict[str, JsonValue], text: str) -> None:
-    family = _family({"instruction": "Say it.", "verifier": spec})
-    (task,) = family.tasks
-    assert score(family.answer_check(task), text) == family.verify(task, Submission(text)).perf
-
-
-_FAMILIES: dict[str, JsonlFamily] = {}
-
-
-def _family(line: dict[str, JsonValue]) -> JsonlFamily:
-    text = json.dumps(line)
-    if text not in _FAMILIES:
-        path = Path(os.environ["PYTEST_TASKS"]) / f"{len(_FAMILIES)}.jsonl"
-        path.write_text(text)
-        _FAMILIES[text] = JsonlFamily(path)
-    return _FAMILIES[text]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    os.environ["PYTEST_TASKS"] = str(tmp_path_factory.mktemp("tasks"))
+def test_a_check_agrees_with_the_verifier_of_its_line(tmp_path: Path) -> None:
+    answers = ["7G", " 7G .", "8  H.", "7g", "", "3.5", "it is 3,6 or 3.7", "3.8", "1e999", "in PARIS!", "Parisian"]
+    answers += ["B", "A or B", "B or A", "BB", "(B)", "B2", "b", ".", "\0"]
+    perfs = set()
+    for number, spec in enumerate(LINES):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps({"instruction": "Say it.", "verifier": spec}))
+        family = JsonlFamily(path)
+        check = json.loads(json.dumps(family.answer_check(family.tasks[0])))
+        for text in answers:
+            perf = family.verify(family.tasks[0], Submission(text)).perf
+            assert score(check, text) == perf, (spec, text)
+            perfs.add((number, perf))
+    assert len(perfs) == 2 * len(LINES)
 
 
 def test_a_link_or_a_pipe_is_no_answer(tmp_path: Path) -> None:
