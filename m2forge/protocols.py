@@ -264,6 +264,11 @@ class Sandbox(Protocol):
         are left out, and returned. Raises if it is missing or larger."""
         ...
 
+    async def kill_all(self) -> int:
+        """Kill every process in it, so that its files no longer change, and return how many there were. Commands can be
+        run again."""
+        ...
+
     async def snapshot(self) -> Snapshot:
         """Freeze the files as they are. Running processes are stopped meanwhile and then go on."""
         ...

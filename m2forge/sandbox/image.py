@@ -132,10 +132,9 @@ class ImageStore:
         )
 
     def _find(self, reference: str) -> StoredImage:
+        if self.has(reference):
+            return self._read(self._path(reference))
         images = self.images()
-        for image in images:
-            if image.name == reference:
-                return image
         if reference.startswith(DIGEST):
             prefix = reference.removeprefix(DIGEST)
             found = {image.digest: image for image in images if len(prefix) >= 6 and image.digest.startswith(prefix)}
@@ -176,21 +175,50 @@ class ImageStore:
                 found = self._find(source)
                 digests += found.digests
                 env |= dict(found.env)
-        image = StoredImage(name, tuple(digests), " ".join(sources), time.time(), tuple(env.items()))
-        record = {"layers": digests, "source": image.source, "created_s": image.created_s, "env": env}
-        write_atomic(self._names / f"{quote(name, safe='')}.json", json.dumps(record, indent=2))
+        return self._name(StoredImage(name, tuple(digests), " ".join(sources), time.time(), tuple(env.items())))
+
+    def store_layers(self, name: str, layers: Sequence[Path], source: str) -> StoredImage:
+        """Store layers whose files have the owners that a sandbox sees, such as frozen ones. The folders are moved."""
+        digests = []
+        self._layers.mkdir(parents=True, exist_ok=True)
+        for layer in layers:
+            digest = hashlib.sha256()
+            write_tree(layer, digest.update)
+            target = self._layers / digest.hexdigest()
+            if not target.is_dir():
+                with contextlib.suppress(OSError):
+                    layer.rename(target)  # Another process may have been faster.
+            remove_tree(layer)
+            if not target.is_dir():
+                raise DataError(f"{target}: the layer could not be stored")
+            digests.append(target.name)
+        return self._name(StoredImage(name, tuple(digests), source, time.time()))
+
+    def _name(self, image: StoredImage) -> StoredImage:
+        record = {"layers": list(image.digests), "source": image.source, "created_s": image.created_s}
+        write_atomic(self._path(image.name), json.dumps(record | {"env": dict(image.env)}, indent=2))
         return image
 
+    def _path(self, name: str) -> Path:
+        return self._names / f"{quote(name, safe='')}.json"
+
+    def has(self, name: str) -> bool:
+        return self._path(name).is_file()
+
+    def digest(self, reference: str) -> str:
+        """What identifies the files of a name in the store; anything else identifies itself."""
+        return self._find(reference).digest if self.has(reference) else reference
+
     def images(self) -> list[StoredImage]:
-        found = []
-        for path in sorted(self._names.glob("*.json")):
-            try:
-                record = json.loads(path.read_text())
-                facts = (record["source"], record["created_s"], tuple(record["env"].items()))
-                found.append(StoredImage(unquote(path.stem), tuple(record["layers"]), *facts))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DataError(f"{path}: not the record of an image ({error}); remove the file") from error
-        return found
+        return [self._read(path) for path in sorted(self._names.glob("*.json"))]
+
+    def _read(self, path: Path) -> StoredImage:
+        try:
+            record = json.loads(path.read_text())
+            facts = (record["source"], record["created_s"], tuple(record["env"].items()))
+            return StoredImage(unquote(path.stem), tuple(record["layers"]), *facts)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path}: not the record of an image ({error}); remove the file") from error
 
     def remove(self, reference: str) -> StoredImage:
         """Remove an image, and its layers that no other image has."""
@@ -201,7 +229,7 @@ class ImageStore:
             for layer in layers:
                 if layer.is_dir() and not locks.enter_context(_lock(layer, fcntl.LOCK_EX)):
                     raise DataError(f"image: {image.name} is in use by a sandbox; close it first")
-            (self._names / f"{quote(image.name, safe='')}.json").unlink(missing_ok=True)
+            self._path(image.name).unlink(missing_ok=True)
             for layer in layers:
                 remove_tree(layer)
                 layer.with_suffix(".lock").unlink(missing_ok=True)

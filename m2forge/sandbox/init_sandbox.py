@@ -18,11 +18,13 @@ from m2forge.sandbox import network
 from m2forge.sandbox.archive import END, SAME_MODE, Entry, TreeWriter, read_entries, unpack_stream, write_tree
 from m2forge.sandbox.channel import Channel, Kind
 from m2forge.sandbox.config import SandboxConfig
-from m2forge.sandbox.init_worker import EXECUTE, PACK, UNPACK, InitWorker, Limits, Transfer, run_payload
+from m2forge.sandbox.init_worker import BUILD, EXECUTE, PACK, UNPACK, InitWorker, Limits, Transfer, run_payload
 from m2forge.sandbox.stream import Source
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 START_S = 30.0
+KILL_ALL_ID = 0
+"""The id of a KILL frame that ends all processes."""
 MAX_TRANSFER_FILES = 1_000_000
 _NOT_FOUND, _OUTSIDE = 2, 3
 """Exit statuses of c/pack.c."""
@@ -70,6 +72,20 @@ class InitSandbox:
     def _start_error(self, text: str) -> Exception:
         return EngineError(f"a sandbox could not start: {text}")
 
+    async def kill_all(self) -> int:
+        self._require_open()
+        pending = self._children.get(KILL_ALL_ID)
+        if not isinstance(pending, Transfer):
+            pending = self._children[KILL_ALL_ID] = Transfer(KILL_ALL_ID, self._channel)
+            await self._channel.send(Kind.KILL, KILL_ALL_ID, b"")
+        try:
+            num_killed = await asyncio.shield(pending.num_killed())
+            if num_killed is None:
+                raise EngineError("the sandbox ended while its processes were killed")
+            return num_killed
+        finally:
+            self._children.pop(KILL_ALL_ID, None)
+
     async def close(self) -> None:
         self._is_closing = True
         for server in self._servers:
@@ -88,7 +104,14 @@ class InitSandbox:
     # -- Sandbox -------------------------------------------------------------------------------------------------------
 
     async def run(self, command: Command) -> Outcome:
-        worker = await self._start(command, is_fed=False)
+        return await self._run(command, EXECUTE)
+
+    async def build(self, command: Command) -> Outcome:
+        """Run a command that installs programs: root may write all files of the sandbox, and give them away."""
+        return await self._run(command, BUILD)
+
+    async def _run(self, command: Command, mode: int) -> Outcome:
+        worker = await self._start(command, is_fed=False, mode=mode)
         try:
             return await worker.wait()
         except asyncio.CancelledError:
@@ -152,12 +175,12 @@ class InitSandbox:
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
-    async def _start(self, command: Command, *, is_fed: bool) -> InitWorker:
+    async def _start(self, command: Command, *, is_fed: bool, mode: int = EXECUTE) -> InitWorker:
         self._require_open()
         id = next(self._numbers)
         worker = InitWorker(id, self._channel, self._config, is_fed=is_fed, takes_oom_kill=self._takes_oom_kill)
         self._children[id] = worker
-        payload = run_payload(command, EXECUTE, self._config, self._limits, self._environment(command.env))
+        payload = run_payload(command, mode, self._config, self._limits, self._environment(command.env))
         starting = asyncio.ensure_future(worker.start(payload, command, self._keep))
         try:
             await asyncio.shield(starting)

@@ -15,7 +15,7 @@ from m2forge.sandbox.channel import Channel, Kind, pack_text, pack_texts
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.stream import CommandStreams, Source
 
-EXECUTE, PACK, UNPACK, PACK_UPPER = range(4)
+EXECUTE, PACK, UNPACK, PACK_UPPER, BUILD = range(5)
 """What a RUN frame asks for: a program, or one of PID 1's own ways to read and write files."""
 _EXIT = struct.Struct("<iBBQQ")
 _NO_LIMIT = (1 << 64) - 1
@@ -162,6 +162,11 @@ class Transfer:
 
     def lose(self, reason: OutcomeReason | None) -> None:
         self.take_exit(None)
+
+    async def num_killed(self) -> int | None:
+        """What PID 1 reports when it has killed all processes; None if the sandbox ended before."""
+        report = await self._exit
+        return None if report is None else int(_EXIT.unpack(report)[3])
 
     async def run(self, payload: bytes, *, is_input: bool, use: Callable[[int], None]) -> tuple[int, str]:
         """`use` reads or writes the stream's descriptor in a thread. Returns the exit status and what was said. A

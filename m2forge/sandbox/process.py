@@ -85,6 +85,15 @@ class ProcessSandbox:
             raise NotFoundError(f"{path} is not a file or folder of the workspace")
         return await asyncio.to_thread(_copy, source, dest, max_bytes)
 
+    async def kill_all(self) -> int:
+        """Counts commands: the processes of one that has ended have ended with it."""
+        workers = list(self._workers)
+        for worker in workers:
+            worker.kill(OutcomeReason.KILLED)
+        for worker in workers:
+            await worker.wait()
+        return len(workers)
+
     async def snapshot(self) -> "FolderSnapshot":
         """Unlike other backends it copies the workspace alone, and running commands go on."""
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="m2forge-snapshot-"))
@@ -100,11 +109,7 @@ class ProcessSandbox:
         return ProcessSandbox(folder, self._config, self._env)
 
     async def close(self) -> None:
-        workers = list(self._workers)
-        for worker in workers:
-            worker.kill(OutcomeReason.KILLED)
-        for worker in workers:
-            await worker.wait()
+        await self.kill_all()
 
     async def _start(self, command: Command, *, is_fed: bool) -> ProcessWorker:
         self._refuse_user(command.user)

@@ -102,6 +102,19 @@ def test_cancelling_kills_the_command(tmp_path: Path, config: SandboxConfig) -> 
     use(config, act, tmp_path)
 
 
+def test_all_processes_can_be_killed(tmp_path: Path, config: SandboxConfig) -> None:
+    async def act(sandbox: Sandbox) -> tuple[int, int, bool, bool]:
+        await sandbox.run(Command(("sh", "-c", "setsid sleep 60 & sleep 61 & true"), stdin=b""))
+        worker = await sandbox.start(Command(("cat",)))
+        first = await sandbox.kill_all()
+        again = await sandbox.kill_all()
+        alive = await sandbox.run(Command(("true",)))
+        return first, again, (await worker.wait()).is_success, alive.is_success
+
+    num_left = 0 if config.backend == "process" else 2
+    assert use(config, act, tmp_path) == (1 + num_left, 0, False, True)
+
+
 def test_files_are_read_and_written_in_the_workspace_only(tmp_path: Path, config: SandboxConfig) -> None:
     async def act(sandbox: Sandbox) -> None:
         await sandbox.write("a/b.txt", b"hello")

@@ -25,6 +25,23 @@ def make_tar(path: Path, members: list[tuple[str, bytes, str, str]]) -> Path:
     return path
 
 
+def test_layers_with_owners_are_stored_as_they_are(tmp_path: Path) -> None:
+    layer = tmp_path / "layer"
+    layer.mkdir()
+    (layer / "x").write_text("x")
+    if os.geteuid() == 0:
+        os.chown(layer / "x", 77, 78)
+    owners = (layer / "x").stat().st_uid, (layer / "x").stat().st_gid
+    store = ImageStore(tmp_path / "images")
+    stored = store.store_layers("task", [layer], "test")
+    assert not layer.exists()
+    assert store.has("task")
+    assert not store.has("other")
+    assert store.digest("task") == stored.digest
+    (found,) = store.resolve("task").layers
+    assert ((found / "x").stat().st_uid, (found / "x").stat().st_gid) == owners
+
+
 FILE, LINK, HARD, FOLDER = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE
 
 

@@ -17,6 +17,7 @@ from m2forge.protocols import Command, OutcomeReason, Sandbox
 from m2forge.sandbox import cgroup
 from m2forge.sandbox.backend import open_sandbox
 from m2forge.sandbox.config import SandboxConfig
+from m2forge.sandbox.image import shifts_ids
 from m2forge.sandbox.namespace import NamespaceSandbox
 from tests.sandbox.places import problem, require, shell, use
 from tests.sandbox.test_kill import lives, wait_until
@@ -173,6 +174,36 @@ def test_snapshots_and_commands_take_turns() -> None:
             await snapshot.remove()
 
     use(CONFIG, act)
+
+
+def test_a_later_snapshot_is_whole() -> None:
+    async def act(sandbox: Sandbox) -> list[list[str]]:
+        assert isinstance(sandbox, NamespaceSandbox)
+        found = []
+        for name in ("a", "b"):
+            await sandbox.run(Command(("touch", name)))
+            snapshot = await sandbox.snapshot()
+            found.append(sorted(path.name for path in (snapshot.layer / "workspace").iterdir()))
+            await snapshot.remove()
+        return found
+
+    assert use(CONFIG, act) == [["a"], ["a", "b"]]
+
+
+def test_root_installs_where_an_image_is_built(tmp_path: Path) -> None:
+    if not shifts_ids():
+        pytest.skip("a sandbox of an ordinary user has one id")
+    (tmp_path / "uploaded").write_text("x")
+
+    async def act(sandbox: Sandbox) -> tuple[int, str, str]:
+        assert isinstance(sandbox, NamespaceSandbox)
+        give = Command(("sh", "-c", "echo y > given && chown 7:8 given && stat -c %u:%g given"), user="0:0")
+        refused = (await sandbox.run(give)).status
+        given = (await sandbox.build(give)).stdout.text()
+        await sandbox.upload(tmp_path / "uploaded", ".", "0:0")  # The folder is another user's.
+        return refused, given, (await sandbox.run(Command(("stat", "-c", "%u", "uploaded")))).stdout.text()
+
+    assert use(CONFIG, act) == (2, "7:8\n", "0\n")
 
 
 def test_a_cancelled_transfer_leaves_nothing(tmp_path: Path) -> None:

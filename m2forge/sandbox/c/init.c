@@ -23,7 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { EXECUTE = 0, PACK = 1, UNPACK = 2, PACK_UPPER = 3 };
+enum { EXECUTE = 0, PACK = 1, UNPACK = 2, PACK_UPPER = 3, BUILD = 4 };
 enum { NUM_LIMITS = 5, MAX_WORDS = 1 << 16 };
 static const int LIMITS[NUM_LIMITS] = {RLIMIT_AS, RLIMIT_CPU, RLIMIT_FSIZE, RLIMIT_NPROC, RLIMIT_NOFILE};
 
@@ -110,6 +110,27 @@ static void stop_all(void) {
     }
 }
 
+/* Kill every process but this one; returns how many there were. The kernel lets no process with a fatal signal fork, so
+   one look finds all; it takes them a moment to end. */
+static uint64_t kill_all(void) {
+    uint64_t num_first = 0;
+    for (int round = 0, num_found = 1; round < 5000 && num_found; round++) {
+        if (round) usleep(round < 10 ? 100 : 1000);
+        if (round) kill(-1, SIGKILL);
+        num_found = 0;
+        DIR *folder = opendir("/proc");
+        for (struct dirent *entry; folder && (entry = readdir(folder));) {
+            char state;
+            int session;
+            if (!isdigit((unsigned char)entry->d_name[0]) || !strcmp(entry->d_name, "1")) continue;
+            if (read_process(entry->d_name, &state, &session) && !strchr("ZX", state)) num_found++;
+        }
+        if (folder) closedir(folder);
+        if (!round) num_first = (uint64_t)num_found;
+    }
+    return num_first;
+}
+
 /* -- a command's own process ------------------------------------------------------------------------------------- */
 
 bool find_user(const char *text, uid_t *uid, gid_t *gid) {
@@ -140,13 +161,22 @@ static _Noreturn void refuse(const char *what, int status) {
     _exit(status);
 }
 
+/* A command has no capability, whoever runs it. Our own code reads and writes the caller's files for root, and root may
+   install programs where an image is built. */
+static uint32_t capabilities_of(const struct order *o, uid_t uid) {
+    uint32_t files = 1u << CAP_DAC_OVERRIDE | 1u << CAP_FOWNER;
+    uint32_t install = files | 1u << CAP_CHOWN | 1u << CAP_FSETID | 1u << CAP_SETUID | 1u << CAP_SETGID;
+    return uid || o->mode == EXECUTE ? 0 : o->mode == BUILD ? install : files;
+}
+
 static void drop_privileges(const struct order *o) {
     uid_t uid;
     gid_t gid;
     errno = ENOENT;
     if (!find_user(o->user, &uid, &gid)) refuse(o->user, 126);
+    uint32_t kept = capabilities_of(o, uid);
     for (int capability = 0; prctl(PR_CAPBSET_READ, capability) >= 0; capability++)
-        prctl(PR_CAPBSET_DROP, capability);
+        if (capability >= 32 || !(kept & 1u << capability)) prctl(PR_CAPBSET_DROP, capability);
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0);
     if (uid != getuid() || gid != getgid()) {
         /* A sandbox of an ordinary user has one id, and no call to drop groups. */
@@ -154,10 +184,7 @@ static void drop_privileges(const struct order *o) {
         if (setresgid(gid, gid, gid) < 0 || setresuid(uid, uid, uid) < 0) refuse(o->user, 126);
     }
     struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
-    struct __user_cap_data_struct own[2] = {{0, 0, 0}, {0, 0, 0}};
-    /* Our own code writes and reads the caller's files for root; a command has no capability, whoever runs it. */
-    if (uid == 0 && o->mode != EXECUTE)
-        own[0].effective = own[0].permitted = 1u << CAP_DAC_OVERRIDE | 1u << CAP_FOWNER;
+    struct __user_cap_data_struct own[2] = {{kept, kept, 0}, {0, 0, 0}};
     if (syscall(SYS_capset, &header, own) < 0) refuse("capabilities", 126);
 }
 
@@ -217,7 +244,7 @@ static _Noreturn void become(const struct order *o, const int *streams) {
     if (chdir(o->folder) < 0) refuse(o->folder, 126);
     set_limits(o);
     /* No process of the same user may reach into one that reads or writes files for the caller. */
-    if (o->mode != EXECUTE) prctl(PR_SET_DUMPABLE, 0);
+    if (o->mode == PACK || o->mode == UNPACK) prctl(PR_SET_DUMPABLE, 0);
     if (o->mode == PACK) _exit(pack_main(o->argc, o->argv));
     if (o->mode == UNPACK) _exit(unpack_main(o->argc, o->argv));
     if (!install_filter()) refuse("seccomp", 126);
@@ -287,6 +314,12 @@ static void handle_frame(void) {
     memcpy(&id, frame + 1, sizeof id);
     struct reader r = {frame + 5, frame + size};
     if (frame[0] == RUN) run(id, &r);
+    if (frame[0] == KILL && !id) {
+        char payload[22] = {0};
+        uint64_t num_killed = kill_all();
+        memcpy(payload + 6, &num_killed, 8);
+        send_frame(control_fd, EXIT, 0, payload, sizeof payload, NULL, 0);
+    }
     for (size_t i = 0; frame[0] == KILL && i < num_commands; i++) {
         if (commands[i].id != id) continue;
         commands[i].is_requested = true;

@@ -7,7 +7,8 @@
 
      to PID 1      SETUP   what to build                   (first, exactly once)
                    RUN     a command; carries three descriptors: its standard streams
-                   KILL    kill the command with that id
+                   KILL    kill the command with that id; 0: kill all processes, whose number is
+                           the CPU time in an EXIT of id 0
      from PID 1    READY   carries one listening socket for each requested port
                    FAILED  a text; the program exits
                    EXIT    how the command with that id ended
