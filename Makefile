@@ -13,15 +13,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # For the demo: compiling every module of every package takes longer than the rest of the installation, and most are
 # never imported. Tests need compiled packages: some warn when they are compiled, and tests treat warnings as errors.
 INSTALL := $(PIP) install --no-compile
-# Two workers on two cores: a second thread in each would only take turns with the other. And compiled modules are kept:
+# Two workers compute on two cores: a second thread in each would only take turns with the other. And compiled modules are kept:
 # tests start many processes, each of which would compile the package again.
 # Tests write and sync many small files: they do so in memory where /dev/shm has room and runs programs. Folders of tests
 # that passed are removed there.
 SHM := $(shell [ "$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print $$4 }')" -ge 4194304 ] 2>/dev/null \
 	&& ! grep -q ' /dev/shm .*noexec' /proc/mounts && echo /dev/shm)
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(SHM:%=TMPDIR=%)
-# A file stays with one worker, so that what its tests share is made once; the dearest files come first (tests/cost.py).
-WORKERS := -n 2 --dist loadfile --no-loadscope-reorder $(if $(SHM),-o tmp_path_retention_policy=failed)
+# A file stays with one worker, so that what its tests share is made once; the dearest files come first (tests/cost.py), and a
+# third worker runs those that mostly wait (tests/schedule.py).
+WORKERS := --dist loadfile --no-loadscope-reorder $(if $(SHM),-o tmp_path_retention_policy=failed)
 
 DEMO_REQUIREMENTS := $(patsubst %,requirements/%.txt,demo runtime torch portable)
 
@@ -50,14 +51,14 @@ demo: $(DEMO_STAMP) ## pre-train and fine-tune a small network, then let an unto
 demo-control: $(DEMO_STAMP) ## the demo with rewards dealt at random
 	@$(BIN)/python examples/demo.py --control $(ARGS)
 
-test: $(STAMP) $(CHROMIUM) ## run the tests on 2 workers (ARGS="-k name" is passed on)
-	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
+test: $(STAMP) $(CHROMIUM) ## run the tests on 2 cores (ARGS="-k name" is passed on)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(WORKERS) $(ARGS)
 
 test-fast: $(STAMP) ## run the tests that start no process and load no torch, with fewer random cases, in 90 seconds
-	M2FORGE_FAST=1 $(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	M2FORGE_FAST=1 $(TEST_ENV) $(BIN)/python -m pytest -n 2 $(WORKERS) $(ARGS)
 
 test-long: $(STAMP) $(CHROMIUM) ## run the tests with many more random cases, and those marked long
-	M2FORGE_LONG=1 $(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	M2FORGE_LONG=1 $(TEST_ENV) $(BIN)/python -m pytest -n 3 $(WORKERS) $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## test the vLLM backend against a real server (downloads gigabytes, takes minutes)
 	M2FORGE_VLLM=$(VLLM)/bin/python $(TEST_ENV) $(BIN)/python -m pytest -m vllm tests/rollout $(ARGS)

@@ -218,6 +218,7 @@ async def measure_growth(folder: Path, gateway: Gateway, num: int) -> Grown:
                 started_s = processor_s(gateway.pid)
                 await attempt_all(attempts, pool, size, 2)
                 used_s.append((processor_s(gateway.pid) - started_s) / size)
+                print(f"{len(used_s) * size:,} of {num:,} attempts", file=sys.stderr, flush=True)
             after = memory_mib(), memory_mib(gateway.pid), open_files()
         assert not list((folder / "workspaces").iterdir()), "a workspace is left"
         return Grown(

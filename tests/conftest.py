@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
 
 from tests.cost import Cost, cost_of, run_order
+from tests.schedule import WaitingApart
 
 MAX_S = 240
 """What a test of `make test` may take: one that waits for ever fails then, with the place where it waits."""
@@ -35,6 +37,10 @@ def pytest_configure() -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WaitingApart:
+    return WaitingApart(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cost import Cost, cost_of, run_order
+from tests.cost import ROOT, Cost, cost_of, run_order
+from tests.schedule import WAITING
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,7 @@ def test_files_that_wait_and_files_that_compute_alternate(tmp_path: Path) -> Non
         (tmp_path / name).write_text(text)
     keys = run_order(tmp_path / name for name in ("l1", "p1", "p2", "n1", "n2", "p1"))
     assert [path.name for path in sorted(keys, key=lambda path: keys[path])] == ["p1", "n1", "p2", "n2", "l1"]
+
+
+def test_every_file_that_waits_is_there() -> None:
+    assert [file for file in WAITING if not (ROOT / file).is_file()] == []
