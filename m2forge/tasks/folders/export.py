@@ -77,7 +77,7 @@ async def export(
     exported: list[Exported] = []
     for task, part in parts:
         name = folder_name(task.id)
-        inner = task_files(task, part, source, info)
+        inner = task_files(task, part, info)
         files |= {f"{name}/{path}": file for path, file in inner.items()}
         exported.append(Exported(name, split_of(task), "solution/solve.sh" in inner))
     if len({item.name for item in exported}) < len(exported):
@@ -117,12 +117,12 @@ def folder_name(id: str) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", id.lower()).strip(".-_")[:MAX_NAME] or "task"
 
 
-def task_files(task: Task, part: Mapping[str, JsonValue], source: str, info: FamilyInfo) -> dict[str, FolderFile]:
+def task_files(task: Task, part: Mapping[str, JsonValue], info: FamilyInfo) -> dict[str, FolderFile]:
     """The files of one folder. `part`: what `portable` returns."""
     check = cast("dict[str, JsonValue]", part["check"])
     tools = cast("list[dict[str, JsonValue]]", part["tools"])
     is_command = "command" in check
-    table = task_table(task, source, info, check)
+    table = task_table(task, info, check)
     parse_table(table, f"{task.id}/{CONFIG_NAME}")
     texts = {
         CONFIG_NAME: tomli_w.dumps(table),
@@ -151,10 +151,10 @@ def task_files(task: Task, part: Mapping[str, JsonValue], source: str, info: Fam
     return files | {name: FolderFile(text.encode(), FileKind.EXECUTABLE) for name, text in programs.items()}
 
 
-def task_table(task: Task, source: str, info: FamilyInfo, check: Mapping[str, JsonValue]) -> dict[str, TomlValue]:
+def task_table(task: Task, info: FamilyInfo, check: Mapping[str, JsonValue]) -> dict[str, TomlValue]:
     """`task.toml`: a separate verifier, no network, an ordinary user."""
     provenance: dict[str, TomlValue] = {
-        "source": source,
+        "source": info.name,
         "package": task.id,
         "domain": str(task.domain),
         "split": split_of(task),

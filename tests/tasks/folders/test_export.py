@@ -64,7 +64,7 @@ def write_folders(family: Family, dest: Path, num: int, level: int) -> list[Task
     for seed in range(num):
         task = labelled(family.draw(level, seed), family, family.name, level)
         part = json.loads(json.dumps(portable(family, task)))
-        files |= {f"{task.id}/{name}": file for name, file in task_files(task, part, family.name, info).items()}
+        files |= {f"{task.id}/{name}": file for name, file in task_files(task, part, info).items()}
     write_folder(dest, files)
     folders, rejected = read_folders(dest)
     assert not rejected
@@ -102,6 +102,7 @@ def test_a_task_file_is_exported_with_its_files(tmp_path: Path) -> None:
     assert verify(sort, tmp_path / "b", Path("solution/solve.sh")) == 0.5
     assert verify(sort, tmp_path / "c", None) == 0
     assert [artifact.source for artifact in sort.config.artifacts_of()] == ["/workspace"]
+    assert sort.provenance.source == "tasks"
 
 
 def test_the_same_seed_exports_the_same_bytes(tmp_path: Path) -> None:
