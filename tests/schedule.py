@@ -41,4 +41,3 @@ class WaitingApart(LoadFileScheduling):  # type: ignore[misc]
             node.shutdown()
             return
         super()._assign_work_unit(node)
-

@@ -1,7 +1,7 @@
 """`m2forge tasks export FAMILY DIR`: writes the tasks of any source as task folders.
 
     instruction.md          the task's instruction, its tools as programs, and where the answer belongs
-    environment/            Dockerfile on a base pinned by digest; files/ in /workspace, tools/ in /usr/local/bin
+    environment/            Dockerfile on a base pinned by digest; files/ in /workspace, its tools as programs
     tests/                  test.sh, which verifies by `answer.py` (a copy of `tasks/answer.py`) and `check.json`
     solution/               solve.sh, where the family has an answer that solves the task
 
@@ -36,9 +36,15 @@ USER = 1000
 """User id of the agent."""
 WORKSPACE = "/workspace"
 ANSWER = f"{WORKSPACE}/answer.txt"
+TOOLS = "tools"
+"""The folder of the workspace with the programs of tools and their tables."""
 AGENT_TIMEOUT_S, VERIFIER_TIMEOUT_S = 600.0, 60.0
 MAX_NAME = 80
 
+_DOCKERFILE = f"""FROM {BASE_IMAGE}
+COPY --chown={USER}:{USER} files/ {WORKSPACE}/
+WORKDIR {WORKSPACE}
+"""
 _TEST = """#!/bin/sh
 # Verifies {what} and writes the reward, a number from 0 to 1.
 mkdir -p /logs/verifier
@@ -50,7 +56,7 @@ _TOOL = """#!/bin/sh
 [ $# -eq 1 ] || {{ echo "usage: {name} {argument}" >&2; exit 2; }}
 {wait}while read -r {argument} value; do
     [ "${argument}" = "$1" ] && {{ printf '%s\\n' "$value"; exit 0; }}
-done < /usr/local/share/task/{name}.txt
+done < "$(dirname "$0")/{name}.txt"
 echo "error: no {argument} $1" >&2
 exit 1
 """
@@ -136,13 +142,13 @@ def task_files(task: Task, part: Mapping[str, JsonValue], info: FamilyInfo) -> d
     if not is_command:
         programs["tests/test.sh"] = _TEST.format(what="the answer", path=ANSWER)
     for tool in tools:
-        programs[f"environment/tools/{tool['name']}"] = _program(tool)
+        programs[f"environment/files/{TOOLS}/{tool['name']}"] = _program(tool)
         lines = cast("dict[str, str]", tool["table"]).items()
-        texts[f"environment/tables/{tool['name']}.txt"] = "".join(f"{key} {value}\n" for key, value in lines)
+        texts[f"environment/files/{TOOLS}/{tool['name']}.txt"] = "".join(f"{key} {value}\n" for key, value in lines)
     given = cast("Mapping[str, str]", task.metadata.get("files") or {})
     for name, content in (given or {"README.md": "The working directory of this task.\n"}).items():
         texts[f"environment/files/{name}"] = content
-    texts["environment/Dockerfile"] = _dockerfile(bool(tools))
+    texts["environment/Dockerfile"] = _DOCKERFILE
     reference, solved = part["reference"], cast("Mapping[str, str]", task.metadata.get("reference_files") or {})
     if solved or (isinstance(reference, str) and not is_command):
         programs["solution/solve.sh"] = _solution(reference if isinstance(reference, str) else None, bool(solved))
@@ -183,8 +189,10 @@ def task_table(task: Task, info: FamilyInfo, check: Mapping[str, JsonValue]) -> 
 def _instruction(task: Task, tools: Sequence[Mapping[str, JsonValue]], is_command: bool) -> str:
     lines = [task.instruction.rstrip(), ""]
     if tools:
-        lines += ["Programs:", ""]
-        lines += [f"- `{tool['name']} {str(tool['argument']).upper()}`: {tool['description']}" for tool in tools]
+        lines += [f"Programs in `{WORKSPACE}`:", ""]
+        lines += [
+            f"- `{TOOLS}/{tool['name']} {str(tool['argument']).upper()}`: {tool['description']}" for tool in tools
+        ]
         lines.append("")
     if is_command:
         lines.append(f"Work in `{WORKSPACE}`, where the task's files are.")
@@ -198,13 +206,6 @@ def _program(tool: Mapping[str, JsonValue]) -> str:
     description = " ".join(str(tool["description"]).split())
     wait = f"sleep {latency_s:g}\n" if latency_s else ""
     return _TOOL.format(name=tool["name"], argument=tool["argument"], description=description, wait=wait)
-
-
-def _dockerfile(has_tools: bool) -> str:
-    lines = [f"FROM {BASE_IMAGE}"]
-    if has_tools:
-        lines += ["COPY tables/ /usr/local/share/task/", "COPY tools/ /usr/local/bin/"]
-    return "\n".join([*lines, f"COPY --chown={USER}:{USER} files/ {WORKSPACE}/", f"WORKDIR {WORKSPACE}", ""])
 
 
 def _solution(reference: str | None, has_files: bool) -> str:

@@ -41,15 +41,12 @@ def run_export(source: str, dest: Path, num: int = 5, level: int | None = None, 
 def verify(folder: TaskFolder, root: Path, script: Path | None) -> float:
     """The reward of a folder's own tests, with its paths moved to `root`, after `script`."""
     root.mkdir()
-    for name, target in (("files", "workspace"), ("tools", "usr/local/bin"), ("tables", "usr/local/share/task")):
-        if (folder.environment / name).is_dir():
-            (root / target).parent.mkdir(parents=True, exist_ok=True)
-            subprocess.run(["cp", "-R", str(folder.environment / name), str(root / target)], check=True)
+    subprocess.run(["cp", "-R", str(folder.environment / "files"), str(root / "workspace")], check=True)
     for name in ("tests", "solution"):
         subprocess.run(["cp", "-R", str(folder.path / name), str(root / name)], check=True)
     for path in (path for path in root.rglob("*") if path.is_file()):
         text = path.read_text()
-        for name in ("/workspace", "/tests", "/logs", "/solution", "/usr/local/share"):
+        for name in ("/workspace", "/tests", "/logs", "/solution"):
             text = text.replace(f" {name}", f" {root}{name}")
         path.write_text(text)
     if script is not None:
@@ -82,12 +79,14 @@ def test_an_exported_folder_verifies_its_own_solution(tmp_path: Path, family: Fa
 
 def test_tools_become_programs_over_tables(tmp_path: Path) -> None:
     (folder,) = write_folders(find_family("copies"), tmp_path / "set", 1, 2)
-    assert "`look KEY`" in folder.instruction()
+    assert "`tools/look KEY`" in folder.instruction()
     verify(folder, tmp_path / "root", None)
     start = folder.instruction().split()[2].rstrip(".")
     for name in ("look", "recall"):
-        table = dict(line.split() for line in (folder.environment / "tables" / f"{name}.txt").read_text().splitlines())
-        program = ["sh", str(tmp_path / "root" / "usr/local/bin" / name)]
+        table = dict(
+            line.split() for line in (folder.environment / "files" / "tools" / f"{name}.txt").read_text().splitlines()
+        )
+        program = [str(tmp_path / "root" / "workspace" / "tools" / name)]
         done = subprocess.run([*program, start], capture_output=True, text=True, check=True)
         assert done.stdout == f"{table[start]}\n"
         assert subprocess.run([*program, "none"], capture_output=True).returncode == 1
