@@ -43,6 +43,7 @@ def compiled(
             inputs = [str(path) for path in sources if path.suffix == ".c"]
             command = [compiler, *flags, *inputs, "-o", partial, *libraries]
             subprocess.run(command, check=True, capture_output=True, text=True)
+            Path(partial).chmod(0o755)  # A program that its user cannot read has restricted rights on its own /proc.
             Path(partial).replace(target)
         finally:
             Path(partial).unlink(missing_ok=True)

@@ -257,7 +257,8 @@ def _write_tar(layer: Path, archive: Path) -> None:
     base = id_base()
 
     def shift(member: tarfile.TarInfo) -> tarfile.TarInfo:
-        member.uid, member.gid = max(member.uid - base, 0), max(member.gid - base, 0)
+        # Without shifted ids all files of a layer belong to this user, who is root in a container of its own.
+        member.uid, member.gid = (max(member.uid - base, 0), max(member.gid - base, 0)) if base else (0, 0)
         return member
 
     with tarfile.open(archive, "w") as file:
