@@ -20,7 +20,7 @@ from types import TracebackType
 from urllib.parse import urlsplit
 
 from m2forge.errors import DataError, EngineError, NotFoundError
-from m2forge.protocols import Endpoint, Sandbox, Snapshot
+from m2forge.protocols import Endpoint, Sandbox
 from m2forge.records import JsonValue, Task
 from m2forge.sandbox.backend import open_sandbox
 from m2forge.sandbox.config import SandboxConfig
@@ -58,7 +58,7 @@ class Workspace:
         self.folder, self.config, self.env = folder, config or SandboxConfig(backend="process"), dict(env or {})
         self._counts = counts or SandboxCounts()
         self._sandbox: Sandbox | None = None
-        self._snapshot: Snapshot | None = None
+        self._is_frozen = False
         self._changing = asyncio.Lock()
 
     # -- folders of this machine ---------------------------------------------------------------------------------------
@@ -165,15 +165,11 @@ class Workspace:
         return self._sandbox is not None and self._sandbox.is_lost
 
     async def freeze(self) -> None:
-        """Continue in a fork of the sandbox, in which nothing runs: processes that the agent left cannot change files
-        any more, nor end the commands of the verifier."""
+        """Kill what the agent left running: it cannot change files any more, nor end the commands of the verifier."""
         async with self._changing:
-            if not self.is_confined or self._sandbox is None or self._snapshot is not None:
-                return
-            with _machine_errors("a sandbox could not be forked"):
-                self._snapshot = await self._sandbox.snapshot()
-                running, self._sandbox = self._sandbox, await self._sandbox.fork(self._snapshot)
-            await running.close()
+            if self.is_confined and self._sandbox is not None and not self._is_frozen:
+                await self._sandbox.kill_all()
+                self._is_frozen = True
 
     async def read(self, path: str, max_bytes: int) -> bytes | None:
         """The first `max_bytes` of a file, in the home if `path` begins with `~/`; None if there is none. Raises
@@ -204,13 +200,10 @@ class Workspace:
         """Close the sandbox, with all of its processes."""
         async with self._changing:
             sandbox, self._sandbox = self._sandbox, None
-            snapshot, self._snapshot = self._snapshot, None
         if sandbox is not None:
             self._counts.num_alive -= 1
             self._counts.num_failed += sandbox.is_lost
             await sandbox.close()
-        if snapshot is not None:
-            await snapshot.remove()
 
 
 class Workspaces:
