@@ -10,6 +10,7 @@ from m2forge.config import build, write_resolved
 from m2forge.errors import ConfigError
 from m2forge.rl.config import RLConfig
 from m2forge.rl.loop import run_rl
+from m2forge.train.run_dir import CONFIG_FILE, open_run
 from tests.rl.scene import make_config
 from tests.sandbox.places import require
 
@@ -51,6 +52,19 @@ def test_without_namespaces_one_message_says_what_to_enable(
     assert "kernel.unprivileged_userns_clone=1" in said
     assert 'sandbox.backend = "process"' in said
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_from_before_sandboxes_resumes_as_plain_processes(tmp_path: Path) -> None:
+    """Its configuration names no backend, and its programs ran with the files and the network of this machine."""
+    config = make_config(tmp_path, agent={"kind": "command", "command": ["sh"]})
+    open_run(tmp_path, config, None)
+    text = (tmp_path / CONFIG_FILE).read_text()
+    (tmp_path / CONFIG_FILE).write_text(text.replace('backend = "process"\n', ""))
+    open_run(tmp_path, config, 0)
+    (tmp_path / CONFIG_FILE).write_text(text.replace('backend = "process"\n', ""))
+    confined = make_config(tmp_path, agent={"kind": "command", "command": ["sh"], "sandbox": {"backend": "namespace"}})
+    with pytest.raises(ConfigError, match=r"agent\.sandbox\.backend = 'process', now it is 'namespace'"):
+        open_run(tmp_path, confined, 0)
 
 
 def test_an_agent_without_a_kind_is_a_worker(tmp_path: Path) -> None:
