@@ -3,7 +3,8 @@
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
-PYTHON312 ?= $(shell for p in python3.12 python3.13 python3.14; do command -v $$p && break; done)
+PYTHON312 ?= $(shell for p in python3.12 python3.13 python3.14; do \
+	$$p -c pass 2>/dev/null && { command -v $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -34,11 +35,13 @@ AGENTS := build/agents
 AGENTS_STAMP := $(AGENTS)/.installed
 VLLM := build/vllm-venv
 VLLM_STAMP := $(VLLM)/.installed
+HARBOR := build/harbor
+HARBOR_STAMP := $(HARBOR)/.installed
 PLATFORMS := $(foreach tag,manylinux_2_28 manylinux_2_17 manylinux2014,--platform $(tag)_$(ARCH))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-control test test-fast test-long test-agents test-vllm check format offline-deps clean
+.PHONY: help setup demo demo-control test test-fast test-long test-agents test-vllm test-harbor check format offline-deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -65,6 +68,9 @@ test-vllm: $(STAMP) $(VLLM_STAMP) ## test the vLLM backend against a real server
 
 test-agents: $(STAMP) $(AGENTS_STAMP) ## test the gateway with real clients (npm, PyPI; about 2 GB, takes minutes)
 	M2FORGE_AGENTS=$(AGENTS) $(TEST_ENV) $(BIN)/python -m pytest -m agents tests/gateway/clients tests/rl/test_cli_runs.py $(ARGS)
+
+test-harbor: $(STAMP) $(HARBOR_STAMP) ## run task folders under Harbor in our sandboxes (needs Python 3.12, takes minutes)
+	M2FORGE_HARBOR=$(abspath $(HARBOR)/bin/python) $(TEST_ENV) $(BIN)/python -m pytest -m harbor tests/tasks $(ARGS)
 
 check: $(STAMP) ## check format, lint, strict types and the contract of the code base
 	$(BIN)/ruff format --check .
@@ -128,6 +134,14 @@ $(VLLM_STAMP): requirements/vllm.txt | $(BIN)/python
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check -qq install -r requirements/vllm.txt
 	@$(VLLM)/bin/python -m pip --disable-pip-version-check -qq uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Harbor, which imports our environment class: it needs Python 3.12, and what our sandboxes import.
+$(HARBOR_STAMP): requirements/harbor.txt | $(BIN)/python
+	@test -n "$(PYTHON312)" || { echo "no Python 3.12 or later found; name one with PYTHON312=/path/to/python"; exit 1; }
+	@echo "installing Harbor into $(HARBOR)"
+	@test -x $(HARBOR)/bin/python || $(PYTHON312) -m venv $(HARBOR)
+	@$(HARBOR)/bin/python -m pip --disable-pip-version-check -qq install --no-deps -r requirements/harbor.txt
 	@touch $@
 
 # Built beside its place and renamed, so that the folder is whole whenever it exists.

@@ -111,6 +111,40 @@ def _records(args: argparse.Namespace, config: "VerifyConfig") -> None:
     print(f"wrote {dest}: {num} records; {len(rejected)} folders are rejected")
 
 
+def _run(args: argparse.Namespace, config: "VerifyConfig") -> None:
+    import asyncio
+    import os
+
+    from rich.console import Console
+
+    from m2forge.config import build
+    from m2forge.sandbox.config import SandboxConfig
+    from m2forge.tasks.folders.trial import NOP, ORACLE, print_trials, run_trials
+
+    sandbox = build(SandboxConfig, {"backend": "auto"}, args.set, origin="tasks run")
+    trials, rejected = asyncio.run(
+        run_trials(
+            [Path(name) for name in args.names],
+            args.agent or (ORACLE, NOP),
+            sandbox,
+            base_image=args.image,
+            num_trials=args.trials or 1,
+            num_concurrent=os.cpu_count() or 1,
+        )
+    )
+    if args.json:
+        print(json.dumps([trial.to_dict() for trial in trials]))
+    else:
+        print_trials(trials, rejected, Console())
+    wrong = {trial.folder for trial in trials if trial.is_wrong} | {item.path for item in rejected}
+    num = len({trial.folder for trial in trials} | wrong)
+    if wrong:
+        raise DataError(
+            f"{len(wrong)} of {num} folders are not as they must be: perf 1 by {ORACLE} and 0 by {NOP}, without infra "
+            "failures; repair the folders, or their images"
+        )
+
+
 ACTIONS: Mapping[str, Callable[[argparse.Namespace, "VerifyConfig"], None]] = {
     "check": _check,
     "lint": _lint,
@@ -118,6 +152,7 @@ ACTIONS: Mapping[str, Callable[[argparse.Namespace, "VerifyConfig"], None]] = {
     "export": _export,
     "import": _import,
     "records": _records,
+    "run": _run,
 }
 
 
@@ -128,6 +163,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "export": ("num", "level", "seed", "set"),
     "import": (),
     "records": (),
+    "run": ("agent", "image", "trials", "set", "json"),
 }
 """The options that each action has."""
 
@@ -138,7 +174,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(ACTIONS),
         help="check SOURCE: draw tasks, verify their references, time it; lint PATH…: what is wrong with task folders; "
         "show PATH: a task folder, or a folder of them; export SOURCE DIR: write tasks as folders; import FILE.jsonl "
-        "DIR: write records of SWE-bench as folders; records PATH FILE.jsonl: the reverse",
+        "DIR: write records of SWE-bench as folders; records PATH FILE.jsonl: the reverse; run PATH…: "
+        "run solution, nothing or a command in sandboxes, and verify",
     )
     parser.add_argument(
         "names",
@@ -153,7 +190,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--level", type=int, metavar="L", help="export: tasks of this level alone (default: all)")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the drawn tasks (default: 0)")
     parser.add_argument("--ignore", action="append", default=[], metavar="CODE", help="lint: leave a rule out")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of `verify`")
+    parser.add_argument(
+        "--agent",
+        action="append",
+        default=[],
+        metavar="AGENT",
+        help="run: oracle, nop, or a shell command that gets the instruction as its input (default: oracle and nop)",
+    )
+    parser.add_argument("--image", metavar="NAME", help="run: the image that stands for one that is not in the store")
+    parser.add_argument("--trials", type=int, metavar="K", help="run: trials of each agent at each folder (default: 1)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of `verify`; run: of `sandbox`"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -166,10 +214,12 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"tasks {args.action}: expected {num_names} arguments, received {len(args.names)}; see --help"
         )
-    for option in ("num", "level", "seed", "ignore", "set", "json"):
+    for option in ("num", "level", "seed", "ignore", "agent", "image", "trials", "set", "json"):
         if getattr(args, option) not in (None, [], False) and option not in OPTIONS[args.action]:
             raise ConfigError(f"tasks {args.action}: --{option} belongs to another action; leave it out")
     if args.num is not None and args.num < 1:
         raise ConfigError(f"--num {args.num}: expected 1 or more")
-    config = build(VerifyConfig, {}, args.set, origin=f"tasks {args.action}")
+    if args.trials is not None and args.trials < 1:
+        raise ConfigError(f"--trials {args.trials}: expected 1 or more")
+    config = build(VerifyConfig, {}, [] if args.action == "run" else args.set, origin=f"tasks {args.action}")
     ACTIONS[args.action](args, config)

@@ -50,6 +50,7 @@ _TEST = """#!/bin/sh
 mkdir -p /logs/verifier
 reward=$(python3 -E -s /tests/answer.py /tests/check.json {path}) || reward=0
 echo "$reward" > /logs/verifier/reward.txt
+[ "$reward" != 0 ]
 """
 _TOOL = """#!/bin/sh
 # {description}

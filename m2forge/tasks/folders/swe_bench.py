@@ -62,6 +62,7 @@ _TEST = """#!/bin/sh
 mkdir -p /logs/verifier
 reward=$(python3 -s /tests/swe_tests.py {testbed} /tests /logs/verifier) || reward=0
 echo "$reward" > /logs/verifier/reward.txt
+[ "$reward" = 1 ]
 """
 _SOLVE = """#!/bin/sh
 set -e

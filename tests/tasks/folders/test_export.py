@@ -51,7 +51,7 @@ def verify(folder: TaskFolder, root: Path, script: Path | None) -> float:
         path.write_text(text)
     if script is not None:
         subprocess.run(["sh", str(root / script)], check=True)
-    subprocess.run(["sh", str(root / "tests/test.sh")], check=True, capture_output=True)
+    subprocess.run(["sh", str(root / "tests/test.sh")], check=False, capture_output=True)  # It fails without a reward.
     return float((root / "logs/verifier/reward.txt").read_text())
 
 

@@ -7,3 +7,4 @@ python3 -s -B -m pytest -p no:cacheprovider -q --rootdir=/tests -c /dev/null \
     --junitxml=/logs/verifier/junit.xml /tests/test_spans.py
 if [ $? -eq 0 ] && [ -s /logs/verifier/junit.xml ]; then reward=1; else reward=0; fi
 echo "$reward" > /logs/verifier/reward.txt
+[ "$reward" = 1 ]

@@ -6,3 +6,4 @@ if [ -f /workspace/report.tsv ] && [ ! -L /workspace/report.tsv ]; then
     cmp /tests/expected.tsv /workspace/report.tsv && reward=1
 fi
 echo "$reward" > /logs/verifier/reward.txt
+[ "$reward" = 1 ]
