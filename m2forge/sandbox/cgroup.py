@@ -1,7 +1,9 @@
 """The cgroups that limit a sandbox: version 2 or 1, as children of this process's own, where they can be created.
 
-A child cannot use more than its parent, so a sandbox stays within the limits of the process that started it. Where
-nothing is writable, rlimits of each process serve, which `Plan.has_memory` reports.
+A child cannot use more than its parent, so a sandbox stays within the limits of the process that started it. Version 2
+allows no children of a group that has processes; the sandbox's group is then beside it, as services of systemd are,
+and stays within the limits of the common parent. Where nothing is writable, rlimits of each process serve, which
+`Plan.has_memory` reports.
 """
 
 import contextlib
@@ -34,16 +36,20 @@ class Plan:
 
 @functools.cache
 def parents() -> dict[str, Path]:
-    """The writable cgroup of this process by controller; that of version 2 under the name of each controller."""
+    """The folder in which groups of sandboxes can be created, by controller."""
     try:
-        own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        return find_parents(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
     except OSError:
         return {}
+
+
+def find_parents(own: str, mounts: str) -> dict[str, Path]:
+    """From the groups of this process and its mounts, as /proc shows them. A folder of version 2 is found under the
+    name of each of its controllers."""
     found: dict[str, Path] = {}
-    for fields in mounts:
+    for fields in (line.split() for line in mounts.splitlines()):
         kind, options = fields[fields.index("-") + 1], fields[-1].split(",")
-        for number, controllers, path in own:
+        for number, controllers, path in (line.split(":", 2) for line in own.splitlines()):
             names = controllers.split(",")
             is_v2 = kind == "cgroup2" and number == "0"
             if not is_v2 and not (kind == "cgroup" and controllers and set(names) <= set(options)):
@@ -52,6 +58,9 @@ def parents() -> dict[str, Path]:
             inner = os.path.relpath(path, fields[3]) if path.startswith(fields[3]) else "."
             folder = Path(fields[4]) / inner
             usable = _delegated(folder) if is_v2 else names if os.access(folder, os.W_OK) else []
+            if is_v2 and not usable and inner != ".":
+                folder = folder.parent
+                usable = _enabled(folder)
             found |= {name: folder for name in usable if name in ("memory", "pids", "cpu") and name not in found}
     return found
 
@@ -70,6 +79,13 @@ def _delegated(folder: Path) -> list[str]:
     except OSError:
         return []
     return wanted
+
+
+def _enabled(folder: Path) -> list[str]:
+    """The controllers that the children of a version 2 cgroup have, if this process may add one beside its own."""
+    if not os.access(folder, os.W_OK) or not os.access(folder / "cgroup.procs", os.W_OK):
+        return []
+    return (folder / "cgroup.subtree_control").read_text().split()
 
 
 @functools.cache
