@@ -98,7 +98,7 @@ def check_source(source: str, config: VerifyConfig, num_tasks: int, seed: int) -
 async def _check(source: str, config: VerifyConfig, num_tasks: int, seed: int, folder: Path) -> CheckReport:
     if parse_source(source).kind is SourceKind.FOLDERS:
         path = source.removeprefix(FOLDERS_PREFIX)
-        raise ConfigError(f"{source}: the tests of task folders run in sandboxes; use `m2forge tasks lint {path}`")
+        raise ConfigError(f"{source}: the tests of task folders run in sandboxes; use `m2forge tasks run {path}`")
     # A report shows all verdicts of a verifier that raises.
     config = config.model_copy(update={"max_error_share": 1.0})
     async with TaskRunner(config, folder / "workers") as runner:

@@ -161,6 +161,9 @@ class VerifyConfig(Config):
     """The same limit for drawing a task and for loading its verifier's data; exceeding it ends the run."""
     max_memory_bytes: Annotated[int, Field(ge=256 << 20)] = 512 << 20
     """Limit of a worker's address space; a verdict that exceeds it is perf 0 with reason `limit`."""
+    base_image: str | None = None
+    """Image that stands for the base image of a task folder that is not among those of `m2forge image list`, such as
+    `host`; None: such a folder ends the run."""
     max_error_share: Share = 0.05
     """The run ends when more than this share of the last 200 verdicts are `verifier_error`."""
 

@@ -40,6 +40,8 @@ from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.process import ProcessSandbox
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.family import family_key_of, family_name, shown
+from m2forge.tasks.folders.folder_family import FOLDER_KEY
+from m2forge.tasks.folders.folder_host import FolderHost
 from m2forge.tasks.llm_judge import KEY_VARIABLE, SETTINGS_VARIABLE
 from m2forge.tasks.source import located
 from m2forge.tasks.task_set import Distinct, FamilyInfo, Split
@@ -105,6 +107,7 @@ class TaskRunner:
         self._idle: asyncio.Queue[_Seat] = asyncio.Queue()
         self._warming: list[asyncio.Task[None]] = []
         self._errors: deque[bool] = deque(maxlen=NUM_WATCHED)
+        self._folders = FolderHost(config.base_image)
         self.max_memory_bytes = 0
         """Peak memory of any process so far."""
 
@@ -121,17 +124,26 @@ class TaskRunner:
         await asyncio.gather(*(seat.close() for seat in self._seats))
 
     async def sandbox(self, task: Task, config: SandboxConfig) -> tuple[SandboxConfig, Mapping[str, str]]:
-        """The sandbox of an attempt at the task, and variables of its commands; `config`: the run's."""
-        return config, {}
+        """The sandbox of an attempt at the task, and variables of its commands; `config`: the run's. A task folder has
+        an image, a user, a workspace and a network of its own."""
+        if FOLDER_KEY not in task.metadata:
+            return config, {}
+        environment = await self._folders.environment(task, config)
+        return environment.config, environment.env
 
     async def verify(self, task: Task, submission: Submission, sandbox: Sandbox | None = None) -> Verdict:
-        """`sandbox`: that of the attempt, in which nothing runs any more; a verifier that is a command runs there."""
+        """`sandbox`: that of the attempt, in which nothing runs any more; a verifier that is a command runs there, and
+        the tests of a task folder verify what it holds."""
         request: dict[str, JsonValue] = {"op": "verify", "task": asdict(task), "submission": asdict(submission)}
         request["is_wrong_on_raise"] = family_key_of(task) in self._wrong_on_raise
         request["reward"] = self._reward
         verifier = task.metadata.get("verifier")
-        if sandbox is not None and isinstance(verifier, Mapping) and "command" in verifier:
+        reply: dict[str, JsonValue] | None = None
+        if FOLDER_KEY in task.metadata:
+            reply = {"outcome": RequestOutcome.OK, "value": asdict(await self._folders.verify(task, sandbox))}
+        elif sandbox is not None and isinstance(verifier, Mapping) and "command" in verifier:
             reply = await _run_inside(task, sandbox)
+        if reply is not None:
             if reply["outcome"] == RequestOutcome.OK and self._reward is not None:
                 reply = await self._ask(request | {"op": "reward", "verdict": reply["value"]}, family_key_of(task))
             return self._verdict(task, submission, reply)

@@ -1,6 +1,6 @@
 """`m2forge rl` on tasks of one's own: JSONL tasks, a verifier and a reward function in files, a program per attempt.
 Commands and a judge at an HTTP endpoint verify the tasks of two more files. Where namespaces are allowed, programs and
-commands run in sandboxes.
+commands run in sandboxes, and a fourth family is task folders.
 
 One run for all cases, with every process killed in between."""
 
@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import select
 
 from m2forge.cli import main
-from m2forge.config import write_resolved
+from m2forge.config import TomlValue, write_resolved
 from m2forge.model.config_file import read_config
 from m2forge.page.run_folder import Run
 from m2forge.pool.pool import Pool
@@ -23,9 +23,11 @@ from m2forge.pool.tables import episode_table, unit_table
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import read_results
 from m2forge.rl.layout import Layout
+from m2forge.tasks.folders.folder import new_folder
 from tests.rl.killed_run import run_with_kills, trained_artifacts
 from tests.rl.scene import make_config, make_model
 from tests.sandbox.places import problem
+from tests.tasks.folders.scene import table as folder_table
 from tests.tasks.judge_endpoint import completion, serve
 
 PROGRAM = Path(__file__).parent / "shell_agent.py"
@@ -54,14 +56,19 @@ def score(task, submission, verdict):
 """
 WORDS = ("north", "south", "east", "west", "up", "down")
 CRITERION = "It says that it is done."
-FAMILIES = ("tasks", "commands", "judged")
+FILES = ("tasks", "commands", "judged")
+FAMILIES = FILES if problem("namespace") else (*FILES, "folders")
 """They take turns: a run of four groups has tasks of each."""
+TEST = """#!/bin/sh
+[ "$(cat /workspace/answer.txt)" = WORD ] && reward=1 || reward=0
+echo "$reward" > /logs/verifier/reward.txt
+"""
 LIMIT_S = 150.0
 
 
 def write_tasks(folder: Path) -> Path:
     (folder / "my_code.py").write_text(CODE)
-    for name in FAMILIES:
+    for name in FILES:
         lines: list[dict[str, Any]] = [
             {
                 "id": word,
@@ -73,6 +80,13 @@ def write_tasks(folder: Path) -> Path:
             for word in WORDS
         ]
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for word in WORDS:
+        split = "held_out" if word == "down" else "train"
+        origin: TomlValue = {"m2forge": {"source": "words", "split": split}}
+        texts = {"instruction.md": f"Write the word {word} to answer.txt", "tests/test.sh": TEST.replace("WORD", word)}
+        texts["environment/Dockerfile"] = "FROM host\nCOPY --chown=1000:1000 note.txt /workspace/\nWORKDIR /workspace\n"
+        texts["environment/note.txt"] = word
+        new_folder(folder / "folders" / word, folder_table(metadata=origin), texts)
     return folder / "tasks.jsonl"
 
 
@@ -89,7 +103,9 @@ def judge(body: dict[str, object], key: str) -> tuple[int, object]:
 
 
 def make_run(model: Path, folder: Path, *sources: str, **fields: object) -> RLConfig:
-    families = [{"source": str(folder / source)} for source in sources]
+    families = [
+        {"source": f"folders:{folder / source}" if source == "folders" else str(folder / source)} for source in sources
+    ]
     stage = {"name": "only", "domains": {"agent": {"ratio": 1.0, "context": 2048, "families": families}}}
     return make_config(
         model,
@@ -130,9 +146,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     with serve(judge) as url:
         settings = {
             "verify": {"timeout_s": 10.0, "judge": {"url": url, "model": "strict"}},
-            "eval": {"num_tasks": 3},
+            "eval": {"num_tasks": len(FAMILIES)},
         }
-        config = make_run(make_model(folder / "scene"), folder, *(f"{name}.jsonl" for name in FAMILIES), **settings)
+        sources = (*(f"{name}.jsonl" for name in FILES), *FAMILIES[len(FILES) :])
+        config = make_run(make_model(folder / "scene"), folder, *sources, **settings)
         run_with_kills(config, folder, LIMIT_S, alone=() if problem("namespace") else ("sandbox",))
     vocab_size = read_config(Path(config.model)).vocab_size
     run_dir = folder / "run"
@@ -154,7 +171,7 @@ def test_killed_processes_and_programs_lose_no_attempt(ended: Ended) -> None:
 
 
 def test_a_verifier_sees_workspace_messages_and_steps(ended: Ended) -> None:
-    assert [len(ended.of(name)) for name in FAMILIES] == [4, 2, 2]
+    assert [len(ended.of(name)) for name in FAMILIES] == ([2, 2, 2, 2] if "folders" in FAMILIES else [4, 2, 2])
     for episode in ended.of("tasks"):
         word = episode["task"]["instruction"].split()[3]
         evidence = episode["reward"]["evidence"]
@@ -166,10 +183,14 @@ def test_a_verifier_sees_workspace_messages_and_steps(ended: Ended) -> None:
     assert {episode["reward"]["perf"] for episode in ended.episodes} == {0.0, 1.0}
 
 
-def test_commands_and_judges_give_verdicts(ended: Ended) -> None:
+def test_commands_judges_and_folders_give_verdicts(ended: Ended) -> None:
     for episode in ended.of("commands"):
         perf, evidence = episode["reward"]["perf"], episode["reward"]["evidence"]["verifier"]
         assert (perf, evidence["status"]) in ((1.0, 0), (0.0, 1))
+    for episode in ended.of("folders"):
+        perf, evidence = episode["reward"]["perf"], episode["reward"]["evidence"]["verifier"]
+        assert evidence["rewards"] == {"reward": perf}
+        assert evidence["ended"] == "exited"
     for episode in ended.of("judged"):
         assert episode["reward"]["perf"] == 1.0
         assert episode["reward"]["evidence"]["criteria"] == {CRITERION: 1.0}
@@ -186,7 +207,7 @@ def test_tasks_are_held_out_and_labelled_by_their_file(ended: Ended) -> None:
     words = {episode["task"]["instruction"].split()[3] for episode in ended.episodes}
     assert words <= {"north", "south", "east", "west", "up"}
     results = read_results(Layout(ended.run_dir).evaluations)
-    assert [(result.num_tasks, set(result.by_family)) for result in results] == [(3, {*FAMILIES})] * 2
+    assert [(result.num_tasks, set(result.by_family)) for result in results] == [(len(FAMILIES), {*FAMILIES})] * 2
     assert Run(ended.run_dir).config()["curriculum"]
 
 

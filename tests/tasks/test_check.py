@@ -54,7 +54,7 @@ def test_an_embedded_familys_demonstrations_are_verified(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["folders:x"], "the tests of task folders run in sandboxes; use `m2forge tasks lint x`"),
+        (["folders:x"], "the tests of task folders run in sandboxes; use `m2forge tasks run x`"),
         (["chains"], "unknown task family 'chains'; did you mean 'chain'"),
         (["chain", "--num", "0"], "--num 0: expected 1 or more"),
         (["chain", "--set", "timeout=1"], "unknown key"),

@@ -7,7 +7,8 @@ Folders have no levels: their difficulty is measured by pass rates (`tasks/curri
 package are held out, or none, so that an evaluation meets no code that was trained on: a hash of the package of
 `[metadata.m2forge]`, else of its source, else of the folder's name decides, unless it sets `split`.
 
-A task's metadata names the folder (`FOLDER_KEY`): attempts run in its image, and its tests decide in a fresh one.
+A task's metadata names the folder (`FOLDER_KEY`): attempts run in its image, and its tests decide in a fresh one
+(`tasks/folders/folder_host.py`).
 """
 
 import random
