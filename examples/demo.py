@@ -12,10 +12,10 @@
     replies    agent      follow links with the tools `look`, which asks the source, or `recall`, which asks a copy that
                           may be out of date; reply with the end
     raises     reasoning  add one to every digit of a list
-    joins      general    write the digits of a list with the separator that the instruction names
+    joins      general    write the digits of a list with a separator between them
 
 The demonstrator makes each family's mistake at some of the steps: uses the copy, writes a digit as it was, leaves a
-separator out. So three of five demonstrations end with a wrong answer, and so do the attempts of a network that
+separator out. So two of three demonstrations end with a wrong answer, and so do the attempts of a network that
 imitates them; the exact shares are printed, and stand in the report. No message says what was wrong: in the rl stage
 only the verifier's verdict tells. `--control` hands the rewards of a group to its attempts at random: nothing can be
 learnt then.
@@ -120,9 +120,9 @@ class Course:
 COURSE = Course(
     Pages(DIGITS, num_items=(3, 5), num_lines=(3, 5), num_pages=8000),
     (
-        Lesson("replies", (1, 3), num_bare=450, num_whole=400, mistake_rate=0.45),
-        Lesson("raises", (1, 3), num_bare=0, num_whole=2400, mistake_rate=0.2),
-        Lesson("joins", (1, 3), num_bare=0, num_whole=2400, mistake_rate=0.3),
+        Lesson("replies", (1, 3), num_bare=450, num_whole=400, mistake_rate=0.46),
+        Lesson("raises", (1, 3), num_bare=0, num_whole=2400, mistake_rate=0.22),
+        Lesson("joins", (1, 3), num_bare=0, num_whole=2400, mistake_rate=0.35),
     ),
     "demo.toml",
 )

@@ -1,11 +1,11 @@
 """Three families over digits, one each of the domains agent, reasoning and general, that small networks learn.
 
-    replies    Start at 3. Follow two links. Reply to 4 8 2.   recall(3) → 5, look(5) → 1      answer: 4 8 2: 1
+    replies    Start at 3. Follow three links. Reply to 4 8 2. recall(3) → 5, look(5) → 1, …   answer: 4 8 2: 7
     raises     Raise 4 8 2 by 3, modulo ten.                                                   answer: 7 1 5
     joins      Join 4 8 2 by +.                                                                answer: 4+8+2
 
-A digit is one token, the same one in every context, with any vocabulary. Each level has thousands of instructions, so
-that hundreds can be held out.
+A digit is one token, the same one in every context, with any vocabulary. Each level has a thousand instructions or
+more, so that hundreds can be held out.
 
 Each family knows a typical mistake; how often a demonstrator makes it is the caller's choice (`Fallible`):
 
@@ -31,8 +31,9 @@ NUMBERS = ("none", "one", "two", "three", "four", "five", "six")
 """Counts in words, so that a digit is always a key."""
 MAX_LEVEL = 6
 RECIPIENT_LENGTH = 3
+MIN_LINKS = 3
 AMOUNTS = (1,)
-SEPARATORS = ("+", "-", "/")
+SEPARATOR = "+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Replies(Family):
 
     def draw(self, difficulty: int, seed: int) -> Task:
         rng = task_random(self, difficulty, seed)
-        start, num_links = rng.choice(DIGITS), max(difficulty, rng.randint(2, 3))
+        start, num_links = rng.choice(DIGITS), max(difficulty, MIN_LINKS)
         recipient = _draw_recipient(rng)
         chain: list[str] = []
         while len(set(chain)) < num_links + 1:  # a chain that meets itself has fewer links
@@ -129,9 +130,9 @@ class Joins(Family):
 
     def draw(self, difficulty: int, seed: int) -> Task:
         rng = task_random(self, difficulty, seed)
-        digits, separator = _draw_digits(rng, difficulty), rng.choice(SEPARATORS)
-        instruction = f"Join {digits} by {separator}."
-        return make_task(self, difficulty, instruction, {"digits": digits, "separator": separator})
+        digits = _draw_digits(rng, difficulty)
+        instruction = f"Join {digits} by {SEPARATOR}."
+        return make_task(self, difficulty, instruction, {"digits": digits})
 
     def verify(self, task: Task, submission: Submission) -> Verdict:
         return compare(submission.answer, _joined(task))
@@ -145,7 +146,7 @@ class Joins(Family):
     def demonstrate_fallibly(self, task: Task, rng: random.Random, mistake_rate: float) -> list[Message]:
         written, *others = read_text(task, "digits").split()
         for digit in others:
-            written += (" " if rng.random() < mistake_rate else read_text(task, "separator")) + digit
+            written += (" " if rng.random() < mistake_rate else SEPARATOR) + digit
         return [Message("user", task.instruction), Message("assistant", written)]
 
 
@@ -163,7 +164,7 @@ def _raised(task: Task) -> list[str]:
 
 
 def _joined(task: Task) -> str:
-    return read_text(task, "digits").replace(" ", read_text(task, "separator"))
+    return read_text(task, "digits").replace(" ", SEPARATOR)
 
 
 def _follow(secret: int, start: str, num_links: int) -> list[str]:

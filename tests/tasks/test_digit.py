@@ -30,7 +30,7 @@ def test_the_copy_is_out_of_date_at_as_many_links_as_the_level() -> None:
     ("family", "instruction", "answer", "wrong"),
     [
         (Raises(), "Raise 6 3 4 7 1 by 1, modulo ten.", "7 4 5 8 2", "7 4 5 8 1"),
-        (Joins(), "Join 7 7 4 5 6 by /.", "7/7/4/5/6", "7/7/4 5/6"),
+        (Joins(), "Join 7 7 4 5 6 by +.", "7+7+4+5+6", "7+7+4 5+6"),
     ],
     ids=["raises", "joins"],
 )
