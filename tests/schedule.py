@@ -5,6 +5,8 @@ from xdist.workermanage import WorkerController
 
 WAITING = (
     "tests/page/test_browser.py",
+    "tests/test_install.py",
+    "tests/rl/test_faults.py",
     "tests/rl/test_attempts.py",
     "tests/agents/test_worker_pool.py",
     "tests/page/test_browser_runs.py",
