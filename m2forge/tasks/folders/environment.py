@@ -86,11 +86,11 @@ class FolderEnvironment:
 
     folder: TaskFolder
     config: SandboxConfig
-    """Of the agent's sandbox."""
+    """The agent's sandbox."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables of every command."""
     verifier_configs: Mapping[str | None, SandboxConfig] = field(default_factory=dict)
-    """Of the verifier's sandbox, by the step's name; None: of a task without steps."""
+    """The verifier's sandbox, by the step's name; None: that of a task without steps."""
 
     async def open(self) -> Sandbox:
         """A sandbox for an agent."""

@@ -66,7 +66,7 @@ exit 1
 @dataclass(frozen=True, slots=True)
 class Exported:
     name: str
-    """Of the folder."""
+    """Name of the folder."""
     split: Split
     has_solution: bool
 

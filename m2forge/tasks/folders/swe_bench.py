@@ -74,7 +74,7 @@ git -c safe.directory='*' apply --whitespace=nowarn /solution/patch.diff
 @dataclass(frozen=True, slots=True)
 class Imported:
     names: tuple[str, ...]
-    """Of the folders."""
+    """Names of the folders that were written."""
     rejected: tuple[str, ...]
     """Why records were left out, with their line."""
 
