@@ -317,15 +317,11 @@ class TreeWriter:
 
 
 def _stays_inside(name: bytes, link: bytes) -> bool:
-    """Whether a symbolic link's target, seen from its own folder, lies below the top."""
-    if link.startswith(b"/"):
-        return False
-    depth = name.count(b"/")
-    for part in link.split(b"/"):
-        depth += -1 if part == b".." else 0 if part in (b"", b".") else 1
-        if depth < 0:
-            return False
-    return True
+    """Whether a symbolic link's target lies below the top, even if its path goes through other links. The link's own
+    folder is no link, so leading `..` climb real folders; after a name, which may be a link, `..` can lead anywhere."""
+    parts = [part for part in link.split(b"/") if part not in (b"", b".")]
+    num_up = next((place for place, part in enumerate(parts) if part != b".."), len(parts))
+    return not link.startswith(b"/") and num_up <= name.count(b"/") and b".." not in parts[num_up:]
 
 
 def unpack_stream(read: Callable[[int], bytes], writer: TreeWriter) -> None:

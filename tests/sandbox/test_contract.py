@@ -150,6 +150,9 @@ def test_folders_go_in_and_out(tmp_path: Path, config: SandboxConfig) -> None:
         await sandbox.upload(source, "in")
         assert (await sandbox.run(Command(("in/run",)))).stdout.text() == "ran\n"
         await sandbox.run(Command(("sh", "-c", "ln -s /etc in/away; ln -s ../../.. in/deep/up; echo new > in/added")))
+        # Each part of the second looks as if it stayed inside, and goes through the first.
+        await sandbox.run(Command(("sh", "-c", "ln -s . in/here; ln -s here/here/../.. in/through")))
+        await sandbox.run(Command(("sh", "-c", "ln -s ../run in/deep/back")))
         with pytest.raises(DataError, match="more than 1000 bytes"):
             await sandbox.download("in", tmp_path / "small", 1000)
         with pytest.raises(NotFoundError):
@@ -158,7 +161,8 @@ def test_folders_go_in_and_out(tmp_path: Path, config: SandboxConfig) -> None:
 
     left_out = use(config, act, tmp_path / "work")
     dest = tmp_path / "dest"
-    assert sorted(left_out) == ["away", "deep/up"]
+    assert sorted(left_out) == ["away", "deep/up", "through"]
+    assert (dest / "deep" / "back").read_text() == "#!/bin/sh\necho ran\n"
     assert (dest / "deep" / "er" / "file").read_bytes() == (source / "deep" / "er" / "file").read_bytes()
     assert (dest / "link").readlink() == Path("deep/er/file")
     assert (dest / "run").samefile(dest / "twin")

@@ -1,4 +1,4 @@
-"""Namespace sandboxes: users, layers, exact snapshots, both upper layers, and nothing left whoever is killed."""
+"""Namespace sandboxes: users, layers, exact snapshots, both upper layers, and no process left after any kill."""
 
 import asyncio
 import json
@@ -408,7 +408,7 @@ def test_refused_namespaces_are_one_message(monkeypatch: pytest.MonkeyPatch) -> 
     code = (
         "import ctypes, sys\n"
         "libc = ctypes.CDLL(None)\n"
-        "assert libc.unshare(0x10000000) == 0\n"  # The limit of a namespace of its own holds for nobody else.
+        "assert libc.unshare(0x10000000) == 0\n"  # Its own namespace has its own limit.
         "open('/proc/self/setgroups', 'w').write('deny')\n"
         "open('/proc/self/uid_map', 'w').write('0 0 1'); open('/proc/self/gid_map', 'w').write('0 0 1')\n"
         f"open({str(limit)!r}, 'w').write('0')\n"
