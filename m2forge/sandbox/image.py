@@ -13,15 +13,16 @@ certificates and nothing else of the machine's; no home and no folder that keeps
 import contextlib
 import fcntl
 import functools
-import gzip
 import hashlib
 import json
+import lzma
 import os
 import shutil
 import subprocess
 import tarfile
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -237,8 +238,19 @@ class ImageStore:
 
     def _add_folder(self, folder: Path) -> str:
         digest = hashlib.sha256()
-        write_tree(folder, digest.update)
-        return self._add_layer(digest.hexdigest(), _folder_entries(folder), 1 << 62)
+        try:
+            # Read once, so that the digest is that of what is stored.
+            with tempfile.TemporaryFile() as file:
+
+                def write(data: bytes) -> None:
+                    digest.update(data)
+                    file.write(data)
+
+                write_tree(folder, write)
+                file.seek(0)
+                return self._add_layer(digest.hexdigest(), read_entries(file.read), 1 << 62)
+        except OSError as error:
+            raise DataError(f"{folder}: cannot be stored as a layer: {error}") from error
 
     def stored(self, folder: Path) -> Path:
         """A folder as a layer of this store, whose name is its digest."""
@@ -251,7 +263,7 @@ class ImageStore:
         try:
             with tarfile.open(path) as archive:
                 return self._add_layer(digest, tar_entries(archive), limit)
-        except (tarfile.TarError, EOFError, gzip.BadGzipFile, OSError) as error:
+        except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
             raise DataError(f"{path}: cannot be unpacked: {error}") from error
 
     def _add_build(self, context: Path) -> tuple[str, dict[str, str]]:
@@ -276,7 +288,8 @@ class ImageStore:
         if target.is_dir():
             return digest
         self._layers.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._layers))
+        self._remove_abandoned()
+        partial = Path(tempfile.mkdtemp(prefix=f".partial-{os.getpid()}-", dir=self._layers))
         try:
             with TreeWriter(partial, max_bytes, MAX_ENTRIES, id_base()) as writer:
                 for entry, content in entries:
@@ -291,6 +304,12 @@ class ImageStore:
         if not target.is_dir():
             raise DataError(f"{target}: the layer could not be stored")
         return digest
+
+    def _remove_abandoned(self) -> None:
+        """Remove the half-written layers of killed processes."""
+        for left in self._layers.glob(".partial-*"):
+            if not Path("/proc", left.name.split("-")[1]).exists():
+                remove_tree(left)
 
 
 @functools.cache
@@ -336,13 +355,6 @@ def remove_tree(folder: Path) -> None:
             with contextlib.suppress(OSError):
                 Path(root).chmod(0o700)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _folder_entries(folder: Path) -> Iterator[tuple[Entry, Iterator[bytes]]]:
-    with tempfile.TemporaryFile() as file:
-        write_tree(folder, file.write)
-        file.seek(0)
-        yield from read_entries(file.read)
 
 
 def tar_entries(archive: tarfile.TarFile) -> Iterator[tuple[Entry, Iterator[bytes]]]:

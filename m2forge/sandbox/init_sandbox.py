@@ -213,6 +213,8 @@ class InitSandbox:
         payload = run_payload(Command(argv, user=user), mode, self._config, unlimited, {})
         try:
             status, text = await transfer.run(payload, is_input=is_input, use=use)
+        except OSError as error:
+            raise EngineError(f"{path}: cannot be copied between this machine and the sandbox: {error}") from error
         finally:
             self._children.pop(id, None)
         if status in (_NOT_FOUND, _OUTSIDE):

@@ -2,6 +2,8 @@
 
 import io
 import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -92,6 +94,35 @@ def test_archive_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "text.tar").write_text("no archive")
     with pytest.raises(DataError, match="cannot be unpacked"):
         store.build("text", [str(tmp_path / "text.tar")])
+
+
+def test_a_killed_build_leaves_no_layer(tmp_path: Path) -> None:
+    layers = tmp_path / "images" / "layers"
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    (layers / f".partial-{dead.pid}-x" / "half").mkdir(parents=True)
+    (layers / f".partial-{os.getppid()}-y").mkdir()
+    (tmp_path / "folder").mkdir()
+    built = ImageStore(tmp_path / "images").build("mine", [str(tmp_path / "folder")])
+    assert sorted(path.name for path in layers.iterdir()) == [f".partial-{os.getppid()}-y", built.digest]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+def test_a_full_disk_is_one_message(tmp_path: Path) -> None:
+    cache, folder = tmp_path / "cache", tmp_path / "folder"
+    cache.mkdir()
+    folder.mkdir()
+    (folder / "big").write_bytes(bytes(2 << 20))
+    command = f"mount -t tmpfs -o size=1m none {cache} && exec {sys.executable} -m m2forge image build mine {folder}"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command],
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "No space left on device" in done.stderr
 
 
 def test_names_digests_aliases_and_removal(tmp_path: Path) -> None:

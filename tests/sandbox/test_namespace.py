@@ -230,6 +230,18 @@ def test_a_cancelled_transfer_leaves_nothing(tmp_path: Path) -> None:
     use(CONFIG, act)
 
 
+def test_a_copy_that_fails_here_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    async def act(sandbox: Sandbox) -> None:
+        await sandbox.write("a", b"x")
+        with pytest.raises(EngineError, match=r"cannot be copied .* Not a directory"):
+            await sandbox.download(".", tmp_path / "file" / "below", 100)
+        assert await sandbox.read("a", 1) == b"x"
+
+    use(CONFIG, act)
+
+
 def test_a_storm_of_orphans_does_not_hold_up_the_end() -> None:
     async def whole() -> float:
         sandbox = await open_sandbox(CONFIG.model_copy(update={"max_processes": 64}))
