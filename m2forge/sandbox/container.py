@@ -38,8 +38,9 @@ from m2forge.sandbox.init_worker import MAX_FILES, Limits
 
 Runtime = Literal["podman", "docker"]
 _INIT, _SOCKET_FOLDER = "/.m2forge-init", "/.m2forge"
-_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
-"""What PID 1 needs to run commands as other users and to write files for the caller. Commands have none."""
+_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETPCAP", "SETUID")
+"""What PID 1 needs to run commands as other users, to write files for the caller and to install programs for `build`.
+Other commands have none."""
 _numbers = itertools.count(1)
 _log = logging.getLogger(__name__)
 

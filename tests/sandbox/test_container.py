@@ -38,6 +38,8 @@ def test_a_container_is_a_sandbox(tmp_path: Path) -> None:
             Command(("grep", "-E", "^(CapPrm|NoNewPrivs|Seccomp):", "/proc/self/status"), user="0")
         )
         assert [line.split()[1] for line in rights.stdout.text().splitlines()] == ["0" * 16, "1", "2"]
+        install = Command(("sh", "-c", "echo x > /opt-file; chown 7:7 /opt-file"), user="0")
+        assert (await sandbox.build(install)).is_success
         await sandbox.write("a/b", b"hello")
         assert await sandbox.read("a/b", 10) == b"hello"
         await sandbox.upload(tmp_path / "source", "in")

@@ -420,21 +420,19 @@ def test_refused_namespaces_are_one_message(monkeypatch: pytest.MonkeyPatch) -> 
     code = (
         "import ctypes, sys\n"
         "libc = ctypes.CDLL(None)\n"
-        "assert libc.unshare(0x10000000) == 0\n"  # Its own namespace has its own limit.
+        "assert libc.unshare(0x10000000) == 0\n"  # The limit holds in this user namespace alone.
         "open('/proc/self/setgroups', 'w').write('deny')\n"
         "open('/proc/self/uid_map', 'w').write('0 0 1'); open('/proc/self/gid_map', 'w').write('0 0 1')\n"
         f"open({str(limit)!r}, 'w').write('0')\n"
-        "import asyncio\n"
-        "from m2forge.errors import ConfigError\n"
-        "from m2forge.sandbox.backend import open_sandbox\n"
-        "from m2forge.sandbox.config import SandboxConfig\n"
-        "try:\n"
-        "    asyncio.run(open_sandbox(SandboxConfig(backend='namespace')))\n"
-        "except ConfigError as error:\n"
-        "    sys.exit(f'refused: {error}')\n"
+        "from m2forge import cli\n"
+        "folder = 'examples/folders/count-words'\n"
+        "sys.exit(cli.main(['tasks', 'run', folder, '--agent', 'nop', '--image', 'host', *sys.argv[1:]]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "refused: sandbox.backend: the kernel refused the namespaces" in done.stderr
+    command = [sys.executable, "-c", code, "--set", "backend=namespace"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "sandbox.backend: the kernel refused the namespaces" in done.stderr
     assert "user.max_user_namespaces" in done.stderr
 
 

@@ -161,7 +161,7 @@ static _Noreturn void refuse(const char *what, int status) {
     _exit(status);
 }
 
-/* A command has no capability, whoever runs it. Our own code reads and writes the caller's files for root, and root may
+/* A command has no capability, even as root. Our own code reads and writes the caller's files for root, and root may
    install programs where an image is built. */
 static uint32_t capabilities_of(const struct order *o, uid_t uid) {
     uint32_t files = 1u << CAP_DAC_OVERRIDE | 1u << CAP_FOWNER;
@@ -174,9 +174,9 @@ static void drop_privileges(const struct order *o) {
     gid_t gid;
     errno = ENOENT;
     if (!find_user(o->user, &uid, &gid)) refuse(o->user, 126);
-    uint32_t kept = capabilities_of(o, uid);
+    uint32_t granted = capabilities_of(o, uid);
     for (int capability = 0; prctl(PR_CAPBSET_READ, capability) >= 0; capability++)
-        if (capability >= 32 || !(kept & 1u << capability)) prctl(PR_CAPBSET_DROP, capability);
+        if (capability >= 32 || !(granted & 1u << capability)) prctl(PR_CAPBSET_DROP, capability);
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0);
     if (uid != getuid() || gid != getgid()) {
         /* A sandbox of an ordinary user has one id, and no call to drop groups. */
@@ -184,7 +184,7 @@ static void drop_privileges(const struct order *o) {
         if (setresgid(gid, gid, gid) < 0 || setresuid(uid, uid, uid) < 0) refuse(o->user, 126);
     }
     struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
-    struct __user_cap_data_struct own[2] = {{kept, kept, 0}, {0, 0, 0}};
+    struct __user_cap_data_struct own[2] = {{granted, granted, 0}, {0, 0, 0}};
     if (syscall(SYS_capset, &header, own) < 0) refuse("capabilities", 126);
 }
 

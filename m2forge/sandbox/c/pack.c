@@ -133,7 +133,7 @@ static bool pack_folder(int folder, char *name, size_t length, int depth) {
         complain("too deep", FAILURE);
         return false;
     }
-    /* Opened anew: a duplicate would share its position with the process that packed this folder before. */
+    /* Opened again: a duplicate would share its position with the process that packed this folder before. */
     DIR *entries = fdopendir(openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     if (!entries) return false;
     bool is_done = true;
