@@ -22,6 +22,8 @@ MAX_HEAD_BYTES = 1 << 16
 CONNECT_S = 30.0
 PROXY_PORT = 3128
 _BLOCK = 1 << 16
+_connections: set[asyncio.Task[None]] = set()
+"""Connections of all sandboxes. An event loop holds its tasks weakly, and a sandbox may be gone before they end."""
 
 Address = tuple[str, int]
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -33,6 +35,10 @@ async def serve(listener: socket.socket, handle: Handler) -> asyncio.Server:
     slots = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        _connections.add(task)
+        task.add_done_callback(_connections.discard)
         async with slots:
             try:
                 await handle(reader, writer)
