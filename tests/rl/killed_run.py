@@ -19,11 +19,12 @@ from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout
 from m2forge.rl.loop import is_trained
 from m2forge.rl.view import read_last_step
-from m2forge.sandbox.config import SandboxConfig
 from tests.rl.ring import ancestors, command_of, folder_of, processes, running, started, wait_until_gone
 
 POLL_S = 0.05
 SANDBOX_GONE_S = 2.0
+PROGRAM = "shell_agent.py"
+"""What runs in the sandboxes of attempts."""
 
 
 def run_with_kills(config: RLConfig, runs: Path, limit_s: float, *, alone: Sequence[str] = ()) -> None:
@@ -67,9 +68,9 @@ def find(name: str, loop: int, run_dir: Path) -> set[int]:
     """The process of this name; for `agent` those of the attempts in flight, for `sandbox` the supervisors of theirs,
     for `verifier` the workers that run families' code."""
     if name == "agent":
-        return set(agents_of(run_dir)) | {
-            pid for pid in sandboxes_of(loop) if folder_of(pid) == Path(SandboxConfig().workspace)
-        }
+        commands = dict(running())
+        inside = {pid for pid in sandboxes_of(loop) if any(PROGRAM in word for word in commands.get(pid, []))}
+        return set(agents_of(run_dir)) | inside
     if name == "sandbox":
         return {pid for pid in sandboxes_of(loop) if loop in ancestors(pid)[:1]}
     if name == "verifier":
