@@ -6,7 +6,7 @@ One run for all cases, with every process killed in between."""
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,14 +80,19 @@ def write_tasks(folder: Path) -> Path:
             for word in WORDS
         ]
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    for word in WORDS:
-        split = "held_out" if word == "down" else "train"
+    write_folders(folder / "folders", WORDS)
+    return folder / "tasks.jsonl"
+
+
+def write_folders(folder: Path, words: Sequence[str]) -> None:
+    """A task folder for each word; the last is held out."""
+    for word in words:
+        split = "held_out" if word == words[-1] else "train"
         origin: TomlValue = {"m2forge": {"source": "words", "split": split}}
         texts = {"instruction.md": f"Write the word {word} to answer.txt", "tests/test.sh": TEST.replace("WORD", word)}
         texts["environment/Dockerfile"] = "FROM host\nCOPY --chown=1000:1000 note.txt /workspace/\nWORKDIR /workspace\n"
         texts["environment/note.txt"] = word
-        new_folder(folder / "folders" / word, folder_table(metadata=origin), texts)
-    return folder / "tasks.jsonl"
+        new_folder(folder / word, folder_table(metadata=origin), texts)
 
 
 def verifier(family: str, word: str) -> dict[str, Any]:

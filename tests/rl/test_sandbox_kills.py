@@ -1,4 +1,5 @@
-"""Random processes of a run are killed while its programs work in namespaces: nothing is lost, and nothing is left.
+"""Random processes of a run over task folders are killed while its programs work in namespaces: nothing is lost, and
+nothing is left.
 
 `test_own_tasks.py` holds the short version, in which every process is killed once."""
 
@@ -15,10 +16,10 @@ from m2forge.rl.loop import is_trained
 from tests.rl.killed_run import check_alive, find, kill, kill_loop, sandboxes_of, trained_artifacts
 from tests.rl.ring import command_of, started, wait_until_gone
 from tests.rl.scene import make_model
-from tests.rl.test_own_tasks import make_run, write_tasks
+from tests.rl.test_own_tasks import CODE, make_run, write_folders
 from tests.sandbox.places import require
 
-NUM_KILLS = 50
+NUM_KILLS = NUM_FOLDERS = 50
 VICTIMS = ("loop", "gateway", "sampler", "trainer", "agent", "agent", "sandbox", "sandbox", "verifier")
 LIMIT_S = 1800.0
 
@@ -26,10 +27,9 @@ LIMIT_S = 1800.0
 @pytest.mark.long
 def test_fifty_kills_lose_no_attempt_and_leave_no_sandbox(tmp_path: Path) -> None:
     require("namespace")
-    write_tasks(tmp_path)
-    config = make_run(
-        make_model(tmp_path / "scene"), tmp_path, "commands.jsonl", num_steps=NUM_KILLS, eval={"num_tasks": 0}
-    )
+    (tmp_path / "my_code.py").write_text(CODE)
+    write_folders(tmp_path / "folders", [f"word{number}" for number in range(NUM_FOLDERS)])
+    config = make_run(make_model(tmp_path / "scene"), tmp_path, "folders", num_steps=NUM_KILLS, eval={"num_tasks": 0})
     run_dir, log, until_s = tmp_path / config.name, tmp_path / "loop.log", time.monotonic() + LIMIT_S
     victims = _victims(random.Random(0))
     is_over = False
@@ -51,7 +51,8 @@ def test_fifty_kills_lose_no_attempt_and_leave_no_sandbox(tmp_path: Path) -> Non
         assert not sandboxes_of(loop.pid)
     assert is_trained(Layout(run_dir), config)
     verdicts = [json.loads(each["verdict"]) for each in trained_artifacts(config, run_dir)]
-    assert all((verdict["perf"], verdict["evidence"]["status"]) in ((1.0, 0), (0.0, 1)) for verdict in verdicts)
+    rewards = {1.0: {"reward": 1.0}, 0.0: {"reward": 0.0}}
+    assert all(verdict["evidence"]["rewards"] == rewards[verdict["perf"]] for verdict in verdicts)
     assert not list((run_dir / "workspaces").iterdir())
 
 
