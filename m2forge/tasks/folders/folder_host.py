@@ -39,6 +39,9 @@ class FolderHost:
     async def _prepare(self, path: str, config: SandboxConfig) -> FolderEnvironment:
         try:
             folder = await asyncio.to_thread(read_folder, Path(path))
+        except NotFoundError as error:
+            raise DataError(f"{error}; was the folder removed during the run?") from error
+        try:
             environment = await prepare(folder, config, self._base_image)
         except (ConfigError, NotFoundError) as error:
             raise RunError(f"{path}: {error}") from error

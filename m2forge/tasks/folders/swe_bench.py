@@ -8,7 +8,7 @@
     image_name or docker_image, if given    environment.docker_image instead
     repo                                    package of `[metadata.m2forge]`, by which tasks are held out
 
-Tests run by `tasks/folders/swe_tests.py`, a copy of which is in the folder. Only records whose tests are pytest's
+The folder carries a copy of `tasks/folders/swe_tests.py`, which runs the tests. Only records whose tests are pytest's
 (`file.py::name`) can be verified so; others are rejected, as are records without FAIL_TO_PASS.
 """
 

@@ -1,12 +1,13 @@
 """Task folders in a run: attempts get sandboxes of their images, and their tests give the verdicts."""
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from m2forge.errors import RunError
+from m2forge.errors import DataError, RunError
 from m2forge.protocols import Command
 from m2forge.records import Submission, Task, Verdict
 from m2forge.sandbox.backend import open_sandbox
@@ -96,4 +97,16 @@ def test_what_would_fail_every_attempt_ends_the_run(
             await runner.sandbox(task, config)
 
     with pytest.raises(RunError, match=problem):
+        asyncio.run(act())
+
+
+def test_a_folder_that_vanished_fails_its_attempts_alone(tmp_path: Path) -> None:
+    task = task_of(tmp_path / "sum")
+    shutil.rmtree(tmp_path / "sum")
+
+    async def act() -> None:
+        async with TaskRunner(VerifyConfig(base_image="host"), tmp_path / "workers") as runner:
+            await runner.sandbox(task, CONFIG)
+
+    with pytest.raises(DataError, match="was the folder removed during the run"):
         asyncio.run(act())
