@@ -193,13 +193,13 @@ class _Verification:
     async def verify(self) -> Verdict:
         async with _scratch() as scratch:
             real = await self._run(scratch / "tests", is_twin=False)
+            problem = real.problem or real.sentinel or self._inconsistency(real)
             twin: _Run | None = None
-            if real.perf > 0 and _has_twin(self._folder, self._step):
+            if problem is None and real.perf > 0 and _has_twin(self._folder, self._step):
                 twin = await self._run(scratch / "twin", is_twin=True)
-        return self._judge(real, twin)
+        return self._judge(real, twin, problem)
 
-    def _judge(self, real: _Run, twin: _Run | None) -> Verdict:
-        problem = real.problem or real.sentinel or self._inconsistency(real)
+    def _judge(self, real: _Run, twin: _Run | None, problem: str | None) -> Verdict:
         if problem is None and twin is not None:
             is_ours = self._folder.provenance.source is not None
             # A foreign script may also reward what its tests do not see.

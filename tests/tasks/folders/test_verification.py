@@ -2,6 +2,11 @@
 
 import asyncio
 import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +29,7 @@ from m2forge.tasks.folders.verification import read_report, read_rewards, verify
 from tests.sandbox.places import require
 from tests.tasks.folders import scene, written
 
+ROOT = Path(__file__).parents[3]
 CONFIG = SandboxConfig(backend="namespace", timeout_s=20, grace_s=0.0)
 SOLVE = "echo 5 > answer.txt"
 
@@ -250,6 +256,41 @@ def test_folders_written_by_hand_are_sound(tmp_path: Path, capsys: pytest.Captur
     assert cli.main(["tasks", "run", str(tmp_path / "tasks"), "--image", "host", "--json"]) == 0
     trials = json.loads(capsys.readouterr().out)
     assert [(trial["agent"], trial["perf"]) for trial in trials] == [("oracle", 1), ("nop", 0)] * len(folders)
+
+
+ORDINARY = """
+import asyncio, concurrent.futures.thread, json, os, sys
+from pathlib import Path
+from m2forge.sandbox.config import SandboxConfig
+from m2forge.sandbox.container import ContainerSandbox
+from m2forge.tasks.folders.trial import run_trials
+from tests.tasks.folders import written
+os.setresgid(54321, 54321, 54321)
+os.setresuid(54321, 54321, 54321)
+root = Path(sys.argv[1], "tasks")
+written.write_all(root)
+paths = [root / name for name in ("repair-module", "rename-files")]
+config = SandboxConfig(backend="namespace")
+trials, rejected = asyncio.run(run_trials(paths, ["oracle", "nop"], config, base_image="host"))
+print(json.dumps([trial.problem if trial.verdict is None else trial.verdict.perf for trial in trials]))
+"""
+
+
+def test_an_ordinary_user_runs_trials_too() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("all trials of this file are an ordinary user's")
+    with tempfile.TemporaryDirectory() as scratch:  # pytest's own folders are root's alone
+        (Path(scratch) / "m2forge").mkdir()
+        Path(shutil.copy(program(), Path(scratch) / "m2forge")).chmod(0o755)
+        for path in (Path(scratch), Path(scratch) / "m2forge"):
+            os.chown(path, 54321, 54321)
+        env = os.environ | {"XDG_CACHE_HOME": scratch, "TMPDIR": scratch, "HOME": scratch}
+        command = [sys.executable, "-c", ORDINARY, scratch]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if "kernel refused the namespaces" in done.stderr + done.stdout:
+        pytest.skip("user namespaces are not allowed here")
+    assert done.stdout, done.stderr
+    assert json.loads(done.stdout) == [1, 0, 1, 0], done.stderr
 
 
 def test_a_wrong_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
