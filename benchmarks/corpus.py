@@ -33,10 +33,9 @@ from report import Bar, arguments, finish, print_table
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from m2forge.corpus.config import CorpusConfig, LongConfig, QualityConfig, Source
-from m2forge.corpus.judge.duplicate import Repeat, find_duplicates
+from m2forge.corpus.judge.duplicate import MinHash, Repeat, find_duplicates
 from m2forge.corpus.judge.scan import domain_names, num_bands, scan_part
-from m2forge.corpus.judge.signature import MinHash, shingles
-from m2forge.corpus.judge.words import cut
+from m2forge.corpus.judge.words import cut, shingles
 from m2forge.corpus.read.source import list_parts
 from m2forge.corpus.reader import CorpusReader
 from m2forge.corpus.token_set import CorpusWriter

@@ -35,7 +35,7 @@ from m2forge.corpus.build import build_corpus
 from m2forge.corpus.config import CorpusConfig
 from m2forge.evaluate.config import EvalConfig
 from m2forge.evaluate.predictor import ModelPredictor, complete
-from m2forge.evaluate.report.report import EvalReport
+from m2forge.evaluate.report import EvalReport
 from m2forge.evaluate.run import run_eval
 from m2forge.files import write_atomic
 from m2forge.model.checkpoint import load_model

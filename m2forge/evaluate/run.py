@@ -18,9 +18,7 @@ from m2forge.evaluate.config import EvalConfig, HeldOutConfig
 from m2forge.evaluate.predictor import ModelPredictor, Predictor
 from m2forge.evaluate.prompts.prompt_file import RenderedPrompts, read_prompts
 from m2forge.evaluate.prompts.scored_sample import Task
-from m2forge.evaluate.report.plot import plots
-from m2forge.evaluate.report.report import Cell, DomainLoss, EvalReport, Failure
-from m2forge.evaluate.report.table import render, show
+from m2forge.evaluate.report import Cell, DomainLoss, EvalReport, Failure, plots, render, show
 from m2forge.evaluate.suites.completion import (
     Measured,
     measure_exact_match,

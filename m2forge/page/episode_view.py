@@ -7,13 +7,19 @@ Importance ratios of its tokens are shown if the run stores those of the step th
 calls are computed as the trainer computes them from the rewards of its group. The trainer compares the episodes of a
 group within a batch (`rl/trainer.py`); so does this, with the same function. An episode that is not in a batch yet is
 compared with its whole group.
+
+The files of its task are shown with paths, sizes and texts, within limits. A task of a JSONL file carries its files'
+texts; that of a task folder names the folder, whose files are read as they are now. Files that are not text, or are too
+large, are listed without their text. Links are not followed.
 """
 
 import json
 import math
+import os
+import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +33,6 @@ from m2forge.page.episode_list import JOINED, SHOWN, summary
 from m2forge.page.message_part import LOOK_BACK, Part, TokenText, cut_completion, cut_prompt
 from m2forge.page.pool_reader import PoolReader
 from m2forge.page.run_folder import RATIOS_FOLDER, Run, known_keys
-from m2forge.page.task_file import task_files
 from m2forge.page.tree_outline import Trajectory
 from m2forge.pool.queue import read_queue
 from m2forge.pool.state import EpisodeState
@@ -141,6 +146,11 @@ MAX_FOUND = 5000
 """Maximum number of calls in a search result."""
 MAX_TOKENS = 20_000
 """Maximum tokens per response."""
+FILES_KEY, FOLDER_KEY = "files", "folder"
+"""Metadata keys: texts by path, and the path of a task folder."""
+MAX_FILES = 100
+MAX_FILE_CHARS = 64 << 10
+MAX_ALL_FILES_CHARS = 1 << 20
 MAX_LOG_RATIO = 20.0
 """Log ratios are clipped here; larger ones look alike."""
 
@@ -425,3 +435,48 @@ def _problems(completion: Completion | None, tools: tuple[Tool, ...] | None) -> 
         for problem in completion.problems
         if tools is not None or problem.kind != ProblemKind.UNKNOWN_TOOL
     ]
+
+
+def task_files(metadata: Mapping[str, JsonValue]) -> list[JsonValue]:
+    """One object for each file: `path`, `num_bytes`, and `text`, which is None where it is left out."""
+    shown: list[JsonValue] = []
+    left = MAX_ALL_FILES_CHARS
+    for path, num_bytes, text in _listed_files(metadata):
+        if len(shown) == MAX_FILES:
+            break
+        is_shown = text is not None and len(text) <= min(MAX_FILE_CHARS, left)
+        left -= len(text) if text is not None and is_shown else 0
+        shown.append({"path": path, "num_bytes": num_bytes, "text": text if is_shown else None})
+    return shown
+
+
+def _listed_files(metadata: Mapping[str, JsonValue]) -> Iterator[tuple[str, int, str | None]]:
+    files, folder = metadata.get(FILES_KEY), metadata.get(FOLDER_KEY)
+    if isinstance(files, Mapping):
+        for path, text in sorted(files.items()):
+            if isinstance(text, str):
+                yield path, len(text.encode(errors="replace")), text
+    if isinstance(folder, str):
+        yield from _folder_files(Path(folder))
+
+
+def _folder_files(folder: Path) -> Iterator[tuple[str, int, str | None]]:
+    for root, names, files in os.walk(folder):
+        names.sort()
+        for name in sorted(files):
+            path = Path(root) / name
+            try:
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    yield path.relative_to(folder).as_posix(), status.st_size, _file_text(path, status.st_size)
+            except OSError:
+                continue  # It was removed meanwhile.
+
+
+def _file_text(path: Path, num_bytes: int) -> str | None:
+    if num_bytes > 4 * MAX_FILE_CHARS:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return None

@@ -24,7 +24,7 @@ from typing import Literal
 from m2forge.config import TomlValue
 from m2forge.corpus.manifest import MANIFEST_NAME, Kind, Manifest
 from m2forge.errors import NotFoundError
-from m2forge.evaluate.report.report import JSON_FILE, EvalReport
+from m2forge.evaluate.report import JSON_FILE, EvalReport
 from m2forge.observe.metrics import FILE_NAME
 from m2forge.page.cached_file import CachedFile
 from m2forge.page.latest import HELD_OUT_LOSS, Latest

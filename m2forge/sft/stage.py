@@ -18,9 +18,8 @@ from m2forge.observe.tracker import require_writers
 from m2forge.records import JsonValue, Pack
 from m2forge.sft.config import SFTConfig, SFTEvalConfig
 from m2forge.sft.dataset import prepare
-from m2forge.sft.reader import SFTReader, SFTReaderState, read_once
 from m2forge.sft.split import Selection
-from m2forge.sft.trajectory_store import Store
+from m2forge.sft.trajectory_store import SFTReader, SFTReaderState, Store, read_once
 from m2forge.text.format import ChatFormat, make_format
 from m2forge.text.rewrite import check_rewrites
 from m2forge.text.tokenizer import load_tokenizer

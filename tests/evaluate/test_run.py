@@ -14,7 +14,7 @@ from m2forge.config import build, load
 from m2forge.corpus.token_set import CorpusWriter
 from m2forge.errors import ConfigError, DataError, FormatError, M2ForgeError, NotFoundError
 from m2forge.evaluate.config import AlphabetConfig, EvalConfig
-from m2forge.evaluate.report.report import EvalReport
+from m2forge.evaluate.report import EvalReport
 from m2forge.evaluate.run import run_eval
 from m2forge.evaluate.suites.suite import Material, draw_samples, make_task
 from m2forge.model.checkpoint import save_model

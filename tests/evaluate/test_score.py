@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from m2forge.evaluate.predictor import ModelPredictor, batches
 from m2forge.evaluate.prompts.scored_sample import Sample
-from m2forge.evaluate.prompts.text_wording import TextWording, noise_filler
-from m2forge.evaluate.prompts.wording import TokenWording, make_alphabet
-from m2forge.evaluate.report.report import wilson
-from m2forge.evaluate.suites.ruler import HopTask, NeedleTask, RandomFiller
+from m2forge.evaluate.prompts.wording import TextWording, TokenWording, make_alphabet
+from m2forge.evaluate.report import wilson
+from m2forge.evaluate.suites.ruler import HopTask, NeedleTask, RandomFiller, noise_filler
 from m2forge.evaluate.suites.suite import score_forced, score_free
 from m2forge.model.build import build
 from m2forge.model.transformer import Transformer

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from m2forge.corpus.manifest import Kind, Manifest, Shard, TokenSet, write_manifest
-from m2forge.evaluate.report.report import DomainLoss, EvalReport, make_cell
+from m2forge.evaluate.report import DomainLoss, EvalReport, make_cell
 
 START_S = 1_790_000_000.0
 CONFIGS = {

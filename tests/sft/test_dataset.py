@@ -9,9 +9,8 @@ import pytest
 from m2forge.errors import DataError
 from m2forge.sft.config import PromptPart, SFTDataConfig, SourceConfig
 from m2forge.sft.dataset import prepare
-from m2forge.sft.reader import SFTReader
 from m2forge.sft.report import Note, Problem, Report
-from m2forge.sft.trajectory_store import Store
+from m2forge.sft.trajectory_store import SFTReader, Store
 from m2forge.text.format import MINIMAX_M2_SPECIALS, make_format
 from m2forge.text.message import Message
 from m2forge.text.tokenizer import train_tokenizer

@@ -12,12 +12,11 @@ from m2forge.errors import DataError
 from m2forge.records import NO_TARGET
 from m2forge.sft.config import SFTDataConfig, SourceConfig
 from m2forge.sft.dataset import prepare
-from m2forge.sft.reader import read_once
 from m2forge.sft.report import Note
 from m2forge.sft.split import Selection, conversation_hash
 from m2forge.sft.synthetic import generate
 from m2forge.sft.trajectory import Trajectory
-from m2forge.sft.trajectory_store import Store
+from m2forge.sft.trajectory_store import Store, read_once
 from m2forge.text.message import Message, ToolCall
 from tests.sft.sample import ADD, chat_format, trajectories, write_lines
 

@@ -1,5 +1,5 @@
 """Scores, classifies and deduplicates documents.
 
-In reading order: words, feature, quality, classifier, topic, signature, duplicate; example trains the classifiers,
-scan runs all of it.
+In reading order: words, feature, quality, classifier, topic, duplicate; example trains the classifiers, scan
+runs all of it.
 """

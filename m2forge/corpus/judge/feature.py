@@ -12,8 +12,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from m2forge.corpus.judge.signature import Shingles
-from m2forge.corpus.judge.words import TextBatch, hash_word
+from m2forge.corpus.judge.words import Shingles, TextBatch, hash_word
 from m2forge.corpus.permutation import UInt64Array
 
 MARKERS: dict[str, str] = {

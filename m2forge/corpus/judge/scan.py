@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from m2forge.corpus.config import DOMAINS, CorpusConfig, Rule
 from m2forge.corpus.judge.classifier import Classifier, load_classifier
+from m2forge.corpus.judge.duplicate import NOTHING, MinHash, SignatureArray, band_keys, bands_for
 from m2forge.corpus.judge.feature import Feature, FeatureArray, count_features
 from m2forge.corpus.judge.quality import PASSED, broken_rules, rule_scores
-from m2forge.corpus.judge.signature import NOTHING, MinHash, SignatureArray, band_keys, bands_for, shingles
 from m2forge.corpus.judge.topic import SketchArray, sketch, sketch_sums
-from m2forge.corpus.judge.words import WINDOW_BYTES, TextBatch, cut, windows
+from m2forge.corpus.judge.words import WINDOW_BYTES, TextBatch, cut, shingles, windows
 from m2forge.corpus.read.document import Document, Problems
 from m2forge.corpus.read.file import read_span
 from m2forge.corpus.read.source import CODE_SUFFIXES, Part

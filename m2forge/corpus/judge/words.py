@@ -1,8 +1,8 @@
 """Splits a batch of documents into words and lines, each with a hash, by array operations over the bytes.
 
 In: UTF-8 documents. Out: start and end of words and lines, the document of each, and 64-bit hashes of the words, in
-lower case, and of the lines. All later steps (quality, near-duplicates, domains, topics) are array operations on these;
-no Python code runs per document or per word.
+lower case, and of the lines, and of shingles, which are runs of words. All later steps (quality, near-duplicates,
+domains, topics) are array operations on these; no Python code runs per document or per word.
 
 A word is a run of letters, digits, underscores and non-ASCII bytes; a Chinese, Japanese or Korean character is a word
 of its own, since those scripts do not separate words. Hashes are polynomial: with prefix sums
@@ -26,6 +26,7 @@ WINDOW_BYTES = 1 << 20
 _BASE = 0x2545F4914F6CDD1D
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _NEWLINE = ord("\n")
+_COMBINE = 0xD6E8FEB86659FD93
 
 
 def _table(members: bytes) -> bytes:
@@ -101,6 +102,31 @@ def cut(documents: Sequence[bytes]) -> TextBatch:
         line_hash=_hash(prefix, line_start, line_end),
         line_document=_owner(document_start, line_start),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Shingles:
+    """Hashes of runs of words, and the document of each, in document order."""
+
+    hash: UInt64Array
+    document: Int64Array
+
+
+def shingles(batch: TextBatch, num_words: int) -> Shingles:
+    count = len(batch.word_hash)
+    total = batch.word_hash.copy()
+    whole = np.ones(count, bool)
+    for step in range(1, num_words):
+        factor = np.uint64(pow(_COMBINE, step, 1 << 64))
+        same = np.zeros(count, bool)
+        same[: max(0, count - step)] = batch.word_document[step:] == batch.word_document[: max(0, count - step)]
+        terms = batch.word_hash[step:] * factor
+        total[: len(terms)] += np.where(same[: len(terms)], terms, np.uint64(0))
+        whole = same
+    first = np.ones(count, bool)
+    first[1:] = batch.word_document[1:] != batch.word_document[:-1]
+    chosen = np.flatnonzero(whole | first)
+    return Shingles(mix(total[chosen]), batch.word_document[chosen])
 
 
 def windows(document: bytes, size: int = WINDOW_BYTES) -> list[bytes]:

@@ -1,4 +1,4 @@
 """Builds prompts.
 
-In reading order: sample, wording, text_wording, prompt_file.
+In reading order: scored_sample, wording, prompt_file.
 """

@@ -1,8 +1,8 @@
 """How a task is expressed in tokens: the only part that differs between synthetic ids and natural language.
 
 Tasks use terms (a key, its value, a variable, a word, a label) and call a wording to draw and phrase them.
-The token wording needs no language, so that a model trained for minutes can be evaluated; text_wording.py writes
-English through a tokenizer.
+`TokenWording` needs no language, so that a model trained for minutes can be evaluated; `TextWording` writes English
+through a tokenizer, following RULER with our own sentences.
 
 Many-shot in-context learning shows examples of a mapping invented for the sample, then one input to apply it to. Every
 input is an invented symbol that maps to a random label. Inputs cycle in random order, so k examples show min(k,
@@ -17,11 +17,16 @@ In bare token ids a task has a few reserved markers, a small alphabet of symbols
     shots       SHOT x IS y                    …        SHOT x IS y
 
 Several questions of one sample follow each other, each after the correct answer to the previous one.
+
+In English every piece is encoded separately and starts with a space or a line break, where pre-tokenizers split anyway:
+ids can be counted and cut exactly, and an answer has the same tokens as in running text.
 """
 
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import product
 from typing import Literal, Protocol
 
 import numpy as np
@@ -246,3 +251,115 @@ def _distinct(rng: np.random.Generator, base: int, width: int, count: int) -> li
     while len(rows) < count:
         rows[tuple(rng.integers(base, size=width).tolist())] = None
     return list(rows)
+
+
+ADJECTIVES = (
+    *("amber", "ancient", "bitter", "bold", "brave", "bright", "calm", "clever", "cold", "crooked", "curious", "dark"),
+    *("early", "eager", "empty", "faint", "gentle", "golden", "grand", "green", "hollow", "humble", "icy", "idle"),
+    *("jolly", "keen", "late", "lively", "lonely", "lucky", "mild", "misty", "narrow", "noble", "odd", "pale"),
+    *("plain", "proud", "quick", "quiet", "rapid", "rough", "royal", "rusty", "silent", "silver", "slow", "smooth"),
+)
+NOUNS = (
+    *("anchor", "apple", "arrow", "barrel", "basket", "beacon", "bridge", "candle", "canyon", "castle", "cedar"),
+    *("comet", "copper", "desert", "dragon", "eagle", "engine", "falcon", "feather", "forest", "garden", "glacier"),
+    *("hammer", "harbor", "island", "jacket", "kettle", "ladder", "lantern", "marble", "meadow", "mirror", "needle"),
+    *("ocean", "orchard", "palace", "pepper", "planet", "rabbit", "ribbon", "saddle", "shadow", "temple", "thunder"),
+)
+COLOURS = ("red", "blue", "green", "black", "white", "yellow", "orange", "purple")
+NUM_DIGITS = 7
+VARIABLE_LETTERS = 5
+SYLLABLES = tuple(map("".join, product("bdfgklmnprstvz", "aeiou")))
+WORD_SYLLABLES = 3
+"""All invented words have equal length, so that none is part of another."""
+
+
+class Encoder(Protocol):
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class TextWording:
+    encoder: Encoder
+    begin_ids: tuple[int, ...] = ()
+    """Ids that start a document for this model, such as its BOS token."""
+
+    def draw(self, rng: np.random.Generator, kind: TermKind, count: int) -> list[Term]:
+        texts: dict[str, None] = {}
+        if kind == "label":
+            if count > len(COLOURS):
+                raise ConfigError(f"{count} labels: text knows {len(COLOURS)}; ask for fewer")
+            texts = dict.fromkeys(COLOURS[index] for index in rng.permutation(len(COLOURS))[:count])
+        elif kind == "key" and count > len(ADJECTIVES) * len(NOUNS) // 2:
+            raise ConfigError(f"{count} needles: text knows {len(ADJECTIVES) * len(NOUNS) // 2} keys; ask for fewer")
+        while len(texts) < count:
+            texts[_text(rng, kind)] = None
+        return [Term(tuple(self._encode(f" {text}")), text) for text in texts]
+
+    def needle(self, key: Term, value: Term) -> Sequence[int]:
+        return self._encode(f" The secret number of {key.text} is {value.text}.")
+
+    def needle_head(self) -> Sequence[int]:
+        return self._head(
+            "Secret numbers are hidden in the text below. Remember them: a question follows at the end.\n"
+        )
+
+    def needle_tail(self, keys: Sequence[Term], values: Sequence[Term]) -> list[Piece]:
+        names = _listed([key.text for key in keys])
+        what, verb = ("number", "is") if len(keys) == 1 else ("numbers", "are")
+        question = f"\nQuestion: What {verb} the secret {what} of {names}?\nAnswer: The secret {what} of {names} {verb}"
+        return [Piece(self._encode(question)), *self._answers(values)]
+
+    def assignment(self, variable: Term, source: Term) -> Sequence[int]:
+        value = source.text if source.text.isdecimal() else f"VAR {source.text}"
+        return self._encode(f" VAR {variable.text} = {value}.")
+
+    def chain_head(self) -> Sequence[int]:
+        return self._head("Variables are assigned in the text below, some of them from others. Keep track of them.\n")
+
+    def chain_tail(self, value: Term, variables: Sequence[Term]) -> list[Piece]:
+        question = f"\nQuestion: Which {len(variables)} variables hold the value {value.text}?"
+        return [Piece(self._encode(f"{question}\nAnswer: The variables are")), *self._answers(variables)]
+
+    def word_item(self, number: int, word: Term) -> Sequence[int]:
+        return *self._encode(f" {number}."), *word.ids
+
+    def words_head(self) -> Sequence[int]:
+        return self._head("In the numbered list below some words occur far more often than others. Remember those.\n")
+
+    def words_tail(self, words: Sequence[Term]) -> list[Piece]:
+        question = f"\nQuestion: Which {len(words)} words occur most often in the list?"
+        return [Piece(self._encode(f"{question}\nAnswer: The commonest words are")), *self._answers(words)]
+
+    def shots_head(self) -> Sequence[int]:
+        return self.begin_ids
+
+    def shot(self, example: Term, label: Term) -> list[Piece]:
+        return [Piece(self._encode(f"\n\nInput: {example.text}\nLabel:")), answer_piece(label)]
+
+    def _answers(self, terms: Sequence[Term]) -> list[Piece]:
+        pieces = [answer_piece(terms[0])]
+        for term in terms[1:]:
+            pieces += [Piece(self._encode(",")), answer_piece(term)]
+        return pieces
+
+    def _head(self, text: str) -> Sequence[int]:
+        return *self.begin_ids, *self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.encoder.encode(text)
+
+
+def _text(rng: np.random.Generator, kind: TermKind) -> str:
+    match kind:
+        case "key":
+            return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+        case "value":
+            return str(rng.integers(10 ** (NUM_DIGITS - 1), 10**NUM_DIGITS))
+        case "variable":
+            return "".join(rng.choice(list(string.ascii_uppercase), VARIABLE_LETTERS))
+        case _:
+            return "".join(rng.choice(SYLLABLES, WORD_SYLLABLES))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -7,7 +7,7 @@ from m2forge.errors import DataError
 from m2forge.evaluate.config import CompletionConfig
 from m2forge.evaluate.predictor import Predictor, complete
 from m2forge.evaluate.prompts.prompt_file import PromptFile, RenderedPrompts, render_prompts
-from m2forge.evaluate.report.report import Cell, Failure, make_cell, readable_bytes, readable_text
+from m2forge.evaluate.report import Cell, Failure, make_cell, readable_bytes, readable_text
 from m2forge.evaluate.suites.exact_match import AnswerPrompt, matches
 from m2forge.evaluate.suites.tool_call import ToolPrompt, judge
 from m2forge.observe.progress import progress

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m2forge.evaluate.report.report import DomainLoss, ModuleLoss, readable_bytes
+from m2forge.evaluate.report import DomainLoss, ModuleLoss, readable_bytes
 from m2forge.kernels.head_loss import chunk_rows
 from m2forge.model.plan import Documents
 from m2forge.model.transformer import Transformer

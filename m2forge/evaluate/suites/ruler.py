@@ -26,6 +26,7 @@ all are repeated more often, in the same ratio. The answer is the set of common 
 the list if an order is needed.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,8 +35,17 @@ import numpy as np
 
 from m2forge.errors import ConfigError
 from m2forge.evaluate.prompts.scored_sample import Sample
-from m2forge.evaluate.prompts.wording import Term, Wording, compose, num_ids
+from m2forge.evaluate.prompts.wording import Encoder, Term, Wording, compose, num_ids
 from m2forge.records import IntArray
+
+NOISE = (
+    "The river runs quietly past the old mill.",
+    "Clouds gather over the hills in the afternoon.",
+    "A bell rings somewhere and then it is still.",
+    "The road goes on between the fields.",
+    "Nobody has closed the gate since spring.",
+)
+"""Meaningless sentences, for a haystack without a text file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +98,20 @@ class SentenceFiller:
         positions = np.array(sorted({max(0, end - cut) for end in ends}), np.int32)
         ids = np.concatenate(parts)[cut:] if parts else np.zeros(0, np.int32)
         return Filling(ids, positions)
+
+
+def noise_filler(encoder: Encoder) -> SentenceFiller:
+    return text_filler(encoder, " ".join(NOISE))
+
+
+def text_filler(encoder: Encoder, text: str) -> SentenceFiller:
+    """The sentences of `text`, as running text."""
+    sentences = [sentence for sentence in re.split(r"(?<=[.!?])\s+", text) if sentence.strip()]
+    ids = (np.array(encoder.encode(f" {sentence.strip()}"), np.int32) for sentence in sentences)
+    encoded = tuple(sentence for sentence in ids if len(sentence))
+    if not encoded:
+        raise ConfigError("the haystack's text holds no sentence; give a file with text")
+    return SentenceFiller(encoded)
 
 
 @dataclass(frozen=True, slots=True)

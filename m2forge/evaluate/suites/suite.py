@@ -36,10 +36,18 @@ from m2forge.evaluate.config import (
 )
 from m2forge.evaluate.predictor import Predictor, batches, complete
 from m2forge.evaluate.prompts.scored_sample import Sample, Task
-from m2forge.evaluate.prompts.text_wording import TextWording, noise_filler, text_filler
-from m2forge.evaluate.prompts.wording import ShotTask, TokenWording, Wording, make_alphabet
-from m2forge.evaluate.report.report import Cell, make_cell, readable_text
-from m2forge.evaluate.suites.ruler import Filler, HopTask, NeedleTask, RandomFiller, WindowFiller, WordCountTask
+from m2forge.evaluate.prompts.wording import ShotTask, TextWording, TokenWording, Wording, make_alphabet
+from m2forge.evaluate.report import Cell, make_cell, readable_text
+from m2forge.evaluate.suites.ruler import (
+    Filler,
+    HopTask,
+    NeedleTask,
+    RandomFiller,
+    WindowFiller,
+    WordCountTask,
+    noise_filler,
+    text_filler,
+)
 from m2forge.text.tokenizer import Tokenizer
 
 Decode = Callable[[list[int]], str]

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2forge.corpus.config import CorpusConfig, DedupConfig, QualityConfig, Source
-from m2forge.corpus.judge.duplicate import Forest, Repeat, find_duplicates
+from m2forge.corpus.judge.duplicate import Forest, MinHash, Repeat, bands_for, find_duplicates
 from m2forge.corpus.judge.scan import Scanner, num_bands
-from m2forge.corpus.judge.signature import MinHash, bands_for, shingles
-from m2forge.corpus.judge.words import cut
+from m2forge.corpus.judge.words import cut, shingles
 from m2forge.corpus.read.document import Document
 from m2forge.corpus.write.document_table import Tables, TableWriter
 

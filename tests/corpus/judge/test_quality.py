@@ -11,9 +11,8 @@ from m2forge.corpus.judge.classifier import load_classifier, train_classifier
 from m2forge.corpus.judge.feature import Feature, FeatureArray, count_features
 from m2forge.corpus.judge.quality import PASSED, broken_rules, rule_scores
 from m2forge.corpus.judge.scan import Scanner, domain_of_name, recognise
-from m2forge.corpus.judge.signature import shingles
 from m2forge.corpus.judge.topic import group, sketch, sketch_sums
-from m2forge.corpus.judge.words import cut
+from m2forge.corpus.judge.words import cut, shingles
 from m2forge.errors import DataError
 
 PROSE = """The river had risen in the night, and by morning it stood at the foot of the garden wall. Nobody in the house

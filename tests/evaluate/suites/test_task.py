@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from m2forge.errors import ConfigError
 from m2forge.evaluate.prompts.scored_sample import Sample, Task
-from m2forge.evaluate.prompts.text_wording import TextWording, noise_filler, text_filler
-from m2forge.evaluate.prompts.wording import Marker, ShotTask, TokenWording, Wording, make_alphabet
+from m2forge.evaluate.prompts.wording import Marker, ShotTask, TextWording, TokenWording, Wording, make_alphabet
 from m2forge.evaluate.suites.ruler import (
     Filling,
     HopTask,
@@ -21,6 +20,8 @@ from m2forge.evaluate.suites.ruler import (
     WindowFiller,
     WordCountTask,
     lay,
+    noise_filler,
+    text_filler,
 )
 from tests.evaluate.letters import ByteEncoder, answer_ids, decode
 

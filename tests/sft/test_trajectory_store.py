@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from m2forge.errors import ConfigError, DataError
 from m2forge.records import NO_TARGET, Pack
 from m2forge.sft.encode import Encoded
-from m2forge.sft.reader import SFTReader, SFTReaderState
 from m2forge.sft.report import Report
-from m2forge.sft.trajectory_store import Store, StoreWriter
+from m2forge.sft.trajectory_store import SFTReader, SFTReaderState, Store, StoreWriter
 
 CONTEXT = 12
 

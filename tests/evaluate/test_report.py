@@ -7,9 +7,20 @@ from xml.etree import ElementTree
 import pytest
 
 from m2forge.errors import DataError, NotFoundError
-from m2forge.evaluate.report.plot import LENGTH_FILE, SHOTS_FILE, heat_map, line_chart, number, plots
-from m2forge.evaluate.report.report import DomainLoss, EvalReport, Failure, ModuleLoss, make_cell
-from m2forge.evaluate.report.table import render
+from m2forge.evaluate.report import (
+    LENGTH_FILE,
+    SHOTS_FILE,
+    DomainLoss,
+    EvalReport,
+    Failure,
+    ModuleLoss,
+    heat_map,
+    line_chart,
+    make_cell,
+    number,
+    plots,
+    render,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 LENGTHS, DEPTHS = (512, 1024, 4096), (0.0, 0.5, 1.0)

@@ -1,4 +1,0 @@
-"""Writes results.
-
-In reading order: report, table, plot.
-"""
