@@ -208,7 +208,7 @@ class NamespaceSandbox(InitSandbox):
         return EngineError(f"a sandbox could not start: {text}")
 
     async def _wait_until_gone(self) -> None:
-        await self._gone
+        await asyncio.shield(self._gone)  # a cancelled `close` may be repeated
 
     def _take_end(self) -> None:
         """The supervisor has ended: no process of the sandbox is left."""

@@ -269,6 +269,21 @@ def test_a_closed_sandbox_says_so() -> None:
     asyncio.run(whole())
 
 
+def test_a_cancelled_close_can_be_repeated() -> None:
+    async def whole() -> list[object]:
+        errors: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        sandbox = await open_sandbox(CONFIG)
+        closing = asyncio.create_task(sandbox.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        await sandbox.close()
+        return errors
+
+    assert asyncio.run(whole()) == []
+
+
 def test_a_layer_that_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "layer").mkdir()
     config = CONFIG.model_copy(update={"folders": (str(tmp_path / "nowhere"),)})
