@@ -13,7 +13,7 @@ directory, which `load_resolved` and `current_keys` read.
 import copy
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args, get_origin
@@ -30,6 +30,7 @@ from m2forge.renamed_key import Renames, show
 __all__ = [
     "Config",
     "ConfigT",
+    "Setting",
     "TomlValue",
     "build",
     "current_keys",
@@ -37,10 +38,13 @@ __all__ = [
     "load",
     "load_resolved",
     "parse_overrides",
+    "to_overrides",
     "write_resolved",
 ]
 
 Overrides: TypeAlias = Mapping[tuple[str, ...], TomlValue]
+Setting: TypeAlias = str | int | float | bool | Sequence["Setting"] | Mapping[str, "Setting"]
+"""The value of a config key in Python; a mapping sets the keys of a table."""
 
 
 def load(kind: type[ConfigT], path: Path | Sequence[Path], overrides: Sequence[str] = ()) -> ConfigT:
@@ -81,6 +85,15 @@ def parse_overrides(overrides: Iterable[str]) -> dict[tuple[str, ...], TomlValue
             raise ConfigError(f"--set {override}: expected KEY=VALUE with a dotted key, such as model.layers=4")
         parsed[path] = _parse_value(text)
     return parsed
+
+
+def to_overrides(settings: Mapping[str, Setting], table: str = "") -> Iterator[str]:
+    """The settings as `--set` takes them: a dotted key and a TOML value each."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from to_overrides(value, f"{table}{key}.")
+        else:
+            yield f"{table}{key}={_toml_text(value)}"
 
 
 def dump(config: Config) -> str:
@@ -153,6 +166,15 @@ def _merge(data: dict[str, TomlValue], other: Mapping[str, TomlValue]) -> None:
 
 def _to_toml(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def _toml_text(value: Setting) -> str:
+    """A TOML value in one line. JSON's strings, numbers and booleans are TOML's too."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml_text(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(map(_toml_text, value)) + "]"
+    return json.dumps(value, default=str)
 
 
 def _parse_key(key: str) -> tuple[str, ...]:

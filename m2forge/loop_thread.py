@@ -4,6 +4,8 @@ and in a notebook, whose thread already runs an event loop.
     with LoopThread("name") as thread:
         thread.run(coroutine)                      # its result, or its exception; Ctrl-C cancels it
 
+`run_anywhere` uses such a thread only if the calling thread already runs an event loop.
+
 `run` returns, even on Ctrl-C, after the coroutine has ended, so its cleanup is complete. `close` cancels what still
 runs.
 """
@@ -108,3 +110,14 @@ class LoopThread:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
         self._on_close()
+
+
+def run_anywhere(coroutine: Coroutine[object, object, T], name: str = "m2forge-loop") -> T:
+    """Run a coroutine to its end, also where an event loop already runs in this thread, as in a notebook. `name`: that
+    of the thread which then runs it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with LoopThread(name) as thread:
+        return thread.run(coroutine)

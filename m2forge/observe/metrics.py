@@ -31,6 +31,8 @@ FILE_NAME = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 RESERVED = ("step", "time_s")
 _FLUSH_S = 10
+_TAIL_BYTES = 1 << 18
+"""Bytes that `read_last_step` reads from the end of the file; many times the size of one step's metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,21 @@ def read_metrics(path: Path) -> list[StepMetrics]:
             values = steps.pop().values | values
         steps.append(StepMetrics(step, time_s, values))
     return steps
+
+
+def read_last_step(path: Path) -> StepMetrics | None:
+    """Read the last step from the end of the metrics file; None if missing or unreadable."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = file.read().split(b"\n")[:-1]
+    try:
+        record = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        return None
+    step, time_s = int(record.pop("step")), float(record.pop("time_s"))
+    return StepMetrics(step, time_s, {name: float(value) for name, value in record.items()})
 
 
 def _to_json(value: float) -> float | str:

@@ -16,11 +16,13 @@ dropped before training (no signal, too many failed attempts, too stale, too slo
 domain. So training takes exactly the number of units that were drawn for a stage, and both change the stage after the
 same batch. The curriculum's state is stored in one transaction with the tasks that it drew, so that none is skipped or
 drawn twice.
+
+`View` shows progress in the terminal: steps, queue and window, tokens/s, rewards, staleness, trainer utilization.
 """
 
 # Reading path: rl. An RL step in the loop's process; an attempt's completions are the path `chat`.
 # The files that run, in reading order; dev/paths.py compares this list with a trace:
-#     rl/loop.py                        the loop: queue, attempts, weights
+#     rl/loop.py                        the loop: queue, attempts, weights, progress
 #     tasks/curriculum.py               which tasks come next
 #     tasks/runner.py                   draws and verifies tasks in worker processes
 #     tasks/family.py                   a family's tasks and verdicts
@@ -37,7 +39,6 @@ drawn twice.
 #     reward/rule.py                    process reward of a step
 #     weights/store.py                  published policy versions
 #     pool/batch.py                     which lineage the sampler serves, after a weight update
-#     rl/view.py                        the terminal's progress view
 
 import asyncio
 import contextlib
@@ -46,29 +47,32 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from m2forge.agents.attempt import AttemptRunner
-from m2forge.agents.workspace import Workspaces
-from m2forge.config import build, load
+from m2forge.agents.workspace import SandboxCounts, Workspaces
+from m2forge.config import Setting, build, load, to_overrides
 from m2forge.errors import EngineError
+from m2forge.files import write_atomic
 from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.gateway.format import load_format
 from m2forge.http_client import HttpClient, encode_json
-from m2forge.loop_thread import LoopThread
+from m2forge.loop_thread import run_anywhere
 from m2forge.model.config_file import CONFIG_FILE as WEIGHTS_CONFIG
 from m2forge.model.config_file import read_config
 from m2forge.model.hub import find_folder, pinned
+from m2forge.observe.metrics import FILE_NAME, StepMetrics, read_last_step
+from m2forge.observe.progress import progress
 from m2forge.observe.tracker import require_writers
 from m2forge.pool.pool import Pool, PoolWriter
-from m2forge.pool.state import StateError
+from m2forge.pool.state import StateError, UnitState
 from m2forge.pool.stored import Lease, Queued
 from m2forge.records import JsonValue, PolicyVersion, Task
 from m2forge.reward.judge import Judge
-from m2forge.rl.attempts import Attempts, Slots, attempt_sandbox, cancel_all, open_agent, require_agent
+from m2forge.rl.attempts import AttemptCounts, Attempts, Slots, attempt_sandbox, cancel_all, open_agent, require_agent
 from m2forge.rl.child import Child
 from m2forge.rl.child_main import MODULE
 from m2forge.rl.config import RLConfig
@@ -77,7 +81,6 @@ from m2forge.rl.eval import EvalResult, Evaluations, read_results
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.rl.layout import Layout, read_lineage
 from m2forge.rl.servers import Server, make_servers
-from m2forge.rl.view import View
 from m2forge.tasks.curriculum import Curriculum, Draw, Families
 from m2forge.tasks.runner import TaskRunner
 from m2forge.tasks.survey import survey
@@ -96,8 +99,8 @@ FAILED = 503
 """HTTP status of a sampler whose engine has failed."""
 EMPTY_QUEUE_S = 0.2
 """How long to wait before the next request for leases from a queue that had fewer than there were free slots."""
-Setting: TypeAlias = str | int | float | bool | Sequence["Setting"] | Mapping[str, "Setting"]
-"""The value of a config key; a mapping sets the keys of a table."""
+VIEW_S = 1.0
+"""Time between two updates of the terminal's progress view."""
 _log = logging.getLogger(__name__)
 
 
@@ -112,13 +115,13 @@ def train_rl(
     `config`: a TOML file, its content as a mapping, or a `RLConfig`. `overrides`: config keys, as with `--set`; a
     mapping overrides keys inside a table. Returns the finished model's folder and the evaluations; a run that already
     exists in `runs` is resumed. Ctrl-C stops the run; the same call resumes it."""
-    settings = list(_set_options(overrides))
+    settings = list(to_overrides(overrides))
     if isinstance(config, RLConfig):
         values = config.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         values["agent"]["kind"] = config.agent.kind
         resolved = build(RLConfig, values, settings, origin="train_rl")
     elif isinstance(config, Mapping):
-        resolved = build(RLConfig, {}, [*_set_options(config), *settings], origin="train_rl")
+        resolved = build(RLConfig, {}, [*to_overrides(config), *settings], origin="train_rl")
     else:
         resolved = load(RLConfig, Path(config), settings)
     return run_rl(resolved, Path(runs))
@@ -127,7 +130,7 @@ def train_rl(
 def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[EvalResult]]:
     """Start or resume the run that `config` describes; returns the finished model's folder and its evaluations."""
     require_writers(config.train.metrics)
-    _run(require_agent(config.agent))
+    run_anywhere(require_agent(config.agent))
     families = survey_tasks(config)
     run_dir = runs / config.name
     config = pinned(config, run_dir / CONFIG_FILE)
@@ -137,7 +140,7 @@ def run_rl(config: RLConfig, runs: Path) -> tuple[Path, list[EvalResult]]:
     with hold_run(run_dir):
         open_run(run_dir, config, begun_phase(layout.checkpoints))
         if not is_complete(layout, config):
-            _run(Loop(layout, config, families).run())
+            run_anywhere(Loop(layout, config, families).run())
     return layout.model, read_results(layout.evaluations)
 
 
@@ -150,7 +153,7 @@ def survey_tasks(config: RLConfig) -> dict[str, FamilyInfo]:
         reward = config.reward.function
         found.update(await survey(config.curriculum, config.verify, evaluation.num_tasks, evaluation.seed, reward))
 
-    _run(look())
+    run_anywhere(look())
     return found
 
 
@@ -161,35 +164,6 @@ def is_complete(layout: Layout, config: RLConfig) -> bool:
     results = read_results(layout.evaluations)
     is_evaluated = any(result.step == step and lineage.holds(step, result.branch) for result in results)
     return layout.model.is_dir() and (is_evaluated or not config.eval.num_tasks)
-
-
-def _run(work: Coroutine[object, object, None]) -> None:
-    """Run a coroutine to its end, also where an event loop already runs in this thread, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(work)
-        return
-    with LoopThread("m2forge-rl") as thread:
-        thread.run(work)
-
-
-def _set_options(settings: Mapping[str, Setting], table: str = "") -> Iterator[str]:
-    """The settings as `--set` takes them: a dotted key and a TOML value each."""
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _set_options(value, f"{table}{key}.")
-        else:
-            yield f"{table}{key}={_to_toml(value)}"
-
-
-def _to_toml(value: Setting) -> str:
-    """A TOML value in one line. JSON's strings, numbers and booleans are TOML's too."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_to_toml(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ", ".join(map(_to_toml, value)) + "]"
-    return json.dumps(value, default=str)
 
 
 class Loop:
@@ -532,3 +506,76 @@ class Supply:
             self.curriculum.restore(before)
             return False
         return True
+
+
+class View:
+    def __init__(
+        self, layout: Layout, config: RLConfig, pool: Pool, counts: AttemptCounts, sandboxes: SandboxCounts
+    ) -> None:
+        self._layout, self._config, self._pool, self._counts = layout, config, pool, counts
+        self._sandboxes, self._written = sandboxes, ""
+        self._window_size = config.pool.window.size
+
+    async def show(self, writer: PoolWriter) -> None:
+        with progress(self._config.num_steps, self._config.name) as bar:
+            shown, num_tokens, at_s = 0, self._counts.num_tokens, time.monotonic()
+            while True:
+                await asyncio.sleep(VIEW_S)
+                last = read_last_step(self._layout.run_dir / FILE_NAME)
+                fields = await self._queue_fields(writer)
+                if self._config.agent.sandbox.backend != "process":
+                    fields |= {"sandboxes": f"{self._sandboxes.num_alive}"}
+                    await asyncio.to_thread(self._write_sandboxes)
+                passed_s, at_s = time.monotonic() - at_s, time.monotonic()
+                fields["tokens/s"] = f"{(self._counts.num_tokens - num_tokens) / passed_s:,.0f}"
+                num_tokens = self._counts.num_tokens
+                for domain, perfs in self._counts.perfs.items():
+                    if perfs:
+                        fields[domain] = f"{sum(perfs) / len(perfs):.0%}"
+                        del perfs[:-256]
+                fields |= _failure_fields(self._counts)
+                if last is not None:
+                    fields |= _step_fields(last)
+                done = 0 if last is None else last.step
+                bar.advance(max(0, done - shown), fields)
+                shown = max(shown, done)
+
+    def _write_sandboxes(self) -> None:
+        """Write the numbers for the run page, if they have changed."""
+        counts = self._sandboxes
+        nums = {"num_alive": counts.num_alive, "num_forked": counts.num_started, "num_failed": counts.num_failed}
+        text = json.dumps({"backend": self._config.agent.sandbox.backend, **nums})
+        if text != self._written:
+            write_atomic(self._layout.sandboxes, text)
+            self._written = text
+
+    async def _queue_fields(self, writer: PoolWriter) -> dict[str, float | str]:
+        positions = await writer.run(self._pool.queue_positions, self._config.pool.window.queue)
+        inside = [state for position, state in positions if position < positions[0][0] + self._window_size]
+        num_ready = sum(state == UnitState.READY for state in inside)
+        return {"queue": f"{len(positions)}", "window": f"{num_ready}/{len(inside)} ready"}
+
+
+def _failure_fields(counts: AttemptCounts) -> dict[str, float | str]:
+    """Numbers of attempts since the start that failed, by what became of them, and of those whose states were rebuilt;
+    those above 0."""
+    nums = {
+        "timeouts": counts.num_timeouts,
+        "errors": counts.num_errors,
+        "broken": counts.num_broken,
+        "retried": counts.num_interrupted,
+        "rebuilt": counts.num_rebuilt,
+        "unequal": counts.num_unequal,
+    }
+    return {name: f"{num}" for name, num in nums.items() if num}
+
+
+def _step_fields(last: StepMetrics) -> dict[str, float | str]:
+    values = last.values
+    busy_s = values.get("trained_s", 0.0) + values.get("published_s", 0.0)
+    waited_s = values.get("waited_s", 0.0)
+    return {
+        "reward": values.get("reward", 0.0),
+        "staleness": f"{values.get('staleness', 0.0):.0f}",
+        "trainer busy": f"{busy_s / max(busy_s + waited_s, 1e-9):.0%}",
+    }

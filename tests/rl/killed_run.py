@@ -12,13 +12,13 @@ from pathlib import Path
 from sqlalchemy import select
 
 from m2forge.model.config_file import read_config
+from m2forge.observe.metrics import read_last_step
 from m2forge.pool.pool import Pool
 from m2forge.pool.state import UnitState
 from m2forge.pool.tables import episode_table, unit_table
 from m2forge.rl.config import RLConfig
 from m2forge.rl.layout import Layout
 from m2forge.rl.loop import is_trained
-from m2forge.rl.view import read_last_step
 from tests.rl.ring import ancestors, command_of, folder_of, processes, running, started, wait_until_gone
 
 POLL_S = 0.05

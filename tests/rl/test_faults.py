@@ -28,13 +28,13 @@ from sqlalchemy import select
 from examples.demo import CONFIGS, Demo, set_options
 from m2forge.config import load
 from m2forge.model.config_file import read_config
+from m2forge.observe.metrics import read_last_step
 from m2forge.pool.pool import Pool
 from m2forge.pool.state import UnitState
 from m2forge.pool.tables import episode_table, unit_table
 from m2forge.rl.config import RLConfig
 from m2forge.rl.eval import read_results
 from m2forge.rl.layout import Layout
-from m2forge.rl.view import read_last_step
 from m2forge.train.checkpoint import CheckpointStore
 from m2forge.train.config import CheckpointConfig
 from m2forge.train.position import PREFIX

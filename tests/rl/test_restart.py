@@ -9,12 +9,11 @@ from pathlib import Path
 
 from m2forge.gateway.episodes.closed_journal import journal_ids
 from m2forge.model.config_file import read_config
-from m2forge.observe.metrics import read_metrics
+from m2forge.observe.metrics import read_last_step, read_metrics
 from m2forge.pool.pool import Pool
 from m2forge.rl.eval import read_attempts, read_results
 from m2forge.rl.layout import Layout
 from m2forge.rl.loop import is_trained, train_rl
-from m2forge.rl.view import read_last_step
 from tests.rl.ring import agent_command, command_of, processes, started, wait_until_gone
 from tests.rl.scene import make_config, make_model
 from tests.rl.test_faults import Fault, Witness, judge, strike, tell

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from m2forge import train_rl
-from m2forge.config import build, write_resolved
+from m2forge.config import Setting, build, write_resolved
 from m2forge.errors import ConfigError, NotFoundError
 from m2forge.rl import loop as stage
 from m2forge.rl.config import RLConfig
-from m2forge.rl.loop import Setting
 from tests.rl.scene import make_config
 
 OVERRIDES: dict[str, Setting] = {
