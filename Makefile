@@ -41,7 +41,7 @@ PLATFORMS := $(foreach tag,manylinux_2_28 manylinux_2_17 manylinux2014,--platfor
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-control test test-fast test-long test-agents test-vllm test-harbor check format offline-deps clean
+.PHONY: help setup demo demo-control demo-terminal test test-fast test-long test-agents test-vllm test-harbor check format offline-deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -53,6 +53,9 @@ demo: $(DEMO_STAMP) ## pre-train and fine-tune a small network, then let an unto
 
 demo-control: $(DEMO_STAMP) ## the demo with rewards dealt at random
 	@$(BIN)/python examples/demo.py --control $(ARGS)
+
+demo-terminal: $(DEMO_STAMP) ## a small network learns to use a shell from the tests of 600 task folders, in minutes
+	@$(BIN)/python -m examples.demo_terminal $(ARGS)
 
 test: $(STAMP) $(CHROMIUM) ## run the tests on 2 cores (ARGS="-k name" is passed on)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(WORKERS) $(ARGS)

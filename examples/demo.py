@@ -35,7 +35,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -165,17 +165,21 @@ def is_wrong(task: Task, demonstration: Mapping[str, JsonValue]) -> bool:
     return family_of(task).verify(task, Submission(answer)).perf < 1
 
 
-def make_tokenizer(folder: Path, seed: int, lessons: Sequence[Lesson]) -> Path:
+def tokenizer_texts(seed: int, lessons: Sequence[Lesson]) -> Iterator[Mapping[str, JsonValue]]:
+    for lesson in lessons:
+        yield from demonstrations(lesson.tasks(TOKENIZER_TEXTS // len(lessons), seed), seed)
+
+
+def make_tokenizer(folder: Path, conversations: Iterable[Mapping[str, JsonValue]]) -> Path:
     """Trained on conversations as the network will read them."""
     plain = make_format("minimax_m2", train_tokenizer(["a b"], 300, MINIMAX_M2_SPECIALS))
     texts = []
-    for lesson in lessons:
-        for item in demonstrations(lesson.tasks(TOKENIZER_TEXTS // len(lessons), seed), seed):
-            messages, tools = item["messages"], item["tools"]
-            assert isinstance(messages, list)
-            assert isinstance(tools, list)
-            rendered = plain.render([message_from_openai(m) for m in messages], [tool_from_openai(t) for t in tools])
-            texts.append(plain.tokenizer.decode(rendered.ids))
+    for item in conversations:
+        messages, tools = item["messages"], item["tools"]
+        assert isinstance(messages, list)
+        assert isinstance(tools, list)
+        rendered = plain.render([message_from_openai(m) for m in messages], [tool_from_openai(t) for t in tools])
+        texts.append(plain.tokenizer.decode(rendered.ids))
     train_tokenizer(texts, VOCAB_SIZE, MINIMAX_M2_SPECIALS).save(folder)
     return folder
 
@@ -239,7 +243,7 @@ class Demo:
             return folder
         pages = self._course.pages
         make_demonstrations(data, self.seed, self._course.lessons, self._scaled)
-        tokenizer = make_tokenizer(data / "tokenizer", self.seed, self._course.lessons)
+        tokenizer = make_tokenizer(data / "tokenizer", tokenizer_texts(self.seed, self._course.lessons))
         return make_corpus(folder, make_pages(data, self.seed, pages, self._scaled(pages.num_pages)), tokenizer)
 
     def _pretrain(self, corpus: Path) -> Path:
@@ -303,7 +307,7 @@ class Demo:
         print(f"before     {before.success:.1%} of {before.num_tasks} held-out tasks (± {before.margin:.1%})")
         print(f"after      {after.success:.1%} after {len(steps)} steps of CISPO (± {after.margin:.1%})")
         print("agent      examples/task_agent.py, unmodified, by OpenAI's SDK through the gateway")
-        print(f"trees      each token computed once stood for {_mean(steps, 'token_ratio'):.1f} in the calls")
+        print(f"trees      each token computed once stood for {mean(steps, 'token_ratio'):.1f} in the calls")
         lag, staleness = (max(step[name] for step in steps) for name in ("lag", "staleness"))
         print(f"window     groups at most {lag:.0f} positions out of order, {staleness:.0f} versions old")
         print(f"trainer    {trained_s:.0f} s training, {waited_s:.0f} s waiting for agents")
@@ -311,7 +315,7 @@ class Demo:
         print(f"look       open {report}, or `m2forge page {run}`")
 
 
-def _mean(steps: list[dict[str, float]], name: str) -> float:
+def mean(steps: list[dict[str, float]], name: str) -> float:
     return sum(step[name] for step in steps) / len(steps)
 
 
