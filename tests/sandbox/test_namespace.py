@@ -333,6 +333,25 @@ def cgroup_folders(pid: int) -> list[Path]:
     return [folder for parent in cgroup.parents().values() for folder in parent.glob(f"m2forge-{pid}-*")]
 
 
+def test_all_processes_are_in_all_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = cgroup.plan(CONFIG)
+    # Version 2 too, which may be mounted without controllers.
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    unified = [f"{fields[1]}/m2forge-{os.getpid()}-test" for fields in mounts if fields[2] == "cgroup2"]
+    folders = [*plan.folders, *(folder for folder in unified if os.access(Path(folder).parent, os.W_OK))]
+    if not folders:
+        pytest.skip("no cgroup is writable")
+    monkeypatch.setattr(cgroup, "plan", lambda config: cgroup.Plan(tuple(dict.fromkeys(folders)), plan.writes))
+
+    async def act(sandbox: Sandbox) -> list[int]:
+        worker = await sandbox.start(Command(("sh", "-c", "sleep 60 & echo up; wait")))
+        await worker.receive_line()
+        return [len((Path(folder) / "cgroup.procs").read_text().split()) for folder in folders]
+
+    assert use(CONFIG, act) == [3] * len(folders)  # PID 1, the shell and `sleep`.
+    assert not any(Path(folder).exists() for folder in folders)
+
+
 def test_a_killed_supervisor_takes_the_sandbox_with_it() -> None:
     async def act(sandbox: Sandbox) -> None:
         assert isinstance(sandbox, NamespaceSandbox)

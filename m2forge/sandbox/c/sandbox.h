@@ -26,7 +26,7 @@
 #include <sys/types.h>
 
 enum { SETUP = 1, RUN = 2, KILL = 3, READY = 4, FAILED = 5, EXIT = 6 };
-enum { MAX_FRAME = 16 << 20, MAX_FDS = 32, MAX_PORTS = 8 };
+enum { MAX_FRAME = 16 << 20, MAX_FDS = 32, MAX_PORTS = 8, MAX_CGROUPS = 8 };
 
 struct reader {
     const char *at, *end;
