@@ -28,7 +28,7 @@ from m2forge.sandbox.namespace import run_folder
 
 CONFIG = SandboxConfig(backend="namespace")
 TRUE = Command(("/bin/true",))
-NUM_OWNED = 20
+NUM_OWNED, NUM_IDLE = 20, 500
 OWNER = f"""
 import asyncio
 from m2forge.protocols import Command
@@ -251,7 +251,8 @@ PODMAN_RUN = ("run", "--rm", "--network=none", "--ulimit=nofile=1024:1024", "--u
 
 
 def podman_ms(image: str, repeats: int) -> tuple[float, float, float] | None:
-    """`podman run` of a command, one of our cycles in turn with it, and `podman exec` in a running container."""
+    """`podman run` of a command, one of our cycles in turn with it, and `podman exec` in a running container. Without
+    a network, as our sandboxes are: podman's default takes twice as long."""
     command = ["podman", *PODMAN_RUN, image, "/bin/true"]
     if peer_ms(command, 1) is None:
         return None
@@ -267,58 +268,75 @@ def podman_ms(image: str, repeats: int) -> tuple[float, float, float] | None:
     return run, statistics.median(own for _, own in pairs), execute or 0.0
 
 
+class Report:
+    """Rows and bars. Each row is printed as soon as it is measured."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, str, str]] = []
+        self.bars: list[Bar] = []
+
+    def add(self, name: str, ours: str, *bars: Bar, bwrap: float | None = None, podman: float | None = None) -> None:
+        row = (name, ours, *("–" if peer is None else f"{peer:.1f} ms" for peer in (bwrap, podman)))
+        self.rows.append(row)
+        self.bars += bars
+        print(*row, sep="  ", flush=True)
+
+
+def measure_own(report: Report, *, quick: bool) -> float:
+    """Returns the p50 of a command in a running sandbox, with which podman is compared."""
+    repeats, num_cycles = (30, 300) if quick else (200, 10_000)
+    ours = asyncio.run(p50_ms(cycle, repeats))
+    name = "create + command + destroy"
+    report.add(name, f"{ours:.1f} ms", Bar.at_most(f"{name}, p50 ms", ours, 12), bwrap=peer_ms(BWRAP, repeats))
+    command = asyncio.run(command_ms(CONFIG, repeats))
+    name = "command in a running sandbox"
+    report.add(name, f"{command:.1f} ms", Bar.at_most(f"{name}, p50 ms", command, 4))
+    per_s = asyncio.run(rate(100 if quick else 1000, 2 * (os.cpu_count() or 1)))
+    report.add("cycles a second", f"{per_s:.0f}", Bar.at_least("cycles a second", per_s, 120))
+    for size in (100_000_000,) if quick else (100_000_000, 2_000_000_000):
+        share = asyncio.run(fork_share(repeats, size))
+        name = f"fork over create, {size / 1e9:g} GB image"
+        report.add(name, f"{share:.2f}", Bar.at_most(name, share, 1.2))
+    idle = asyncio.run(idle_mb(NUM_IDLE))
+    report.add(f"memory of one of {NUM_IDLE} idle", f"{idle:.2f} MB", Bar.at_most("idle sandbox, MB", idle, 1.5))
+    cpu_ms = asyncio.run(attempt_cpu_ms(repeats))
+    report.add("CPU of an empty attempt", f"{cpu_ms:.1f} ms", Bar.at_most("CPU of an empty attempt, ms", cpu_ms, 40))
+    name = f"left behind by {num_cycles} cycles"
+    leaked = asyncio.run(num_leaked(num_cycles))
+    report.add(name, f"{leaked}", Bar.at_most(name, leaked, 0))
+    gone_s = seconds_after_kill()
+    bar = Bar.at_most("seconds until all are gone after kill -9", gone_s, 2)
+    report.add(f"{NUM_OWNED} sandboxes gone after their owner's kill -9", f"{gone_s:.2f} s", bar)
+    return command
+
+
+def measure_podman(report: Report, image: str, command: float, *, quick: bool) -> None:
+    measured = podman_ms(image, 5 if quick else 10)
+    if measured is None:
+        print(f"podman is not measured: it is not installed, has no image {image}, or cannot run it", flush=True)
+        return
+    run, beside, execute = measured
+    bar = Bar.at_least("times faster than podman run", run / beside, 30)
+    report.add("create + command + destroy, in turn with podman", f"{beside:.1f} ms", bar, podman=run)
+    bar = Bar.at_least("times faster than podman exec", execute / command, 40)
+    report.add("command in a running sandbox", f"{command:.1f} ms", bar, podman=execute)
+    contained = asyncio.run(command_ms(SandboxConfig(backend="podman"), 30 if quick else 200))
+    bars = (
+        Bar.at_most("command in a podman container, p50 ms", contained, 4),
+        Bar.at_least("times faster than podman exec, in a container", execute / contained, 40),
+    )
+    report.add("the same, backend podman", f"{contained:.1f} ms", *bars, podman=execute)
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--peer-image", default="debian:bookworm", help="the image with which podman is measured")
     args = parser.parse_args()
-    repeats, num_idle = (30, 100) if args.quick else (200, 500)
-    num_cycles = 300 if args.quick else 10_000
-    ours = asyncio.run(p50_ms(cycle, repeats))
-    command = asyncio.run(command_ms(CONFIG, repeats))
-    per_s = asyncio.run(rate(100 if args.quick else 1000, 2 * (os.cpu_count() or 1)))
-    sizes = (100_000_000,) if args.quick else (100_000_000, 2_000_000_000)
-    shares = {size: asyncio.run(fork_share(repeats, size)) for size in sizes}
-    idle = asyncio.run(idle_mb(num_idle))
-    cpu_ms = asyncio.run(attempt_cpu_ms(repeats))
-    leaked = asyncio.run(num_leaked(num_cycles))
-    gone_s = seconds_after_kill()
-    bwrap = peer_ms(BWRAP, repeats)
-    podman = podman_ms(args.peer_image, 3 if args.quick else 10)
-    run, beside, execute = podman or (None, None, None)
-    contained = None if run is None else asyncio.run(command_ms(SandboxConfig(backend="podman"), repeats))
-    rows = [
-        ("create + command + destroy", f"{ours:.1f} ms", _shown(bwrap), _shown(run)),
-        ("command in a running sandbox", f"{command:.1f} ms", "–", _shown(execute)),
-        ("the same, backend podman", _shown(contained), "–", _shown(execute)),
-        ("cycles a second", f"{per_s:.0f}", "–", "–"),
-        (f"memory of one of {num_idle} idle", f"{idle:.2f} MB", "–", "–"),
-        ("CPU of an empty attempt", f"{cpu_ms:.1f} ms", "–", "–"),
-        (f"left behind by {num_cycles} cycles", f"{leaked}", "–", "–"),
-        (f"{NUM_OWNED} sandboxes gone after their owner's kill -9", f"{gone_s:.2f} s", "–", "–"),
-    ]
-    print_table("Sandboxes", ("", "ours", "bwrap", "podman"), rows)
-    bars = [
-        Bar.at_most("create + command + destroy, p50 ms", ours, 12),
-        Bar.at_least("cycles a second", per_s, 120),
-        Bar.at_most("command in a running sandbox, p50 ms", command, 4),
-        *(Bar.at_most(f"fork over create, {size / 1e9:g} GB image", share, 1.2) for size, share in shares.items()),
-        Bar.at_most("idle sandbox, MB", idle, 1.5),
-        Bar.at_most("CPU of an empty attempt, ms", cpu_ms, 40),
-        Bar.at_most(f"left behind by {num_cycles} cycles", leaked, 0),
-        Bar.at_most("seconds until all are gone after kill -9", gone_s, 2),
-    ]
-    if run is not None and beside is not None and execute is not None and contained is not None:
-        bars += [
-            Bar.at_least("times faster than podman run", run / beside, 30),
-            Bar.at_least("times faster than podman exec", execute / command, 40),
-            Bar.at_most("command in a podman container, p50 ms", contained, 4),
-            Bar.at_least("times faster than podman exec, in a container", execute / contained, 40),
-        ]
-    finish(bars, args.json)
-
-
-def _shown(ms: float | None) -> str:
-    return "not measured" if ms is None else f"{ms:.1f} ms"
+    report = Report()
+    command = measure_own(report, quick=args.quick)
+    measure_podman(report, args.peer_image, command, quick=args.quick)
+    print_table("Sandboxes", ("", "ours", "bwrap", "podman"), report.rows)
+    finish(report.bars, args.json)
 
 
 if __name__ == "__main__":
