@@ -276,7 +276,7 @@ class Report:
         self.bars: list[Bar] = []
 
     def add(self, name: str, ours: str, *bars: Bar, bwrap: float | None = None, podman: float | None = None) -> None:
-        row = (name, ours, *("–" if peer is None else f"{peer:.1f} ms" for peer in (bwrap, podman)))
+        row = (name, ours, _shown(bwrap), _shown(podman))
         self.rows.append(row)
         self.bars += bars
         print(*row, sep="  ", flush=True)
@@ -326,6 +326,10 @@ def measure_podman(report: Report, image: str, command: float, *, quick: bool) -
         Bar.at_least("times faster than podman exec, in a container", execute / contained, 40),
     )
     report.add("the same, backend podman", f"{contained:.1f} ms", *bars, podman=execute)
+
+
+def _shown(ms: float | None) -> str:
+    return "–" if ms is None else f"{ms:.1f} ms"
 
 
 def main() -> None:

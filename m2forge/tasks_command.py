@@ -117,10 +117,17 @@ def _run(args: argparse.Namespace, config: "VerifyConfig") -> None:
 
     from rich.console import Console
 
+    from m2forge.agents.preset import preset_names
     from m2forge.config import build
     from m2forge.sandbox.config import SandboxConfig
     from m2forge.tasks.folders.trial import NOP, ORACLE, print_trials, run_trials
 
+    for agent in args.agent:
+        if agent in preset_names():
+            raise ConfigError(
+                f"--agent {agent}: an agent with a model runs in trials: `m2forge eval` with trials.agent.preset = "
+                f'"{agent}" and trials.tasks = ["folders:{args.names[0]}"]; give {ORACLE}, {NOP} or a shell command'
+            )
     sandbox = build(SandboxConfig, {"backend": "auto"}, args.set, origin="tasks run")
     trials, rejected = asyncio.run(
         run_trials(
@@ -195,7 +202,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="AGENT",
-        help="run: oracle, nop, or a shell command that gets the instruction as its input (default: oracle and nop)",
+        help="run: oracle, nop, or a shell command that gets the instruction as its input (default: oracle and nop); "
+        "agents with a model run in trials of `m2forge eval`",
     )
     parser.add_argument("--image", metavar="NAME", help="run: the image that stands for one that is not in the store")
     parser.add_argument("--trials", type=int, metavar="K", help="run: trials of each agent at each folder (default: 1)")

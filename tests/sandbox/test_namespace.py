@@ -22,7 +22,7 @@ from m2forge.sandbox.channel import program
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.image import shifts_ids
 from m2forge.sandbox.namespace import NamespaceSandbox
-from tests.sandbox.places import problem, require, shell, use
+from tests.sandbox.places import require, shell, use
 from tests.sandbox.test_kill import lives, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -445,29 +445,6 @@ def test_an_ordinary_user_has_sandboxes_too() -> None:
         assert "/etc/shadow" in stderr
         assert 'set upper = "memory"' in disk
         assert not list(Path(scratch).glob("m2forge/sandboxes/*/[ul]*er-*"))
-
-
-def test_refused_namespaces_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = Path("/proc/sys/user/max_user_namespaces")
-    if os.geteuid() != 0 or problem("namespace") is not None:
-        pytest.skip("only root can forbid namespaces for a moment")
-    code = (
-        "import ctypes, sys\n"
-        "libc = ctypes.CDLL(None)\n"
-        "assert libc.unshare(0x10000000) == 0\n"  # The limit holds in this user namespace alone.
-        "open('/proc/self/setgroups', 'w').write('deny')\n"
-        "open('/proc/self/uid_map', 'w').write('0 0 1'); open('/proc/self/gid_map', 'w').write('0 0 1')\n"
-        f"open({str(limit)!r}, 'w').write('0')\n"
-        "from m2forge import cli\n"
-        "folder = 'examples/folders/count-words'\n"
-        "sys.exit(cli.main(['tasks', 'run', folder, '--agent', 'nop', '--image', 'host', *sys.argv[1:]]))\n"
-    )
-    command = [sys.executable, "-c", code, "--set", "backend=namespace"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("\n") == 1
-    assert "sandbox.backend: the kernel refused the namespaces" in done.stderr
-    assert "user.max_user_namespaces" in done.stderr
 
 
 def test_starting_takes_milliseconds() -> None:

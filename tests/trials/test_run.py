@@ -1,6 +1,8 @@
 """`m2forge eval` with trials: an agent in sandboxes, a scripted policy, infra apart, and a killed evaluation."""
 
 import json
+import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -22,9 +24,10 @@ from m2forge.trials.config import TrialEvalConfig, TrialsConfig
 from m2forge.trials.run import LINES_FILE, REPORT_FILE, read_trials
 from tests.rl.scene import make_model
 from tests.rl.scripted_run import Script
-from tests.rl.test_own_tasks import PROGRAM, write_tasks
-from tests.sandbox.places import problem
+from tests.rl.test_own_tasks import PROGRAM, make_run, write_tasks
+from tests.sandbox.places import problem, require
 
+ROOT = Path(__file__).parents[2]
 NUM_TASKS, NUM_TRIALS = 3, 2
 
 
@@ -134,6 +137,37 @@ def test_what_cannot_be_tried_is_refused_and_nothing_written(
     assert evaluate(configured(scene, tmp_path / "out", **fields), tmp_path) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+FORBIDDEN = """
+import ctypes, sys
+assert ctypes.CDLL(None).unshare(0x10000000) == 0  # The limit holds in this user namespace alone.
+open("/proc/self/setgroups", "w").write("deny")
+open("/proc/self/uid_map", "w").write("0 0 1"); open("/proc/self/gid_map", "w").write("0 0 1")
+open("/proc/sys/user/max_user_namespaces", "w").write("0")
+from m2forge import cli
+assert cli.main(["eval", sys.argv[1]]) == 2
+assert cli.main(["rl", sys.argv[2]]) == 2
+assert cli.main(["tasks", "run", sys.argv[3], "--agent", "nop", "--image", "host", "--set", "backend=namespace"]) == 2
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can forbid namespaces for one process")
+def test_refused_namespaces_end_commands_by_a_message(scene: Path, tmp_path: Path) -> None:
+    require("namespace")
+    config = configured(scene, tmp_path / "out")
+    (tmp_path / "eval.toml").write_text(dump(config))
+    (tmp_path / "rl.toml").write_text(dump(make_run(scene / "model", scene, "commands.jsonl")))
+    arguments = ("eval.toml", "rl.toml", str(ROOT / "examples" / "folders" / "count-words"))
+    command = [sys.executable, "-c", FORBIDDEN, *arguments]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    messages = done.stderr.splitlines()
+    assert len(messages) == 3, done.stderr
+    assert all("sandbox.backend: the kernel refused the namespaces" in message for message in messages)
+    assert all("user.max_user_namespaces" in message for message in messages)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.toml", "rl.toml"]
 
 
 def test_an_evaluation_without_anything_is_refused(tmp_path: Path) -> None:

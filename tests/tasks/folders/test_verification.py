@@ -293,6 +293,11 @@ def test_an_ordinary_user_runs_trials_too() -> None:
     assert json.loads(done.stdout) == [1, 0, 1, 0], done.stderr
 
 
+def test_an_agent_with_a_model_is_sent_to_eval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tasks", "run", str(tmp_path), "--agent", "claude-code"]) == 2
+    assert '`m2forge eval` with trials.agent.preset = "claude-code"' in capsys.readouterr().err
+
+
 def test_a_wrong_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scene.write(tmp_path / "free", tests__test_dot_sh="#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n")
     scene.write(tmp_path / "unsolved", solution__solve_dot_sh="#!/bin/sh\n")
