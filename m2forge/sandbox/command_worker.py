@@ -22,7 +22,7 @@ from pathlib import Path
 from m2forge.protocols import Command, Outcome, OutcomeReason
 from m2forge.sandbox import keeper
 from m2forge.sandbox.config import SandboxConfig
-from m2forge.sandbox.stream import CommandStreams, Drain, Source
+from m2forge.sandbox.stream import Drain, Source, StreamWorker
 
 _KEEPER = (
     "import sys; folder, _, file = sys.argv.pop(1).rpartition('/'); sys.path.append(folder); "
@@ -41,21 +41,15 @@ _Report = tuple[int, bool, bool, float, int]
 """See `keeper.REPORT`."""
 
 
-class ProcessWorker:
-    """See `Worker`. `is_fed`: whether the caller streams its input, as for a worker. Belongs to one event loop."""
-
+class ProcessWorker(StreamWorker):
     def __init__(self, command: Command, config: SandboxConfig, *, is_fed: bool) -> None:
-        self._command, self._config, self._is_fed = command, config, is_fed
+        super().__init__(config, is_fed=is_fed)
+        self._command = command
         self._timeout_s = min(config.timeout_s, command.timeout_s or config.timeout_s)
-        self._streams = CommandStreams(config, is_fed=is_fed, on_flood=lambda: self.kill(OutcomeReason.FLOODED))
         self._secret = os.urandom(keeper.SECRET_BYTES)
         self._messages = bytearray()
         """Bytes received on `status`, cut to one more than a keeper sends."""
         self._is_over = False
-        self._reason: OutcomeReason | None = None
-        """Why this side killed it; None if it did not."""
-        self.ended: asyncio.Task[Outcome]
-        """Done when none of the command's processes is left; set by `start`."""
 
     async def start(self, env: Mapping[str, str], folder: Path) -> None:
         """`env`: the command's complete environment."""
@@ -95,23 +89,7 @@ class ProcessWorker:
         self._alarm = loop.call_later(limit_s, self._kill_keeper, OutcomeReason.TIMEOUT)
         self.ended = loop.create_task(self._finish())
 
-    # -- Worker --------------------------------------------------------------------------------------------------------
-
-    async def send(self, data: bytes) -> None:
-        await self._streams.send(data)
-
-    async def receive_line(self, timeout_s: float | None = None) -> bytes:
-        return await self._streams.receive_line(timeout_s)
-
-    async def wait(self) -> Outcome:
-        return await asyncio.shield(self.ended)
-
-    async def stop(self) -> Outcome:
-        self.kill(OutcomeReason.KILLED)
-        return await self.wait()
-
     def kill(self, reason: OutcomeReason) -> None:
-        """Request the kill; `wait` returns once no process is left. A command that already ended keeps its reason."""
         if self._reason is None and not self._is_over:
             self._reason = reason
             self._alarm.cancel()
@@ -169,12 +147,7 @@ class ProcessWorker:
         report: _Report = (signal.SIGKILL.value, False, self._reason is not None, 0.0, 0)
         wait_status, is_timeout, is_requested, cpu_s, max_memory_bytes = self._read_report() or report
         status = os.waitstatus_to_exitcode(wait_status)
-        if is_timeout:
-            reason = OutcomeReason.TIMEOUT
-        elif is_requested:
-            reason = self._reason or OutcomeReason.KILLED
-        else:
-            reason = OutcomeReason.SIGNALLED if status < 0 else OutcomeReason.EXITED
+        reason = self._reason_for(status, is_timeout=is_timeout, is_requested=is_requested)
         stdout, stderr = self._streams.captured()
         return Outcome(
             reason=reason,

@@ -19,7 +19,6 @@ import os
 import resource
 import shutil
 import socket
-import struct
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -30,11 +29,11 @@ from typing import Literal
 from m2forge.errors import ConfigError, DataError, NotFoundError
 from m2forge.protocols import Snapshot
 from m2forge.sandbox import cgroup, network
-from m2forge.sandbox.channel import pack_text, pack_texts, program
+from m2forge.sandbox.channel import program
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.image import Image, ImageStore, id_base
 from m2forge.sandbox.init_sandbox import START_S, InitSandbox
-from m2forge.sandbox.init_worker import MAX_FILES, Limits
+from m2forge.sandbox.init_worker import MAX_FILES
 
 Runtime = Literal["podman", "docker"]
 _INIT, _SOCKET_FOLDER = "/.m2forge-init", "/.m2forge"
@@ -84,27 +83,14 @@ class ContainerSandbox(InitSandbox):
                 f'sandbox.backend: "{runtime}" is not installed; install it, or set backend = "namespace"'
             )
         sandbox = cls(config, env or {}, gateway)
-        starting = asyncio.ensure_future(sandbox._open(runtime, image))
-        try:
-            await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            await asyncio.wait([starting])
-            if starting.exception() is None:
-                await sandbox.close()
-            raise
-        return sandbox
+        return await sandbox._complete_open(sandbox._open(runtime, image))
 
     async def _open(self, runtime: Runtime, image: ContainerImage | None) -> None:
         config = self._config
         if image is None:
             image = await _find_image(runtime, config)
         self._runtime, self._image, self._image_env = runtime, image, dict(image.env)
-        self._limits = Limits(
-            None,
-            config.max_cpu_s,
-            min(config.max_file_bytes or config.max_disk_bytes, config.max_disk_bytes),
-            config.max_processes or cgroup.MAX_PROCESSES,
-        )
+        self._limits = self._process_limits(None)
         self._name = f"m2forge-{os.getpid()}-{next(_numbers)}"
         self._is_gone: asyncio.Task[None] | None = None
         _report_unbounded_disk(runtime)
@@ -117,7 +103,8 @@ class ContainerSandbox(InitSandbox):
                 await self._remove()
                 raise ConfigError(f"sandbox.backend: PID 1 of a {runtime} container did not connect") from None
         try:
-            await self._open_channel(end, self._setup())
+            # PID 1 of a container uses only workspace, user and ports.
+            await self._open_channel(end, self._setup_frame())
             for layer in image.uploads:
                 await self.upload(layer, "/", user="0:0")
         except BaseException:
@@ -157,21 +144,6 @@ class ContainerSandbox(InitSandbox):
         if config.max_cpus is not None:
             options += ["--cpus", str(config.max_cpus)]
         return options
-
-    def _setup(self) -> bytes:
-        """The frame that a namespace sandbox gets too; PID 1 of a container uses only workspace, user and ports."""
-        ports = list(self._handlers())
-        nothing = pack_texts(())
-        return b"".join(
-            (
-                struct.pack("<5I", 0, 0, 0, 0, 0),
-                *map(pack_text, ("", self._config.workspace, self._config.user, "")),
-                struct.pack("<3Q", 0, 0, 0),
-                nothing * 3,
-                struct.pack(f"<{1 + len(ports)}I", len(ports), *ports),
-                nothing * 3,
-            )
-        )
 
     async def _wait_until_gone(self) -> None:
         if self._is_gone is None:

@@ -9,14 +9,16 @@ import os
 import posixpath
 import signal
 import socket
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from m2forge.errors import DataError, EngineError, NotFoundError
 from m2forge.protocols import Command, Outcome, OutcomeReason
-from m2forge.sandbox import network
+from m2forge.sandbox import cgroup, network
 from m2forge.sandbox.archive import END, SAME_MODE, Entry, TreeWriter, read_entries, unpack_stream, write_tree
-from m2forge.sandbox.channel import Channel, Kind
+from m2forge.sandbox.channel import Channel, Kind, pack_text, pack_texts
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.init_worker import BUILD, EXECUTE, PACK, UNPACK, InitWorker, Limits, Transfer, run_payload
 from m2forge.sandbox.stream import Source
@@ -48,6 +50,18 @@ class InitSandbox:
         self._is_closing = self.is_lost = False
         self._channel: Channel
         self._ready: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+
+    async def _complete_open(self, opening: Coroutine[object, object, None]) -> Self:
+        """Run what opens the sandbox. A cancelled call waits until it is open, then closes it."""
+        task = asyncio.ensure_future(opening)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            if task.exception() is None:
+                await self.close()
+            raise
+        return self
 
     async def _open_channel(self, end: socket.socket, setup: bytes) -> None:
         """Send PID 1 what to build, and wait until it is ready."""
@@ -111,12 +125,7 @@ class InitSandbox:
         return await self._run(command, BUILD)
 
     async def _run(self, command: Command, mode: int) -> Outcome:
-        worker = await self._start(command, is_fed=False, mode=mode)
-        try:
-            return await worker.wait()
-        except asyncio.CancelledError:
-            await worker.stop()
-            raise
+        return await (await self._start(command, is_fed=False, mode=mode)).wait_or_stop()
 
     async def start(self, command: Command) -> InitWorker:
         """Start a worker; the sandbox's timeout covers its lifetime."""
@@ -181,14 +190,8 @@ class InitSandbox:
         worker = InitWorker(id, self._channel, self._config, is_fed=is_fed, takes_oom_kill=self._takes_oom_kill)
         self._children[id] = worker
         payload = run_payload(command, mode, self._config, self._limits, self._environment(command.env))
-        starting = asyncio.ensure_future(worker.start(payload, command, self._keep))
         try:
-            await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            # A half-started worker could not be stopped.
-            await starting
-            await worker.stop()
-            raise
+            await worker.complete_start(worker.start(payload, command, self._keep))
         except BaseException:
             self._children.pop(id, None)
             raise
@@ -258,6 +261,15 @@ class InitSandbox:
         if self._is_closing or not self._channel.is_open:
             raise EngineError("the sandbox is closed")
 
+    def _process_limits(self, address_bytes: int | None) -> Limits:
+        config = self._config
+        return Limits(
+            address_bytes,
+            config.max_cpu_s,
+            min(config.max_file_bytes or config.max_disk_bytes, config.max_disk_bytes),
+            config.max_processes or cgroup.MAX_PROCESSES,
+        )
+
     # -- frames and ports ----------------------------------------------------------------------------------------------
 
     def _handlers(self) -> dict[int, network.Handler]:
@@ -271,6 +283,35 @@ class InitSandbox:
         elif config.network == "public":
             handlers[network.PROXY_PORT] = network.proxy(network.public_rule())
         return handlers
+
+    def _setup_frame(
+        self,
+        ids: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
+        hostname: str = "",
+        disk: str = "",
+        sizes: tuple[int, int, int] = (0, 0, 0),
+        layers: Sequence[Path] = (),
+        binds: Sequence[tuple[str, str]] = (),
+        cgroups: cgroup.Plan | None = None,
+    ) -> bytes:
+        """What PID 1 builds, as c/ reads it. `ids`: user and group inside, their ids outside, and how many. `disk`:
+        the folder that the upper layer is mounted on, empty for memory. `sizes`: bytes and files of the upper layer,
+        bytes of shared memory. `layers`: lowest first."""
+        config, ports, cgroups = self._config, list(self._handlers()), cgroups or cgroup.Plan()
+        return b"".join(
+            (
+                struct.pack("<5I", *ids),
+                *map(pack_text, (hostname, config.workspace, config.user, disk)),
+                struct.pack("<3Q", *sizes),
+                pack_texts([str(layer) for layer in reversed(layers)]),
+                pack_texts([source for source, _ in binds]),
+                pack_texts([target for _, target in binds]),
+                struct.pack(f"<{1 + len(ports)}I", len(ports), *ports),
+                pack_texts(cgroups.folders),
+                pack_texts([file for file, _ in cgroups.writes]),
+                pack_texts([value for _, value in cgroups.writes]),
+            )
+        )
 
     def _take(self, kind: Kind, id: int, payload: bytes, fds: list[int]) -> None:
         if kind is Kind.EXIT and id in self._children:

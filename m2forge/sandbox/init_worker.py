@@ -13,7 +13,7 @@ from m2forge.protocols import Command, Outcome, OutcomeReason
 from m2forge.sandbox.archive import BrokenStreamError
 from m2forge.sandbox.channel import Channel, Kind, pack_text, pack_texts
 from m2forge.sandbox.config import SandboxConfig
-from m2forge.sandbox.stream import CommandStreams, Source
+from m2forge.sandbox.stream import Source, StreamWorker
 
 EXECUTE, PACK, UNPACK, PACK_UPPER, BUILD = range(5)
 """What a RUN frame asks for: a program, or one of PID 1's own ways to read and write files."""
@@ -44,9 +44,8 @@ def run_payload(command: Command, mode: int, config: SandboxConfig, limits: Limi
     return times + limits.pack() + texts + pack_texts([f"{name}={value}" for name, value in env.items()])
 
 
-class InitWorker:
-    """See `Worker`. `is_fed`: whether the caller streams its input. `takes_oom_kill`: whether the kernel has killed a
-    process for want of memory since the last call."""
+class InitWorker(StreamWorker):
+    """`takes_oom_kill`: whether the kernel has killed a process for want of memory since the last call."""
 
     def __init__(
         self,
@@ -57,14 +56,12 @@ class InitWorker:
         is_fed: bool,
         takes_oom_kill: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._id, self._channel, self._is_fed, self._takes_oom_kill = id, channel, is_fed, takes_oom_kill
-        self._streams = CommandStreams(config, is_fed=is_fed, on_flood=lambda: self.kill(OutcomeReason.FLOODED))
-        self._reason: OutcomeReason | None = None
+        super().__init__(config, is_fed=is_fed)
+        self._id, self._channel, self._takes_oom_kill = id, channel, takes_oom_kill
         self._exit: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self._kills: set[asyncio.Task[None]] = set()
-        self.ended: asyncio.Task[Outcome]
-        """Set by `start`, with `is_started`."""
         self.is_started = False
+        """Whether `ended` is set."""
 
     async def start(self, payload: bytes, command: Command, keep: Callable[[Source], None]) -> None:
         """`keep` receives the streams that processes hold open after the command has ended."""
@@ -96,21 +93,7 @@ class InitWorker:
         self.ended = asyncio.get_running_loop().create_task(self._finish(keep))
         self.is_started = True
 
-    async def send(self, data: bytes) -> None:
-        await self._streams.send(data)
-
-    async def receive_line(self, timeout_s: float | None = None) -> bytes:
-        return await self._streams.receive_line(timeout_s)
-
-    async def wait(self) -> Outcome:
-        return await asyncio.shield(self.ended)
-
-    async def stop(self) -> Outcome:
-        self.kill(OutcomeReason.KILLED)
-        return await self.wait()
-
     def kill(self, reason: OutcomeReason) -> None:
-        """Request the kill. A command that already ended keeps its reason."""
         if self._reason is None and not self._exit.done():
             self._reason = reason
             task = asyncio.get_running_loop().create_task(self._channel.send(Kind.KILL, self._id, b""))
@@ -139,12 +122,8 @@ class InitWorker:
             return replace(outcome, reason=self._reason or OutcomeReason.SIGNALLED, status=-signal.SIGKILL.value)
         wait_status, is_timeout, is_requested, cpu_us, max_memory_bytes = _EXIT.unpack(payload)
         status = os.waitstatus_to_exitcode(wait_status)
-        reason = OutcomeReason.SIGNALLED if status < 0 else OutcomeReason.EXITED
-        if is_timeout:
-            reason = OutcomeReason.TIMEOUT
-        elif is_requested:
-            reason = self._reason or OutcomeReason.KILLED
-        elif status == -signal.SIGKILL and self._takes_oom_kill():
+        reason = self._reason_for(status, is_timeout=is_timeout, is_requested=is_requested)
+        if reason is OutcomeReason.SIGNALLED and status == -signal.SIGKILL and self._takes_oom_kill():
             reason = OutcomeReason.MEMORY
         return replace(outcome, reason=reason, status=status, cpu_s=cpu_us / 1e6, max_memory_bytes=max_memory_bytes)
 

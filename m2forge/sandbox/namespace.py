@@ -16,7 +16,6 @@ import functools
 import os
 import shutil
 import socket
-import struct
 import subprocess
 import tempfile
 import time
@@ -29,11 +28,11 @@ from m2forge.errors import ConfigError, DataError, EngineError
 from m2forge.protocols import Snapshot
 from m2forge.sandbox import cgroup, network
 from m2forge.sandbox.archive import TreeWriter, unpack_stream
-from m2forge.sandbox.channel import pack_text, pack_texts, program
+from m2forge.sandbox.channel import program
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.image import ID_BASE, NUM_IDS, Image, ImageStore, id_base, remove_tree, shifts_ids
 from m2forge.sandbox.init_sandbox import PATH, InitSandbox
-from m2forge.sandbox.init_worker import PACK_UPPER, Limits
+from m2forge.sandbox.init_worker import PACK_UPPER
 
 _SHM_BYTES = 256 << 20
 _INODE_BYTES = 256
@@ -88,22 +87,14 @@ class NamespaceSandbox(InitSandbox):
         sandbox = cls(config, env or {}, gateway)
         if image is None:
             image = await asyncio.to_thread(ImageStore().stack, (config.image, *config.layers))
-        starting = asyncio.ensure_future(sandbox._open(image))
-        try:
-            await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            await asyncio.wait([starting])
-            if starting.exception() is None:
-                await sandbox.close()
-            raise
-        return sandbox
+        return await sandbox._complete_open(sandbox._open(image))
 
     async def _open(self, image: Image) -> None:
         self._image, self._image_env = image, dict(image.env)
         loop = asyncio.get_running_loop()
         self._gone: asyncio.Future[None] = loop.create_future()
         self._cgroups, self._num_oom_kills = cgroup.plan(self._config), 0
-        self._limits = self._process_limits(self._cgroups)
+        self._limits = self._process_limits(None if self._cgroups.has_memory else self._config.max_memory_bytes)
         path = str(program())
         self._disk = await asyncio.to_thread(_make_disk, self._config) if self._config.upper == "disk" else ""
         near, far = socket.socketpair()
@@ -168,31 +159,8 @@ class NamespaceSandbox(InitSandbox):
             ids = (user, group, os.geteuid(), os.getegid(), 1)
         binds = [*image.binds, *((folder, folder) for folder in map(_absolute, config.folders))]
         binds += [(f"+{_absolute(device)}", _absolute(device)) for device in config.devices]
-        ports = list(self._handlers())
-        shm_bytes = min(_SHM_BYTES, config.max_disk_bytes)
-        return b"".join(
-            (
-                struct.pack("<5I", *ids),
-                *map(pack_text, ("sandbox", config.workspace, config.user, self._disk)),
-                struct.pack("<3Q", config.max_disk_bytes, config.max_inodes, shm_bytes),
-                pack_texts([str(layer) for layer in reversed(image.layers)]),
-                pack_texts([source for source, _ in binds]),
-                pack_texts([target for _, target in binds]),
-                struct.pack(f"<{1 + len(ports)}I", len(ports), *ports),
-                pack_texts(plan.folders),
-                pack_texts([file for file, _ in plan.writes]),
-                pack_texts([value for _, value in plan.writes]),
-            )
-        )
-
-    def _process_limits(self, plan: cgroup.Plan) -> Limits:
-        config = self._config
-        return Limits(
-            None if plan.has_memory else config.max_memory_bytes,
-            config.max_cpu_s,
-            min(config.max_file_bytes or config.max_disk_bytes, config.max_disk_bytes),
-            config.max_processes or cgroup.MAX_PROCESSES,
-        )
+        sizes = (config.max_disk_bytes, config.max_inodes, min(_SHM_BYTES, config.max_disk_bytes))
+        return self._setup_frame(ids, "sandbox", self._disk, sizes, image.layers, binds, plan)
 
     def _takes_oom_kill(self) -> bool:
         before, self._num_oom_kills = self._num_oom_kills, cgroup.num_oom_kills(self._cgroups)

@@ -56,12 +56,7 @@ class ProcessSandbox:
         self._workers: set[ProcessWorker] = set()
 
     async def run(self, command: Command) -> Outcome:
-        worker = await self._start(command, is_fed=False)
-        try:
-            return await worker.wait()
-        except asyncio.CancelledError:
-            await worker.stop()
-            raise
+        return await (await self._start(command, is_fed=False)).wait_or_stop()
 
     async def start(self, command: Command) -> ProcessWorker:
         """Start a worker; the sandbox's timeout covers its lifetime."""
@@ -114,14 +109,7 @@ class ProcessSandbox:
     async def _start(self, command: Command, *, is_fed: bool) -> ProcessWorker:
         self._refuse_user(command.user)
         worker = ProcessWorker(command, self._config, is_fed=is_fed)
-        starting = asyncio.ensure_future(worker.start(self._environment(command.env), self._root))
-        try:
-            await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            # A half-started worker could not be stopped.
-            await starting
-            await worker.stop()
-            raise
+        await worker.complete_start(worker.start(self._environment(command.env), self._root))
         self._workers.add(worker)
         worker.ended.add_done_callback(lambda _: self._workers.discard(worker))
         return worker

@@ -1,5 +1,7 @@
 """A command's standard streams in an event loop: input is written as the command reads it, output is captured or read.
 
+`StreamWorker` is what the workers of all backends share: streams, and waiting for the end.
+
 Memory stays bounded under a flood of output or a slow reader: both streams of a command that is run go into captures; a
 worker's standard output is read only as fast as its lines are received.
 """
@@ -8,11 +10,11 @@ import asyncio
 import fcntl
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import IO, cast
 
 from m2forge.errors import DataError
-from m2forge.protocols import Captured
+from m2forge.protocols import Captured, Outcome, OutcomeReason
 from m2forge.sandbox.config import SandboxConfig
 
 
@@ -253,3 +255,59 @@ class CommandStreams:
         if len(self._lines) > self._config.max_output_bytes and not self._is_over:
             self._outputs[0].pause()
         self._more.set()
+
+
+class StreamWorker:
+    """See `Worker`. `is_fed`: whether the caller streams its input, as for a worker. Belongs to one event loop."""
+
+    ended: asyncio.Task[Outcome]
+    """Done when none of the command's processes is left; set when it has started."""
+
+    def __init__(self, config: SandboxConfig, *, is_fed: bool) -> None:
+        self._config, self._is_fed = config, is_fed
+        self._streams = CommandStreams(config, is_fed=is_fed, on_flood=lambda: self.kill(OutcomeReason.FLOODED))
+        self._reason: OutcomeReason | None = None
+        """Why this side killed it; None if it did not."""
+
+    def kill(self, reason: OutcomeReason) -> None:
+        """Request the kill; `wait` returns once no process is left. A command that already ended keeps its reason."""
+        raise NotImplementedError
+
+    async def complete_start(self, starting: Coroutine[object, object, None]) -> None:
+        """Run what starts it. A half-started worker could not be stopped, so a cancelled call first completes it."""
+        task = asyncio.ensure_future(starting)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await task
+            await self.stop()
+            raise
+
+    async def send(self, data: bytes) -> None:
+        await self._streams.send(data)
+
+    async def receive_line(self, timeout_s: float | None = None) -> bytes:
+        return await self._streams.receive_line(timeout_s)
+
+    async def wait(self) -> Outcome:
+        return await asyncio.shield(self.ended)
+
+    async def wait_or_stop(self) -> Outcome:
+        """Wait for its end; a cancelled call stops it first."""
+        try:
+            return await self.wait()
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+
+    async def stop(self) -> Outcome:
+        self.kill(OutcomeReason.KILLED)
+        return await self.wait()
+
+    def _reason_for(self, status: int, *, is_timeout: bool, is_requested: bool) -> OutcomeReason:
+        """Why it ended. `status`: negative for a signal; `is_requested`: whether this side killed it."""
+        if is_timeout:
+            return OutcomeReason.TIMEOUT
+        if is_requested:
+            return self._reason or OutcomeReason.KILLED
+        return OutcomeReason.SIGNALLED if status < 0 else OutcomeReason.EXITED
