@@ -70,7 +70,7 @@ class Job:
     workspace: str
     """The attempt's own folder in its sandbox, with the task's files."""
     sandbox: str
-    """The socket that serves the sandbox; `agents/sandbox_socket.py` specifies its lines."""
+    """The socket that serves the sandbox; `agents/worker_pool.py` specifies its lines."""
 
     async def run(
         self, command: str | Sequence[str], *, stdin: str = "", timeout_s: float | None = None

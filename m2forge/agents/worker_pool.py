@@ -21,22 +21,39 @@ A job holds nothing that the task's verifier needs. `tools` are functions as Ope
 `POST {"name", "arguments"}` to `tools_url` with the job's key, and answered by `{"content": "…"}`.
 
 `sandbox` is the path of a Unix socket through which the program runs commands, reads and writes files in the attempt's
-sandbox (`agents/sandbox_socket.py`). `workspace` is the folder with the task's files there, which with the backend
-`process` is also a folder of this machine; the verifier sees what is left in it. The program itself runs outside.
+sandbox. `workspace` is the folder with the task's files there, which with the backend `process` is also a folder of
+this machine; the verifier sees what is left in it. The program itself runs outside.
 
 An error's `kind` (`ErrorKind`) says whether the policy's tokens or the infrastructure caused it. It may be left out.
+
+The socket takes any number of connections, each served in the order of its requests. One JSON object a line:
+
+    {"run": ["sh", "-c", "make"], "stdin": "…", "env": {…}, "timeout_s": 60}    argv; the other keys may be left out
+        {"reason": "exited", "status": 0, "stdout": "…", "stderr": "…"}         `OutcomeReason`, `Outcome.status`
+    {"read": "src/a.c"}                                                         a file of the workspace
+        {"content": BASE64}
+    {"write": "src/a.c", "content": BASE64}
+        {}
+
+A request that cannot be served is answered by {"error": "…"}, with "kind": "infra" where the sandbox is to blame. The
+first request starts the sandbox. A command ends with its connection.
 """
 
 import asyncio
+import base64
+import contextlib
 import json
 import logging
 import math
 import shlex
-from collections.abc import Mapping
+import tempfile
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from m2forge.agents.attempt import (
+    LOST,
     AgentError,
     Answer,
     DeathCause,
@@ -49,9 +66,9 @@ from m2forge.agents.attempt import (
 )
 from m2forge.agents.config import WorkerConfig
 from m2forge.agents.program import death_cause, from_here
-from m2forge.agents.sandbox_socket import serve_sandbox
-from m2forge.errors import DataError
-from m2forge.protocols import Command, Outcome, Worker
+from m2forge.agents.workspace import remove
+from m2forge.errors import DataError, EngineError, M2ForgeError
+from m2forge.protocols import Command, Outcome, Sandbox, Worker
 from m2forge.records import JsonValue
 from m2forge.sandbox.process import ProcessSandbox
 from m2forge.text.message import parse_json, tool_to_openai
@@ -64,6 +81,13 @@ MAX_DEATHS = 10
 
 TASK_VIEW = ("id", "domain", "instruction", "difficulty")
 """Fields of a task that the agent receives."""
+
+MAX_REQUEST_BYTES = 96 << 20
+MAX_FILE_BYTES = 64 << 20
+MAX_SOCKET_PATH_BYTES = 100
+"""Linux refuses the paths of sockets from 108 bytes on."""
+MAX_REQUEST_DEPTH = 8
+SOCKET_NAME = "sandbox.sock"
 
 _log = logging.getLogger(__name__)
 
@@ -341,3 +365,108 @@ def _job_line(job: Job, socket: str) -> bytes:
         "sandbox": socket,
     }
     return json.dumps(fields).encode() + b"\n"
+
+
+# -- the socket of an attempt's sandbox --------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def serve_sandbox(job: Job) -> AsyncGenerator[str, None]:
+    """Serve the sandbox of a job's workspace; yields the socket's path."""
+    with _folder_for(job.workspace.folder) as folder:
+        path = str(folder / SOCKET_NAME)
+        connections: set[asyncio.Task[None]] = set()
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            connections.add(task)
+            try:
+                await _serve_connection(job, reader, writer)
+            except (OSError, ValueError, asyncio.CancelledError):
+                pass  # The connection broke, a line was too long, or the attempt is over.
+            finally:
+                connections.discard(task)
+                writer.close()
+
+        server = await asyncio.start_unix_server(accept, path, limit=MAX_REQUEST_BYTES)
+        try:
+            yield path
+        finally:
+            server.close()
+            for task in list(connections):
+                task.cancel()
+            await asyncio.gather(*connections, return_exceptions=True)
+            Path(path).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _folder_for(folder: Path) -> Iterator[Path]:
+    if len(str(folder / SOCKET_NAME).encode()) <= MAX_SOCKET_PATH_BYTES:
+        yield folder
+        return
+    short = Path(tempfile.mkdtemp(prefix="m2forge-"))
+    try:
+        yield short
+    finally:
+        remove(short)
+
+
+async def _serve_connection(job: Job, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while line := await reader.readline():
+        answering = asyncio.ensure_future(_answer_request(job, line))
+        # The other side only writes after it has its answer, so that a read ends when it is gone.
+        watching = asyncio.ensure_future(_wait_for_end(reader))
+        try:
+            await asyncio.wait((answering, watching), return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                return
+            writer.write(json.dumps(answering.result()).encode() + b"\n")
+            await writer.drain()
+        finally:
+            for task in (answering, watching):
+                task.cancel()
+            await asyncio.gather(answering, watching, return_exceptions=True)
+
+
+async def _wait_for_end(reader: asyncio.StreamReader) -> None:
+    while not reader.at_eof():
+        await asyncio.sleep(0.1)
+
+
+async def _answer_request(job: Job, line: bytes) -> dict[str, JsonValue]:
+    try:
+        request = parse_json(line.decode(), MAX_REQUEST_DEPTH)
+        return await _use_sandbox(await job.workspace.start(job.endpoint), request)
+    except EngineError as error:
+        return {"error": str(error), "kind": ErrorKind.INFRA}
+    except (M2ForgeError, ValueError) as error:
+        return {"error": str(error)}
+
+
+async def _use_sandbox(sandbox: Sandbox, request: JsonValue) -> dict[str, JsonValue]:
+    match request:
+        case {"run": argv, **more} if set(more) <= {"stdin", "env", "timeout_s"}:
+            outcome = await sandbox.run(_read_command(argv, {str(name): value for name, value in more.items()}))
+            if sandbox.is_lost:
+                raise EngineError(LOST)
+            texts = {"stdout": outcome.stdout.text(), "stderr": outcome.stderr.text()}
+            return {"reason": outcome.reason, "status": outcome.status, **texts}
+        case {"read": str(path), **more} if not more:
+            return {"content": base64.b64encode(await sandbox.read(path, MAX_FILE_BYTES)).decode()}
+        case {"write": str(path), "content": str(content), **more} if not more:
+            await sandbox.write(path, base64.b64decode(content, validate=True))
+            return {}
+    raise DataError(f"sandbox: expected an object with run, read, or write and content, received {str(request)[:200]}")
+
+
+def _read_command(argv: object, more: Mapping[str, object]) -> Command:
+    env, timeout_s = more.get("env", {}), more.get("timeout_s")
+    if not isinstance(argv, list) or not all(isinstance(word, str) for word in argv):
+        raise DataError(f"sandbox: run: expected a program and its arguments, received {str(argv)[:200]}")
+    if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
+        raise DataError(f"sandbox: env: expected names and texts, received {str(env)[:200]}")
+    if timeout_s is not None and not isinstance(timeout_s, int | float):
+        raise DataError(f"sandbox: timeout_s: expected seconds, received {str(timeout_s)[:200]}")
+    words, variables = tuple(map(str, argv)), {name: str(value) for name, value in env.items()}
+    return Command(words, variables, str(more.get("stdin", "")).encode(errors="replace"), timeout_s)

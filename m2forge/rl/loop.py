@@ -32,8 +32,8 @@ drawn twice.
 #     agents/attempt.py                 one attempt: workspace, episode, agent, verdict
 #     agents/workspace.py               its folders
 #     rl/gateway_admin.py               keys and records of attempts
-#     agents/worker_pool.py             agents in worker processes
-#     sandbox/command_worker.py         a process within limits
+#     agents/worker_pool.py             agents in worker processes, and the sockets of their sandboxes
+#     sandbox/stream.py                 a worker's standard streams
 #     tree/codec.py                     the tree that the gateway sends
 #     reward/judge.py                   rewards of a group
 #     reward/rule.py                    process reward of a step

@@ -7,6 +7,13 @@
 The model is sampled in this process, behind a gateway of its own, and the one attempt runner (`agents/attempt.py`)
 makes the attempts. A trial that failed for reasons other than the policy is tried again up to `max_tries` times; then
 it is infra, counted apart. Finished trials of a killed evaluation are not repeated: the same command goes on.
+
+Means over trials have a 95% confidence interval that is clustered by task: trials of one task resemble each other, so
+the interval comes from the sums of the tasks' residuals. With trials y of G tasks, N in all, C(g) those of task g:
+
+    mean     = Σ y / N
+    variance = G / (G - 1) · Σ_g (Σ_{i in C(g)} (y_i - mean))² / N²
+    margin   = z · sqrt(variance), z = 1.96
 """
 
 import asyncio
@@ -41,11 +48,12 @@ from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.tasks.family import family_name
 from m2forge.tasks.runner import TaskRunner
 from m2forge.trials.config import TrialEvalConfig, TrialsConfig
-from m2forge.trials.statistic import clustered_mean
 
 LINES_FILE, REPORT_FILE, CONFIG_FILE = "trials.jsonl", "trials.json", "trials.toml"
 MAX_INTERRUPTIONS = 20
 """Maximum interrupted attempts at one trial."""
+Z = 1.959964
+"""The 97.5% quantile of the standard normal distribution."""
 OpenEngine = Callable[[Path, TrialsConfig], Engine]
 
 
@@ -340,3 +348,22 @@ def _shown(value: float | None, margin: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.1%}" if margin is None else f"{value:.1%} ±{margin:.1%}"
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    value: float
+    margin: float
+    """Half the width of the interval; NaN for a single task, which tells nothing of others."""
+
+
+def clustered_mean(clusters: Sequence[Sequence[float]]) -> Mean:
+    """`clusters`: the values of each task's trials; tasks without any do not count. Raises without a value."""
+    clusters = [cluster for cluster in clusters if cluster]
+    num = sum(map(len, clusters))
+    mean = sum(map(sum, clusters)) / num
+    if len(clusters) < 2:
+        return Mean(mean, math.nan)
+    residuals = [sum(value - mean for value in cluster) for cluster in clusters]
+    variance = len(clusters) / (len(clusters) - 1) * sum(residual**2 for residual in residuals) / num**2
+    return Mean(mean, Z * math.sqrt(variance))

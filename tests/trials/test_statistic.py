@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from m2forge.trials.statistic import Mean, Z, clustered_mean
+from m2forge.trials.run import Mean, Z, clustered_mean
 
 
 def test_one_trial_per_task_gives_the_usual_interval() -> None:
