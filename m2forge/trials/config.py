@@ -18,6 +18,7 @@ max_memory_bytes = 2147483648
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -32,6 +33,15 @@ from m2forge.tasks.source import SourceKind, parse_source
 from m2forge.tasks.task_set import Split
 
 Count = Annotated[int, Field(gt=0)]
+
+
+class Price(Config):
+    """Price of the policy's tokens, per million, in any currency."""
+
+    prompt: Annotated[float, Field(ge=0)] = 0.0
+    """Of prompt tokens; those of every call count."""
+    completion: Annotated[float, Field(ge=0)] = 0.0
+    """Of sampled tokens."""
 
 
 class TrialsConfig(Config):
@@ -50,6 +60,9 @@ class TrialsConfig(Config):
     max_tries: Count = 3
     """Attempts at a trial that failed for reasons other than the policy; then it counts as infra, apart from the
     mean."""
+    compare: Path | None = Field(default=None, exclude=True)
+    """Output folder of another policy's trials at the same tasks; the report shows the difference, task by task."""
+    price: Price = Field(default=Price(), exclude=True)
     context: Count | None = None
     """Maximum tokens of prompt plus completion; None: the model's limit."""
     agent: AgentConfig

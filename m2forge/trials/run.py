@@ -1,39 +1,30 @@
 """Trials: a model, tasks and an agent in; the success rate with its confidence interval out.
 
     OUTPUT/trials.jsonl     a line for each trial: task, verdict with its evidence, or the failure of the infrastructure
-    OUTPUT/trials.json      the report
+    OUTPUT/trials.json      the report; trials.svg its plot, trials.html both and all tasks, for a browser
     OUTPUT/trials.toml      the resolved configuration
 
 The model is sampled in this process, behind a gateway of its own, and the one attempt runner (`agents/attempt.py`)
 makes the attempts. A trial that failed for reasons other than the policy is tried again up to `max_tries` times; then
 it is infra, counted apart. Finished trials of a killed evaluation are not repeated: the same command goes on.
-
-Means over trials have a 95% confidence interval that is clustered by task: trials of one task resemble each other, so
-the interval comes from the sums of the tasks' residuals. With trials y of G tasks, N in all, C(g) those of task g:
-
-    mean     = Σ y / N
-    variance = G / (G - 1) · Σ_g (Σ_{i in C(g)} (y_i - mean))² / N²
-    margin   = z · sqrt(variance), z = 1.96
 """
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
-from rich.table import Table
 
 from m2forge.agents.attempt import AttemptResult, AttemptRunner, Interrupted, Overrides, WorkerLost
 from m2forge.agents.workspace import Workspaces
 from m2forge.config import dump, write_resolved
-from m2forge.errors import ConfigError, M2ForgeError, RecordError, RunError
-from m2forge.files import append_line, whole_lines, write_atomic
+from m2forge.errors import ConfigError, M2ForgeError, RunError
+from m2forge.files import append_line
 from m2forge.gateway.format import load_format
 from m2forge.gateway.server import GatewayServer
 from m2forge.key import make_key
@@ -41,68 +32,19 @@ from m2forge.model.config_file import read_config
 from m2forge.model.hub import find_folder, pinned
 from m2forge.observe.progress import Progress, progress
 from m2forge.protocols import Engine
-from m2forge.records import JsonValue, Task
+from m2forge.records import Task
 from m2forge.rl.attempts import attempt_sandbox, cancel_all, gather, open_agent, require_agent
 from m2forge.rl.child_main import FamilyToolHost
 from m2forge.rl.gateway_admin import GatewayAdmin
 from m2forge.tasks.family import family_name
 from m2forge.tasks.runner import TaskRunner
 from m2forge.trials.config import TrialEvalConfig, TrialsConfig
+from m2forge.trials.report import LINES_FILE, Trial, TrialsReport, make_report, print_report, read_trials, write_report
 
-LINES_FILE, REPORT_FILE, CONFIG_FILE = "trials.jsonl", "trials.json", "trials.toml"
+CONFIG_FILE = "trials.toml"
 MAX_INTERRUPTIONS = 20
 """Maximum interrupted attempts at one trial."""
-Z = 1.959964
-"""The 97.5% quantile of the standard normal distribution."""
 OpenEngine = Callable[[Path, TrialsConfig], Engine]
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A line of `trials.jsonl`."""
-
-    task: str
-    family: str
-    number: int
-    """From 0 on, among the trials of its task."""
-    perf: float | None
-    """None if the infrastructure failed."""
-    seconds: float
-    infra: str | None = None
-    """What failed, if it was not the policy."""
-    failure: str | None = None
-    """How the attempt ended because of the policy, if it did not end by itself."""
-    reason: str = ""
-    evidence: dict[str, JsonValue] = field(default_factory=dict)
-    answer: str = ""
-    num_calls: int = 0
-    num_tokens: int = 0
-    """Sampled tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """What the trials of some tasks gave. `margin`: half the width of the 95% confidence interval, clustered by task;
-    None if one task is all."""
-
-    num_tasks: int
-    num_trials: int
-    num_infra: int
-    perf: float | None
-    perf_margin: float | None
-    solved: float | None
-    """Share of the trials with perf 1."""
-    solved_margin: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class TrialsReport:
-    all: Rate
-    by_family: dict[str, Rate]
-    seconds: float
-    """Sum over the trials."""
-    num_calls: int
-    num_tokens: int
 
 
 def open_native(folder: Path, config: TrialsConfig) -> Engine:
@@ -125,14 +67,16 @@ def run_trials(
     `open_engine`: what samples; None: the native engine."""
     config = pinned(config, config.output / CONFIG_FILE)
     assert config.trials is not None
-    report = asyncio.run(_run(config, config.trials, open_engine or open_native))
-    write_atomic(config.output / REPORT_FILE, json.dumps(asdict(report), indent=2))
+    other = None if config.trials.compare is None else read_trials(config.trials.compare / LINES_FILE, is_needed=True)
+    trials = asyncio.run(_run(config, config.trials, open_engine or open_native))
+    report = make_report(trials, config.trials.num_trials, config.trials.price, other)
+    write_report(config.output, report, trials, title=config.model)
     if console is not None:
         print_report(report, console)
     return report
 
 
-async def _run(config: TrialEvalConfig, trials: TrialsConfig, open_engine: OpenEngine) -> TrialsReport:
+async def _run(config: TrialEvalConfig, trials: TrialsConfig, open_engine: OpenEngine) -> list[Trial]:
     await require_agent(trials.agent)
     folder = find_folder(config.model, config.revision)
     load_format(folder, trials.gateway)
@@ -147,7 +91,7 @@ async def _run(config: TrialEvalConfig, trials: TrialsConfig, open_engine: OpenE
                 async with _open_runner(config, trials, folder, runner, open_engine) as attempts:
                     await _run_all(config, trials, attempts, wanted)
     found = {(trial.task, trial.number): trial for trial in read_trials(config.output / LINES_FILE)}
-    return make_report([found[task.id, number] for task in tasks for number in range(trials.num_trials)])
+    return [found[task.id, number] for task in tasks for number in range(trials.num_trials)]
 
 
 async def draw_tasks(config: TrialsConfig, runner: TaskRunner) -> list[Task]:
@@ -277,93 +221,6 @@ def _finished(task: Task, number: int, result: AttemptResult, seconds: float) ->
         evidence=dict(verdict.evidence),
         answer=result.answer,
         num_calls=len(result.tree.samples),
-        num_tokens=sum(sample.logprobs.size for sample in result.tree.samples),
+        num_tokens=sum(sample.num_response for sample in result.tree.samples),
+        num_prompt_tokens=sum(sample.num_prompt for sample in result.tree.samples),
     )
-
-
-def read_trials(path: Path) -> list[Trial]:
-    """Skips a partial last line, left by a process that died while writing."""
-    if not path.exists():
-        return []
-    trials = []
-    for number, line in enumerate(whole_lines(path.read_bytes()), start=1):
-        try:
-            trials.append(Trial(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise RecordError(f"{path}, line {number}: not a trial ({error}); remove the line") from error
-    return trials
-
-
-# -- the report -------------------------------------------------------------------------------------------------------
-
-
-def make_report(trials: Sequence[Trial]) -> TrialsReport:
-    families = dict.fromkeys(trial.family for trial in trials)
-    return TrialsReport(
-        all=rate_of(trials),
-        by_family={name: rate_of([trial for trial in trials if trial.family == name]) for name in families},
-        seconds=sum(trial.seconds for trial in trials),
-        num_calls=sum(trial.num_calls for trial in trials),
-        num_tokens=sum(trial.num_tokens for trial in trials),
-    )
-
-
-def rate_of(trials: Sequence[Trial]) -> Rate:
-    perfs: dict[str, list[float]] = {trial.task: [] for trial in trials}
-    for trial in trials:
-        if trial.perf is not None:
-            perfs[trial.task].append(trial.perf)
-    num = sum(map(len, perfs.values()))
-    if not num:
-        return Rate(len(perfs), 0, len(trials), None, None, None, None)
-    perf = clustered_mean(list(perfs.values()))
-    solved = clustered_mean([[float(value == 1) for value in values] for values in perfs.values()])
-    return Rate(
-        len(perfs), num, len(trials) - num, perf.value, _finite(perf.margin), solved.value, _finite(solved.margin)
-    )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def print_report(report: TrialsReport, console: Console) -> None:
-    table = Table(title="trials", title_justify="left")
-    for name in ("family", "tasks", "trials", "infra", "perf, 95% CI", "solved, 95% CI"):
-        table.add_column(name, justify="left" if name == "family" else "right")
-    rows = [*report.by_family.items(), ("all", report.all)] if len(report.by_family) > 1 else report.by_family.items()
-    for name, rate in rows:
-        numbers = (str(rate.num_tasks), str(rate.num_trials), str(rate.num_infra))
-        table.add_row(name, *numbers, _shown(rate.perf, rate.perf_margin), _shown(rate.solved, rate.solved_margin))
-    console.print(table)
-    num = max(report.all.num_trials, 1)
-    console.print(
-        f"{report.seconds / num:.1f} s, {report.num_calls / num:.1f} calls and {report.num_tokens / num:,.0f} sampled "
-        "tokens per trial; intervals are clustered by task",
-        highlight=False,
-    )
-
-
-def _shown(value: float | None, margin: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.1%}" if margin is None else f"{value:.1%} ±{margin:.1%}"
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    value: float
-    margin: float
-    """Half the width of the interval; NaN for a single task, which tells nothing of others."""
-
-
-def clustered_mean(clusters: Sequence[Sequence[float]]) -> Mean:
-    """`clusters`: the values of each task's trials; tasks without any do not count. Raises without a value."""
-    clusters = [cluster for cluster in clusters if cluster]
-    num = sum(map(len, clusters))
-    mean = sum(map(sum, clusters)) / num
-    if len(clusters) < 2:
-        return Mean(mean, math.nan)
-    residuals = [sum(value - mean for value in cluster) for cluster in clusters]
-    variance = len(clusters) / (len(clusters) - 1) * sum(residual**2 for residual in residuals) / num**2
-    return Mean(mean, Z * math.sqrt(variance))

@@ -21,7 +21,7 @@ from m2forge.text.format import make_format
 from m2forge.text.tokenizer import load_tokenizer
 from m2forge.trials import run
 from m2forge.trials.config import TrialEvalConfig, TrialsConfig
-from m2forge.trials.run import LINES_FILE, REPORT_FILE, read_trials
+from m2forge.trials.report import LINES_FILE, PAGE_FILE, PLOT_FILE, REPORT_FILE, read_trials
 from tests.rl.scene import make_model
 from tests.rl.scripted_run import Script
 from tests.rl.test_own_tasks import PROGRAM, make_run, write_tasks
@@ -82,7 +82,10 @@ def test_trials_give_rates_and_a_killed_evaluation_goes_on(
     assert [trial.perf for trial in trials] == [1.0, 0.0] * NUM_TASKS, "in the order in which they ran"
     assert all(trial.evidence["status"] == (trial.perf == 0) for trial in trials)
     assert (report["all"]["perf"], report["all"]["num_infra"]) == (0.5, 0)
+    assert report["all"]["pass_all"] == [[0.5, 0.0], [0.0, 0.0]], "of each task one trial of two succeeds"
     assert "50.0% ±" in capsys.readouterr().out
+    assert "pass^2" in (tmp_path / "out" / PAGE_FILE).read_text()
+    assert (tmp_path / "out" / PLOT_FILE).read_text().startswith("<svg")
     # As a killed process leaves it: two trials are missing, and one is written in part.
     kept = lines.read_text().splitlines(keepends=True)[:-2]
     lines.write_text("".join(kept) + '{"task": "comm')
@@ -90,6 +93,13 @@ def test_trials_give_rates_and_a_killed_evaluation_goes_on(
     again = read_trials(lines)
     assert (again[: len(kept)], len(again)) == (trials[: len(kept)], len(trials))
     assert not list((tmp_path / "out" / "workspaces").iterdir())
+    capsys.readouterr()
+    options = (f"--set=trials.compare={tmp_path / 'out'}", "--set=trials.price.completion=4.0")
+    assert main(["eval", str(tmp_path / "eval.toml"), *options]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "difference 0.0% ±0.0%; 0 tasks better, 0 worse" in printed
+    cost = json.loads((tmp_path / "out" / REPORT_FILE).read_text())["cost"]
+    assert cost == pytest.approx(sum(trial.num_tokens for trial in again) * 4e-6)
     assert evaluate(configured(scene, tmp_path / "out", seed=7), tmp_path) == 2
     assert "holds trials of another configuration" in capsys.readouterr().err
 

@@ -1,12 +1,13 @@
 """The interval of a mean over trials: that of the tasks' means, however often each is tried."""
 
+import itertools
 import math
 import random
 import statistics
 
 import pytest
 
-from m2forge.trials.run import Mean, Z, clustered_mean
+from m2forge.trials.report import Mean, Z, clustered_mean, paired_difference, pass_all
 
 
 def test_one_trial_per_task_gives_the_usual_interval() -> None:
@@ -45,3 +46,26 @@ def test_the_interval_holds_the_truth_in_95_of_100_samples() -> None:
     # Three standard errors of a share of 0.95 over 500 samples, and as much again because 60 tasks are few.
     assert 0.91 < num_held["clustered"] / num_samples < 0.98
     assert num_held["plain"] / num_samples < 0.85
+
+
+def test_pass_all_is_the_share_of_subsets_that_succeed() -> None:
+    rng = random.Random(1)
+    clusters = [[rng.random() < rate for _ in range(6)] for rate in (0.2, 0.6, 0.9, 1.0)]
+    for k in range(1, 7):
+        shares = [statistics.mean(all(part) for part in itertools.combinations(trials, k)) for trials in clusters]
+        found = pass_all(clusters, k)
+        assert found is not None
+        assert found.value == pytest.approx(statistics.mean(shares))
+    assert pass_all(clusters, 7) is None
+    few = pass_all([[True], [True, False]], 2)
+    assert few is not None
+    assert few.value == 0, "the task with one trial does not count"
+
+
+def test_pairing_removes_what_tasks_have_in_common() -> None:
+    """Two policies on tasks of very different difficulty: one is better by a tenth on each."""
+    rates = [index / 20 for index in range(20)]
+    better, worse = [[rate + 0.1] for rate in rates], [[rate] for rate in rates]
+    found = paired_difference(better, worse)
+    assert [found.value, found.margin] == pytest.approx([0.1, 0.0])
+    assert clustered_mean(better).margin > 0.1
