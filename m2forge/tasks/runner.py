@@ -41,7 +41,7 @@ from m2forge.sandbox.process import ProcessSandbox
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.family import family_key_of, family_name, shown
 from m2forge.tasks.folders.folder_family import FOLDER_KEY
-from m2forge.tasks.folders.folder_host import FolderHost
+from m2forge.tasks.folders.verification import FolderHost
 from m2forge.tasks.llm_judge import KEY_VARIABLE, SETTINGS_VARIABLE
 from m2forge.tasks.source import located
 from m2forge.tasks.task_set import Distinct, FamilyInfo, Split
@@ -206,8 +206,8 @@ class TaskRunner:
         return [message_from_openai(message) for message in cast("list[Mapping[str, JsonValue]]", value)]
 
     async def portable(self, task: Task) -> Mapping[str, JsonValue]:
-        """What a task folder needs of the task (`tasks/folders/portable.py`); raises `DataError` if the family cannot
-        be exported."""
+        """What a task folder needs of the task (`family.portable`); raises `DataError` if the family cannot be
+        exported."""
         value = await self._value({"op": "portable", "task": asdict(task)}, family_key_of(task))
         return cast("Mapping[str, JsonValue]", value)
 

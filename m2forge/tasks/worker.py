@@ -39,8 +39,7 @@ from typing import NoReturn, cast
 from m2forge.errors import M2ForgeError, RecordError
 from m2forge.records import JsonValue, Submission, Task, Verdict
 from m2forge.tasks.catalog import find_family
-from m2forge.tasks.family import Family, Preparing, UnavailableError
-from m2forge.tasks.folders.portable import portable
+from m2forge.tasks.family import Family, Preparing, UnavailableError, portable
 from m2forge.tasks.gym import GymFamily
 from m2forge.tasks.task_set import Split, TaskSet, describe
 from m2forge.tasks.time_limit import MAX_WAIT, Use

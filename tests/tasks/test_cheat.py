@@ -9,7 +9,7 @@ import asyncio
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,15 +18,12 @@ import pytest
 from m2forge.config import TomlValue
 from m2forge.protocols import Command
 from m2forge.records import Verdict
-from m2forge.sandbox.channel import program
 from m2forge.sandbox.config import SandboxConfig
-from m2forge.sandbox.namespace import run_folder
 from m2forge.tasks.folders import swe_tests
 from m2forge.tasks.folders.environment import FolderEnvironment, prepare
 from m2forge.tasks.folders.folder import TaskFolder, new_folder
 from m2forge.tasks.folders.verification import verify_attempt
 from tests.conftest import LONG
-from tests.sandbox.places import require
 
 PYTEST = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "py")
 TEST_SCRIPT = """#!/bin/bash
@@ -50,6 +47,8 @@ class TestMore:
 SOLUTION = "def add(a, b):\n    return a + b\n"
 BUG = "def add(a, b):\n    return a - b\n"
 HONEST = "printf 'def add(a, b):\\n    return a + b\\n' > calc.py"
+
+pytestmark = pytest.mark.usefixtures("own_images")
 
 
 def python(code: str, name: str = "calc.py") -> str:
@@ -119,18 +118,6 @@ ROOT_CHEATS = {
     "LD_PRELOAD": f"printf '%s' '{PRELOADED}' > p.c; gcc -shared -fPIC p.c -o /p.so; echo /p.so > /etc/ld.so.preload",
 }
 """By an agent that is root."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The images of these tests are not the user's."""
-    require("namespace")
-    program()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        run_folder.cache_clear()
-        yield
-    run_folder.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from m2forge.records import Domain, JsonValue, Submission, Task
 from m2forge.tasks.agent import KEYS, Chain, Copies, Gather, behind
 from m2forge.tasks.answer import plain
-from m2forge.tasks.coding import StackProgram
 from m2forge.tasks.family import read_int
-from m2forge.tasks.general import CASES, COUNTS, JOINERS, ORDERS, Words
-from m2forge.tasks.reasoning import Counters
+from m2forge.tasks.single_turn import COUNTS, JOINERS, LETTER_CASES, ORDERS, Counters, StackProgram, Words
 from m2forge.tasks.stack_machine import MAX_WORDS, ProgramError, run_program
 from m2forge.text.minimax_m2 import MINIMAX_M2_SPECIALS
 from m2forge.text.tokenizer import train_tokenizer
@@ -166,18 +164,18 @@ def test_words_are_written_as_asked() -> None:
         head, _, asked = task.instruction.removeprefix("Write ").partition(": ")
         order, case, count, joiner = asked.split(", ")
         words = ORDERS[order](head.split(", "))
-        copies = [CASES[case](word) for word in words for _ in range(COUNTS[count.removesuffix(" each")])]
+        copies = [LETTER_CASES[case](word) for word in words for _ in range(COUNTS[count.removesuffix(" each")])]
         answer = joiner.removeprefix("joined by ").join(copies)
         assert Words().verify(task, Submission(f" {answer}. ")).perf == 1
         assert Words().verify(task, Submission(answer.swapcase())).perf == 0
         seen.add((order, case, count, joiner))
-    assert len(seen) == len(ORDERS) * len(CASES) * len(COUNTS) * len(JOINERS)
+    assert len(seen) == len(ORDERS) * len(LETTER_CASES) * len(COUNTS) * len(JOINERS)
 
 
 def test_words_know_backwards_from_sorted() -> None:
     assert ORDERS["backwards"](["sun", "cat", "red"]) == ["red", "cat", "sun"]
     assert ORDERS["sorted"](["sun", "cat", "red"]) == ["cat", "red", "sun"]
-    assert CASES["one capital"]("sun") == "Sun"
+    assert LETTER_CASES["one capital"]("sun") == "Sun"
 
 
 def test_plain_text_keeps_what_counts() -> None:

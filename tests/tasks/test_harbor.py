@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,11 @@ import pytest
 from m2forge import cli
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.image import ImageStore
-from m2forge.sandbox.namespace import run_folder
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.folders.export import export
 from m2forge.tasks.folders.folder import find_folders
 from m2forge.tasks.folders.trial import NOP, ORACLE, run_trials
 from tests.page.scene import Scene, make_chat_format
-from tests.sandbox.places import require
 from tests.tasks.folders import machine_image
 
 PYTHON = os.environ.get("M2FORGE_HARBOR", "")
@@ -38,19 +35,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def images(own_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cache folder with images for the bases that the folders name."""
-    require("namespace")
-    cache = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        run_folder.cache_clear()
-        store = ImageStore()
-        store.build(BASES[0], [str(machine_image.build(tmp_path_factory.mktemp("machine") / "root"))])
-        for name in BASES[1:]:
-            store.build(name, [BASES[0]])
-        yield cache
-    run_folder.cache_clear()
+    store = ImageStore()
+    store.build(BASES[0], [str(machine_image.build(tmp_path_factory.mktemp("machine") / "root"))])
+    for name in BASES[1:]:
+        store.build(name, [BASES[0]])
+    return own_images
 
 
 @pytest.fixture(scope="module")

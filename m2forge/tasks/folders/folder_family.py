@@ -8,7 +8,7 @@ package are held out, or none, so that an evaluation meets no code that was trai
 `[metadata.m2forge]`, else of its source, else of the folder's name decides, unless it sets `split`.
 
 A task's metadata names the folder (`FOLDER_KEY`): attempts run in its image, and its tests decide in a fresh one
-(`tasks/folders/folder_host.py`).
+(`tasks/folders/verification.py`).
 """
 
 import random

@@ -11,11 +11,10 @@ from m2forge.errors import ConfigError, DataError, ExistsError
 from m2forge.records import JsonValue
 from m2forge.tasks.catalog import EMBEDDED, find_family
 from m2forge.tasks.config import VerifyConfig
-from m2forge.tasks.family import Family, labelled
+from m2forge.tasks.family import Family, labelled, portable
 from m2forge.tasks.folders.export import Exported, export, folder_name, task_files
 from m2forge.tasks.folders.folder import FolderFile, TaskFolder, read_files, read_folders, write_folder
 from m2forge.tasks.folders.lint import lint
-from m2forge.tasks.folders.portable import portable
 from m2forge.tasks.jsonl_family import JsonlFamily
 from m2forge.tasks.task_set import describe
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,28 +10,15 @@ from m2forge.errors import DataError, RunError
 from m2forge.protocols import Command
 from m2forge.records import Submission, Task, Verdict
 from m2forge.sandbox.backend import open_sandbox
-from m2forge.sandbox.channel import program
 from m2forge.sandbox.config import SandboxConfig
-from m2forge.sandbox.namespace import run_folder
 from m2forge.tasks.config import VerifyConfig
 from m2forge.tasks.folders.folder_family import FolderFamily
 from m2forge.tasks.runner import TaskRunner
-from tests.sandbox.places import require
 from tests.tasks.folders.scene import IMAGE, write
 
 CONFIG = SandboxConfig(backend="namespace", timeout_s=20, grace_s=0.0)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The images of these tests are not the user's."""
-    require("namespace")
-    program()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        run_folder.cache_clear()
-        yield
-    run_folder.cache_clear()
+pytestmark = pytest.mark.usefixtures("own_images")
 
 
 def task_of(path: Path) -> Task:

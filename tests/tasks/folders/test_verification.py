@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,30 +19,18 @@ from m2forge.sandbox.backend import open_sandbox
 from m2forge.sandbox.channel import program
 from m2forge.sandbox.config import SandboxConfig
 from m2forge.sandbox.image import ImageStore
-from m2forge.sandbox.namespace import run_folder
 from m2forge.tasks.folders import artifact, verification
 from m2forge.tasks.folders.environment import prepare, resolved
 from m2forge.tasks.folders.folder import TaskFolder
 from m2forge.tasks.folders.trial import attempt
 from m2forge.tasks.folders.verification import read_report, read_rewards, verify_attempt, verify_workspace
-from tests.sandbox.places import require
 from tests.tasks.folders import scene, written
 
 ROOT = Path(__file__).parents[3]
 CONFIG = SandboxConfig(backend="namespace", timeout_s=20, grace_s=0.0)
 SOLVE = "echo 5 > answer.txt"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The images of these tests are not the user's."""
-    require("namespace")
-    program()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        run_folder.cache_clear()
-        yield
-    run_folder.cache_clear()
+pytestmark = pytest.mark.usefixtures("own_images")
 
 
 def verdict_of(folder: TaskFolder, agent: str = SOLVE) -> Verdict:
