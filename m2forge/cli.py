@@ -183,6 +183,22 @@ def command_rl(args: argparse.Namespace) -> None:
     print(f"wrote {folder}; metrics in {folder.parent / 'metrics.jsonl'}")
 
 
+def command_pipeline(args: argparse.Namespace) -> None:
+    from m2forge.config import load
+    from m2forge.pipelines.config import PipelineConfig
+
+    config = load(PipelineConfig, args.config, args.set)
+    if args.dry_run:
+        from m2forge.dry_run import describe_pipeline, print_dry_run
+
+        print_dry_run({"--set": config}, lambda: describe_pipeline(config, args.runs))
+        return
+    from m2forge.pipelines.run import run_pipeline
+
+    run_dir = run_pipeline(config, args.runs)
+    print(f"wrote {run_dir}; yields in {run_dir / 'yields.json'}")
+
+
 def command_eval(args: argparse.Namespace) -> None:
     from m2forge.config import load
     from m2forge.trials.config import TrialEvalConfig
@@ -583,6 +599,7 @@ COMMANDS = {
     "pretrain": Command("train a base model over a corpus, or go on with it", _add_run, command_pretrain),
     "sft": Command("fine-tune a model on trajectories, or go on with it", _add_run, command_sft),
     "rl": Command("train a model by what its agents do, or go on with it", _add_run, command_rl),
+    "pipeline": Command("make tasks and trajectories of raw material", _add_run, command_pipeline),
     "eval": Command("measure a model: a table and plots", _add_config, command_eval),
     "init": Command("write the files of a first run of your own", _add_init, command_init),
     "tasks": Command("check, lint, show and convert tasks", tasks_command.add_arguments, tasks_command.run),

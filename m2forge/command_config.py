@@ -41,6 +41,10 @@ def config_kind(command: str) -> type[Config] | None:
             from m2forge.rl.config import RLConfig
 
             return RLConfig
+        case "pipeline":
+            from m2forge.pipelines.config import PipelineConfig
+
+            return PipelineConfig
         case "eval":
             from m2forge.trials.config import TrialEvalConfig
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from m2forge.corpus.config import CorpusConfig
     from m2forge.gateway.config import GatewayConfig
     from m2forge.model.config import ModelConfig
+    from m2forge.pipelines.config import PipelineConfig
     from m2forge.pretrain.config import PretrainConfig
     from m2forge.rl.config import RLConfig
     from m2forge.rollout.config import RolloutConfig, ServeConfig
@@ -131,6 +132,19 @@ def describe_sft(config: "SFTConfig", runs: Path) -> Iterator[tuple[str, str]]:
     network, _ = _read_network(config.model, config.revision)
     yield from _describe_network(config.model, network)
     yield from _describe_training(config.train, network)
+
+
+def describe_pipeline(config: "PipelineConfig", runs: Path) -> Iterator[tuple[str, str]]:
+    from m2forge.pipelines.run import STORE_FILE, make_pipeline
+
+    pipeline = make_pipeline(config)
+    pipeline.source.fingerprint()
+    yield "pipeline", config.pipeline
+    yield "stages", " → ".join((pipeline.source.name, *(stage.name for stage in pipeline.stages)))
+    for name, model in config.models.items():
+        yield "models", f"{name}: {model.model} at {model.url}"
+    run_dir = runs / config.name
+    yield "run", f"{run_dir}: {'would be resumed' if (run_dir / STORE_FILE).exists() else 'new'}"
 
 
 def describe_rl(config: "RLConfig", runs: Path) -> Iterator[tuple[str, str]]:

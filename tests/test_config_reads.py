@@ -12,6 +12,7 @@ from m2forge.corpus.config import CorpusConfig
 from m2forge.evaluate.config import EvalConfig
 from m2forge.gateway.config import GatewayConfig
 from m2forge.inference.config import LLMConfig, ModelServerConfig, SamplingParams
+from m2forge.pipelines.config import PipelineConfig
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.rl.config import RLConfig
 from m2forge.rollout.config import ServeConfig
@@ -25,6 +26,7 @@ STAGES: list[type[Config]] = [
     SFTConfig,
     EvalConfig,
     RLConfig,
+    PipelineConfig,
     GatewayConfig,
     ServeConfig,
     LLMConfig,

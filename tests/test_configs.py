@@ -9,6 +9,7 @@ from m2forge.config import Config, load
 from m2forge.corpus.config import CorpusConfig
 from m2forge.errors import ConfigError
 from m2forge.evaluate.config import EvalConfig
+from m2forge.pipelines.config import PipelineConfig
 from m2forge.pretrain.config import PretrainConfig
 from m2forge.rl.config import RLConfig
 from m2forge.sft.config import SFTConfig
@@ -20,6 +21,7 @@ KINDS: dict[str, type[Config]] = {
     "sft": SFTConfig,
     "eval": EvalConfig,
     "rl": RLConfig,
+    "pipeline": PipelineConfig,
 }
 STAGES = {"pretrain": "balanced", "sft": "frozen", "rl": "frozen"}
 """What `train.router_bias` is by default."""

@@ -163,6 +163,8 @@ class SetStage:
     """Maps all items at once."""
 
     name: str
+    repeats: ClassVar[bool] = False
+    """Whether it runs at every start, even if its items are those of the last time: it writes files."""
 
     def process_all(self, items: Iterable[Item], context: Context) -> Iterator[Outcome]:
         """One outcome per item, in order. `items` may be iterated several times."""

@@ -8,7 +8,7 @@ import fcntl
 import logging
 import stat
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def hold_run(run_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ExistsError(f"{run_dir} is being trained by another process; wait for it, or end it first") from error
+            raise ExistsError(f"{run_dir} is being used by another process; wait for it, or end it first") from error
         failure = run_dir / FAILURE_FILE
         failure.unlink(missing_ok=True)
         try:
@@ -60,14 +60,15 @@ def make_private(run_dir: Path) -> None:
         _log.warning("%s was accessible to other users (mode %04o); changed to %04o", run_dir, mode, MODE)
 
 
-def open_run(run_dir: Path, config: Config, phase: int | None) -> None:
-    """Write the configuration of a new run, or check that of a resumed run whose last begun phase is `phase`."""
+def open_run(run_dir: Path, config: Config, phase: int | None, mutable: Sequence[str] = MUTABLE_KEYS) -> None:
+    """Write the configuration of a new run, or check that of a resumed run whose last begun phase is `phase`.
+    `mutable`: tables and keys that may change on resume."""
     make_private(run_dir)
-    refuse_changes(run_dir, config, phase)
+    refuse_changes(run_dir, config, phase, mutable)
     write_resolved(config, run_dir / CONFIG_FILE)
 
 
-def refuse_changes(run_dir: Path, config: Config, phase: int | None) -> None:
+def refuse_changes(run_dir: Path, config: Config, phase: int | None, mutable: Sequence[str] = MUTABLE_KEYS) -> None:
     """Raise if the run in `run_dir`, whose last begun phase is `phase`, cannot resume with `config`."""
     path = run_dir / CONFIG_FILE
     if phase is None or not path.exists():
@@ -75,7 +76,7 @@ def refuse_changes(run_dir: Path, config: Config, phase: int | None) -> None:
     before = _read_run(type(config), path)
     after = _flat(tomllib.loads(dump(config)))
     changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-    changed = [key for key in changed if not key.startswith(MUTABLE_KEYS) and not _is_future_phase(key, phase)]
+    changed = [key for key in changed if not key.startswith(tuple(mutable)) and not _is_future_phase(key, phase)]
     if changed:
         key = changed[0]
         raise ConfigError(

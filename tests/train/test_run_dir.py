@@ -143,7 +143,7 @@ def test_between_two_phases_the_second_has_not_begun(position: Position, expecte
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     with (
         hold_run(tmp_path / "run"),
-        pytest.raises(ExistsError, match="being trained by another process"),
+        pytest.raises(ExistsError, match="being used by another process"),
         hold_run(tmp_path / "run"),
     ):
         pass

@@ -129,20 +129,20 @@ def find_duplicates(tables: Tables, config: DedupConfig, num_bands: int) -> npt.
     forest = Forest(count)
     with progress(int(config.exact) + num_bands, "deduplicate") as bar:
         if config.exact:
-            earlier, later = _equal_pairs(tables.column("hash", np.uint64))
+            earlier, later = equal_pairs(tables.column("hash", np.uint64))
             same = _rows_equal(tables, earlier, later)
             forest.join(earlier[same], later[same])
             _mark(forest, repeat, Repeat.EXACT)
             bar.advance()
         for band in range(num_bands):
-            earlier, later = _equal_pairs(tables.column(f"band-{band:03d}", np.uint64))
+            earlier, later = equal_pairs(tables.column(f"band-{band:03d}", np.uint64))
             _merge_near_duplicates(tables, forest, earlier, later, config)
             bar.advance()
     _mark(forest, repeat, Repeat.NEAR)
     return repeat
 
 
-def _equal_pairs(keys: npt.NDArray[np.generic]) -> tuple[Int64Array, Int64Array]:
+def equal_pairs(keys: npt.NDArray[np.generic]) -> tuple[Int64Array, Int64Array]:
     """Pairs of documents with equal keys: each one with the first of its key and with the one before it."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]

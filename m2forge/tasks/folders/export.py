@@ -78,7 +78,7 @@ async def export(
     with TemporaryDirectory() as scratch:
         async with TaskRunner(config.model_copy(update={"num_workers": 1}), Path(scratch)) as runner:
             info = await runner.describe(source)
-            tasks = await _draw(runner, source, info, num, level, seed)
+            tasks = await draw_tasks(runner, source, info, num, level, seed)
             parts = [(task, await runner.portable(task)) for task in tasks]
     files: dict[str, FolderFile] = {}
     exported: list[Exported] = []
@@ -93,11 +93,12 @@ async def export(
     return exported
 
 
-async def _draw(
+async def draw_tasks(
     runner: TaskRunner, source: str, info: FamilyInfo, num: int, level: int | None, seed: int
 ) -> list[Task]:
+    """`num` distinct tasks, one in five of them held out; of a fixed list at most all. `level`: None: all levels."""
     if level is not None and not info.lowest <= level <= info.highest:
-        raise ConfigError(f"--level {level}: {source} has the levels {info.lowest} to {info.highest}")
+        raise ConfigError(f"level {level}: {source} has the levels {info.lowest} to {info.highest}")
     levels = (info.lowest, info.highest) if level is None else (level, level)
     splits: tuple[Split, Split] = ("train", "held_out")
     if info.counts is not None:
